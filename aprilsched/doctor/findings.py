@@ -9,6 +9,8 @@ from typing import Any, Literal, TypeAlias
 from aprilsched.engines.sglang.probe import ServerFacts
 
 __all__ = [
+    "NEWER",
+    "NO_STRAGGLERS",
     "Check",
     "Finding",
     "Notes",
@@ -25,16 +27,22 @@ __all__ = [
 
 Status: TypeAlias = Literal["pass", "warn", "fail"]
 
+NEWER = "update SGLang to 0.5.21 or later"
+NO_STRAGGLERS = 'use straggler="abort"'
+"""What to do about a server that cannot keep stragglers through a pause."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """What a check found, what that means, and what the scheduler does about it."""
+    """What a check found, what that means, what the scheduler does about it, what you can do."""
 
     check: str
     status: Status
     seen: str
     meaning: str
     action: str
+    to_do: str = ""
+    """What the user can do about it; empty if there is nothing to do."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +51,7 @@ class Verdict:
 
     status: Status
     seen: str
+    to_do: str = ""
 
 
 def passed(seen: str) -> Verdict:
@@ -50,14 +59,14 @@ def passed(seen: str) -> Verdict:
     return Verdict(status="pass", seen=seen)
 
 
-def warned(seen: str) -> Verdict:
+def warned(seen: str, to_do: str = "") -> Verdict:
     """It depends on the server and was not tried, or the user should know about it."""
-    return Verdict(status="warn", seen=seen)
+    return Verdict(status="warn", seen=seen, to_do=to_do)
 
 
-def failed(seen: str) -> Verdict:
-    """The scheduler cannot work with the server as intended."""
-    return Verdict(status="fail", seen=seen)
+def failed(seen: str, to_do: str) -> Verdict:
+    """The scheduler cannot work with the server as intended, until the user has done `to_do`."""
+    return Verdict(status="fail", seen=seen, to_do=to_do)
 
 
 @dataclass(slots=True)
@@ -131,13 +140,19 @@ class Check:
 
     def finding(self, notes: Notes) -> Finding:
         """The line of the report."""
-        verdict = self.judge(notes)
+        try:
+            verdict = self.judge(notes)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            verdict = failed(
+                f"its answers do not have SGLang's form ({type(error).__name__}: {error})", NEWER
+            )
         return Finding(
             check=self.name,
             status=verdict.status,
             seen=verdict.seen,
             meaning=self.meaning,
             action=self.action,
+            to_do=verdict.to_do,
         )
 
 
@@ -148,7 +163,9 @@ def left_out(notes: Notes, scenario: str, why: str = "") -> Verdict:
     if notes.paused_before:
         return warned("left out: somebody else has paused the server")
     if scenario in notes.trouble:
-        return failed(f"the probe {notes.trouble[scenario]}")
+        return failed(
+            f"the probe {notes.trouble[scenario]}", "look at its log, and examine it again"
+        )
     return warned("left out: the probe saw nothing")
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from aprilsched.cli.doctor import REACHED
 from aprilsched.cli.main import main
 from aprilsched.doctor import Finding, examine, scenarios
 from aprilsched.doctor.checks import CHECKS
@@ -177,6 +178,23 @@ async def test_a_server_without_them_fails(
     assert names(await examine(server.url), "fail") == {check}
 
 
+async def test_a_server_whose_answers_have_another_form_fails_and_is_told_so(
+    server: SimServer, monkeypatch: pytest.MonkeyPatch
+):
+    event = Answer.event
+
+    def without(self: Answer, chunk: Chunk) -> dict[str, Any]:
+        found = event(self, chunk)
+        del found["meta_info"]["completion_tokens"]
+        return found
+
+    monkeypatch.setattr(Answer, "event", without)
+    found = by_name(await examine(server.url))
+    assert found["logprobs"].status == "fail"
+    assert "completion_tokens" in found["logprobs"].seen
+    assert found["left as found"].status == "pass"
+
+
 async def test_a_cumulative_server_fails(server: SimServer, monkeypatch: pytest.MonkeyPatch):
     event = Answer.event
     held: dict[int, dict[str, list[Any]]] = {}
@@ -250,36 +268,72 @@ async def test_what_is_no_sglang_is_refused():
     await runner.cleanup()
 
 
-def test_the_command_says_what_is_wrong_in_one_sentence(capsys: pytest.CaptureFixture[str]):
-    assert main(["doctor", NOBODY]) == 2
+@pytest.mark.parametrize(
+    "arguments", [[], [NOBODY, "--admin-key-env", "NOT_SET_ANYWHERE"], [NOBODY, "ftp://nowhere"]]
+)
+def test_the_command_says_what_is_wrong_in_one_sentence(
+    capsys: pytest.CaptureFixture[str], arguments: list[str]
+):
+    assert main(["doctor", *arguments]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert "is the server up" in err
     assert len(err.splitlines()) == 1
-    assert main(["doctor", NOBODY, "--admin-key-env", "NOT_SET_ANYWHERE"]) == 2
-    assert main(["doctor"]) == 2
 
 
-@pytest.mark.parametrize("broken", [False, True])
-async def test_the_command_prints_lines_or_json(
-    server: SimServer,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    broken: bool,
+async def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int) -> str:
+    """What the command prints on stdout."""
+    assert await asyncio.to_thread(main, ["doctor", *arguments]) == code
+    return capsys.readouterr().out
+
+
+async def test_the_command_says_first_what_to_do_and_each_meaning_once(
+    server: SimServer, capsys: pytest.CaptureFixture[str]
+):
+    async with served() as other:
+        urls = (server.url, other.url)
+        out = await said(capsys, *urls, code=0)
+    result, to_do, consider, empty, *lines = out.splitlines()
+    assert "no check fails on all 2 servers" in result
+    assert to_do.split() == ["to", "do", "nothing"]
+    assert "--enable-memory-saver" in consider
+    assert "(all servers)" in consider
+    assert empty == ""
+    for url in urls:
+        place = lines.index(url)
+        section = lines[place + 1 : place + 1 + len(CHECKS)]
+        assert [line.split("  ")[1].split(":")[0] for line in section] == [c.name for c in CHECKS]
+    for check in CHECKS:
+        assert out.count(check.meaning) == 1
+
+
+async def test_a_dead_server_does_not_cost_the_findings_of_the_others(
+    server: SimServer, capsys: pytest.CaptureFixture[str]
+):
+    out = await said(capsys, NOBODY, server.url, code=2)
+    assert "1 of 2 not reached" in out.splitlines()[0]
+    assert NOBODY in out.splitlines()[1]
+    assert "pass  left as found" in out
+    objects = json.loads(await said(capsys, NOBODY, server.url, "--json", code=2))
+    keys = {"server", "check", "status", "seen", "meaning", "action", "to_do"}
+    assert all(set(found) == keys for found in objects)
+    dead, *alive = objects
+    assert (dead["server"], dead["check"], dead["status"]) == (NOBODY, REACHED, "fail")
+    assert "is the server up" in dead["seen"]
+    assert [found["check"] for found in alive] == [check.name for check in CHECKS]
+    assert {found["server"] for found in alive} == {server.url}
+
+
+async def test_quiet_is_for_what_warns_or_fails_alone(
+    server: SimServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     async def busy(self: ServedEngine, seconds: float) -> bool:
         return False
 
-    if broken:
-        monkeypatch.setattr(ServedEngine, "flush", busy)
-    arguments = ["doctor", server.url, *(["--json"] if broken else [])]
-    assert await asyncio.to_thread(main, arguments) == (1 if broken else 0)
-    out = capsys.readouterr().out
-    if broken:
-        objects = json.loads(out)
-        assert set(objects[0]) == {"server", "check", "status", "seen", "meaning", "action"}
-        assert "fail" in {found["status"] for found in objects}
-    else:
-        lines = out.splitlines()
-        assert lines[0] == server.url
-        assert len(lines) == 1 + len(CHECKS)
+    monkeypatch.setattr(ServedEngine, "flush", busy)
+    heading, *lines = (await said(capsys, server.url, "--quiet", code=1)).splitlines()
+    assert heading == server.url
+    assert {line.split("  ")[0] for line in lines} == {"warn", "fail"}
+    (failed,) = [line for line in lines if line.startswith("fail")]
+    assert failed.endswith('-> use straggler="abort" with kv_after_refit="apart"')
+    objects = json.loads(await said(capsys, server.url, "--quiet", "--json", code=1))
+    assert {found["status"] for found in objects} == {"warn", "fail"}

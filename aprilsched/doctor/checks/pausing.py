@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from aprilsched.doctor.findings import (
+    NEWER,
+    NO_STRAGGLERS,
     Check,
     Notes,
     PauseNotes,
@@ -17,45 +19,47 @@ from aprilsched.doctor.findings import (
 
 __all__ = ["CHECKS"]
 
+_NOT_IN_PLACE = 'do not use straggler="in_place"'
+
 
 def retract(notes: Notes) -> Verdict:
     """Whether pause(retract) stops a stream and keeps it open."""
-    return _stops(notes, notes.retract, "retract")
+    return _stops(notes, notes.retract, "retract", NO_STRAGGLERS)
 
 
 def in_place(notes: Notes) -> Verdict:
     """Whether pause(in_place) stops a stream and keeps it open."""
-    return _stops(notes, notes.in_place, "in_place")
+    return _stops(notes, notes.in_place, "in_place", _NOT_IN_PLACE)
 
 
-def _stops(notes: Notes, noted: PauseNotes, scenario: str) -> Verdict:
+def _stops(notes: Notes, noted: PauseNotes, scenario: str, to_do: str) -> Verdict:
     if noted.tokens_during is None or noted.pause_seconds is None:
         return left_out(notes, scenario, noted.why_not or "")
     if noted.tokens_during:
-        return failed(f"{noted.tokens_during} tokens arrived while it was paused")
+        return failed(f"{noted.tokens_during} tokens arrived while it was paused", to_do)
     if noted.held_silent is False:
-        return failed("a request sent while it was paused was generated")
+        return failed("a request sent while it was paused was generated", to_do)
     if noted.ended_during:
         seen = "a response of ours was over when the pause took effect"
-        return warned(seen) if noted.ready_status == 503 else failed(seen)
+        return warned(seen) if noted.ready_status == 503 else failed(seen, to_do)
     return passed(f"paused in {noted.pause_seconds * 1e3:.0f} ms, no token arrived meanwhile")
 
 
 def goes_on(notes: Notes) -> Verdict:
     """Whether a stream continues after retract, flush and continue."""
-    return _goes_on(notes, notes.retract, "retract")
+    return _goes_on(notes, notes.retract, "retract", NO_STRAGGLERS)
 
 
 def goes_on_in_place(notes: Notes) -> Verdict:
     """Whether a stream continues after in_place and continue."""
-    return _goes_on(notes, notes.in_place, "in_place")
+    return _goes_on(notes, notes.in_place, "in_place", _NOT_IN_PLACE)
 
 
-def _goes_on(notes: Notes, noted: PauseNotes, scenario: str) -> Verdict:
+def _goes_on(notes: Notes, noted: PauseNotes, scenario: str, to_do: str) -> Verdict:
     if noted.tokens_during is None or noted.same_tokens is None:
         return left_out(notes, scenario, noted.why_not or "")
     if noted.finish != "length":
-        return failed(f"the stream ended with {noted.finish!r} after continue")
+        return failed(f"the stream ended with {noted.finish!r} after continue", to_do)
     if not noted.same_tokens:
         return warned("the stream continued with other tokens than without a pause")
     return passed("the stream continued with the same tokens as without a pause")
@@ -67,7 +71,9 @@ def flush(notes: Notes) -> Verdict:
     if noted.flush_status is None:
         return left_out(notes, "retract", noted.why_not or "")
     seen = f"flush_cache answers {noted.flush_status} after a retract"
-    return passed(seen) if noted.flush_status == 200 else failed(seen)
+    if noted.flush_status == 200:
+        return passed(seen)
+    return failed(seen, f'{NO_STRAGGLERS} with kv_after_refit="apart"')
 
 
 def held(notes: Notes) -> Verdict:
@@ -77,7 +83,9 @@ def held(notes: Notes) -> Verdict:
         return left_out(notes, "retract", noted.why_not or "")
     if noted.held_silent and noted.held_completed:
         return passed("held silently, and answered after continue")
-    return failed("answered while paused" if not noted.held_silent else "lost after continue")
+    return failed(
+        "answered while paused" if not noted.held_silent else "lost after continue", NEWER
+    )
 
 
 def ready(notes: Notes) -> Verdict:
@@ -125,10 +133,7 @@ CHECKS: Sequence[Check] = (
         name="flush after retract (hazard 3)",
         judge=flush,
         meaning="Without a flush, tokens attend to keys of older weights.",
-        action=(
-            'flushes between pause and update; where that fails, use straggler="abort" with '
-            'kv_after_refit="apart"'
-        ),
+        action="flushes between pause and update",
     ),
     Check(
         name="held requests (hazard 4)",

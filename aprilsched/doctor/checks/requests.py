@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from aprilsched.doctor.findings import (
+    NEWER,
     Check,
     Notes,
     Verdict,
@@ -34,7 +35,7 @@ def abort(notes: Notes) -> Verdict:
     seen = f"ended after {notes.abort_seconds * 1e3:.0f} ms with {kind!r}"
     if kind == "length":
         return warned(f"{seen}: it was over before the abort")
-    return passed(seen) if kind == "abort" else failed(seen)
+    return passed(seen) if kind == "abort" else failed(seen, NEWER)
 
 
 def counts(notes: Notes) -> Verdict:
@@ -53,7 +54,7 @@ def unknown(notes: Notes) -> Verdict:
     if notes.unknown_abort_status is None:
         return left_out(notes, "aborts")
     seen = f"aborting an unknown rid answers {notes.unknown_abort_status}"
-    return passed(seen) if notes.unknown_abort_status == 200 else failed(seen)
+    return passed(seen) if notes.unknown_abort_status == 200 else failed(seen, NEWER)
 
 
 def duplicate(notes: Notes) -> Verdict:

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from aprilsched.doctor.findings import Check, Notes, Verdict, failed, left_out, passed, warned
+from aprilsched.doctor.findings import (
+    NEWER,
+    Check,
+    Notes,
+    Verdict,
+    failed,
+    left_out,
+    passed,
+    warned,
+)
 from aprilsched.engines.sglang.probe import SPANS_SINCE
 
 __all__ = ["CHECKS", "LAST"]
 
 _READ_UP_TO = (0, 5, 23)
 """The newest release whose source was read for the hazards."""
+_RESTART = "look at its log, and restart it"
 
 
 def release(notes: Notes) -> Verdict:
@@ -18,7 +28,9 @@ def release(notes: Notes) -> Verdict:
     seen = f"{notes.facts.capabilities.server}, model {notes.facts.model_path}"
     if notes.simulated:
         return warned(f"{seen}, simulated: no model is behind it")
-    if notes.version < SPANS_SINCE or notes.version > _READ_UP_TO:
+    if notes.version < SPANS_SINCE:
+        return warned(seen, NEWER)
+    if notes.version > _READ_UP_TO:
         return warned(seen)
     return passed(seen)
 
@@ -26,7 +38,11 @@ def release(notes: Notes) -> Verdict:
 def paused_before(notes: Notes) -> Verdict:
     """Whether somebody left it paused."""
     if notes.paused_before:
-        return failed("/ready answers 503: it is paused")
+        return failed(
+            "/ready answers 503: it is paused",
+            "let whoever paused it continue it, or send POST /continue_generation; then examine it "
+            "again",
+        )
     return passed("it is not paused")
 
 
@@ -35,7 +51,10 @@ def others(notes: Notes) -> Verdict:
     if notes.others is None:
         return warned("/v1/loads does not report how many requests are on it")
     if notes.others:
-        return warned(f"{notes.others} requests of others were on it")
+        return warned(
+            f"{notes.others} requests of others were on it",
+            "examine it again when it is idle, so that pauses are tried",
+        )
     return passed("it was idle")
 
 
@@ -43,7 +62,10 @@ def vocabulary(notes: Notes) -> Verdict:
     """Whether token ids beyond the vocabulary can be refused in time."""
     size = notes.facts.vocab_size
     if size is None:
-        return warned("it does not report the size of its vocabulary; ids beyond it were not tried")
+        return warned(
+            "it does not report the size of its vocabulary; ids beyond it were not tried",
+            "make sure that no prompt has a token id beyond the vocabulary",
+        )
     return passed(f"{size} token ids; ids beyond it were not tried")
 
 
@@ -68,13 +90,13 @@ def health(notes: Notes) -> Verdict:
     if notes.health_status is None:
         return left_out(notes, "health")
     seen = f"/health answers {notes.health_status} while it is not paused"
-    return passed(seen) if notes.health_status == 200 else failed(seen)
+    return passed(seen) if notes.health_status == 200 else failed(seen, _RESTART)
 
 
 def unchanged(notes: Notes) -> Verdict:
     """Whether the doctor left it unchanged."""
     if notes.label_after is None or notes.paused_after is None:
-        return failed("it did not answer after everything was taken back")
+        return failed("it did not answer after everything was taken back", _RESTART)
     wrong = [
         what
         for what, is_so in (
@@ -85,7 +107,7 @@ def unchanged(notes: Notes) -> Verdict:
         if is_so
     ]
     if wrong:
-        return failed(" and ".join(wrong))
+        return failed(" and ".join(wrong), _RESTART)
     state = "still paused" if notes.paused_after else "not paused"
     idle = ", no request on it" if notes.running_after == 0 else ""
     return passed(f"weight_version {notes.label_after!r}, {state}{idle}")
@@ -108,7 +130,7 @@ CHECKS: Sequence[Check] = (
         name="idle",
         judge=others,
         meaning="A server with others' requests is never paused or flushed by this command.",
-        action="none; examine an idle server to run every check",
+        action="none",
     ),
     Check(
         name="vocabulary (hazard 3b)",

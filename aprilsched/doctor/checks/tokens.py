@@ -7,7 +7,17 @@ from typing import Any
 
 from aprilsched.core.policies.straggler import rules_that
 from aprilsched.doctor.client import INTERVAL
-from aprilsched.doctor.findings import Check, Notes, Verdict, failed, left_out, passed, warned
+from aprilsched.doctor.findings import (
+    NEWER,
+    NO_STRAGGLERS,
+    Check,
+    Notes,
+    Verdict,
+    failed,
+    left_out,
+    passed,
+    warned,
+)
 
 __all__ = ["CHECKS"]
 
@@ -23,18 +33,20 @@ def form(notes: Notes) -> Verdict:
         if len(sizes) > 1 or notes.facts.incremental:
             return passed(seen)
         return warned(f"{seen}: one event shows no form")
-    return failed(f"{seen}: each event repeats all tokens")
+    return failed(
+        f"{seen}: each event repeats all tokens", "start it with --incremental-streaming-output"
+    )
 
 
 def interval(notes: Notes) -> Verdict:
     """Whether a request can set the interval of its events."""
     if not notes.facts.stream_interval:
-        return warned("a request cannot set stream_interval")
+        return warned("a request cannot set stream_interval", _INTERVAL)
     if not notes.events:
         return left_out(notes, "responses")
     total = notes.events[-1]["meta_info"]["completion_tokens"]
     seen = f"asked for {INTERVAL}, {total} tokens came in {len(notes.events)} events"
-    return passed(seen) if len(notes.events) * INTERVAL >= total else warned(seen)
+    return passed(seen) if len(notes.events) * INTERVAL >= total else warned(seen, _INTERVAL)
 
 
 def logprobs(notes: Notes) -> Verdict:
@@ -46,7 +58,7 @@ def logprobs(notes: Notes) -> Verdict:
     triples: list[Any] = meta.get("output_token_logprobs") or []
     seen = f"{len(triples)} logprobs for {len(ids)} tokens"
     agree = [triple[1] for triple in triples] == ids and len(ids) == meta["completion_tokens"]
-    return passed(seen) if agree else failed(f"{seen}; they do not match")
+    return passed(seen) if agree else failed(f"{seen}; they do not match", NEWER)
 
 
 def spans(notes: Notes) -> Verdict:
@@ -55,10 +67,10 @@ def spans(notes: Notes) -> Verdict:
         return left_out(notes, "responses")
     found = notes.whole["meta_info"].get("weight_versions")
     if found is None:
-        return failed("a finished response has no weight_versions")
+        return failed("a finished response has no weight_versions", _SPANS)
     tokens = len(notes.whole["output_ids"])
     if _covered(found) != tokens:
-        return failed(f"weight_versions cover {_covered(found)} of {tokens} tokens")
+        return failed(f"weight_versions cover {_covered(found)} of {tokens} tokens", _SPANS)
     return passed(f"weight_versions cover all {tokens} tokens")
 
 
@@ -85,6 +97,8 @@ def same(notes: Notes) -> Verdict:
     return warned("two greedy responses differ")
 
 
+_INTERVAL = "start it with --stream-interval 64"
+_SPANS = f"{NEWER}, {NO_STRAGGLERS}, or set allow_inexact_versions"
 _MIXING = " or ".join(f'"{name}"' for name in rules_that(lambda rule: rule.needs_spans))
 
 CHECKS: Sequence[Check] = (
@@ -92,13 +106,13 @@ CHECKS: Sequence[Check] = (
         name="stream form (hazard 10)",
         judge=form,
         meaning="Cumulative events cost the square of a response's length.",
-        action="reads both forms; start the server with --incremental-streaming-output",
+        action="reads both forms",
     ),
     Check(
         name="stream interval (hazard 10)",
         judge=interval,
         meaning="Long intervals are cheap; a lost server loses the tokens of one interval.",
-        action="asks for 64 tokens where it can; else start the server with --stream-interval 64",
+        action="asks for 64 tokens where it can",
     ),
     Check(
         name="logprobs",
@@ -110,10 +124,7 @@ CHECKS: Sequence[Check] = (
         name="version spans",
         judge=spans,
         meaning="Without spans, nobody knows which policy sampled a straggler's tokens.",
-        action=(
-            f'refuses straggler={_MIXING} without them; use "abort" '
-            "there, or set allow_inexact_versions"
-        ),
+        action=f"refuses straggler={_MIXING} without them",
     ),
     Check(
         name="greedy repeats",

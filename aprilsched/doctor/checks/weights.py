@@ -38,7 +38,10 @@ def ranks(notes: Notes) -> Verdict:
     count, copies = notes.facts.capabilities.ranks, notes.info.get("dp_size") or 1
     seen = f"{count} rank{'s' if count > 1 else ''} (tp_size times pp_size)"
     if copies > 1 and not notes.info.get("enable_dp_attention"):
-        return warned(f"{seen}, dp_size {copies} without dp attention: updates from disk only")
+        return warned(
+            f"{seen}, dp_size {copies} without dp attention: updates from disk only",
+            "start it with --enable-dp-attention, or update it from disk",
+        )
     return passed(seen)
 
 
@@ -86,7 +89,10 @@ def release(notes: Notes) -> Verdict:
 def kept(notes: Notes) -> Verdict:
     """What happens to released weights, from the server's arguments."""
     if not notes.info.get("enable_memory_saver"):
-        return warned("no memory saver: a release frees nothing, and the weights stay")
+        return warned(
+            "no memory saver: a release frees nothing, and the weights stay",
+            "start it with --enable-memory-saver if the trainer shares its GPUs",
+        )
     if notes.facts.capabilities.keeps_released_weights:
         return passed("a copy of the weights stays on the CPU")
     return warned("released weights are gone until an update brings new ones")
@@ -96,7 +102,7 @@ def adapters(notes: Notes) -> Verdict:
     """Whether LoRA is enabled, from the server's arguments."""
     if notes.facts.capabilities.adapters:
         return passed("LoRA is enabled")
-    return warned("LoRA is not enabled")
+    return warned("LoRA is not enabled", "start it with --enable-lora if you train adapters")
 
 
 def cache_keys(notes: Notes) -> Verdict:
@@ -106,7 +112,7 @@ def cache_keys(notes: Notes) -> Verdict:
     _, again, other = notes.cached
     seen = f"{again} cached tokens under the same key, {other} under another"
     if other:
-        return failed(seen)
+        return failed(seen, 'do not use kv_after_refit="apart"')
     return passed(seen) if again else warned(f"{seen}: it shares no cache, so keys do not show")
 
 
@@ -166,7 +172,7 @@ CHECKS: Sequence[Check] = (
         name="LoRA adapters",
         judge=adapters,
         meaning="Several adapters can be loaded while the server generates.",
-        action="publishes adapters only where it is enabled; start the server with --enable-lora",
+        action="publishes adapters only where it is enabled",
     ),
     Check(
         name="unload of an adapter in use",
