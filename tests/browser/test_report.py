@@ -31,6 +31,23 @@ EMPTY = """() => [...document.querySelectorAll('.chart')].filter((chart) => {
   const marks = chart.querySelectorAll('.trace path, .trace .point');
   return !box || box.width < 100 || box.height < 50 || !marks.length;
 }).map((chart) => chart.id)"""
+LETTERS = """() => {
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), lines = new Map();
+  for (let text = walker.nextNode(); text; text = walker.nextNode()) {
+    let block = text.parentElement;
+    while (getComputedStyle(block).display === 'inline') block = block.parentElement;
+    if (block.closest('svg, script, style, noscript')) continue;
+    const range = document.createRange();
+    range.selectNodeContents(text);
+    const rects = [...range.getClientRects()].filter((line) => line.width);
+    lines.set(block, [...(lines.get(block) ?? []), ...rects]);
+  }
+  return [...lines].filter(([block, rects]) =>
+    new Set(rects.map((line) => Math.round(line.top))).size > 1 &&
+    Math.max(...rects.map((line) => line.width)) < 4 * parseFloat(getComputedStyle(block).fontSize)
+  ).map(([block, _]) => block.innerText);
+}"""
+"""Texts in several lines none of which is 4 em wide: their column has room for a few letters."""
 HOSTILE = "<img src=x onerror=window.hit=1></script><script>window.hit=1</script>"
 
 
@@ -100,6 +117,18 @@ def test_two_runs_side_by_side(
         assert page.overflow() == 0
         verdicts = "[...document.querySelectorAll('.compare td:last-child')].map(e => e.className)"
         assert {"better", "worse", "same"} <= set(page.evaluate(verdicts))
+
+
+@pytest.mark.parametrize("width", [360, 641, 700, 800, 901, 1000, 1400])
+def test_no_column_of_two_runs_is_too_narrow_for_words(
+    browser: Browser, folders: tuple[Path, Path], tmp_path: Path, width: int
+):
+    failing = hostile(folders[1], tmp_path / "failing")
+    for number, runs in enumerate(((folders[0], failing), (failing, None))):
+        path, _ = write_report(*runs, out=tmp_path / f"{number}.html")
+        with drawn(browser, path, (width, 800)) as page:
+            assert page.evaluate(LETTERS) == []
+            assert page.overflow() == 0
 
 
 @pytest.mark.parametrize("viewport", [DESKTOP, PHONE], ids=["desktop", "phone"])
