@@ -91,6 +91,21 @@ def test_all_of_it_at_80_columns():
     ]
 
 
+def test_paused_has_one_colour():
+    engines = (row("sim-0", state="paused"), *SNAPSHOT.engines)
+    snapshot = replace(SNAPSHOT, in_flight={"decoding": 300, "paused": 100}, engines=engines)
+    console = Console(width=80, height=40, force_terminal=True)
+    lines = console.render_lines(frame(snapshot, width=80, height=40))
+    segments = [segment for line in lines for segment in line]
+    (word,) = [place for place, s in enumerate(segments) if s.text == " 100 paused"]
+    (state,) = [segment for segment in segments if segment.text.strip() == "paused"]
+    in_legend, in_row = segments[word - 1].style, state.style
+    assert in_legend is not None
+    assert in_row is not None
+    assert in_legend.color is not None
+    assert in_legend.color == in_row.color
+
+
 def test_a_wide_terminal_says_what_efficiency_is():
     lines = shown(SNAPSHOT, 130)
     assert len(lines[0]) == 130

@@ -212,8 +212,8 @@ def responses(run: ReportData, prefix: str = "") -> Chart:
         title=f"{percent(mixed / pieces)} of the responses in {_batches(near)} were under way "
         "while the policy changed.",
         note=f"{_shown(len(near.responses), near.responses_in_all, 'responses')}Each line is a "
-        "response, in order of launch, its colour the policy version that samples it. Grey: "
-        "engines are paused. Dotted: a batch is delivered.",
+        "response, in order of launch, its colour the policy version that samples it. Grey: an "
+        "engine stands still. Dotted: a batch is delivered.",
         data=data,
         layout={
             "xaxis": axis("seconds", range=[near.start, near.end]),

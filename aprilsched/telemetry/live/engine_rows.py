@@ -19,8 +19,8 @@ _NAME, _BAR = 24, 10
 _STATE, _RUNNING, _PERCENT, _RATE, _VERSION = 10, 11, 5, 8, 7
 _STYLES = {
     "generating": "green",
-    "paused": "yellow",
-    "refitting": "magenta",
+    "paused": "magenta",
+    "refitting": "yellow",
     "asleep": "blue",
     "lost": "bold red",
 }
