@@ -117,7 +117,7 @@ CHECKS: Sequence[Check] = (
     Check(
         name="release",
         judge=release,
-        meaning="The hazards below were read or measured on SGLang 0.5.17 to 0.5.23.",
+        meaning="The hazards were read or measured on SGLang 0.5.17 to 0.5.23.",
         action="asks each server what it can do, and does not use what it cannot",
     ),
     Check(
