@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from aprilsched.telemetry.usage.parts import Part
 
-__all__ = ["AGE_COLOURS", "GREY", "PALETTE", "PART_COLOURS", "PART_LABELS"]
+__all__ = ["AGE_COLOURS", "GREY", "INK", "PALETTE", "PART_COLOURS", "PART_LABELS"]
 
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
 """Okabe and Ito, 2008: the eight-colour set without black."""
-GREY = "#555555"
+GREY = "#808080"
+INK = "#767676"
+"""The colour of text and axes. It can be read on white (contrast 4.5) and on near-black (4.1)."""
 
 PART_COLOURS: dict[Part, str] = {
     "decode": "#0072B2",
@@ -23,7 +25,7 @@ PART_COLOURS: dict[Part, str] = {
     "rewards": "#009E73",
     "environment": "#999933",
     "asleep": "#DDDDDD",
-    "lost": "#444444",
+    "lost": "#6B6B6B",
 }
 """Busy parts are blue, and parts that no schedule can avoid are grey. The others have colours of
 Okabe and Ito, and two of Tol."""

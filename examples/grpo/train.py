@@ -350,19 +350,21 @@ class Log:
 
     def draw(self, path: Path) -> None:
         """Held-out reward over time, and the reward of each batch."""
-        import matplotlib.pyplot as plt
+        from aprilsched.analysis.style import GREY, PALETTE, finish, new_figure, save
 
         lines = self.lines()
         held = [line for line in lines if "held_out" in line]
         trained = [line for line in lines if "reward" in line]
-        figure, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")
+        figure = new_figure(7, 4)
+        axes = figure.subplots()
         axes.plot([x["seconds"] / 60 for x in held], [x["held_out"] for x in held], "o-",
-                  color="#d1495b", label="held-out problems")  # fmt: skip
+                  color=PALETTE[5], label="held-out problems")  # fmt: skip
         axes.plot([x["seconds"] / 60 for x in trained], [x["reward"] for x in trained],
-                  color="#8d99ae", linewidth=1, label="training batches")  # fmt: skip
-        axes.set(xlabel="minutes of generation and training", ylabel="share solved", ylim=(0, 1))
-        axes.legend(frameon=False)
-        figure.savefig(path, dpi=150)
+                  color=GREY, linewidth=1, label="training batches")  # fmt: skip
+        axes.set_ylim(0, 1)
+        axes.legend()
+        finish(axes, title="", x="minutes of generation and training", y="share solved")
+        save(figure, path)
 
 
 def configuration(options: argparse.Namespace) -> SchedulerConfig:

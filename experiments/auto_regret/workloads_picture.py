@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from aprilsched.analysis.style import PALETTE, finish, new_figure, save
+from aprilsched.analysis.style import GREY, PALETTE, finish, new_figure, save
 
 AUTO, TAIL = "auto", "auto, tail"
 BIASED = "rollpacker"
@@ -124,7 +124,7 @@ def draw(rows: dict[str, Runs], again: dict[str, Runs], path: Path) -> None:
     for place, (_, runs) in enumerate(shown):
         others = [slower(runs, name) for name in presets(runs)]
         near = [value for value in others if value <= 60]
-        axes.plot(near, [place] * len(near), "|", color="0.6", markersize=8)
+        axes.plot(near, [place] * len(near), "|", color=GREY, markersize=8)
     series = [(rows, PALETTE[0], "o", "auto"), (again, PALETTE[1], "D", "auto, other lengths")]
     for several, colour, marker, label in series:
         if several:
@@ -136,7 +136,7 @@ def draw(rows: dict[str, Runs], again: dict[str, Runs], path: Path) -> None:
                 markersize=5,
                 label=label,
             )
-    axes.plot([], [], "|", color="0.6", label="presets")
+    axes.plot([], [], "|", color=GREY, label="presets")
     axes.set_yticks(range(len(shown)), [_law(name) for name, _ in shown], fontsize=8)
     axes.axvline(0, color="black", linewidth=0.8)
     axes.axvline(2, color="black", linestyle="--", linewidth=1)

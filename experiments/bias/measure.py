@@ -90,7 +90,7 @@ def draw(found: dict[str, Equivalence], path: Path) -> None:
                 linewidth=6,
                 solid_capstyle="butt",
             )
-        axes.axvspan(-5, 5, color="0.9", zorder=0)
+        axes.axvspan(-5, 5, color=GREY, alpha=0.2, linewidth=0, zorder=0)
         axes.axvline(0, color=GREY, linewidth=1)
         axes.set_yticks(range(len(names)), names if place == 0 else [""] * len(names))
         axes.invert_yaxis()

@@ -127,7 +127,7 @@ def _panel(axes: Axes, rows: list[dict[str, Any]], places: _Places, x: str = "of
             family = _MEMBERS.get(name)
             colour = _RED if name == "auto" else _COLOURS[family] if family else GREY
             marker, size = ("*", 260) if name == "auto" else ("o", 55)
-            axes.scatter(*at, s=size, color=colour, marker=marker, edgecolor="white", zorder=4)
+            axes.scatter(*at, s=size, color=colour, marker=marker, linewidth=0, zorder=4)
             label, weight = _NAMES[name], "bold"
         else:
             colour, label, weight = _COLOURS[_MEMBERS.get(name, row["family"])], "", "normal"

@@ -385,10 +385,11 @@ def markdown(everything: dict[str, Any]) -> str:
 
 def picture(everything: dict[str, Any], path: Path) -> None:
     """Seconds of a step of each cell with its interval, and what was expected."""
-    import matplotlib.pyplot as plt
     from matplotlib.patches import Patch
 
-    colours = {"presets": "#8d99ae", "auto": "#00798c"}
+    from aprilsched.analysis.style import GREY, INK, PALETTE, new_figure, save
+
+    colours = {"presets": GREY, "auto": PALETTE[2]}
     rows = {row["cell"]: row for row in everything["cells"]}
     parts = [(f"trainer of {trainer} s, {size}", f":{trainer}:{scale}")
              for scale, size in (("0.25", "a quarter"), ("1", "full size"))
@@ -397,8 +398,8 @@ def picture(everything: dict[str, Any], path: Path) -> None:
               for name in ("tail", "two", "tp2-8b", "recv8")]  # fmt: skip
     parts = [(title, end) for title, end in parts if sum(name + end in rows for name in NAMES) > 1]
     columns = -(-len(parts) // 2)
-    figure, axes = plt.subplots(2, columns, figsize=(4.2 * columns, 6.2), squeeze=False,
-                                layout="constrained")  # fmt: skip
+    figure = new_figure(4.2 * columns, 6.2)
+    axes = figure.subplots(2, columns, squeeze=False)
     for axis in axes.flat[len(parts) :]:
         axis.axis("off")
     for axis, (title, end) in zip(axes.flat, parts, strict=False):
@@ -407,10 +408,17 @@ def picture(everything: dict[str, Any], path: Path) -> None:
             low, high = row["step_interval"]
             colour = colours["auto" if name.startswith("auto") else "presets"]
             spread = [[row["step_s"] - low], [high - row["step_s"]]]
-            axis.barh(place, row["step_s"], color=colour, height=0.6, xerr=spread, capsize=3)
+            axis.barh(
+                place,
+                row["step_s"],
+                color=colour,
+                height=0.6,
+                xerr=spread,
+                error_kw={"ecolor": INK, "capsize": 3},
+            )
             if "predicted_step_s" in row:
                 expected = row["predicted_step_s"]
-                (mark,) = axis.plot(expected, place, "D", color="#d1495b", markersize=5)
+                (mark,) = axis.plot(expected, place, "D", color=PALETTE[5], markersize=5)
         axis.set_yticks(range(len(own)), [name for name, _ in reversed(own)])
         axis.set(title=fill(title, 32), xlim=(0, None))
         axis.title.set_fontsize(10)
@@ -418,7 +426,7 @@ def picture(everything: dict[str, Any], path: Path) -> None:
     bars = [Patch(color=colour, label=f"{name}, measured") for name, colour in colours.items()]
     mark.set_label("expected beforehand")
     figure.legend(handles=[*bars, mark], frameon=False, loc="outside upper right", ncols=3)
-    figure.savefig(path, dpi=110)
+    save(figure, path)
 
 
 def main() -> None:

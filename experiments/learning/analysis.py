@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from aprilsched.analysis.style import GREY, INK, PALETTE, new_figure, save
+
 HERE = Path(__file__).resolve().parent
 NAMES = {
     "waiting": "waiting", "streamed": "waiting, streamed", "streamed-ready": "the same, gathered",
@@ -26,8 +28,8 @@ NAMES = {
     "auto-kept": "auto, KV kept", "auto-paced": "auto, pace too",
 }  # fmt: skip
 PICTURED = {
-    "waiting": "#2b2d42", "on-policy": "#8f5902", "rollpacker": "#8d99ae", "april": "#d1495b",
-    "areal": "#edae49", "auto": "#00798c", "auto-kept": "#7b2cbf",
+    "waiting": GREY, "on-policy": "#999933", "rollpacker": PALETTE[3], "april": PALETTE[1],
+    "areal": PALETTE[0], "auto": PALETTE[2], "auto-kept": PALETTE[5],
 }  # fmt: skip
 """The arms of the picture and their colours."""
 AGAIN = {"begun_again"}
@@ -260,7 +262,7 @@ def picture(axes: Any, arms: Sequence[str] = tuple(PICTURED)) -> None:
     for arm, (x, y) in curves(found).items():
         if arm not in arms:
             continue
-        axes.plot(x, y, color=colours[arm], label=NAMES[arm])
+        axes.plot(x, y, color=colours[arm], linewidth=2, label=NAMES[arm])
         for cell in found:
             if cell["arm"] == arm:
                 axes.plot([e["seconds"] for e in cell["evaluations"]],
@@ -271,16 +273,25 @@ def picture(axes: Any, arms: Sequence[str] = tuple(PICTURED)) -> None:
     axes.legend(frameon=False, loc="lower right")
 
 
+def gain(axes: Any, arms: dict[str, Any]) -> None:
+    """A line at 0.70 from the time of auto with KV kept to that of waiting, with their ratio."""
+    first, last = (arms[arm]["seconds_to_0.7"]["mean"] for arm in ("auto-kept", "waiting"))
+    ratio = arms["auto-kept"]["seconds_to_0.7_of_waiting"]["mean"]
+    axes.annotate("", (first, 0.7), (last, 0.7), arrowprops={"arrowstyle": "<->", "color": INK})
+    axes.annotate(f"0.70 in {ratio:.2f} of the time", (last, 0.7), (6, -12),
+                  textcoords="offset points", fontweight="bold")  # fmt: skip
+
+
 def law_picture(axes: Any, rate: float = 3e-4) -> None:
     """Usefulness of a token by its age, with the bootstrap intervals."""
-    for kind, colour in (("corrected", "#00798c"), ("uncorrected", "#d1495b")):
+    for kind, colour in (("corrected", PALETTE[2]), ("uncorrected", PALETTE[5])):
         rows = law(ages(), rate)[kind]["rows"]
         means = [row["usefulness"]["mean"] for row in rows]
         below = [row["usefulness"]["mean"] - row["usefulness"]["low"] for row in rows]
         above = [row["usefulness"]["high"] - row["usefulness"]["mean"] for row in rows]
         label = "decoupled PPO" if kind == "corrected" else "clip around the sampling policy"
         axes.errorbar(LAGS, means, (below, above), fmt="o-", capsize=3, color=colour, label=label)
-    axes.axhline(1, color="#aaaaaa", linewidth=0.8)
+    axes.axhline(1, color=GREY, linewidth=0.8)
     axes.set(xlabel="age of every token, in updates", ylabel="usefulness of a token",
              ylim=(0, 1.3))  # fmt: skip
     axes.legend(frameon=False)
@@ -343,17 +354,18 @@ def markdown(everything: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    import matplotlib.pyplot as plt
-
     everything = result()
     (HERE / "result.json").write_text(json.dumps(everything, indent=1) + "\n")
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    figure = new_figure(11, 4)
+    left, right = figure.subplots(1, 2)
     picture(left)
     law_picture(right)
-    figure.savefig(HERE / "learning.png", dpi=120)
-    figure, axes = plt.subplots(figsize=(8, 4.2), layout="constrained")
+    save(figure, HERE / "learning.png")
+    figure = new_figure(8, 4.2)
+    axes = figure.subplots()
     picture(axes, ("waiting", "april", "auto", "auto-kept"))
-    figure.savefig(HERE.parents[1] / "docs" / "images" / "learning.png", dpi=120)
+    gain(axes, everything["arms"])
+    save(figure, HERE.parents[1] / "docs" / "images" / "learning.png")
     print(markdown(everything))
     print("wrong:", everything["wrong"] or "nothing", "resumed:", everything["resumed"])
     for rate, kinds in everything["law"].items():

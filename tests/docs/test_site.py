@@ -27,6 +27,7 @@ from aprildocs.tables import (
     summary_figures,
     usage_parts,
 )
+from matplotlib.image import imread
 
 import aprilsched
 from aprilsched.cli.main import COMMANDS
@@ -38,6 +39,8 @@ from aprilsched.telemetry.sampling.sample_lines import FIELDS as SAMPLED
 from aprilsched.telemetry.usage.parts import PARTS
 
 ROOT = Path(__file__).parents[2]
+TERMINAL = ROOT / "docs" / "images" / "live.png"
+"""The picture of a terminal, which is dark everywhere."""
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +56,21 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     assert done.returncode == 0, done.stderr
     return built / "html"
+
+
+@pytest.mark.parametrize(
+    "picture",
+    [
+        p
+        for part in ("docs/images", "experiments", "examples")
+        for p in (ROOT / part).rglob("*.png")
+    ],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
+def test_no_picture_is_a_white_slab_on_a_dark_page(picture: Path):
+    if picture != TERMINAL:
+        alpha = imread(picture)[..., -1]
+        assert {alpha[row, column] for row in (0, -1) for column in (0, -1)} == {0}
 
 
 def page(site: Path, name: str) -> str:

@@ -74,7 +74,7 @@ def draw_bars(axes: Axes, run: Run, end: float) -> None:
     )
     for pause in run.pauses:
         if pause.start <= end:
-            axes.axvspan(pause.start, pause.end, color="0.8", linewidth=0)
+            axes.axvspan(pause.start, pause.end, color=GREY, alpha=0.35, linewidth=0)
     axes.set_xlim(0, end)
     axes.set_ylim(len(shown), -1)
     handles = [Line2D([], [], color=colour[v], linewidth=5, label=str(v)) for v in versions]

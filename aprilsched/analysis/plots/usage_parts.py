@@ -76,7 +76,8 @@ def engine_strip(usage: RunUsage, *, title: str = "", end: float | None = None) 
     busy = _busy(seconds) / np.maximum(seconds.sum(axis=2), 1e-12)
     figure = new_figure(10, 1.4 + 0.3 * len(usage.engines))
     axes = figure.subplots()
-    colours = LinearSegmentedColormap.from_list("busy", ["#FFFFFF", PART_COLOURS["decode"]])
+    full = PART_COLOURS["decode"]
+    colours = LinearSegmentedColormap.from_list("busy", [f"{full}00", full])
     image = axes.imshow(
         busy.T, aspect="auto", cmap=colours, vmin=0, vmax=1, interpolation="nearest",
         extent=(0, stop, len(usage.engines) - 0.5, -0.5),
