@@ -2,8 +2,9 @@
 
 - A listener that raises is told nothing more. The run continues, and the error is logged once with
   its traceback.
-- A listener that blocks the event loop for long is named once in the log, because nothing is read,
-  sent or decided meanwhile.
+- A listener of the user that blocks the event loop for long is named once in the log, because
+  nothing is read, sent or decided meanwhile. One of the library is not: nobody could wrap it, and
+  what held it up is a busy machine.
 - For listeners that take many chunks at once, chunks of tokens are held for a moment. They are
   passed on before anything that comes after them.
 - An :class:`~aprilsched.errors.InvariantViolation` is not a mistake of the listener but of the
@@ -113,7 +114,7 @@ class Listeners:
             except BaseException as error:
                 self._detach(listener, ordinary(_LISTENER, error))
             after = time.perf_counter()
-            if after - before > _LONG_CALL_S:
+            if after - before > _LONG_CALL_S and not _ours(listener):
                 self._count(listener, after - before, now - self._began)
             before = after
 
@@ -146,6 +147,10 @@ class Listeners:
 
 def _without(calls: _Calls, listener: AnyListener) -> _Calls:
     return tuple(each for each in calls if each[0] is not listener)
+
+
+def _ours(listener: AnyListener) -> bool:
+    return type(listener).__module__.startswith("aprilsched.")
 
 
 def _name(listener: AnyListener) -> str:

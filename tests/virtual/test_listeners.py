@@ -220,6 +220,22 @@ def test_one_that_holds_the_loop_up_is_named_once(
     assert all("QueuedListener" in message for message in messages)
 
 
+class OfTheLibrary(Clock):
+    """Takes long as well, but is made by the library, and so no user can wrap it."""
+
+    __module__ = "aprilsched.driver.forecasts"
+
+
+def test_one_of_the_library_is_never_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    slow = OfTheLibrary(1.5)
+    monkeypatch.setattr(listeners, "time", slow)
+    run([slow])
+    assert slow.perf_counter() > 1.5
+    assert not caplog.records
+
+
 def test_one_that_takes_its_time_where_there_is_plenty_is_not_named(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
