@@ -22,7 +22,7 @@ from aprilsched.coordinator.opening import check_engines
 from aprilsched.coordinator.outages import Outages
 from aprilsched.coordinator.refits import Refits
 from aprilsched.coordinator.replanning import Planning, StepTimes
-from aprilsched.coordinator.sharing import Claim, say_who_is_there
+from aprilsched.coordinator.sharing import Claim
 from aprilsched.coordinator.tasks import Tasks
 from aprilsched.coordinator.waits import Waits
 from aprilsched.coordinator.watchdog import Heartbeat
@@ -207,13 +207,11 @@ class Session:
                 for engine in self._fleet.engines:
                     if isinstance(engine, RefitElsewhere):
                         engine.expect_weights()
-            opened = await check_engines(
+            return await check_engines(
                 self._fleet.engines,
                 self.config,
                 resumed=self.state.resumed or self.weights_unknown,
             )
-            await say_who_is_there(self._fleet.engines)
-            return opened
         except BaseException:
             try:
                 await self._fleet.close()

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncGenerator
-from contextlib import aclosing, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 
 import numpy as np
 
@@ -23,14 +23,14 @@ from aprilsched.engines.base import Chunk, Engine, GenerationRequest
 from aprilsched.errors import EngineError, EngineProtocolError, InconsistentWeights
 from aprilsched.types import SamplingParams
 
-__all__ = ["check"]
+__all__ = ["check", "paused"]
 
 _SHORT = 4
 _LONG = 256
 """Tokens of the request that is paused: about a second's work, so that the pause meets it."""
 _ABORT_AGAIN_S = 0.25
 _CONTINUE_S = 5.0
-"""Bound for the continue of a check that was cancelled during its pause."""
+"""Bound for the continue of an engine whose pause was cancelled."""
 
 
 async def check(engine: Engine) -> int | None:
@@ -54,6 +54,26 @@ async def check(engine: Engine) -> int | None:
     return version
 
 
+@asynccontextmanager
+async def paused(engine: Engine) -> AsyncGenerator[None]:
+    """Pause an engine by "retract" for the block; it continues however the block ends.
+
+    Raises:
+        EngineError: if it does not pause or continue.
+    """
+    try:
+        await engine.pause("retract")
+        yield
+        await engine.resume()
+    except BaseException:
+        # After a cancellation (because the engine has left the fleet, for example) nobody may ever
+        # resume the engine.
+        with suppress(EngineError, TimeoutError):
+            async with asyncio.timeout(_CONTINUE_S):
+                await engine.resume()
+        raise
+
+
 async def _check_tokens(engine: Engine, *, finite: bool) -> None:
     tokens, finish = 0, None
     async with aclosing(engine.generate(_request(_SHORT))) as chunks:
@@ -75,16 +95,8 @@ async def _check_pause_and_abort(engine: Engine) -> None:
         first = await anext(chunks, None)
         if first is None or first.finish is not None:
             return
-        try:
-            await engine.pause("retract")
-            await engine.resume()
-        except BaseException:
-            # After a cancellation (because the engine has left the fleet, for example) nobody
-            # may ever resume the engine.
-            with suppress(EngineError, TimeoutError):
-                async with asyncio.timeout(_CONTINUE_S):
-                    await engine.resume()
-            raise
+        async with paused(engine):
+            pass
         reading = asyncio.ensure_future(_read_to_end(chunks))
         try:
             while not reading.done():

@@ -33,7 +33,7 @@ from aprilsched.core.policies.straggler import (
     run_out_tokens,
 )
 from aprilsched.core.state.records import RequestRecord
-from aprilsched.engines.base import Capabilities, Engine
+from aprilsched.engines.base import Capabilities, Engine, PauseMode
 from aprilsched.errors import ConfigError
 from tests.support.driver import Driver, prompts
 
@@ -472,6 +472,12 @@ class OldServer:
 
     name = "old"
     capabilities = Capabilities(version_spans=False, flush_while_paused=False, server="an old one")
+
+    async def pause(self, mode: PauseMode) -> None:
+        pass
+
+    async def flush(self) -> None:
+        pass
 
     async def resume(self) -> None:
         pass

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,9 @@ from aprilsched.doctor import examine
 from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.errors import ConfigError
 from aprilsched.gateway import Gateway, GatewaySettings
-from aprilsched.testing.streams import Stream, greedy, until
+from aprilsched.testing.streams import PROMPT, Stream, greedy, until
 from tests.support.gateway import LONG, Front, front, spans
-from tests.support.sim_http import INTERVAL, Raw, asked, served, two_weights
+from tests.support.sim_http import CONFIG, INTERVAL, Raw, asked, served, two_weights
 
 KEY, ADMIN = "a-key", "an-admin-key"
 
@@ -366,6 +367,24 @@ async def test_an_address_in_use_is_refused_and_the_engine_is_free_again(one: Fr
         other = Gateway(SGLangFleet([server.url]), settings=GatewaySettings(port=0))
         async with other, Raw(other.url) as raw:
             assert (await raw.post("/generate", asked(5)))[0] == 200
+
+
+async def test_a_gateway_begins_with_an_empty_cache_also_after_a_restart():
+    """Before it, somebody may have loaded other weights and kept the keys of the older ones."""
+    async with served(config=replace(CONFIG, prefix_cache=True)) as server, Raw(server.url) as raw:
+
+        async def found(attempt: int) -> int:
+            before = server.engine.counters.cached
+            status, _ = await raw.post("/generate", asked(20, rid=f"same-{attempt}"))
+            assert status == 200
+            return server.engine.counters.cached - before
+
+        assert [await found(attempt) for attempt in (1, 2)] == [0, len(PROMPT) - 1]
+        for attempt in (3, 5):
+            fleet = SGLangFleet([server.url], stream_interval=INTERVAL)
+            async with Gateway(fleet, settings=GatewaySettings(port=0, drain_s=0)):
+                assert await found(attempt) == 0
+            assert await found(attempt + 1) == len(PROMPT) - 1
 
 
 async def test_stopping_ends_what_is_open_with_its_tokens():

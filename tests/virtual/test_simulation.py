@@ -15,7 +15,7 @@ from aprilsched.config import Dispatch, Pool, SchedulerConfig
 from aprilsched.coordinator import RolloutScheduler
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages.commands import Command
-from aprilsched.core.messages.events import Event
+from aprilsched.core.messages.events import Event, Opened
 from aprilsched.engines.sim import SimConfig, SimFleet, SimPublisher, run_virtual
 from aprilsched.errors import ConfigError
 from aprilsched.runs.settings import WorkloadSettings
@@ -31,13 +31,18 @@ Delivered = tuple[float, list[tuple[int, int, list[tuple[int, int, int]]]]]
 
 
 class Deliveries:
-    """A listener that records when each batch is delivered, and the versions of its responses."""
+    """A listener that records when each batch is delivered, and the versions of its responses.
+
+    Times are since the opening, in which only the coordinator has engines to flush.
+    """
 
     def __init__(self) -> None:
         self.seen: list[Delivered] = []
+        self._opened = 0.0
 
     def on_event(self, event: Event, now: float) -> None:
-        pass
+        if isinstance(event, Opened):
+            self._opened = now
 
     def on_command(self, command: Command, now: float) -> None:
         if isinstance(command, do.Deliver):
@@ -45,7 +50,7 @@ class Deliveries:
                 (r.rollout_id, len(r), [(s.start, s.end, s.version) for s in r.segments])
                 for r in command.batch.rollouts
             ]
-            self.seen.append((now, rows))
+            self.seen.append((now - self._opened, rows))
 
 
 def config(**changes: object) -> SchedulerConfig:

@@ -80,7 +80,8 @@ ControlCall: TypeAlias = Literal["pause", "flush", "refit", "release", "wake", "
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineInfo:
-    """What the core knows of an engine when it joins.
+    """What the core knows of an engine when it joins, running and, where a refit flushes its
+    cache, flushed.
 
     Attributes:
         version: the version of its weights; None if they are inconsistent.

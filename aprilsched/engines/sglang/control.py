@@ -117,7 +117,7 @@ class ServerControl:
             raise ControlTimeout(
                 self.name,
                 f"flush_cache was refused for {self._limits.flush_timeout:g} s ({refused}); "
-                "pause with retract before it.",
+                "pause with retract before it, and end the requests of other clients.",
             ) from error
 
     async def release(self, tags: Sequence[str]) -> None:
