@@ -28,6 +28,9 @@ _OF_THE_REQUEST = frozenset({400, 413, 422})
 403) or path (404) is a fault of the engine or of its proxy: the engine is lost as after a 500, and
 may come back."""
 
+_ENGINE_FAILED = 500
+"""Statuses from here on are failures of the engine, which the request may have caused."""
+
 Key = tuple[int, int]
 
 
@@ -162,14 +165,15 @@ class Attempts:
                         break
         except EngineError as error:
             if not last:
-                final = isinstance(error, EngineRejected) and error.status in _OF_THE_REQUEST
+                status = error.status if isinstance(error, EngineRejected) else 0
                 last = [
                     Failed(
                         request_id=request_id,
                         attempt=attempt,
                         cause=str(error),
-                        final=final,
+                        final=status in _OF_THE_REQUEST,
                         unsent=isinstance(error, EngineUnreachable),
+                        answered=status >= _ENGINE_FAILED,
                     )
                 ]
         if not last:

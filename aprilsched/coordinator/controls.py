@@ -39,6 +39,7 @@ from aprilsched.core.messages.events import (
 )
 from aprilsched.engines.base import Engine
 from aprilsched.engines.refit import SleepingEngine
+from aprilsched.engines.selfcheck import check_tokens
 from aprilsched.errors import EngineError, InconsistentWeights
 
 __all__ = ["EngineControls"]
@@ -171,7 +172,7 @@ class EngineControls:
         work = self._call(
             command.engine,
             "verify",
-            lambda: _verified(self._engines[command.engine]),
+            lambda: _verified(self._engines[command.engine], generates=command.generates),
             timeout_s=timeout_s,
         )
         self._start(command.engine, work)
@@ -206,11 +207,13 @@ class EngineControls:
             self._feed(done)
 
 
-async def _verified(engine: Engine) -> Event:
+async def _verified(engine: Engine, *, generates: bool) -> Event:
     try:
         version: int | None = await engine.verify()
     except InconsistentWeights:
         version = None
+    if generates:
+        await check_tokens(engine, finite=version is not None)
     return Verified(engine=engine.name, version=version)
 
 

@@ -23,7 +23,7 @@ from aprilsched.engines.base import Chunk, Engine, GenerationRequest
 from aprilsched.errors import EngineError, EngineProtocolError, InconsistentWeights
 from aprilsched.types import SamplingParams
 
-__all__ = ["check", "paused"]
+__all__ = ["check", "check_tokens", "paused"]
 
 _SHORT = 4
 _LONG = 256
@@ -49,7 +49,7 @@ async def check(engine: Engine) -> int | None:
         version: int | None = await engine.version()
     except InconsistentWeights:
         version = None
-    await _check_tokens(engine, finite=version is not None)
+    await check_tokens(engine, finite=version is not None)
     await _check_pause_and_abort(engine)
     return version
 
@@ -74,7 +74,14 @@ async def paused(engine: Engine) -> AsyncGenerator[None]:
         raise
 
 
-async def _check_tokens(engine: Engine, *, finite: bool) -> None:
+async def check_tokens(engine: Engine, *, finite: bool) -> None:
+    """Check that an engine generates a few tokens, with `finite` logprobs where these are due.
+
+    Others may use the engine meanwhile.
+
+    Raises:
+        EngineError: if it does not; the message says what it did.
+    """
     tokens, finish = 0, None
     async with aclosing(engine.generate(_request(_SHORT))) as chunks:
         async for chunk in chunks:

@@ -380,9 +380,9 @@ class Interleavings(RuleBasedStateMachine):
         self.driver.interrupt(keys[choice % len(keys)])
 
     @precondition(lambda self: self.driver.sends)
-    @rule(choice=st.integers(0, 99), final=st.booleans())
-    def fail(self, choice: int, final: bool) -> None:
-        self.driver.fail(self._pick(choice), final=final)
+    @rule(choice=st.integers(0, 99), final=st.booleans(), answered=st.booleans())
+    def fail(self, choice: int, final: bool, answered: bool) -> None:
+        self.driver.fail(self._pick(choice), final=final, answered=answered)
 
     # --- engines -------------------------------------------------------------------------------
 

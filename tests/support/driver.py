@@ -395,10 +395,17 @@ class Driver:
         self.aborts.pop(key, None)
         self.feed(ev.Interrupted(request_id=key[0], attempt=key[1], spans=spans))
 
-    def fail(self, key: Key, cause: str = "broken", *, final: bool = False) -> None:
+    def fail(
+        self, key: Key, cause: str = "broken", *, final: bool = False, answered: bool = False
+    ) -> None:
         del self.sends[key]
         self.aborts.pop(key, None)
-        self.feed(ev.Failed(request_id=key[0], attempt=key[1], cause=cause, final=final))
+        request, attempt = key
+        self.feed(
+            ev.Failed(
+                request_id=request, attempt=attempt, cause=cause, final=final, answered=answered
+            )
+        )
 
     def answer_control(self) -> Control:
         """The oldest open control call succeeds."""

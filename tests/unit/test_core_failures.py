@@ -175,6 +175,93 @@ def test_an_engine_that_fails_again_and_again_is_lost_and_draws_no_more_requests
     assert len(driver.sends) == 8
 
 
+def fail_everywhere(driver: Driver) -> None:
+    """The request that was sent last is answered with HTTP 500 wherever it goes."""
+    request = driver.sent[-1].request_id
+    while key := next((key for key in driver.sends if key[0] == request), None):
+        driver.fail(key, cause="HTTP 500", answered=True)
+
+
+def test_requests_that_fail_everywhere_cost_no_engine_that_serves_others():
+    driver = Driver(config(batch_groups=8, group_size=1))
+    driver.request_batch()
+    for engine in "ab":
+        driver.progress(next(k for k, send in driver.sends.items() if send.engine == engine), 1)
+    for _ in range(12):
+        fail_everywhere(driver)
+        driver.settle()
+    assert not driver.lost
+    assert not any(control.suspect for control in driver.state.fleet.control.all())
+    assert driver.state.in_flight.ledger.rollouts == {Reason.FAILED: 12}
+    cause = "3 attempts in a row failed without a new token, the last: HTTP 500"
+    assert {entry.cause for entry in driver.state.in_flight.ledger.entries} == {cause}
+
+
+def failing(engine_fails: bool) -> Driver:
+    """Three failures of the only engine, which serves nobody, and what it says when it is asked."""
+    driver = Driver(config(batch_groups=1, group_size=1), engines=("a",), auto_verify=False)
+    driver.request_batch()
+    for _ in range(3):
+        while driver.verifications:
+            assert not driver.verifications[0].generates
+            driver.verify()
+        driver.fail(driver.attempts()[0], cause="HTTP 500", answered=True)
+    (command,) = driver.verifications
+    assert command.generates
+    if engine_fails:
+        driver.feed(ev.ControlFailed(engine="a", call="verify", cause="HTTP 500"))
+    else:
+        driver.verify()
+    return driver
+
+
+def test_an_engine_that_serves_nobody_is_lost_if_it_generates_nothing_after_three_failures():
+    driver = failing(engine_fails=True)
+    assert [loss.cause for loss in driver.lost] == ["HTTP 500; then verify failed: HTTP 500"]
+
+
+def test_three_failures_are_the_requests_fault_if_the_engine_generates_then():
+    driver = failing(engine_fails=False)
+    assert not driver.lost
+    assert len(driver.sends) == 1, "the next prompt"
+    assert driver.state.fleet.control.engines["a"].consecutive_failures == 0
+
+
+def test_an_engine_that_fails_what_others_take_is_lost_although_it_serves_some():
+    driver = Driver(config(batch_groups=12, group_size=1))
+    driver.request_batch()
+    served = next(k for k, send in driver.sends.items() if send.engine == "a")
+    driver.progress(served, 1)
+    for loss in range(3):
+        assert not driver.lost, loss
+        key = next(k for k, s in driver.sends.items() if s.engine == "a" and k != served)
+        driver.fail(key, cause="HTTP 500", answered=True)
+        again = (key[0], key[1] + 1)
+        assert driver.sends[again].engine == "b"
+        driver.progress(again, 1)
+        driver.finish(again)
+        # Requests that were sent before the failure count as part of it.
+        for each in [k for k, s in driver.sends.items() if s.engine == "a" and k != served]:
+            driver.interrupt(each)
+    (lost,) = driver.lost
+    assert lost.cause == "it failed 3 times in a row: it refused what b takes: HTTP 500"
+
+
+def test_an_answer_to_a_later_request_ends_a_row_of_failures():
+    driver = Driver(config(batch_groups=1, group_size=1), engines=("a",))
+    for _ in range(6):
+        driver.request_batch()
+        for _ in range(2):
+            driver.fail(driver.attempts()[0], cause="the connection broke")
+        driver.progress(driver.attempts()[0], 1)
+        driver.interrupt(driver.attempts()[0])
+        driver.fail(driver.attempts()[0], cause="the connection broke")
+        driver.progress(driver.attempts()[0], 1)
+        driver.finish(driver.attempts()[0])
+        driver.settle()
+    assert not driver.lost
+
+
 def test_what_breaks_off_together_is_one_failure_of_its_engine():
     driver = Driver(config(batch_groups=4, retries=Retries(attempts=9)))
     driver.request_batch()

@@ -134,10 +134,13 @@ class Verify:
     """Ask the engine which version it has. The answer is Verified.
 
     The engine has been without requests for a while, or a connection to it broke. It may have been
-    restarted with other weights since then, so nothing is sent to it before the answer.
+    restarted with other weights since then, so nothing is sent to it before the answer. With
+    `generates` it must also generate a few tokens, because it has failed requests that may be at
+    fault themselves.
     """
 
     engine: str
+    generates: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -342,13 +342,15 @@ class Interrupted(Struct, frozen=True, kw_only=True, gc=False):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failed:
     """An attempt failed. `final`: the engine refused the request itself, so that repeating it there
-    cannot help. `unsent`: nothing of the attempt has reached the engine."""
+    cannot help. `unsent`: nothing of the attempt has reached the engine. `answered`: the engine said
+    that it failed (HTTP 500 and above), which the request may have caused."""
 
     request_id: int
     attempt: int
     cause: str
     final: bool = False
     unsent: bool = False
+    answered: bool = False
 
 
 # --- episodes and rewards --------------------------------------------------------------------

@@ -150,6 +150,9 @@ class EngineControl:
     response."""
     doubt: str = ""
     """How a connection to it broke, after which it may have been restarted; empty if none broke."""
+    suspect: bool = False
+    """It failed too many requests in a row that may be at fault themselves, so it has to generate
+    something before it gets another one."""
 
     @property
     def keeps_keys(self) -> bool:

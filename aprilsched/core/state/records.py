@@ -82,7 +82,7 @@ class RequestRecord:
     avoid: frozenset[str] = frozenset()
     """Engines on which the request failed since its last new token."""
     refusal: Refusal | None = None
-    """The first engine's refusal, while another engine may take the request."""
+    """The first engine's refusal or failure, while another engine may take the request."""
     aborting: bool = False
     """The open attempt was told to abort and has not come back."""
     destination: str = ""

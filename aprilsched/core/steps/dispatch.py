@@ -76,7 +76,7 @@ def dispatch(state: SchedulerState) -> None:
         if state.fleet.asking_since is None:
             state.fleet.asking_since = state.now
         state.fleet.control.enter(control, Mode.VERIFYING)
-        state.commands.append(Verify(engine=control.name))
+        state.commands.append(Verify(engine=control.name, generates=control.suspect))
     if _awaited(state, takers):
         return
     state.fleet.asking_since = None

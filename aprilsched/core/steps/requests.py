@@ -48,7 +48,9 @@ def on_progress(state: SchedulerState, event: Progress) -> None:
                 dropped=dropped,
             )
         )
-    request.pending_prefill = 0
+    if request.pending_prefill:
+        request.pending_prefill = 0
+        _note_success(state, request)
     if dropped is not None:
         counters.tokens_discarded += tokens
         state.in_flight.ledger.late_tokens(dropped, tokens)
@@ -189,6 +191,8 @@ def on_failed(state: SchedulerState, event: Failed) -> None:
         exhausted = ""  # a withdrawn request is not sent again, so its attempts are not counted
     else:
         exhausted = count_failure(request, state.config, event)
+        if event.answered and request.refusal is None:
+            request.refusal = Refusal(engine=engine, sent=request.sent, cause=event.cause)
     retried = rollout.group.dropped is None and not exhausted
     _tell_end(state, request, "failed", cause=event.cause, retried=retried)
     if rollout.group.dropped is None and exhausted:
@@ -198,7 +202,10 @@ def on_failed(state: SchedulerState, event: Failed) -> None:
         take_back(state, request)
     if not event.final:
         _doubt(state, engine, event.cause)
-        _count_engine_failure(state, engine, event.cause, sent=request.sent)
+        if not (event.answered and _serves_others(state, engine)):
+            _count_engine_failure(
+                state, engine, event.cause, sent=request.sent, proven=not event.answered
+            )
 
 
 def _doubt(state: SchedulerState, engine: str, cause: str) -> None:
@@ -218,17 +225,44 @@ def _another_may_take_it(state: SchedulerState, request: RequestRecord) -> bool:
     return request.refusal is None and bool(state.fleet.control.engines.keys() - request.avoid)
 
 
-def _count_engine_failure(state: SchedulerState, engine: str, cause: str, *, sent: int) -> None:
+def _serves_others(state: SchedulerState, engine: str) -> bool:
+    """Whether the engine generates for other requests now.
+
+    What fails then is the request's fault, unless another engine takes it: one client whose request
+    fails everywhere would otherwise put every engine out of use, with all requests in them. Streams
+    that stand still have a timeout of their own.
+    """
+    return any(request.gained for request in state.in_flight.open_requests(engine))
+
+
+def _note_success(state: SchedulerState, request: RequestRecord) -> None:
+    """Begin a new row of failures: the engine has begun to answer a request that was sent after the
+    last one."""
+    control = state.fleet.control.engines.get(request.engine)
+    if control is not None and request.sent > control.last_failure:
+        control.consecutive_failures, control.suspect = 0, False
+
+
+def _count_engine_failure(
+    state: SchedulerState, engine: str, cause: str, *, sent: int, proven: bool = True
+) -> None:
     """Count a failure of an engine, and lose the engine after too many in a row.
 
     A dead engine answers fastest and has the least load, so it would get every request. Failures of
     attempts that were open at the same time count once: a moment without network, or a trainer that
     blocks the event loop until every connection has timed out, must not cost the whole fleet.
+
+    Without `proven` the requests may be at fault, so the engine is not lost yet: it has to generate
+    something of the scheduler's own before it gets another request.
     """
     control = state.fleet.control.engines.get(engine)
     if control is None or sent <= control.last_failure:
         return
     control.last_failure = state.fleet.attempts_sent
     control.consecutive_failures += 1
-    if control.consecutive_failures >= _MOST_FAILURES:
+    if control.consecutive_failures < _MOST_FAILURES:
+        return
+    if proven:
         lose(state, engine, f"it failed {control.consecutive_failures} times in a row: {cause}")
+    else:
+        control.suspect = True

@@ -40,6 +40,9 @@ def on_verified(state: SchedulerState, event: Verified) -> None:
     awaited = update is not None and update.external and event.version == update.version
     if event.version == _expected(state, control) or awaited:
         control.doubt, control.version_seen_at = "", state.now
+        if control.suspect:
+            # It has just generated tokens, so the requests that failed on it were at fault.
+            control.suspect, control.consecutive_failures = False, 0
         return
     has = "inconsistent weights" if event.version is None else f"version {event.version}"
     cause = f"it says that it has {has} {_wanted(state, event.engine)}"
