@@ -382,8 +382,8 @@ class Batch:
         index: number of the batch, from 0; a batch that is delivered again keeps its number.
         version: the trainer's policy version at delivery; staleness is counted from it.
         groups: the groups of the batch.
-        redelivered: True if the batch was delivered before a restart and not acknowledged; its
-            content is the same as then.
+        redelivered: True if the batch was delivered before a restart and not acknowledged. Its
+            content is the same as then, unless the store has lost it, which is logged.
         receipt: acknowledges the batch; see :meth:`acknowledge`.
         complete: False for a part of a streamed batch that is not the last one, see
             :meth:`aprilsched.RolloutScheduler.stream`.

@@ -338,6 +338,102 @@ def damage_version(path: Path, version: int) -> None:
     connection.close()
 
 
+@pytest.mark.parametrize("name", ["", ":memory:", "file:run?mode=memory", "a\0b"])
+def test_what_names_no_file_is_refused_with_the_store_that_keeps_none(name: str):
+    with pytest.raises(ConfigError, match=r"names no file .* MemoryStore\(\)"):
+        SqliteStore(name)
+
+
+def test_what_is_stored_is_for_its_owner_alone(path: Path, tmp_path: Path):
+    store = SqliteStore(path)
+    store.open()
+    driver = Driver(config(), store=store)
+    run(driver, 60, 1)
+    driver.save()
+    write_checkpoint(tmp_path / "checkpoint", full_snapshot(driver.state))
+    modes = {each.name: each.stat().st_mode & 0o777 for each in tmp_path.iterdir()}
+    assert {path.name, f"{path.name}-wal", f"{path.name}-last", "checkpoint"} <= modes.keys()
+    assert set(modes.values()) == {0o600}
+    store.close()
+
+
+def test_a_store_that_lost_everything_is_not_taken_for_a_new_one(path: Path, tmp_path: Path):
+    store = SqliteStore(path)
+    store.open()
+    driver = Driver(config(), store=store)
+    run(driver, 60, 1)
+    driver.save()
+    copy = tmp_path / "copy"
+    for end in ("", "-last"):
+        shutil.copyfile(path.with_name(path.name + end), copy.with_name(copy.name + end))
+    store.close()
+    with pytest.raises(StoreError, match="has lost all that was saved in it"):
+        SqliteStore(copy).open()
+    copy.unlink()
+    new = SqliteStore(copy)
+    assert new.open() is None, "the marker of a file that is gone says nothing"
+    new.close()
+
+
+@pytest.mark.parametrize("marked", [True, False])
+@pytest.mark.parametrize("where", [4, 40, 0.3, 0.6, 0.95])
+def test_a_damaged_place_of_the_log_is_told_with_what_is_behind_it(
+    path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, where: float, marked: bool
+):
+    store = SqliteStore(path)
+    store.open()
+    driver = Driver(config(), store=store)
+    for number in range(25):
+        run(driver, 30, number)
+        driver.save()
+    copy = tmp_path / "copy"
+    for end in ("", "-wal", "-last")[: 3 if marked else 2]:
+        shutil.copyfile(path.with_name(path.name + end), copy.with_name(copy.name + end))
+    store.close()
+    whole = SqliteStore(path).open()
+    assert not caplog.records, "a whole log is no loss"
+    with copy.with_name("copy-wal").open("r+b") as file:
+        at = int(where if where >= 1 else where * os.path.getsize(file.name))
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 255]))
+    damaged = SqliteStore(copy)
+    if where >= 1:
+        with pytest.raises(StoreError, match="has lost all that was saved in it"):
+            damaged.open()
+        return
+    saved = damaged.open()
+    assert saved is not None
+    assert whole is not None
+    assert saved.given >= whole.run.counters.batches
+    assert len(caplog.records) == 1
+    assert "has lost its last saves" in caplog.text
+    damaged.close()
+
+
+def test_the_marker_of_the_last_save_may_be_behind_or_damaged(
+    path: Path, caplog: pytest.LogCaptureFixture
+):
+    filled(path, snapshots=3)
+    marker = path.with_name(f"{path.name}-last")
+    behind = marker.read_bytes()
+    store = SqliteStore(path)
+    saved = store.open()
+    assert saved is not None
+    assert saved.given == 0
+    driver = restored(saved)
+    driver.store = store
+    store.close()
+    for content in (behind, b"", behind[:9], bytes(28), b"x" * 28, behind + b"more"):
+        marker.write_bytes(content)
+        again = store.open()
+        assert again is not None
+        assert again.given == 0
+        store.close()
+    assert not caplog.records
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everything")
 def test_a_folder_that_cannot_be_written_is_refused(path: Path):
     path.parent.chmod(0o500)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle
 import shutil
 import sqlite3
@@ -103,7 +104,7 @@ def whole_run(**changes: Any) -> dict[tuple[Any, int], tuple[Any, ...]]:
 
 def left_behind(store: SqliteStore, to: Path) -> None:
     """A copy of what kill -9 leaves at this moment: the bytes of the files, open or not."""
-    for suffix in ("", "-wal"):
+    for suffix in ("", "-wal", "-last"):
         source = store.path.with_name(store.path.name + suffix)
         if source.exists():
             shutil.copyfile(source, to.with_name(to.name + suffix))
@@ -209,6 +210,38 @@ def test_what_was_finished_is_not_generated_again(tmp_path: Path):
 
     run_virtual(first_life())
     run_virtual(second_life())
+
+
+def test_saves_that_are_lost_are_told_and_batches_that_come_again_are_marked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    store, copy = SqliteStore(tmp_path / "store", inline=True), tmp_path / "copy"
+    wal = store.path.with_name("store-wal")
+    sizes: list[int] = []
+
+    async def first_life() -> None:
+        async with scheduler(store) as rollouts:
+            for _ in range(3):
+                await rollouts.next_batch()
+                sizes.append(wal.stat().st_size)
+            left_behind(store, copy)
+
+    async def second_life() -> list[tuple[int, bool]]:
+        async with scheduler(SqliteStore(copy, inline=True)) as rollouts:
+            batches = [await rollouts.next_batch() for _ in range(5)]
+            return [(batch.index, batch.redelivered) for batch in batches]
+
+    run_virtual(first_life())
+    assert sizes[0] < sizes[2]
+    os.truncate(copy.with_name("copy-wal"), sizes[0])
+    caplog.clear()
+    given = run_virtual(second_life())
+    assert [index for index, _ in given] == [0, 1, 2, 3, 4]
+    assert [again for _, again in given] == [True, True, True, False, False]
+    (told,) = [
+        record.message for record in caplog.records if "lost its last saves" in record.message
+    ]
+    assert str(copy) in told
 
 
 # --- acknowledging ---------------------------------------------------------------------------

@@ -268,3 +268,6 @@ class Saved:
     lengths: Sequence[GroupLengths]
     damaged: dict[int, str]
     remembered: Sequence[Remembered] = ()
+    given: int = 0
+    """Batches with a smaller index may have been given to the trainer, also where the store has
+    lost them."""

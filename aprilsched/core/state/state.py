@@ -68,6 +68,8 @@ class Delivery:
     """The batch that the trainer may take and has not taken yet."""
     batches_since_update: int = 0
     """Batches that were delivered since the policy version last changed."""
+    given: int = 0
+    """Batches with a smaller index may have been given before, and the store has lost them."""
     unacknowledged: dict[int, DeliveredBatch] = field(default_factory=dict[int, DeliveredBatch])
     """Delivered batches, by index, that a resumed run would have to deliver again."""
     redelivery: deque[Batch] = field(default_factory=deque[Batch])

@@ -342,6 +342,7 @@ def _composed(state: SchedulerState, groups: list[GroupRecord]) -> Offered:
         index=state.in_flight.counters.batches,
         version=version,
         oldest_unmasked=oldest_unmasked,
+        redelivered=state.in_flight.counters.batches < state.delivery.given,
         made=state.delivery.streamed,
     )
     for group in groups:

@@ -75,6 +75,7 @@ def restore(state: SchedulerState, saved: Saved) -> None:
             "or a new store."
         )
     _restore_run(state, saved)
+    state.delivery.given = saved.given
     delivered = {group_id for batch in saved.batches for group_id in batch.group_ids}
     groups = {
         group.group_id: _group(state, saved, group)

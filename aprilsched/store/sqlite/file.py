@@ -6,11 +6,14 @@ released is never changed; a change of the schema is a new script.
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import stat
+import struct
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -23,6 +26,8 @@ __all__ = [
     "APPLICATION",
     "COLUMNS",
     "SCRIPTS",
+    "Marker",
+    "Progress",
     "connect",
     "insert_page",
     "migrate",
@@ -31,10 +36,16 @@ __all__ = [
     "said_by",
 ]
 
+_ENDS = ("-wal", "-journal", "-last")
+"""What the names of the files end in that belong to a store."""
 _WAIT_SECONDS = 1.0
 _PAGE_BYTES = 16_384
 """Blobs are large; in pages of 4 KiB each blob would be a long chain."""
 _WAL_BYTES = 1 << 25
+_LOG_HEAD, _FRAME_HEAD = 32, 24
+_FRAME = _FRAME_HEAD + _PAGE_BYTES
+_MODE = 0o600
+_PROGRESS, _CRC = struct.Struct("<3q"), struct.Struct("<I")
 _DAMAGED = "restore a checkpoint, or move it away to start again"
 
 
@@ -44,7 +55,7 @@ def safe_path(path: Path) -> Path:
     Raises:
         StoreError: if it, or a file that belongs to it, is a link or is not a file.
     """
-    for name in (path, path.with_name(path.name + "-wal"), path.with_name(path.name + "-journal")):
+    for name in (path, *(path.with_name(path.name + end) for end in _ENDS)):
         try:
             mode = name.lstat().st_mode
         except FileNotFoundError:
@@ -60,30 +71,70 @@ def safe_path(path: Path) -> Path:
     return path
 
 
-def connect(path: Path) -> sqlite3.Connection:
+def connect(path: Path) -> tuple[sqlite3.Connection, int]:
     """Open the file, make it if it is missing, bring it to the newest schema, and lock it.
+
+    Returns:
+        The connection, and the number of transactions in the write-ahead log that SQLite drops
+        because they are behind a damaged place.
 
     Raises:
         StoreError: if it cannot be opened.
     """
     connection = None
     with said_by(path, "opened"):
+        safe_path(path)
+        # SQLite gives the files that belong to it the same mode. Prompts and responses are for
+        # nobody else to read. What fails here fails in SQLite too, which says more.
+        with suppress(OSError):
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT, _MODE))
+        commits = _commits(path.with_name(path.name + "-wal"))
         connection = sqlite3.connect(
-            safe_path(path),
+            path,
             timeout=_WAIT_SECONDS,
             isolation_level=None,
             check_same_thread=False,
         )
     try:
         with said_by(path, "opened"):
-            _prepare(connection, path)
+            frames = _prepare(connection, path)
     except BaseException:
         connection.close()
         raise
-    return connection
+    return connection, sum(commit > frames for commit in commits)
 
 
-def _prepare(connection: sqlite3.Connection, path: Path) -> None:
+def _commits(log: Path) -> list[int]:
+    """The numbers of the frames of a write-ahead log that end a transaction, damaged or not.
+
+    Each frame has two numbers of the log that it was written for, which are in the head of the log
+    too; those of an older log, which may follow, have others.
+    """
+    found: list[int] = []
+    with suppress(FileNotFoundError), log.open("rb") as file:
+        first = file.read(_LOG_HEAD + _FRAME_HEAD)
+        salts = first[16:24] if _whole(first[:_LOG_HEAD]) else first[_LOG_HEAD + 8 :][:8]
+        for number in range(1, (os.fstat(file.fileno()).st_size - _LOG_HEAD) // _FRAME + 1):
+            file.seek(_LOG_HEAD + (number - 1) * _FRAME)
+            head = file.read(_FRAME_HEAD)
+            if head[8:16] == salts and any(head[4:8]):
+                found.append(number)
+    return found
+
+
+def _whole(head: bytes) -> bool:
+    """Whether the head of a write-ahead log has the checksum that the file format asks for."""
+    order = ">" if head[:4] == b"\x37\x7f\x06\x83" else "<"
+    one = two = 0
+    for left, right in struct.iter_unpack(f"{order}2I", head[:24]):
+        one = (one + left + two) % 2**32
+        two = (two + right + one) % 2**32
+    return head[24:] == struct.pack(">2I", one, two)
+
+
+def _prepare(connection: sqlite3.Connection, path: Path) -> int:
+    """Bring the file into the form that a store needs; returns the number of frames in its
+    write-ahead log that SQLite takes."""
     connection.execute(f"PRAGMA page_size = {_PAGE_BYTES}")
     connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
     # The file stays locked: two schedulers would overwrite each other's rollouts.
@@ -92,9 +143,11 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
     connection.execute(f"PRAGMA journal_size_limit = {_WAL_BYTES}")
     connection.execute("PRAGMA wal_autocheckpoint = 1000")
     connection.execute("PRAGMA trusted_schema = OFF")
+    _, frames, _ = connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
     migrate(connection, path)
     connection.execute("BEGIN EXCLUSIVE")
     connection.execute("COMMIT")
+    return frames
 
 
 @contextmanager
@@ -114,6 +167,56 @@ def said_by(path: Path, what: str) -> Generator[None]:
     except OSError as error:
         why = error.strerror or error
         raise StoreError(f"{path} could not be {what} ({why}); name another store.") from error
+
+
+class Progress(NamedTuple):
+    """How far a run had come at a save; none of the numbers ever falls."""
+
+    page: int
+    launched: int
+    batches: int
+
+
+class Marker:
+    """How far the last save had come, in a small file beside the store.
+
+    SQLite drops what follows a damaged place of the write-ahead log without a word, as if it had
+    never been saved. The marker is not in the log, so it shows that, also where the log was cut.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path.with_name(path.name + "-last")
+        self._file = -1
+
+    def open(self) -> Progress | None:
+        """Open the file; returns what it says, None if it says nothing.
+
+        Raises:
+            OSError: if it cannot be opened.
+        """
+        self.close()
+        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, _MODE)
+        found = os.pread(self._file, _PROGRESS.size + _CRC.size, 0)
+        body, crc = found[: _PROGRESS.size], found[_PROGRESS.size :]
+        if len(crc) < _CRC.size or _CRC.unpack(crc) != (checksum(body),):
+            return None
+        return Progress(*_PROGRESS.unpack(body))
+
+    def write(self, progress: Progress) -> None:
+        """Note a save, which is done. A marker that is behind the store does no harm."""
+        body = _PROGRESS.pack(*progress)
+        with suppress(OSError):
+            os.pwrite(self._file, body + _CRC.pack(checksum(body)), 0)
+
+    def close(self) -> None:
+        """Close the file."""
+        file, self._file = self._file, -1
+        if file >= 0:
+            os.close(file)
+
+    def remove(self) -> None:
+        """Remove the file, whose store is gone."""
+        self._path.unlink(missing_ok=True)
 
 
 def _advice(error: sqlite3.Error) -> str:

@@ -12,15 +12,17 @@ Invariants:
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import sqlite3
 import weakref
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from aprilsched.core.lengths.memory import MOST_KEYS
 from aprilsched.core.state.saved import Saved, Snapshot
-from aprilsched.errors import StoreError
+from aprilsched.errors import ConfigError, StoreError
 from aprilsched.store.codec import (
     checksum,
     encode,
@@ -31,10 +33,20 @@ from aprilsched.store.codec import (
 )
 from aprilsched.store.memory import KEPT_ENTRIES, KEPT_LENGTHS
 from aprilsched.store.sqlite.cleaning import Cleaner
-from aprilsched.store.sqlite.file import connect, insert_page, migrate, safe_path, said_by
+from aprilsched.store.sqlite.file import (
+    Marker,
+    Progress,
+    connect,
+    insert_page,
+    migrate,
+    safe_path,
+    said_by,
+)
 from aprilsched.store.sqlite.reading import read_saved
 
 __all__ = ["SqliteStore", "read_checkpoint", "write_checkpoint"]
+
+log = logging.getLogger("aprilsched")
 
 _TABLES = (
     "run",
@@ -56,11 +68,23 @@ class SqliteStore:
     Args:
         path: the file, in an existing folder. Only one scheduler may use it at a time.
         inline: write on the event loop and not in a thread, as a virtual clock requires.
+
+    Raises:
+        ConfigError: if `path` is a name that SQLite has for something else than a file.
     """
 
     def __init__(self, path: Path | str, *, inline: bool = False) -> None:
+        name = str(path)
+        if not Path(path).name or name.startswith((":", "file:")) or "\0" in name:
+            raise ConfigError(
+                f"{name!r} names no file to keep a run in; give the path of a file, or "
+                "MemoryStore() to keep it in memory."
+            )
         self.path = Path(path)
         self.inline = inline
+        self._marker = Marker(self.path)
+        self._given = 0
+        """Number of batches that were given before saves were lost."""
         self._connection: sqlite3.Connection | None = None
         self._cleaner = Cleaner()
         self._durable = False
@@ -72,19 +96,25 @@ class SqliteStore:
         """Open the file and return what was saved before; None in a new file.
 
         Raises:
-            StoreError: if the file cannot be opened, read or written, or is in use.
+            StoreError: if the file cannot be opened, read or written, or is in use, or if all that
+                was saved is lost.
         """
         self.close()
-        connection = connect(self.path)
+        new = not os.path.lexists(self.path)
+        connection, dropped = connect(self.path)
         try:
             with said_by(self.path, "read"):
                 # This also shows at once that a folder is not writable.
                 connection.execute("BEGIN IMMEDIATE")
-                saved = read_saved(connection, self.path)
+                if new:
+                    self._marker.remove()
+                last = self._marker.open()
+                saved = self._compared(read_saved(connection, self.path), connection, last, dropped)
                 self._cleaner.begin(connection, saved)
                 connection.execute("COMMIT")
         except BaseException:
             connection.close()
+            self._marker.close()
             raise
         self._connection = connection
         _OPEN.add(self)
@@ -111,6 +141,14 @@ class SqliteStore:
                 if connection.in_transaction:
                     connection.execute("ROLLBACK")
                 raise
+            counters = snapshot.run.counters
+            self._marker.write(
+                Progress(
+                    page=page if snapshot.page is not None else page - 1,
+                    launched=counters.launched,
+                    batches=max(counters.batches, self._given),
+                )
+            )
             self._cleaner.note(snapshot, page)
             self._cleaner.clean(connection)
 
@@ -125,10 +163,47 @@ class SqliteStore:
 
     def close(self) -> None:
         """Close the file."""
+        self._marker.close()
         connection, self._connection = self._connection, None
         if connection is not None:
             with said_by(self.path, "closed"):
                 connection.close()
+
+    def _compared(
+        self,
+        saved: Saved | None,
+        connection: sqlite3.Connection,
+        last: Progress | None,
+        dropped: int,
+    ) -> Saved | None:
+        """`saved`, with what is said of it if it is not what was saved last.
+
+        `last` is what the marker says, and `dropped` the number of saves that SQLite has dropped.
+        """
+        self._given = 0
+        if last is None and not dropped:
+            return saved
+        if saved is None:
+            raise StoreError(
+                f"{self.path} has lost all that was saved in it, because its write-ahead log is "
+                "damaged; restore a checkpoint, or move it away to start again."
+            )
+        counters = saved.run.counters
+        found = Progress(_next_page(connection) - 1, counters.launched, counters.batches)
+        # Without a marker, each save that is gone may have been that of a batch.
+        last = last or found._replace(batches=found.batches + dropped)
+        if not dropped and all(a >= b for a, b in zip(found, last, strict=True)):
+            return saved
+        self._given = last.batches
+        log.warning(
+            "%s has lost its last saves, because its write-ahead log is damaged or the file was "
+            "replaced; the run goes on after %d batches, and %d that may have been given come "
+            "again with other responses, as redelivered",
+            self.path,
+            found.batches,
+            max(0, last.batches - found.batches),
+        )
+        return replace(saved, given=last.batches)
 
     def _opened(self) -> sqlite3.Connection:
         if self._connection is None:
@@ -270,6 +345,7 @@ def write_checkpoint(path: Path, snapshot: Snapshot) -> None:
             store.into_one_file()
         finally:
             store.close()
+            Marker(writing).remove()
         os.replace(writing, path)
 
 
