@@ -9,6 +9,7 @@ from aiohttp.typedefs import Handler
 
 from aprilsched.gateway import control, generate, info, openai, tokenize
 from aprilsched.gateway.service import SERVICE, Service
+from aprilsched.serving.bodies import BODIES, Bodies, expect_later
 from aprilsched.serving.keys import asking_for
 from aprilsched.serving.refusals import refusing
 
@@ -16,6 +17,8 @@ __all__ = ["make_app"]
 
 _LARGEST_BODY = 2**26
 """Bytes of a request: a prompt of a million token ids needs a tenth of them."""
+_ALL_BODIES = 2**28
+"""Bytes of all requests that are read at a time."""
 
 _FREE: Sequence[tuple[str, str, Handler]] = (
     ("GET", "/health", info.health),
@@ -71,8 +74,9 @@ def make_app(service: Service, *, api_key: str | None, admin_key: str | None) ->
         control={path for _, path, _ in _ADMIN},
         free={path for _, path, _ in _FREE},
     )
-    app = web.Application(middlewares=[keys, refusing], client_max_size=_LARGEST_BODY)
+    app = web.Application(middlewares=[keys, refusing])
+    app[BODIES] = Bodies(largest=_LARGEST_BODY, together=_ALL_BODIES)
     app[SERVICE] = service
     for method, path, handler in (*_FREE, *_OPEN, *_ADMIN):
-        app.router.add_route(method, path, handler)
+        app.router.add_route(method, path, handler, expect_handler=expect_later)
     return app

@@ -21,7 +21,7 @@ from aprilsched.serving.bodies import (
     PauseBody,
     TensorBody,
     VersionBody,
-    decode,
+    body_of,
 )
 from aprilsched.serving.refusals import as_json
 
@@ -49,7 +49,7 @@ async def pause(request: web.Request) -> web.Response:
     """POST /pause_generation. The mode "abort" ends every request; after the others the requests
     wait inside the engines, as the gateway's own straggler rule says."""
     service = request.app[SERVICE]
-    body = decode(await request.read(), PauseBody)
+    body = await body_of(request, PauseBody)
     if body.mode == "abort":
         service.responses.abort_all()
     return await _in_time(service.pause(), "Generation paused successfully.")
@@ -57,7 +57,7 @@ async def pause(request: web.Request) -> web.Response:
 
 async def resume(request: web.Request) -> web.Response:
     """POST /continue_generation."""
-    decode(await request.read(), dict[str, Any])
+    await body_of(request, dict[str, Any])
     service = request.app[SERVICE]
     return await _in_time(service.resume(), "Generation continued successfully.")
 
@@ -74,7 +74,7 @@ async def _in_time(call: Awaitable[None], done: str) -> web.Response:
 
 async def abort(request: web.Request) -> web.Response:
     """POST /abort_request; answers 200 whether or not the request exists."""
-    body = decode(await request.read(), AbortBody)
+    body = await body_of(request, AbortBody)
     responses = request.app[SERVICE].responses
     if body.abort_all:
         responses.abort_all()
@@ -100,32 +100,34 @@ async def update_from_disk(request: web.Request) -> web.Response:
     """POST /update_weights_from_disk. The scheduler pauses, flushes and continues the engines where
     the client has not; `flush_cache` is ignored."""
     service = request.app[SERVICE]
-    body = decode(await request.read(), DiskBody)
+    body = await body_of(request, DiskBody)
     if body.abort_all_requests:
         service.responses.abort_all()
-    return await _updated(service.load(body.model_path, body.weight_version))
+    return await _updated(service, service.load(body.model_path, body.weight_version))
 
 
 async def update_version(request: web.Request) -> web.Response:
     """POST /update_weight_version, after weights were loaded into the engines themselves."""
     service = request.app[SERVICE]
-    body = decode(await request.read(), VersionBody)
+    body = await body_of(request, VersionBody)
     if body.abort_all_requests:
         service.responses.abort_all()
-    answer = await _updated(service.relabel(body.new_version), new_version=body.new_version)
+    answer = await _updated(
+        service, service.relabel(body.new_version), new_version=body.new_version
+    )
     return answer
 
 
-async def _updated(update: Awaitable[RefitReport], **more: object) -> web.Response:
+async def _updated(
+    service: Service, update: Awaitable[RefitReport], **more: object
+) -> web.Response:
     try:
         report = await update
     except AprilschedError as error:
         content = {"success": False, "message": f"Failed to update weights: {error}"}
         return as_json({**content, "num_paused_requests": 0}, 400)
-    message = "Succeeded to update model weights."
-    if report.quarantined:
-        # These engines are out of use until a later update reaches them.
-        message += f" Not updated, and out of use: {', '.join(sorted(report.quarantined))}."
+    # The engines that are named are out of use until a later update reaches them.
+    message = f"Succeeded to update model weights.{service.not_updated(report.quarantined)}"
     return as_json({"success": True, "message": message, "num_paused_requests": 0, **more})
 
 
@@ -142,7 +144,7 @@ async def end_update(request: web.Request) -> web.Response:
 async def update_from_tensor(request: web.Request) -> web.Response:
     """POST /update_weights_from_tensor: a bucket of an update for all engines."""
     service = request.app[SERVICE]
-    body = decode(await request.read(), TensorBody)
+    body = await body_of(request, TensorBody)
     if body.abort_all_requests:
         service.responses.abort_all()
     given, engines = body.serialized_named_tensors, service.takers
@@ -152,7 +154,7 @@ async def update_from_tensor(request: web.Request) -> web.Response:
 async def update_from_distributed(request: web.Request) -> web.Response:
     """POST /update_weights_from_distributed: a bucket that the client broadcasts to all engines."""
     service = request.app[SERVICE]
-    body = decode(await request.read(), BroadcastBody)
+    body = await body_of(request, BroadcastBody)
     if body.abort_all_requests:
         service.responses.abort_all()
     return await _taken(
@@ -183,15 +185,13 @@ async def _taken(
         )
     except AprilschedError as error:
         return as_json({"success": False, "message": f"Failed to update weights: {error}"}, 400)
-    message = "Succeeded to update model weights."
-    if failed:
-        message += f" Not updated, and out of use: {', '.join(sorted(failed))}."
+    message = f"Succeeded to update model weights.{service.not_updated(failed)}"
     return as_json({"success": True, "message": message})
 
 
 async def join_group(request: web.Request) -> web.Response:
     """POST /init_weights_update_group: every engine joins with its part of the ranks."""
-    body = decode(await request.read(), JoinBody)
+    body = await body_of(request, JoinBody)
     group = RefitGroup(
         name=body.group_name,
         address=body.master_address,
@@ -204,7 +204,7 @@ async def join_group(request: web.Request) -> web.Response:
 
 async def leave_group(request: web.Request) -> web.Response:
     """POST /destroy_weights_update_group."""
-    body = decode(await request.read(), LeaveBody)
+    body = await body_of(request, LeaveBody)
     return await _done(request.app[SERVICE].leave_group(body.group_name))
 
 

@@ -28,11 +28,11 @@ from aprilsched.serving.answers import (
     framed,
     token_logprobs,
 )
-from aprilsched.serving.bodies import PromptsBody, decode
+from aprilsched.serving.bodies import PromptsBody, body_of
 from aprilsched.serving.refusals import Refused, Unavailable, as_json
 from aprilsched.types import Prompt, SamplingParams
 
-__all__ = ["GROUP_HEADER", "begin", "generate", "sampled"]
+__all__ = ["GROUP_HEADER", "begin", "check_amount", "generate", "sampled"]
 
 GROUP_HEADER = "X-Aprilsched-Group"
 """Names the group that the responses to a request belong to."""
@@ -40,12 +40,14 @@ GROUP_HEADER = "X-Aprilsched-Group"
 _NEW_TOKENS = 128
 """SGLang's default of max_new_tokens."""
 _LONGEST_NAME = 256
+_RETRYABLE = 500
+"""Statuses from here on are no fault of the request."""
 
 
 async def generate(request: web.Request) -> web.StreamResponse:
     """Answer one body: with one response, or with a list where it asks for several."""
     service = request.app[SERVICE]
-    body = decode(await request.read(), PromptsBody)
+    body = await body_of(request, PromptsBody)
     by_text = body.text is not None
     if by_text:
         body = await _tokenized(service, body)
@@ -71,6 +73,7 @@ async def _tokenized(service: Service, body: PromptsBody) -> PromptsBody:
     if body.input_ids is not None:
         raise Refused("Both text and input_ids are given; give either.")
     texts = [body.text] if isinstance(body.text, str) else body.text or []
+    check_amount(service, len(texts))
     ids = await service.texts.encoded(texts, service.context_tokens)
     if not all(ids):
         raise Refused("text cannot be empty.")
@@ -85,6 +88,17 @@ def _detokenizer(service: Service, response: Response, rules: TextRules) -> Deto
     return service.texts.tokenizer.detokenizer(prompt, skip_special=rules.skip_special)
 
 
+def check_amount(service: Service, prompts: int, n: int = 1) -> None:
+    """Refuse more responses than the gateway may have, before anything is made for each.
+
+    Raises:
+        Refused: if `n` responses to each of so many prompts are too many.
+    """
+    asked, most = prompts * n, service.settings.max_requests
+    if asked > most:
+        raise Refused(f"The body asks for {asked} responses; ask for at most {most}.")
+
+
 def begin(service: Service, asked: Sequence[Asked]) -> list[Response]:
     """The responses that are asked for, which begin here.
 
@@ -94,9 +108,8 @@ def begin(service: Service, asked: Sequence[Asked]) -> list[Response]:
     """
     if service.draining:
         raise Unavailable("The gateway stops and takes no new requests.")
+    check_amount(service, len(asked))
     most = service.settings.max_requests
-    if len(asked) > most:
-        raise Refused(f"The body asks for {len(asked)} responses; ask for at most {most}.")
     for name in {name for ask in asked for name in (ask.rid, ask.group) if name is not None}:
         if len(name) > _LONGEST_NAME:
             raise Refused(f"A name has {len(name)} characters; give at most {_LONGEST_NAME}.")
@@ -126,12 +139,15 @@ def _asked(
     # does itself where versions differ.
     if body.lora_path is not None:
         raise Refused("The gateway serves no adapters by name; leave lora_path out.")
+    if isinstance(body.input_ids[0], list):
+        check_amount(service, len(body.input_ids))
     prompts, one = _prompts(body.input_ids)
     params = body.sampling_params or {}
     each = params if isinstance(params, list) else [params] * len(prompts)
     if len(each) != len(prompts):
         raise Refused(f"There are {len(prompts)} prompts and {len(each)} sampling_params.")
     n = _number(each)
+    check_amount(service, len(prompts), n)
     several = n > 1 or not one
     rids = _rids(body.rid, len(prompts) * n, several=several)
     if group is None:
@@ -162,9 +178,10 @@ def _rules(service: Service, given: Mapping[str, Any]) -> tuple[TextRules, Mappi
     params = dict(given)
     stop: Any = params.pop("stop", None) or []
     keep, skip = params.pop("no_stop_trim", False), params.pop("skip_special_tokens", True)
-    stops: list[Any] = [stop] if isinstance(stop, str) else list(stop)
-    if not all(isinstance(each, str) for each in stops):
-        raise Refused("stop has something else than strings; give strings.")
+    listed = cast("list[Any]", stop) if isinstance(stop, list) else None
+    stops = [stop] if isinstance(stop, str) else listed
+    if stops is None or not all(isinstance(each, str) for each in stops):
+        raise Refused("stop has something else than strings; give a string or a list of strings.")
     ends: Any = params.get("stop_token_ids") or []
     if not (isinstance(ends, list) and all(type(i) is int for i in cast("list[Any]", ends))):
         raise Refused("stop_token_ids is no list of whole numbers; give token ids.")
@@ -198,13 +215,13 @@ def _prompts(given: list[int | list[int]]) -> tuple[list[list[int]], bool]:
 
 def _number(params: Sequence[Mapping[str, Any]]) -> int:
     """The number of responses to each prompt."""
-    found = {1 if each.get("n") is None else each["n"] for each in params}
-    if len(found) > 1:
+    found = [1 if each.get("n") is None else each["n"] for each in params]
+    for n in found:
+        if type(n) is not int or n < 1:
+            raise Refused(f"n is {str(n)[:40]}; give a whole number, 1 or more.")
+    if len(set(found)) > 1:
         raise Refused("n differs between the prompts; give one n for all.")
-    (n,) = found
-    if type(n) is not int or n < 1:
-        raise Refused(f"n is {n}; give a whole number, 1 or more.")
-    return n
+    return found[0]
 
 
 def _rids(
@@ -229,6 +246,12 @@ def sampled(service: Service, input_ids: Sequence[int], given: Mapping[str, Any]
     """
     # How tokens travel between the gateway and its engines is not for a client to choose.
     params = {key: value for key, value in given.items() if key not in ("n", "stream_interval")}
+    if params.get("extra") is not None:
+        # Nobody has looked at what is in it, and an engine may fail for all because of it.
+        raise Refused(
+            "extra passes parameters on unchecked, which the gateway does not; give the parameters "
+            "that it knows by their names."
+        )
     if params.get("max_new_tokens") is None and params.get("max_tokens") is None:
         params["max_new_tokens"] = _NEW_TOKENS
     sampling = sampling_params(params)
@@ -316,7 +339,7 @@ class _Answers:
         if reading.failure:
             status = reading.response.status
             error = {"message": reading.failure, "type": "internal_error", "code": status}
-            return {"error": {**error, "retryable": True}, **index}
+            return {"error": {**error, "retryable": status >= _RETRYABLE}, **index}
         text = {} if reading.text is None else {"text": part.text}
         told = {**text, "output_ids": part.token_ids, "meta_info": self._meta(reading, part)}
         return {**told, **index}

@@ -71,9 +71,8 @@ async def server_info(request: web.Request) -> web.Response:
     """
     service = request.app[SERVICE]
     running, tokens = _room(service)
-    modes = service.modes()
     engines = [
-        {"name": engine.name, "mode": modes.get(engine.name, "out of use")}
+        {"name": engine.name, "mode": service.mode_of(engine.name)}
         for engine in service.fleet.engines
     ]
     return as_json(

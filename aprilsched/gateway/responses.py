@@ -27,7 +27,7 @@ import numpy as np
 from aprilsched.core.messages import facts as of
 from aprilsched.core.messages.facts import Fact
 from aprilsched.core.state.assembly import rollout_of
-from aprilsched.core.state.ledger import Reason
+from aprilsched.core.state.ledger import REFUSED, Reason
 from aprilsched.core.state.records import GroupRecord, RolloutRecord
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.errors import ConfigError
@@ -39,7 +39,7 @@ _LEFT = "the client has disconnected"
 _ABORTED = "the client has aborted it"
 _NAMELESS = "its request had no rid, so nobody can ask for it after the restart"
 _NEWER = "another request has its rid"
-_FAILED, _INTERRUPTED = 500, 503
+_REFUSED, _FAILED, _INTERRUPTED = 400, 500, 503
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -443,7 +443,8 @@ class Responses:
         if fact.reason == Reason.STALE:
             response.abort(fact.cause)
         elif fact.reason != Reason.WITHDRAWN:
-            response.fail(fact.cause)
+            refused = fact.reason == Reason.FAILED and fact.cause.startswith(REFUSED)
+            response.fail(fact.cause, _REFUSED if refused else _FAILED)
 
     def _forget(self, group_id: int) -> Response | None:
         for request_id in self._requests.pop(group_id, ()):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -168,6 +168,21 @@ class Service:
             return self._open.weights.engines
         names = {control.name for control in self._rollouts.state.fleet.control.all()}
         return [engine for engine in self.fleet.engines if engine.name in names]
+
+    def mode_of(self, engine: str) -> str:
+        """What an engine does: its mode while it is in use, "standby" if it waits for the next
+        update, and "lost" if it does not answer."""
+        control = self._rollouts.state.fleet.control
+        if engine in control.standby:
+            return "standby"
+        return "lost" if (found := control.of(engine)) is None else found.mode.value
+
+    def not_updated(self, failed: Iterable[str]) -> str:
+        """The end of a sentence that names the engines which an update has not reached: those that
+        have `failed`, and those that were lost before. Empty if it has reached all."""
+        lost = {each.name for each in self.fleet.engines if self.mode_of(each.name) == "lost"}
+        missed = ", ".join(sorted(lost.union(failed)))
+        return f" Not updated, and out of use: {missed}." if missed else ""
 
     def modes(self) -> dict[str, Mode]:
         """The mode of each engine that is in use."""

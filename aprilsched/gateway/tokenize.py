@@ -8,7 +8,7 @@ import msgspec
 from aiohttp import web
 
 from aprilsched.gateway.service import SERVICE
-from aprilsched.serving.bodies import decode
+from aprilsched.serving.bodies import body_of
 from aprilsched.serving.refusals import Refused, as_json
 
 __all__ = ["detokenize", "tokenize"]
@@ -29,7 +29,7 @@ class _DetokenizeBody(msgspec.Struct, frozen=True):
 async def tokenize(request: web.Request) -> web.Response:
     """POST /tokenize: the token ids of a text, or of each of several."""
     service = request.app[SERVICE]
-    body = decode(await request.read(), _TokenizeBody)
+    body = await body_of(request, _TokenizeBody)
     one = isinstance(body.prompt, str)
     texts: Any = [body.prompt] if one else body.prompt
     ids = await service.texts.encoded(
@@ -49,7 +49,7 @@ async def tokenize(request: web.Request) -> web.Response:
 async def detokenize(request: web.Request) -> web.Response:
     """POST /detokenize: the text of token ids, or of each of several lists of them."""
     service = request.app[SERVICE]
-    body = decode(await request.read(), _DetokenizeBody)
+    body = await body_of(request, _DetokenizeBody)
     tokenizer = service.texts.tokenizer
     lists = [each for each in body.tokens if isinstance(each, list)]
     if lists and len(lists) < len(body.tokens):

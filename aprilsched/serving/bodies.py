@@ -1,16 +1,27 @@
-"""Request bodies of SGLang's HTTP API as typed structs. Unknown fields of a body are ignored."""
+"""Request bodies of SGLang's HTTP API as typed structs. Unknown fields of a body are ignored.
+
+:class:`Bodies` reads them, within bounds on one and on all that are read at a time. Nothing reads a
+body before a handler asks for it, which is after the key is checked.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import zlib
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from typing import Any, Literal, TypeVar
 
 import msgspec
+from aiohttp import StreamReader, hdrs, web
 
-from aprilsched.serving.refusals import Malformed
+from aprilsched.serving.refusals import Malformed, Unavailable
 
 __all__ = [
+    "BODIES",
     "AbortBody",
     "AdapterBody",
+    "Bodies",
     "BroadcastBody",
     "DiskBody",
     "GenerateBody",
@@ -21,10 +32,18 @@ __all__ = [
     "PromptsBody",
     "TensorBody",
     "VersionBody",
+    "body_of",
     "decode",
+    "expect_later",
 ]
 
 T = TypeVar("T")
+
+_PIECE = 2**16
+_READ_S = 120.0
+"""Seconds for a body to arrive."""
+_GZIP_OR_ZLIB = zlib.MAX_WBITS | 32
+"""zlib's value for either header."""
 
 
 class GenerateBody(msgspec.Struct, frozen=True):
@@ -138,6 +157,94 @@ class MemoryBody(msgspec.Struct, frozen=True):
     """
 
     tags: list[str] | None = None
+
+
+class Bodies:
+    """Reads request bodies, plain or compressed with gzip or deflate.
+
+    Args:
+        largest: bytes of one body, uncompressed.
+        together: bytes of all bodies that are read or decoded at a time. What a client sends slowly
+            counts, so a body that is not there in two minutes is refused.
+    """
+
+    def __init__(self, *, largest: int, together: int) -> None:
+        self._largest = largest
+        self._together = together
+        self._held = 0
+
+    @asynccontextmanager
+    async def read(self, request: web.Request) -> AsyncGenerator[bytes]:
+        """The body of a request, which counts until the block ends.
+
+        Raises:
+            HTTPRequestEntityTooLarge: if it is larger than one may be.
+            Unavailable: if it would be too much together with the others.
+            Malformed: if it is compressed in an unknown way, damaged or not there in time.
+        """
+        body = bytearray()
+        try:
+            async with asyncio.timeout(_READ_S):
+                async for piece in self._pieces(request):
+                    body += piece
+                    self._held += len(piece)
+                    if len(body) > self._largest:
+                        raise web.HTTPRequestEntityTooLarge(self._largest, len(body))
+                    if self._held > self._together:
+                        raise Unavailable("Too much is being sent at a time; try again later.")
+            yield bytes(body)
+        except TimeoutError as error:
+            raise Malformed(f"The body was not there in {_READ_S:g} s; send it faster.") from error
+        finally:
+            self._held -= len(body)
+
+    async def _pieces(self, request: web.Request) -> AsyncGenerator[bytes]:
+        if request.headers.get(hdrs.EXPECT, "").lower() == "100-continue":
+            await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            request.writer.output_size = 0
+        coding = request.headers.get(hdrs.CONTENT_ENCODING, "identity").lower()
+        if coding == "identity":
+            async for piece in request.content.iter_chunked(_PIECE):
+                yield piece
+        elif coding in ("gzip", "deflate"):
+            async for piece in _unpacked(request.content):
+                yield piece
+        else:
+            raise Malformed(f"Content-Encoding is {coding[:40]!r}; send gzip, deflate or none.")
+
+
+async def _unpacked(content: StreamReader) -> AsyncGenerator[bytes]:
+    """What gzip or deflate has compressed, a bounded piece at a time: a few bytes may stand for a
+    thousand times as many."""
+    unpacker = zlib.decompressobj(_GZIP_OR_ZLIB)
+    try:
+        async for piece in content.iter_chunked(_PIECE):
+            while piece and not unpacker.eof:
+                yield unpacker.decompress(piece, _PIECE)
+                piece = unpacker.unconsumed_tail
+    except zlib.error as error:
+        raise Malformed(f"The body cannot be uncompressed ({error}); send it again.") from error
+    if not unpacker.eof:
+        raise Malformed("The compressed body ends too soon; send all of it.")
+
+
+async def expect_later(request: web.Request) -> None:
+    """Handle ``Expect: 100-continue``: the body is asked for when it is read, where aiohttp would
+    ask before anybody has looked at the key."""
+
+
+BODIES: web.AppKey[Bodies] = web.AppKey("bodies", Bodies)
+"""The key under which :func:`body_of` finds the reader of the application."""
+
+
+async def body_of(request: web.Request, kind: type[T]) -> T:
+    """The body of `request` as a `kind`.
+
+    Raises:
+        Refusal: if it cannot be read, or has another form.
+    """
+    async with request.app[BODIES].read(request) as body:
+        return decode(body, kind)
 
 
 def decode(body: bytes, kind: type[T]) -> T:

@@ -13,6 +13,9 @@ from aprilsched.errors import ConfigError
 __all__ = ["Listener", "check_port"]
 
 _LARGEST_PORT = 2**16 - 1
+_BACKLOG = 4096
+"""Connections that may wait to be accepted, as many as Linux grants by default. With asyncio's 100
+a burst of 1,000 clients waited for their second and third try."""
 _CLOSE_S = 1.0
 """Seconds that open connections have when the listener closes."""
 
@@ -67,13 +70,18 @@ class Listener:
             ConfigError: if the address cannot be used.
         """
         runner = web.AppRunner(
-            app, handler_cancellation=True, shutdown_timeout=_CLOSE_S, access_log=None
+            app,
+            handler_cancellation=True,
+            shutdown_timeout=_CLOSE_S,
+            access_log=None,
+            # A body is uncompressed where it is read, which is bounded.
+            auto_decompress=False,
         )
         port = self._port if self._bound is None else self._bound
         try:
             await runner.setup()
             listening = await asyncio.get_running_loop().create_server(
-                cast(web.Server, runner.server), self._host, port
+                cast(web.Server, runner.server), self._host, port, backlog=_BACKLOG
             )
         except OSError as error:
             await runner.cleanup()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from aprilsched.serving.bodies import BODIES, Bodies, expect_later
 from aprilsched.serving.keys import asking_for
 from aprilsched.serving.refusals import refusing
 from aprilsched.testing import control_handlers, info
@@ -56,8 +57,9 @@ def make_app(
 ) -> web.Application:
     """The web application of `served`; the `outermost` middlewares see all calls and answers."""
     keys = asking_for(api_key=None, admin_key=admin_key, control={path for _, path, _ in _ADMIN})
-    app = web.Application(middlewares=[*outermost, keys, refusing], client_max_size=_LARGEST_BODY)
+    app = web.Application(middlewares=[*outermost, keys, refusing])
+    app[BODIES] = Bodies(largest=_LARGEST_BODY, together=2 * _LARGEST_BODY)
     app[SERVED] = served
     for method, path, handler in (*_OPEN, *_ADMIN):
-        app.router.add_route(method, path, handler)
+        app.router.add_route(method, path, handler, expect_handler=expect_later)
     return app

@@ -20,7 +20,7 @@ from aprilsched.serving.bodies import (
     PauseBody,
     TensorBody,
     VersionBody,
-    decode,
+    body_of,
 )
 from aprilsched.serving.refusals import Crashed, Malformed, as_json
 from aprilsched.testing.served import SERVED
@@ -53,21 +53,21 @@ _NOT_FLUSHED = "Flush cache failed.\n"
 
 async def pause(request: web.Request) -> web.Response:
     """POST /pause_generation."""
-    body = decode(await request.read(), PauseBody)
+    body = await body_of(request, PauseBody)
     await request.app[SERVED].pause(body.mode)
     return as_json({"message": "Generation paused successfully.", "status": "ok"})
 
 
 async def resume(request: web.Request) -> web.Response:
     """POST /continue_generation; a body is required, even if it is empty."""
-    decode(await request.read(), dict[str, Any])
+    await body_of(request, dict[str, Any])
     await request.app[SERVED].resume()
     return as_json({"message": "Generation continued successfully.", "status": "ok"})
 
 
 async def abort(request: web.Request) -> web.Response:
     """POST /abort_request; answers 200 whether or not the request exists."""
-    body = decode(await request.read(), AbortBody)
+    body = await body_of(request, AbortBody)
     if body.abort_all:
         await request.app[SERVED].abort_all()
     elif body.rid:
@@ -90,7 +90,7 @@ async def flush(request: web.Request) -> web.Response:
 async def update_from_disk(request: web.Request) -> web.Response:
     """POST /update_weights_from_disk."""
     served = request.app[SERVED]
-    body = decode(await request.read(), DiskBody)
+    body = await body_of(request, DiskBody)
     if body.abort_all_requests:
         await served.abort_all()
     why_not = await served.update(body.model_path, body.weight_version, flush=body.flush_cache)
@@ -108,7 +108,7 @@ async def update_from_disk(request: web.Request) -> web.Response:
 async def update_version(request: web.Request) -> web.Response:
     """POST /update_weight_version."""
     served = request.app[SERVED]
-    body = decode(await request.read(), VersionBody)
+    body = await body_of(request, VersionBody)
     if body.abort_all_requests:
         await served.abort_all()
     await served.relabel(body.new_version)
@@ -120,14 +120,14 @@ async def update_version(request: web.Request) -> web.Response:
 async def load_adapter(request: web.Request) -> web.Response:
     """POST /load_lora_adapter; running requests continue."""
     served = request.app[SERVED]
-    body = decode(await request.read(), AdapterBody)
+    body = await body_of(request, AdapterBody)
     return _adapters(await served.load_adapter(body.lora_name, body.lora_path), served.adapters)
 
 
 async def unload_adapter(request: web.Request) -> web.Response:
     """POST /unload_lora_adapter; answers when the adapter's last request has ended."""
     served = request.app[SERVED]
-    body = decode(await request.read(), AdapterBody)
+    body = await body_of(request, AdapterBody)
     return _adapters(await served.unload_adapter(body.lora_name), served.adapters)
 
 
@@ -154,7 +154,7 @@ async def wake(request: web.Request) -> web.Response:
 async def _memory(
     request: web.Request, call: Callable[[Sequence[str]], Awaitable[None]]
 ) -> web.Response:
-    body = decode(await request.read(), MemoryBody)
+    body = await body_of(request, MemoryBody)
     try:
         await call(body.tags or TAGS)
     except EngineRejected as error:
@@ -164,7 +164,7 @@ async def _memory(
 
 async def update_from_tensor(request: web.Request) -> web.Response:
     """POST /update_weights_from_tensor; nothing is opened, and any content makes new weights."""
-    body = decode(await request.read(), TensorBody)
+    body = await body_of(request, TensorBody)
     why_not = await request.app[SERVED].take_bucket("".join(body.serialized_named_tensors).encode())
     return _session(why_not is None, why_not or "")
 
@@ -173,7 +173,7 @@ async def update_from_distributed(request: web.Request) -> web.Response:
     """POST /update_weights_from_distributed; nothing is received, and any names make new
     weights."""
     served = request.app[SERVED]
-    body = decode(await request.read(), BroadcastBody)
+    body = await body_of(request, BroadcastBody)
     if body.group_name not in served.groups:
         return _session(False, f"Group {body.group_name} not in groups.")
     why_not = await served.take_bucket(",".join(body.names).encode())
@@ -182,28 +182,28 @@ async def update_from_distributed(request: web.Request) -> web.Response:
 
 async def join_group(request: web.Request) -> web.Response:
     """POST /init_weights_update_group."""
-    body = decode(await request.read(), JoinBody)
+    body = await body_of(request, JoinBody)
     joined = request.app[SERVED].join_group(body.group_name, body.rank_offset, body.world_size)
     return _session(joined, f"The group {body.group_name} exists already.")
 
 
 async def leave_group(request: web.Request) -> web.Response:
     """POST /destroy_weights_update_group."""
-    body = decode(await request.read(), LeaveBody)
+    body = await body_of(request, LeaveBody)
     left = request.app[SERVED].leave_group(body.group_name)
     return _session(left, f"The group {body.group_name} does not exist.")
 
 
 async def begin_update(request: web.Request) -> web.Response:
     """POST /begin_weight_update; refused while one is open."""
-    decode(await request.read(), dict[str, Any])
+    await body_of(request, dict[str, Any])
     done = request.app[SERVED].begin_update()
     return _session(done, "an update is open already; end it first")
 
 
 async def end_update(request: web.Request) -> web.Response:
     """POST /end_weight_update; refused unless one is open."""
-    decode(await request.read(), dict[str, Any])
+    await body_of(request, dict[str, Any])
     done = request.app[SERVED].end_update()
     return _session(done, "no update is open; begin one first")
 

@@ -19,7 +19,7 @@ from aiohttp import web
 from aprilsched.engines.base import Chunk
 from aprilsched.errors import EngineError
 from aprilsched.serving.answers import DONE, STREAM_HEADERS, Item, framed
-from aprilsched.serving.bodies import GenerateBody, decode
+from aprilsched.serving.bodies import GenerateBody, body_of
 from aprilsched.serving.refusals import Refused, as_json
 from aprilsched.testing.faults.middleware import spoil
 from aprilsched.testing.generate_answers import Answer
@@ -36,7 +36,7 @@ _LATE_ABORT_SECONDS = 2.0
 async def generate(request: web.Request) -> web.StreamResponse:
     """Answer one prompt."""
     served = request.app[SERVED]
-    body = decode(await request.read(), GenerateBody)
+    body = await body_of(request, GenerateBody)
     known_parameters(body)
     rid = body.rid or uuid.uuid4().hex
     if body.stream:

@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 
-from aprilsched import SchedulerConfig, SGLangFleet
+from aprilsched import Prompt, SamplingParams, SchedulerConfig, SGLangFleet
 from aprilsched.config import Health
 from aprilsched.core.state.ledger import Reason
 from aprilsched.doctor import examine
 from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.errors import ConfigError
 from aprilsched.gateway import Gateway, GatewaySettings
+from aprilsched.gateway.responses import Asked
 from aprilsched.testing.streams import PROMPT, Stream, greedy, until
 from tests.support.gateway import LONG, Front, front, spans
 from tests.support.sim_http import CONFIG, INTERVAL, Raw, asked, served, two_weights
@@ -105,10 +106,10 @@ async def test_a_request_that_every_engine_refuses_fails_alone(one: Front):
     bad = {**asked(20), "sampling_params": {"max_new_tokens": 10**9, "ignore_eos": True}}
     running = await one.stream(LONG).reach(INTERVAL)
     status, answer = await one.raw.post("/generate", bad)
-    assert status == 500
+    assert status == 400
     assert "refused at attempt" in answer["error"]["message"]
     (error,) = await one.raw.events(bad)
-    assert error["error"]["code"] == 500
+    assert (error["error"]["code"], error["error"]["retryable"]) == (400, False)
     assert one.state.in_flight.ledger.rollouts == {Reason.FAILED: 2}
     assert len((await running.end()).ids) == LONG
 
@@ -289,7 +290,73 @@ async def test_a_response_survives_an_engine_that_dies():
             assert reader.ids == expected
             assert spans(reader.last) == [("default", 0, LONG)]
         engines = (await two.raw.get("/server_info"))[1]["gateway"]["engines"]
-        assert [engine["mode"] for engine in engines] == ["out of use", "running"]
+        assert [engine["mode"] for engine in engines] == ["lost", "running"]
+
+
+async def test_an_update_names_a_server_that_was_lost_before_it(tmp_path: Path):
+    first, _ = two_weights(tmp_path)
+    async with front(engines=2) as two:
+        names = [engine.name for engine in two.gateway.service.fleet.engines]
+        mode_of = two.gateway.service.mode_of
+        await two.servers[0].crash()
+        while mode_of(names[0]) != "lost":
+            await two.reference(5)
+        status, answer = await two.raw.post("/update_weights_from_disk", {"model_path": str(first)})
+        assert (status, answer["success"]) == (200, True)
+        assert answer["message"].endswith(f" Not updated, and out of use: {names[0]}.")
+        await two.servers[0].restart()
+        await until(lambda: mode_of(names[0]) == "standby")
+        engines = (await two.raw.get("/server_info"))[1]["gateway"]["engines"]
+        assert [engine["mode"] for engine in engines] == ["standby", "running"]
+
+
+async def test_requests_of_one_client_that_every_server_fails_cost_the_others_nothing():
+    async with front(engines=2) as two:
+        running = [await two.stream(LONG).reach(INTERVAL) for _ in range(4)]
+        # SGLang answers 500 to a parameter that it does not know.
+        sampling = SamplingParams(max_new_tokens=5, extra={"anything": 1})
+        prompt = Prompt(input_ids=PROMPT, sampling=sampling)
+        responses = two.gateway.service.ask(*[Asked(rid=None, prompt=prompt)] * 12)
+        for response in responses:
+            await response.end()
+            assert "answered 500" in response.failure
+            assert response.status == 500
+            two.gateway.service.responses.leave(response)
+        assert len(two.gateway.service.in_use) == 2
+        for reader in running:
+            await reader.end()
+            assert len(reader.ids) == LONG
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"n": 10**12}, "asks for 1000000000000 responses"),
+        ({"n": [1]}, r"n is \[1\]"),
+        ({"n": {"a": 1}}, "n is {'a': 1}"),
+        ({"n": True}, "n is True"),
+        ({"stop": 5}, "stop has something else than strings"),
+        ({"stop": True}, "stop has something else than strings"),
+        ({"extra": {"anything": 1}}, "extra passes parameters on unchecked"),
+        ({"extra": {"logit_bias": 5}}, "extra passes parameters on unchecked"),
+        ({"max_new_tokens": 2**31}, "refused at attempt 1"),
+    ],
+)
+async def test_what_cannot_be_asked_for_is_refused(one: Front, change: Any, said: str):
+    body = asked(5)
+    body["sampling_params"] |= change
+    status, answer = await one.raw.post("/generate", body)
+    assert status == 400
+    assert re.search(said, answer["error"]["message"])
+
+
+async def test_more_prompts_than_there_may_be_responses_are_refused_before_any_is_made(one: Front):
+    body = {"input_ids": [[3]] * 4097, "sampling_params": {"max_new_tokens": 1}}
+    status, answer = await one.raw.post("/generate", body)
+    assert (status, "asks for 4097 responses" in answer["error"]["message"]) == (400, True)
+    body = {"input_ids": [[3]] * 33, "sampling_params": {"max_new_tokens": 1, "n": 128}}
+    status, answer = await one.raw.post("/generate", body)
+    assert (status, "asks for 4224 responses" in answer["error"]["message"]) == (400, True)
 
 
 async def test_without_an_engine_requests_wait_and_health_says_so():

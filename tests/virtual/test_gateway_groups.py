@@ -83,7 +83,7 @@ async def test_one_of_several_that_fails_has_its_own_event(one: Front):
     assert [event["index"] for event in events if "error" in event] == [0]
     assert sum(len(e["output_ids"]) for e in events if "error" not in e) == 30
     status, answer = await one.raw.post("/generate", body)
-    assert (status, "refused" in answer["error"]["message"]) == (500, True)
+    assert (status, "refused" in answer["error"]["message"]) == (400, True)
     await until(lambda: not one.state.in_flight.groups)
 
 

@@ -425,13 +425,24 @@ async def test_the_client_raises_its_own_errors(one: Front):
 
 async def test_a_response_that_fails_is_an_error_in_a_stream_too(one: Front):
     options: dict[str, Any] = {"model": MODEL, "prompt": "x", "max_tokens": 10**9}
-    with pytest.raises(openai.InternalServerError, match="refused at attempt"):
+    with pytest.raises(openai.BadRequestError, match="refused at attempt"):
         await one.client.completions.create(**options)
     stream = await one.client.completions.create(**options, n=2, stream=True)
     with pytest.raises(openai.APIError, match="refused at attempt"):
         async for _ in stream:
             pass
     await one.idle()
+
+
+async def test_prompts_times_choices_are_bounded_before_any_is_made(one: Front):
+    with pytest.raises(openai.BadRequestError, match="asks for 4224 responses"):
+        await one.client.completions.create(model=MODEL, prompt=[[3]] * 33, n=128, max_tokens=3)
+
+
+async def test_tool_calls_that_are_no_list_are_refused(one: Front):
+    said: Any = [{"role": "assistant", "tool_calls": 5}]
+    with pytest.raises(openai.BadRequestError, match="tool_calls that are no list"):
+        await one.client.chat.completions.create(model=MODEL, messages=said, max_tokens=3)
 
 
 async def test_more_choices_than_there_is_room_for_are_turned_away(plain: Path):

@@ -342,8 +342,8 @@ class Interrupted(Struct, frozen=True, kw_only=True, gc=False):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failed:
     """An attempt failed. `final`: the engine refused the request itself, so that repeating it there
-    cannot help. `unsent`: nothing of the attempt has reached the engine. `answered`: the engine said
-    that it failed (HTTP 500 and above), which the request may have caused."""
+    cannot help. `unsent`: nothing of the attempt has reached the engine. `answered`: the engine
+    said that it failed (HTTP 500 and above), which the request may have caused."""
 
     request_id: int
     attempt: int

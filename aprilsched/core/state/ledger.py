@@ -10,7 +10,10 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["Counters", "Entry", "Ledger", "Reason"]
+__all__ = ["REFUSED", "Counters", "Entry", "Ledger", "Reason"]
+
+REFUSED = "refused at attempt"
+"""How the cause begins where an engine has refused the request itself (:data:`Reason.FAILED`)."""
 
 
 @dataclass(slots=True, kw_only=True)

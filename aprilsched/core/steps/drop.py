@@ -20,7 +20,7 @@ from aprilsched.core.messages.facts import (
     GroupsFailed,
     PromptRefused,
 )
-from aprilsched.core.state.ledger import Reason
+from aprilsched.core.state.ledger import REFUSED, Reason
 from aprilsched.core.state.records import GroupRecord, RequestRecord
 from aprilsched.core.state.state import SchedulerState
 
@@ -138,7 +138,7 @@ def count_failure(request: RequestRecord, config: SchedulerConfig, event: Failed
     """Count a failed attempt. Returns why the request is given up, with the cause; empty if it is
     tried again."""
     if event.final:
-        return f"refused at attempt {request.attempt}: {event.cause}"
+        return f"{REFUSED} {request.attempt}: {event.cause}"
     if request.gained or event.unsent:
         return count_interruption(request, config, event.cause)
     request.failures += 1

@@ -26,7 +26,7 @@ from aprilsched.gateway.openai.messages import Message, for_template
 from aprilsched.gateway.reading import Part
 from aprilsched.gateway.service import SERVICE, Service
 from aprilsched.gateway.tokenizer import ModelTokenizer
-from aprilsched.serving.bodies import decode
+from aprilsched.serving.bodies import BODIES, decode
 from aprilsched.serving.refusals import as_json
 
 __all__ = ["chat_completions"]
@@ -36,16 +36,14 @@ __all__ = ["chat_completions"]
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """Answer the messages of the body `n` times."""
     service = request.app[SERVICE]
-    content = await request.read()
-    body = decode(content, ChatBody)
+    async with request.app[BODIES].read(request) as content:
+        body, size = decode(content, ChatBody), len(content)
     body.check()
     tokenizer = service.texts.tokenizer
     if body.used_tools:
         _check_tools(tokenizer)
     messages = for_template(body.messages)
-    text = await service.texts.prepared(
-        lambda: _rendered(tokenizer, body, messages), size=len(content)
-    )
+    text = await service.texts.prepared(lambda: _rendered(tokenizer, body, messages), size=size)
     # The template has written the special tokens around the messages.
     (prompt,) = await service.texts.encoded([text], service.context_tokens, special=False)
     answer = _Answer(service, tokenizer, body, text)

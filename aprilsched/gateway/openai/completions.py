@@ -9,7 +9,7 @@ from typing import Any
 from aiohttp import web
 
 from aprilsched.errors import ConfigError
-from aprilsched.gateway.generate import GROUP_HEADER
+from aprilsched.gateway.generate import GROUP_HEADER, check_amount
 from aprilsched.gateway.openai.bodies import CompletionBody
 from aprilsched.gateway.openai.choices import (
     Choice,
@@ -25,7 +25,7 @@ from aprilsched.gateway.openai.errors import in_openai_form
 from aprilsched.gateway.reading import Part
 from aprilsched.gateway.service import SERVICE, Service
 from aprilsched.gateway.tokenizer import ModelTokenizer
-from aprilsched.serving.bodies import decode
+from aprilsched.serving.bodies import body_of
 from aprilsched.serving.refusals import as_json
 
 __all__ = ["completions"]
@@ -38,7 +38,7 @@ _NEW_TOKENS = 16
 async def completions(request: web.Request) -> web.StreamResponse:
     """Answer every prompt of the body `n` times."""
     service = request.app[SERVICE]
-    body = decode(await request.read(), CompletionBody)
+    body = await body_of(request, CompletionBody)
     body.check()
     tokenizer = service.texts.tokenizer
     prompts = await _prompts(service, body)
@@ -79,6 +79,7 @@ async def _prompts(service: Service, body: CompletionBody) -> Sequence[Sequence[
     given: list[Any] = asked
     if not given or "" in given:
         raise ConfigError("prompt is empty; give a text or token ids.")
+    check_amount(service, len(given), body.choices)
     texts = [each for each in given if isinstance(each, str)]
     if any(isinstance(each, int) for each in given) or len(texts) not in (0, len(given)):
         raise ConfigError("prompt has texts and token ids; give either.")

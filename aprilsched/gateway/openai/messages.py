@@ -39,6 +39,8 @@ def _for_template(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     told = {name: value for name, value in message.items() if value is not None}
     told["content"] = _text(message.get("content"), where)
     if calls := message.get("tool_calls"):
+        if not isinstance(calls, list):
+            raise ConfigError(f"{where} has tool_calls that are no list; give a list.")
         told["tool_calls"] = [_call(each, where) for each in cast("list[Any]", calls)]
     return told
 
