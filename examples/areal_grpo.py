@@ -133,7 +133,9 @@ def configuration(options: argparse.Namespace) -> GRPOConfig:
 
 def main() -> RolloutEngine:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--engine", action="append", required=True, help="URL of an SGLang server")
+    parser.add_argument(
+        "--engine", action="extend", nargs="+", required=True, help="URL of an SGLang server"
+    )
     parser.add_argument("--model", required=True, help="the model of the servers")
     parser.add_argument("--weights", choices=["disk", "xccl"], default="disk")
     parser.add_argument("--steps", type=int, default=100)

@@ -99,7 +99,9 @@ def arguments(options: Namespace) -> Namespace:
 
 def main() -> list[RolloutFnTrainOutput]:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--engine", action="append", required=True, help="URL of an SGLang server")
+    parser.add_argument(
+        "--engine", action="extend", nargs="+", required=True, help="URL of an SGLang server"
+    )
     parser.add_argument("--model", required=True, help="the model of the servers")
     parser.add_argument("--prompts", required=True, help="a file with a JSON object in each line")
     parser.add_argument("--chat", action="store_true", help="prompts are conversations")

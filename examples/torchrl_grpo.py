@@ -57,7 +57,9 @@ def grpo(model: Any, tokenizer: Any) -> tuple[GRPOLoss, ReplayBuffer]:
 
 def main() -> Any:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--engine", action="append", required=True, help="URL of an SGLang server")
+    parser.add_argument(
+        "--engine", action="extend", nargs="+", required=True, help="URL of an SGLang server"
+    )
     parser.add_argument("--model", required=True, help="the model of the servers")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--weights", default="runs/torchrl", help="a folder the servers can read")

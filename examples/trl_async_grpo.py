@@ -50,7 +50,9 @@ def sums() -> Dataset:
 
 def main() -> AsyncGRPOTrainer:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--engine", action="append", required=True, help="URL of an SGLang server")
+    parser.add_argument(
+        "--engine", action="extend", nargs="+", required=True, help="URL of an SGLang server"
+    )
     parser.add_argument("--model", required=True, help="the model of the servers")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--streamed", action="store_true", help="train on groups as they come")

@@ -17,6 +17,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from aprilsched.cli.arguments import parsed
 from aprilsched.errors import ConfigError
 from aprilsched.extras import extra
 from aprilsched.timing import (
@@ -76,12 +77,7 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         AprilschedError: if the log cannot be read, or has too few lines for a fit.
     """
-    command = tyro.cli(
-        CalibrateCommand,
-        args=list(arguments),
-        prog="aprilsched calibrate",
-        config=(tyro.conf.FlagCreatePairsOff,),
-    )
+    command = parsed(CalibrateCommand, arguments, "aprilsched calibrate")
     if command.steps < 1:
         raise ConfigError(f"steps is {command.steps}; give at least 1.")
     windows = windows_of(read_log(command.log), steps=command.steps)

@@ -12,6 +12,7 @@ import tyro
 from rich.console import Console
 from rich.text import Text
 
+from aprilsched.cli.arguments import parsed
 from aprilsched.doctor import Finding, Status, examine
 from aprilsched.engines.http.address import ServerAddress
 from aprilsched.errors import ConfigError, EngineError
@@ -47,12 +48,7 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         ConfigError: if no server is named, or a URL or a key is not valid.
     """
-    command = tyro.cli(
-        DoctorCommand,
-        args=list(arguments),
-        prog="aprilsched doctor",
-        config=(tyro.conf.FlagCreatePairsOff,),
-    )
+    command = parsed(DoctorCommand, arguments, "aprilsched doctor")
     if not command.urls:
         raise ConfigError("No server is named; give the URL of one.")
     for url in command.urls:

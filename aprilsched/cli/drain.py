@@ -15,6 +15,7 @@ from rich.console import Console
 from aprilsched.analysis.bias import drawn_law
 from aprilsched.analysis.drain import DrainPlan, plan_drain
 from aprilsched.analysis.lengths_of_run import RecordedRun, read_record
+from aprilsched.cli.arguments import parsed
 from aprilsched.errors import ConfigError
 from aprilsched.runs.tables import signed_percent
 from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
@@ -44,12 +45,7 @@ def main(arguments: Sequence[str]) -> int:
         AprilschedError: if the run folder or the model cannot be read, or if `below` is not a
             share.
     """
-    command = tyro.cli(
-        DrainCommand,
-        args=list(arguments),
-        prog="aprilsched drain",
-        config=(tyro.conf.FlagCreatePairsOff,),
-    )
+    command = parsed(DrainCommand, arguments, "aprilsched drain")
     if not 0 < command.below < 1:
         raise ConfigError(f"below is {command.below}; give a share above 0 and below 1.")
     record = read_record(command.run)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import tyro
 
+from aprilsched.cli.arguments import parsed
 from aprilsched.engines.sglang.fleet import SGLangFleet
 from aprilsched.errors import ConfigError
 from aprilsched.gateway import Gateway, GatewaySettings
@@ -70,12 +71,7 @@ def main(arguments: Sequence[str]) -> int:
         AprilschedError: if a setting is wrong, if a server or the address cannot be used, or if the
             fleet is lost.
     """
-    command = tyro.cli(
-        GatewayCommand,
-        args=list(arguments),
-        prog="aprilsched gateway",
-        config=(tyro.conf.FlagCreatePairsOff,),
-    )
+    command = parsed(GatewayCommand, arguments, "aprilsched gateway")
     return asyncio.run(_serve(command))
 
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import tyro
@@ -19,12 +20,13 @@ from rich.table import Table
 from aprilsched.analysis.costs_of_run import RecordedCosts
 from aprilsched.analysis.lengths_of_run import RecordedRun, read_record
 from aprilsched.analysis.prediction import PredictionError, prediction_error, recorded_summary
+from aprilsched.cli.arguments import parsed
 from aprilsched.errors import ConfigError, RunFolderError
 from aprilsched.runs.comparison import PolicyRow, compare
 from aprilsched.runs.config_file import read_settings
 from aprilsched.runs.pictures import draw_comparison
 from aprilsched.runs.replayed import Replay, bound_of, replay_settings
-from aprilsched.runs.settings import RunSettings, SimSettings
+from aprilsched.runs.settings import COMMAS, RunSettings, SimSettings
 from aprilsched.runs.setup import Setup
 from aprilsched.runs.showing import screen_of
 from aprilsched.runs.simulated import SimulatedRun
@@ -44,8 +46,8 @@ class ReplayCommand:
 
     run: tyro.conf.Positional[Path]
     """The folder of a run, as aprilsched run and simulate write it."""
-    policy: str = "sync,april,auto"
-    """Policies, with commas between them, as in simulate. "recorded" is the run's own settings,
+    policy: Annotated[str, COMMAS] = "sync,april,auto"
+    """Policies, with commas or spaces between them, as in simulate. "recorded" is the run's own settings,
     which always come first; recorded:over_provision=1.5 changes one of them."""
     model: Path | None = None
     """Step times of the engines (TOML), as aprilsched calibrate --out writes them; those of one
@@ -77,12 +79,7 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         AprilschedError: if the run cannot be read, or a setting is refused.
     """
-    command = tyro.cli(
-        ReplayCommand,
-        args=list(arguments),
-        prog="aprilsched replay",
-        config=(tyro.conf.FlagCreatePairsOff,),
-    )
+    command = parsed(ReplayCommand, arguments, "aprilsched replay")
     messages = Console(stderr=True)
     if command.out is not None:
         RunFolder(command.out)  # raises an error if the folder is not empty

@@ -11,6 +11,7 @@ import tyro
 from rich.console import Console
 
 from aprilsched.analysis.report.page import figures_json, write_report
+from aprilsched.cli.arguments import parsed
 from aprilsched.errors import ConfigError
 
 __all__ = ["ReportCommand", "main"]
@@ -35,12 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         AprilschedError: if a run cannot be read or the page cannot be written.
     """
-    command = tyro.cli(
-        ReportCommand,
-        args=list(arguments),
-        prog="aprilsched report",
-        config=(tyro.conf.FlagCreatePairsOff,),
-    )
+    command = parsed(ReportCommand, arguments, "aprilsched report")
     if len(command.runs) not in (1, 2):
         raise ConfigError(f"{len(command.runs)} runs are named; name one, or two to compare.")
     folder, *others = command.runs

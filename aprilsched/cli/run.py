@@ -13,6 +13,7 @@ import tomli_w
 import tyro
 from rich.console import Console
 
+from aprilsched.cli.arguments import parsed
 from aprilsched.cli.everyday_help import asked_for_help, everyday_help
 from aprilsched.cli.scheduler_flags import SchedulerFlags, config_of_flags, flags_of
 from aprilsched.core.policies.kinds import REFILLS, STOPS
@@ -149,13 +150,8 @@ def _parse(arguments: Sequence[str]) -> RunCommand:
     """The command: flags override the config file, and the config file overrides the defaults."""
     path = _config_path(arguments)
     settings = RunSettings() if path is None else read_settings(Path(path))
-    command = tyro.cli(
-        RunCommand,
-        args=list(arguments),
-        default=RunCommand(settings=settings, scheduler=flags_of(settings.scheduler)),
-        prog="aprilsched run",
-        config=(tyro.conf.FlagCreatePairsOff,),
-    )
+    default = RunCommand(settings=settings, scheduler=flags_of(settings.scheduler))
+    command = parsed(RunCommand, arguments, "aprilsched run", default)
     scheduler = config_of_flags(command.scheduler, settings.scheduler)
     return replace(command, settings=replace(command.settings, scheduler=scheduler))
 
@@ -177,11 +173,13 @@ def _config_path(arguments: Sequence[str]) -> str | None:
 
 
 def _value(flag: str, arguments: Sequence[str], what: str) -> str | None:
-    for position, argument in enumerate(arguments):
+    """The last value of a flag, which is the one that the parser takes; None without the flag."""
+    found = None
+    for argument, after in zip(arguments, [*arguments[1:], None], strict=True):
         if argument.startswith(f"{flag}="):
-            return argument.removeprefix(f"{flag}=")
-        if argument == flag:
-            if position + 1 == len(arguments):
+            found = argument.removeprefix(f"{flag}=")
+        elif argument == flag:
+            found = after
+            if after is None:
                 raise ConfigError(f"{flag} names no {what}.")
-            return arguments[position + 1]
-    return None
+    return found

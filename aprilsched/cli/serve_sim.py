@@ -9,8 +9,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import tyro
-
+from aprilsched.cli.arguments import parsed
 from aprilsched.engines.sim.config import SimConfig
 from aprilsched.errors import ConfigError
 from aprilsched.runs.keys import key_from
@@ -91,12 +90,7 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         AprilschedError: if it cannot listen at the address, or if a setting is wrong.
     """
-    command = tyro.cli(
-        ServeSimCommand,
-        args=list(arguments),
-        prog="aprilsched serve-sim",
-        config=(tyro.conf.FlagCreatePairsOff,),
-    )
+    command = parsed(ServeSimCommand, arguments, "aprilsched serve-sim")
     return asyncio.run(_serve(command.servers()))
 
 

@@ -16,12 +16,14 @@ import msgspec
 import tyro
 from rich.console import Console
 
+from aprilsched.cli.arguments import parsed
 from aprilsched.cli.everyday_help import asked_for_help, everyday_help
 from aprilsched.config import SchedulerConfig
 from aprilsched.runs.comparison import Comparison, PolicyRow, compare, verdict
 from aprilsched.runs.pictures import draw_comparison, leave_report
 from aprilsched.runs.policies import Policy, chosen
 from aprilsched.runs.settings import (
+    COMMAS,
     RunSettings,
     SimSettings,
     WorkloadSettings,
@@ -73,8 +75,8 @@ EVERYDAY = {
 class SimulateCommand:
     """Compare scheduling policies on one workload, in virtual time."""
 
-    policy: str = DEFAULT_POLICIES
-    """Policies, with commas between them. Settings follow a colon: april:over_provision=1.25|1.5|2
+    policy: Annotated[str, COMMAS] = DEFAULT_POLICIES
+    """Policies, with commas or spaces between them. Settings follow a colon: april:over_provision=1.25|1.5|2
     is three policies."""
     batches: int = 60
     """Batches of each policy."""
@@ -140,12 +142,7 @@ def main(arguments: Sequence[str]) -> int:
         what = "Compare scheduling policies on one workload, in virtual time."
         print(everyday_help("aprilsched simulate", what, EVERYDAY, SimulateCommand()))
         return 0
-    command = tyro.cli(
-        SimulateCommand,
-        args=["--help" if a == "--help-all" else a for a in arguments],
-        prog="aprilsched simulate",
-        config=(tyro.conf.FlagCreatePairsOff,),
-    )
+    command = parsed(SimulateCommand, arguments, "aprilsched simulate")
     policies = chosen(command.policy)
     setups = [(policy, prepare(command.settings(policy))) for policy in policies]
     timing = H200_QWEN3_4B if command.model is None else load_model(Path(command.model))

@@ -16,6 +16,7 @@ from rich.text import Text
 from aprilsched.analysis.basis import basis_of
 from aprilsched.analysis.rebuild import summary_of_run
 from aprilsched.analysis.run import readable
+from aprilsched.cli.arguments import parsed
 from aprilsched.core.messages.facts import Fact
 from aprilsched.errors import RunFolderError
 from aprilsched.runs.tables import run_table
@@ -52,12 +53,7 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         AprilschedError: if the folder has no run, or if its files cannot be understood.
     """
-    command = tyro.cli(
-        WatchCommand,
-        args=list(arguments),
-        prog="aprilsched watch",
-        config=(tyro.conf.FlagCreatePairsOff,),
-    )
+    command = parsed(WatchCommand, arguments, "aprilsched watch")
     if not (command.run / CONFIG).is_file():
         raise RunFolderError(
             f"{command.run} has no run (it has no {CONFIG}); name the folder of a run that has "

@@ -18,6 +18,7 @@ from aprilsched.workload import LengthLaw, LongTailWorkload
 
 __all__ = [
     "CAP",
+    "COMMAS",
     "VOCABULARY",
     "RunSettings",
     "SimSettings",
@@ -25,6 +26,8 @@ __all__ = [
 ]
 
 CAP = 6000
+COMMAS = "a list with commas"
+"""Marks a setting whose text is a list with commas. Its flag takes a list too."""
 VOCABULARY = 32_000
 """Number of token ids of the built-in workload, if neither the user nor a server gives another."""
 
@@ -131,7 +134,7 @@ class RunSettings:
     and nvidia-ml-py is installed."""
     metrics_port: int = 0
     """Serve metrics for Prometheus on this port of 127.0.0.1 during the run; 0 for no metrics."""
-    track: str = ""
+    track: Annotated[str, COMMAS] = ""
     """Trackers that get the figures of each batch, with commas between them: tensorboard, trackio,
     wandb."""
     otel: bool = False

@@ -54,7 +54,9 @@ from aprilsched.telemetry.live_figures import LiveFigures
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--engine", action="append", required=True, help="URL of a server")
+    parser.add_argument(
+        "--engine", action="extend", nargs="+", required=True, help="URL of a server"
+    )
     parser.add_argument("--model", default=str(Path(__file__).parent / "policy"))
     parser.add_argument("--out", type=Path, required=True, help="folder of the run")
     parser.add_argument("--updates", type=int, default=16)

@@ -1,0 +1,117 @@
+"""Tests how the arguments of every command are parsed: lists, and errors of one sentence."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import fields
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aprilsched.cli.arguments import flags_of_lists, parsed
+from aprilsched.cli.main import COMMANDS, main
+
+
+def _kind(command: str) -> Any:
+    module = import_module(f"aprilsched.cli.{command.replace('-', '_')}")
+    return next(kind for name, kind in vars(module).items() if name.endswith("Command"))
+
+
+def _lists() -> Iterator[tuple[str, str, bool]]:
+    for command in COMMANDS:
+        for flag, commas in dict(flags_of_lists(_kind(command))).items():
+            if flag.removeprefix("--") not in ("urls", "runs"):  # these have no flag
+                yield command, flag, commas
+
+
+def _value_of(command: str, flag: str, *given: str) -> Any:
+    # What has no default is given too.
+    needed = {"replay": ["RUN"], "gateway": ["--engine", "http://127.0.0.1:1"]}.get(command, [])
+    needed = [] if flag in needed else needed
+    found = parsed(_kind(command), [*needed, *given], f"aprilsched {command}")
+    name, _, inner = flag.removeprefix("--").replace("-", "_").rpartition(".")
+    parts = [found, *(getattr(found, own.name) for own in fields(found))]
+    holder = next(part for part in parts if hasattr(part, name or inner))
+    return getattr(getattr(holder, name) if name else holder, inner)
+
+
+@pytest.mark.parametrize(("command", "flag", "commas"), list(_lists()))
+def test_the_flag_of_a_list_takes_every_form(command: str, flag: str, commas: bool) -> None:
+    forms = [
+        (flag, "1", "2", "3"),
+        (flag, "1", flag, "2", flag, "3"),
+        (f"{flag}=1", flag, "2", "3"),
+        (flag, "1", "2", f"{flag.replace('-', '_').replace('__', '--', 1)}=3"),
+    ]
+    forms += [(flag, "1,2,3"), (flag, "1,2", f"{flag}=3")] if commas else []
+    found = {_value_of(command, flag, *form) for form in forms}
+    assert len(found) == 1
+    assert "".join(c for c in str(found) if c.isdigit()) == "123"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_flag_of_a_list_is_left_out(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help-all"])
+    shown = set(re.findall(r"(--[\w.-]+) \[\w+ \[", capsys.readouterr().out))
+    known = dict(flags_of_lists(_kind(command)))
+    assert shown == {f for f, commas in known.items() if not commas} - {"--urls", "--runs"}
+
+
+def test_a_folder_may_follow_a_list_with_commas() -> None:
+    assert _value_of("replay", "--policy", "--policy", "sync,auto") == "sync,auto"
+    found = parsed(_kind("replay"), ["--policy", "sync,auto", "RUN"], "aprilsched replay")
+    assert (found.policy, str(found.run)) == ("sync,auto", "RUN")
+
+
+SENTENCES = {
+    "run --enginee x": "--enginee is no option of aprilsched run; did you mean --engine?",
+    "run --batches x": "--batches is 'x'; give a whole number.",
+    "run --batches 1 2": "2 is no option of aprilsched run; aprilsched run --help lists the "
+    "options.",
+    "run --stop foo": "--stop is 'foo'; give groups, samples or tokens.",
+    "run --refill.together x": "--refill.together is 'x'; give a whole number.",
+    "run --over-provision x": "--over-provision is 'x'; give a number or auto or kv.",
+    "run --sampling.stop-token-ids 1 x": "--sampling.stop-token-ids is '1 x'; give a whole number.",
+    "run --max_staleness=1.5": "--max-staleness is '1.5'; give a whole number.",
+    "gateway": "--engine is missing; aprilsched gateway --help says what it is.",
+    "replay": "PATH is missing; aprilsched replay --help says what it is.",
+    "serve-sim --port": "--port has no value; give one.",
+}
+
+
+@pytest.mark.parametrize("line", SENTENCES)
+def test_an_error_is_one_sentence(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(line.split()) == 2
+    assert capsys.readouterr().err == f"aprilsched: {SENTENCES[line]}\n"
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_an_error_is_one_sentence_on_every_terminal(encoding: str) -> None:
+    # With utf-8 the parser draws boxes.
+    line = [sys.executable, "-m", "aprilsched", "run", "--refill.together", "x"]
+    env = {**os.environ, "PYTHONIOENCODING": encoding}
+    ended = subprocess.run(line, env=env, capture_output=True, text=True, check=False)
+    assert ended.stderr == f"aprilsched: {SENTENCES['run --refill.together x']}\n"
+
+
+def test_the_lists_of_the_examples_take_both_forms() -> None:
+    seen = 0
+    for file in Path("examples").rglob("*.py"):
+        for call in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(call, ast.Call) or "add_argument" not in ast.dump(call.func):
+                continue
+            given = {
+                k.arg: k.value.value for k in call.keywords if isinstance(k.value, ast.Constant)
+            }
+            if given.keys() & {"nargs", "action"} and given.get("action") != "store_true":
+                assert (given.get("action"), given.get("nargs")) == ("extend", "+"), file
+                seen += 1
+    assert seen >= 5
