@@ -47,8 +47,8 @@ class ReplayCommand:
     run: tyro.conf.Positional[Path]
     """The folder of a run, as aprilsched run and simulate write it."""
     policy: Annotated[str, COMMAS] = "sync,april,auto"
-    """Policies, with commas or spaces between them, as in simulate. "recorded" is the run's own settings,
-    which always come first; recorded:over_provision=1.5 changes one of them."""
+    """Policies, with commas or spaces between them, as in simulate. "recorded" is the run's own
+    settings, which always come first; recorded:over_provision=1.5 changes one of them."""
     model: Path | None = None
     """Step times of the engines (TOML), as aprilsched calibrate --out writes them; those of one
     H200 with a 4B model if not given."""
