@@ -20,7 +20,7 @@ import tyro
 from aprilsched.errors import ConfigError
 from aprilsched.runs.settings import COMMAS
 
-__all__ = ["flags_of_lists", "parsed"]
+__all__ = ["flags_of_lists", "given_flags", "parsed"]
 
 Command = TypeVar("Command")
 
@@ -72,6 +72,11 @@ def flags_of_lists(kind: Any, prefix: str = "--") -> Iterator[tuple[str, bool]]:
             yield from flags_of_lists(plain, prefix if name in _FLAT else f"{prefix}{flag}.")
         elif commas or get_origin(plain) is tuple:
             yield f"{prefix}{flag}", commas
+
+
+def given_flags(arguments: Sequence[str]) -> set[str]:
+    """The flags that are among the arguments, spelled as in the help."""
+    return {_spelled(argument.partition("=")[0]) for argument in arguments}
 
 
 def _joined(arguments: Sequence[str], lists: _Lists) -> list[str]:

@@ -13,7 +13,7 @@ import tomli_w
 import tyro
 from rich.console import Console
 
-from aprilsched.cli.arguments import parsed
+from aprilsched.cli.arguments import given_flags, parsed
 from aprilsched.cli.everyday_help import asked_for_help, everyday_help
 from aprilsched.cli.scheduler_flags import SchedulerFlags, config_of_flags, flags_of
 from aprilsched.core.policies.kinds import REFILLS, STOPS
@@ -153,7 +153,18 @@ def _parse(arguments: Sequence[str]) -> RunCommand:
     default = RunCommand(settings=settings, scheduler=flags_of(settings.scheduler))
     command = parsed(RunCommand, arguments, "aprilsched run", default)
     scheduler = config_of_flags(command.scheduler, settings.scheduler)
-    return replace(command, settings=replace(command.settings, scheduler=scheduler))
+    given = given_flags(arguments)
+    workload = command.settings.workload
+    if "--sampling.max-new-tokens" in given:
+        longest = scheduler.sampling.max_new_tokens
+        if "--cap" in given and workload.cap != longest:
+            raise ConfigError(
+                f"cap is {workload.cap} and sampling.max_new_tokens is {longest}, and each is the "
+                "length of the longest response; give one of them."
+            )
+        workload = replace(workload, cap=longest)
+    settings = replace(command.settings, scheduler=scheduler, workload=workload)
+    return replace(command, settings=settings)
 
 
 def _config_path(arguments: Sequence[str]) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, cast, get_type_hints
 
@@ -23,8 +23,12 @@ __all__ = ["as_toml", "read_settings"]
 
 
 def as_toml(settings: RunSettings) -> dict[str, Any]:
-    """The settings as nested mappings of what TOML can hold."""
-    return {**plain(settings), "scheduler": table_of(settings.scheduler)}
+    """The settings as nested mappings of what TOML can hold, without what is not set. Sampling is
+    left out where the built-in workload has its own."""
+    scheduler = table_of(settings.scheduler)
+    if settings.prompts is None:
+        del scheduler["sampling"]
+    return {**plain(settings), "scheduler": scheduler}
 
 
 def read_settings(path: Path) -> RunSettings:
@@ -63,4 +67,10 @@ def _settings(content: Mapping[str, Any]) -> RunSettings:
             values[name] = msgspec.convert(value, hints[name])
         except msgspec.ValidationError as error:
             raise ConfigError(f"{name} has a wrong value: {error}.") from error
-    return RunSettings(**values)
+    settings = RunSettings(**values)
+    given = content.get("scheduler", {}).get("sampling", {})
+    if "max_new_tokens" in given and settings.workload.cap is None:
+        # The longest response is also that of the built-in workload, if there are no prompts.
+        cap = settings.scheduler.sampling.max_new_tokens
+        settings = replace(settings, workload=replace(settings.workload, cap=cap))
+    return settings

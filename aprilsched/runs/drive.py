@@ -152,7 +152,7 @@ class Run:
                 await self._step(rollouts)
             except PromptsExhausted:
                 return
-            if setup.publisher is not None and done % settings.update_every == 0:
+            if setup.publisher is not None and done % settings.updates_every == 0:
                 await rollouts.update_weights(setup.publisher)
 
     async def _step(self, rollouts: RolloutScheduler) -> None:

@@ -63,7 +63,7 @@ def replay_settings(
         weights=None,
         batches=batches,
         burn_in=burn_in,
-        update_every=run.update_every if record.updates else 0,
+        update_every=run.updates_every if record.updates else 0,
         train_seconds=costs.train_seconds,
         sim=replace(
             sim,

@@ -6,12 +6,12 @@ that the value is for (:class:`SchedulerConfig`, :class:`LongTailWorkload`, :cla
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal
 
 import tyro
 
-from aprilsched.config import SchedulerConfig
+from aprilsched.config import SamplingParams, SchedulerConfig
 from aprilsched.errors import ConfigError
 from aprilsched.telemetry.trackers.writers import tracker_names
 from aprilsched.workload import LengthLaw, LongTailWorkload
@@ -107,8 +107,9 @@ class RunSettings:
     """Number of batches to deliver."""
     seed: int = 0
     """Seed of the built-in workload."""
-    update_every: int = 1
-    """Number of batches between two policy versions; 0 for one version during the whole run."""
+    update_every: int | None = None
+    """Number of batches between two policy versions; 0 for one version during the whole run. If not
+    given, 1 where there are new weights: on the embedded engine, and with `weights`."""
     train_seconds: float = 0.0
     """Seconds that the trainer takes for a batch."""
     streamed: bool = False
@@ -119,7 +120,7 @@ class RunSettings:
     given."""
     weights: str | None = None
     """A checkpoint that SGLang servers load as each new version, as a folder that all of them see.
-    Without it they keep the weights that they have."""
+    Without it they keep the weights that they have, and the run has one version."""
     model: str | None = None
     """A TOML file that aprilsched calibrate wrote: the engines' step times, for automatic
     over-provisioning and, with servers, for their efficiency."""
@@ -156,6 +157,13 @@ class RunSettings:
     def simulated(self) -> bool:
         return self.engine == ("sim",)
 
+    @property
+    def updates_every(self) -> int:
+        """`update_every`, or what holds where it is not given."""
+        if self.update_every is None:
+            return 1 if self.simulated or self.weights is not None else 0
+        return self.update_every
+
     def check(self) -> None:
         """Check the settings that no other class checks.
 
@@ -172,6 +180,11 @@ class RunSettings:
             raise ConfigError('engine mixes "sim" with URLs; give one or the other.')
         if self.simulated and self.weights is not None:
             raise ConfigError("weights is for SGLang servers; give their URLs as engine too.")
+        if not self.simulated and self.weights is None and self.update_every:
+            raise ConfigError(
+                f"update_every is {self.update_every} and there are no new weights; give weights "
+                "too, or leave update_every out."
+            )
         if self.simulated and self.gpu == "on":
             raise ConfigError(
                 'gpu is "on", and the embedded engine has none; give the URLs of SGLang servers, '
@@ -180,8 +193,17 @@ class RunSettings:
         tracker_names(self.track)
         if self.tokenizer is not None and self.prompts is None:
             raise ConfigError("tokenizer is for prompts that are text; give prompts too.")
+        # The longest response of the built-in workload is its cap, which ``max_new_tokens`` of
+        # flags and files sets too.
+        given = self.scheduler.sampling
+        if self.prompts is None and given != replace(_UNUSED, max_new_tokens=given.max_new_tokens):
+            raise ConfigError(
+                "The built-in workload samples in its own way; give prompts too, or of sampling "
+                "nothing but max_new_tokens."
+            )
 
 
+_UNUSED = SamplingParams()
 _LEAST: dict[str, float] = {
     "batches": 1,
     "seed": 0,

@@ -68,7 +68,7 @@ def prepare(settings: RunSettings) -> Setup:
         config=config,
         prompts=_prompts(settings, config, workload),
         fleet=_fleet(settings),
-        publisher=_publisher(settings) if settings.update_every else None,
+        publisher=_publisher(settings) if settings.updates_every else None,
         bound=_bound(settings),
         planner=_planner(settings),
         workload_mean=workload.mean_length() if built_in else None,

@@ -141,7 +141,7 @@ class SimulatedRun:
             engine=engine,
             costs=self._costs,
             batches=settings.batches,
-            update_every=settings.update_every,
+            update_every=settings.updates_every,
             streamed=settings.streamed,
             planner=Planner(self._timing, max_running=sim.max_running, inline=True),
             listeners=listeners,

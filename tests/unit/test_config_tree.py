@@ -70,7 +70,7 @@ def same(first: SchedulerConfig, second: SchedulerConfig) -> bool:
 
 @pytest.mark.parametrize("values", CONFIGS, ids=lambda values: ",".join(values) or "defaults")
 def test_a_config_file_gives_what_was_written(values: dict[str, Any], tmp_path: Path) -> None:
-    settings = RunSettings(batches=3, scheduler=SchedulerConfig(**values))
+    settings = RunSettings(batches=3, prompts="file", scheduler=SchedulerConfig(**values))
     path = tmp_path / "config.toml"
     path.write_text(tomli_w.dumps(as_toml(settings)))
     found = read_settings(path)

@@ -14,6 +14,8 @@ from aprilsched.analysis.run import read_run
 from aprilsched.analysis.series import bars, in_flight
 from aprilsched.cli.main import main
 from aprilsched.engines.sim import SimFleet
+from aprilsched.runs.config_file import read_settings
+from aprilsched.runs.settings import RunSettings
 from aprilsched.telemetry.figures import BatchFigures, RunSummary
 from aprilsched.timing.model import H200_QWEN3_4B
 from aprilsched.timing.model_file import save_model
@@ -204,6 +206,41 @@ def test_the_workload_that_was_used_is_in_the_folder(tmp_path: Path):
     run(tmp_path, "--batches", "1")
     workload = tomllib.loads((tmp_path / "config.toml").read_text())["workload"]
     assert (workload["cap"], workload["vocab_size"]) == (600, 32_000)
+
+
+def test_the_longest_response_is_that_of_the_workload(tmp_path: Path):
+    lengths = ["--median", "60", "--sampling.max-new-tokens", "100", "--batches", "2", "--quiet"]
+    small = ["--batch-groups", "4", "--group-size", "4"]
+    assert main(["run", *small, *lengths, "--out", str(tmp_path / "a")]) == 0
+    config = tomllib.loads((tmp_path / "a" / "config.toml").read_text())
+    assert config["workload"]["cap"] == 100
+    assert "sampling" not in config["scheduler"]
+    delivered = read_run(tmp_path / "a").deliveries
+    assert max(r.tokens for d in delivered for r in d.rollouts) == 100
+    # A file sets it too.
+    file = tmp_path / "b.toml"
+    file.write_text("[scheduler.sampling]\nmax_new_tokens = 1024\n")
+    assert read_settings(file).workload.cap == 1024
+
+
+REFUSED = {
+    "--cap 9 --sampling.max-new-tokens 8": "cap is 9 and sampling.max_new_tokens is 8",
+    "--sampling.temperature 0.5": "The built-in workload samples in its own way",
+    "--engine http://127.0.0.1:9 --update-every 1": "update_every is 1 and there are no new",
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_what_would_do_nothing_is_refused(line: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["run", "--dry-run", *line.split()]) == 2
+    assert REFUSED[line] in capsys.readouterr().err
+
+
+def test_servers_without_new_weights_have_one_version():
+    settings = RunSettings(engine=("http://127.0.0.1:9",))
+    assert settings.updates_every == 0
+    assert replace(settings, weights="model").updates_every == 1
+    assert RunSettings().updates_every == 1
 
 
 def test_json_leaves_stdout_to_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
