@@ -7,16 +7,30 @@ converted when a parameter is made, and a value that cannot be converted is refu
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
+from difflib import get_close_matches
+from functools import wraps
 from numbers import Integral, Real
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 
 from aprilsched.errors import ConfigError
 
-__all__ = ["OWN", "Kind", "checked", "converted", "mistyped", "plain", "typed"]
+__all__ = [
+    "OWN",
+    "Kind",
+    "checked",
+    "converted",
+    "mistyped",
+    "nearest",
+    "plain",
+    "suggesting",
+    "typed",
+]
 
+Class = TypeVar("Class", bound=type[Any])
 Kind: TypeAlias = type | tuple[type, ...]
 
 OWN: Mapping[str, Kind] = {
@@ -42,6 +56,15 @@ WORDS: Mapping[Kind, str] = {
     (str, list): "a string or a list of strings",
     (list, tuple): "a string or a list of strings",
 }
+
+SYNONYMS: Mapping[str, str] = {
+    "max_tokens": "max_new_tokens",  # OpenAI completions, vLLM
+    "max_completion_tokens": "max_new_tokens",  # OpenAI chat
+    "max_tokens_to_sample": "max_new_tokens",  # Anthropic text completions
+    "min_tokens": "min_new_tokens",  # vLLM
+    "seed": "sampling_seed",  # OpenAI, vLLM
+}
+"""Names of other libraries for sampling parameters."""
 
 _LARGEST = 2**63
 """JSON has no bound for whole numbers, but the JSON readers of engines have this one."""
@@ -107,6 +130,43 @@ def plain(name: str, value: Any, *, depth: int = 0) -> Any:
     raise ConfigError(
         f"{name} holds {typed(value)}; give what JSON can hold: numbers, strings, lists, mappings."
     )
+
+
+def suggesting(synonyms: Mapping[str, str] | None = None) -> Callable[[Class], Class]:
+    """Decorates a dataclass, so that an unknown keyword is refused with the name of the nearest
+    field, as an unknown flag is.
+
+    Args:
+        synonyms: fields by the names that other libraries have for them.
+    """
+
+    def decorated(kind: Class) -> Class:
+        made: Callable[..., None] = kind.__init__
+
+        @wraps(made)
+        def init(self: Any, *values: Any, **given: Any) -> None:
+            try:
+                made(self, *values, **given)
+            except TypeError:
+                names = [field.name for field in fields(kind)]
+                for name in given:
+                    if name not in names:
+                        near = (synonyms or {}).get(name) or nearest(name, names)
+                        raise ConfigError(
+                            f"{name} is no setting of {kind.__name__}; the nearest known one is "
+                            f"{near}."
+                        ) from None
+                raise
+
+        kind.__init__ = init
+        return kind
+
+    return decorated
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """The known name that is most like `name`."""
+    return get_close_matches(name, names, n=1, cutoff=0.0)[0]
 
 
 def _key(name: str, key: Any) -> str:

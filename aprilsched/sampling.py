@@ -12,19 +12,11 @@ from difflib import get_close_matches
 from numbers import Real
 from typing import Any, Protocol
 
-from aprilsched.checks import OWN, Kind, checked, converted, mistyped, typed
+from aprilsched.checks import OWN, SYNONYMS, Kind, checked, converted, mistyped, typed
 from aprilsched.errors import ConfigError
 from aprilsched.types import SamplingParams
 
 __all__ = ["Tokenizer", "check_sampling", "sampling_params"]
-
-SYNONYMS: Mapping[str, str] = {
-    "max_tokens": "max_new_tokens",  # OpenAI completions, vLLM
-    "max_completion_tokens": "max_new_tokens",  # OpenAI chat
-    "max_tokens_to_sample": "max_new_tokens",  # Anthropic text completions
-    "min_tokens": "min_new_tokens",  # vLLM
-    "seed": "sampling_seed",  # OpenAI, vLLM
-}
 
 SERVER: Mapping[str, Kind] = {
     "frequency_penalty": Real,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.checks import OWN, checked, converted, plain
+from aprilsched.checks import OWN, SYNONYMS, checked, converted, plain, suggesting
 from aprilsched.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ NO_VERSION = -1
 """Policy version of tokens that no policy sampled: an environment added them."""
 
 
+@suggesting({**SYNONYMS, "stop": "stop_token_ids"})
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
     """How one response is sampled, in SGLang's names.

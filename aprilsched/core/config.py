@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, TypeAlias
 
+from aprilsched.checks import suggesting
 from aprilsched.core.policies.bounds import AT_LEAST_0, AT_LEAST_1, Bound, check_settings
 from aprilsched.core.policies.kinds import REFILLS, RefillRule, StopUnit
 from aprilsched.core.policies.objective import Objective
@@ -79,6 +80,7 @@ class Caller:
     """Whether a coroutine of the caller's drives each rollout."""
 
 
+@suggesting()
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dispatch:
     """Which requests are sent, when, and to which engine."""
@@ -105,6 +107,7 @@ class Dispatch:
     that they continue on an engine with fewer requests."""
 
 
+@suggesting()
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Retries:
     """How often something may fail before it is given up."""
@@ -120,6 +123,7 @@ class Retries:
     run is given up."""
 
 
+@suggesting()
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Health:
     """When an engine counts as lost, and how long a fleet without engines is waited for."""
@@ -136,6 +140,7 @@ class Health:
     """Seconds for which a fleet with no engine left is waited for."""
 
 
+@suggesting()
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeouts:
     """How long the calls that control an engine may take."""
@@ -165,6 +170,7 @@ class Policies:
     start_up: StartUp
 
 
+@suggesting()
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerConfig:
     """How rollouts are scheduled.

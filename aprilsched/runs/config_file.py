@@ -51,7 +51,13 @@ def read_settings(path: Path) -> RunSettings:
 
 def _settings(content: Mapping[str, Any]) -> RunSettings:
     defaults, hints = RunSettings(), get_type_hints(RunSettings)
-    refuse_unknown(content, (field.name for field in fields(RunSettings)), "")
+    known = [field.name for field in fields(RunSettings)]
+    for part in ("scheduler", "workload", "sim"):
+        inner = {field.name for field in fields(getattr(defaults, part))}
+        for key in content:
+            if key in inner and key not in known:
+                raise ConfigError(f"{key} is a setting of {part}; write it below [{part}].")
+    refuse_unknown(content, known, "")
     values: dict[str, Any] = {}
     for name, value in content.items():
         if name == "scheduler":
@@ -69,7 +75,7 @@ def _settings(content: Mapping[str, Any]) -> RunSettings:
             raise ConfigError(f"{name} has a wrong value: {error}.") from error
     settings = RunSettings(**values)
     given = content.get("scheduler", {}).get("sampling", {})
-    if "max_new_tokens" in given and settings.workload.cap is None:
+    if "max_new_tokens" in given and settings.prompts is settings.workload.cap is None:
         # The longest response is also that of the built-in workload, if there are no prompts.
         cap = settings.scheduler.sampling.max_new_tokens
         settings = replace(settings, workload=replace(settings.workload, cap=cap))

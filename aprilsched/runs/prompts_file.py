@@ -1,19 +1,19 @@
 """Reads prompts from a JSONL file and checks every line before anything is launched.
 
-A line is an object with ``input_ids``, or with ``text``, which needs a tokenizer. It may also have
-``key``, ``group_size``, and ``sampling`` with the names that
+A line is an object with ``input_ids``, or with ``prompt`` or ``text``, which are text and need a
+tokenizer. It may also have ``key``, ``group_size``, and ``sampling`` with the names that
 :func:`aprilsched.sampling.sampling_params` knows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 import msgspec
 
+from aprilsched.checks import nearest
 from aprilsched.errors import ConfigError
 from aprilsched.extras import extra
 from aprilsched.sampling import sampling_params
@@ -21,7 +21,9 @@ from aprilsched.types import Prompt
 
 __all__ = ["read_prompts"]
 
-_KEYS = ("input_ids", "text", "key", "sampling", "group_size")
+_CONTENT = ("input_ids", "prompt", "text")
+"""The keys of a prompt's content. The data sets of most trainers have it as `prompt`."""
+_KEYS = (*_CONTENT, "key", "sampling", "group_size")
 
 
 class _Encoding(Protocol):
@@ -89,10 +91,11 @@ def _prompt(line: bytes, tokenizer: _Tokenizer | None, where: str) -> Prompt:
 def _check_keys(content: Mapping[str, Any]) -> None:
     for key in content:
         if key not in _KEYS:
-            near = get_close_matches(key, _KEYS, n=1, cutoff=0.0)[0]
-            raise ConfigError(f"{key} is no key of a prompt; the nearest known one is {near}.")
-    if ("input_ids" in content) == ("text" in content):
-        raise ConfigError("give either input_ids or text.")
+            raise ConfigError(
+                f"{key} is no key of a prompt; the nearest known one is {nearest(key, _KEYS)}."
+            )
+    if sum(key in content for key in _CONTENT) != 1:
+        raise ConfigError(f"give one of {', '.join(_CONTENT)}.")
 
 
 def _input_ids(content: Mapping[str, Any], tokenizer: _Tokenizer | None) -> Any:
@@ -101,11 +104,12 @@ def _input_ids(content: Mapping[str, Any], tokenizer: _Tokenizer | None) -> Any:
         if not isinstance(ids, list) or not all(type(i) is int for i in cast("list[Any]", ids)):
             raise ConfigError("input_ids is no list of whole numbers; give token ids.")
         return cast("list[int]", ids)
-    text = content["text"]
+    name = "prompt" if "prompt" in content else "text"
+    text = content[name]
+    if not isinstance(text, str):
+        raise ConfigError(f"{name} is no string; give text, after the chat template if it has one.")
     if tokenizer is None:
         raise ConfigError("the prompt is text; name the model's tokenizer folder (--tokenizer).")
-    if not isinstance(text, str):
-        raise ConfigError("text is no string; give the prompt as it is.")
     return tokenizer.encode(text)
 
 

@@ -110,6 +110,7 @@ RULES: dict[str, Rule] = {
     ),
     "aprilsched.core.policies": Rule(
         ours=(
+            "aprilsched.checks",
             "aprilsched.core.lengths",
             "aprilsched.core.policies",
             "aprilsched.errors",
@@ -152,7 +153,7 @@ RULES: dict[str, Rule] = {
         pure=True,
     ),
     "aprilsched.core": Rule(
-        ours=("aprilsched.core", "aprilsched.errors", "aprilsched.types"),
+        ours=("aprilsched.checks", "aprilsched.core", "aprilsched.errors", "aprilsched.types"),
         others=NUMPY,
         pure=True,
     ),

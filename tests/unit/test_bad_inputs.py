@@ -82,9 +82,11 @@ def test_flags(capsys: pytest.CaptureFixture[str], arguments: str, part: str):
         ("[1, 2]", "this is no object"),
         ('{"input_ids": [1.5]}', "input_ids is no list of whole numbers"),
         ('{"input_ids": [-1]}', "give valid token ids"),
+        ('{"prompt": [{"role": "user", "content": "a"}]}', "prompt is no string; give text, after"),
+        ('{"prompt": "a"}', "name the model's tokenizer folder (--tokenizer)"),
         ('{"input_id": [1]}', "the nearest known one is input_ids"),
-        ('{"key": 1}', "give either input_ids or text"),
-        ('{"input_ids": [1], "text": "a"}', "give either input_ids or text"),
+        ('{"key": 1}', "give one of input_ids, prompt, text"),
+        ('{"input_ids": [1], "text": "a"}', "give one of input_ids, prompt, text"),
         ('{"text": "hello"}', "--tokenizer"),
         ('{"input_ids": [1], "key": [1]}', "key is neither"),
         ('{"input_ids": [1], "sampling": {"n": 4}}', "set group_size"),
@@ -117,6 +119,8 @@ def test_a_folder_without_tokenizer(capsys: pytest.CaptureFixture[str], tmp_path
 @pytest.mark.parametrize(
     ("text", "part"),
     [
+        ("batch_groups = 3", "batch_groups is a setting of scheduler; write it below [scheduler]"),
+        ("engines = 3", "engines is a setting of sim; write it below [sim]"),
         ("batchs = 3", "unknown key batchs; the nearest known one is batches"),
         (
             "[scheduler]\nover_provison = 2.0",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from inspect import isabstract
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
+from aprilsched import config
 from aprilsched.config import (
     Dispatch,
     FixedRatio,
@@ -20,6 +22,7 @@ from aprilsched.config import (
     Refill,
     Retries,
     Samples,
+    SamplingParams,
     SchedulerConfig,
     Staleness,
     StartUp,
@@ -171,3 +174,35 @@ def test_a_rule_whose_types_only_the_type_checker_knows_is_taken() -> None:
         most: int = 1
 
     assert SchedulerConfig(refill=Typed()).policies.refill == Typed()
+
+
+SETTINGS = [
+    kind
+    for kind in map(config.__dict__.get, config.__all__)
+    if isinstance(kind, type) and is_dataclass(kind) and not isabstract(kind)
+]
+
+
+@pytest.mark.parametrize(
+    "kind", [kind for kind in SETTINGS if fields(kind) and kind is not config.Policies]
+)
+def test_an_unknown_name_is_refused_with_the_nearest_one(kind: Any) -> None:
+    known = fields(kind)[0].name
+    with pytest.raises(ConfigError, match=f"{known}z is no setting .* {known}"):
+        kind(**{f"{known}z": 1})
+
+
+@pytest.mark.parametrize(
+    ("other", "ours"),
+    [("max_tokens", "max_new_tokens"), ("stop", "stop_token_ids"), ("seed", "sampling_seed")],
+)
+def test_a_name_of_another_library_is_refused_with_ours(other: str, ours: str) -> None:
+    given: Any = {other: 3}
+    with pytest.raises(ConfigError, match=f"the nearest known one is {ours}."):
+        SamplingParams(**given)
+
+
+def test_other_mistakes_of_a_call_stay_what_they_are() -> None:
+    positional: Any = SchedulerConfig
+    with pytest.raises(TypeError, match="positional"):
+        positional(3)

@@ -31,6 +31,7 @@ from typing import Annotated, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from aprilsched.checks import suggesting
 from aprilsched.core.lengths.log_law import rest_of_groups
 from aprilsched.core.policies.bounds import AT_LEAST_0, AT_LEAST_1, SHARE_OR_0
 from aprilsched.core.policies.refill import OpenGroups, PoolView, Refill
@@ -38,6 +39,7 @@ from aprilsched.core.policies.refill import OpenGroups, PoolView, Refill
 __all__ = ["LengthBuckets", "stratified", "window"]
 
 
+@suggesting()
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LengthBuckets(Refill):
     """Keeps more groups open than run, and runs those of similar expected length together. The

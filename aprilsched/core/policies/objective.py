@@ -18,11 +18,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
+from aprilsched.checks import suggesting
 from aprilsched.core.policies.bounds import ABOVE_0, SHARE_OR_0
 
 __all__ = ["Objective"]
 
 
+@suggesting()
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Objective:
     """What a stale token and a batch of unusual lengths cost a training run."""

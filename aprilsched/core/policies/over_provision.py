@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
+from aprilsched.checks import suggesting
 from aprilsched.core.policies.bounds import ABOVE_0, SHARE, SHARE_BELOW_1, Bound
 
 __all__ = ["RATIO", "FixedRatio", "KvTarget", "OverProvision", "PoolLoad"]
@@ -47,6 +48,7 @@ class OverProvision(ABC):
         """How many batches of groups are kept open, in words."""
 
 
+@suggesting()
 @dataclass(frozen=True, slots=True)
 class FixedRatio(OverProvision):
     """A constant ratio rho = C / N (APRIL's over-sampling; 2 in its paper)."""
@@ -65,6 +67,7 @@ class FixedRatio(OverProvision):
         return f"{self.ratio:g}"
 
 
+@suggesting()
 @dataclass(frozen=True, slots=True)
 class KvTarget(OverProvision):
     """Additive increase and multiplicative decrease towards a share of the KV pool.

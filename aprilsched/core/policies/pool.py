@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
+from aprilsched.checks import suggesting
 from aprilsched.core.policies.bounds import AT_LEAST_1, SHARE
 from aprilsched.core.policies.refill import PoolView, Refill
 
 __all__ = ["Pool"]
 
 
+@suggesting()
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pool(Refill):
     """Keeps the same number of rollouts generating, and refills several groups together.

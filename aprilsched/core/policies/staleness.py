@@ -22,6 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal, TypeAlias
 
+from aprilsched.checks import suggesting
 from aprilsched.core.policies.bounds import AT_LEAST_0
 
 __all__ = ["Staleness", "StalenessRule"]
@@ -29,6 +30,7 @@ __all__ = ["Staleness", "StalenessRule"]
 StalenessRule: TypeAlias = Literal["mask", "evict", "finish", "restart"]
 
 
+@suggesting()
 @dataclass(frozen=True, slots=True)
 class Staleness:
     """A bound on staleness, and what happens to the rollouts that would pass it."""

@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Literal, TypeAlias
 
+from aprilsched.checks import suggesting
 from aprilsched.core.policies.bounds import AT_LEAST_1
 
 __all__ = ["StartUp", "StartUpRule"]
@@ -20,6 +21,7 @@ __all__ = ["StartUp", "StartUpRule"]
 StartUpRule: TypeAlias = Literal["at_once", "ramp", "wait"]
 
 
+@suggesting()
 @dataclass(frozen=True, slots=True)
 class StartUp:
     """How a run begins."""

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Protocol
 
+from aprilsched.checks import suggesting
 from aprilsched.core.policies.bounds import AT_LEAST_1
 
 __all__ = ["GroupSize", "Groups", "Held", "Samples", "Stop", "Tokens"]
@@ -100,6 +101,7 @@ class Stop(ABC):
         return None
 
 
+@suggesting()
 @dataclass(frozen=True, slots=True)
 class Groups(Stop):
     """A batch is full when it has `amount` groups."""
@@ -126,6 +128,7 @@ class Groups(Stop):
         return 1
 
 
+@suggesting()
 @dataclass(frozen=True, slots=True)
 class Samples(Stop):
     """A batch is full when its whole groups have at least `amount` rollouts."""
@@ -143,6 +146,7 @@ class Samples(Stop):
         return len(group.members)
 
 
+@suggesting()
 @dataclass(frozen=True, slots=True)
 class Tokens(Stop):
     """A batch is full when its whole groups have at least `amount` response tokens."""

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Literal, TypeAlias
 
+from aprilsched.checks import suggesting
 from aprilsched.core.policies.bounds import ABOVE_0, AT_LEAST_0
 
 __all__ = [
@@ -53,6 +54,7 @@ CachedKV: TypeAlias = Literal["recompute", "keep", "apart"]
 _HORIZONS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 
 
+@suggesting()
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prices:
     """What interrupting and waiting cost, in seconds of an engine.

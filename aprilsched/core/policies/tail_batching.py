@@ -29,12 +29,14 @@ from typing import Annotated, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from aprilsched.checks import suggesting
 from aprilsched.core.policies.bounds import AT_LEAST_1
 from aprilsched.core.policies.refill import OpenGroups, PoolView, Refill
 
 __all__ = ["TailBatching"]
 
 
+@suggesting()
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TailBatching(Refill):
     """Lets groups race for their batch, and gathers the losers in batches without a race. The

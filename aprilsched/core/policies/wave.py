@@ -6,11 +6,13 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
+from aprilsched.checks import suggesting
 from aprilsched.core.policies.refill import PoolView, Refill
 
 __all__ = ["Wave"]
 
 
+@suggesting()
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wave(Refill):
     """Starts groups once, when a batch begins, as APRIL and slime do; carried rollouts count.
