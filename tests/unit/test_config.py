@@ -179,13 +179,15 @@ def test_a_rule_whose_types_only_the_type_checker_knows_is_taken() -> None:
 SETTINGS = [
     kind
     for kind in map(config.__dict__.get, config.__all__)
-    if isinstance(kind, type) and is_dataclass(kind) and not isabstract(kind)
+    if isinstance(kind, type)
+    and is_dataclass(kind)
+    and fields(kind)
+    and not isabstract(kind)
+    and kind is not config.Policies
 ]
 
 
-@pytest.mark.parametrize(
-    "kind", [kind for kind in SETTINGS if fields(kind) and kind is not config.Policies]
-)
+@pytest.mark.parametrize("kind", SETTINGS)
 def test_an_unknown_name_is_refused_with_the_nearest_one(kind: Any) -> None:
     known = fields(kind)[0].name
     with pytest.raises(ConfigError, match=f"{known}z is no setting .* {known}"):
