@@ -102,7 +102,7 @@ def test_the_programs_of_a_page_run(
             asyncio.run(eval(code, names))  # noqa: S307
         else:
             exec(code, names)  # noqa: S102
-    asks = sum("trainer.step(" in block for block in blocks(page))
+    asks = sum("trainer.step" in block for block in blocks(page))
     # Three batches of 4 groups of 4 each time the page trains.
     assert trainer.rows == [16, 16, 16] * asks
 
