@@ -104,7 +104,7 @@ class ShardedScheduler(TakesBatches):
     """Delivers batches of whole groups from several schedulers, with the methods of
     :class:`~aprilsched.RolloutScheduler`.
 
-    One scheduler decides for some hundred thousand tokens a second on one core. Here each shard is
+    One scheduler decides for a million tokens a second and more on one core. Here each shard is
     such a scheduler with its part of the fleet, and the groups of a batch come from whichever shard
     has them. There is one version, one staleness gate and one over-provision ratio.
 

@@ -1,0 +1,219 @@
+"""Tests that the figures on the first pages are those of result files.
+
+A figure that is repeated in prose grows old when its experiment is run again. Each line of FIGURES
+is a page, a pattern with a group for each figure, and what the result files say they are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from aprilsched.cli.main import main
+
+ROOT = Path(__file__).parents[2]
+
+
+@cache
+def result(path: str) -> Any:
+    return msgspec.json.decode((ROOT / "experiments" / path).read_bytes())
+
+
+def review(shape: str, schedule: str, figure: str = "generated_tokens_s") -> float:
+    return result("h200/review.json")[shape][schedule][figure]
+
+
+def times(shape: str, first: str, second: str) -> float:
+    """How many times as many tokens the second schedule generates."""
+    return review(shape, second) / review(shape, first)
+
+
+def step_ratios(*, whole: bool) -> list[float]:
+    """Simulated over measured mean steps of the cells in full size, or of the others."""
+    cells = [cell for cell in result("h200/result.json")["cells"] if "predicted_step_s" in cell]
+    chosen = [cell for cell in cells if (cell["cell"].split(":")[2:] == ["1"]) is whole]
+    return [cell["predicted_step_s"] / cell["step_s"] for cell in chosen]
+
+
+def accuracy() -> list[Any]:
+    whole, rest = step_ratios(whole=True), step_ratios(whole=False)
+    near = sum(abs(ratio - 1) <= 0.05 for ratio in rest)
+    assert all(abs(ratio - 1) <= 0.05 for ratio in whole)
+    share = f"{1 - min(rest):.0%}".replace("%", " %")
+    return [len(whole) + len(rest), len(whole), near, len(rest), share]
+
+
+def frontier(kv: str, name: str, figure: str = "efficiency") -> float:
+    return next(row for row in result("frontier/result.json")[kv] if row["name"] == name)[figure]
+
+
+def age(cell: str) -> str:
+    cells = result("h200/result.json")["cells"]
+    return f"{next(own for own in cells if own['cell'] == cell)['age']:.1f}"
+
+
+def one_core() -> list[str]:
+    """Tokens a second that one core decides on, in millions, in events of 64 tokens."""
+    rows = [row for row in result("one_core/result.json")["first"] if row["event_tokens"] == 64]
+    costs = [row["cpu_us_per_event"]["after"] for row in rows[:3]]
+    return [f"{64 / costs:.1f}" for costs in (max(costs), min(costs))]
+
+
+def learning(arm: str) -> str:
+    arms = result("learning/result.json")["arms"]
+    return f"{_seconds(arms[arm]) / _seconds(arms['waiting']):.2f}"
+
+
+def _seconds(arm: Any) -> float:
+    return arm["seconds_to_0.7"]["mean"]
+
+
+STEPS = (
+    r"mean step was within 5 % of the measured one in all (\d+) cells of full size, and in (\d+)"
+)
+FIGURES: list[tuple[str, str, Callable[[], Sequence[Any]]]] = [
+    (
+        "README.md",
+        r"with KV kept, the scheduler's own choice \(`auto`\) generates ([\d,]+) tokens/s, and the "
+        r"schedule of the APRIL paper ([\d,]+), which is ([\d.]+) times",
+        lambda: [
+            f"{review('experts', 'auto_kept'):,}",
+            f"{review('experts', 'april_kept'):,}",
+            f"{times('experts', 'april_kept', 'auto_kept'):.1f}",
+        ],
+    ),
+    (
+        "README.md",
+        r"([\d.]+) instead of ([\d.]+) of the tokens are off-policy, of ([\d.]+) instead of "
+        r"([\d.]+) versions",
+        lambda: [
+            review("experts", schedule, figure)
+            for figure in ("off_policy", "age")
+            for schedule in ("auto_kept", "april_kept")
+        ],
+    ),
+    (
+        "README.md",
+        r"recomputed it is ([\d,]+) against ([\d,]+), ([\d.]+) times, where waiting for every "
+        r"response generates ([\d,]+)\.",
+        lambda: [
+            f"{review('experts', 'auto_recompute'):,}",
+            f"{review('experts', 'april_recompute'):,}",
+            f"{times('experts', 'april_recompute', 'auto_recompute'):.1f}",
+            f"{review('experts', 'waiting'):,}",
+        ],
+    ),
+    (
+        "README.md",
+        r"\(Qwen3-4B\) with KV kept it is ([\d,]+) against ([\d,]+), ([\d.]+) times",
+        lambda: [
+            f"{review('dense', 'auto_kept'):,}",
+            f"{review('dense', 'april_kept'):,}",
+            f"{times('dense', 'april_kept', 'auto_kept'):.1f}",
+        ],
+    ),
+    (
+        "README.md",
+        r"([\d.]+) instead of ([\d.]+) s, ([\d.]+) instead of ([\d.]+) s, and ([\d.]+) instead of "
+        r"([\d.]+) s\.",
+        lambda: [
+            review(shape, f"{policy}_{kv}", "step_s")
+            for shape, kv in (("experts", "kept"), ("experts", "recompute"), ("dense", "kept"))
+            for policy in ("auto", "april")
+        ],
+    ),
+    (
+        "README.md",
+        r"auto's tokens were ([\d.]+) versions old with recompute and ([\d.]+) with KV kept, and "
+        r"APRIL's ([\d.]+)\.",
+        lambda: [age("auto-default:0:1"), age("auto-kept-default:0:1"), age("april:0:1")],
+    ),
+    (
+        "docs/index.md",
+        r"generates ([\d.]+) times the tokens of APRIL's on a mixture of experts, of ([\d.]+) "
+        r"instead of ([\d.]+) versions of age, and ([\d.]+) times",
+        lambda: [
+            f"{times('experts', 'april_kept', 'auto_kept'):.1f}",
+            review("experts", "auto_kept", "age"),
+            review("experts", "april_kept", "age"),
+            f"{times('dense', 'april_kept', 'auto_kept'):.1f}",
+        ],
+    ),
+    (
+        "README.md",
+        STEPS,
+        accuracy,
+    ),
+    (
+        "docs/faq.md",
+        STEPS,
+        accuracy,
+    ),
+    (
+        "docs/faq.md",
+        r"efficiency is about ([\d.]+) if every response is waited for, ([\d.]+) for APRIL's "
+        r"schedule with recompute, and ([\d.]+) for auto with KV kept",
+        lambda: [
+            f"{frontier('recompute', 'sync'):.2f}",
+            f"{frontier('recompute', 'april'):.2f}",
+            f"{frontier('kv_kept', 'auto'):.2f}",
+        ],
+    ),
+    (
+        "README.md",
+        r"auto is ([\d.]+) times as fast as waiting, and as fast as APRIL with ([\d.]+) instead of "
+        r"([\d.]+) of the tokens",
+        lambda: [
+            f"{frontier('recompute', 'auto') / frontier('recompute', 'sync'):.1f}",
+            f"{frontier('recompute', 'auto', 'off_policy'):.2f}",
+            f"{frontier('recompute', 'april', 'off_policy'):.2f}",
+        ],
+    ),
+    (
+        "README.md",
+        r"in ([\d.]+) of waiting's time with `auto` and KV kept, in ([\d.]+) with `auto`, and in "
+        r"([\d.]+) with APRIL's",
+        lambda: [learning("auto-kept"), learning("auto"), learning("april")],
+    ),
+    ("docs/shards.md", r"on one core for ([\d.]+) to ([\d.]+) million tokens a second", one_core),
+    ("docs/scale.md", r"64, the default .* ([\d.]+) to ([\d.]+) million", one_core),
+]
+
+
+@pytest.mark.parametrize(("page", "pattern", "wanted"), FIGURES)
+def test_a_page_says_what_the_result_files_say(
+    page: str, pattern: str, wanted: Callable[[], Sequence[Any]]
+) -> None:
+    found = re.findall(pattern, (ROOT / page).read_text())
+    assert found, f"{page} has no sentence like {pattern!r}; change FIGURES with the page"
+    for figures in found:
+        assert list(figures) == [str(figure) for figure in wanted()]
+
+
+def test_the_review_s_table_is_its_result_file() -> None:
+    page = (ROOT / "experiments/h200/README.md").read_text().partition("## A review")[2]
+    rows = re.findall(r"\| ([\d,]+) \| ([\d.]+) \| ([\d.]*) ?\| ([\d.]*) ?\|", page)
+    cells = [
+        own
+        for shape in ("dense", "experts")
+        for own in result("h200/review.json")[shape].values()
+        if isinstance(own, dict)
+    ]
+    assert [row[:2] for row in rows] == [
+        (f"{cell['generated_tokens_s']:,}", str(cell["step_s"])) for cell in cells
+    ]
+
+
+def test_the_run_of_the_quick_start_prints_what_it_shows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (ROOT / "docs/quickstart.md").read_text()
+    shown = re.findall(r"^run  batch .*$", page, flags=re.MULTILINE)
+    assert main(["run", "--batches", "4", "--no-report", "--out", str(tmp_path / "first")]) == 0
+    assert re.findall(r"^run  batch .*$", capsys.readouterr().err, flags=re.MULTILINE) == shown
