@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from aprilsched.runs.tables import percent, signed_percent
+from aprilsched.runs.tables import percent, signed_percent, spread_of_steps
 from aprilsched.telemetry.figures import RunSummary
 
 __all__ = ["Comparison", "PolicyRow", "compare", "verdict"]
 
 BASELINE = "sync"
 
-_FLAT = 0.02
+_FLAT = 0.01
 """The best policy is the least stale one among those whose efficiency is at most this share below
-the highest. Optima are flat, so such a difference is of no use."""
+the highest, as automatic scheduling chooses. Optima are flat, so such a difference is of no use."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +45,9 @@ class PolicyRow:
     """Modelled seconds of the whole run."""
     batches: int
     seconds_a_batch: float | None
+    seconds_p10: float | None
+    seconds_p90: float | None
+    """A tenth of the batches took less than the first, and a tenth more than the second."""
     reprefilled_tokens: int
     masked_tokens: int
     speedup: float | None
@@ -61,7 +64,8 @@ class Comparison:
     baseline: str | None
     fastest: str | None
     best: str | None
-    """The least stale policy of those within 2 % of the fastest."""
+    """The least stale policy of those within 1 % of the fastest, which has the highest
+    efficiency."""
     policies: list[PolicyRow]
 
 
@@ -94,18 +98,18 @@ def compare(
 
 
 def verdict(comparison: Comparison) -> str:
-    """One sentence that names the best policy and compares it with the synchronous baseline."""
+    """Which policy is the best, by which rule, and compared with the synchronous baseline."""
     row = next((row for row in comparison.policies if row.policy == comparison.best), None)
     if row is None:
         return "Too few batches for a steady state: raise --batches."
-    facts = f"{percent(row.efficiency)} of the bound"
-    stale = f"{percent(row.off_policy_share)} of its tokens off-policy"
-    if row.policy == comparison.baseline:
-        return f"Best: {row.policy}, {facts}, with {stale}."
-    if row.speedup is None:
-        return f"Best: {row.policy}, {facts}, with {stale} (not compared with {BASELINE})."
-    gain = signed_percent(row.speedup - 1)
-    return f"Best: {row.policy}, {gain} delivered tokens/s over {BASELINE} ({facts}), with {stale}."
+    text = f"Best: {row.policy}"
+    if row.policy != comparison.baseline and row.speedup is not None:
+        text += f", {signed_percent(row.speedup - 1)} delivered tokens/s over {BASELINE}"
+    return (
+        f"{text} ({percent(row.efficiency)} of the bound, {percent(row.off_policy_share)} of its "
+        f"tokens off-policy). It is the least stale policy within {_FLAT:.0%} of the fastest, "
+        f"which is {comparison.fastest}."
+    )
 
 
 def _best(rows: list[PolicyRow], fastest: PolicyRow) -> str:
@@ -119,6 +123,7 @@ def _row(
 ) -> PolicyRow:
     steady = summary.steady_state
     rate = steady.delivered_tokens_per_s
+    spread = spread_of_steps(summary)
     return PolicyRow(
         policy=name,
         efficiency=steady.efficiency,
@@ -132,6 +137,8 @@ def _row(
         wall_s=summary.seconds.wall,
         batches=summary.batches,
         seconds_a_batch=steady.mean_batch_seconds,
+        seconds_p10=None if spread is None else spread[0],
+        seconds_p90=None if spread is None else spread[1],
         reprefilled_tokens=summary.tokens.reprefilled,
         masked_tokens=summary.tokens.masked,
         speedup=rate / base if rate is not None and base else None,

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 from rich.table import Table
 
 from aprilsched.telemetry.figures import RunSummary
 
-__all__ = ["comparison_table", "number", "percent", "run_table", "signed_percent"]
+__all__ = [
+    "comparison_table",
+    "number",
+    "percent",
+    "run_table",
+    "signed_percent",
+    "spread_of_steps",
+]
 
 
 def number(value: float | None, digits: int = 0) -> str:
@@ -70,6 +78,16 @@ def run_table(summary: RunSummary) -> Table:
     return table
 
 
+def spread_of_steps(summary: RunSummary) -> tuple[float, float] | None:
+    """The 10th and the 90th percentile of the seconds of a batch in the steady state; None without
+    such batches."""
+    kept = [batch.seconds for batch in summary.per_batch[summary.steady_state.burn_in :]]
+    if not kept:
+        return None
+    low, high = np.percentile(kept, [10, 90])
+    return float(low), float(high)
+
+
 def comparison_table(summaries: Mapping[str, RunSummary]) -> Table:
     """A table with one row for each policy. All figures except the first batch's bias are those of
     the steady state."""
@@ -81,17 +99,19 @@ def comparison_table(summaries: Mapping[str, RunSummary]) -> Table:
         "efficiency",
         "off-policy tokens",
         "seconds a batch",
+        "p10 to p90",
         "first-batch length bias",
     ):
         table.add_column(name, justify="right")
     for policy, summary in summaries.items():
-        steady = summary.steady_state
+        steady, spread = summary.steady_state, spread_of_steps(summary)
         table.add_row(
             policy,
             number(steady.delivered_tokens_per_s),
             percent(steady.efficiency),
             percent(steady.off_policy_token_share),
             number(steady.mean_batch_seconds, 1),
+            "-" if spread is None else f"{spread[0]:.1f} to {spread[1]:.1f}",
             signed_percent(summary.bias.first_batch_length_bias),
         )
     return table

@@ -75,8 +75,8 @@ def _seconds(arm: Any) -> float:
 
 
 STEPS = (
-    r"Under (\d+) schedules.*its mean step was within 5 % of the measured one in all (\d+) cells of "
-    r"full size, and in (\d+) of the (\d+) .*up to (\d+ %) too short"
+    r"Under (\d+) schedules.*its mean step was within 5 % of the measured one in all (\d+) cells "
+    r"of full size, and in (\d+) of the (\d+) .*up to (\d+ %) too short"
 )
 FIGURES: list[tuple[str, str, Callable[[], Sequence[Any]]]] = [
     (

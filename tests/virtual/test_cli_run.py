@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from dataclasses import fields, replace
 from pathlib import Path
@@ -257,9 +258,15 @@ def test_simulate_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["simulate", "--policy", "sync,april", *arguments, "--out", str(out)]) == 0
     captured = capsys.readouterr()
     assert "Best: april, +" in captured.out
+    said = " ".join(captured.out.split())
+    assert "It is the least stale policy within 1% of the fastest, which is april." in said
+    assert "p10 to p90" in said
+    assert re.search(r"│ april .*│ +\d+\.\d to \d+\.\d │", captured.out)
     assert str(out) in captured.err
     comparison = json.loads((out / "comparison.json").read_text())
     assert comparison["best"] == "april"
+    for row in comparison["policies"]:
+        assert row["seconds_p10"] < row["seconds_a_batch"] < row["seconds_p90"]
     sync, april = comparison["policies"]
     assert sync["policy"] == "sync"
     assert sync["speedup"] == 1
