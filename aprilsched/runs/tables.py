@@ -95,14 +95,15 @@ def comparison_table(summaries: Mapping[str, RunSummary]) -> Table:
     table = Table(title=f"steady state, after the first {burn_in} batches")
     table.add_column("policy")
     for name in (
-        "delivered tokens/s",
+        "tokens/s",
         "efficiency",
-        "off-policy tokens",
+        "off-policy",
         "seconds a batch",
         "p10 to p90",
-        "first-batch length bias",
+        "first-batch bias",
     ):
-        table.add_column(name, justify="right")
+        # A spread of two lines would be read as two figures.
+        table.add_column(name, justify="right", no_wrap=name == "p10 to p90")
     for policy, summary in summaries.items():
         steady, spread = summary.steady_state, spread_of_steps(summary)
         table.add_row(
