@@ -140,7 +140,8 @@ def auto(config: SchedulerConfig) -> SchedulerConfig:
     Source: this project. It takes the least stale schedule within 1 % of the best by `objective`,
     by trials on lengths like those seen, and chooses again when lengths drift
     (:mod:`aprilsched.planning`).
-    Known cost: 2 to 16 s of CPU for each choice, of which there are four in the first 27 batches. It needs a step-time model of the engines.
+    Known cost: 2 to 16 s of CPU for each choice, of which there are four in the first 27 batches.
+    It needs a step-time model of the engines.
     """
     # Weights that somebody else loads are followed on a pace that never continues their engines,
     # and rolling refits have one pace only.
