@@ -20,7 +20,7 @@ from typing import TypeVar
 from aprilsched.coordinator.tasks import Tasks
 from aprilsched.coordinator.waits import Waits
 from aprilsched.coordinator.work import Work
-from aprilsched.core.messages.commands import FinishUpdate, Offer
+from aprilsched.core.messages.commands import Deliver, FinishUpdate, Offer
 from aprilsched.core.messages.events import BatchesAcknowledged, Event, PartsFollow
 from aprilsched.core.scheduler import Scheduler
 from aprilsched.core.state.saved import Saved, Snapshot
@@ -157,6 +157,13 @@ class Durability:
                 self._waits.show(batch)
 
         self._recorder.before(show)
+
+    def deliver(self, command: Deliver) -> None:
+        """Save a batch that was taken group by group and has ended early. If the process is killed
+        right after that, the trainer may have trained on it, and a resumed run must give it again
+        as it was."""
+        if self._recorder is not None and command.unsaved:
+            self._recorder.before(lambda: None)
 
     def finish_update(self, command: FinishUpdate) -> None:
         """Save the new version and that the batches before it are acknowledged."""

@@ -356,7 +356,7 @@ class Session:
                 do.FinishSleep: self._finish_sleep,
                 do.Offer: self.durability.offer,
                 do.WithdrawOffer: waits.withdraw,
-                do.Deliver: lambda _: None,
+                do.Deliver: self.durability.deliver,
                 do.Redeliver: lambda _: None,
                 do.EndOfPrompts: waits.end,
                 do.DeliverEvaluation: waits.deliver_evaluation,

@@ -187,13 +187,13 @@ class Collector:
 
     def request(self, *, streamed: bool = False) -> None:
         """The trainer waits for a batch, or with `streamed` for the next group of one."""
-        goes_on = self.requested and self._streamed
-        self.requested, self.by_group = True, streamed
-        if self._synchronous and not goes_on:
+        # A call that gave up its wait has not ended the batch in work, as in the core.
+        if self._synchronous and not self.requested:
             self._wave_pending = True
+        self.requested, self.by_group = True, streamed
 
-    def withdraw_request(self) -> None:
-        """The trainer waits no longer."""
+    def end_request(self) -> None:
+        """The batch that the trainer had asked for is not in work any more."""
         self.requested = False
 
     def offer(self) -> Batch | None:
@@ -260,7 +260,6 @@ class Collector:
             return None
         if self._offer is None:
             raise InvariantViolation("a batch was taken that is not offered")
-        self.requested = False
         return self._delivered(*self._offer)
 
     def end_stream(self) -> Batch | None:
@@ -271,10 +270,10 @@ class Collector:
         self.withdraw_offer()
         taken = self._ready[: self._streamed]
         batch = self._composed(self._streamed)
-        self._wave_pending = self._wave_pending or self.requested
         return self._delivered(batch, taken)
 
     def _delivered(self, batch: Batch, taken: Sequence[_Arrived]) -> Batch:
+        self.end_request()
         self._offer = None
         self._streamed = 0
         self.batches += 1

@@ -153,6 +153,9 @@ class ShardedScheduler(TakesBatches):
         ]
         self._source = PromptSource(prompts, group_size=self.config.group_size)
         self._waits = Waits()
+        self._called = False
+        """Whether a call of the trainer for the batch in work is open, or goes on with its next
+        group."""
         self._lock = asyncio.Lock()
         """Held by an update, by a shard that catches up, and by a checkpoint."""
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -266,9 +269,7 @@ class ShardedScheduler(TakesBatches):
             self._withdraw_offer()
         if not streamed:
             self._end_stream()
-        if not self._collector.requested:
-            self._tell_facts(of.BatchRequested())
-        self._collector.request(streamed=streamed)
+        self._request(streamed=streamed)
         self._act()
         try:
             while self._waits.offer is None:
@@ -277,15 +278,27 @@ class ShardedScheduler(TakesBatches):
                 if self._waits.offer is None:
                     # An update came between the offer and this line, so the offer was withdrawn.
                     future = self._waits.for_batch()
-        except BaseException as error:
-            self._collector.withdraw_request()
-            if isinstance(error, asyncio.CancelledError):
-                self._tell_facts(of.BatchRequestWithdrawn())
+        except asyncio.CancelledError:
+            self._called = False
+            self._tell_facts(of.BatchRequestWithdrawn())
+            raise
+        except BaseException:
+            self._end_request()
             self._act()
             raise
         finally:
             future.cancel()
         return self._waits.offer
+
+    def _request(self, *, streamed: bool) -> None:
+        if not self._called:
+            self._called = True
+            self._tell_facts(of.BatchRequested())
+        self._collector.request(streamed=streamed)
+
+    def _end_request(self) -> None:
+        self._called = False
+        self._collector.end_request()
 
     def _take(self) -> Batch:
         batch, self._waits.offer = self._waits.offer, None
@@ -309,11 +322,15 @@ class ShardedScheduler(TakesBatches):
     def _end_stream(self) -> None:
         """Deliver the groups that the trainer has of a streamed batch as a batch, which ends it."""
         batch = self._collector.end_stream()
-        if batch is not None:
-            self._waits.withdraw(None)
-            self._tell_delivery(batch)
+        if batch is None:
+            return
+        self._waits.withdraw(None)
+        self._tell_delivery(batch)
+        if self._waits.batch_requested:
+            self._request(streamed=self._collector.by_group)
 
     def _tell_delivery(self, batch: Batch) -> None:
+        self._called = False
         self._tell_facts(
             of.BatchDelivered(
                 batch=batch.index, version=batch.version, rollouts=of.delivered_rollouts(batch)
@@ -835,8 +852,8 @@ class ShardedScheduler(TakesBatches):
             if batch.complete:
                 self._tell_facts(of.BatchOffered(batch=batch.index, version=batch.version))
             self._waits.show(batch)
-        elif collector.ended:
-            collector.withdraw_request()
+        elif collector.ended and self._waits.batch_requested:
+            self._end_request()
             self._tell_facts(of.PromptsEnded())
             self._waits.end(None)
         if self._frozen:

@@ -144,7 +144,6 @@ class RunState:
         self._handlers: dict[type, Callable[[Any], None]] = {
             of.RunOpened: self._opened,
             of.BatchRequested: self._batch_requested,
-            of.BatchRequestWithdrawn: self._trainer_waits_no_longer,
             of.PromptsEnded: self._trainer_waits_no_longer,
             of.BatchOffered: self._batch_offered,
             of.OfferWithdrawn: self._offer_withdrawn,
@@ -336,7 +335,7 @@ class RunState:
     def _batch_requested(self, _: of.BatchRequested) -> None:
         self._trainer.waits = self._cause_may_differ = True
 
-    def _trainer_waits_no_longer(self, _: of.BatchRequestWithdrawn | of.PromptsEnded) -> None:
+    def _trainer_waits_no_longer(self, _: of.PromptsEnded) -> None:
         self._trainer.waits = False
         self._cause_may_differ = True
 

@@ -341,6 +341,24 @@ def test_an_episode_keeps_an_engine_of_its_version_between_two_turns():
     assert driver.state.in_flight.ledger.rollouts[Reason.SIBLING_FAILED] == 1
 
 
+def test_after_a_quiet_time_the_engine_of_a_turns_own_version_is_asked():
+    """The engine that has the group's prefix has another version by then, and was asked instead."""
+    driver = Driver(rolling(), episodes=True)
+    driver.request_batch()
+    for rollout_id in list(driver.dialogues.thinking):
+        driver.feed(driver.dialogues.ask(rollout_id))
+    for key in driver.attempts():
+        driver.finish(key, 2)
+    update(driver)
+    driver.settle()
+    old = next(name for name, version in versions(driver).items() if version == 0)
+    rollouts = driver.state.in_flight.rollouts
+    moved = next(i for i in driver.dialogues.thinking if rollouts[i].group.engine != old)
+    driver.now += 30.0
+    driver.feed(driver.dialogues.ask(moved))
+    assert driver.sends[driver.attempts()[-1]].engine == old
+
+
 @pytest.mark.parametrize(
     ("changes", "part"),
     [

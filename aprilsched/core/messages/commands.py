@@ -445,9 +445,11 @@ class WithdrawOffer:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Deliver:
-    """The trainer has taken the batch. There is nothing to do for the shell."""
+    """The trainer has taken the batch."""
 
     batch: Batch
+    unsaved: bool = False
+    """It was taken group by group and has ended early, so no offer of it as a whole was saved."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -126,8 +126,8 @@ class BatchRequested:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchWithdrawn:
-    """The trainer no longer waits for a batch, because its call was cancelled. A batch that is
-    offered stays offered."""
+    """The trainer no longer waits for a batch, because its call was cancelled. The batch stays in
+    work, or offered, for the next call."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -122,7 +122,8 @@ class BatchRequested(Fact, frozen=True):
 
 
 class BatchRequestWithdrawn(Fact, frozen=True):
-    """The trainer no longer waits for a batch, because its call was cancelled."""
+    """The trainer no longer waits for a batch, because its call was cancelled. The batch stays in
+    work for its next call."""
 
 
 class GroupStreamed(Fact, frozen=True):

@@ -54,7 +54,10 @@ class Delivery:
     must_deliver: MustDeliver
     """Groups that the next batch must contain (staleness rule "finish")."""
     batch_requested: bool = False
-    """The trainer waits for a batch."""
+    """The trainer has asked for a batch, which is in work. A call that gave up its wait has not
+    ended it: the next one goes on with it."""
+    called: bool = False
+    """A call of the trainer for the batch in work is open, or goes on with its next group."""
     by_group: bool = False
     """The trainer takes the batch group by group."""
     has_part: bool = False
@@ -62,6 +65,8 @@ class Delivery:
     streamed: dict[int, Group] = field(default_factory=dict[int, Group])
     """Groups of the batch in work, by id, that the trainer has already. They stay in flight, as
     ready groups, until their batch is delivered, so a resumed run gives them again."""
+    given_before: set[int] = field(default_factory=set[int])
+    """Groups of the batch in work that the trainer may have from before the run was resumed."""
     streamed_again: set[int] = field(default_factory=set[int])
     """Groups that the trainer has of the first batch in `redelivery`."""
     offer: Offered | None = None
@@ -75,6 +80,10 @@ class Delivery:
     redelivery: deque[Batch] = field(default_factory=deque[Batch])
     """Unacknowledged batches that the trainer has not been given again since the run was
     resumed."""
+
+    def end_request(self) -> None:
+        """The batch that the trainer had asked for is not in work any more."""
+        self.batch_requested = self.called = self.has_part = False
 
 
 _WORKING = (Mode.RUNNING, Mode.PAUSING, Mode.VERIFYING)

@@ -71,22 +71,25 @@ def on_batch_requested(state: SchedulerState, event: BatchRequested) -> None:
         end_stream(state)
     state.delivery.by_group = event.streamed
     state.delivery.has_part = False
-    if state.delivery.batch_requested:
-        return
-    state.tell(facts.BatchRequested())
-    state.delivery.batch_requested = True
-    _begin_wave(state)
+    _request(state)
 
 
-def _begin_wave(state: SchedulerState) -> None:
-    if not state.asynchronous:
+def _request(state: SchedulerState) -> None:
+    delivery = state.delivery
+    if not delivery.called:
+        state.tell(facts.BatchRequested())
+        delivery.called = True
+    if not delivery.batch_requested and not state.asynchronous:
         state.plan.wave_pending = True
         state.plan.choice_pending = True
+    delivery.batch_requested = True
 
 
 def on_batch_withdrawn(state: SchedulerState, _: BatchWithdrawn) -> None:
+    """The batch stays in work. A trainer that polls for it had begun a wave at each call, and had
+    paused the engines in between, where their requests lose their KV."""
     state.tell(facts.BatchRequestWithdrawn())
-    state.delivery.batch_requested = False
+    state.delivery.called = False
 
 
 def on_batches_acknowledged(state: SchedulerState, event: BatchesAcknowledged) -> None:
@@ -222,6 +225,8 @@ def offer(state: SchedulerState) -> None:
         return
     accepted = _mixed(state, [group for group in state.in_flight.ready if group.accepted])
     due, version = 0, state.weights.versions.trainer
+    if state.delivery.given_before:
+        accepted.sort(key=lambda group: group.group_id not in state.delivery.given_before)
     if state.staleness.finishes:
         # Groups that the batch must contain go first; otherwise the order of completion
         # stays.
@@ -245,7 +250,9 @@ def offer(state: SchedulerState) -> None:
 
 
 def _end_prompts(state: SchedulerState) -> None:
-    state.delivery.batch_requested = False
+    if not state.delivery.called:
+        return  # the next call is told
+    state.delivery.end_request()
     state.tell(facts.PromptsEnded())
     state.commands.append(EndOfPrompts())
 
@@ -263,16 +270,13 @@ def _offer_part(state: SchedulerState, part: Batch) -> None:
 
 def _offer_again(state: SchedulerState, batch: Batch) -> None:
     """Offer a batch of before the restart, or the next group of it."""
-    if not state.delivery.by_group:
-        _offer_batch(state, Offered(batch=batch))
-        return
-    has = state.delivery.streamed_again
-    left = [group for group in batch.groups if group.group_id not in has]
-    part = replace(batch, groups=tuple(left[:1]))
-    if len(left) <= 1:
-        _offer_batch(state, Offered(batch=batch, last_part=part, streamed=True))
+    has, by_group = state.delivery.streamed_again, state.delivery.by_group
+    left = tuple(group for group in batch.groups if group.group_id not in has)
+    if by_group and len(left) > 1:
+        _offer_part(state, replace(batch, groups=left[:1], complete=False))
     else:
-        _offer_part(state, replace(part, complete=False))
+        rest = replace(batch, groups=left)
+        _offer_batch(state, Offered(batch=batch, last_part=rest, streamed=by_group))
 
 
 def _offer_next_group(state: SchedulerState) -> None:
@@ -285,7 +289,8 @@ def _offer_next_group(state: SchedulerState) -> None:
     due = {group.group_id for group in _required(state)} - streamed.keys()
     enough = bool(taken) and state.stop.take(taken) is not None
     # Groups that the batch must contain go first, and room is left for those that still generate.
-    waiting.sort(key=lambda group: group.group_id not in due)
+    given = state.delivery.given_before
+    waiting.sort(key=lambda group: (group.group_id not in due, group.group_id not in given))
     room = not (enough or state.stop.fixed_groups) or len(taken) + len(due) < state.stop.amount
     fits = [group for group in waiting if room or group.group_id in due]
     if fits:
@@ -301,6 +306,7 @@ def _offer_next_group(state: SchedulerState) -> None:
                 index=state.in_flight.counters.batches,
                 version=version,
                 oldest_unmasked=state.staleness.oldest_unmasked(version),
+                redelivered=_may_have(state, fits[:1]),
             )
             _offer_part(state, replace(part, complete=False))
     elif (enough and not due) or _drained(state):
@@ -327,10 +333,19 @@ def end_stream(state: SchedulerState) -> None:
     withdraw_offer(state)
     groups = [group for group in state.in_flight.ready if group.group_id in streamed]
     offered = _composed(state, groups)
-    state.delivery.offer, state.delivery.has_part = None, False
-    _deliver(state, offered)
-    if state.delivery.batch_requested:
-        _begin_wave(state)
+    waits = state.delivery.called and not state.delivery.has_part
+    state.delivery.offer = None
+    _deliver(state, offered, unsaved=True)
+    if waits:
+        _request(state)
+
+
+def _may_have(state: SchedulerState, groups: Iterable[GroupRecord]) -> bool:
+    """Whether the trainer may have the batch in work, or some of `groups`, from before the run was
+    resumed."""
+    delivery = state.delivery
+    lost = state.in_flight.counters.batches < delivery.given
+    return lost or any(group.group_id in delivery.given_before for group in groups)
 
 
 def _composed(state: SchedulerState, groups: list[GroupRecord]) -> Offered:
@@ -342,7 +357,7 @@ def _composed(state: SchedulerState, groups: list[GroupRecord]) -> Offered:
         index=state.in_flight.counters.batches,
         version=version,
         oldest_unmasked=oldest_unmasked,
-        redelivered=state.in_flight.counters.batches < state.delivery.given,
+        redelivered=_may_have(state, groups),
         made=state.delivery.streamed,
     )
     for group in groups:
@@ -400,8 +415,8 @@ def on_batch_taken(state: SchedulerState, event: BatchTaken) -> None:
     if not offered.given.complete:
         _note_part(state, offered.batch)
         return
-    state.delivery.batch_requested = False
     if offered.record is None:
+        state.delivery.end_request()
         state.delivery.redelivery.popleft()
         state.delivery.streamed_again = set()
         _tell_delivery(state, offered.batch, again=True)
@@ -413,7 +428,7 @@ def on_batch_taken(state: SchedulerState, event: BatchTaken) -> None:
 def _note_part(state: SchedulerState, part: Batch) -> None:
     """Note that the trainer has taken a part of a batch."""
     state.delivery.has_part = True
-    if part.redelivered:
+    if state.delivery.redelivery:
         state.delivery.streamed_again |= {group.group_id for group in part.groups}
         return
     for group in part.groups:
@@ -421,9 +436,10 @@ def _note_part(state: SchedulerState, part: Batch) -> None:
         state.tell(facts.GroupStreamed(batch=part.index, group_id=group.group_id))
 
 
-def _deliver(state: SchedulerState, offered: Offered) -> None:
+def _deliver(state: SchedulerState, offered: Offered, *, unsaved: bool = False) -> None:
     batch = offered.batch
-    state.delivery.streamed = {}
+    state.delivery.end_request()
+    state.delivery.streamed, state.delivery.given_before = {}, set()
     # Before the groups leave flight, because their lengths are released then.
     distances = state.expectations.distances(offered.groups, state.in_flight.training_groups())
     for group in offered.groups:
@@ -434,7 +450,7 @@ def _deliver(state: SchedulerState, offered: Offered) -> None:
     state.delivery.batches_since_update += 1
     delivered = _tell_delivery(state, batch, again=False, distances=distances)
     state.in_flight.counters.tokens_masked += sum([r.masked for r in delivered])
-    state.commands.append(Deliver(batch=batch))
+    state.commands.append(Deliver(batch=batch, unsaved=unsaved))
 
 
 def _tell_delivery(

@@ -93,7 +93,7 @@ def _await(state: SchedulerState, outage: Outage) -> None:
 
 
 def _want_update(state: SchedulerState) -> None:
-    batch = state.collecting and stranded(state)
+    batch = state.delivery.called and state.collecting and stranded(state)
     begun = state.weights.update is not None and state.weights.update.may_pause
     abandoned = () if begun else tuple(state.evaluations.running)
     if not (batch or abandoned):
@@ -105,7 +105,7 @@ def _want_update(state: SchedulerState) -> None:
             if group.dropped is None:
                 drop(state, group, Reason.ABANDONED, cause)
     if batch:
-        state.delivery.batch_requested = False
+        state.delivery.end_request()
     state.tell(
         UpdateWanted(
             engines=engines,

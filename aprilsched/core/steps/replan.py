@@ -56,7 +56,7 @@ def measure(state: SchedulerState) -> None:
         return
     update, sleep = state.weights.update, state.fleet.sleep
     trains = not (
-        (delivery.batch_requested and not delivery.has_part)
+        (delivery.called and not delivery.has_part)
         or (update is not None and not update.followed)
         or state.evaluations.running
         or state.evaluations.waiting
@@ -64,7 +64,7 @@ def measure(state: SchedulerState) -> None:
         or (sleep is not None and (sleep.waking or not sleep.asleep))
     )
     times.follow(trains=trains, now=state.now)
-    if delivery.batch_requested and not (delivery.streamed or delivery.streamed_again):
+    if delivery.called and not (delivery.streamed or delivery.streamed_again):
         times.end(state.now)
 
 

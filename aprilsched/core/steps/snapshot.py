@@ -241,6 +241,7 @@ def _run(state: SchedulerState, *, taken: bool = True) -> RunState:
         looked_at=state.plan.checked_at,
         batches_since_update=state.delivery.batches_since_update + bool(groups),
         accepts=state.caller.accepts,
+        given=_given(state),
         in_parts=state.weights.in_parts,
         remembered_well=(state.expectations.memory.products, state.expectations.memory.squares),
     )
@@ -256,6 +257,16 @@ def _counters(state: SchedulerState) -> Counters:
             counters.delivered += len(group.members)
             counters.tokens_delivered += sum(m.log.sampled_tokens for m in group.members)
     return counters
+
+
+def _given(state: SchedulerState) -> tuple[int, ...]:
+    """Groups of the batch in work that the trainer has or is offered. Those of a batch that is
+    offered as a whole are saved with it."""
+    delivery, offer = state.delivery, state.delivery.offer
+    if offer is not None and offer.given.complete:
+        return ()
+    groups = () if offer is None or delivery.redelivery else offer.batch.groups
+    return (*delivery.given_before, *delivery.streamed, *(group.group_id for group in groups))
 
 
 def _schedule(state: SchedulerState) -> Schedule | None:
