@@ -42,7 +42,8 @@ class TakesBatches(ABC):
         are one batch: it is delivered when its last group was taken, and a resumed run gives a
         batch that was not delivered or not acknowledged again from its first group. Another call
         of this method goes on with the groups that are left. An update, and :meth:`next_batch`,
-        end the batch with the groups that were taken before.
+        end the batch with the groups that were taken before. Of a batch that a resumed run
+        gives again, both leave the groups that were not taken: they come next.
 
         The coroutine must return to the event loop between the groups, so train in a thread or
         another process, or use :meth:`aprilsched.blocking.RolloutScheduler.stream`.

@@ -81,7 +81,6 @@ class Interleavings(RuleBasedStateMachine):
         ),
         order=st.sampled_from(["carried", "shortest", "longest"]),
         placement=st.sampled_from(["prefix", "spread", "length"]),
-        rebalance=st.booleans(),
         rule_=st.sampled_from(["mask", "evict", "finish", "restart"]),
         bound=st.sampled_from([None, 0, 1, 3]),
         ratio=st.sampled_from([1.0, 1.5, 2.5]),
@@ -109,7 +108,6 @@ class Interleavings(RuleBasedStateMachine):
         refill: RefillRule | Refill,
         order: ResumeOrder,
         placement: Placement,
-        rebalance: bool,
         rule_: StalenessRule,
         bound: int | None,
         ratio: float,
@@ -154,7 +152,7 @@ class Interleavings(RuleBasedStateMachine):
             refit="rolling" if rolling else "together",
             refill=refill,
             dispatch=Dispatch(
-                order=order, placement=placement, rebalance=rebalance, migrate=pool is not None
+                order=order, placement=placement, migrate=pool is not None and straggler != "run"
             ),
             max_staleness=Staleness(bound, rule="mask" if bound is None else rule_),
             # Being given up is an end of its own, tested elsewhere.
@@ -189,7 +187,7 @@ class Interleavings(RuleBasedStateMachine):
     @rule(streamed=st.booleans())
     def request_batch(self, streamed: bool) -> None:
         delivery = self.driver.state.delivery
-        if not delivery.batch_requested or delivery.by_group:
+        if not delivery.called or delivery.by_group:
             self.streamed = self.streamed or streamed
             self.driver.feed(ev.BatchRequested(streamed=streamed))
 
@@ -536,7 +534,7 @@ class Interleavings(RuleBasedStateMachine):
         if (
             driver.state.weights.update is None
             and driver.state.fleet.sleep is None
-            and not driver.state.delivery.batch_requested
+            and not driver.state.delivery.called
         ):
             driver.feed(ev.BatchRequested())
         told = len(driver.updates_wanted)
@@ -588,7 +586,7 @@ class Interleavings(RuleBasedStateMachine):
         elif driver.verdicts:
             group = driver.verdicts.pop(0).group
             driver.feed(ev.Filtered(group_id=group.group_id, accepted=True))
-        elif not driver.state.delivery.batch_requested:
+        elif not driver.state.delivery.called:
             driver.feed(ev.BatchRequested())
         else:
             driver.feed(ev.PromptsArrived(prompts=(), last=True))

@@ -404,6 +404,7 @@ def test_a_batch_that_an_update_ends_has_the_time_before_its_last_group_as_early
             driver.now += seconds
         driver.update()
         assert driver.batches[-1].groups
+    take_group(driver)
     assert times.training.mean == pytest.approx(20.0, abs=0.3)
     assert times.early_share == pytest.approx(0.3, abs=0.02)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from aprilsched import Batch, MemoryStore, SchedulerConfig
+from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
 from aprilsched.types import SamplingParams, VersionSpan
 from tests.support.driver import Driver
@@ -196,3 +197,50 @@ def test_a_batch_that_an_update_has_ended_is_not_given_again_to_who_has_its_grou
     driver.feed(ev.TrainerReturned(batches=(), groups=tuple(had)))
     assert not driver.state.delivery.redelivery
     assert 0 in driver.state.delivery.unacknowledged
+
+
+def test_a_whole_batch_after_some_groups_of_one_given_again_has_the_others():
+    driver = streaming(3)
+    whole = ids(driver.batches[0])
+    driver.restart()
+    driver.takes = False
+    taken: list[Batch] = []
+    for streamed in (True, True, False):
+        driver.feed(ev.BatchRequested(streamed=streamed))
+        taken.append(driver.offers[-1])
+        driver.take()
+    assert [ids(part) for part in taken] == [[group] for group in whole]
+    assert [part.complete for part in taken] == [False, False, True]
+    assert all(part.redelivered for part in taken)
+
+
+@pytest.mark.parametrize("by_group", [False, True])
+def test_groups_of_a_batch_in_work_come_again_marked(by_group: bool):
+    """The process was killed before the batch was a whole one: its first groups are with the
+    trainer, which may have trained on them."""
+    driver = streaming(2)
+    had = [group for part in driver.offers for group in ids(part)]
+    driver.restart()
+    offered = len(driver.offers)
+    driver.feed(ev.BatchRequested(streamed=by_group))
+    driver.finish_group(next(each for each in driver.group_ids() if each not in had))
+    parts = driver.offers[offered:]
+    assert [group for part in parts for group in ids(part)][:2] == had
+    assert [part.redelivered for part in parts] == [True] * len(parts)
+    driver.settle()
+    driver.feed(ev.BatchRequested(streamed=by_group))
+    driver.settle()
+    for group_id in driver.group_ids():
+        driver.finish_group(group_id)
+    assert driver.offers[-1].index == 1
+    assert not driver.offers[-1].redelivered
+
+
+def test_a_streamed_batch_that_ended_early_is_saved_before_it_can_be_forgotten():
+    driver = streaming(2)
+    had = [group for part in driver.offers for group in ids(part)]
+    (deliver,) = (
+        command for command in driver.feed(ev.BatchRequested()) if isinstance(command, do.Deliver)
+    )
+    assert deliver.unsaved
+    assert ids(deliver.batch) == had

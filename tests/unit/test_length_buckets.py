@@ -530,13 +530,24 @@ def test_an_update_within_a_batch_is_followed_by_another_bucket() -> None:
     fill(driver)
 
 
-def test_a_withdrawn_batch_is_called_back_and_the_next_one_goes_on() -> None:
-    driver = Driver(config())
+def test_a_call_that_was_withdrawn_has_not_ended_its_bucket() -> None:
+    driver = Driver(config(), takes=False)
     driver.request_batch()
+    running = set(driver.sends)
+    for _ in range(3):
+        commands = driver.feed(ev.BatchWithdrawn())
+        assert not [*commands, *driver.feed(ev.BatchRequested())]
+    assert set(driver.sends) == running
     driver.feed(ev.BatchWithdrawn())
-    assert driver.aborts.keys() == driver.sends.keys()
+    for group_id in whole(driver):
+        driver.finish_group(group_id)
+    assert driver.state.delivery.offer is None, "nobody waits for it"
+    assert driver.aborts, "the bucket has ended"
     driver.settle()
-    assert not driver.sends
+    driver.feed(ev.BatchRequested())
+    assert driver.state.delivery.offer is not None
+    driver.take()
+    driver.takes = True
     driver.request_batch()
     fill(driver)
 
@@ -681,7 +692,7 @@ def test_only_what_is_with_an_engine_is_called_back() -> None:
     driver = Driver(config(over_provision=5.0, dispatch=Dispatch(max_in_flight=4)))
     driver.request_batch()
     assert len(driver.sends) == 4
-    commands: list[do.Command] = driver.feed(ev.BatchWithdrawn())
+    commands = driver.feed(ev.SleepRequested(tags=("kv_cache",)))
     assert [type(command) for command in commands] == [do.Abort] * 4
     assert not driver.state.in_flight.queue
 

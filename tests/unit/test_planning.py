@@ -209,12 +209,13 @@ def test_from_length_buckets_to_waves_within_a_batch_and_within_the_calling_back
     assert len(driver.sends) == 10 * 2, "the deferred ones are sent at once"
     driver = Driver(config(straggler="retract"))
     driver.request_batch()
-    driver.feed(ev.BatchWithdrawn())
+    driver.feed(ev.SleepRequested(tags=("kv_cache",)))
     assert driver.aborts
     driver.feed(ev.Planned(schedule=schedule(2.0)))
     driver.settle()
     assert not driver.sends
-    driver.request_batch()
+    driver.feed(ev.WakeRequested())
+    driver.settle()
     assert len(driver.sends) == 10 * 2
 
 

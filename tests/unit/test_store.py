@@ -75,7 +75,7 @@ def run(driver: Driver, steps: int, seed: int) -> None:
         dice = rng.random()
         if driver.controls or driver.refits or driver.aborts:
             driver.settle()
-        elif not driver.state.delivery.batch_requested:
+        elif not driver.state.delivery.called:
             driver.feed(ev.BatchRequested())
         elif dice < 0.05 and driver.state.weights.update is None:
             driver.update()

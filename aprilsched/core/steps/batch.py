@@ -213,7 +213,8 @@ def deliver_evaluations(state: SchedulerState) -> None:
 def offer(state: SchedulerState) -> None:
     """Offer the next batch if it is requested and complete, and no other is offered."""
     delivery = state.delivery
-    if not state.collecting or delivery.offer is not None or state.weights.update is not None:
+    wanted = delivery.called and state.collecting
+    if not wanted or delivery.offer is not None or state.weights.update is not None:
         return
     if delivery.redelivery:
         _offer_again(state, delivery.redelivery[0])
@@ -250,8 +251,6 @@ def offer(state: SchedulerState) -> None:
 
 
 def _end_prompts(state: SchedulerState) -> None:
-    if not state.delivery.called:
-        return  # the next call is told
     state.delivery.end_request()
     state.tell(facts.PromptsEnded())
     state.commands.append(EndOfPrompts())

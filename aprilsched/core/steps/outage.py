@@ -105,7 +105,7 @@ def _want_update(state: SchedulerState) -> None:
             if group.dropped is None:
                 drop(state, group, Reason.ABANDONED, cause)
     if batch:
-        state.delivery.end_request()
+        state.delivery.called = False
     state.tell(
         UpdateWanted(
             engines=engines,
