@@ -101,10 +101,7 @@ class Dispatch:
     migrate: bool = False
     """Whether a request whose engine's KV pool is full continues on an engine whose pool has room
     for it, with its tokens so far. It moves at most once, and its context is computed again
-    there, as it would be where it waits."""
-    rebalance: bool = False
-    """Whether carried rollouts of an overloaded engine are called back when a batch is full, so
-    that they continue on an engine with fewer requests."""
+    there, as it would be where it waits. It is refused with `straggler="run"`."""
 
 
 @suggesting()
@@ -398,6 +395,12 @@ class SchedulerConfig:
                 f'straggler="{self.straggler}" with pace="{self.pace}" continues engines at each '
                 "batch, also those that somebody else has paused, so follow_weights=True is "
                 f'refused; set pace="asynchronous", or straggler={able}.'
+            )
+        if self.dispatch.migrate and behaviour.called_back == "never":
+            raise ConfigError(
+                "dispatch.migrate interrupts a response to move it, and new weights may come "
+                f'before it goes on, so it is refused with straggler="{self.straggler}", which '
+                "keeps each response to one version; leave migrate False, or set another straggler."
             )
         if self.refit == "rolling":
             self._check_rolling()

@@ -16,7 +16,6 @@ _PATHS: Mapping[str, str] = {
     "placement": "dispatch.placement",
     "max_in_flight": "dispatch.max_in_flight",
     "dispatch_rate": "dispatch.rate",
-    "rebalance": "dispatch.rebalance",
     "max_attempts": "retries.attempts",
     "max_breaks": "retries.interruptions",
     "max_failed_groups": "retries.failed_groups",
@@ -43,7 +42,7 @@ _POLICIES: Mapping[tuple[str, str], Mapping[str, str]] = {
 }
 """The settings of a policy, which count only where the policy is in use."""
 
-_OLD = frozenset(_PATHS) | {"staleness_rule"} | {key for part in _POLICIES.values() for key in part}
+_OLD = {"staleness_rule", "rebalance", *_PATHS, *(k for part in _POLICIES.values() for k in part)}
 
 
 def renamed(content: Mapping[str, Any]) -> dict[str, Any]:

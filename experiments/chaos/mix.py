@@ -224,7 +224,6 @@ def _settings(draw: random.Random, *, stops: bool) -> dict[str, Any]:
         "placement": draw.choice(["prefix", "spread"]),
         "start_up": draw.choice(["at_once", "at_once", "wait", "ramp"]),
         "start_up_batches": draw.choice([1, 2, 8]),
-        "rebalance": draw.random() < 0.3,
         "stop": stop,
         "batch_samples": samples,
         "batch_tokens": draw.choice([1, 60, 200, 600]),
@@ -275,7 +274,6 @@ def _tree(drawn: dict[str, Any]) -> dict[str, Any]:
             placement=drawn["placement"],
             max_in_flight=drawn["max_in_flight"],
             rate=drawn["dispatch_rate"],
-            rebalance=drawn["rebalance"],
         ),
         "retries": Retries(
             attempts=drawn["max_attempts"],

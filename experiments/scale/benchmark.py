@@ -37,7 +37,7 @@ class Run:
     """In a batch, for each engine."""
     batches: int
     variant: str = ""
-    """"spread", "rebalance", or neither."""
+    """"spread", or nothing."""
 
     @property
     def burn_in(self) -> int:
@@ -50,11 +50,7 @@ RUNS: tuple[Run, ...] = (
     *(Run(engines=8, policy=p, groups=4, batches=24) for p in ("april", "pool")),
     *(Run(engines=64, policy=p, groups=4, batches=12) for p in ("april", "pool")),
     *(Run(engines=512, policy=p, groups=4, batches=4) for p in ("april", "pool")),
-    *(
-        Run(engines=64, policy=p, groups=4, batches=12, variant=variant)
-        for p in ("april", "pool")
-        for variant in ("spread", "rebalance", "spread rebalance")
-    ),
+    *(Run(engines=64, policy=p, groups=4, batches=12, variant="spread") for p in ("april", "pool")),
     Run(engines=4096, policy="april", groups=4, batches=2),
 )
 
@@ -62,10 +58,7 @@ RUNS: tuple[Run, ...] = (
 def configuration(run: Run) -> SchedulerConfig:
     config = SchedulerConfig(
         batch_groups=run.groups * run.engines,
-        dispatch=Dispatch(
-            placement="spread" if "spread" in run.variant else "prefix",
-            rebalance="rebalance" in run.variant,
-        ),
+        dispatch=Dispatch(placement="spread" if run.variant == "spread" else "prefix"),
     )
     if run.policy == "april":
         return april(config)

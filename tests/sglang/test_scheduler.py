@@ -36,7 +36,7 @@ KINDS: dict[str, tuple[StragglerRule, dict[str, object]]] = {
     "retract": ("retract", {}),
     "in_place": ("in_place", {}),
     "abort": ("abort", {}),
-    "choose": ("choose", {"dispatch": Dispatch(rebalance=True, order="longest")}),
+    "choose": ("choose", {"dispatch": Dispatch(order="longest")}),
     "buckets": ("retract", {"refill": LengthBuckets(store=3.0), "over_provision": 1.5}),
 }
 """Straggler rules with settings, including schedules that combine several ways."""

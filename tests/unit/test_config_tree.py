@@ -49,7 +49,7 @@ CONFIGS: list[dict[str, Any]] = [
     {"max_staleness": Staleness(2, rule="finish"), "start_up": StartUp("ramp", batches=3)},
     {"max_staleness": 0, "pace": "asynchronous", "straggler": "choose"},
     {
-        "dispatch": Dispatch(order="longest", max_in_flight=7, rebalance=True),
+        "dispatch": Dispatch(order="longest", max_in_flight=7, migrate=True),
         "retries": Retries(attempts=5, interruptions=2, failed_groups=9),
         "health": Health(stall_s=9.5, slow_share=0.0, fleet_wait_s=3),
         "timeouts": Timeouts(control_s=3, refit_s=4),
@@ -111,8 +111,8 @@ def flags(line: str, base: SchedulerConfig | None = None) -> SchedulerConfig:
         ),
         ("--start-up ramp --start-up.batches 3", {"start_up": StartUp("ramp", batches=3)}),
         (
-            "--dispatch.max-in-flight 5 --dispatch.rebalance",
-            {"dispatch": Dispatch(max_in_flight=5, rebalance=True)},
+            "--dispatch.max-in-flight 5 --dispatch.migrate",
+            {"dispatch": Dispatch(max_in_flight=5, migrate=True)},
         ),
         ("--retries.attempts 1", {"retries": Retries(attempts=1)}),
         ("--sampling.temperature 0", {"sampling": SamplingParams(temperature=0)}),
@@ -257,9 +257,7 @@ def test_every_flat_setting_has_a_place(tmp_path: Path) -> None:
         over_provision=KvTarget(0.5),
         stop=Tokens(900),
         max_staleness=Staleness(1, rule="finish"),
-        dispatch=Dispatch(
-            order="longest", placement="spread", rebalance=True, max_in_flight=9, rate=5
-        ),
+        dispatch=Dispatch(order="longest", placement="spread", max_in_flight=9, rate=5),
         retries=Retries(attempts=1, interruptions=2, failed_groups=3),
         health=Health(stall_s=4.0, slow_share=0.5, fleet_wait_s=6.0),
         timeouts=Timeouts(control_s=7.0, refit_s=8.0),

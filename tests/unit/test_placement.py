@@ -12,6 +12,7 @@ from aprilsched.cli.simulate import SimulateCommand, simulated
 from aprilsched.config import Dispatch, SchedulerConfig
 from aprilsched.core.messages import events as ev
 from aprilsched.core.policies.placement import Placement
+from aprilsched.errors import ConfigError
 from aprilsched.runs.settings import SimSettings, WorkloadSettings
 from aprilsched.types import Prompt
 from tests.support.driver import Driver
@@ -103,6 +104,12 @@ def crowded(*, told: int | None = None, **dispatch: Any) -> Driver:
     for key in on_a[:-1]:
         driver.progress(key, 26)
     return driver
+
+
+def test_moving_is_refused_where_a_response_keeps_its_version() -> None:
+    """An update may come while the request is on its way from one engine to the other."""
+    with pytest.raises(ConfigError, match=r'dispatch.migrate .* refused with straggler="run"'):
+        SchedulerConfig(straggler="run", dispatch=Dispatch(migrate=True))
 
 
 @pytest.mark.parametrize("migrates", [True, False])

@@ -27,7 +27,7 @@ from aprilsched.analysis.lengths_of_run import read_record
 from aprilsched.analysis.rebuild import summary_of_run
 from aprilsched.analysis.report.words import ran
 from aprilsched.cli.main import main
-from aprilsched.config import Dispatch, Groups, Samples, Stop, Tokens
+from aprilsched.config import Groups, Samples, Stop, Tokens
 from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import ConfigError
 from aprilsched.planning import Planner
@@ -96,7 +96,7 @@ async def run(
         {"refill": "pool", "pace": "asynchronous", "max_staleness": 1},
         {"refill": "buckets", "straggler": "abort"},
         {"over_provision": "auto"},
-        {"over_provision": "kv", "dispatch": Dispatch(rebalance=True)},
+        {"over_provision": "kv"},
     ],
     ids=["wave", "pool", "buckets", "auto", "kv"],
 )

@@ -68,7 +68,7 @@ def note_crowding(state: SchedulerState, engine: str) -> None:
 def migrate(state: SchedulerState) -> None:
     """Call requests of crowded engines back, each for an engine that has room."""
     crowded, state.fleet.crowded = state.fleet.crowded, set()
-    if not crowded or state.rolling or not training_runs(state):
+    if not crowded or not training_runs(state):
         return
     rooms = _rooms(state)
     for engine in sorted(crowded):

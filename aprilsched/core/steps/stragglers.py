@@ -1,15 +1,13 @@
 """Decides what becomes of each straggler, once when a batch is full or an update begins.
 
 A straggler is a rollout that still runs then. Some may run on up to a limit of tokens. Some are
-called back, because their KV is not worth keeping or because their engine has more than its share.
-The others stay inside the paused engine. Engines are paused only when those that run on have ended
-or reached their limit, and those that were called back are back: a request that is aborted after a
-retract comes back without the tokens that were not streamed yet (hazard 1).
+called back, because their KV is not worth keeping. The others stay inside the paused engine.
+Engines are paused only when those that run on have ended or reached their limit, and those that
+were called back are back: a request that is aborted after a retract comes back without the tokens
+that were not streamed yet (hazard 1).
 """
 
 from __future__ import annotations
-
-import numpy as np
 
 from aprilsched.core.policies.straggler import Situation, Straggler
 from aprilsched.core.state.records import RequestRecord
@@ -26,7 +24,7 @@ def resolve_stragglers(state: SchedulerState) -> None:
     if state.stragglers.run_on or state.stragglers.calling_back:
         _prune(state)
     defers = state.plan.schedule.refill.defers
-    if not (defers or state.behaviour.decide or state.config.dispatch.rebalance):
+    if not (defers or state.behaviour.decide):
         return
     if training_runs(state):
         state.stragglers.resolved = False
@@ -44,8 +42,6 @@ def resolve_stragglers(state: SchedulerState) -> None:
             _call_back(state, request)
         return
     _decide(state, stragglers)
-    if state.config.dispatch.rebalance:
-        _rebalance(state, stragglers)
 
 
 def _training(request: RequestRecord) -> bool:
@@ -95,23 +91,6 @@ def _view(state: SchedulerState, request: RequestRecord) -> Straggler:
         ends_within=lambda tokens: expected.ends_within(request, tokens),
         remaining=lambda: expected.remaining(request),
     )
-
-
-def _rebalance(state: SchedulerState, stragglers: list[RequestRecord]) -> None:
-    """Call back the stragglers that an engine has beyond its share and the size of a group.
-
-    Those with the longest responses are called back first, because they make an engine slow.
-    """
-    on: dict[str, list[RequestRecord]] = {name: [] for name in state.fleet.control.engines}
-    for request in stragglers:
-        on[request.engine].append(request)
-    share = float(np.mean([len(requests) for requests in on.values()]))
-    for requests in on.values():
-        excess = len(requests) - round(share) - round(state.prompts.usual_size)
-        if excess > 0:
-            requests.sort(key=lambda r: (-len(r.rollout.log), r.request_id))
-            for request in requests[:excess]:
-                _call_back(state, request)
 
 
 def _call_back(state: SchedulerState, request: RequestRecord) -> None:
