@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,8 +23,9 @@ from aprilsched import (
     SimFleet,
     SimPublisher,
     SqliteStore,
+    presets,
 )
-from aprilsched.config import Staleness
+from aprilsched.config import LengthBuckets, Staleness
 from aprilsched.core.invariants import check as check_invariants
 from aprilsched.core.messages.commands import Command, Offer, WithdrawOffer
 from aprilsched.core.messages.events import Event, UpdateRequested
@@ -90,6 +93,50 @@ async def polled(rollouts: RolloutScheduler) -> Batch | None:
         return await asyncio.wait_for(rollouts.next_batch(), 0.01)
     except TimeoutError:
         return None
+
+
+@pytest.mark.parametrize(
+    "preset",
+    [presets.on_policy, presets.april, presets.rollpacker, presets.pool, "buckets"],
+    ids=lambda preset: getattr(preset, "__name__", preset),
+)
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_trainer_that_polls_gets_what_one_that_waits_gets(preset: Any, streams: bool):
+    """A call that timed out had ended the batch in work: the next one began more groups, and the
+    engines were paused in between."""
+    base = SchedulerConfig(batch_groups=4, group_size=4)
+    buckets = replace(base, refill=LengthBuckets(store=5.0), over_provision=1.5)
+    config = buckets if preset == "buckets" else preset(base)
+
+    async def run(patience: float | None) -> tuple[list[tuple[int, bytes]], float, int]:
+        found: list[tuple[int, bytes]] = []
+        timeouts = 0
+        workload = LongTailWorkload(seed=1, median=100, cap=1000, group_size=4)
+        async with RolloutScheduler(SimFleet(2), workload, config=config) as rollouts:
+            for _ in range(5):
+                complete = False
+                while not complete:
+                    try:
+                        async with asyncio.timeout(patience):
+                            if streams:
+                                part = await anext(rollouts.stream())
+                            else:
+                                part = await rollouts.next_batch()
+                    except TimeoutError:
+                        timeouts += 1
+                        continue
+                    found += [(r.rollout_id, r.token_ids.tobytes()) for r in part.rollouts]
+                    complete = part.complete
+                await rollouts.update_weights(SimPublisher())
+            check_invariants(rollouts.state)
+            return found, asyncio.get_running_loop().time(), timeouts
+
+    batches, seconds, _ = run_virtual(run(None))
+    for patience in (0.5, 0.1):
+        polled_batches, polled_seconds, timeouts = run_virtual(run(patience))
+        assert timeouts
+        assert polled_batches == batches
+        assert polled_seconds == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])

@@ -274,6 +274,33 @@ def test_one_shard_delivers_the_batches_of_one_scheduler():
     assert [set(keys([each])) for each in batches] == [set(keys([each])) for each in expected]
 
 
+@pytest.mark.parametrize("refill", ["wave", "pool"])
+def test_a_trainer_that_polls_gets_what_one_that_waits_gets(refill: str):
+    """It does something else between two calls, in which the shards had held their engines."""
+    between = 0.05
+
+    async def run(patience: float | None) -> tuple[list[list[Any]], float, int]:
+        found: list[list[Any]] = []
+        timeouts = 0
+        async with ShardedScheduler(shards(), workload(), config=config(refill=refill)) as rollouts:
+            while len(found) < 5:
+                try:
+                    async with asyncio.timeout(patience):
+                        found.append(keys([await rollouts.next_batch()]))
+                except TimeoutError:
+                    timeouts += 1
+                    await asyncio.sleep(between)
+                else:
+                    await rollouts.update_weights(SimPublisher())
+            return found, asyncio.get_running_loop().time(), timeouts
+
+    batches, seconds, _ = run_virtual(run(None))
+    polled_batches, polled_seconds, timeouts = run_virtual(run(0.05))
+    assert timeouts
+    assert polled_batches == batches
+    assert polled_seconds <= seconds + 5 * between + 1e-6
+
+
 # --- groups one by one ---------------------------------------------------------------------------
 
 
