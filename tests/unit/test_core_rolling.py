@@ -342,8 +342,9 @@ def test_an_episode_keeps_an_engine_of_its_version_between_two_turns():
 
 
 def test_after_a_quiet_time_the_engine_of_a_turns_own_version_is_asked():
-    """The engine that has the group's prefix has another version by then, and was asked instead."""
-    driver = Driver(rolling(), episodes=True)
+    """The engines that have another version by then were taken for ones that are ready for it, and
+    the turn waited for ever."""
+    driver = Driver(rolling(), engines=("a", "b", "c"), episodes=True)
     driver.request_batch()
     for rollout_id in list(driver.dialogues.thinking):
         driver.feed(driver.dialogues.ask(rollout_id))

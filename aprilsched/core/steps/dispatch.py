@@ -188,9 +188,27 @@ def _worth_asking(state: SchedulerState, quiet: Sequence[EngineControl]) -> list
     large fleet some engines are always idle, and to ask all of them took more time than all tokens,
     and held every request up until the slowest had answered.
     """
-    waiting = state.in_flight.queue
-    if len(waiting) >= len(quiet):
+    queue, trainer = state.in_flight.queue, state.weights.versions.trainer
+    if len(queue) >= len(quiet):
         return list(quiet)
+    asked: list[EngineControl] = []
+    for version, controls in _takers(state).items():
+        # An engine of another version takes none of these: counted as one that is ready for them,
+        # it kept a request waiting for ever.
+        lane = (version, None) if version == trainer else (version,)
+        waiting = [
+            request for request in queue if not state.rolling or queue.version_of(request) in lane
+        ]
+        asked += _worth_asking_for(state, waiting, controls, quiet)
+    return asked
+
+
+def _worth_asking_for(
+    state: SchedulerState,
+    waiting: Sequence[RequestRecord],
+    takers: Sequence[EngineControl],
+    quiet: Sequence[EngineControl],
+) -> list[EngineControl]:
     near = state.config.dispatch.placement == "prefix"
     homes, avoid = set[str](), set[str]()
     for request in waiting:
@@ -200,10 +218,12 @@ def _worth_asking(state: SchedulerState, quiet: Sequence[EngineControl]) -> list
             affinity = group.prompt.affinity
             home = "" if affinity is None else state.in_flight.homes.get(affinity, "")
             homes.add(group.engine or home)
-    idle = {name for name in state.fleet.control.engines if not state.in_flight.open[name]}
-    spare = len(idle.difference((control.name for control in quiet), avoid))
-    asked = [control for control in quiet if control.doubt or control.name in homes]
-    others = [control for control in quiet if not (control.doubt or control.name in homes)]
+    names = {control.name for control in takers}
+    unasked = [control for control in quiet if control.name in names]
+    idle = {control.name for control in takers if not state.in_flight.open[control.name]}
+    spare = len(idle.difference((control.name for control in unasked), avoid))
+    asked = [control for control in unasked if control.doubt or control.name in homes]
+    others = [control for control in unasked if not (control.doubt or control.name in homes)]
     others.sort(key=lambda control: control.name in avoid)
     missing = max(0, len(waiting) - spare - len(asked))
     return asked + others[:missing]
