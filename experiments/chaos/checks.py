@@ -261,9 +261,10 @@ class Checks:
 
 
 def fingerprint(batch: Batch) -> str:
-    """Equal for two deliveries of the same batch."""
+    """Equal for two deliveries of the same batch. Groups that are taken one by one come in the
+    order in which they are accepted, and the batch has them in that in which they are complete."""
     found = hashlib.blake2b(digest_size=8)
-    for group in batch.groups:
+    for group in sorted(batch.groups, key=lambda group: group.group_id):
         found.update(f"{group.group_id} {group.prompt.key}".encode())
         for rollout in group.rollouts:
             found.update(f"{rollout.rollout_id} {rollout.index}".encode())

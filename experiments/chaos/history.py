@@ -46,7 +46,8 @@ class History:
 
 
 def _told(message: Any) -> str:
-    fields = ((name, getattr(message, name)) for name in message.__dataclass_fields__)
+    names = getattr(message, "__struct_fields__", None) or message.__dataclass_fields__
+    fields = ((name, getattr(message, name)) for name in names)
     return f"{type(message).__name__}({', '.join(f'{n}={_value(v)}' for n, v in fields)})"
 
 

@@ -65,6 +65,8 @@ KINDS: dict[str, float] = {
     "failing_store": 0.25,
     "kills": 0.4,
     "other_settings": 0.4,
+    # What the trainer does, again: at the end, so that each seed keeps its other kinds.
+    "streams": 0.4,
 }
 """Every kind of chaos, and the share of the seeds that have it unless it is asked for.
 
@@ -81,7 +83,8 @@ bad_prompts: what comes is none. stops: batches are filled by
 samples or tokens. dry_sources: no prompt for a long time, or for ever. turn_timeouts:
 around turn.generate. misused_turns: two at a time, other contexts, bad ids. slow_store: durable
 writes are slower than the poll. failing_store: they fail now and then. kills: the process dies and
-another one goes on. other_settings: it does so with other settings.
+another one goes on. other_settings: it does so with other settings. streams: groups are taken
+one by one, and some of these batches end early by next_batch() or an update.
 """
 
 

@@ -7,6 +7,7 @@ was given it.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 from aprilsched.core.state.saved import Saved, Snapshot
@@ -46,8 +47,8 @@ class ChaosStore:
         self._complain = complain
         self._note = note
         self._held: set[int] = set()
-        self.withdrawn: set[int] = set()
-        """Batches that were offered and withdrawn, which the store forgets untaken."""
+        self.withdrawn: Counter[int] = Counter()
+        """How often batches were offered and withdrawn, which the store forgets untaken."""
         self.dead = False
         """The process is gone: nothing that it writes from now on arrives."""
         self.replaced = False
@@ -81,9 +82,9 @@ class ChaosStore:
             gone = set(snapshot.acknowledged) & (self._held | now)
             self._held = (self._held | now) - set(snapshot.acknowledged)
         gone = (gone | set(snapshot.acknowledged)) - set(self._given())
-        withdrawn = gone & self.withdrawn
-        # Another batch may have the number next.
-        self.withdrawn -= withdrawn
+        withdrawn = gone & self.withdrawn.keys()
+        # Another batch may have the number next, and be withdrawn before this is saved.
+        self.withdrawn -= Counter(withdrawn)
         gone -= withdrawn
         if gone:
             self._complain(

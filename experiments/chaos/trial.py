@@ -10,8 +10,9 @@ import random
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Coroutine
-from dataclasses import dataclass, field
+from collections.abc import Coroutine, Iterable
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +224,8 @@ class _Life:
         self.closing = False
         self.may_acknowledge: set[int] = set()
         self.since_update = 0
+        self.parts: list[Batch] = []
+        """Groups that the trainer has of a batch that is not whole yet."""
         self.helpers: set[asyncio.Task[Any]] = set()
         self.chaos_draw = mix.draw(f"chaos {number}")
         self.ended = ""
@@ -418,6 +421,7 @@ class _Life:
                 )
         kept = getattr(self.scheduler._session.waits, "kept", None)  # pyright: ignore[reportPrivateUsage]
         if not self.ended.startswith("killed"):
+            self._end_parts()
             self.checks.end(state, [kept] if isinstance(kept, Batch) else [])
             trial.records.expected = {
                 i
@@ -495,7 +499,9 @@ class _Life:
     def _late(self, name: str, result: Any) -> None:
         """A call gave its result although its caller was cancelled: it has it."""
         if isinstance(result, Batch) and name == "next_batch":
-            self._take(result)
+            batch = self._joined(result)
+            if batch is not None:
+                self._take(batch)
 
     # --- the trainer -----------------------------------------------------------------------------
 
@@ -506,7 +512,7 @@ class _Life:
         while trial.taken < mix.batches * (1 + self.number):
             now = asyncio.get_running_loop().time()
             try:
-                batch = await self._next_batch()
+                batch = self._joined(await self._next_batch())
             except PromptsExhausted:
                 self._check_exhausted()
                 return "exhausted"
@@ -541,6 +547,8 @@ class _Life:
                 continue
             refused = 0
             asked_at = asyncio.get_running_loop().time()
+            if batch is None:
+                continue
             self._take(batch)
             if (failed := await self._use(batch)) is not None:
                 return failed
@@ -557,29 +565,62 @@ class _Life:
     async def _next_batch(self) -> Batch:
         draw = self.draw
         self._since = self.scheduler.version
+        streams = self.mix.has("streams") and draw.random() < 0.8
+        asks = self._next_part if streams else self.scheduler.next_batch
         if not (self.mix.has("polls") and draw.random() < 0.9):
             if self.source.dry_for_ever_at is None:
-                return await self._call("next_batch", self.scheduler.next_batch())
-            return await self._call("next_batch", self._within(600.0))
+                return await self._call("next_batch", asks())
+            return await self._call("next_batch", self._within(600.0, asks()))
         seconds = draw.choice([0.0, 0.001, 0.05, 0.5, 5.0, 60.0]) * draw.random()
         if draw.random() < 0.5:
-            return await self._call("next_batch", self._within(seconds))
-        return await self._call("next_batch", self._waited_for(seconds))
+            return await self._call("next_batch", self._within(seconds, asks()))
+        return await self._call("next_batch", asyncio.wait_for(asks(), seconds))
 
-    async def _within(self, seconds: float) -> Batch:
+    async def _within(self, seconds: float, call: Coroutine[Any, Any, Batch]) -> Batch:
         async with asyncio.timeout(seconds):
-            return await self.scheduler.next_batch()
+            return await call
 
-    async def _waited_for(self, seconds: float) -> Batch:
-        return await asyncio.wait_for(self.scheduler.next_batch(), seconds)
+    async def _next_part(self) -> Batch:
+        async with aclosing(self.scheduler.stream()) as parts:
+            async for part in parts:
+                return part
+        # The groups that were still to come were dropped.
+        return replace(self.parts[-1], groups=(), complete=True)
 
-    def _take(self, batch: Batch) -> None:
+    def _joined(self, part: Batch) -> Batch | None:
+        """The batch that the part makes whole; None if others are to come."""
+        if self.parts and self.parts[-1].index != part.index:
+            self._end_parts()
+        before, self.parts = self.parts, []
+        groups = tuple(group for each in (*before, part) for group in each.groups)
+        whole = replace(part, groups=groups, redelivered=part.redelivered or _again(before))
+        if part.complete:
+            return whole
+        self.parts = [*before, part]
+        return None
+
+    def _end_parts(self) -> None:
+        """Note the batch that has ended with the groups that the trainer has of it."""
+        parts, state = self.parts, self.scheduler.state
+        if not parts or parts[-1].index >= state.in_flight.counters.batches:
+            return
+        if any(batch.index == parts[-1].index for batch in state.delivery.redelivery):
+            return  # the rest of it comes
+        self.parts = []
+        groups = tuple(group for part in parts for group in part.groups)
+        ended = replace(parts[-1], groups=groups, redelivered=_again(parts))
+        self._take(ended, version=ended.version)
+        if ended.index not in state.delivery.unacknowledged:
+            self._acknowledged([ended.index])
+
+    def _take(self, batch: Batch, *, version: int | None = None) -> None:
         self.trial.taken += 1
         self.since_update += 1
         again = " again" if batch.redelivered else ""
         self.note(f"the trainer has batch {batch.index}{again} at version {self.scheduler.version}")
         secured = self.store is None or self.store.whole
-        version = batch.version if self.updating else self.scheduler.version
+        if version is None:
+            version = batch.version if self.updating else self.scheduler.version
         self.checks.batch(batch, version=version, secured=secured, settings=self.mix.settings)
 
     async def _use(self, batch: Batch) -> str | None:
@@ -623,7 +664,7 @@ class _Life:
                 new = version + draw.randrange(1, 4)
             self.publisher.fails = tries < 8
             given = self._given()
-            self.may_acknowledge.update(given)
+            self.may_acknowledge.update(given, (part.index for part in self.parts))
             after = None
             if mix.has("cancels") and draw.random() < 0.3 and tries < 8:
                 after = draw.choice([0.0001, 0.01, 0.5, 5.0]) * draw.random() + 1e-6
@@ -891,6 +932,10 @@ class _Life:
             self.complain(f"PromptsExhausted with {len(left)} rollouts in flight")
 
 
+def _again(parts: Iterable[Batch]) -> bool:
+    return any(part.redelivered for part in parts)
+
+
 class _Moments:
     """Does something at the worst moments: a listener that restarts engines and evaluates."""
 
@@ -920,7 +965,7 @@ class _Moments:
                 for engine in command.engines:
                     self._harm(engine, 0.05)
             case do.WithdrawOffer() if self._life.store is not None:
-                self._life.store.withdrawn.add(command.index)
+                self._life.store.withdrawn[command.index] += 1
             case do.FinishUpdate() | do.Deliver():
                 self._evaluate(0.15)
             case _:
