@@ -158,11 +158,9 @@ class RolloutScheduler:
     def next_batch(self, *, timeout: float | None = None) -> Batch:
         """Wait for the next batch.
 
-        A wait that ends with a timeout or is interrupted (KeyboardInterrupt) loses nothing. The
-        next call continues the wait, and returns a batch that was completed in between. With
-        ``pace="synchronous"`` the engines generate only while a call waits, so a call with a short
-        timeout gives them little time; with ``pace="asynchronous"`` they generate between the calls
-        too.
+        A wait that ends with a timeout or is interrupted (KeyboardInterrupt) loses nothing. It has
+        not ended the batch in work: the engines generate for it as before, and the next call goes
+        on with it, so a trainer may poll as often as it likes.
 
         Args:
             timeout: longest wait, in seconds; 0 takes only a batch that is complete already, and
@@ -194,7 +192,8 @@ class RolloutScheduler:
 
         Args:
             timeout: longest wait for each group, in seconds. A wait that takes longer ends the
-                loop and loses nothing: another call goes on with the groups that are left.
+                loop and not the batch in work: the engines generate for it as before, and another
+                call goes on with the groups that are left.
 
         Raises:
             TimeoutError: if no group was there within `timeout`.

@@ -384,7 +384,9 @@ class Batch:
         version: the trainer's policy version at delivery; staleness is counted from it.
         groups: the groups of the batch.
         redelivered: True if the batch was delivered before a restart and not acknowledged. Its
-            content is the same as then, unless the store has lost it, which is logged.
+            content is the same as then, unless the store has lost it, which is logged. Also True
+            if some of its groups were taken by ``stream()`` before a restart: these come first,
+            and the others are new.
         receipt: acknowledges the batch; see :meth:`acknowledge`.
         complete: False for a part of a streamed batch that is not the last one, see
             :meth:`aprilsched.RolloutScheduler.stream`.

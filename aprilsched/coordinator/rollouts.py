@@ -162,10 +162,11 @@ class RolloutScheduler(TakesBatches):
     async def next_batch(self) -> Batch:
         """Wait for the next batch.
 
-        A cancelled wait loses nothing. A batch is taken when the call returns; until then it stays
-        available for the next call. A timeout around the call may be arbitrarily short, even
-        shorter than the store needs to save a batch. If a batch is not taken before the next
-        update, a new batch is chosen after the update.
+        A call that timed out or was cancelled has not ended the batch in work: the engines generate
+        for it as before, and the next call goes on with it. A batch is taken when the call returns;
+        until then it stays available for the next call. A timeout around the call may be
+        arbitrarily short, even shorter than the store needs to save a batch. If a batch is not
+        taken before the next update, a new batch is chosen after the update.
 
         Raises:
             PromptsExhausted: when the prompts have ended and everything was delivered.

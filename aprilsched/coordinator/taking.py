@@ -21,6 +21,9 @@ class TakesBatches(ABC):
     async def next_batch(self) -> Batch:
         """Wait for the next batch.
 
+        A call that timed out or was cancelled has not ended the batch in work: the engines generate
+        for it as before, and the next call goes on with it.
+
         Raises:
             PromptsExhausted: when the prompts have ended and everything was delivered.
         """
@@ -40,10 +43,11 @@ class TakesBatches(ABC):
 
         What is generated, and when it stops, is the same as with :meth:`next_batch`. The groups
         are one batch: it is delivered when its last group was taken, and a resumed run gives a
-        batch that was not delivered or not acknowledged again from its first group. Another call
-        of this method goes on with the groups that are left. An update, and :meth:`next_batch`,
-        end the batch with the groups that were taken before. Of a batch that a resumed run
-        gives again, both leave the groups that were not taken: they come next.
+        batch that was not delivered or not acknowledged again from its first group. A loop
+        that timed out or was left has not ended the batch: the engines generate for it as before,
+        and another call goes on with the groups that are left. An update, and :meth:`next_batch`,
+        end the batch with the groups that were taken before. Of a batch that a resumed run gives
+        again, both leave the groups that were not taken: they come next.
 
         The coroutine must return to the event loop between the groups, so train in a thread or
         another process, or use :meth:`aprilsched.blocking.RolloutScheduler.stream`.

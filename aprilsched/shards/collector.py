@@ -130,7 +130,7 @@ class Collector:
         cursor: number of the source's prompts that were used.
         stock: prompts that have come from the source and are not given to a shard.
         exhausted: whether the source has ended.
-        requested: whether the trainer waits for a batch.
+        requested: whether a batch is in work that the trainer has asked for.
         updating: whether an update is under way.
         evicted: groups that were dropped here because they became too stale, since this was
             emptied.

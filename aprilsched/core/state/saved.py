@@ -202,7 +202,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True, rename={"wave_pending"
     """The same in groups, as older versions wrote it."""
     accepts: bool | None = None
     """Whether groups were filtered; None if an older version wrote the data."""
-    given: tuple[int, ...] = ()
+    groups_given: tuple[int, ...] = ()
     """Groups of the batch in work that the trainer may have already."""
     in_parts: bool = False
     """Whether engines may have parts of two versions."""

@@ -65,7 +65,7 @@ class Delivery:
     streamed: dict[int, Group] = field(default_factory=dict[int, Group])
     """Groups of the batch in work, by id, that the trainer has already. They stay in flight, as
     ready groups, until their batch is delivered, so a resumed run gives them again."""
-    given_before: set[int] = field(default_factory=set[int])
+    groups_given: set[int] = field(default_factory=set[int])
     """Groups of the batch in work that the trainer may have from before the run was resumed."""
     streamed_again: set[int] = field(default_factory=set[int])
     """Groups that the trainer has of the first batch in `redelivery`."""
@@ -382,7 +382,7 @@ class SchedulerState:
 
     @property
     def collecting(self) -> bool:
-        """Whether the trainer waits for a batch that is not offered yet as a whole."""
+        """Whether a batch is in work that is not offered yet as a whole."""
         offer = self.delivery.offer
         return self.delivery.batch_requested and (offer is None or not offer.given.complete)
 

@@ -226,8 +226,8 @@ def offer(state: SchedulerState) -> None:
         return
     accepted = _mixed(state, [group for group in state.in_flight.ready if group.accepted])
     due, version = 0, state.weights.versions.trainer
-    if state.delivery.given_before:
-        accepted.sort(key=lambda group: group.group_id not in state.delivery.given_before)
+    if state.delivery.groups_given:
+        accepted.sort(key=lambda group: group.group_id not in state.delivery.groups_given)
     if state.staleness.finishes:
         # Groups that the batch must contain go first; otherwise the order of completion
         # stays.
@@ -288,7 +288,7 @@ def _offer_next_group(state: SchedulerState) -> None:
     due = {group.group_id for group in _required(state)} - streamed.keys()
     enough = bool(taken) and state.stop.take(taken) is not None
     # Groups that the batch must contain go first, and room is left for those that still generate.
-    given = state.delivery.given_before
+    given = state.delivery.groups_given
     waiting.sort(key=lambda group: (group.group_id not in due, group.group_id not in given))
     room = not (enough or state.stop.fixed_groups) or len(taken) + len(due) < state.stop.amount
     fits = [group for group in waiting if room or group.group_id in due]
@@ -344,7 +344,7 @@ def _may_have(state: SchedulerState, groups: Iterable[GroupRecord]) -> bool:
     resumed."""
     delivery = state.delivery
     lost = state.in_flight.counters.batches < delivery.given
-    return lost or any(group.group_id in delivery.given_before for group in groups)
+    return lost or any(group.group_id in delivery.groups_given for group in groups)
 
 
 def _composed(state: SchedulerState, groups: list[GroupRecord]) -> Offered:
@@ -438,7 +438,7 @@ def _note_part(state: SchedulerState, part: Batch) -> None:
 def _deliver(state: SchedulerState, offered: Offered, *, unsaved: bool = False) -> None:
     batch = offered.batch
     state.delivery.end_request()
-    state.delivery.streamed, state.delivery.given_before = {}, set()
+    state.delivery.streamed, state.delivery.groups_given = {}, set()
     # Before the groups leave flight, because their lengths are released then.
     distances = state.expectations.distances(offered.groups, state.in_flight.training_groups())
     for group in offered.groups:

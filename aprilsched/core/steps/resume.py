@@ -178,7 +178,7 @@ def _restore_run(state: SchedulerState, saved: Saved) -> None:
     if since is None:
         since = math.ceil(run.delivered_since_update / state.config.batch_groups)
     state.delivery.batches_since_update = since
-    state.delivery.given_before = set(run.given)
+    state.delivery.groups_given = set(run.groups_given)
     state.plan.wave_pending = run.wave_pending
     state.plan.target_groups = run.target_groups
     _restore_schedule(state, saved.schedule)

@@ -241,7 +241,7 @@ def _run(state: SchedulerState, *, taken: bool = True) -> RunState:
         looked_at=state.plan.checked_at,
         batches_since_update=state.delivery.batches_since_update + bool(groups),
         accepts=state.caller.accepts,
-        given=_given(state),
+        groups_given=_groups_given(state),
         in_parts=state.weights.in_parts,
         remembered_well=(state.expectations.memory.products, state.expectations.memory.squares),
     )
@@ -259,14 +259,14 @@ def _counters(state: SchedulerState) -> Counters:
     return counters
 
 
-def _given(state: SchedulerState) -> tuple[int, ...]:
+def _groups_given(state: SchedulerState) -> tuple[int, ...]:
     """Groups of the batch in work that the trainer has or is offered. Those of a batch that is
     offered as a whole are saved with it."""
     delivery, offer = state.delivery, state.delivery.offer
     if offer is not None and offer.given.complete:
         return ()
     groups = () if offer is None or delivery.redelivery else offer.batch.groups
-    return (*delivery.given_before, *delivery.streamed, *(group.group_id for group in groups))
+    return (*delivery.groups_given, *delivery.streamed, *(group.group_id for group in groups))
 
 
 def _schedule(state: SchedulerState) -> Schedule | None:
