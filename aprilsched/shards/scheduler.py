@@ -278,13 +278,10 @@ class ShardedScheduler(TakesBatches):
                 if self._waits.offer is None:
                     # An update came between the offer and this line, so the offer was withdrawn.
                     future = self._waits.for_batch()
-        except asyncio.CancelledError:
+        except BaseException as error:
             self._called = False
-            self._tell_facts(of.BatchRequestWithdrawn())
-            raise
-        except BaseException:
-            self._end_request()
-            self._act()
+            if isinstance(error, asyncio.CancelledError):
+                self._tell_facts(of.BatchRequestWithdrawn())
             raise
         finally:
             future.cancel()
@@ -295,10 +292,6 @@ class ShardedScheduler(TakesBatches):
             self._called = True
             self._tell_facts(of.BatchRequested())
         self._collector.request(streamed=streamed)
-
-    def _end_request(self) -> None:
-        self._called = False
-        self._collector.end_request()
 
     def _take(self) -> Batch:
         batch, self._waits.offer = self._waits.offer, None
@@ -853,7 +846,7 @@ class ShardedScheduler(TakesBatches):
                 self._tell_facts(of.BatchOffered(batch=batch.index, version=batch.version))
             self._waits.show(batch)
         elif collector.ended and self._waits.batch_requested:
-            self._end_request()
+            collector.end_request()
             self._tell_facts(of.PromptsEnded())
             self._waits.end(None)
         if self._frozen:
