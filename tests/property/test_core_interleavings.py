@@ -548,8 +548,9 @@ class Interleavings(RuleBasedStateMachine):
             return
         if driver.controls or driver.refits:
             return
-        # Once a batch is offered, the trainer waits for no tokens.
-        assert len(driver.updates_wanted) > told or not state.collecting, (
+        # Once it was told, or a batch is offered, the trainer waits for no tokens.
+        waits = state.delivery.called and state.collecting
+        assert len(driver.updates_wanted) > told or not waits, (
             f"it waits for ever: {state.fleet.control.standby}, {driver.verifications}"
         )
         if state.weights.adapter is not None and not any(
