@@ -321,6 +321,26 @@ def test_a_rollout_that_met_a_restarted_engine_begins_again_and_is_not_mixed():
     assert driver.state.in_flight.ledger.tokens[Reason.VERSION_LOST] == 4
 
 
+def test_an_update_takes_the_engine_that_began_to_catch_up_while_it_waited():
+    """It waited for ever for that engine when the others were lost."""
+    driver = begun(Driver(rolling()))
+    update(driver)
+    for engine in ("a", "b"):
+        end_all(driver, engine)
+        driver.settle()
+    assert versions(driver) == {"a": 1, "b": 1}
+    driver.feed(ev.EvaluationRequested(evaluation_id=1, prompts=prompts(1), group_size=1))
+    driver.feed(ev.UpdateRequested(version=2))
+    driver.feed(ev.EngineJoined(info=driver.info("c", 0)))
+    assert driver.state.fleet.control.standby["c"].catching_up
+    driver.feed(ev.EvaluationWithdrawn(evaluation_id=1))
+    for engine in ("a", "b"):
+        driver.feed(ev.EngineLost(engine=engine, cause="killed"))
+    driver.settle()
+    assert driver.state.weights.update is None
+    assert versions(driver) == {"c": 2}
+
+
 def test_an_episode_keeps_an_engine_of_its_version_between_two_turns():
     driver = Driver(rolling(), episodes=True)
     driver.request_batch()

@@ -107,17 +107,9 @@ def begin(state: SchedulerState, update: Update) -> None:
         UpdateBegun(version=update.version, adapter=update.adapter, external=update.external)
     )
     withdraw_offer(state)
-    for control in state.fleet.control.standby.values():
-        # The version that it was about to catch up with will soon be out of date.
-        if (
-            control.catching_up
-            and not update.rolls
-            and control.mode is not Mode.REFITTING
-            and state.weights.adapter is None
-        ):
-            control.catching_up = False
-            state.fleet.control.touch(control.name)
     state.weights.update = update
+    if update.may_pause:
+        _stop_catching_up(state)
     if update.external:
         # A response that ends before the engines have answered may have tokens of both versions.
         for request in state.in_flight.open_requests():
@@ -198,6 +190,23 @@ def advance(state: SchedulerState) -> None:
         update.may_pause = not state.evaluations.running and (
             inside or not state.in_flight.open_attempts
         )
+        if update.may_pause:
+            _stop_catching_up(state)
+
+
+def _stop_catching_up(state: SchedulerState) -> None:
+    """Let the update have the engines on standby that are not being refitted: the version that they
+    were about to catch up with will soon be out of date.
+
+    That is not earlier: while the update waits for an evaluation, others may begin to catch up with
+    its version. Left so, they kept an update waiting for ever whose other engines were lost.
+    """
+    if state.weights.adapter is not None:
+        return
+    for control in state.fleet.control.standby.values():
+        if control.catching_up and control.mode is not Mode.REFITTING:
+            control.catching_up = False
+            state.fleet.control.touch(control.name)
 
 
 def refit(state: SchedulerState) -> None:
