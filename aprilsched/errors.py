@@ -14,8 +14,9 @@
     │   └── InconsistentWeights  an update failed halfway; the weights are neither old nor new
     ├── RefitError             no engine took the new weights; the old version stays in use
     ├── FleetLost              no engine is left to generate on, and none came back in time
-    ├── RunGivenUp             too many groups in a row failed
-    ├── PromptsExhausted       the prompts have ended and everything was delivered
+    ├── RunEnded               no further batch comes; it counts what was delivered and failed
+    │   ├── RunGivenUp         too many groups failed, or none was delivered
+    │   └── PromptsExhausted   the prompts have ended, as they should
     ├── EpisodeError           an episode used its turn in a way that cannot be recorded
     ├── CallbackError          the caller's code raised CancelledError, StopIteration or the like
     ├── RunFolderError         a run folder is missing, in use or unreadable
@@ -26,6 +27,9 @@
 A failed rollout, reward or prompt raises no exception. It becomes an entry of the ledger
 (:mod:`aprilsched.core.state.ledger`) with its cause.
 """
+
+from collections import Counter
+from collections.abc import Mapping
 
 __all__ = [
     "AprilschedError",
@@ -44,6 +48,7 @@ __all__ = [
     "MissingExtra",
     "PromptsExhausted",
     "RefitError",
+    "RunEnded",
     "RunFolderError",
     "RunGivenUp",
     "SchedulerClosed",
@@ -107,13 +112,36 @@ class FleetLost(AprilschedError):
     """Every engine is lost and none came back within ``health.fleet_wait_s``."""
 
 
-class RunGivenUp(AprilschedError):
-    """``retries.failed_groups`` groups in a row failed, and none was accepted; the ledger has every
-    cause."""
+class RunEnded(AprilschedError):
+    """No further batch comes; the counts are those of the whole run, also if it was resumed.
+
+    Attributes:
+        delivered: number of groups that were delivered.
+        failed: number of groups that failed, and of prompts that cannot be used. Groups that the
+            accept function rejected, or that became too stale, are not among them.
+        causes: number of failed groups by cause, the most frequent cause first.
+    """
+
+    def __init__(
+        self, message: str, *, delivered: int = 0, causes: Mapping[str, int] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.delivered = delivered
+        self.causes = dict(Counter(causes or {}).most_common())
+        self.failed = sum(self.causes.values())
 
 
-class PromptsExhausted(AprilschedError):
-    """The prompts have ended and everything was delivered; `async for` ends without this error."""
+class RunGivenUp(RunEnded):
+    """Too many groups failed: ``retries.failed_groups`` in a row, or at the end of the prompts more
+    than the share ``retries.failed_share``; or the prompts have ended and no group was delivered.
+
+    Its ``__cause__`` is the exception of the user's function, if that was the cause.
+    """
+
+
+class PromptsExhausted(RunEnded):
+    """The prompts have ended, and what did not fail was delivered; `async for` ends without this
+    error."""
 
 
 class EpisodeError(AprilschedError):

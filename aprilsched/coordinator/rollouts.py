@@ -23,7 +23,7 @@ from aprilsched.core.messages import events as ev
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.driver.callbacks import Accept, GroupReward, Reward
 from aprilsched.engines.base import Fleet
-from aprilsched.errors import ConfigError, InvariantViolation, PromptsExhausted
+from aprilsched.errors import ConfigError, InvariantViolation
 from aprilsched.planning import Planner
 from aprilsched.store.base import Store
 from aprilsched.telemetry.alignment import alignment_of
@@ -169,11 +169,13 @@ class RolloutScheduler(TakesBatches):
         taken before the next update, a new batch is chosen after the update.
 
         Raises:
-            PromptsExhausted: when the prompts have ended and everything was delivered.
+            PromptsExhausted: when the prompts have ended and everything was delivered, but for
+                groups that failed.
             FleetLost: when no engine is left and none comes back within `health.fleet_wait_s`.
             RefitError: when the remaining engines do not have the fleet's weights; an update
                 repairs this.
-            RunGivenUp: when `retries.failed_groups` groups in a row failed.
+            RunGivenUp: when `retries.failed_groups` groups in a row failed, and when the prompts
+                have ended and no group was delivered, or more than `retries.failed_share` failed.
             SchedulerClosed: outside of the ``async with`` block.
         """
         await self._offered()
@@ -191,8 +193,7 @@ class RolloutScheduler(TakesBatches):
         self._feed(ev.BatchRequested(streamed=streamed))
         try:
             while self._waits.offer is None:
-                if not await future:
-                    raise PromptsExhausted("the prompts have ended and everything was delivered.")
+                await future
                 if self._waits.offer is None:
                     # An update came between the offer and this line, so the offer was withdrawn.
                     future = self._waits.for_batch()

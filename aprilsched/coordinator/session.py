@@ -37,7 +37,7 @@ from aprilsched.driver.forecasts import ForecastErrors
 from aprilsched.driver.loop import EventLoop
 from aprilsched.engines.base import Engine, Fleet
 from aprilsched.engines.refit import RefitElsewhere
-from aprilsched.errors import RunGivenUp, SchedulerClosed, closed_meanwhile
+from aprilsched.errors import SchedulerClosed, closed_meanwhile
 from aprilsched.planning import Planner
 from aprilsched.store.base import Store
 from aprilsched.telemetry.base import AnyListener
@@ -358,7 +358,7 @@ class Session:
                 do.WithdrawOffer: waits.withdraw,
                 do.Deliver: self.durability.deliver,
                 do.Redeliver: lambda _: None,
-                do.EndOfPrompts: waits.end,
+                do.EndOfPrompts: self._end_prompts,
                 do.DeliverEvaluation: waits.deliver_evaluation,
             }
         )
@@ -400,12 +400,10 @@ class Session:
         self.durability.finish_update(command)
 
     def _give_up(self, command: do.GiveUp) -> None:
-        self.waits.fail(
-            RunGivenUp(
-                f"{command.groups} groups in a row failed and none was accepted, the last because "
-                f"{command.cause}; correct that, or raise retries.failed_groups."
-            )
-        )
+        self.waits.fail(self._work.explain(command.error))
+
+    def _end_prompts(self, command: do.EndOfPrompts) -> None:
+        self.waits.refuse(self._work.explain(command.error), batch=True, evaluations=())
 
 
 def forked() -> SchedulerClosed:

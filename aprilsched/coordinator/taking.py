@@ -25,7 +25,8 @@ class TakesBatches(ABC):
         for it as before, and the next call goes on with it.
 
         Raises:
-            PromptsExhausted: when the prompts have ended and everything was delivered.
+            PromptsExhausted: when the prompts have ended and everything was delivered, but for
+                groups that failed.
         """
 
     async def stream(self) -> AsyncGenerator[Batch, None]:

@@ -26,7 +26,7 @@ class Waits:
         self._handing: asyncio.Future[None] | None = None
         """Done when it is known whether the trainer has taken the offer; None while no offer is on
         its way."""
-        self._batch: asyncio.Future[bool] | None = None
+        self._batch: asyncio.Future[None] | None = None
         self._update: asyncio.Future[FinishUpdate] | None = None
         self._evaluations: dict[int, asyncio.Future[Batch]] = {}
         self._sleep: asyncio.Future[FinishSleep] | None = None
@@ -56,8 +56,8 @@ class Waits:
     def batch_requested(self) -> bool:
         return self._batch is not None and not self._batch.done()
 
-    def for_batch(self) -> asyncio.Future[bool]:
-        """A future that is True when a batch is offered, and False when there will be no more."""
+    def for_batch(self) -> asyncio.Future[None]:
+        """A future that is done when a batch is offered."""
         self._batch = self._check().create_future()
         return self._batch
 
@@ -90,15 +90,11 @@ class Waits:
         """Offer a batch to the trainer."""
         self.offer = batch
         if self._batch is not None and not self._batch.done():
-            self._batch.set_result(True)
+            self._batch.set_result(None)
 
     def withdraw(self, _: object) -> None:
         """Withdraw the offer of a batch."""
         self.offer = None
-
-    def end(self, _: object) -> None:
-        if self._batch is not None and not self._batch.done():
-            self._batch.set_result(False)
 
     def finish_update(self, command: FinishUpdate) -> None:
         if self._update is not None and not self._update.done():

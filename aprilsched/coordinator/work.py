@@ -1,16 +1,18 @@
 """Runs the caller's functions for the core: episodes, rewards, accept, and reading prompts.
 
-An exception of a callback becomes an event with its cause and does not end the run. The work of a
-dropped group is cancelled with the group.
+An exception of a callback becomes an event with its cause and does not end the run. The first of
+each kind is logged. The work of a dropped group is cancelled with the group.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
+import reprlib
 from collections import deque
 from collections.abc import Callable, Mapping, Set
-from typing import Any, cast
+from typing import Any, SupportsFloat, SupportsIndex, TypeVar, cast
 
 from aprilsched.coordinator.episodes import Episode, Turn
 from aprilsched.coordinator.prompts import PromptSource
@@ -37,12 +39,14 @@ from aprilsched.core.messages.events import (
 from aprilsched.driver.callbacks import (
     Accept,
     CallbackRunner,
+    Failures,
     GroupReward,
     Reward,
+    WrongResult,
     called,
-    raised,
+    check_callable,
 )
-from aprilsched.errors import ConfigError
+from aprilsched.errors import RunEnded
 from aprilsched.types import Prompt, RefusedPrompt, Score
 
 __all__ = ["Work"]
@@ -51,9 +55,14 @@ log = logging.getLogger("aprilsched")
 
 _REWARD = "the reward function"
 _ACCEPT = "the accept function"
+_EPISODE = "the episode"
 
 _EXPECTED = frozenset({"rejected", "stale", "begun_again", "outraced", "withdrawn"})
-"""Reasons that the user asked for. All other reasons are failures, and each is logged."""
+"""Reasons that the user asked for. All other reasons are failures."""
+_NOTED = (f"{_REWARD} r", f"{_ACCEPT} r", f"{_EPISODE} r")
+"""How the causes begin that were logged with their traceback: raised or returned."""
+
+End = TypeVar("End", bound=RunEnded)
 
 
 class Work:
@@ -69,6 +78,15 @@ class Work:
         episode: Episode | None,
         feed: Callable[[Event], None],
     ) -> None:
+        if reward is not None:
+            check_callable("reward", reward, "rollout", "prompt")
+        if group_reward is not None:
+            check_callable('reward with reward_scope="group"', group_reward, "group")
+        if accept is not None:
+            check_callable("accept", accept, "group")
+        if episode is not None:
+            check_callable("episode", episode, "turn", "prompt")
+        self._failures = Failures()
         self._prompts = prompts
         self._reward = reward
         self._group_reward = group_reward
@@ -125,8 +143,16 @@ class Work:
         self._start(("verdict", command.group.group_id), self._filter(command))
 
     def cancel(self, command: CancelWork) -> None:
-        if command.reason not in _EXPECTED:
-            log.warning("group %d %s: %s", command.group_id, command.reason, command.cause)
+        cause, reason = command.cause, command.reason
+        failed = reason not in _EXPECTED and not cause.startswith(_NOTED)
+        # Causes of one kind differ in ids, counts and names of engines.
+        if failed and self._failures.first(reason, re.sub(r"\d+", "", cause)):
+            log.error(
+                "group %d %s: %s; later failures of this kind are only counted",
+                command.group_id,
+                reason,
+                cause,
+            )
         if self._tasks is None:
             return
         self._tasks.cancel([("group", command.group_id), ("verdict", command.group_id)])
@@ -135,6 +161,12 @@ class Work:
                 self._turns[rollout_id].end()
         for kind in ("episode", "reward"):
             self._tasks.cancel((kind, rollout_id) for rollout_id in command.rollout_ids)
+
+    def explain(self, error: End) -> End:
+        """Give the end of a run the error of the caller's code as its cause, if that was it."""
+        logged = self._failures.errors
+        error.__cause__ = next((logged[cause] for cause in error.causes if cause in logged), None)
+        return error
 
     # --- work ----------------------------------------------------------------------------------
 
@@ -176,12 +208,13 @@ class Work:
         try:
             if self._episode is None:
                 return
-            reward = await called("the episode", self._episode, turn, command.prompt)
+            reward = await called(_EPISODE, self._episode, turn, command.prompt)
             score = None if reward is None else _score(reward)
             await turn.settle()
             ending = EpisodeFinished(rollout_id=rollout_id, score=score)
         except Exception as error:
-            ending = EpisodeFailed(rollout_id=rollout_id, cause=raised("the episode", error))
+            cause = self._failures.note(_EPISODE, self._episode, error)
+            ending = EpisodeFailed(rollout_id=rollout_id, cause=cause)
         finally:
             turn.end()
             del self._turns[rollout_id]
@@ -195,7 +228,8 @@ class Work:
             reward = await self._runner.call(_REWARD, self._reward, rollout, command.prompt)
             score = _rewarded(reward)
         except Exception as error:
-            self._feed(RewardFailed(group_id=rollout.group_id, cause=raised(_REWARD, error)))
+            cause = self._failures.note(_REWARD, self._reward, error)
+            self._feed(RewardFailed(group_id=rollout.group_id, cause=cause))
         else:
             self._feed(Rewarded(rollout_id=rollout.rollout_id, score=score))
 
@@ -207,7 +241,8 @@ class Work:
             rewards = await self._runner.call(_REWARD, self._group_reward, group)
             scores = _scores(rewards, len(group.rollouts))
         except Exception as error:
-            self._feed(RewardFailed(group_id=group.group_id, cause=raised(_REWARD, error)))
+            cause = self._failures.note(_REWARD, self._group_reward, error)
+            self._feed(RewardFailed(group_id=group.group_id, cause=cause))
         else:
             self._feed(GroupRewarded(group_id=group.group_id, scores=scores))
 
@@ -216,25 +251,35 @@ class Work:
         if self._accept is None:
             return
         try:
-            accepted = bool(await self._runner.call(_ACCEPT, self._accept, command.group))
+            accepted: Any = await self._runner.call(_ACCEPT, self._accept, command.group)
+            if accepted is None:
+                raise WrongResult("None; return True or False")
+            accepted = bool(accepted)
         except Exception as error:
-            self._feed(RewardFailed(group_id=group_id, cause=raised(_ACCEPT, error)))
+            cause = self._failures.note(_ACCEPT, self._accept, error)
+            self._feed(RewardFailed(group_id=group_id, cause=cause))
         else:
             self._feed(Filtered(group_id=group_id, accepted=accepted))
 
 
-def _score(reward: float | Score) -> Score:
+def _score(reward: object) -> Score:
     """What the caller's code returned, as a score that is the scheduler's own: the caller may still
     change the mappings in the one that it returned."""
     if isinstance(reward, Score):
         return Score(reward=reward.reward, parts=reward.parts, info=reward.info)
-    return Score(reward=reward)
+    try:
+        # float() also takes text.
+        if isinstance(reward, SupportsFloat | SupportsIndex):
+            return Score(reward=cast("float", reward))
+    except Exception as error:
+        raise WrongResult(f"{reprlib.repr(reward)} ({error})") from error
+    raise WrongResult(f"{reprlib.repr(reward)}; return a number or a Score")
 
 
-def _rewarded(reward: float | Score) -> Score:
+def _rewarded(reward: object) -> Score:
     score = _score(reward)
     if score.reward is None:
-        raise ConfigError("a score without a reward; give the number in Score(reward=...).")
+        raise WrongResult("a Score without a reward; return Score(reward=...)")
     return score
 
 
@@ -246,8 +291,13 @@ def _scores(rewards: Any, count: int) -> tuple[Score, ...]:
     """
     if isinstance(rewards, Mapping | Set | str | bytes):
         kind = cast("object", rewards).__class__.__name__
-        raise TypeError(f"a {kind}; return one reward for each rollout, in order")
-    scores = tuple(_rewarded(reward) for reward in rewards)
-    if len(scores) != count:
-        raise ValueError(f"{len(scores)} rewards for {count} rollouts")
+        raise WrongResult(f"a {kind}; return one reward for each rollout, in order")
+    try:
+        given = list(rewards)
+    except TypeError as error:
+        said = f"{reprlib.repr(rewards)}; return one reward for each rollout, in order"
+        raise WrongResult(said) from error
+    if len(given) != count:
+        raise WrongResult(f"{len(given)} rewards for {count} rollouts")
+    scores = tuple(_rewarded(reward) for reward in given)
     return scores

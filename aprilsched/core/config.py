@@ -65,6 +65,7 @@ RefitRule: TypeAlias = Literal["together", "rolling"]
 RewardScope: TypeAlias = Literal["none", "rollout", "group"]
 
 _NOT_0 = Bound(least=0.001, words="0.001 or more")
+_SHARE_FROM_0 = Bound(least=0, most=1, words="a share from 0 to 1")
 _BELOW_1 = Bound(least=0, below=1, words="a share below 1, or 0 for never")
 
 
@@ -118,6 +119,9 @@ class Retries:
     failed_groups: Annotated[int, AT_LEAST_1] = 64
     """Number of groups that may fail in a row, with no accepted one between them. After them the
     run is given up."""
+    failed_share: Annotated[float, _SHARE_FROM_0] = 0.5
+    """Share of all prompts whose groups may fail. If more have failed when the prompts end, the run
+    ends with an error; 1 allows any number, as long as a group was delivered."""
 
 
 @suggesting()

@@ -1,4 +1,5 @@
-"""Calls the caller's functions, so that whatever they raise becomes an ordinary exception.
+"""Calls the caller's functions, so that whatever they raise becomes an ordinary exception, and says
+what they fail with.
 
 A CancelledError, StopIteration or SystemExit from the caller's code would end the scheduler's own
 tasks without any message. So these become a CallbackError here.
@@ -9,21 +10,27 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from traceback import walk_tb
+from types import TracebackType
 from typing import Any, TypeAlias, TypeVar, cast
 
-from aprilsched.errors import CallbackError
+from aprilsched.errors import CallbackError, ConfigError
 from aprilsched.types import Group, Prompt, Rollout, Score
 
 __all__ = [
     "Accept",
     "CallbackRunner",
+    "Failures",
     "GroupReward",
     "Overdue",
     "Reward",
+    "WrongResult",
     "called",
     "called_now",
+    "check_callable",
     "raised",
 ]
 
@@ -40,6 +47,9 @@ GroupReward: TypeAlias = Callable[
 Accept: TypeAlias = Callable[[Group], bool | Awaitable[bool]]
 """Function that keeps or rejects a scored group (dynamic sampling)."""
 
+_PACKAGE = f"{Path(__file__).parents[1].as_posix()}/"
+_KINDS = 32
+"""Largest number of kinds of failures of which the first one is logged."""
 _THREADS = 16
 _GRACE_S = 10.0
 """Seconds that cancelled code of the caller has to clean up, for example to leave a process
@@ -138,8 +148,96 @@ def called_now(what: str, function: Callable[..., T], *args: Any) -> T:
 
 
 def raised(what: str, error: Exception) -> str:
-    """The cause for the ledger: the name of the called function, and what it raised."""
-    return f"{what} raised {(error.__cause__ if isinstance(error, CallbackError) else error)!r}"
+    """The cause for the ledger: the name of the called function, and what it raised or returned."""
+    if isinstance(error, WrongResult):
+        return f"{what} returned {error}"
+    own = _own(error)
+    try:
+        return f"{what} raised {own!r}"
+    except Exception:
+        return f"{what} raised {type(own).__name__}, which cannot be printed"
+
+
+def check_callable(what: str, function: object, *parameters: str) -> None:
+    """Check that a function of the caller can be called with these parameters, where that is known
+    before it is called.
+
+    Raises:
+        ConfigError: if it cannot be; `what` names the function.
+    """
+    wanted = f"give a function that is called with ({', '.join(parameters)})."
+    if not callable(function):
+        raise ConfigError(f"{what} is a {type(function).__name__}; {wanted}")
+    try:
+        # A decorator may give its function other arguments than it gets itself.
+        signature = inspect.signature(function, follow_wrapped=False)
+    except (TypeError, ValueError):
+        return  # Python does not know the signatures of some functions that are written in C.
+    try:
+        signature.bind(*parameters)
+    except TypeError as error:
+        raise ConfigError(f"{what} takes {signature} ({error}); {wanted}") from None
+
+
+class WrongResult(Exception):
+    """The caller's function returned something else than it should; the text says what."""
+
+
+class Failures:
+    """Logs the first failure of each kind with the traceback of the caller's code. Later ones are
+    counted in the ledger only, because a reward function may fail a million times.
+
+    Attributes:
+        errors: the errors that were logged, by their causes.
+    """
+
+    def __init__(self) -> None:
+        self.errors: dict[str, BaseException] = {}
+        self._kinds: set[Hashable] = set()
+
+    def first(self, *kind: Hashable) -> bool:
+        """Whether a failure of this kind has not been there before, and is to be logged."""
+        new = kind not in self._kinds and len(self._kinds) < _KINDS
+        if new:
+            self._kinds.add(kind)
+        return new
+
+    def note(self, what: str, function: object, error: Exception) -> str:
+        """Note that a function of the caller failed; returns the cause for the ledger."""
+        cause, own = raised(what, error), _own(error)
+        trace = _trace_of_caller(own)
+        line = None if trace is None else [(f.f_code.co_filename, n) for f, n in walk_tb(trace)][-1]
+        if self.first(what, type(own), line or cause):
+            self.errors[cause] = own
+            log.error(
+                "%s; the function is %s, and later failures of this kind are only counted",
+                cause,
+                _place(function),
+                exc_info=None if trace is None else (type(own), own, trace),
+            )
+        return cause
+
+
+def _own(error: BaseException) -> BaseException:
+    """What the caller's code raised itself."""
+    return (error.__cause__ or error) if isinstance(error, CallbackError) else error
+
+
+def _trace_of_caller(error: BaseException) -> TracebackType | None:
+    """The traceback from the first line of the caller's code; None if none of it is in it."""
+    trace = error.__traceback__
+    while trace and Path(trace.tb_frame.f_code.co_filename).as_posix().startswith(_PACKAGE):
+        trace = trace.tb_next
+    return trace
+
+
+def _place(function: Any) -> str:
+    """Name, file and line of a function of the caller."""
+    for each in (function, getattr(function, "func", None), type(function).__call__):
+        code = getattr(each, "__code__", None)
+        if code is not None:
+            return f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})"
+    return f"a {type(function).__name__}"
 
 
 class Overdue(Exception):

@@ -15,7 +15,6 @@ from pathlib import Path
 from aprilsched.analysis.run import readable
 from aprilsched.coordinator import RolloutScheduler
 from aprilsched.core.messages.facts import Fact
-from aprilsched.core.state.ledger import Reason
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.errors import AprilschedError, ConfigError, PromptsExhausted, RunFolderError
 from aprilsched.runs.config_file import as_toml
@@ -35,10 +34,6 @@ from aprilsched.telemetry.summary import Remainder, Summary
 from aprilsched.types import Batch
 
 __all__ = ["PriorRun", "Run"]
-
-_FAILURES = frozenset({Reason.FAILED, Reason.REWARD_FAILED, Reason.EPISODE_FAILED, Reason.DAMAGED})
-"""Reasons that the user did not ask for. In a failed group, one of the rollouts has one of them."""
-
 
 class Run:
     """One run; :meth:`execute` begins and ends it.
@@ -75,6 +70,7 @@ class Run:
         self._prior = PriorRun(folder.path, self._summary) if folder.resumed else None
         self._scheduler: RolloutScheduler | None = None
         self._interrupted = False
+        self._end: PromptsExhausted | None = None
 
     def execute(self) -> RunSummary:
         """Run to the end or to Ctrl-C; returns the summary, which is also written to the folder.
@@ -150,7 +146,8 @@ class Run:
         for done in range(before + 1, settings.batches + 1):
             try:
                 await self._step(rollouts)
-            except PromptsExhausted:
+            except PromptsExhausted as end:
+                self._end = end
                 return
             if setup.publisher is not None and done % settings.updates_every == 0:
                 await rollouts.update_weights(setup.publisher)
@@ -230,23 +227,19 @@ class Run:
         A file of prompts may end before the requested number of batches. This is no failure if
         there was a batch, and if the failed groups would not have been enough for the missing ones.
         """
-        if self._scheduler is None or self._interrupted:
+        end, asked = self._end, self._setup.settings.batches
+        if end is None or self._scheduler is None or self._interrupted:
             return None
-        in_flight, asked = self._scheduler.state.in_flight, self._setup.settings.batches
-        delivered = in_flight.counters.batches
-        config = self._setup.config
-        failed = [entry for entry in in_flight.ledger.entries if entry.reason in _FAILURES]
-        groups = len({entry.group_id for entry in failed})
-        missing = asked * config.batch_groups - self._summary.groups
-        if delivered >= asked or (delivered and groups < missing):
+        if not end.delivered:
+            return "no batch was delivered, because there are no prompts; give some."
+        missing = asked * self._setup.config.batch_groups - self._summary.groups
+        if end.failed < missing:
             return None
-        said = f"{delivered} of {asked} batches were" if delivered else "no batch was"
-        if not failed:
-            return f"{said} delivered, because the prompts gave no group; give more prompts."
-        many = "1 group" if groups == 1 else f"{groups} groups"
+        many = "1 group" if end.failed == 1 else f"{end.failed} groups"
         return (
-            f"{said} delivered, because {many} failed, the last one with "
-            f"{failed[-1].cause.rstrip('.')}; correct that, or give more prompts."
+            f"{self._scheduler.state.in_flight.counters.batches} of {asked} batches were "
+            f"delivered, because {many} failed, most often because "
+            f"{next(iter(end.causes)).rstrip('.')}; correct that, or give more prompts."
         )
 
     def _remainder(self) -> Remainder:

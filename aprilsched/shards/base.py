@@ -10,8 +10,8 @@ serial of its prompt, so it is counted once, whatever is sent twice.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -109,7 +109,8 @@ class News:
 
     Attributes:
         groups: the groups that were completed, each with the number by which it is told received.
-        dropped: serials of the prompts that will give no group.
+        dropped: for the serial of each prompt that will give no group, why it failed; empty if it
+            was not a failure.
         launched: number of prompts that were launched since the shard was opened.
         generating: number of its rollouts that are not generated to their end.
         complete: its groups that are generated and not in `groups` yet.
@@ -119,7 +120,7 @@ class News:
     """
 
     groups: tuple[tuple[int, Group], ...] = ()
-    dropped: tuple[int, ...] = ()
+    dropped: Mapping[int, str] = field(default_factory=dict[int, str])
     launched: int = 0
     generating: int = 0
     complete: Complete = NOTHING

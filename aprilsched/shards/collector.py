@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import heapq
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -27,6 +27,7 @@ from aprilsched.core.config import SchedulerConfig
 from aprilsched.core.policies.over_provision import PoolLoad
 from aprilsched.core.policies.refill import PoolView, Refill
 from aprilsched.core.policies.wave import Wave
+from aprilsched.core.state.ledger import Outcome
 from aprilsched.core.state.saved import SavedGroup
 from aprilsched.errors import ConfigError, InvariantViolation, StoreError
 from aprilsched.shards.base import (
@@ -132,6 +133,7 @@ class Collector:
         exhausted: whether the source has ended.
         requested: whether a batch is in work that the trainer has asked for.
         updating: whether an update is under way.
+        outcome: what became of the prompts.
         evicted: groups that were dropped here because they became too stale, since this was
             emptied.
 
@@ -161,6 +163,7 @@ class Collector:
         """Whether the source has no more prompts at the moment."""
         self.requested = False
         self.updating = False
+        self.outcome = Outcome()
         self.evicted: list[Group] = []
         self._prompts: dict[int, Prompt] = {}
         """The prompts that are with a shard, as the user gave them."""
@@ -277,6 +280,7 @@ class Collector:
         self._offer = None
         self._streamed = 0
         self.batches += 1
+        self.outcome.delivered += len(taken)
         self._batches_since_update += 1
         for each in taken:
             each.post.received.append(each.number)
@@ -338,6 +342,7 @@ class Collector:
         for serial in [serial for serial in lost if serial not in self._prompts]:
             # Its checkpoint had the prompt, and neither its store nor this process has it.
             log.error("%s has lost the group of prompt %d for good", post.name, serial)
+            self.outcome.fail(f"{post.name} was lost with it")
             lost.remove(serial)
             del post.serials[serial]
         post.version, post.engines = opened.version, max(1, opened.engines)
@@ -362,9 +367,11 @@ class Collector:
         for _ in range(min(news.launched - post.launched, len(post.told))):
             post.told.popleft()
         post.launched = max(post.launched, news.launched)
-        for serial in news.dropped:
+        for serial, cause in news.dropped.items():
             if post.serials.pop(serial, None) is not None:
                 self._prompts.pop(serial, None)
+                if cause:
+                    self.outcome.fail(cause)
         for number, group in news.groups:
             self._arrive(post, number, group)
 
@@ -583,6 +590,8 @@ class Collector:
                 batches_since_update=self._batches_since_update,
                 serials=self.serials,
                 cursor=self.cursor,
+                delivered=self.outcome.delivered,
+                failed=dict(self.outcome.causes),
                 slots=self._slots,
                 shards=[
                     _SavedShard(
@@ -625,6 +634,7 @@ class Collector:
         self.version, self.batches = record.version, record.batches
         self._batches_since_update = record.batches_since_update
         self.serials, self.cursor, self._slots = record.serials, record.cursor, record.slots
+        self.outcome = Outcome(delivered=record.delivered, causes=Counter(record.failed))
         self._prompts.update(prompts)
         for post, shard in zip(self.posts, record.shards, strict=True):
             post.slot, post.serials = shard.slot, dict(shard.serials)
@@ -647,6 +657,8 @@ class _Saved(msgspec.Struct, array_like=True):
     batches_since_update: int
     serials: int
     cursor: int
+    delivered: int
+    failed: dict[str, int]
     slots: int
     shards: list[_SavedShard]
 

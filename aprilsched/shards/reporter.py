@@ -7,6 +7,7 @@ from itertools import chain
 
 from aprilsched.core.messages import facts as of
 from aprilsched.core.messages.facts import Fact
+from aprilsched.core.state.ledger import FAILURES
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.steps.outage import stranded
 from aprilsched.shards.base import Complete, News, serial_of
@@ -31,7 +32,7 @@ class Reporter:
         self._state = state
         self._wake = wake
         self._groups: list[tuple[int, Group]] = []
-        self._dropped: list[int] = []
+        self._dropped: dict[int, str] = {}
         self._open: dict[int, int] = {}
         """Serial of each group that was launched and is neither delivered nor dropped."""
         self._cursor: int | None = None
@@ -68,7 +69,7 @@ class Reporter:
                 case of.GroupDropped():
                     serial = self._open.pop(fact.group_id, None)
                     if serial is not None:
-                        self._dropped.append(serial)
+                        self._dropped[serial] = fact.cause if fact.reason in FAILURES else ""
                         self._wake()
                 case of.UpdateFinished() | of.EngineAdmitted() | of.EngineLost():
                     self._wake()
@@ -85,7 +86,7 @@ class Reporter:
         complete = _complete(state)
         self._said_complete = complete.groups
         groups, self._groups = tuple(self._groups), []
-        dropped, self._dropped = tuple(self._dropped), []
+        dropped, self._dropped = self._dropped, {}
         return News(
             groups=groups,
             dropped=dropped,

@@ -35,9 +35,7 @@ from aprilsched.errors import (
     EngineError,
     FleetLost,
     InvariantViolation,
-    PromptsExhausted,
     RefitError,
-    RunGivenUp,
     SchedulerClosed,
     StoreError,
     closed_meanwhile,
@@ -166,7 +164,6 @@ class ShardedScheduler(TakesBatches):
         self._frozen = False
         """Whether a checkpoint is being written, so that shards are told nothing."""
         self._restored: Path | None = None
-        self._refused = 0
         self._refused_in_a_row = 0
         self._changed = asyncio.Event()
         self._none_since: float | None = None
@@ -249,10 +246,13 @@ class ShardedScheduler(TakesBatches):
         """Wait for the next batch; see :meth:`aprilsched.RolloutScheduler.next_batch`.
 
         Raises:
-            PromptsExhausted: when the prompts have ended and everything was delivered.
+            PromptsExhausted: when the prompts have ended and everything was delivered, but for
+                groups that failed.
             FleetLost: when no shard is left and none comes back within `health.fleet_wait_s`.
             RefitError: when no shard has the version of the run; an update repairs this.
-            RunGivenUp: when `retries.failed_groups` groups in a row failed in a shard.
+            RunGivenUp: when `retries.failed_groups` groups in a row failed in a shard, and when the
+                prompts have ended and no group was delivered, or more than `retries.failed_share`
+                failed.
             SchedulerClosed: outside of the ``async with`` block.
         """
         await self._offered()
@@ -273,8 +273,7 @@ class ShardedScheduler(TakesBatches):
         self._act()
         try:
             while self._waits.offer is None:
-                if not await future:
-                    raise PromptsExhausted("the prompts have ended and everything was delivered.")
+                await future
                 if self._waits.offer is None:
                     # An update came between the offer and this line, so the offer was withdrawn.
                     future = self._waits.for_batch()
@@ -848,7 +847,9 @@ class ShardedScheduler(TakesBatches):
         elif collector.ended and self._waits.batch_requested:
             collector.end_request()
             self._tell_facts(of.PromptsEnded())
-            self._waits.end(None)
+            share = self.config.retries.failed_share
+            end = collector.outcome.end(collector.cursor, share)
+            self._waits.refuse(end, batch=True, evaluations=())
         if self._frozen:
             return
         self._refuse_stranded()
@@ -934,16 +935,13 @@ class ShardedScheduler(TakesBatches):
                 self._refused_in_a_row = 0
                 continue
             usable.append(None)
-            self._refused += 1
             self._refused_in_a_row += 1
-            log.warning("a prompt cannot be used: %s", prompt.cause)
+            outcome = self._collector.outcome
+            if prompt.cause not in outcome.causes:
+                log.error("a prompt cannot be used: %s; later ones are only counted", prompt.cause)
+            outcome.fail(prompt.cause)
             if self._refused_in_a_row >= self.config.retries.failed_groups:
-                self._waits.fail(
-                    RunGivenUp(
-                        f"{self._refused_in_a_row} prompts in a row cannot be used, the last "
-                        f"because {prompt.cause}; correct that, or raise retries.failed_groups."
-                    )
-                )
+                self._waits.fail(outcome.given_up(self._refused_in_a_row, prompt.cause))
         self._tell_facts(of.PromptsReceived(prompts=len(prompts), last=last, partial=partial))
         self._collector.arrived(usable, last=last, partial=partial)
         self._act()

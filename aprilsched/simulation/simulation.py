@@ -190,7 +190,7 @@ class Simulation:
                 do.Offer: trainer.take,
                 do.WithdrawOffer: trainer.withdraw,
                 do.Deliver: trainer.deliver,
-                do.EndOfPrompts: trainer.end,
+                do.EndOfPrompts: self._end_prompts,
             }
         )
 
@@ -237,7 +237,13 @@ class Simulation:
             self._failure = FleetLost(f"no engine is left: {command.cause}")
 
     def _give_up(self, command: do.GiveUp) -> None:
-        self._failure = RunGivenUp(f"{command.groups} groups in a row failed: {command.cause}")
+        self._failure = command.error
+
+    def _end_prompts(self, command: do.EndOfPrompts) -> None:
+        if isinstance(command.error, RunGivenUp):
+            self._failure = command.error
+        else:
+            self.trainer.end(command)
 
 
 _THRESHOLDS = (50_000, 20, 20)

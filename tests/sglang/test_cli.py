@@ -99,7 +99,7 @@ async def test_a_run_without_a_batch_is_a_failure(clean_server: CpuServer, tmp_p
         f"--group-size 1 --over-provision 1 --no-report --quiet --out {tmp_path / 'run'}"
     )
     assert code == 2
-    assert "no batch was delivered, because 1 group failed" in errors
+    assert "no group was delivered: 1 of 1 failed" in errors
 
 
 def _lines(count: int) -> list[str]:

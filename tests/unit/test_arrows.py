@@ -122,6 +122,7 @@ RULES: dict[str, Rule] = {
         ours=(
             "aprilsched.core.lengths",
             "aprilsched.core.messages",
+            "aprilsched.errors",
             "aprilsched.core.policies",
             "aprilsched.types",
         ),

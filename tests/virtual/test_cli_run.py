@@ -175,7 +175,7 @@ FAILING = ["--batch-groups", "1", "--group-size", "2", "--over-provision", "1", 
 @pytest.mark.parametrize(
     ("lengths", "batches", "code", "said"),
     [
-        ([500], 1, 2, "no batch was delivered, because 1 group failed, the last one with "),
+        ([500], 1, 2, "no group was delivered: 1 of 1 failed, most often because "),
         ([5, 500, 5], 3, 2, "2 of 3 batches were delivered, because 1 group failed, "),
         ([5, 5], 10, 0, None),
         ([5, 500, 5], 10, 0, None),

@@ -28,7 +28,6 @@ from aprilsched.engines.base import Engine
 from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import (
     FleetLost,
-    PromptsExhausted,
     RefitError,
     RunGivenUp,
     SchedulerClosed,
@@ -270,7 +269,7 @@ def test_the_reward_of_a_dropped_rollout_is_cancelled():
         async with RolloutScheduler(
             SimFleet(1), workload(count=1), reward=score, config=config()
         ) as rollouts:
-            with pytest.raises(PromptsExhausted):
+            with pytest.raises(RunGivenUp, match=r"no group was delivered: 1 of 1 failed.*first"):
                 await rollouts.next_batch()
             assert rollouts.state.in_flight.ledger.total == 4
 

@@ -205,7 +205,8 @@ def test_a_score_that_cannot_be_kept_is_an_entry_of_the_ledger(bad: Callable[[],
     ledger = run_virtual(program())
     assert set(ledger.rollouts) == {Reason.REWARD_FAILED}
     cause = ledger.entries[0].cause
-    assert cause.startswith("the reward function raised ConfigError(")
+    said = "returned" if bad is BAD["no reward"] else "raised ConfigError("
+    assert cause.startswith(f"the reward function {said}")
     assert len(cause) < 300
 
 

@@ -7,8 +7,11 @@ the run with one sentence. It never ends a task of the scheduler without a messa
 from __future__ import annotations
 
 import asyncio
+import copy
+import functools
+import traceback
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -22,6 +25,7 @@ from aprilsched import (
     SimFleet,
     SimPublisher,
     Turn,
+    blocking,
 )
 from aprilsched.config import Dispatch, Pool, Retries
 from aprilsched.coordinator.tasks import Tasks
@@ -32,11 +36,14 @@ from aprilsched.errors import (
     CallbackError,
     ConfigError,
     InvariantViolation,
+    PromptsExhausted,
     RefitError,
+    RunEnded,
     RunGivenUp,
     SchedulerClosed,
 )
 from aprilsched.planning import Planner
+from aprilsched.remote import Raised
 from aprilsched.store import MemoryStore
 
 SHORT = SamplingParams(max_new_tokens=20, ignore_eos=True)
@@ -583,3 +590,263 @@ def test_an_evaluation_of_empty_groups_is_refused():
                     await rollouts.evaluate([Prompt(input_ids=ONE)], group_size=size)
 
     run_virtual(main())
+
+
+# --- functions that cannot be called, and runs that must not end well ----------------------------
+
+
+class Takes:
+    """Functions of every kind of parameters."""
+
+    def method(self, rollout: Any, prompt: Any) -> float:
+        return 1.0
+
+    def __call__(self, rollout: Any, prompt: Any, *, scale: float = 1.0) -> float:
+        return scale
+
+    @staticmethod
+    def three(rollout: Any, prompt: Any, judge: Any) -> float:
+        return 1.0
+
+
+@functools.wraps(Takes.three)
+def judged(rollout: Any, prompt: Any) -> float:
+    """A decorated function, which says that it takes what the function inside takes."""
+    return Takes.three(rollout, prompt, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"reward": 1.0}, r"reward is a float; give .*\(rollout, prompt\)"),
+        (
+            {"reward": lambda rollout: 1.0},
+            r"reward takes \(rollout\) \(too many.*\(rollout, prompt\)",
+        ),
+        ({"reward": Takes.three}, "missing a required argument: 'judge'"),
+        ({"reward": functools.partial(Takes.three, 1, 2)}, "too many positional arguments"),
+        ({"reward": lambda r, p: [1.0], "reward_scope": "group"}, r'"group" takes \(r, p\)'),
+        ({"accept": lambda: True}, r"accept takes \(\)"),
+        ({"accept": True}, "accept is a bool"),
+        ({"episode": lambda turn: None}, r"episode takes .*\(turn, prompt\)"),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_refused_where_it_is_given(
+    arguments: dict[str, Any], said: str
+):
+    with pytest.raises(ConfigError, match=said):
+        RolloutScheduler(SimFleet(1), workload(), **arguments)
+    with pytest.raises(ConfigError, match=said):
+        blocking.RolloutScheduler(SimFleet(1), workload(), **arguments)
+
+
+@pytest.mark.parametrize(
+    "reward",
+    [
+        Takes().method,
+        Takes(),
+        judged,
+        functools.partial(Takes.three, judge=None),
+        lambda *both: 1.0,
+        lambda rollout, prompt=None, **more: 1.0,
+        min,
+        max,
+    ],
+)
+def test_a_function_that_may_be_callable_is_taken(reward: Any):
+    RolloutScheduler(SimFleet(1), workload(), reward=reward)
+
+
+async def ended(caplog: pytest.LogCaptureFixture, count: int = 9, **arguments: Any) -> RunEnded:
+    """Run to the end of the prompts with `async for`, which must raise; returns the error."""
+    settings = arguments.pop("config", config(retries=Retries(failed_groups=1000)))
+    scheduler = RolloutScheduler(SimFleet(1), workload(count), config=settings, **arguments)
+    async with scheduler as rollouts, asyncio.timeout(LONG_S):
+        with pytest.raises(RunGivenUp) as raised:
+            async for _ in rollouts:
+                pass
+        with pytest.raises(RunGivenUp):
+            await rollouts.next_batch()
+        with pytest.raises(RunGivenUp):
+            async for _ in rollouts.stream():
+                pass
+    return raised.value
+
+
+def test_a_reward_that_always_fails_is_an_error_at_the_end_with_its_own_traceback(
+    caplog: pytest.LogCaptureFixture,
+):
+    async def no_answer(rollout: Any, prompt: Any) -> float:
+        return {}["answer"]
+
+    error = run_virtual(ended(caplog, reward=no_answer))
+    cause = "the reward function raised KeyError('answer')"
+    assert str(error) == (
+        f"the prompts have ended and no group was delivered: 9 of 9 failed, most often because "
+        f"{cause}; correct that."
+    )
+    assert (error.delivered, error.failed, error.causes) == (0, 9, {cause: 9})
+    assert isinstance(error.__cause__, KeyError)
+    (record,) = [r for r in caplog.records if "reward" in r.getMessage()]
+    assert record.levelname == "ERROR"
+    assert "no_answer (" in record.getMessage()
+    assert record.exc_info is not None
+    names = [frame.name for frame in traceback.extract_tb(record.exc_info[2])]
+    assert names == ["no_answer"], "no line of the library stands before the caller's"
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (None, "None; return a number or a Score"),
+        ("1.0", "'1.0'; return a number"),
+        ([1.0], "[1.0]; return a number"),
+        (float("nan"), "nan (the reward is nan"),
+    ],
+)
+@pytest.mark.parametrize("scope", ["rollout", "group"])
+def test_a_reward_that_is_no_number_says_so(
+    caplog: pytest.LogCaptureFixture, value: Any, said: str, scope: Any
+):
+    def reward(*_: Any) -> Any:
+        return value if scope == "rollout" else [value, value]
+
+    async def on_loop(*_: Any) -> Any:
+        return reward()
+
+    error = run_virtual(ended(caplog, reward=on_loop, reward_scope=scope))
+    assert f"because the reward function returned {said}" in str(error)
+    assert "reward" in caplog.text
+    assert f"({__file__}:" in caplog.text
+
+
+def test_an_accept_function_that_forgets_to_return_is_a_failure(caplog: pytest.LogCaptureFixture):
+    async def forgets(group: Any) -> Any:
+        _ = group.rollouts[0].reward
+
+    error = run_virtual(ended(caplog, accept=forgets))
+    assert "because the accept function returned None; return True or False" in str(error)
+
+
+def test_a_run_of_which_everything_was_rejected_is_an_error(caplog: pytest.LogCaptureFixture):
+    async def never(group: Any) -> bool:
+        return False
+
+    error = run_virtual(ended(caplog, accept=never))
+    assert "no group was delivered: all were rejected or became too stale" in str(error)
+    assert (error.failed, error.causes) == (0, {})
+
+
+@pytest.mark.parametrize("share", [0.5, 0.7, 1.0])
+def test_a_run_may_end_with_a_share_of_failed_groups(
+    caplog: pytest.LogCaptureFixture, share: float
+):
+    async def sometimes(rollout: Any, prompt: Any) -> float:
+        if prompt.metadata["index"] % 3:
+            raise ValueError(f"prompt {prompt.metadata['index']}")
+        return 1.0
+
+    async def main() -> None:
+        settings = config(retries=Retries(failed_share=share))
+        delivered, error = 0, None
+        async with RolloutScheduler(
+            SimFleet(1), numbered(9), reward=sometimes, config=settings
+        ) as rollouts:
+            while error is None:
+                try:
+                    delivered += len((await rollouts.next_batch()).groups)
+                except RunEnded as end:
+                    error = end
+        assert type(error) is (RunGivenUp if share == 0.5 else PromptsExhausted)
+        assert (delivered, error.delivered, error.failed) == (3, 3, 6)
+        assert len(error.causes) == 6
+        assert "6 of 9 groups failed" in str(error) or "and 6 failed" in str(error)
+        assert copy.copy(error).causes == error.causes, "as pickle does it"
+        assert vars(cast("Any", Raised.of(error).again())) == vars(error)
+
+    run_virtual(main())
+    assert len([r for r in caplog.records if "the reward function" in r.getMessage()]) == 1
+
+
+def numbered(count: int) -> list[Prompt]:
+    return [
+        Prompt(input_ids=ONE, sampling=SHORT, metadata={"index": index}) for index in range(count)
+    ]
+
+
+def test_the_counts_of_a_resumed_run_are_those_of_the_whole_run():
+    async def fails(rollout: Any, prompt: Any) -> float:
+        raise KeyError("answer")
+
+    async def scores(rollout: Any, prompt: Any) -> float:
+        return 1.0
+
+    async def main() -> None:
+        store, settings = MemoryStore(), config()
+        source = numbered(10)
+        async with RolloutScheduler(
+            SimFleet(1), source, reward=scores, config=settings, store=store
+        ) as rollouts:
+            (await rollouts.next_batch()).acknowledge()
+        scheduler = RolloutScheduler(
+            SimFleet(1), source, reward=fails, config=settings, store=store
+        )
+        async with scheduler as rollouts:
+            with pytest.raises(RunGivenUp, match=r"4 groups in a row.*2 groups were delivered"):
+                await rollouts.next_batch()
+        async with RolloutScheduler(
+            SimFleet(1), source, reward=scores, config=settings, store=store
+        ) as rollouts:
+            assert sum([len(batch.groups) async for batch in rollouts]) == 4
+            with pytest.raises(PromptsExhausted) as raised:
+                await rollouts.next_batch()
+            assert (raised.value.delivered, raised.value.failed) == (6, 4)
+
+    run_virtual(main())
+
+
+class Lies(Exception):
+    """An exception that cannot be printed."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError
+
+    __str__ = __repr__
+
+
+def test_an_exception_that_cannot_be_printed_costs_its_group_only(
+    caplog: pytest.LogCaptureFixture,
+):
+    async def lies(rollout: Any, prompt: Any) -> float:
+        raise Lies
+
+    error = run_virtual(ended(caplog, reward=lies))
+    assert "raised Lies, which cannot be printed" in str(error)
+
+
+def test_failures_that_all_differ_are_bounded_in_the_log_and_in_the_counts(
+    caplog: pytest.LogCaptureFixture,
+):
+    async def differs(rollout: Any, prompt: Any) -> Any:
+        return f"answer {rollout.rollout_id}"
+
+    error = run_virtual(ended(caplog, 100, reward=differs))
+    assert error.failed == 100
+    assert len(error.causes) < 40
+    assert len([r for r in caplog.records if "the reward function" in r.getMessage()]) < 40
+
+
+def test_prompts_that_the_engines_refuse_are_an_error_with_its_cause(
+    caplog: pytest.LogCaptureFixture,
+):
+    async def main() -> RunEnded:
+        fleet = SimFleet(1, kv_tokens=100)
+        too_long = [Prompt(input_ids=np.ones(500, np.int32), sampling=SHORT) for _ in range(3)]
+        async with RolloutScheduler(fleet, too_long, config=config()) as rollouts:
+            with pytest.raises(RunGivenUp) as raised:
+                await rollouts.next_batch()
+        return raised.value
+
+    error = run_virtual(main())
+    assert "3 of 3 failed, most often because refused at attempt" in str(error)
+    assert len([r for r in caplog.records if "refused at attempt" in r.getMessage()]) == 1

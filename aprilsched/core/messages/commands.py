@@ -9,6 +9,7 @@ from msgspec import Struct
 
 from aprilsched.core.lengths.groups import GroupLengths
 from aprilsched.core.policies.schedule import Pace, Schedule
+from aprilsched.errors import RunEnded, RunGivenUp
 from aprilsched.types import Batch, Float32Array, Group, Int32Array, Prompt, Rollout, SamplingParams
 
 __all__ = [
@@ -374,6 +375,7 @@ class GiveUp:
 
     groups: int
     cause: str
+    error: RunGivenUp
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -461,7 +463,9 @@ class Redeliver:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EndOfPrompts:
-    """Tell the trainer that the prompts have ended and everything was delivered."""
+    """Tell the trainer that the prompts have ended, and how the run has gone."""
+
+    error: RunEnded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -7,10 +7,12 @@ the cause and its number of tokens. Counts are kept for ever, and the latest ent
 from __future__ import annotations
 
 from collections import Counter, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
-__all__ = ["REFUSED", "Counters", "Entry", "Ledger", "Reason"]
+from aprilsched.errors import PromptsExhausted, RunEnded, RunGivenUp
+
+__all__ = ["FAILURES", "REFUSED", "Counters", "Entry", "Ledger", "Outcome", "Reason"]
 
 REFUSED = "refused at attempt"
 """How the cause begins where an engine has refused the request itself (:data:`Reason.FAILED`)."""
@@ -80,6 +82,19 @@ class Reason(StrEnum):
     """The store cannot read it any more."""
 
 
+FAILURES = frozenset(
+    {
+        Reason.BAD_PROMPT,
+        Reason.FAILED,
+        Reason.REWARD_FAILED,
+        Reason.EPISODE_FAILED,
+        Reason.VERSION_LOST,
+        Reason.DAMAGED,
+    }
+)
+"""Reasons of groups that the user did not ask to drop, and that nothing generates again."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
     """One dropped rollout."""
@@ -113,3 +128,52 @@ class Ledger:
     def total(self) -> int:
         """Number of rollouts dropped."""
         return sum(self.rollouts.values())
+
+
+_CAUSES = 32
+"""Largest number of causes that are counted one by one."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """What became of the prompts of a run, in groups."""
+
+    delivered: int = 0
+    causes: Counter[str] = field(default_factory=Counter[str])
+    """Failed groups, and prompts that cannot be used, by cause."""
+
+    def fail(self, cause: str) -> None:
+        """Count a failed group."""
+        known = cause in self.causes or len(self.causes) < _CAUSES
+        self.causes[cause if known else "of other causes"] += 1
+
+    def given_up(self, groups: int, cause: str) -> RunGivenUp:
+        """The error for a run of which `groups` groups in a row failed, the last for `cause`."""
+        return RunGivenUp(
+            f"{groups} groups in a row failed and none was accepted, the last because {cause}; "
+            f"correct that, or raise retries.failed_groups (in all {self.delivered} groups were "
+            f"delivered and {self.causes.total()} failed).",
+            delivered=self.delivered,
+            causes=self.causes,
+        )
+
+    def end(self, prompts: int, share: float) -> RunEnded:
+        """The error for a trainer that waits for a batch after the last of `prompts` prompts, of
+        which the share `share` may fail."""
+        kind: type[RunEnded] = RunGivenUp
+        failed = self.causes.total()
+        why = f"most often because {self.causes.most_common(1)[0][0]}" if failed else ""
+        if prompts and not self.delivered:
+            said = f"{failed} of {prompts} failed, {why}"
+            said = said if failed else "all were rejected or became too stale"
+            said = f"no group was delivered: {said}; correct that"
+        elif failed > share * prompts:
+            said = f"{failed} of {prompts} groups failed, {why}; correct that, or raise "
+            said += "retries.failed_share"
+        else:
+            kind = PromptsExhausted
+            said = f"{self.delivered} groups were delivered and {failed} failed, {why}"
+            said = said if failed else "everything was delivered"
+        return kind(
+            f"the prompts have ended and {said}.", delivered=self.delivered, causes=self.causes
+        )

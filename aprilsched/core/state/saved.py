@@ -206,6 +206,9 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True, rename={"wave_pending"
     """Groups of the batch in work that the trainer may have already."""
     in_parts: bool = False
     """Whether engines may have parts of two versions."""
+    delivered_groups: int = 0
+    failed_groups: dict[str, int] = msgspec.field(default_factory=dict[str, int])
+    """Numbers of failed groups by cause."""
     remembered_well: tuple[float, float] = (0.0, 0.0)
     """How well the remembered lengths have predicted: the sums of the regression."""
 

@@ -22,6 +22,7 @@ from aprilsched.core.state.engine_control import CUDA_GRAPH, WEIGHTS, FleetContr
 from aprilsched.core.state.engine_health import FleetHealth
 from aprilsched.core.state.expectation import Expectations
 from aprilsched.core.state.in_flight import InFlight
+from aprilsched.core.state.ledger import Outcome
 from aprilsched.core.state.queues import MustDeliver
 from aprilsched.core.state.records import (
     DeliveredBatch,
@@ -109,6 +110,8 @@ class PromptSupply:
     """The source has ended."""
     consecutive_failures: int = 0
     """Groups dropped for a failure since a group was last accepted."""
+    outcome: Outcome = field(default_factory=Outcome)
+    """What became of those that were launched."""
     usual_size: float
     """Mean number of rollouts in the groups launched last."""
     sizes_seen: int = 0

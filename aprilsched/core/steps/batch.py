@@ -253,7 +253,8 @@ def offer(state: SchedulerState) -> None:
 def _end_prompts(state: SchedulerState) -> None:
     state.delivery.end_request()
     state.tell(facts.PromptsEnded())
-    state.commands.append(EndOfPrompts())
+    prompts, share = state.prompts, state.config.retries.failed_share
+    state.commands.append(EndOfPrompts(error=prompts.outcome.end(prompts.cursor, share)))
 
 
 def _offer_batch(state: SchedulerState, offered: Offered) -> None:
@@ -446,6 +447,7 @@ def _deliver(state: SchedulerState, offered: Offered, *, unsaved: bool = False) 
     if state.in_flight.journal.active and offered.record is not None:
         state.delivery.unacknowledged[batch.index] = offered.record
     state.in_flight.counters.batches += 1
+    state.prompts.outcome.delivered += len(offered.groups)
     state.delivery.batches_since_update += 1
     delivered = _tell_delivery(state, batch, again=False, distances=distances)
     state.in_flight.counters.tokens_masked += sum([r.masked for r in delivered])

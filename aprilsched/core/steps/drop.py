@@ -20,7 +20,7 @@ from aprilsched.core.messages.facts import (
     GroupsFailed,
     PromptRefused,
 )
-from aprilsched.core.state.ledger import REFUSED, Reason
+from aprilsched.core.state.ledger import FAILURES, REFUSED, Reason
 from aprilsched.core.state.records import GroupRecord, RequestRecord
 from aprilsched.core.state.state import SchedulerState
 
@@ -33,9 +33,9 @@ __all__ = [
     "refuse",
 ]
 
-_FAILURES = frozenset(
-    {Reason.BAD_PROMPT, Reason.FAILED, Reason.REWARD_FAILED, Reason.EPISODE_FAILED}
-)
+_IN_A_ROW = FAILURES - {Reason.VERSION_LOST}
+"""Reasons that count towards ``retries.failed_groups``. With a version all its episodes are lost at
+once."""
 
 
 def abort(state: SchedulerState, request: RequestRecord) -> None:
@@ -91,7 +91,9 @@ def drop(
             culprit=culprit,
         )
     )
-    if reason in _FAILURES:
+    if group.evaluation_id is None and reason in FAILURES:
+        state.prompts.outcome.fail(cause)
+    if reason in _IN_A_ROW:
         _count_failure(state, cause)
 
 
@@ -119,6 +121,7 @@ def refuse(state: SchedulerState, cause: str) -> None:
             cause=cause,
         )
     )
+    state.prompts.outcome.fail(cause)
     _count_failure(state, cause)
 
 
@@ -129,9 +132,11 @@ def _count_failure(state: SchedulerState, cause: str) -> None:
     waits forever.
     """
     state.prompts.consecutive_failures += 1
-    if state.prompts.consecutive_failures == state.config.retries.failed_groups:
-        state.tell(GroupsFailed(groups=state.prompts.consecutive_failures, cause=cause))
-        state.commands.append(GiveUp(groups=state.prompts.consecutive_failures, cause=cause))
+    groups = state.prompts.consecutive_failures
+    if groups == state.config.retries.failed_groups:
+        state.tell(GroupsFailed(groups=groups, cause=cause))
+        error = state.prompts.outcome.given_up(groups, cause)
+        state.commands.append(GiveUp(groups=groups, cause=cause, error=error))
 
 
 def count_failure(request: RequestRecord, config: SchedulerConfig, event: Failed) -> str:

@@ -14,6 +14,7 @@ from which only the settings of the prior run could continue would never change 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -22,7 +23,7 @@ from aprilsched.core.messages.commands import Launch, ScoreGroup, ScoreRollout, 
 from aprilsched.core.messages.facts import EpisodeStarted, GroupAccepted, RewardRequested
 from aprilsched.core.policies.schedule import Schedule
 from aprilsched.core.state.assembly import batch_of, group_of, launched, rollout_of
-from aprilsched.core.state.ledger import Entry, Reason
+from aprilsched.core.state.ledger import Entry, Outcome, Reason
 from aprilsched.core.state.lifecycle import GENERATING, State
 from aprilsched.core.state.records import (
     DeliveredBatch,
@@ -171,6 +172,9 @@ def _restore_run(state: SchedulerState, saved: Saved) -> None:
         cause = "its evaluation ended with the process that asked for it"
         _drop(state, rollout_id, group_id, tokens, Reason.RESTARTED, cause)
     state.prompts.cursor = run.cursor
+    state.prompts.outcome = Outcome(
+        delivered=run.delivered_groups, causes=Counter(run.failed_groups)
+    )
     state.weights.versions.start(run.version)
     state.weights.base, state.weights.adapter = run.base, run.adapter
     state.weights.in_parts = run.in_parts
@@ -401,6 +405,7 @@ def _left(saved: Saved, group: GroupRecord) -> bool:
 def _take_back(state: SchedulerState, group: GroupRecord) -> None:
     counters = state.in_flight.counters
     counters.delivered -= len(group.members)
+    state.prompts.outcome.delivered -= 1
     counters.tokens_delivered -= sum(member.log.sampled_tokens for member in group.members)
     group.accepted = None
 
@@ -418,6 +423,8 @@ def _drop_damaged(state: SchedulerState, saved: Saved, delivered: set[int]) -> N
             lost = 0 if tokens is None else len(tokens.token_ids)
             in_flight.counters.delivered -= group_id in delivered
             _drop(state, rollout_id, group_id, lost, Reason.DAMAGED, cause)
+        state.prompts.outcome.delivered -= group_id in delivered
+        state.prompts.outcome.fail(cause)
     if saved.damaged:
         # The number of rollouts of a group that cannot be read is not known.
         counters = in_flight.counters

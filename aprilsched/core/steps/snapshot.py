@@ -243,6 +243,8 @@ def _run(state: SchedulerState, *, taken: bool = True) -> RunState:
         accepts=state.caller.accepts,
         groups_given=_groups_given(state),
         in_parts=state.weights.in_parts,
+        delivered_groups=state.prompts.outcome.delivered + len(groups),
+        failed_groups=dict(state.prompts.outcome.causes),
         remembered_well=(state.expectations.memory.products, state.expectations.memory.squares),
     )
 
