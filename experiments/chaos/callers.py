@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -61,6 +62,10 @@ class Callers:
         self._kept: list[BaseException] = []
         self.running = 0
         """Calls that have not returned."""
+        draw = mix.draw("broken functions")
+        self._breaks = draw.choice(["raise", "return None", "block"])
+        self._whole = draw.choice([0, 0, 10, 60]) if mix.has("broken_functions") else math.inf
+        """Calls after which they are broken."""
 
     def throw(self, *but: type[BaseException]) -> BaseException:
         """Something to raise, `but` not of these types."""
@@ -71,17 +76,32 @@ class Callers:
         self._kept.append(error)
         return error
 
+    @property
+    def _broken(self) -> str:
+        """What the functions do in the place of their work; empty if they do it."""
+        return self._breaks if self._whole <= 0 else ""
+
     def _maybe_raise(self, share: float) -> None:
+        self._whole -= 1
+        if self._broken == "raise":
+            error = KeyError("answer")
+            self.raised.add(id(error))
+            self._kept.append(error)
+            raise error
         if self._mix.has("raising") and self._draw.random() < share:
             raise self.throw()
 
     async def _dawdle(self) -> None:
         draw = self._draw
         seconds = draw.choice([0.0, 0.0, 0.1, 1.0, 10.0])
-        if seconds:
+        if self._broken == "block":
+            await asyncio.sleep(600.0)
+        elif seconds:
             await asyncio.sleep(seconds * draw.random())
 
     def _score(self, good: Any) -> Any:
+        if self._broken == "return None":
+            return None
         if self._mix.has("bad_returns") and self._draw.random() < 0.05:
             return self._draw.choice(BAD_SCORES)
         return good
@@ -126,7 +146,7 @@ class Callers:
 
         def plain(group: Group) -> Any:
             self._maybe_raise(0.05)
-            return draw.random() < 0.8
+            return self._score(draw.random() < 0.8)
 
         async def slow(group: Group) -> Any:
             await self._dawdle()
@@ -409,11 +429,15 @@ class Source:
         return prompt_of(self._mix, index, self._group_size)
 
     def _bad(self, index: int) -> Any:
-        match self._mix.draw(f"bad prompt {index}").randrange(4):
+        match self._mix.draw(f"bad prompt {index}").randrange(5):
             case 0:
                 return [1, 2, 3]
             case 1:
                 return None
+            case 4:
+                one = SamplingParams(max_new_tokens=5, ignore_eos=True)
+                unknown: Any = [self._mix.machine.vocab_size]
+                return Prompt(input_ids=unknown, sampling=one, key=f"unknown {index}")
             case 2:
                 one = SamplingParams(max_new_tokens=5, ignore_eos=True)
                 return Prompt(input_ids=[1], sampling=(one,) * (self._group_size + 1))  # type: ignore[arg-type]

@@ -17,8 +17,9 @@ from aprilsched import Batch, Rollout, SamplingParams
 from aprilsched.core.invariants import check as check_invariants
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
+from aprilsched.core.state.ledger import FAILURES
 from aprilsched.core.state.state import SchedulerState
-from aprilsched.errors import InvariantViolation
+from aprilsched.errors import InvariantViolation, PromptsExhausted, RunEnded
 from aprilsched.types import NO_VERSION
 from experiments.chaos.callers import prompt_of
 from experiments.chaos.mix import Mix
@@ -50,6 +51,8 @@ class Records:
     """Batches that must come again first."""
     launched: dict[int, Any] = field(default_factory=dict[int, Any])
     """The prompt's key of each training group that was launched."""
+    evaluated: set[int] = field(default_factory=set[int])
+    """The groups of evaluations."""
 
     def copy(self) -> Records:
         """As they are now, for a checkpoint of the trainer."""
@@ -57,7 +60,7 @@ class Records:
             index: Given(b.fingerprint, b.keys, b.secured, b.acknowledged, b.version)
             for index, b in self.batches.items()
         }
-        return Records(batches, set(self.expected), dict(self.launched))
+        return Records(batches, set(self.expected), dict(self.launched), set(self.evaluated))
 
     def killed(self) -> None:
         """The process is gone. What the store never had may be generated again."""
@@ -93,8 +96,14 @@ class Checks:
             self._complain(f"invariant after {type(event).__name__}: {error}")
 
     def on_command(self, command: do.Command, now: float) -> None:
-        if isinstance(command, do.Launch) and command.evaluation_id is None:
+        if not isinstance(command, do.Launch):
+            return
+        # What a killed process has not saved is launched again under the same ids.
+        self.records.evaluated.discard(command.group_id)
+        if command.evaluation_id is None:
             self.records.launched[command.group_id] = command.prompt.key
+        else:
+            self.records.evaluated.add(command.group_id)
 
     # --- batches ---------------------------------------------------------------------------------
 
@@ -221,6 +230,22 @@ class Checks:
             self._complain(f"rollout {rollout.rollout_id} of prompt {key} has tokens of another")
 
     # --- the end of a life -----------------------------------------------------------------------
+
+    def ended(self, error: RunEnded, state: SchedulerState) -> None:
+        """The prompts have ended, and `error` says how."""
+        ledger, prompts = state.in_flight.ledger, state.prompts.cursor
+        groups = {entry.group_id for entry in ledger.entries if entry.reason in FAILURES}
+        failed = len(groups - self.records.evaluated)
+        if error.failed != failed or sum(error.causes.values()) != failed:
+            self._complain(f"{failed} groups failed, and the error has {error.failed}: {error}")
+        given = sum(len(batch.keys) for batch in self.records.batches.values())
+        if error.delivered < given:
+            self._complain(f"{given} groups were given, and the error has {error.delivered}")
+        bad = failed > state.config.retries.failed_share * prompts or (prompts and not given)
+        if isinstance(error, PromptsExhausted) is bool(bad):
+            self._complain(
+                f"{given} of {prompts} groups given, {failed} failed, and it ends: {error}"
+            )
 
     def end(self, state: SchedulerState, kept: Iterable[Batch]) -> None:
         """Nothing is lost: every prompt and every token has its place."""

@@ -52,6 +52,7 @@ KINDS: dict[str, float] = {
     # What the caller's functions do.
     "raising": 0.5,
     "bad_returns": 0.25,
+    "broken_functions": 0.1,
     "bad_publishers": 0.4,
     "bad_sources": 0.2,
     "bad_prompts": 0.15,
@@ -78,8 +79,9 @@ cancels: of update_weights, evaluate and checkpoint. sleep: asleep() blocks. ada
 adapters. checkpoints: at any moment, also where they cannot be written. restores: a later life
 begins with a checkpoint. close: at any moment. idle_trainer: long times without a call. raising:
 rewards, accept and episodes raise whatever can be raised. bad_returns: they return what is none.
+broken_functions: from some call on they always raise, return None, or take ten minutes.
 bad_publishers: they raise, return nothing, lie, dawdle. bad_sources: reading prompts raises.
-bad_prompts: what comes is none. stops: batches are filled by
+bad_prompts: what comes is none, or is out of the vocabulary. stops: batches are filled by
 samples or tokens. dry_sources: no prompt for a long time, or for ever. turn_timeouts:
 around turn.generate. misused_turns: two at a time, other contexts, bad ids. slow_store: durable
 writes are slower than the poll. failing_store: they fail now and then. kills: the process dies and

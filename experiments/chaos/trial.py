@@ -26,8 +26,8 @@ from aprilsched.errors import (
     ConfigError,
     EpisodeError,
     InvariantViolation,
-    PromptsExhausted,
     RefitError,
+    RunEnded,
     SchedulerClosed,
     StoreError,
 )
@@ -513,8 +513,11 @@ class _Life:
             now = asyncio.get_running_loop().time()
             try:
                 batch = self._joined(await self._next_batch())
-            except PromptsExhausted:
+            except RunEnded as error:
+                if self._failed():
+                    return f"{type(error).__name__}: {error}"
                 self._check_exhausted()
+                self.checks.ended(error, self.scheduler.state)
                 return "exhausted"
             except Exception as error:
                 if not isinstance(error, Hang) and self._failed():
@@ -929,7 +932,7 @@ class _Life:
         state = self.scheduler.state
         left = [r for r in state.in_flight.rollouts.values() if r.group.evaluation_id is None]
         if left or state.prompts.stock or state.delivery.redelivery:
-            self.complain(f"PromptsExhausted with {len(left)} rollouts in flight")
+            self.complain(f"the prompts have ended with {len(left)} rollouts in flight")
 
 
 def _again(parts: Iterable[Batch]) -> bool:

@@ -173,13 +173,15 @@ class SimEngine:
         """Stream one response; see :class:`~aprilsched.engines.base.Engine`.
 
         Raises:
-            EngineRejected: (400) if the request id is in use, the adapter is not loaded, or the
-                request needs more tokens than the KV pool has.
+            EngineRejected: (400) if the request id is in use, the adapter is not loaded, a token id
+                is not in the vocabulary, or the request needs more tokens than the KV pool has.
             EngineUnreachable: if the engine is not open.
             EngineProtocolError: if the engine was closed or crashed meanwhile.
         """
         now = self._pacer.now()
-        if (why := self._batcher.refusal(request)) is not None:
+        size, largest = self._batcher.config.vocab_size, int(request.input_ids.max())
+        why = f"input_ids must be in [0, {size - 1}], got {largest}." if largest >= size else None
+        if (why := why or self._batcher.refusal(request)) is not None:
             raise EngineRejected(self._name, why, status=400)
         stream: asyncio.Queue[Chunk | EngineError] = asyncio.Queue()
         self._streams[request.request_id] = stream
