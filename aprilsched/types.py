@@ -132,9 +132,10 @@ class Prompt:
         input_ids: token ids, one dimension, at least one token; any integer sequence.
         sampling: parameters for all rollouts of the group, or one for each of them; None means
             the scheduler's own default.
-        key: the user's name for the prompt, for example a dataset index; it is kept unchanged. The
-            lengths of the responses are remembered under it, if it is a string or a whole number,
-            as evidence for the next epoch, so prompts that differ should have different keys.
+        key: the user's name for the prompt, for example a dataset index. The lengths of the
+            responses are remembered under it, if it is a string or a whole number, as evidence for
+            the next epoch, so prompts that differ should have different keys. Subclasses of these,
+            and NumPy's, become plain ones; other keys are kept unchanged.
         metadata: anything that a reward or an episode needs; it is never sent to an engine.
         group_size: number of rollouts of this prompt; None for that of the scheduler's
             configuration, or of the call of ``evaluate()``.
@@ -156,6 +157,12 @@ class Prompt:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "input_ids", token_array(self.input_ids, "input_ids"))
+        key: object = self.key
+        # A key of a subclass or of NumPy would not be remembered, nor found again in a store.
+        if isinstance(key, str):
+            object.__setattr__(self, "key", str.__str__(key))
+        elif isinstance(key, Integral) and not isinstance(self.key, bool):
+            object.__setattr__(self, "key", int(key))
         if self.group_size is not None:
             size = int(checked("group_size", self.group_size, Integral))
             if size < 1:

@@ -47,15 +47,24 @@ class Outages:
         )
 
     def want_update(self, command: WantUpdate) -> None:
-        error = wants_update(command.engines, command.version)
+        error = wants_update(command.engines, command.version, command.base)
         self._waits.refuse(error, batch=command.batch, evaluations=command.evaluations)
 
 
-def wants_update(engines: Iterable[str], version: int) -> RefitError:
-    """The error for a call that waits for tokens which no engine can generate before an update."""
+def wants_update(engines: Iterable[str], version: int, base: int | None) -> RefitError:
+    """The error for a call that waits for tokens which no engine can generate before an update.
+
+    Args:
+        engines: names of the engines that are there.
+        version: the fleet's version.
+        base: the full model that the fleet's adapters belong to; None without adapters.
+    """
+    whole = (
+        "" if base is None else f", as a full model where an engine does not have version {base}"
+    )
     return RefitError(
         f"no engine has the fleet's weights ({', '.join(engines)} wait for them); call "
-        f"update_weights(publisher, version={version}), or with newer ones, first."
+        f"update_weights(publisher, version={version}), or with newer ones, first{whole}."
     )
 
 

@@ -48,7 +48,11 @@ class Updates:
         """Raise RefitError if no engine can generate before the next update."""
         state = self._session.state
         if stranded(state):
-            raise wants_update(state.fleet.control.standby, state.weights.versions.trainer)
+            raise wants_update(
+                state.fleet.control.standby,
+                state.weights.versions.trainer,
+                state.weights.adapters_base,
+            )
 
     # --- updates -------------------------------------------------------------------------------
 
@@ -116,10 +120,10 @@ class Updates:
                 "the engines are asleep, and only the scheduler may wake them; use "
                 "paused_for_weights() inside of asleep(), or ExternalWeights outside of it."
             )
-        if state.weights.adapter is not None and not adapter:
+        if state.weights.adapter is not None and isinstance(publisher, ExternalWeights):
             raise ConfigError(
                 "adapters are in use, and the rollouts in flight would end on another model; "
-                "continue to publish adapters, or open a new scheduler."
+                "continue to publish adapters, or publish the full model by another publisher."
             )
         if adapter and state.fleet.sleep is not None:
             raise ConfigError("the engines are asleep; publish adapters outside of asleep().")
@@ -188,7 +192,7 @@ class Updates:
         if state.fleet.control.engines:
             outcome = f"so generation continues under {state.weights.versions.trainer}"
         else:
-            outcome = "and none has consistent weights; call update_weights() again"
+            outcome = "and none has the fleet's weights; call update_weights() again"
         return RefitError(f"version {result.version} reached no engine, {outcome}: {result.cause}")
 
     async def _previous_update(self) -> None:

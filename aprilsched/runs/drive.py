@@ -35,6 +35,7 @@ from aprilsched.types import Batch
 
 __all__ = ["PriorRun", "Run"]
 
+
 class Run:
     """One run; :meth:`execute` begins and ends it.
 

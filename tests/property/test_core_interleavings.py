@@ -219,8 +219,8 @@ class Interleavings(RuleBasedStateMachine):
         number = next(iter(self.driver.state.evaluations.running))
         self.driver.feed(ev.EvaluationWithdrawn(evaluation_id=number))
 
-    @rule(republishable=st.booleans())
-    def update(self, republishable: bool) -> None:
+    @rule(republishable=st.booleans(), whole=st.booleans())
+    def update(self, republishable: bool, whole: bool) -> None:
         sleep = self.driver.state.fleet.sleep
         if self.driver.state.weights.update is None and (sleep is None or sleep.asleep):
             version = self.driver.state.weights.versions.trainer + 1
@@ -228,7 +228,7 @@ class Interleavings(RuleBasedStateMachine):
                 ev.UpdateRequested(
                     version=version,
                     # No adapter is loaded while the memory of the weights is released.
-                    adapter=self.adapters and sleep is None,
+                    adapter=self.adapters and sleep is None and not whole,
                     republishable=republishable,
                 )
             )
@@ -553,15 +553,12 @@ class Interleavings(RuleBasedStateMachine):
         assert len(driver.updates_wanted) > told or not waits, (
             f"it waits for ever: {state.fleet.control.standby}, {driver.verifications}"
         )
-        if state.weights.adapter is not None and not any(
+        # No adapter brings an engine back that has lost the model which they belong to.
+        has_base = any(
             control.base == state.weights.base and not control.inconsistent
             for control in state.fleet.control.all()
-        ):
-            # No adapter brings it back: it has lost the model that they belong to.
-            for control in list(state.fleet.control.all()):
-                driver.feed(ev.EngineLost(engine=control.name, cause="restarted"))
-        else:
-            driver.update(adapter=state.weights.adapter is not None)
+        )
+        driver.update(adapter=state.weights.adapter is not None and has_base)
 
     def _serve_one(self) -> None:
         driver = self.driver

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -116,6 +117,14 @@ def test_what_has_no_key_or_no_token_is_not_remembered() -> None:
     group = GroupLengths(launched=0, tokens=nothing, finished=nothing > 0)
     assert known.note("a", group, LAW, 0) is None
     assert len(known) == 0
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.int32, np.str_, type("Name", (str,), {})])
+def test_keys_of_numpy_and_of_subclasses_are_those_of_plain_prompts(kind: Any) -> None:
+    key = Prompt(input_ids=np.array([1]), key=kind(7)).key
+    assert type(key) in (int, str)
+    known = LengthMemory()
+    assert known.note(key, whole(100), LAW, 0) is not None
 
 
 def test_long_keys_are_kept_as_digests() -> None:

@@ -749,7 +749,7 @@ def test_keys_and_metadata_come_back_as_they_were(key: Any, value: Any):
     check_storable(prompt)
     group = SavedGroup(group_id=1, opened=0, prompt=prompt, members=())
     again = group_from(group_record(group)).prompt
-    assert alike(again.key, key)
+    assert alike(again.key, prompt.key)
     assert alike(again.metadata, {"x": value})
 
 
@@ -787,10 +787,10 @@ UNSTORABLE: list[Any] = [
 
 @pytest.mark.parametrize("value", UNSTORABLE)
 def test_what_would_not_come_back_as_it_is_is_refused(value: Any):
-    for prompt in (
-        Prompt(input_ids=np.array([1]), key=3, metadata={"x": value}),
-        Prompt(input_ids=np.array([1]), key=value),
-    ):
+    prompts = [Prompt(input_ids=np.array([1]), key=3, metadata={"x": value})]
+    if not isinstance(value, Kind):  # as a key it becomes a plain number
+        prompts.append(Prompt(input_ids=np.array([1]), key=value))
+    for prompt in prompts:
         with pytest.raises(ConfigError, match="cannot be stored as they are"):
             check_storable(prompt)
 

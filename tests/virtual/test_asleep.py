@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
+import numpy as np
 import pytest
 
 from aprilsched import (
+    ExternalWeights,
     LongTailWorkload,
     RolloutScheduler,
     SchedulerConfig,
@@ -15,7 +17,7 @@ from aprilsched import (
 )
 from aprilsched.engines.sim import SimAdapterPublisher, run_virtual
 from aprilsched.errors import ConfigError, RefitError
-from aprilsched.types import Batch
+from aprilsched.types import Batch, Prompt, SamplingParams
 
 
 def workload() -> LongTailWorkload:
@@ -163,7 +165,62 @@ def test_adapters_come_in_without_a_pause_and_leave_with_their_last_request():
                 5,
             }
             with pytest.raises(ConfigError, match="continue to publish adapters"):
-                await rollouts.update_weights(SimPublisher())
+                await rollouts.update_weights(ExternalWeights())
 
     run_virtual(main())
     assert "policy-v1" in unloaded
+
+
+@pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
+@pytest.mark.parametrize("straggler", ["retract", "in_place", "abort", "run", "choose"])
+def test_a_full_model_comes_after_adapters_and_no_request_has_both(straggler: str, pace: str):
+    fleet = SimFleet(2)
+
+    async def main() -> None:
+        settings = config(straggler=straggler, pace=pace)
+        async with RolloutScheduler(fleet, workload(), config=settings) as rollouts:
+            for publisher in (SimAdapterPublisher, SimPublisher) * 3:
+                batch = await rollouts.next_batch()
+                if straggler == "run":
+                    assert all(len(set(r.versions.tolist())) == 1 for r in batch.rollouts)
+                await rollouts.update_weights(publisher())
+                adapter = rollouts.state.weights.adapter
+                assert (adapter is not None) == (publisher is SimAdapterPublisher)
+            await rollouts.next_batch()
+            assert rollouts.state.weights.adapters == {"sim-0": set(), "sim-1": set()}
+            # One token under the newest full model has the law of that version alone.
+            greedy = SamplingParams(max_new_tokens=4, temperature=0)
+            prompts = [Prompt(input_ids=np.array([1, 2, 3]), sampling=greedy)]
+            own = next((await rollouts.evaluate(prompts)).rollouts)
+        async with RolloutScheduler(SimFleet(1), [], config=settings) as other:
+            await other.update_weights(SimPublisher(), version=6)
+            fresh = next((await other.evaluate(prompts)).rollouts)
+            assert own.token_ids.tolist() == fresh.token_ids.tolist()
+
+    run_virtual(main())
+
+
+def test_a_full_model_leads_on_when_every_engine_came_back_with_another_base():
+    fleet = SimFleet(1)
+
+    async def main() -> None:
+        settings = config(straggler="abort")
+        async with RolloutScheduler(fleet, workload(), config=settings) as rollouts:
+            await rollouts.next_batch()
+            await rollouts.update_weights(SimPublisher())
+            await rollouts.update_weights(SimAdapterPublisher())
+            await rollouts.next_batch()
+            fleet.engines[0].crash()
+            await fleet.engines[0].restart()
+            with pytest.raises(RefitError, match="as a full model where an engine does not have"):
+                await rollouts.next_batch()
+            with pytest.raises(RefitError, match=r"no engine has version 1.*publish a full model"):
+                await rollouts.update_weights(SimAdapterPublisher())
+            report = await rollouts.update_weights(SimPublisher())
+            assert report.version == 3
+            batch = await rollouts.next_batch()
+            assert {int(v) for rollout in batch.rollouts for v in rollout.versions} <= {0, 1, 2, 3}
+            await rollouts.update_weights(SimAdapterPublisher())
+            await rollouts.next_batch()
+
+    run_virtual(main())

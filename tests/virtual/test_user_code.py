@@ -4,6 +4,10 @@ Such an exception becomes an entry of the ledger with its cause, an error of the
 the run with one sentence. It never ends a task of the scheduler without a message.
 """
 
+# Functions of users have no types.
+# pyright: reportUnknownLambdaType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import asyncio

@@ -256,12 +256,15 @@ class WantUpdate:
         version: the fleet's version.
         batch: the caller waits for a batch, and is told.
         evaluations: evaluations that are abandoned, whose callers are told.
+        base: the version of the full model that the fleet's adapters belong to; None if its
+            weights are no adapter.
     """
 
     engines: tuple[str, ...]
     version: int
     batch: bool
     evaluations: tuple[int, ...]
+    base: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -155,3 +155,14 @@ class Weights:
     """The version of the adapter that new requests sample with; None for the model itself."""
     adapters: dict[str, set[int]] = field(default_factory=dict[str, set[int]])
     """Versions of the adapters that are loaded on each engine."""
+
+    @property
+    def adapters_base(self) -> int | None:
+        """The version of the full model that the fleet's adapters belong to; None without them."""
+        return None if self.adapter is None else self.base
+
+    @property
+    def leaves_adapters(self) -> bool:
+        """Whether a full model comes after adapters. Requests under an adapter are called back
+        before it, because their tokens would have no version on another model."""
+        return self.adapter is not None and self.update is not None and self.update.pauses

@@ -36,7 +36,11 @@ def interrupt(state: SchedulerState) -> None:
     releasing = state.fleet.sleep is not None and not state.fleet.sleep.inside
     rule = state.behaviour.called_back
     if (
-        not (rule == "always" or (rule == "for sleep" and releasing))
+        not (
+            rule == "always"
+            or (rule == "for sleep" and releasing)
+            or (rule != "never" and state.weights.leaves_adapters)
+        )
         or in_flight.called_back == in_flight.open_attempts
     ):
         return

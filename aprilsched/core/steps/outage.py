@@ -120,5 +120,6 @@ def _want_update(state: SchedulerState) -> None:
             version=state.weights.versions.trainer,
             batch=batch,
             evaluations=abandoned,
+            base=state.weights.adapters_base,
         )
     )

@@ -185,8 +185,10 @@ def advance(state: SchedulerState) -> None:
             _roll_over(state, update)
     elif not update.may_pause:
         # An evaluation has one version, so it ends first. So do requests that cannot wait inside
-        # a paused engine.
-        inside = update.adapter or state.behaviour.waits_inside
+        # a paused engine, or that would have their adapter on another model.
+        inside = update.adapter or (
+            state.behaviour.waits_inside and not state.weights.leaves_adapters
+        )
         update.may_pause = not state.evaluations.running and (
             inside or not state.in_flight.open_attempts
         )
@@ -228,7 +230,12 @@ def refit(state: SchedulerState) -> None:
     if not targets:
         # While there is no engine, or while one is catching up, the update waits.
         if there and not any(control.catching_up for control in there):
-            _finish(state, update, cause="no engine is there that could take it")
+            _finish(
+                state,
+                update,
+                cause=f"no engine has version {state.weights.base}, the full model that the "
+                "adapters belong to; publish a full model",
+            )
         return
     for control in targets:
         if update.pauses:
@@ -454,7 +461,7 @@ def _publish(state: SchedulerState, update: Update, took: frozenset[str]) -> Non
         for engine in took:
             state.weights.adapters.setdefault(engine, set()).add(update.version)
     else:
-        state.weights.base = update.version
+        state.weights.base, state.weights.adapter = update.version, None
         for engine in took:
             state.fleet.control.engines[engine].base = update.version
         if state.fleet.sleep is not None:
@@ -504,7 +511,7 @@ def _evaluate_again(state: SchedulerState, update: Update) -> None:
 def retire(state: SchedulerState) -> None:
     """Unload adapters that no open request samples with."""
     for engine, loaded in state.weights.adapters.items():
-        if len(loaded) > 1:
+        if len(loaded) > 1 or state.weights.adapter is None:
             used = {request.adapter for request in state.in_flight.open_requests(engine)}
             for version in sorted(loaded - used - {state.weights.adapter}):
                 loaded.remove(version)
