@@ -10,7 +10,7 @@ from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
 from aprilsched.store import MemoryStore
 from aprilsched.types import VersionSpan
-from tests.support.driver import Driver, Key, config, names
+from tests.support.driver import Driver, Key, config, names, prompts
 
 
 def test_retract_pauses_flushes_refits_and_continues_in_this_order():
@@ -273,3 +273,26 @@ def test_a_rollout_that_ended_in_the_pause_has_no_stale_keys():
     driver.update()
     driver.finish(key, 0, spans=(VersionSpan(version=0, start=0, end=10),))
     assert [r.stale_keys for r in driver.batches[0].rollouts] == [False]
+
+
+def test_an_evaluation_that_comes_while_an_update_waits_is_of_the_new_version():
+    """A trainer that evaluated often kept an update waiting for ever."""
+    driver = Driver(config(pace="synchronous"))
+    evaluate = [
+        ev.EvaluationRequested(evaluation_id=number, prompts=prompts(1), group_size=1)
+        for number in (1, 2)
+    ]
+    driver.feed(evaluate[0])
+    (first,) = driver.attempts()
+    driver.feed(ev.UpdateRequested(version=1))
+    driver.feed(evaluate[1])
+    assert driver.attempts() == [first]
+    driver.finish(first)
+    driver.settle()
+    (second,) = driver.attempts()
+    driver.finish(second)
+    found = {
+        number: [r.versions.tolist() for r in e.rollouts]
+        for number, e in driver.evaluations.items()
+    }
+    assert found == {1: [[0, 0, 0]], 2: [[1, 1, 1]]}

@@ -62,14 +62,12 @@ def on_evaluation_withdrawn(state: SchedulerState, event: EvaluationWithdrawn) -
 
 
 def begin_evaluations(state: SchedulerState) -> None:
-    """Start the evaluations that were asked for, unless an update may pause the engines already.
+    """Start the evaluations that were asked for, unless an update is under way.
 
-    Such an update has waited for the evaluations before it and waits for no later one. An
-    evaluation that began now would have its first responses under the old version and its last
-    under the new one, because under "choose" and length buckets the engines still run what ends
-    before the pause.
+    It waits for the evaluations before it, and those after it are of its version. Where they began
+    before the engines were paused, a trainer that evaluated often kept an update waiting for ever.
     """
-    if state.weights.update is not None and state.weights.update.may_pause:
+    if state.weights.update is not None:
         return
     waiting, state.evaluations.waiting = state.evaluations.waiting, []
     for event in waiting:
