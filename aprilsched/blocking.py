@@ -337,6 +337,9 @@ class RolloutScheduler:
     async def _hand_over(self, handing: _Handing, within: float | None, *, streamed: bool) -> Batch:
         """Wait for a batch, or the next part of one, for at most `within` seconds, and let the
         trainer's thread take it."""
+        while not self._hand_over_resolved():  # noqa: ASYNC110
+            # Another thread's call has got a batch since this one was begun, and would share it.
+            await asyncio.sleep(_LOOK_SECONDS)
         # The batch counts as taken when _hand_over_resolved() finds that the call has returned.
         batch = await self._offered(within, streamed=streamed)
         if not batch.groups:

@@ -22,7 +22,10 @@ folder that only this user can read.
 Invariants:
 
 - Whoever ends first, the other one notices. A call to a process that has ended raises
-  SchedulerClosed, and a scheduler whose trainer has ended closes itself.
+  SchedulerClosed, and a scheduler whose trainer has ended closes itself. A process that was forked
+  from one of them keeps its end of the pipe open, so each watches the other process itself.
+- No event loop waits for the pipe, so timeouts, Ctrl-C and close() work while the other process
+  stands still.
 - A batch counts as delivered only when the trainer's call returns it, as in
   :mod:`aprilsched.blocking`, whose code makes the calls here too.
 """
@@ -38,13 +41,16 @@ import os
 import pickle
 import shutil
 import signal
+import socket
 import struct
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing.connection import Connection
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +58,15 @@ from aprilsched.coordinator import RolloutScheduler as AsyncRolloutScheduler
 from aprilsched.coordinator.prompt_queue import PromptQueue
 from aprilsched.errors import ConfigError, SchedulerClosed, closed_meanwhile
 from aprilsched.remote import (
+    SILENT_S,
     BlockingScheduler,
     FromTrainer,
     Raised,
     RemoteScheduler,
     Served,
     absolute,
+    retrieved,
+    said,
     unsendable,
 )
 from aprilsched.types import Prompt
@@ -66,9 +75,9 @@ __all__ = ["FromTrainer", "RolloutScheduler"]
 
 log = logging.getLogger("aprilsched")
 
-_HEADER = struct.Struct("<qq?")
-"""What a message begins with: the number of its call, the fleet's version, and whether the rest is
-the path of a file that has the content."""
+_HEADER = struct.Struct("<Iqq?")
+"""What a message begins with: the length of its content, the number of its call, the fleet's
+version, and whether the content is the path of a file that has it."""
 _OPENING = 0
 """The number of the call that opens the scheduler."""
 _NO_ANSWER = -1
@@ -76,6 +85,12 @@ _NO_ANSWER = -1
 _INLINE_BYTES = 1 << 14
 """Larger messages go through a file. A pipe takes about 200 KB at a time, and the trainer's process
 would have to get Python's lock again for each part."""
+_CLOSE_S = 300.0
+"""Seconds that a scheduler has to close: its engines have `timeouts.control_s` for each call."""
+_END_S = 10.0
+"""Seconds that a process has to end once its scheduler is closed, or once it is terminated."""
+_LOOK_S = 1.0
+"""Seconds until the trainer's process is looked for again, where there is no pidfd."""
 
 
 class RolloutScheduler(BlockingScheduler):
@@ -146,6 +161,7 @@ class _Remote(RemoteScheduler):
         self._numbers = itertools.count(_OPENING)
         self._unanswered: dict[int, asyncio.Future[Any]] = {}
         self._forwarding: list[asyncio.Task[None]] = []
+        self._reading: asyncio.Task[None] | None = None
 
     def _replaced(self, argument: object) -> object:
         if isinstance(argument, PromptQueue):
@@ -160,12 +176,12 @@ class _Remote(RemoteScheduler):
             raise SchedulerClosed("a RolloutScheduler is opened once; make a new one.")
         self._process = process = _Process(self._order)
         loop = asyncio.get_running_loop()
-        loop.add_reader(process.link.connection.fileno(), self._read, process)
-        loop.add_reader(process.sentinel, self._has_ended, process)
+        number, opened = self._expect()
+        self._reading = loop.create_task(self._read(process))
         try:
-            await self._answer(process, next(self._numbers))
+            await self._answer(number, opened)
         except BaseException:
-            await self._hang_up(process)
+            await self._close(process)
             raise
         self._forwarding = [
             loop.create_task(self._forward(number, queue))
@@ -178,37 +194,25 @@ class _Remote(RemoteScheduler):
         for task in self._forwarding:
             task.cancel()
         await self._end_updates()
-        if self._failure is None:
-            with suppress(SchedulerClosed):
-                await self.call("close")
-        await self._hang_up(self._process)
+        await self._close(self._process)
 
-    async def _hang_up(self, process: _Process) -> None:
-        """Close the pipe, by which the scheduler's process is told to end, and wait for that."""
-        if not process.link.connection.closed:
-            asyncio.get_running_loop().remove_reader(process.link.connection.fileno())
-            process.link.connection.close()
-            self._fail(closed_meanwhile())
-        await asyncio.shield(process.ended)
+    async def _close(self, process: _Process) -> None:
+        """Close the scheduler, if its process answers, and wait until that has ended."""
+        if self._failure is None:
+            closed = self._begin("close")[1]
+            await self._ended(closed, within=_CLOSE_S)
+            if not closed.done():
+                log.error("the scheduler's process does not close, and is ended")
+                process.terminate()
+        self._fail(closed_meanwhile())
+        process.link.hang_up()
+        if self._reading is not None:
+            await asyncio.shield(self._reading)
 
     def end(self) -> None:
         """Leave nothing behind. The process is still there only if nobody waited for its end."""
         if self._process is not None:
             self._process.end()
-
-    def _has_ended(self, process: _Process) -> None:
-        asyncio.get_running_loop().remove_reader(process.sentinel)
-        # What it said before its end is still in the pipe.
-        self._read(process)
-        code = process.exit_code()
-        hint = ", which its output explains" if code > 0 else ""
-        self._fail(
-            SchedulerClosed(
-                f"the scheduler's process has ended with exit code {code}{hint}; open a new "
-                "scheduler."
-            )
-        )
-        process.ended.set_result(None)
 
     def _fail(self, failure: BaseException) -> None:
         """Answer every call with `failure`, now and later. Only the first failure counts."""
@@ -216,6 +220,7 @@ class _Remote(RemoteScheduler):
         for future in self._unanswered.values():
             if not future.done():
                 future.set_exception(self._failure)
+                retrieved(future)
         self._unanswered.clear()
 
     # --- calls ---------------------------------------------------------------------------------
@@ -223,46 +228,56 @@ class _Remote(RemoteScheduler):
     async def call(self, name: str, *arguments: object, **named: object) -> Any:
         if self._process is None:
             raise SchedulerClosed("use the scheduler inside its `with` block.")
-        number = next(self._numbers)
-        self._send(self._process, number, name, *arguments, **named)
-        return await self._answer(self._process, number)
+        return await self._answer(*self._begin(name, *arguments, **named))
 
     def tell(self, name: str, *arguments: object) -> None:
         if self._process is not None:
-            self._send(self._process, _NO_ANSWER, name, *arguments)
+            self._send(_NO_ANSWER, name, *arguments)
 
-    async def _answer(self, process: _Process, number: int) -> Any:
+    async def _withdraw(self, number: int) -> None:
+        with suppress(SchedulerClosed):
+            await self._begin("withdraw", number)[1]
+
+    def _begin(
+        self, name: str, *arguments: object, **named: object
+    ) -> tuple[int, asyncio.Future[Any]]:
+        """Make a call; returns its number and the future of its answer."""
         if self._failure is not None:
             raise self._failure
-        future = self._unanswered[number] = asyncio.get_running_loop().create_future()
+        number, future = self._expect()
         try:
-            return await asyncio.shield(future)
-        except asyncio.CancelledError:
-            if not future.done():
-                # The call is withdrawn. Its end is waited for, because it may still take effect.
-                self._send(process, number, "withdraw")
-                await asyncio.wait([future])
-            future.exception()
+            self._send(number, name, *arguments, **named)
+        except ConfigError:
+            del self._unanswered[number]
             raise
+        return number, future
 
-    def _send(
-        self, process: _Process, number: int, name: str, *arguments: object, **named: object
-    ) -> None:
+    def _expect(self) -> tuple[int, asyncio.Future[Any]]:
+        number, future = next(self._numbers), asyncio.get_running_loop().create_future()
+        self._unanswered[number] = future
+        return number, future
+
+    def _send(self, number: int, name: str, *arguments: object, **named: object) -> None:
         try:
             content = pickle.dumps((name, arguments, named))
         except Exception as error:
             raise unsendable(f"an argument of {name}()", error) from error
-        process.link.send(number, self.version, content)
+        if self._process is not None:
+            self._process.link.send(number, self.version, content)
 
-    def _read(self, process: _Process) -> None:
-        connection = process.link.connection
-        try:
-            for message in process.link.received():
-                self.version = message.version
-                self._receive(message)
-        except (EOFError, OSError):
-            # The process has ended. Its sentinel says so too, and how.
-            asyncio.get_running_loop().remove_reader(connection.fileno())
+    async def _read(self, process: _Process) -> None:
+        """Receive what the process says, until it has ended."""
+        async for message in process.link.received():
+            self.version = message.version
+            self._receive(message)
+        code = await process.exit_code()
+        hint = ", which its output explains" if code > 0 else ""
+        self._fail(
+            SchedulerClosed(
+                f"the scheduler's process has ended with exit code {code}{hint}; open a new "
+                "scheduler."
+            )
+        )
 
     def _receive(self, message: _Message) -> None:
         future = self._unanswered.pop(message.number, None)
@@ -272,11 +287,12 @@ class _Remote(RemoteScheduler):
             result, error = message.read()
         except Exception as trouble:
             future.set_exception(unsendable("the scheduler's answer", trouble))
-            return
-        if error is None:
-            future.set_result(result)
         else:
-            future.set_exception(error.again())
+            if error is None:
+                future.set_result(result)
+            else:
+                future.set_exception(error.again())
+        retrieved(future)
 
     async def _forward(self, number: int, queue: PromptQueue) -> None:
         """Send on what the trainer pushes into a queue of prompts."""
@@ -323,14 +339,14 @@ class _Process:
     """
 
     def __init__(self, order: _Order) -> None:
-        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done when the process has ended and everything that it said was read."""
+        loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[None] = loop.create_future()
         context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
+        ours, theirs = socket.socketpair()
         self.link = _Link(ours, Path(tempfile.mkdtemp(prefix="aprilsched-")))
         self._process = context.Process(
             target=_main,
-            args=(theirs, str(self.link.folder)),
+            args=(theirs, str(self.link.folder), os.getpid()),
             kwargs={"order": order},
             name="aprilsched",
         )
@@ -340,26 +356,55 @@ class _Process:
         except Exception as error:
             self.link.close()
             raise unsendable("the function or an argument of it", error) from error
+        # Python's own one is held open by what the process forks.
+        self._pidfd = _pidfd(self._process.pid or 0)
+        self._sentinel = self._process.sentinel if self._pidfd is None else self._pidfd
+        loop.add_reader(self._sentinel, self._has_ended, loop)
         # At its end, Python waits for the process, which waits for this.
-        atexit.register(self.link.close)
+        atexit.register(self.end, _CLOSE_S)
 
-    @property
-    def sentinel(self) -> int:
-        """A file descriptor that is readable once the process has ended."""
-        return self._process.sentinel
+    def _has_ended(self, loop: asyncio.AbstractEventLoop) -> None:
+        loop.remove_reader(self._sentinel)
+        # What it said before its end is still received.
+        self.link.hang_up()
+        self._ended.set_result(None)
 
-    def exit_code(self) -> int:
-        """The exit code of the process, which has ended; minus the signal that killed it."""
+    def terminate(self) -> None:
+        """Ask the process to end."""
+        self._process.terminate()
+
+    async def exit_code(self) -> int:
+        """Wait until the process has ended, and kill it if it stays. Returns its exit code; minus
+        the signal that killed it."""
+        await asyncio.wait([self._ended], timeout=_END_S)
+        self._process.kill()
+        await self._ended
         self._process.join()
         return self._process.exitcode or 0
 
-    def end(self) -> None:
-        """Kill the process if it is still there, and remove what the link has left."""
+    def end(self, within: float = 0) -> None:
+        """Kill the process if it is still there after so many seconds, and remove what the link has
+        left. A forked process, which has a copy, leaves everything alone."""
+        if not self.link.ours:
+            return
+        self.link.hang_up()
         if self._process.is_alive():
+            wait([self._sentinel], within)
             self._process.kill()
             self._process.join()
         self.link.close()
-        atexit.unregister(self.link.close)
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None
+        atexit.unregister(self.end)
+
+
+def _pidfd(pid: int) -> int | None:
+    """A file descriptor that is readable once a process has ended; None if there are none here."""
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return None
 
 
 @dataclass(frozen=True)
@@ -386,11 +431,19 @@ class _Message:
 class _Link:
     """One end of the pipe between the two processes, and the folder for large messages."""
 
-    def __init__(self, connection: Connection, folder: Path) -> None:
-        self.connection = connection
+    def __init__(self, end: socket.socket, folder: Path) -> None:
         self.folder = folder
+        self._end = end
         self._pid = os.getpid()
         self._files = itertools.count()
+        self._transport: asyncio.Transport | None = None
+        self._unsent = bytearray()
+        """What was to be sent before the end was received from."""
+
+    @property
+    def ours(self) -> bool:
+        """Whether this process made the link, and was not forked from the one that did."""
+        return os.getpid() == self._pid
 
     def send(self, number: int, version: int, content: bytes) -> None:
         """Send a message. If nobody reads any more, nothing is sent: whoever reads notices that.
@@ -410,35 +463,75 @@ class _Link:
                     "TMPDIR to another disk."
                 ) from error
             content = os.fsencode(path)
+        message = _HEADER.pack(len(content), number, version, in_file) + content
+        if self._transport is None:
+            self._unsent += message
+        elif not self._transport.is_closing():
+            self._transport.write(message)
+
+    async def received(self) -> AsyncIterator[_Message]:
+        """Every message, until one of both sides hangs up."""
+        reader = asyncio.StreamReader()
+        # A StreamWriter that a forked process drops takes this process's socket from its epoll.
+        self._transport, _ = await asyncio.get_running_loop().create_connection(
+            lambda: asyncio.StreamReaderProtocol(reader), sock=self._end
+        )
+        self._transport.write(self._unsent)
+        try:
+            with suppress(asyncio.IncompleteReadError, OSError):
+                while True:
+                    header = await reader.readexactly(_HEADER.size)
+                    length, number, version, in_file = _HEADER.unpack(header)
+                    yield _Message(number, version, await reader.readexactly(length), in_file)
+        finally:
+            # What could not be sent by now is wanted by nobody.
+            self._transport.abort()
+
+    def hang_up(self) -> None:
+        """Let both sides receive what was sent, and no more. To close the end would say nothing
+        while a forked process has a copy of it."""
         with suppress(OSError):
-            self.connection.send_bytes(_HEADER.pack(number, version, in_file) + content)
-
-    def received(self) -> Iterator[_Message]:
-        """Every message that has arrived.
-
-        Raises:
-            OSError, EOFError: if the other end is closed.
-        """
-        while not self.connection.closed and self.connection.poll():
-            message = self.connection.recv_bytes()
-            number, version, in_file = _HEADER.unpack_from(message)
-            yield _Message(number, version, message[_HEADER.size :], in_file)
+            self._end.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Hang up and remove the folder; a forked process, which has a copy, leaves it alone."""
-        if os.getpid() == self._pid:
-            self.connection.close()
+        if self.ours:
+            self.hang_up()
+            self._end.close()
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
 # --- the scheduler's process ---------------------------------------------------------------------
 
 
-def _main(connection: Connection, folder: str, *, order: _Order) -> None:
+def _main(end: socket.socket, folder: str, trainer: int, *, order: _Order) -> None:
     """What the scheduler's process runs, until the trainer's process hangs up or has ended."""
     # Ctrl-C reaches both processes. The trainer's decides what becomes of its call.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    asyncio.run(_Served(_Link(connection, Path(folder)), order).run())
+    asyncio.run(_Served(_Link(end, Path(folder)), order).run(trainer))
+
+
+def _end_with(trainer: int, loop: asyncio.AbstractEventLoop, link: _Link) -> None:
+    """Hang up when the trainer's process has ended, and end this one if that does not do it: user
+    code may block its loop, and it would keep the store and the engines.
+
+    This is a thread of its own. A death signal would come when the trainer's thread ends that began
+    this process.
+    """
+    pidfd = _pidfd(trainer)
+    # Another process may have its number by now. Nobody else can be this one's parent by it.
+    if pidfd is not None and os.getppid() == trainer:
+        wait([pidfd])
+    while os.getppid() == trainer:
+        time.sleep(_LOOK_S)
+    noticed = threading.Event()
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(noticed.set)
+    link.hang_up()
+    if noticed.wait(SILENT_S):
+        time.sleep(_CLOSE_S)
+    link.close()
+    os._exit(1)
 
 
 class _Served(Served):
@@ -449,14 +542,15 @@ class _Served(Served):
         self._link = link
         self._order = order
         self._queues: dict[int, PromptQueue] = {}
-        self._hung_up = asyncio.Event()
 
-    async def run(self) -> None:
+    async def run(self, trainer: int) -> None:
         loop = asyncio.get_running_loop()
+        watch = (trainer, loop, self._link)
+        threading.Thread(target=_end_with, args=watch, name="aprilsched-end", daemon=True).start()
         self._answer(_OPENING, self._begin(_OPENING, self._open()))
-        loop.add_reader(self._link.connection.fileno(), self._read)
-        await self._hung_up.wait()
-        await self._close()
+        async for message in self._link.received():
+            self._handle(message.number, message)
+        await self.close()
         # A trainer that was killed has left the folder.
         self._link.close()
 
@@ -481,15 +575,6 @@ class _Served(Served):
             return self._queues.setdefault(argument.number, PromptQueue())
         return argument
 
-    def _read(self) -> None:
-        try:
-            for message in self._link.received():
-                self._handle(message.number, message)
-        except (EOFError, OSError):
-            # The trainer's process has hung up or ended.
-            asyncio.get_running_loop().remove_reader(self._link.connection.fileno())
-            self._hung_up.set()
-
     def _handle(self, number: int, message: _Message) -> None:
         try:
             name, arguments, named = message.read()
@@ -497,7 +582,8 @@ class _Served(Served):
             self._reply(number, None, unsendable("an argument", error))
             return
         if name == "withdraw":
-            self.withdraw(number)
+            self.withdraw(*arguments)
+            self._reply(number, None, None)
         elif number == _NO_ANSWER:
             getattr(self, name)(*arguments)
         else:
@@ -516,10 +602,10 @@ class _Served(Served):
         try:
             try:
                 content = pickle.dumps((result, raised))
-            except Exception as trouble:
+            except BaseException as trouble:
                 raise ConfigError(
                     f"what the scheduler returned cannot be sent to the trainer's process "
-                    f"({trouble}); give prompts only metadata that pickle can take."
+                    f"({said(trouble)}); give prompts only metadata that pickle can take."
                 ) from trouble
             self._link.send(number, version, content)
         except ConfigError as refused:

@@ -41,16 +41,29 @@ from aprilsched.weights.base import AdapterPublisher, ConcludingPublisher, Weigh
 from aprilsched.weights.external import ExternalWeights, Handshake
 
 __all__ = [
+    "SILENT_S",
     "BlockingScheduler",
     "FromTrainer",
     "Raised",
     "RemoteScheduler",
     "Served",
     "absolute",
+    "retrieved",
+    "said",
     "unsendable",
 ]
 
 log = logging.getLogger("aprilsched")
+
+SILENT_S = 5.0
+"""Seconds after which a side that has not answered an empty call counts as standing still."""
+_LOOK_S = 0.2
+"""Seconds until a call that was withdrawn is withdrawn again. Ray does not keep the order of calls,
+so a withdrawal may come before its call."""
+_NO_CALL = -1
+"""The number of no call, which is withdrawn only to see whether the other side answers."""
+_CAUSES = 8
+"""Number of causes that an exception takes along: those of some exceptions have no end."""
 
 
 class FromTrainer:
@@ -186,6 +199,8 @@ class RemoteScheduler(ABC):
         """The trainer's policy version, as of the last answer of the scheduler."""
         self._offer: int | None = None
         """Number of the batch that was offered last."""
+        self._offering = False
+        """Whether a call waits for a batch."""
         self._publishers: dict[int, FromTrainer] = {}
         """By identity: those that have engines to close."""
         self._updates: set[asyncio.Task[RefitReport]] = set()
@@ -200,6 +215,36 @@ class RemoteScheduler(ABC):
     def tell(self, name: str, *arguments: object) -> None:
         """Call a method of :class:`Served` that has no answer."""
 
+    @abstractmethod
+    async def _withdraw(self, number: int) -> None:
+        """Cancel a call over there, if it has not ended; returns when that has arrived."""
+
+    async def _answer(self, number: int, future: asyncio.Future[Any]) -> Any:
+        """The answer of a call. If the wait for it is cancelled, the call is withdrawn, and its end
+        is waited for, because it may still take effect."""
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            await self._ended(future, withdrawing=number)
+            future.add_done_callback(retrieved)
+            raise
+
+    async def _ended(
+        self,
+        future: asyncio.Future[Any],
+        *,
+        withdrawing: int = _NO_CALL,
+        within: float | None = None,
+    ) -> None:
+        """Wait until a call has ended, for at most `within` seconds, or until the other side has
+        not answered for :data:`SILENT_S`: user code blocks its loop, or the process was stopped."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within):
+                while not future.done():
+                    async with asyncio.timeout(SILENT_S):
+                        await self._withdraw(withdrawing)
+                    await asyncio.wait([future], timeout=_LOOK_S)
+
     async def _end_updates(self) -> None:
         """End the updates of this side, and close the engines of its publishers."""
         for task in self._updates:
@@ -213,12 +258,27 @@ class RemoteScheduler(ABC):
     async def offered(self, within: float | None, *, streamed: bool = False) -> Batch:
         """Wait for a batch, or with `streamed` the next part of one, for at most `within` seconds;
         returns it without taking it."""
+        if self._offering:
+            # Over there, an offer that is on its way to the other call would be offered again.
+            raise ConfigError(
+                "another next_batch() call is waiting already; await it before the next call."
+            )
+        self._offering = True
+        limit = asyncio.timeout(None if within is None else within + SILENT_S)
         try:
-            batch: Batch = await self.call("offered", within, streamed=streamed)
-        except BaseException:
+            async with limit:
+                batch: Batch = await self.call("offered", within, streamed=streamed)
+        except BaseException as error:
             # It may have been on its way.
             self._hand_back()
-            raise
+            if not limit.expired() or not isinstance(error, TimeoutError):
+                raise
+            raise TimeoutError(
+                f"no batch was complete within {within} s, and the scheduler's process does not "
+                "answer; the next call continues the wait."
+            ) from None
+        finally:
+            self._offering = False
         self._offer = batch.index
         if batch.receipt is None:
             return batch
@@ -358,9 +418,9 @@ class BlockingScheduler(blocking.RolloutScheduler):
 def unsendable(what: str, error: Exception) -> ConfigError:
     """The error for something that pickle cannot take."""
     return ConfigError(
-        f"{what} cannot be sent to the scheduler's process ({error}); give functions and classes "
-        "of a module, and a publisher that needs the trainer's memory as FromTrainer(publisher, "
-        "fleet)."
+        f"{what} cannot be sent to the scheduler's process ({said(error)}); give functions and "
+        "classes of a module, and a publisher that needs the trainer's memory as "
+        "FromTrainer(publisher, fleet)."
     )
 
 
@@ -383,7 +443,8 @@ class Raised:
     """An exception on its way to the other process.
 
     Pickle calls the constructor of an exception with its message, which many of them refuse. The
-    parts are sent instead, and a summary for those that the other process cannot have.
+    parts are sent instead, and a summary for those that the other process cannot have. Nothing that
+    the exception's own code raises keeps it from arriving, because a call would wait for ever.
     """
 
     summary: str
@@ -395,30 +456,52 @@ class Raised:
         if tell_where and not isinstance(
             error, AprilschedError | TimeoutError | asyncio.CancelledError
         ):
-            trace = "".join(traceback.format_exception(error))
-            error.add_note(f"In the scheduler's process:\n{trace}")
-        try:
-            parts = pickle.dumps((type(error), error.args, error.__dict__))
-        except Exception:
-            parts = None
-        cause = error.__cause__
-        return cls(
-            summary=f"{type(error).__name__}: {error}",
-            parts=parts,
-            cause=None if cause is None else cls.of(cause),
-        )
+            with suppress(BaseException):
+                trace = "".join(traceback.format_exception(error))
+                error.add_note(f"In the scheduler's process:\n{trace}")
+        causes = [error]
+        with suppress(BaseException):
+            while (cause := causes[-1].__cause__) is not None and len(causes) <= _CAUSES:
+                causes.append(cause)
+        raised = None
+        for each in reversed(causes[1:]):
+            raised = cls(summary=said(each), parts=_parts(each), cause=raised)
+        return cls(summary=said(error), parts=_parts(error), cause=raised)
 
     def again(self) -> BaseException:
-        error: BaseException
-        try:
+        error: object = None
+        with suppress(BaseException):
             kind, arguments, fields = pickle.loads(self.parts or b"")  # noqa: S301
-            error = kind.__new__(kind, *arguments)
-            error.__dict__.update(fields)
-        except Exception:
+            made = kind.__new__(kind, *arguments)
+            made.__dict__.update(fields)
+            # Whoever gets it puts it into other errors and logs.
+            error = made if f"{made}{made!r}" else None
+        if not isinstance(error, BaseException):
             error = AprilschedError(f"the scheduler's process raised {self.summary}")
         if self.cause is not None:
             error.__cause__ = self.cause.again()
         return error
+
+
+def _parts(error: BaseException) -> bytes | None:
+    try:
+        return pickle.dumps((type(error), error.args, error.__dict__))
+    except BaseException:
+        return None
+
+
+def said(error: BaseException) -> str:
+    """Type and text of an exception, whose code for that may raise."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except BaseException:
+        return f"{type(error).__name__}, which has no text"
+
+
+def retrieved(future: asyncio.Future[Any]) -> None:
+    """Look at the error of a call for which nobody waits, so that asyncio does not report it."""
+    if not future.cancelled():
+        future.exception()
 
 
 # --- the scheduler's side ------------------------------------------------------------------------
@@ -445,8 +528,13 @@ class Served:
         self, number: int, name: str, arguments: Sequence[object], named: Mapping[str, object]
     ) -> asyncio.Task[Any]:
         """Begin a call of a method with this name, of this class or else of the scheduler."""
+        return self._begin(number, self._call(name, arguments, named))
+
+    async def _call(
+        self, name: str, arguments: Sequence[object], named: Mapping[str, object]
+    ) -> Any:
         method = getattr(self, name, None) or getattr(self._opened, name)
-        return self._begin(number, method(*arguments, **named))
+        return await method(*arguments, **named)
 
     def withdraw(self, number: int) -> None:
         """Cancel a call, if it has not ended."""
@@ -459,9 +547,13 @@ class Served:
         task.add_done_callback(lambda _: self._calls.pop(number, None))
         return task
 
-    async def _close(self) -> None:
-        for task in list(self._calls.values()):
-            task.cancel()
+    async def close(self) -> None:
+        """Close the scheduler, which ends every call, or stop opening it."""
+        others = [task for task in self._calls.values() if task is not asyncio.current_task()]
+        if self._scheduler is None and others:
+            for task in others:
+                task.cancel()
+            await asyncio.wait(others)
         if self._scheduler is not None:
             await self._scheduler.close()
 

@@ -384,10 +384,7 @@ class ActorScheduler(RemoteScheduler, TakesBatches):
             raise unsendable(f"an argument of {name}()", error) from error
         future = asyncio.ensure_future(_awaited(reference))
         try:
-            answer: _Answer = await asyncio.shield(future)
-        except asyncio.CancelledError:
-            await self._withdraw(number, future)
-            raise
+            answer: _Answer = await self._answer(number, future)
         except (exceptions.RayActorError, exceptions.ObjectLostError) as error:
             raise _Away from error
         except exceptions.RayTaskError as error:
@@ -405,15 +402,9 @@ class ActorScheduler(RemoteScheduler, TakesBatches):
             raise error
         return answer.result
 
-    async def _withdraw(self, number: int, future: asyncio.Future[Any]) -> None:
-        """Withdraw a call, and wait for its end, because it may still take effect."""
-        while not future.done():
-            with suppress(exceptions.RayError):
-                # Ray does not keep the order of calls, so it may come before the call itself.
-                await self._actor.withdraw.remote(self._trainer, number)
-            await asyncio.wait([future], timeout=_LOOK_S)
-        if not future.cancelled():
-            future.exception()
+    async def _withdraw(self, number: int) -> None:
+        with suppress(exceptions.RayError):
+            await self._actor.withdraw.remote(self._trainer, number)
 
     def tell(self, name: str, *arguments: object) -> None:
         before = self._telling
@@ -767,7 +758,7 @@ class _SchedulerActor:
         await self._on_loop(self._life.detach(trainer))
 
     async def end(self) -> None:
-        await self._on_loop(self._life.end())
+        await self._on_loop(self._life.close())
 
     async def _on_loop(self, work: Coroutine[Any, Any, T]) -> T:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._thread.loop))
@@ -937,10 +928,6 @@ class _Life(Served):
     async def withdraw_of(self, trainer: _Trainer, number: int) -> None:
         if trainer == self._trainer:
             self.withdraw(number)
-
-    async def end(self) -> None:
-        """Close the scheduler."""
-        await self._close()
 
     def _unacknowledged(self) -> tuple[int, ...]:
         return tuple(self._opened.state.delivery.unacknowledged)

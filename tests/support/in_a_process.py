@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -33,6 +34,8 @@ __all__ = [
     "Raising",
     "blocked",
     "faulty",
+    "forking",
+    "hostile",
     "long",
     "pushed",
     "raising",
@@ -68,10 +71,12 @@ def long() -> RolloutScheduler:
     return RolloutScheduler(SimFleet(1, time_scale=0.0001), prompts, config=CONFIG)
 
 
-def secretive() -> RolloutScheduler:
-    """Its first prompt has metadata that cannot be sent."""
+def secretive(*, raises: bool) -> RolloutScheduler:
+    """Its first prompt has metadata that cannot be sent, with an error that has no text or one that
+    has."""
     ids = np.array([1], dtype=np.int32)
-    prompts = [Prompt(input_ids=ids, metadata={"check": lambda: True}) for _ in range(2)]
+    check = Unpicklable() if raises else lambda: True
+    prompts = [Prompt(input_ids=ids, metadata={"check": check}) for _ in range(2)]
     return RolloutScheduler(SimFleet(1, time_scale=0.0001), prompts, config=CONFIG)
 
 
@@ -87,6 +92,42 @@ class Odd(Exception):
         super().__init__(f"code {code} in {where}")
         self.code = code
         self.hook = lambda: code
+
+
+class Mute(Exception):
+    """An exception that has no text, and raises what is no Exception when it is asked for it."""
+
+    def __str__(self) -> str:
+        raise asyncio.CancelledError
+
+
+class Unpicklable(Exception):
+    """An exception that raises when it is sent, with an error that has no text."""
+
+    def __reduce__(self) -> Any:
+        raise Mute
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("__dict__", "__cause__"):
+            raise Mute
+        return super().__getattribute__(name)
+
+
+def hostile(kind: str) -> RolloutScheduler:
+    """Raises an exception that can hardly be looked at."""
+    error: BaseException = {"mute": Mute, "unpicklable": Unpicklable}.get(kind, ValueError)(kind)
+    if kind == "circle":
+        error.__cause__ = error
+    if kind == "chain":
+        for number in range(5000):
+            error, cause = ValueError(number), error
+            error.__cause__ = cause
+    if kind == "contexts":
+        other = KeyError(kind)
+        error.__context__, other.__context__ = other, error
+    if kind == "notes":
+        error.__notes__ = 7  # pyright: ignore[reportAttributeAccessIssue]
+    raise error
 
 
 def raising(kind: str) -> RolloutScheduler:
@@ -128,6 +169,16 @@ def served(url: str) -> RolloutScheduler:
     return RolloutScheduler(
         SGLangFleet([url]), (Prompt(input_ids=each) for each in ids), config=config
     )
+
+
+def forking(sign: Path) -> RolloutScheduler:
+    """Its process forks another one, which outlives it, and writes its number into a file."""
+    forked = os.fork()
+    if not forked:
+        time.sleep(3600)
+        os._exit(0)
+    sign.write_text(str(forked))
+    return simple()
 
 
 def blocked(sign: Path) -> RolloutScheduler:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -12,7 +13,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -27,6 +30,7 @@ from aprilsched import (
     SGLangListedFleet,
     SimPublisher,
     process,
+    remote,
 )
 from aprilsched.engines.base import Engine
 from aprilsched.errors import AprilschedError, ConfigError, RefitError, SchedulerClosed
@@ -154,6 +158,24 @@ def test_an_update_of_another_thread_withdraws_no_batch_on_its_way():
     assert len(set(trained)) == len(trained)
 
 
+def test_threads_that_call_at_once_share_no_batch():
+    """A call that was refused had given back the batch that was on its way to another one."""
+    got: list[int] = []
+    with process.RolloutScheduler(in_a_process.simple, pace="asynchronous") as rollouts:
+
+        def take() -> None:
+            while len(got) < 200:
+                with suppress(ConfigError):
+                    got.append(rollouts.next_batch().index)
+
+        threads = [threading.Thread(target=take) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert sorted(got) == list(range(len(got)))
+
+
 def test_ctrl_c_of_a_terminal_leaves_the_schedulers_process_to_the_trainer():
     with process.RolloutScheduler(in_a_process.simple) as rollouts:
         os.kill(child().pid, signal.SIGINT)
@@ -210,6 +232,23 @@ def test_errors_of_the_users_code_arrive():
         pass
 
 
+@pytest.mark.parametrize("kind", ["circle", "chain", "contexts", "notes", "mute", "unpicklable"])
+def test_an_exception_that_cannot_be_looked_at_arrives(kind: str):
+    """The trainer had waited for ever for one whose text or causes raise or have no end."""
+    summarized = kind in ("mute", "unpicklable")
+    with (
+        pytest.raises(
+            AprilschedError if summarized else ValueError,
+            match="scheduler's process raised" if summarized else None,
+        ) as raised,
+        process.RolloutScheduler(in_a_process.hostile, kind),
+    ):
+        pass
+    assert isinstance(
+        raised.value.__cause__, ValueError if kind in ("circle", "chain") else NoneType
+    )
+
+
 def test_a_reward_that_raises_costs_its_group():
     with process.RolloutScheduler(in_a_process.faulty) as rollouts:
         batch = rollouts.next_batch()
@@ -235,8 +274,9 @@ def test_what_cannot_be_sent_is_refused():
         assert rollouts.next_batch().index == 1
 
 
-def test_what_cannot_come_back_is_named():
-    with process.RolloutScheduler(in_a_process.secretive) as rollouts:
+@pytest.mark.parametrize("raises", [True, False])
+def test_what_cannot_come_back_is_named(raises: bool):
+    with process.RolloutScheduler(in_a_process.secretive, raises=raises) as rollouts:
         for _ in range(2):
             with pytest.raises(ConfigError, match="give prompts only metadata that pickle can"):
                 rollouts.next_batch()
@@ -318,42 +358,162 @@ def test_an_interrupt_while_it_opens():
         timer.join()
 
 
+@pytest.fixture
+def stopped(monkeypatch: pytest.MonkeyPatch) -> Iterator[process.RolloutScheduler]:
+    """A scheduler whose process stands still after its first batch, with prompts on their way."""
+    monkeypatch.setattr(remote, "SILENT_S", 0.5)
+    monkeypatch.setattr(process, "_END_S", 0.5)
+    queue = PromptQueue()
+    queue.put(*(prompt([number]) for number in range(1, 5)))
+    with process.RolloutScheduler(in_a_process.pushed, queue, batch_groups=2) as rollouts:
+        rollouts.next_batch()
+        os.kill(child().pid, signal.SIGSTOP)
+        # More than a pipe takes, which had kept the trainer's loop.
+        for _ in range(1000):
+            queue.put(prompt(list(range(1, 200))))
+        yield rollouts
+
+
+def test_a_process_that_stands_still_keeps_no_timeout_and_no_end(
+    stopped: process.RolloutScheduler,
+):
+    with pytest.raises(TimeoutError, match="does not answer"):
+        stopped.next_batch(timeout=0.1)
+    stopped.close()
+
+
+def test_a_process_that_goes_on_has_lost_no_batch(stopped: process.RolloutScheduler):
+    with pytest.raises(TimeoutError, match="does not answer"):
+        stopped.next_batch(timeout=0.1)
+    os.kill(child().pid, signal.SIGCONT)
+    assert stopped.next_batch().index == 1
+    assert stopped.next_batch().index == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(n, marks=pytest.mark.long) for n in range(1, 9))]
+)
+def test_stops_forks_and_short_timeouts_at_random_lose_no_batch(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(remote, "SILENT_S", 0.2)
+    rng, got, forks = random.Random(seed), list[int](), list[int]()
+    with process.RolloutScheduler(in_a_process.simple, pace="asynchronous") as rollouts:
+        scheduler = child().pid
+        while len(got) < 40:
+            what = rng.choice(["stop", "go on", "go on", "go on", "update", "fork", "", ""])
+            if what == "stop":
+                os.kill(scheduler, signal.SIGSTOP)
+            if what in ("go on", "update"):
+                os.kill(scheduler, signal.SIGCONT)
+            if what == "update":
+                rollouts.update_weights(SimPublisher())
+            if what == "fork" and len(forks) < 3:
+                forks.append(os.fork())
+                if not forks[-1]:
+                    time.sleep(3600)
+            with suppress(TimeoutError):
+                got.append(rollouts.next_batch(timeout=rng.choice([0, 0.01, 0.1])).index)
+        os.kill(scheduler, signal.SIGCONT)
+    for each in forks:
+        os.kill(each, signal.SIGKILL)
+        os.waitpid(each, 0)
+    assert got == list(range(40))
+
+
+def test_an_interrupt_ends_the_wait_for_a_process_that_stands_still(
+    stopped: process.RolloutScheduler,
+):
+    """One is enough."""
+    with InterruptingLoop(seed=0) as alarm:
+        alarm.start()
+        with pytest.raises(KeyboardInterrupt):
+            stopped.next_batch()
+        alarm.stop()
+
+
+def test_what_the_process_has_forked_does_not_hide_its_end(tmp_path: Path):
+    sign = tmp_path / "forked"
+    with process.RolloutScheduler(in_a_process.forking, sign) as rollouts:
+        rollouts.next_batch()
+        os.kill(child().pid, signal.SIGKILL)
+        with pytest.raises(SchedulerClosed, match="exit code -9"):
+            list(rollouts)
+    os.kill(int(sign.read_text()), signal.SIGKILL)
+
+
 TRAINER = """
+import os
 import sys
+import threading
+import time
 from multiprocessing import active_children
+from pathlib import Path
 from aprilsched import process
 from tests.support import in_a_process
 
 if __name__ == "__main__":
-    rollouts = process.RolloutScheduler(in_a_process.simple).__enter__()
-    rollouts.next_batch()
-    print(active_children()[0].pid, flush=True)
-    if sys.argv[1] == "wait":
+    how = sys.argv[1]
+    sign = Path("blocked").absolute()
+    rollouts = process.RolloutScheduler(
+        *((in_a_process.blocked, sign) if how == "blocked" else (in_a_process.simple,))
+    )
+    rollouts.__enter__()
+    scheduler, forked = active_children()[0].pid, 0
+    if how == "blocked":
+        threading.Thread(target=rollouts.next_batch, daemon=True).start()
+        while not sign.exists():
+            time.sleep(0.01)
+    else:
+        rollouts.next_batch()
+    if how.startswith("fork"):
+        forked = os.fork()
+        if not forked:
+            time.sleep(3600)
+    print(scheduler, forked, flush=True)
+    if how == "forked, and closes":
+        rollouts.close()
+    elif how != "leaves":
         sys.stdin.read()
 """
 
 
-@pytest.mark.parametrize("end", ["killed", "leave"])
-def test_the_process_ends_with_the_trainers(tmp_path: Path, end: str):
-    """A trainer that is killed, and one that ends without closing the scheduler."""
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+@pytest.mark.parametrize("how", ["killed", "leaves", "forks", "forked, and closes", "blocked"])
+def test_the_process_ends_with_the_trainers(tmp_path: Path, how: str):
+    """A trainer that is killed, one that ends without closing the scheduler, and those that have
+    forked another process, which lives on with all that is open. User code may block the
+    scheduler's loop."""
     script = tmp_path / "trainer.py"
     script.write_text(TRAINER)
-    trainer = subprocess.Popen(
-        [sys.executable, str(script), "wait" if end == "killed" else "leave"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "TMPDIR": str(tmp_path)},
-        text=True,
-    )
-    assert trainer.stdout is not None
-    pid = int(trainer.stdout.readline())
-    if end == "killed":
-        trainer.kill()
-    _, said = trainer.communicate()
-    while runs(pid):
-        time.sleep(0.01)
-    assert "Traceback" not in said, said
+    with (
+        (tmp_path / "said").open("w") as said,
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore::DeprecationWarning", str(script), how],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=said,
+            cwd=tmp_path,
+            env={
+                **os.environ,
+                "PYTHONPATH": str(Path(__file__).parents[2]),
+                "TMPDIR": str(tmp_path),
+            },
+            text=True,
+        ) as trainer,
+    ):
+        assert trainer.stdout is not None
+        scheduler, forked = map(int, trainer.stdout.readline().split())
+        if how in ("killed", "forks", "blocked"):
+            trainer.kill()
+        trainer.wait()
+        while runs(scheduler):
+            time.sleep(0.01)
+        if forked:
+            assert runs(forked)
+            os.kill(forked, signal.SIGKILL)
+    assert "Traceback" not in (tmp_path / "said").read_text()
 
 
 def runs(pid: int) -> bool:
