@@ -119,9 +119,9 @@ class RayShard:
         """Generate responses; see :meth:`aprilsched.shards.Shard.evaluate`."""
         return await self._call("evaluate", tuple(prompts), group_size)
 
-    async def checkpoint(self, path: Path) -> tuple[int, ...]:
+    async def checkpoint(self, path: Path) -> None:
         """Write the state to a file; see :meth:`aprilsched.shards.Shard.checkpoint`."""
-        return await self._call("checkpoint", absolute(path))
+        await self._call("checkpoint", absolute(path))
 
     async def update(self, publisher: WeightPublisher, version: int) -> RefitReport:
         """Load a version; see :meth:`aprilsched.shards.Shard.update`."""

@@ -31,6 +31,7 @@ __all__ = [
     "Orders",
     "Shard",
     "ShardLost",
+    "answer_s",
     "numbered",
     "qualified",
     "serial_of",
@@ -134,6 +135,8 @@ class Shard(Protocol):
     Calls of different methods may overlap, and calls of one method do not. Every method raises
     :class:`~aprilsched.shards.ShardLost` if the shard has ended; :meth:`open` may then be called
     again, and continues from the shard's store if it has one. Any other error is the user's to see.
+
+    The collector cancels a call that takes too long, and takes the shard for lost.
     """
 
     @property
@@ -165,7 +168,8 @@ class Shard(Protocol):
         ...
 
     async def ask(self) -> News:
-        """Wait until there is something new, and return it."""
+        """Wait until there is something new, and return it. A shard that lives answers within a
+        third of :func:`answer_s` in any case, with what has not changed."""
         ...
 
     async def update(self, publisher: WeightPublisher, version: int) -> RefitReport:
@@ -180,14 +184,19 @@ class Shard(Protocol):
         """Generate the responses to `prompts` under one version."""
         ...
 
-    async def checkpoint(self, path: Path) -> tuple[int, ...]:
-        """Write the shard's state to a file, with the groups that were not told received; returns
-        the serials of the prompts whose groups are in it."""
+    async def checkpoint(self, path: Path) -> None:
+        """Write the shard's state to a file, with the groups that were not told received."""
         ...
 
     async def close(self) -> None:
         """End in any state; a shard that was lost has ended."""
         ...
+
+
+def answer_s(config: SchedulerConfig) -> float:
+    """Seconds after which a shard is lost that answers neither :meth:`Shard.ask` nor
+    :meth:`Shard.tell`: a quarter of `health.stall_s`, and 5 at least."""
+    return max(5.0, config.health.stall_s / 4)
 
 
 def numbered(prompt: Prompt, serial: int) -> Prompt:

@@ -16,9 +16,8 @@ Invariants:
 from __future__ import annotations
 
 import heapq
-import logging
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -38,7 +37,6 @@ from aprilsched.shards.base import (
     numbered,
     qualified,
     serial_of,
-    unnumbered,
 )
 from aprilsched.shards.settings import check_shardable
 from aprilsched.store.codec import decode, encode, group_from, group_record
@@ -46,8 +44,6 @@ from aprilsched.telemetry.event_log.merging import SLOTS
 from aprilsched.types import Batch, Group, Prompt, Rollout
 
 __all__ = ["Collector", "Cut", "Post"]
-
-log = logging.getLogger("aprilsched")
 
 _SIZES = 32
 """Number of groups over which the mean group size is taken."""
@@ -305,6 +301,17 @@ class Collector:
         return self._collecting and self.drained and not self._ready
 
     @property
+    def awaited(self) -> list[Post]:
+        """The shards that do not take part and have all that the trainer can still get: it waits,
+        and those that take part have nothing left, and no prompts to start."""
+        waits = self._collecting and not self.updating
+        more = self.stock or not (self.dry or (self.exhausted and not self.fetching))
+        working = list(self._working())
+        if not waits or more or not working or any(post.serials for post in working):
+            return []
+        return [post for post in self.posts if post.serials and not self.takes_part(post)]
+
+    @property
     def held(self) -> bool:
         """Whether the shards pause their engines with the requests inside."""
         return self._synchronous and not (self._collecting and not self._full)
@@ -339,12 +346,6 @@ class Collector:
                 )
             post.slot, self._slots = self._slots, self._slots + 1
         lost = [serial for serial in post.serials if serial not in known]
-        for serial in [serial for serial in lost if serial not in self._prompts]:
-            # Its checkpoint had the prompt, and neither its store nor this process has it.
-            log.error("%s has lost the group of prompt %d for good", post.name, serial)
-            self.outcome.fail(f"{post.name} was lost with it")
-            lost.remove(serial)
-            del post.serials[serial]
         post.version, post.engines = opened.version, max(1, opened.engines)
         post.launched, post.complete = 0, NOTHING
         post.generating = sum(size for serial, size in post.serials.items() if serial in known)
@@ -356,6 +357,17 @@ class Collector:
     def lost(self, post: Post) -> None:
         """A shard has ended. What it has open does not count until it is opened again."""
         post.version = None
+
+    def give_up(self, post: Post) -> int:
+        """Give the prompts of a shard that does not take part to those that do, which generate them
+        from their beginning; returns their number. What it has of them is not counted."""
+        serials, post.serials = post.serials, {}
+        post.prompts.clear()
+        post.told.clear()
+        loads = self._loads()
+        for serial, size in serials.items():
+            self._give_to_least(loads, serial, self._prompts[serial], size)
+        return len(serials)
 
     def note(self, post: Post, news: News) -> None:
         """A shard has news."""
@@ -378,17 +390,12 @@ class Collector:
     def _arrive(self, post: Post, number: int, group: Group) -> None:
         serial = serial_of(group.prompt)
         if serial is None or post.serials.pop(serial, None) is None:
-            # It was counted before the shard was opened again.
-            if all(each.serial != serial for each in self._kept()):
+            # It was counted before the shard was opened again, or was given to another one.
+            if not self._renumbered(post, number, serial):
                 post.received.append(number)
-            else:
-                self._renumber(post, number, serial)
             return
-        # After a restore, only the group itself has the prompt.
-        prompt = self._prompts.pop(serial, None) or unnumbered(group.prompt)
-        arrived = _Arrived(
-            qualified(group, prompt, slot=post.slot, shard=post.name), post, number, serial
-        )
+        group = qualified(group, self._prompts.pop(serial), slot=post.slot, shard=post.name)
+        arrived = _Arrived(group, post, number, serial)
         if self._too_stale(arrived):
             post.received.append(number)
             self.evicted.append(arrived.group)
@@ -402,10 +409,13 @@ class Collector:
         if self._offer is not None:
             yield from self._offer[1]
 
-    def _renumber(self, post: Post, number: int, serial: int | None) -> None:
+    def _renumbered(self, post: Post, number: int, serial: int | None) -> bool:
+        """Whether a group of this shard is kept here, which it knows by another number now."""
         for each in self._kept():
-            if each.serial == serial:
-                each.post, each.number = post, number
+            if each.serial == serial and each.post is post:
+                each.number = number
+                return True
+        return False
 
     # --- prompts -------------------------------------------------------------------------------
 
@@ -435,12 +445,7 @@ class Collector:
 
     def _distribute(self, count: int) -> None:
         """Give each prompt to the shard with the fewest rollouts for each engine."""
-        loads = [
-            (post.running / post.engines, place)
-            for place, post in enumerate(self.posts)
-            if self.takes_part(post)
-        ]
-        heapq.heapify(loads)
+        loads = self._loads()
         while count and self.stock:
             prompt = self.stock.popleft()
             self.cursor += 1
@@ -449,14 +454,29 @@ class Collector:
             count -= 1
             size = prompt.group_size or self.config.group_size
             self._note_size(size)
-            load, place = loads[0]
-            post, serial = self.posts[place], self.serials
+            self._prompts[self.serials] = prompt
+            self._give_to_least(loads, self.serials, prompt, size)
             self.serials += 1
-            self._prompts[serial] = prompt
-            post.serials[serial] = size
-            post.told.append(size)
-            post.prompts.append(numbered(prompt, serial))
-            heapq.heapreplace(loads, (load + size / post.engines, place))
+
+    def _loads(self) -> list[tuple[float, int]]:
+        """A heap of the shards that take part: the rollouts for each engine, and the place."""
+        loads = [
+            (post.running / post.engines, place)
+            for place, post in enumerate(self.posts)
+            if self.takes_part(post)
+        ]
+        heapq.heapify(loads)
+        return loads
+
+    def _give_to_least(
+        self, loads: list[tuple[float, int]], serial: int, prompt: Prompt, size: int
+    ) -> None:
+        load, place = loads[0]
+        post = self.posts[place]
+        post.serials[serial] = size
+        post.told.append(size)
+        post.prompts.append(numbered(prompt, serial))
+        heapq.heapreplace(loads, (load + size / post.engines, place))
 
     def _note_size(self, size: int) -> None:
         self._sizes_seen = min(self._sizes_seen + 1, _SIZES)
@@ -582,6 +602,7 @@ class Collector:
 
     def cut(self) -> Cut:
         """The state of this moment, for a checkpoint."""
+        kept = {each.serial: each.group.prompt for each in self._kept()}
         return Cut(
             _Saved(
                 folder="",
@@ -600,12 +621,12 @@ class Collector:
                         # What has arrived and is not taken is in the file of its shard.
                         serials=post.serials
                         | {e.serial: len(e.members) for e in self._kept() if e.post is post},
-                        prompts=[],
                     )
                     for post in self.posts
                 ],
+                prompts=[],
             ),
-            dict(self._prompts),
+            self._prompts | kept,
         )
 
     def restore(self, saved: bytes) -> str:
@@ -617,11 +638,7 @@ class Collector:
         """
         try:
             record = decode(saved, _Saved)
-            prompts = {
-                group.group_id: group.prompt
-                for shard in record.shards
-                for group in map(group_from, shard.prompts)
-            }
+            prompts = {group.group_id: group.prompt for group in map(group_from, record.prompts)}
         except (msgspec.MsgspecError, ValueError) as error:
             raise StoreError(f"the checkpoint of the shards cannot be read ({error}).") from error
         names = [post.name for post in self.posts]
@@ -646,8 +663,6 @@ class _SavedShard(msgspec.Struct, array_like=True):
     slot: int
     serials: dict[int, int]
     """The group size of each prompt that the shard has."""
-    prompts: list[bytes]
-    """Prompts of which the file of the shard knows nothing."""
 
 
 class _Saved(msgspec.Struct, array_like=True):
@@ -661,6 +676,8 @@ class _Saved(msgspec.Struct, array_like=True):
     failed: dict[str, int]
     slots: int
     shards: list[_SavedShard]
+    prompts: list[bytes]
+    """Those of all shards. The others generate them if a shard does not come back."""
 
 
 class Cut:
@@ -675,26 +692,20 @@ class Cut:
         self._saved = saved
         self._prompts = prompts
 
-    def encoded(self, folder: str, kept: Mapping[str, Collection[int]]) -> bytes:
+    def encoded(self, folder: str) -> bytes:
         """The content of a file.
 
         Args:
             folder: name of the folder with the files of the shards.
-            kept: for each shard the serials of the groups in its file. The prompts of the others
-                are saved here.
 
         Raises:
             ConfigError: if a prompt holds a value that cannot be stored.
         """
         self._saved.folder = folder
-        for shard in self._saved.shards:
-            shard.prompts = [
-                group_record(
-                    SavedGroup(group_id=serial, prompt=self._prompts[serial], opened=0, members=())
-                )
-                for serial in shard.serials
-                if serial not in kept[shard.name] and serial in self._prompts
-            ]
+        self._saved.prompts = [
+            group_record(SavedGroup(group_id=serial, prompt=prompt, opened=0, members=()))
+            for serial, prompt in self._prompts.items()
+        ]
         return encode(self._saved)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from aprilsched.driver.callbacks import called_now
 from aprilsched.engines.base import Engine
+from aprilsched.errors import RefitError
 from aprilsched.weights.base import RepublishingPublisher, WeightPublisher, WholePublisher
 
 __all__ = ["JointUpdate", "Part", "RepublishingPart"]
@@ -25,11 +26,17 @@ class JointUpdate:
     Args:
         publisher: the trainer's publisher, prepared already.
         shards: names of the shards that publish here.
+        wait_s: seconds that a shard waits here for the others to pause their engines. It publishes
+            without those that need longer.
     """
 
-    def __init__(self, publisher: WeightPublisher, shards: Iterable[str]) -> None:
+    def __init__(
+        self, publisher: WeightPublisher, shards: Iterable[str], *, wait_s: float = 0
+    ) -> None:
         self.publisher = publisher
         self._awaited = set(shards)
+        self._late: set[str] = set()
+        self._wait_s = wait_s
         self._engines: dict[str, Sequence[Engine]] = {}
         self._version = 0
         self._all_there = asyncio.Event()
@@ -53,13 +60,24 @@ class JointUpdate:
         self._over = True
 
     async def publish(self, shard: str, version: int, engines: Sequence[Engine]) -> _Results:
-        """Publish with all others."""
+        """Publish with all others.
+
+        Raises:
+            RefitError: if the others did so without this shard.
+        """
+        if shard in self._late and not self._over:
+            raise RefitError(f"{shard} needed more than {self._wait_s:g} s to pause its engines.")
         if self._over or shard not in self._awaited:
             return await self.publisher.publish(version, engines)
         self._engines[shard], self._version = engines, version
         self.left(shard)
         try:
-            await self._all_there.wait()
+            async with asyncio.timeout(self._wait_s):
+                await self._all_there.wait()
+        except TimeoutError:
+            self._late |= self._awaited
+            self._awaited.clear()
+            self._all_there.set()
         except asyncio.CancelledError:
             self._engines.pop(shard, None)
             raise

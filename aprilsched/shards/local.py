@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -18,7 +19,7 @@ from aprilsched.core.steps.outage import stranded
 from aprilsched.driver.callbacks import Accept, GroupReward, Reward
 from aprilsched.engines.base import Fleet
 from aprilsched.errors import AprilschedError, FleetLost, RefitError, SchedulerClosed
-from aprilsched.shards.base import News, Opened, Orders, ShardLost
+from aprilsched.shards.base import News, Opened, Orders, ShardLost, answer_s
 from aprilsched.shards.reporter import Reporter, serials_of
 from aprilsched.store.base import Store
 from aprilsched.telemetry.base import AnyListener
@@ -75,6 +76,7 @@ class LocalShard:
         self._reporter = self._new_reporter()
         self._log: EventLog | None = None
         self._news = asyncio.Event()
+        self._answer_s = 0.0
         self._batches: dict[int, Batch] = {}
         """The batches that the store keeps until they are received."""
         self._held = False
@@ -105,7 +107,7 @@ class LocalShard:
         parts = self._parts()
         self._queue, self._news = PromptQueue(together_s=0), asyncio.Event()
         self._batches, self._held, self._failure = {}, False, None
-        self._reporter = self._new_reporter()
+        self._reporter, self._answer_s = self._new_reporter(), answer_s(config)
         listeners: list[AnyListener] = [self._reporter, *parts.listeners]
         if log is not None:
             log.parent.mkdir(parents=True, exist_ok=True)
@@ -178,7 +180,9 @@ class LocalShard:
     async def ask(self) -> News:
         """Wait for news; see :meth:`~aprilsched.shards.base.Shard.ask`."""
         self._open()
-        await self._news.wait()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._answer_s / 3):
+                await self._news.wait()
         self._open()
         self._news.clear()
         return self._reporter.news()
@@ -199,13 +203,9 @@ class LocalShard:
         except (FleetLost, SchedulerClosed) as error:
             raise ShardLost(str(error)) from error
 
-    async def checkpoint(self, path: Path) -> tuple[int, ...]:
+    async def checkpoint(self, path: Path) -> None:
         """Write the state to a file; see :meth:`~aprilsched.shards.base.Shard.checkpoint`."""
-        rollouts = self._open()
-        # The file is a cut of this moment, before anything is awaited.
-        kept = serials_of(rollouts.state)
-        await rollouts.checkpoint(path, acknowledge=False)
-        return kept
+        await self._open().checkpoint(path, acknowledge=False)
 
     # --- the scheduler -------------------------------------------------------------------------
 

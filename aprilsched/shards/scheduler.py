@@ -7,6 +7,8 @@ Invariants:
 - An update that has begun is carried out by every shard, also if the call is cancelled, because
   shards with different versions could not generate for one batch.
 - A shard that is lost is opened again until it is there, and nothing waits for it meanwhile.
+- Every call of a shard has an end: a shard that does not answer in time is lost. If all that the
+  trainer waits for is with shards that do not take part, the others generate it.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import os
 from collections.abc import AsyncIterable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from shutil import rmtree
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from aprilsched.coordinator.logprob_comparison import compared
 from aprilsched.coordinator.prompts import PromptSource, checked
@@ -45,11 +47,12 @@ from aprilsched.shards.base import (
     Orders,
     Shard,
     ShardLost,
+    answer_s,
     numbered,
     qualified,
     serial_of,
 )
-from aprilsched.shards.collector import Collector, Post
+from aprilsched.shards.collector import Collector, Cut, Post
 from aprilsched.shards.joint import JointUpdate
 from aprilsched.shards.settings import check_shardable, shard_config
 from aprilsched.telemetry.alignment import alignment_of
@@ -70,6 +73,8 @@ from aprilsched.weights.external import ExternalWeights
 __all__ = ["ShardedScheduler"]
 
 log = logging.getLogger("aprilsched")
+
+T = TypeVar("T")
 
 _AGAIN_S = 1.0
 _LATEST_S = 60.0
@@ -96,6 +101,57 @@ class _Member:
         """Set when there may be something to tell it."""
         self.telling = asyncio.Lock()
         self.catching_up: asyncio.Task[None] | None = None
+        self.lost: asyncio.Future[str] | None = None
+        """Done when the shard is lost, with the reason; None before it is opened."""
+        self.told = False
+        """Whether it has taken orders since it was opened."""
+        self.answers = True
+        """Whether it has had news since then, too. One that is opened and hangs again is not
+        there."""
+        self.away_since: float | None = None
+        """Time since which it has not taken part and answered."""
+        self.delay = _AGAIN_S
+        """Seconds until it is opened again."""
+
+    def begin(self) -> asyncio.Future[str]:
+        """Let it be called, also if it was lost."""
+        self.lost = asyncio.get_running_loop().create_future()
+        return self.lost
+
+    def lose(self, why: str) -> None:
+        """End every call of it."""
+        if self.lost is not None and not self.lost.done():
+            self.lost.set_result(why)
+
+    async def answered(self, call: Coroutine[Any, Any, T], within: float | None) -> T:
+        """What the shard answers to a call. It is lost if that takes longer than `within` seconds.
+
+        A shard that hangs may not even end when it is cancelled, so that is not waited for.
+
+        Raises:
+            ShardLost: if it is lost, whichever call has noticed that.
+        """
+        work, lost = asyncio.ensure_future(call), self.lost or self.begin()
+        try:
+            # In parts: what blocks this loop for long is no fault of a shard.
+            for _ in range(3):
+                await asyncio.wait(
+                    [work, lost],
+                    timeout=None if within is None else within / 3,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                if work.done():
+                    return work.result()
+                if lost.done():
+                    break
+            else:
+                lost.set_result(f"it has not answered {call.__name__}() for {within:g} s")
+            raise ShardLost(lost.result())
+        finally:
+            if not work.done():
+                work.cancel()
+                work.add_done_callback(lambda done: done.cancelled() or done.exception())
+                await asyncio.wait([work], timeout=_AGAIN_S)
 
 
 class ShardedScheduler(TakesBatches):
@@ -228,12 +284,19 @@ class ShardedScheduler(TakesBatches):
             await asyncio.to_thread(self._log.close)
 
     async def _close_shards(self) -> None:
-        closing = (member.shard.close() for member in self._members)
-        for member, outcome in zip(
-            self._members, await asyncio.gather(*closing, return_exceptions=True), strict=True
-        ):
-            if isinstance(outcome, Exception):
-                log.error("%s could not be closed: %s", member.shard.name, outcome)
+        await asyncio.gather(*map(self._close_shard, self._members))
+
+    async def _close_shard(self, member: _Member) -> None:
+        member.lose("it is closed")
+        # Its engines have control_s to continue.
+        within = self.config.timeouts.control_s + answer_s(self.config)
+        member.begin()
+        try:
+            await member.answered(member.shard.close(), within)
+        except Exception as error:
+            log.error("%s could not be closed: %s", member.shard.name, error)
+        finally:
+            member.lose("it is closed")
 
     # --- batches -------------------------------------------------------------------------------
 
@@ -366,8 +429,8 @@ class ShardedScheduler(TakesBatches):
         left = list(range(len(prompts)))
         while left:
             members = [m for m in self._members if m.open and self._collector.takes_part(m.post)]
-            if not members and all(member.open for member in self._members):
-                raise self._no_version()
+            if not members and (error := self._stranded()) is not None:
+                raise error
             if not members:
                 self._changed.clear()
                 await self._changed.wait()
@@ -397,9 +460,8 @@ class ShardedScheduler(TakesBatches):
             return {}, ()
         slot = member.post.slot
         try:
-            batch = await member.shard.evaluate(
-                [numbered(prompts[serial], serial) for serial in share], group_size
-            )
+            asked = [numbered(prompts[serial], serial) for serial in share]
+            batch = await member.answered(member.shard.evaluate(asked, group_size), None)
         except (ShardLost, RefitError) as error:
             log.warning("%s has lost its part of an evaluation: %s", member.shard.name, error)
             # Its own task finds out too, and notes that it takes part no longer.
@@ -508,7 +570,10 @@ class ShardedScheduler(TakesBatches):
         self._tell_facts(of.UpdateBegun(version=new))
         try:
             failed = await self._update_each(publisher, new)
-            while all(isinstance(failed.get(m.shard.name), ShardLost) for m in self._members):
+            until = asyncio.get_running_loop().time() + self.config.health.fleet_wait_s
+            while asyncio.get_running_loop().time() < until and all(
+                isinstance(failed.get(m.shard.name), ShardLost) for m in self._members
+            ):
                 # Otherwise a trainer would have to repeat its update because of a process that
                 # died.
                 await self._until_one_is_open()
@@ -535,7 +600,12 @@ class ShardedScheduler(TakesBatches):
         """Update every shard that is open; returns why a shard, or an engine of one, did not take
         the version."""
         members = [member for member in self._members if member.open]
-        joint = JointUpdate(publisher, [member.shard.name for member in members])
+        timeouts = self.config.timeouts
+        joint = JointUpdate(
+            publisher,
+            [member.shard.name for member in members],
+            wait_s=min(timeouts.control_s, timeouts.refit_s / 2),
+        )
         outcomes = await asyncio.gather(
             *(self._update_one(member, joint, new) for member in members)
         )
@@ -570,7 +640,11 @@ class ShardedScheduler(TakesBatches):
                 return {}
             before, member.suspect = member.suspect, True
             try:
-                report = await member.shard.update(joint.part(name), new)
+                timeouts = self.config.timeouts
+                report = await member.answered(
+                    member.shard.update(joint.part(name), new),
+                    timeouts.refit_s + timeouts.control_s,
+                )
             except (RefitError, ConfigError):
                 # Its scheduler lives, and knows which of its engines are whole.
                 member.suspect = before
@@ -670,7 +744,7 @@ class ShardedScheduler(TakesBatches):
             name = _new_name(path)
             folder = path / name
             await asyncio.to_thread(folder.mkdir, parents=True)
-            kept = await asyncio.gather(
+            await asyncio.gather(
                 *(
                     self._cut_shard(member, each, folder)
                     for member, each in zip(self._members, orders, strict=True)
@@ -683,13 +757,12 @@ class ShardedScheduler(TakesBatches):
         finally:
             for member in self._members:
                 member.telling.release()
-        names = [member.shard.name for member in self._members]
-        encoded = cut.encoded(name, {n: set(k) for n, k in zip(names, kept, strict=True)})
-        await asyncio.to_thread(_conclude_checkpoint, path, name, encoded)
+        await asyncio.to_thread(_conclude_checkpoint, path, name, cut)
 
-    async def _cut_shard(self, member: _Member, orders: Orders, folder: Path) -> tuple[int, ...]:
-        await member.shard.tell(orders)
-        return await member.shard.checkpoint(folder / member.shard.name)
+    async def _cut_shard(self, member: _Member, orders: Orders, folder: Path) -> None:
+        await member.answered(member.shard.tell(orders), answer_s(self.config))
+        saving = member.shard.checkpoint(folder / member.shard.name)
+        await member.answered(saving, self.config.timeouts.refit_s)
 
     def restore(self, path: Path | str) -> None:
         """Begin with a checkpoint. Call it before the ``async with`` block, with the same shards
@@ -720,15 +793,20 @@ class ShardedScheduler(TakesBatches):
         checkpoint = None
         if self._restored is not None and first:
             checkpoint = self._restored / shard.name
-        opened = await shard.open(
-            shard_config(self.config), log=path, checkpoint=checkpoint, suspect=member.suspect
+        member.begin()
+        opened = await member.answered(
+            shard.open(
+                shard_config(self.config), log=path, checkpoint=checkpoint, suspect=member.suspect
+            ),
+            max(self.config.health.fleet_wait_s, self.config.timeouts.control_s),
         )
         if first and self._restored is None and opened.continued:
             raise ConfigError(
                 f"the store of {shard.name} has another run; restore a checkpoint of it, or begin "
                 "with new stores."
             )
-        member.open, member.stored, member.held = True, opened.stored, False
+        member.open, member.stored = True, opened.stored
+        member.held = member.told = False
         self._collector.opened(post, opened)
         self._note_opened(member, opened)
 
@@ -744,16 +822,17 @@ class ShardedScheduler(TakesBatches):
 
     async def _serve(self, member: _Member) -> None:
         """Talk to a shard, and open it again when it is lost, until the scheduler is closed."""
-        delay = _AGAIN_S
         while True:
             try:
                 if not member.open:
-                    await self._open(member)
+                    try:
+                        await self._open(member)
+                    except StoreError as error:
+                        # A process that hangs has it until it is gone, some time after its end.
+                        raise ShardLost(str(error)) from error
                     log.warning("%s is there again", member.shard.name)
                     self._catch_up(member)
-                self._none_since = None
                 self._act()
-                delay = _AGAIN_S
                 await self._converse(member)
             except (ShardLost, EngineError) as error:
                 await self._lose(member, error)
@@ -761,8 +840,8 @@ class ShardedScheduler(TakesBatches):
                 log.error("%s ends the run: %r", member.shard.name, error)
                 self._waits.fail(error)
                 return
-            await asyncio.sleep(delay)
-            delay = min(2 * delay, _LATEST_S)
+            await asyncio.sleep(member.delay)
+            member.delay = min(2 * member.delay, _LATEST_S)
 
     async def _lose(self, member: _Member, error: Exception) -> None:
         if member.open:
@@ -770,14 +849,12 @@ class ShardedScheduler(TakesBatches):
             self._tell_facts(of.ShardLost(shard=member.shard.name, cause=str(error)))
         else:
             log.error("%s could not be opened: %s", member.shard.name, error)
-        member.open = False
+        member.open = member.answers = False
+        member.lose(str(error))
         self._collector.lost(member.post)
         self._act()
-        try:
-            await member.shard.close()
-        except Exception as failure:
-            log.error("%s could not be closed: %r", member.shard.name, failure)
-        if any(each.open for each in self._members):
+        await self._close_shard(member)
+        if any(each.answers for each in self._members):
             return
         now = asyncio.get_running_loop().time()
         self._none_since = now if self._none_since is None else self._none_since
@@ -801,9 +878,13 @@ class ShardedScheduler(TakesBatches):
 
     async def _ask(self, member: _Member) -> None:
         while True:
-            news = await member.shard.ask()
+            news = await member.answered(member.shard.ask(), answer_s(self.config))
             took_part = self._collector.takes_part(member.post)
             self._collector.note(member.post, news)
+            if member.told:
+                member.answers, self._none_since = True, None
+            if member.answers and self._collector.takes_part(member.post):
+                member.delay, member.away_since = _AGAIN_S, None
             if took_part and not self._collector.takes_part(member.post):
                 self._catch_up(member)
             self._act()
@@ -813,7 +894,9 @@ class ShardedScheduler(TakesBatches):
             await member.due.wait()
             async with member.telling:
                 member.due.clear()
-                await member.shard.tell(self._orders(member))
+                orders = self._orders(member)
+                await member.answered(member.shard.tell(orders), answer_s(self.config))
+                member.told = True
 
     def _orders(self, member: _Member) -> Orders:
         """What the shard is to be told now."""
@@ -839,6 +922,9 @@ class ShardedScheduler(TakesBatches):
         self._changed.set()
         for group in self._evicted():
             self._tell_facts(group)
+        self._note_away()
+        if not self._frozen:
+            self._give_up_awaited()
         batch = collector.offer()
         if batch is not None:
             if batch.complete:
@@ -884,6 +970,37 @@ class ShardedScheduler(TakesBatches):
             for group in evicted
         ]
 
+    def _note_away(self) -> None:
+        """Note which shards do not take part, and look again when they have had their time."""
+        loop = asyncio.get_running_loop()
+        for member in self._members:
+            if member.away_since is None and not self._collector.takes_part(member.post):
+                member.away_since = loop.time()
+                loop.call_later(self.config.health.fleet_wait_s + _AGAIN_S, self._act)
+
+    def _coming(self, member: _Member) -> bool:
+        """Whether a shard may take part again without the trainer: it is opened again or catches
+        up, and has not needed `health.fleet_wait_s` for that yet."""
+        busy = member.catching_up is not None and not member.catching_up.done()
+        if member.open and not busy:
+            return False
+        now = asyncio.get_running_loop().time()
+        since = now if member.away_since is None else member.away_since
+        return now - since < self.config.health.fleet_wait_s
+
+    def _give_up_awaited(self) -> None:
+        awaited = {post.name for post in self._collector.awaited}
+        for member in self._members:
+            if member.shard.name in awaited and not self._coming(member):
+                given = self._collector.give_up(member.post)
+                log.warning(
+                    "%s does not have version %d, so the other shards generate the last %d prompts "
+                    "that it has",
+                    member.shard.name,
+                    self.version,
+                    given,
+                )
+
     def _refuse_stranded(self) -> None:
         """End a wait for a batch that no shard can generate before the next update."""
         if self._waits.batch_requested and (error := self._stranded()) is not None:
@@ -897,13 +1014,9 @@ class ShardedScheduler(TakesBatches):
     def _stranded(self) -> RefitError | None:
         """The error that no shard has the version of the run and none will have it by itself."""
         collector = self._collector
-        if collector.updating or not all(member.open for member in self._members):
+        if collector.updating or not any(member.open for member in self._members):
             return None
-        if any(
-            collector.takes_part(member.post)
-            or (member.catching_up is not None and not member.catching_up.done())
-            for member in self._members
-        ):
+        if any(collector.takes_part(each.post) or self._coming(each) for each in self._members):
             return None
         return self._no_version()
 
@@ -993,12 +1106,12 @@ def _new_name(path: Path) -> str:
     return str(number)
 
 
-def _conclude_checkpoint(path: Path, name: str, encoded: bytes) -> None:
+def _conclude_checkpoint(path: Path, name: str, cut: Cut) -> None:
     """Make the new files those of the checkpoint, and remove the ones before."""
-    writing = path / f".{_COLLECTOR}.writing"
+    content, writing = cut.encoded(name), path / f".{_COLLECTOR}.writing"
     try:
         with writing.open("wb") as file:
-            file.write(encoded)
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(writing, path / _COLLECTOR)

@@ -42,9 +42,9 @@ def shards(servers: list[ThreadedServer], folder: Path) -> list[RayShard]:
     ]
 
 
-def kill(shard: RayShard) -> None:
-    """End the process of a shard as a power failure does."""
-    os.kill(pid_of(shard._actor), signal.SIGKILL)
+def kill(shard: RayShard, how: signal.Signals = signal.SIGKILL) -> None:
+    """End the process of a shard as a power failure does, or let it stand still."""
+    os.kill(pid_of(shard._actor), how)
 
 
 def config(tokens: int = 40) -> SchedulerConfig:
@@ -68,11 +68,19 @@ def keys(batches: list[Batch]) -> list[Any]:
     return sorted(group.prompt.key for batch in batches for group in batch.groups)
 
 
-@pytest.mark.parametrize("from_trainer", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("from_trainer", "how"),
+    [
+        (True, signal.SIGKILL),
+        pytest.param(False, signal.SIGKILL, marks=pytest.mark.long),
+        pytest.param(True, signal.SIGSTOP, marks=pytest.mark.long),
+    ],
+)
 async def test_a_shard_whose_actor_is_killed_is_replaced(
-    servers: list[ThreadedServer], tmp_path: Path, from_trainer: bool
+    servers: list[ThreadedServer], tmp_path: Path, from_trainer: bool, how: signal.Signals
 ):
-    """Each actor is killed once, one of them while it generates; nothing is lost or doubled."""
+    """Each actor is killed once, one of them while it generates, or stands still; nothing is lost
+    or doubled."""
     members = shards(servers, tmp_path)
     publisher: Any = checkpoint_files(tmp_path)
     if from_trainer:
@@ -85,7 +93,7 @@ async def test_a_shard_whose_actor_is_killed_is_replaced(
             batches.append(batch)
             await rollouts.update_weights(publisher)
             if len(batches) in (1, 3):
-                kill(members[len(batches) // 2])
+                kill(members[len(batches) // 2], how)
         await rollouts.update_weights(publisher)
         if from_trainer:
             await publisher.close()

@@ -29,7 +29,7 @@ from aprilsched import (
     SimPublisher,
 )
 from aprilsched.analysis.run import read_run
-from aprilsched.config import Dispatch, Health, Samples, Staleness, Tokens
+from aprilsched.config import Dispatch, Health, Samples, Staleness, Timeouts, Tokens
 from aprilsched.core.invariants import check as check_invariants
 from aprilsched.core.state.saved import Saved, Snapshot
 from aprilsched.engines.sim import SimConfig, SimEngine, run_virtual
@@ -68,8 +68,13 @@ class Mortal(MemoryStore):
     def __init__(self) -> None:
         super().__init__()
         self.dead = False
+        self.locked = 0
+        """How often it cannot be opened, because the process that was killed is still there."""
 
     def open(self) -> Saved | None:
+        if self.locked:
+            self.locked -= 1
+            raise StoreError("the database is locked.")
         self.dead = False
         return super().open()
 
@@ -87,6 +92,8 @@ class Killable(LocalShard):
         self.deaths = 0
         self.openings = 0
         self._gone = asyncio.Event()
+        self.hangs: Callable[[str], bool] = lambda call: False
+        """Whether a call of this name never returns."""
         self.more = parts
         super().__init__(name, self._make)
 
@@ -112,7 +119,19 @@ class Killable(LocalShard):
         self.deaths += 1
         self._gone.set()
 
+    async def _hang(self, call: str) -> None:
+        if self.hangs(call):
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(1e9)
+            # It does not end when its call is cancelled, until the test is over.
+            await asyncio.sleep(1e9)
+
     async def _or_death(self, call: Any) -> Any:
+        try:
+            await self._hang(call.__name__)
+        except asyncio.CancelledError:
+            call.close()
+            raise
         work, death = asyncio.ensure_future(call), asyncio.ensure_future(self._gone.wait())
         try:
             await asyncio.wait([work, death], return_when=asyncio.FIRST_COMPLETED)
@@ -137,6 +156,14 @@ class Killable(LocalShard):
 
     async def checkpoint(self, path: Path) -> Any:
         return await self._or_death(super().checkpoint(path))
+
+    async def open(self, *arguments: Any, **named: Any) -> Any:
+        await self._hang("open")
+        return await super().open(*arguments, **named)
+
+    async def close(self) -> None:
+        await self._hang("close")
+        await super().close()
 
 
 def shards(count: int = 3, **changes: Any) -> list[Killable]:
@@ -618,6 +645,22 @@ def test_a_shard_that_is_killed_is_replaced(stored: bool, pace: str, survive: bo
     assert sum(member.openings for member in members) > 5
 
 
+def test_a_shard_whose_process_still_has_the_store_is_opened_later():
+    """One that hangs is gone only some time after it was killed. That had ended the run."""
+    members = shards(2)
+
+    def kill(batches: int) -> None:
+        if batches == 1:
+            assert members[0].store is not None
+            members[0].store.locked = 3
+            members[0].kill()
+
+    batches = run_virtual(to_the_end(members, each=kill))
+    check(batches)
+    assert sorted(keys(batches)) == list(range(COUNT))
+    assert members[0].openings == 5
+
+
 def test_tokens_of_a_killed_shard_are_not_generated_again():
     """What was saved of a straggler is kept, so the run generates less than without a store."""
 
@@ -874,6 +917,153 @@ def test_updates_come_while_batches_are_waited_for():
     assert sorted(keys(batches)) == list(range(COUNT))
 
 
+# --- nothing waits for ever ----------------------------------------------------------------------
+
+CALLS = ["ask", "tell", "update", "checkpoint", "open", "close"]
+"""Those that have a deadline. An evaluation takes as long as it takes, while its shard answers."""
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_shard_that_hangs_in_a_call_is_lost(tmp_path: Path, call: str, stored: bool):
+    """The other one goes on, and the run has every prompt once."""
+    members = shards(2, stored=stored)
+
+    async def run() -> list[Batch]:
+        batches: list[Batch] = []
+        settings = config(max_staleness=2, health=Health(fleet_wait_s=100))
+        async with ShardedScheduler(members, workload(), config=settings) as rollouts:
+            batches.append(await rollouts.next_batch())
+            members[0].hangs = lambda name: name == call
+            if call in ("open", "close"):
+                members[0].kill()
+            for _ in range(2):
+                await rollouts.update_weights(SimPublisher())
+                batches.append(await rollouts.next_batch())
+            await rollouts.evaluate(list(workload(4)), group_size=4)
+            if stored:
+                with suppress(StoreError):
+                    await rollouts.checkpoint(tmp_path / "saved")
+            return batches + await rest(rollouts)
+
+    batches = run_virtual(asyncio.wait_for(run(), 36_000))
+    check(batches, 2)
+    assert sorted(keys(batches)) == list(range(COUNT))
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_run_of_which_all_shards_hang_ends(tmp_path: Path, call: str):
+    """They are opened again and again, and hang again."""
+    members = shards(2)
+
+    async def run() -> None:
+        settings = config(health=Health(fleet_wait_s=100))
+        async with ShardedScheduler(members, workload(None), config=settings) as rollouts:
+            await rollouts.next_batch()
+            for member in members:
+                member.hangs = lambda name: name == call
+                if call in ("open", "close"):
+                    member.kill()
+
+            async def train() -> None:
+                while True:
+                    await rollouts.update_weights(SimPublisher())
+                    await rollouts.next_batch()
+                    await rollouts.checkpoint(tmp_path / "saved")
+
+            with pytest.raises((FleetLost, RefitError, StoreError)):
+                await train()
+
+    run_virtual(asyncio.wait_for(run(), 36_000))
+
+
+def test_prompts_of_a_shard_that_missed_an_update_are_generated_by_the_others():
+    """At the end of the prompts the trainer had waited for them for ever."""
+    members = named(2)
+
+    async def run() -> list[Batch]:
+        publisher = Failing(lambda engine: engine.name == "engine-0", again=False)
+        async with ShardedScheduler(members, workload(24), config=config()) as rollouts:
+            batches = [await rollouts.next_batch()]
+            report = await rollouts.update_weights(publisher)
+            assert set(report.quarantined) == {"s0"}
+            batches += await rest(rollouts)
+            # The shard takes part again, and what it has of them is not counted.
+            await rollouts.update_weights(SimPublisher())
+            await asyncio.sleep(1000)
+            return batches
+
+    batches = run_virtual(run())
+    check(batches)
+    assert sorted(keys(batches)) == list(range(24))
+
+
+def test_pushed_prompts_of_a_shard_that_missed_an_update_are_generated_by_the_others():
+    """The trainer pushes the prompts of a step, and no more before it has had them."""
+    members, queue = named(2), PromptQueue()
+    prompts = list(workload(24))
+
+    async def run() -> list[Batch]:
+        publisher = Failing(lambda engine: engine.name == "engine-0", again=False)
+        batches: list[Batch] = []
+        settings = config(over_provision=1.0)
+        async with ShardedScheduler(members, queue, config=settings) as rollouts:
+            queue.put(*prompts[:12])
+            waiting = asyncio.create_task(rollouts.next_batch())
+            await asyncio.sleep(0.1)
+            await rollouts.update_weights(publisher)
+            batches.append(await waiting)
+            batches.append(await rollouts.next_batch())
+            queue.put(*prompts[12:])
+            queue.close()
+            return batches + await rest(rollouts)
+
+    batches = run_virtual(run())
+    check(batches)
+    assert sorted(keys(batches)) == list(range(24))
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_shard_that_does_not_come_back_is_waited_for_no_longer_than_a_fleet(lost: bool):
+    """It is opened again and again, or loads the version again and again."""
+    members = named(2)
+    publisher = Failing(lambda engine: not lost and engine.name == "engine-0", again=True)
+
+    async def run() -> float:
+        settings = config(health=Health(fleet_wait_s=200))
+        clock = asyncio.get_running_loop().time
+        async with ShardedScheduler(members, workload(24), config=settings) as rollouts:
+            await rollouts.next_batch()
+            if lost:
+                members[0].hangs = lambda name: name == "open"
+                members[0].kill()
+            await rollouts.update_weights(publisher)
+            began = clock()
+            batches = await rest(rollouts)
+            assert len(keys(batches)) == 18
+            return clock() - began
+
+    assert 200 < run_virtual(run()) < 300
+
+
+def test_a_shard_that_is_late_for_an_update_does_not_keep_the_others():
+    members = named(2)
+
+    async def run() -> None:
+        settings = config(timeouts=Timeouts(refit_s=100, control_s=10))
+        clock = asyncio.get_running_loop().time
+        async with ShardedScheduler(members, workload(), config=settings) as rollouts:
+            await rollouts.next_batch()
+            members[0].hangs = lambda name: name == "update"
+            began = clock()
+            report = await rollouts.update_weights(SimPublisher())
+            assert set(report.quarantined) == {"s0"}
+            assert clock() - began < 150
+            assert (await rollouts.next_batch()).version == 1
+
+    run_virtual(run())
+
+
 # --- evaluations ---------------------------------------------------------------------------------
 
 
@@ -936,6 +1126,34 @@ def test_a_checkpoint_is_one_cut_of_all_shards(tmp_path: Path, after: int):
     check(batches)
     assert sorted(keys(batches)) == list(range(COUNT))
     assert len(list((tmp_path / "saved").iterdir())) == 2
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_what_a_checkpoint_has_of_a_shard_outlives_the_shard(tmp_path: Path, comes_back: bool):
+    """Only the shard's file had its prompts, so their groups were lost with its store."""
+
+    async def before() -> None:
+        async with ShardedScheduler(shards(2), workload(), config=config()) as rollouts:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.05):
+                    await rollouts.next_batch()
+            await rollouts.checkpoint(tmp_path / "saved")
+
+    async def later() -> list[Batch]:
+        members = shards(2)
+        settings = config(health=Health(fleet_wait_s=100))
+        rollouts = ShardedScheduler(members, workload(), config=settings)
+        rollouts.restore(tmp_path / "saved")
+        async with rollouts:
+            members[0].store = Mortal()
+            members[0].hangs = lambda name: name == "open" and not comes_back
+            members[0].kill()
+            return await rest(rollouts)
+
+    run_virtual(before())
+    batches = run_virtual(later())
+    check(batches)
+    assert sorted(keys(batches)) == list(range(COUNT))
 
 
 def test_a_checkpoint_that_cannot_be_written_or_read_says_why(tmp_path: Path):
