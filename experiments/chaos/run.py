@@ -2,6 +2,7 @@
 
 python experiments/chaos/run.py --seeds 0:1000 --jobs 2
 python experiments/chaos/run.py --seed 17 --verbose
+python experiments/chaos/run.py --shards --seeds 0:1000
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from experiments.chaos import shards
 from experiments.chaos.mix import KINDS, Mix
 from experiments.chaos.trial import Outcome, run
 
@@ -33,16 +35,19 @@ class LoopsForEver(BaseException):
     """No virtual time passes, and nothing ends."""
 
 
-def one(task: tuple[int, tuple[str, ...] | None, tuple[str, ...], int]) -> dict[str, Any]:
+def one(task: tuple[int, argparse.Namespace]) -> dict[str, Any]:
     """One seed, as plain data."""
-    seed, only, without, lines = task
+    seed, options = task
     gc.freeze()  # what is imported need not be looked at again after each seed
-    mix = Mix.of(seed, only=only, without=without)
+    mix = None if options.shards else Mix.of(seed, only=options.only, without=options.without)
     signal.signal(signal.SIGPROF, _too_long)
     signal.setitimer(signal.ITIMER_PROF, CPU_S)
     began, used = time.monotonic(), time.process_time()
     try:
-        outcome = run(mix, lines=lines)
+        if mix is None:
+            outcome = shards.run(seed, lines=options.lines)
+        else:
+            outcome = run(mix, lines=options.lines)
     except LoopsForEver as error:
         import traceback
 
@@ -51,8 +56,8 @@ def one(task: tuple[int, tuple[str, ...] | None, tuple[str, ...], int]) -> dict[
         signal.setitimer(signal.ITIMER_PROF, 0)
     return {
         **asdict(outcome),
-        "kinds": sorted(mix.kinds),
-        "mix": described(mix),
+        "kinds": [] if mix is None else sorted(mix.kinds),
+        "mix": "shards" if mix is None else described(mix),
         "cpu_s": round(time.process_time() - used, 2),
         "wall_s": round(time.monotonic() - began, 2),
     }
@@ -74,7 +79,7 @@ def _too_long(*_: object) -> None:
 
 def campaign(seeds: Sequence[int], options: argparse.Namespace) -> list[dict[str, Any]]:
     """All seeds, with a line of progress now and then and the complaints of whoever has some."""
-    tasks = [(seed, options.only, options.without, options.lines) for seed in seeds]
+    tasks = [(seed, options) for seed in seeds]
     found: list[dict[str, Any]] = []
     began = said = time.monotonic()
     context = multiprocessing.get_context("spawn")
@@ -122,7 +127,7 @@ def summary(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "cpu_s": round(sum(r["cpu_s"] for r in results), 1),
         "figures": dict(figures),
         "endings_of_lives": dict(endings),
-        "seeds_with_kind": {kind: kinds[kind] for kind in KINDS},
+        "seeds_with_kind": {kind: kinds[kind] for kind in KINDS if kinds},
         "failing": {
             r["seed"]: [complaint.splitlines()[0][:200] for complaint in r["complaints"]]
             for r in results
@@ -136,6 +141,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", default="0:100", help="first:last, last not included")
     parser.add_argument("--seed", type=int, help="a single one, in this process")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--shards", action="store_true", help="schedulers that are used as one")
     parser.add_argument("--only", type=_kinds, help="these kinds of chaos, in every seed")
     parser.add_argument("--without", type=_kinds, default=(), help="not these kinds")
     parser.add_argument(
@@ -158,10 +164,13 @@ def _kinds(text: str) -> tuple[str, ...]:
 def main() -> None:
     options = arguments()
     if options.seed is not None:
-        mix = Mix.of(options.seed, only=options.only, without=options.without)
-        for name, value in asdict(mix).items():
-            print(f"{name}: {value}")
-        outcome = run(mix, aloud=options.verbose, lines=options.lines)
+        if options.shards:
+            outcome = shards.run(options.seed, aloud=options.verbose, lines=options.lines)
+        else:
+            mix = Mix.of(options.seed, only=options.only, without=options.without)
+            for name, value in asdict(mix).items():
+                print(f"{name}: {value}")
+            outcome = run(mix, aloud=options.verbose, lines=options.lines)
         if not options.verbose:
             print("\n".join(outcome.history))
         for complaint in outcome.complaints:

@@ -10,8 +10,8 @@ import random
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Coroutine, Iterable
-from contextlib import aclosing
+from collections.abc import Coroutine, Generator, Iterable
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ from experiments.chaos.history import History
 from experiments.chaos.mix import Mix
 from experiments.chaos.storing import ChaosStore
 
-__all__ = ["Outcome", "run"]
+__all__ = ["Outcome", "logged", "run"]
 
 PATIENCE_S = 2 * 3600.0
 """Of virtual time: a call that takes longer hangs. Everything in the mix ends within 20 minutes."""
@@ -80,6 +80,22 @@ def run(mix: Mix, *, aloud: bool = False, lines: int = 200) -> Outcome:
     """Run a seed. Complaints are in the outcome; nothing is raised."""
     outcome = Outcome(mix.seed)
     history = History(aloud=aloud)
+    random.seed(mix.seed)
+    with logged(history), tempfile.TemporaryDirectory() as folder:
+        trial = _Trial(mix, outcome, history, Path(folder))
+        try:
+            run_virtual(trial.execute(), idle_timeout=20.0)
+        except Exception as error:
+            text = "".join(traceback.format_exception(error)[-12:])
+            outcome.complaints.append(f"the run ended with {error!r}\n{text}")
+    if outcome.complaints:
+        outcome.history = history.last(lines)
+    return outcome
+
+
+@contextmanager
+def logged(history: History) -> Generator[None]:
+    """Write what the library logs into a history, and nowhere else."""
     handler = _Logged(history)
     logger = logging.getLogger("aprilsched")
     before = logger.level, logger.propagate, logging.root.manager.disable
@@ -87,23 +103,13 @@ def run(mix: Mix, *, aloud: bool = False, lines: int = 200) -> Outcome:
     logger.setLevel(logging.INFO)
     logger.propagate = False
     logging.disable(logging.NOTSET)
-    random.seed(mix.seed)
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            trial = _Trial(mix, outcome, history, Path(folder))
-            try:
-                run_virtual(trial.execute(), idle_timeout=20.0)
-            except Exception as error:
-                text = "".join(traceback.format_exception(error)[-12:])
-                outcome.complaints.append(f"the run ended with {error!r}\n{text}")
+        yield
     finally:
         logger.removeHandler(handler)
         logger.setLevel(before[0])
         logger.propagate = before[1]
         logging.disable(before[2])
-    if outcome.complaints:
-        outcome.history = history.last(lines)
-    return outcome
 
 
 class _Logged(logging.Handler):

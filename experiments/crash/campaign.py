@@ -2,13 +2,16 @@
 
     python experiments/crash/campaign.py --kills 50 --out experiments/crash/result.json
 
-It needs the CPU server of `make test`. See README.md in this folder.
+With --process, the scheduler has a process of its own, which is killed and stopped at random too,
+and the trainer has forked a child. It needs the CPU server of `make test`. See README.md in this
+folder.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import signal
 import subprocess
@@ -32,13 +35,17 @@ EARLY = 0.2
 """Share of lives that are killed while they import or open, maybe."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Lives:
     """Every life of one run, as it was logged."""
 
     logs: list[list[dict[str, Any]]]
     begun: list[float]
     killed_at: list[float]
+    seconds_to_its_end: list[float]
+    """How long the scheduler's own process has outlived each trainer that was killed."""
+    forked: int = 0
+    """Children that the trainers had forked and that were alive then."""
 
     @property
     def finished_and_sent_again(self) -> list[int]:
@@ -83,8 +90,11 @@ class Lives:
         ]
 
 
-def start(url: str, folder: Path, groups: int, life: int) -> subprocess.Popen[bytes]:
-    command = [sys.executable, str(TRAINER), url, str(folder), str(groups), str(life)]
+def start(
+    url: str, folder: Path, options: argparse.Namespace, life: int
+) -> subprocess.Popen[bytes]:
+    command = [sys.executable, str(TRAINER), url, str(folder), str(options.groups), str(life)]
+    command += ["process"] * options.process
     return subprocess.Popen(command, stderr=subprocess.DEVNULL)
 
 
@@ -93,6 +103,11 @@ def log_of(folder: Path, life: int) -> list[dict[str, Any]]:
     path = folder / f"log-{life}.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def end_of(log: list[dict[str, Any]]) -> dict[str, Any]:
+    """The last one: a store closes itself before it opens, too."""
+    return [line for line in log if line["what"] == "end"][-1]
 
 
 def is_open(log: list[dict[str, Any]]) -> bool:
@@ -111,7 +126,7 @@ def wait_open(process: subprocess.Popen[bytes], folder: Path, life: int) -> int 
 def uninterrupted(url: str, folder: Path, options: argparse.Namespace) -> float:
     """The same run without a kill; how long it took."""
     began = time.monotonic()
-    if start(url, folder, options.groups, 0).wait(600):
+    if start(url, folder, options, 0).wait(600):
         raise SystemExit("the uninterrupted run failed")
     return time.monotonic() - began
 
@@ -119,11 +134,11 @@ def uninterrupted(url: str, folder: Path, options: argparse.Namespace) -> float:
 def killed_often(url: str, folder: Path, options: argparse.Namespace) -> Lives:
     """Kill at random moments until an open scheduler was met often enough, then let it end."""
     draw = random.Random(options.seed)
-    lives = Lives(logs=[], begun=[], killed_at=[])
+    lives = Lives(logs=[], begun=[], killed_at=[], seconds_to_its_end=[])
     while True:
         life = len(lives.begun)
         lives.begun.append(time.time())
-        process = start(url, folder, options.groups, life)
+        process = start(url, folder, options, life)
         if sum(map(is_open, lives.logs)) == options.kills:
             code = process.wait(600)
         else:
@@ -135,9 +150,8 @@ def killed_often(url: str, folder: Path, options: argparse.Namespace) -> Lives:
                     if code is None:
                         code = process.wait(draw.uniform(0.0, options.longest))
             except subprocess.TimeoutExpired:
-                process.send_signal(signal.SIGKILL)
                 lives.killed_at.append(time.time())
-                process.wait()
+                kill(process, draw, lives)
                 lives.logs.append(log_of(folder, life))
                 print(f"life {life} was killed", file=sys.stderr, flush=True)
                 continue
@@ -145,6 +159,53 @@ def killed_often(url: str, folder: Path, options: argparse.Namespace) -> Lives:
             raise SystemExit(f"life {life} ended by itself with {code}")
         lives.logs.append(log_of(folder, life))
         return lives
+
+
+def own_processes(trainer: int) -> tuple[list[int], list[int]]:
+    """The scheduler's own process, and the child that the trainer has forked; each if there is."""
+    found: tuple[list[int], list[int]] = ([], [])
+    for path in Path(f"/proc/{trainer}/task").glob("*/children"):
+        for child in path.read_text().split():
+            command = Path(f"/proc/{child}/cmdline").read_bytes()
+            if b"spawn_main" in command or TRAINER.name.encode() in command:
+                found[b"spawn_main" not in command].append(int(child))
+    return found
+
+
+def kill(trainer: subprocess.Popen[bytes], draw: random.Random, lives: Lives) -> None:
+    """Kill the trainer. Its scheduler's own process may be killed before, which the trainer has to
+    notice, or stand still meanwhile; the child that it has forked lives on."""
+    schedulers, forked = own_processes(trainer.pid)
+    fate = draw.choice(["killed", "stopped", "", ""])
+    for scheduler in schedulers:
+        if fate == "killed":
+            os.kill(scheduler, signal.SIGKILL)
+            trainer.wait(60)
+        elif fate == "stopped":
+            os.kill(scheduler, signal.SIGSTOP)
+            time.sleep(draw.uniform(0, 2))
+    trainer.kill()
+    trainer.wait()
+    for scheduler in schedulers:
+        if fate == "stopped":
+            os.kill(scheduler, signal.SIGCONT)
+        began = time.monotonic()
+        while runs(scheduler):
+            # The next trainer needs its store.
+            if time.monotonic() > began + 60:
+                raise SystemExit("the scheduler's process does not end with its trainer")
+            time.sleep(0.01)
+        lives.seconds_to_its_end.append(time.monotonic() - began)
+    for child in forked:
+        lives.forked += runs(child)
+        os.kill(child, signal.SIGKILL)
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def delivered(folder: Path) -> dict[str, list[int]]:
@@ -168,9 +229,8 @@ def campaign(url: str, folder: Path, options: argparse.Namespace) -> dict[str, A
     seconds = uninterrupted(url, whole, options)
     lives = killed_often(url, cut, options)
     expected, got = delivered(whole), delivered(cut)
-    end = next(line for line in lives.logs[-1] if line["what"] == "end")
+    end = end_of(lives.logs[-1])
     again = [line for log in lives.logs for line in log if line["what"] == "got" and line["again"]]
-    generated = json.loads((whole / "log-0.jsonl").read_text().splitlines()[-1])["generated"]
     resumed = lives.seconds_to_resume()
     return {
         "kills": len(lives.killed_at),
@@ -185,12 +245,14 @@ def campaign(url: str, folder: Path, options: argparse.Namespace) -> dict[str, A
         "saved_and_generated_again": len(lives.saved_and_sent_again),
         "batches_delivered_again": len(again),
         "partials_resumed": lives.resumed_partials,
-        "tokens_of_the_run": generated,
+        "tokens_of_the_run": end_of(log_of(whole, 0))["generated"],
         "tokens_known_at_the_end": end["generated"],
         "dropped": end["dropped"],
         "seconds_uninterrupted": seconds,
         "seconds_in_all": sum(k - b for k, b in zip(lives.killed_at, lives.begun, strict=False)),
         "seconds_to_an_open_scheduler": [min(resumed), max(resumed)] if resumed else None,
+        "forked_children_that_outlived_a_trainer": lives.forked,
+        "seconds_that_a_scheduler_outlived_its_trainer": max(lives.seconds_to_its_end, default=0),
     }
 
 
@@ -199,6 +261,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--groups", type=int, default=400)
     parser.add_argument("--longest", type=float, default=4.0, help="seconds of an open scheduler")
+    parser.add_argument("--process", action="store_true", help="in a process of its own")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path)
     return parser.parse_args()

@@ -1,9 +1,11 @@
 """A trainer that may be killed at any moment: it writes each batch to a file and acknowledges it.
 
-    python trainer.py URL FOLDER GROUPS LIFE
+    python trainer.py URL FOLDER GROUPS LIFE [process]
 
 When it is started again, it resumes. FOLDER has `rollouts.store`, one `batch-N.json` for each
-batch, and one `log-LIFE.jsonl` for each process, with the sent and the finished rollouts.
+batch, and one `log-LIFE.jsonl` for each life, with the sent and the finished rollouts. With
+`process`, the scheduler has a process of its own, and the trainer polls, and has forked a child
+that outlives it, as a data loader does.
 """
 
 from __future__ import annotations
@@ -11,12 +13,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TextIO
 
 import numpy as np
 
@@ -28,9 +30,11 @@ from aprilsched import (
     SchedulerConfig,
     SGLangFleet,
     SqliteStore,
+    process,
 )
 from aprilsched.core.messages.facts import AttemptEnded, AttemptSent, Fact
 from aprilsched.core.state.saved import Snapshot, Stage
+from aprilsched.errors import PromptsExhausted
 
 GROUP_SIZE = 2
 VOCABULARY = 128
@@ -40,8 +44,8 @@ SEED = 7
 class Log:
     """Says when each rollout was sent and when it came to its end, as it happens."""
 
-    def __init__(self, file: TextIO) -> None:
-        self._file = file
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a")  # the two processes of a life share it
         self._lock = threading.Lock()  # the store has a thread of its own
         self._rollouts: dict[int, int] = {}
 
@@ -60,11 +64,24 @@ class Log:
 
 
 class Store(SqliteStore):
-    """Says which rollouts are in the file with their end."""
+    """Says which rollouts are in the file with their end, and at the end what the run has."""
 
     def __init__(self, path: Path, log: Log) -> None:
         super().__init__(path)
         self._log = log
+        self.rollouts: RolloutScheduler | None = None
+
+    def close(self) -> None:
+        super().close()
+        if self.rollouts is not None:
+            in_flight = self.rollouts.state.in_flight
+            self._log.say(
+                "end",
+                launched=in_flight.counters.launched,
+                delivered=in_flight.counters.delivered,
+                dropped=in_flight.ledger.total,
+                generated=in_flight.counters.tokens_generated,
+            )
 
     def save(self, snapshot: Snapshot, *, durable: bool) -> None:
         super().save(snapshot, durable=durable)
@@ -125,33 +142,57 @@ def write(folder: Path, batch: Batch) -> None:
     os.replace(writing, path)
 
 
-async def main(url: str, folder: Path, groups: int, log: Log) -> None:
-    config = SchedulerConfig(
-        batch_groups=4, group_size=GROUP_SIZE, over_provision=2.0, save_interval_s=0.5
-    )
-    async with RolloutScheduler(
+def scheduler(url: str, folder: Path, groups: int, log: Path) -> RolloutScheduler:
+    logged = Log(log)
+    store = Store(folder / "rollouts.store", logged)
+    store.rollouts = RolloutScheduler(
         SGLangFleet([url], stream_interval=8),
         prompts(groups),
-        config=config,
-        store=Store(folder / "rollouts.store", log),
-        listeners=[log],
-    ) as rollouts:
+        config=SchedulerConfig(
+            batch_groups=4, group_size=GROUP_SIZE, over_provision=2.0, save_interval_s=0.5
+        ),
+        store=store,
+        listeners=[logged],
+    )
+    return store.rollouts
+
+
+def train(batch: Batch, folder: Path, log: Log) -> None:
+    log.say("got", batch=batch.index, again=batch.redelivered)
+    write(folder, batch)
+    batch.acknowledge()
+
+
+async def in_one_process(url: str, folder: Path, groups: int, path: Path) -> None:
+    log = Log(path)
+    async with scheduler(url, folder, groups, path) as rollouts:
         log.say("open")
         async for batch in rollouts:
-            log.say("got", batch=batch.index, again=batch.redelivered)
-            write(folder, batch)
-            batch.acknowledge()
-        counters = rollouts.state.in_flight.counters
-        log.say(
-            "end",
-            launched=counters.launched,
-            delivered=counters.delivered,
-            dropped=rollouts.state.in_flight.ledger.total,
-            generated=counters.tokens_generated,
-        )
+            train(batch, folder, log)
+
+
+def in_two_processes(url: str, folder: Path, groups: int, path: Path) -> None:
+    log = Log(path)
+    with process.RolloutScheduler(scheduler, url, folder, groups, path) as rollouts:
+        forked = os.fork()
+        if not forked:
+            time.sleep(600)
+            os._exit(0)
+        log.say("open")
+        while True:
+            try:
+                train(rollouts.next_batch(timeout=0.1), folder, log)
+            except TimeoutError:
+                continue
+            except PromptsExhausted:
+                os.kill(forked, signal.SIGKILL)
+                return
 
 
 if __name__ == "__main__":
-    where, number = Path(sys.argv[2]), sys.argv[4]
-    with (where / f"log-{number}.jsonl").open("w") as opened:
-        asyncio.run(main(sys.argv[1], where, int(sys.argv[3]), Log(opened)))
+    where, number = Path(sys.argv[2]).absolute(), sys.argv[4]
+    arguments = (sys.argv[1], where, int(sys.argv[3]), where / f"log-{number}.jsonl")
+    if sys.argv[5:] == ["process"]:
+        in_two_processes(*arguments)
+    else:
+        asyncio.run(in_one_process(*arguments))

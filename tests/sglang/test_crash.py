@@ -35,10 +35,11 @@ def campaign() -> ModuleType:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("process", [False, True])
 async def test_a_run_that_is_killed_again_and_again_delivers_what_one_that_is_not_does(
-    clean_server: CpuServer, tmp_path: Path
+    clean_server: CpuServer, tmp_path: Path, process: bool
 ):
-    options = argparse.Namespace(kills=KILLS, groups=80, longest=2.0, seed=3)
+    options = argparse.Namespace(kills=KILLS, groups=80, longest=2.0, seed=3, process=process)
     result = await asyncio.to_thread(campaign().campaign, clean_server.url, tmp_path, options)
     assert result["kills_of_an_open_scheduler"] >= 2
     assert result["rollouts_expected"] == 2 * options.groups

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from experiments.chaos import shards
 from experiments.chaos.mix import Mix
 from experiments.chaos.trial import run
 
@@ -40,4 +41,17 @@ def test_nothing_is_lost_wrong_or_hangs_under_chaos(first: int):
         if outcome.complaints:
             found.append(f"seed {seed}: {outcome.complaints}")
             found += outcome.history[-30:]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        0,
+        *(pytest.param(n, marks=pytest.mark.long) for n in range(10, 300, SEEDS_AT_ONCE)),
+    ],
+)
+def test_shards_that_hang_and_die_lose_nothing_and_keep_no_call(first: int):
+    outcomes = map(shards.run, range(first, first + SEEDS_AT_ONCE))
+    found = [f"seed {each.seed}: {each.complaints}" for each in outcomes if each.complaints]
     assert not found, "\n".join(found)
