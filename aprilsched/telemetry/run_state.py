@@ -311,7 +311,7 @@ class RunState:
         self.version = max(self.version, fact.version)
         self._time.forget_requests()
         for info in fact.engines:
-            self._time.enlist(info).state = "generating"
+            self._time.enter(self._time.enlist(info), "generating")
         if self._began:
             self._forget_prior_run()
         self._began = True

@@ -163,6 +163,9 @@ class EngineTime:
     def __init__(self, recording: Recording | None = None) -> None:
         self.engines: dict[str, EngineNow] = {}
         self.attempts: dict[int, AttemptNow] = {}
+        self._attempts_on: dict[str, dict[int, AttemptNow]] = {}
+        self._in_use = 0
+        """Number of engines that are not lost."""
         self.now = 0.0
         self._recording = recording
         self._free: Cause = "trainer"
@@ -201,6 +204,7 @@ class EngineTime:
         if engine is None:
             engine = EngineNow(info=info, version=info.version, since=self.now)
             self.engines[info.name] = engine
+            self._in_use += 1
         engine.info, engine.version = info, info.version
         return engine
 
@@ -208,12 +212,15 @@ class EngineTime:
         """Set the state of an engine from now on."""
         if engine.state != state:
             self._end_stretch(engine)
+            self._in_use += (state != "lost") - (engine.state != "lost")
             engine.state = state
 
     def forget_requests(self) -> None:
         """Forget all requests, because the process that had sent them has ended."""
         self.advance(self.now)
         self.attempts.clear()
+        self._attempts_on.clear()
+        self._in_use = 0
         for engine in self.engines.values():
             engine.state = "lost"
             engine.decode = engine.prefill = engine.re_prefill = engine.timed = 0
@@ -222,11 +229,10 @@ class EngineTime:
     def go_on(self, engine: EngineNow) -> None:
         """Continue an engine after a pause."""
         self.enter(engine, "generating")
-        for attempt in self.attempts.values():
-            if attempt.engine is engine:
-                attempt.since = self.now
-                if attempt.phase == "decode" and engine.drops_kv:
-                    self._change(attempt, "re_prefill")
+        for attempt in self._attempts_on.get(engine.name, {}).values():
+            attempt.since = self.now
+            if attempt.phase == "decode" and engine.drops_kv:
+                self._change(attempt, "re_prefill")
 
     # --- attempts ------------------------------------------------------------------------------
 
@@ -235,7 +241,11 @@ class EngineTime:
         engine = attempt.engine
         self._end_stretch(engine)
         attempt.timed = engine.timed < _TIMED
+        before = self.attempts.get(attempt.request_id)
+        if before is not None:  # its end was not told
+            del self._attempts_on[before.engine.name][before.request_id]
         self.attempts[attempt.request_id] = attempt
+        self._attempts_on.setdefault(engine.name, {})[attempt.request_id] = attempt
         engine.count(attempt.phase, 1)
         engine.beyond += attempt.context
         engine.timed += attempt.timed
@@ -246,6 +256,7 @@ class EngineTime:
         attempt = self.attempts.pop(request_id, None)
         if attempt is not None:
             engine = attempt.engine
+            del self._attempts_on[engine.name][request_id]
             self._end_stretch(engine)
             engine.count(attempt.phase, -1)
             engine.beyond -= attempt.context
@@ -308,12 +319,9 @@ class EngineTime:
         state = engine.state
         idle = self._free if state == "generating" else self._paused
         counts = (engine.decode, engine.prefill, engine.re_prefill)
-        environment = self._outside / self._in_use() if self._outside else 0.0
+        environment = self._outside / max(1, self._in_use) if self._outside else 0.0
         add_seconds(engine.seconds, end - begin, state, idle, counts, environment, engine.peak)
         if self._recording is not None:
             self._recording.stretch(
                 Stretch(engine.name, begin, end, state, idle, *counts, environment)
             )
-
-    def _in_use(self) -> int:
-        return max(1, sum(engine.state != "lost" for engine in self.engines.values()))
