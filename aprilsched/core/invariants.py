@@ -5,7 +5,11 @@ A message is made only when something does not hold, because messages cost more 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from aprilsched.core.policies.placement import Places
 from aprilsched.core.state.engine_control import Mode
+from aprilsched.core.state.engine_index import Kind
 from aprilsched.core.state.lifecycle import GENERATING, TERMINAL, State
 from aprilsched.core.state.records import GroupRecord, RequestRecord, RolloutRecord
 from aprilsched.core.state.state import SchedulerState
@@ -28,6 +32,7 @@ def check(state: SchedulerState) -> None:
     _batches(state)
     _attempts(state)
     _engines(state)
+    _indexes(state)
 
 
 def _conservation(state: SchedulerState) -> None:
@@ -76,6 +81,12 @@ def _counts(state: SchedulerState) -> None:
         ("generating rollouts", in_flight.generating, generating),
         ("ready rollouts", in_flight.ready.samples, sum(len(g.members) for g in in_flight.ready)),
         ("ready tokens", in_flight.ready.tokens, sum(g.tokens for g in in_flight.ready)),
+        ("accepted", len(in_flight.ready.accepted), sum(map(_is_accepted, in_flight.ready))),
+        (
+            "accepted tokens",
+            in_flight.ready.accepted.tokens,
+            sum(g.tokens for g in in_flight.ready if g.accepted),
+        ),
         ("attempts called back", in_flight.called_back, called_back),
         (
             "tokens with engines",
@@ -90,6 +101,10 @@ def _counts(state: SchedulerState) -> None:
     ):
         if counted != there:
             raise InvariantViolation(f"{what} are counted as {counted} and are {there}")
+
+
+def _is_accepted(group: GroupRecord) -> bool:
+    return bool(group.accepted)
 
 
 def _held_on(state: SchedulerState) -> dict[str, int]:
@@ -130,6 +145,9 @@ def _queue(state: SchedulerState) -> None:
     places = list(queue.places())
     if len(places) != len(queue):
         raise InvariantViolation(f"{len(queue)} requests wait in {len(places)} places")
+    for version in queue.versions():
+        if queue.count_of(version) != len(queue.of_version(version)):
+            raise InvariantViolation(f"{queue.count_of(version)} requests wait for {version}")
     for training in (True, False):
         waiting = [p for p in places if training or p[1].rollout.group.evaluation_id is not None]
         first = queue.first(training=training)
@@ -186,6 +204,53 @@ def _one_version(state: SchedulerState, request: RequestRecord) -> None:
             f"rollout {request.rollout.rollout_id} has tokens of other versions than {has}, which "
             f"{request.engine} has"
         )
+
+
+def _indexes(state: SchedulerState) -> None:
+    """What is kept so that no event looks at everything, against what it follows from."""
+    in_flight, versions, index = state.in_flight, state.weights.versions, state.fleet.index
+    must, groups = state.delivery.must_deliver, in_flight.groups
+    due = [group for group in groups.values() if must.has(group, versions.trainer)]
+    waiting = {group.group_id for group in due if not group.accepted}
+    index.refresh()
+    index.leave_out(())
+    kinds: dict[Kind, set[str]] = {}
+    places: dict[str, float] = {}
+    busy: dict[str, int] = {}
+    requests: dict[tuple[int, bool], int] = {}
+    for name, control in state.fleet.control.engines.items():
+        opened = in_flight.open[name]
+        kind = Kind(versions.engines[name], control.catching_up, control.mode, not opened)
+        kinds.setdefault(kind, set()).add(name)
+        requests[kind[:2]] = requests.get(kind[:2], 0) + opened
+        if kind.mode is Mode.RUNNING and not kind.leaves:
+            places[name] = index.load(name)
+        if kind.generates:
+            busy[name] = opened
+    for what, kept, there in (
+        ("growing", must.grows(groups, versions.trainer), any(not g.complete for g in due)),
+        ("due", must.waits(groups, versions.trainer), bool(waiting)),
+        ("waiting", {g.group_id for g in must.waiting(groups, versions.trainer)}, waiting),
+        ("versions", set(versions.present), set(versions.engines.values())),
+        ("engines", {kind: set(names) for kind, names in index.kinds.items()}, kinds),
+        ("requests", dict(index.requests), {key: n for key, n in requests.items() if n}),
+        ("places", _loads(index.places(v) for v in versions.present), places),
+        ("busy", _loads(index.busy(v) for v in versions.present), busy),
+    ):
+        if kept != there:
+            raise InvariantViolation(f"{what} is kept as {kept} and is {there}")
+    if in_flight.work is not None and state.expectations.up_to_date:
+        index.note_loads(in_flight.work.refresh(in_flight.open_requests))
+        for name in state.fleet.control.engines:
+            opened = list(in_flight.open_requests(name))
+            work = float(state.expectations.work(opened).sum()) if opened else 0.0
+            if abs(in_flight.work.of(name) - work) > 1e-3:
+                kept = in_flight.work.of(name)
+                raise InvariantViolation(f"{name} has a work of {work} and not {kept}")
+
+
+def _loads(places: Iterable[Places]) -> dict[str, float]:
+    return {name: load for each in places for name, load in each.loads.items()}
 
 
 def _engines(state: SchedulerState) -> None:

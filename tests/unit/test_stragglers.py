@@ -45,7 +45,7 @@ def limits(driver: Driver) -> set[int]:
     requests = driver.state.in_flight.requests
     return {
         limit - len(requests[request_id].rollout.log)
-        for request_id, limit in driver.state.stragglers.run_on.items()
+        for request_id, (_, limit) in driver.state.stragglers.run_on.items()
     }
 
 

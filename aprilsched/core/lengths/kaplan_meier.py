@@ -18,7 +18,8 @@ and is taken as 0 from `end` on.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -73,6 +74,9 @@ class KaplanMeier:
     tail: float
     end: int
     longest: NDArray[np.int64]
+    _table: list[NDArray[Any]] = field(default_factory=list["NDArray[Any]"], init=False, repr=False)
+    """The steps of the survival and its integral from each of them, once they are needed: a law
+    is asked about thousands of responses."""
 
     def survival_at(self, at: ArrayLike) -> NDArray[np.float64]:
         """P(L > at), in the shape of `at`."""
@@ -178,16 +182,19 @@ class KaplanMeier:
 
     def _steps(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """The survival as a step function that begins with 1 at 0 and ends with 0 at `end`."""
-        last = [] if self.tail == 0 else [self.end]
-        times = np.concatenate(([0], self.lengths, last)).astype(np.int64)
-        return times, np.concatenate(([1.0], self.survival, [0.0] * len(last)))
+        if not self._table:
+            last = [] if self.tail == 0 else [self.end]
+            times = np.concatenate(([0], self.lengths, last)).astype(np.int64)
+            steps = np.concatenate(([1.0], self.survival, [0.0] * len(last)))
+            area = np.append(np.cumsum((np.diff(times) * steps[:-1])[::-1])[::-1], 0.0)
+            self._table.extend((times, steps, area))
+        return self._table[0], self._table[1]
 
     def _integral(self, start: NDArray[np.float64]) -> NDArray[np.float64]:
         """The integral of the survival from each of `start` to `end`."""
         times, steps = self._steps()
-        area = np.append(np.cumsum((np.diff(times) * steps[:-1])[::-1])[::-1], 0.0)
         index = np.searchsorted(times, start, side="right") - 1
-        return area[index] - steps[index] * (start - times[index])
+        return self._table[2][index] - steps[index] * (start - times[index])
 
 
 def kaplan_meier(

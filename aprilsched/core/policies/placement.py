@@ -18,15 +18,19 @@ from typing import Literal, TypeAlias
 
 __all__ = ["Placement", "Places"]
 
+_LEFT_OVER = 4
+"""Entries of the heap for each engine, from which on it is made anew."""
+
 Placement: TypeAlias = Literal["prefix", "spread", "length"]
 
 
 class Places:
     """The engines that take requests now, with their loads.
 
-    Invariant: the heap has exactly one entry for each engine. The load of an entry is that of the
-    engine, or less if a request was put there by preference; it is corrected when the entry comes
-    to the top.
+    Invariant: the heap has an entry for each engine whose load is that of the engine, or less if a
+    request was put there by preference; it is corrected when the entry comes to the top. Entries of
+    greater loads, and those of engines that take no more requests, are left over and thrown away
+    there.
 
     Args:
         loads: number of open requests of each engine that takes requests, or another measure of
@@ -34,9 +38,29 @@ class Places:
     """
 
     def __init__(self, loads: Mapping[str, float]) -> None:
-        self._loads = dict(loads)
-        self._heap = [(load, name) for name, load in self._loads.items()]
+        self.loads = dict(loads)
+        """Their loads now, by name."""
+        self._heap = [(load, name) for name, load in self.loads.items()]
         heapq.heapify(self._heap)
+
+    def put(self, engine: str, load: float | None) -> None:
+        """Note that an engine takes requests and has this load, or, with None, that it takes no
+        more."""
+        if load is None:
+            self.loads.pop(engine, None)
+        elif self.loads.get(engine) != load:
+            self.loads[engine] = load
+            heapq.heappush(self._heap, (load, engine))
+            if len(self._heap) > _LEFT_OVER * len(self.loads):
+                self._heap = [(load, name) for name, load in self.loads.items()]
+                heapq.heapify(self._heap)
+
+    def __len__(self) -> int:
+        return len(self.loads)
+
+    def least(self) -> str | None:
+        """The engine with the smallest load."""
+        return self._least(())
 
     def take(
         self, *, prefer: str, slack: float, avoid: Collection[str], amount: float = 1
@@ -54,18 +78,25 @@ class Places:
         least = self._least(avoid)
         if least is None:
             return None
-        near = self._loads[least] + slack
-        if prefer not in avoid and prefer in self._loads and self._loads[prefer] <= near:
+        near = self.loads[least] + slack
+        if prefer not in avoid and prefer in self.loads and self.loads[prefer] <= near:
             least = prefer
-        self._loads[least] += amount
+        self.loads[least] += amount
         return least
 
     def _least(self, avoid: Collection[str]) -> str | None:
-        if not self._heap:
+        while self._heap:
+            top = self._heap[0]
+            load = self.loads.get(top[1])
+            if load == top[0]:
+                break
+            if load is None or load < top[0]:
+                heapq.heappop(self._heap)
+            else:
+                heapq.heapreplace(self._heap, (load, top[1]))
+        else:
             return None
-        while (top := self._heap[0])[0] != self._loads[top[1]]:
-            heapq.heapreplace(self._heap, (self._loads[top[1]], top[1]))
         if top[1] not in avoid:
             return top[1]
-        others = (other for other in self._loads if other not in avoid)
-        return min(others, key=lambda other: (self._loads[other], other), default=top[1])
+        others = (other for other in self.loads if other not in avoid)
+        return min(others, key=lambda other: (self.loads[other], other), default=top[1])

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from aprilsched.core.policies.straggler import Prices
 
-__all__ = ["LOOK_AGAIN", "Load", "engine_to_free", "surplus"]
+__all__ = ["LOOK_AGAIN", "Load", "engine_to_free", "is_worth_freeing", "surplus"]
 
 LOOK_AGAIN = 0.05
 """By how many engines the surplus of a version must have grown before the costs are compared
@@ -60,29 +60,54 @@ def surplus(*, engines: int, requests: int, share: float) -> float:
 def engine_to_free(
     loads: Sequence[Load], *, requests: int, share: float, prices: Prices, needed: bool
 ) -> str | None:
-    """The engine whose requests are to be moved to the others now; None if waiting is better.
+    """The engine, of those of one version that take requests, whose requests are to be moved to the
+    others now; None if waiting is better. See :func:`is_worth_freeing`."""
+    if len(loads) < 2:
+        return None
+    least = min(loads, key=lambda load: (load.requests, load.engine))
+    worth = is_worth_freeing(
+        least,
+        lambda: [load for load in loads if load is not least],
+        engines=len(loads),
+        requests=requests,
+        share=share,
+        prices=prices,
+        needed=needed,
+    )
+    return least.engine if worth else None
+
+
+def is_worth_freeing(
+    least: Load,
+    others: Callable[[], Sequence[Load]],
+    *,
+    engines: int,
+    requests: int,
+    share: float,
+    prices: Prices,
+    needed: bool,
+) -> bool:
+    """Whether the requests of an engine are to be moved to the others of its version now; otherwise
+    waiting is better.
 
     Args:
-        loads: the engines of one version that take requests.
+        least: the engine that has the fewest requests of those that take some of the version.
+        others: returns the others.
+        engines: number of these engines, at least 2.
         requests: number of requests of the version, open and waiting.
         share: mean number of requests, open and waiting, for each engine of the whole fleet.
         prices: what recomputing and waiting cost.
         needed: requests wait that only an engine of the newest version can take, and none has it,
             so that the cost does not matter.
     """
-    if len(loads) < 2:
-        return None
-    least = min(loads, key=lambda load: (load.requests, load.engine))
-    others = [load for load in loads if load is not least]
-    rooms = [load.room for load in others if load.room is not None]
-    if len(rooms) == len(others) and requests > sum(rooms):
-        return None
-    pools = [load.kv_tokens for load in others if load.kv_tokens is not None]
-    if len(pools) == len(others) and sum(load.contexts() for load in loads) > sum(pools):
-        return None
-    if needed:
-        return least.engine
-    missing = min(1.0, surplus(engines=len(loads), requests=requests, share=share))
-    waiting = prices.step_seconds * least.remaining() * missing
+    missing = min(1.0, surplus(engines=engines, requests=requests, share=share))
     moving = least.contexts() / prices.prefill_tokens_per_s
-    return least.engine if moving < waiting else None
+    if not needed and moving >= prices.step_seconds * least.remaining() * missing:
+        return False
+    loads = others()
+    rooms = [load.room for load in loads if load.room is not None]
+    if len(rooms) == len(loads) and requests > sum(rooms):
+        return False
+    pools = [load.kv_tokens for load in loads if load.kv_tokens is not None]
+    contexts = least.contexts() + sum(load.contexts() for load in loads)
+    return len(pools) < len(loads) or contexts <= sum(pools)

@@ -164,7 +164,12 @@ class FleetControl:
     """The engines in use and the engines on standby; not those that are lost."""
 
     def __init__(
-        self, *, pause_mode: PauseKind, flushes: bool, tell: Callable[[Fact], None]
+        self,
+        *,
+        pause_mode: PauseKind,
+        flushes: bool,
+        tell: Callable[[Fact], None],
+        changed: dict[str, None] | None = None,
     ) -> None:
         self._tell = tell
         self._pause_mode: PauseKind = pause_mode
@@ -176,6 +181,7 @@ class FleetControl:
         self._touched: set[str] = set()
         """Engines whose record has changed since then. In a fleet of thousands, looking at every
         engine after every event would take longer than everything else."""
+        self._changed = {} if changed is None else changed
 
     def join(self, engine: EngineInfo, *, standby: bool, now: float) -> EngineControl:
         """Add an engine, which is connected. Without `standby` it must have the fleet's version."""
@@ -214,10 +220,18 @@ class FleetControl:
             )
         )
         control.mode = mode
+        self._changed[control.name] = None
 
     def touch(self, engine: str) -> None:
         """Let the next :meth:`reconcile` look at the engine, because its record has changed."""
         self._touched.add(engine)
+        self._changed[engine] = None
+
+    def doubt(self, control: EngineControl, cause: str) -> None:
+        """Note that a connection to the engine broke, so that it is asked for its version before it
+        gets another request."""
+        control.doubt = control.doubt or cause
+        self._changed[control.name] = None
 
     def of(self, engine: str) -> EngineControl | None:
         """The record of an engine in use or on standby; None if it is lost."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from aprilsched.core.policies.resume_order import Place
+from aprilsched.core.state.expectation import EngineWork
 from aprilsched.core.state.journal import Journal
 from aprilsched.core.state.ledger import Counters, Entry, Ledger, Reason
 from aprilsched.core.state.lifecycle import GENERATING, Move, State
@@ -34,13 +35,19 @@ _MOST_HOMES = 4096
 
 class InFlight:
     """The records in flight by id, and their counts. `place` orders the requests that wait, and
-    `version` says whose engines alone may take one of them."""
+    `version` says whose engines alone may take one of them. Engines whose number of open attempts
+    has changed are noted in `changed`."""
 
     def __init__(
         self,
         place: Callable[[RequestRecord], Place],
         version: Callable[[RequestRecord], int | None] = lambda _: None,
+        changed: dict[str, None] | None = None,
+        work: EngineWork | None = None,
     ) -> None:
+        self.work = work
+        """The expected work of the engines, where requests are placed by it."""
+        self._changed = {} if changed is None else changed
         self.groups: dict[int, GroupRecord] = {}
         self.rollouts: dict[int, RolloutRecord] = {}
         self.requests: dict[int, RequestRecord] = {}
@@ -203,9 +210,12 @@ class InFlight:
         request.open = True
         request.crossed = request.unsure = request.kept_keys = request.aborting = False
         self.open[engine] += 1
+        self._changed[engine] = None
         self.open_attempts += 1
         self.hold(engine, len(rollout.prompt_ids) + known)
         self._open_on.setdefault(engine, {})[request.request_id] = request
+        if self.work is not None:
+            self.work.note(request)
 
     def _note_home(self, affinity: str | None, engine: str) -> None:
         if affinity is None:
@@ -228,12 +238,15 @@ class InFlight:
         reports them."""
         request.open = request.unsure = False
         self.open[request.engine] -= 1
+        self._changed[request.engine] = None
         self.open_attempts -= 1
         context = len(request.rollout.prompt_ids) + len(request.rollout.log)
         self.held_tokens -= context
         self.held_on[request.engine] -= context
         del self._open_on[request.engine][request.request_id]
         self.called_back -= request.aborting
+        if self.work is not None:
+            self.work.note(request)
         log = request.rollout.log
         # An engine reports the version of its base model, which says nothing of adapters.
         if spans and request.adapter is None:
@@ -246,6 +259,8 @@ class InFlight:
         """Add new tokens of an open attempt."""
         rollout, version, engine = request.rollout, request.version, request.engine
         self.hold(engine, len(ids))
+        if self.work is not None:
+            self.work.note(request)
         rollout.log.append(ids, logprobs, version=version, engine=engine)
         if self.journal.active:
             self.journal.arrive(rollout, ids, logprobs, version=version, engine=engine)
@@ -289,6 +304,8 @@ class InFlight:
         self.journal.finish(rollout)
         group = rollout.group
         group.unfinished -= 1
+        if self.work is not None:
+            self.work.note_group(group)
         if group.evaluation_id is not None:
             return
         self.generating -= 1
@@ -360,6 +377,8 @@ class InFlight:
             )
             self.ledger.add(entries[-1])
         self.journal.drop(group, entries)
+        if self.work is not None:
+            self.work.note_group(group)
         self._remove(group)
         return entries
 

@@ -20,7 +20,8 @@ from aprilsched.core.policies.straggler import CachedKV
 from aprilsched.core.state.durations import TrainerTimes
 from aprilsched.core.state.engine_control import CUDA_GRAPH, WEIGHTS, FleetControl, Mode
 from aprilsched.core.state.engine_health import FleetHealth
-from aprilsched.core.state.expectation import Expectations
+from aprilsched.core.state.engine_index import EngineIndex
+from aprilsched.core.state.expectation import EngineWork, Expectations
 from aprilsched.core.state.in_flight import InFlight
 from aprilsched.core.state.ledger import Outcome
 from aprilsched.core.state.queues import MustDeliver
@@ -31,7 +32,7 @@ from aprilsched.core.state.records import (
     RequestRecord,
     group_lengths,
 )
-from aprilsched.core.state.weights import Weights
+from aprilsched.core.state.weights import PolicyVersionTracker, Weights
 from aprilsched.types import NO_VERSION, Batch, Group, Prompt, RefusedPrompt
 
 __all__ = [
@@ -162,10 +163,12 @@ class Plan:
 class Stragglers:
     """Rollouts that still run when their batch is full. Steps: ``stragglers``."""
 
-    run_on: dict[int, int] = field(default_factory=dict[int, int])
-    """Requests that may continue although their batch is full, and up to which output length."""
-    calling_back: set[int] = field(default_factory=set[int])
-    """Requests that are being aborted before the engines are paused."""
+    run_on: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
+    """Requests that may continue although their batch is full: with which attempt, and up to which
+    output length. The last one does; others may have ended."""
+    calling_back: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    """Requests that are being aborted before the engines are paused, each with its attempt. The
+    last one is; others may have ended."""
     resolved: bool = True
     """Whether it is decided what happens to the stragglers of the current stop."""
     looked: dict[int, float] = field(default_factory=dict[int, float])
@@ -241,6 +244,8 @@ class Fleet:
 
     control: FleetControl
     """The control state of each engine: running, paused, being refitted, and so on."""
+    index: EngineIndex
+    """The engines in use by version, mode and work, as they were at its last refresh."""
     health: FleetHealth = field(default_factory=FleetHealth)
     """Token rates, by which silent and slow engines are found."""
     attempts_sent: int = 0
@@ -260,6 +265,8 @@ class Fleet:
     """The outage, while no engine is in use."""
     crowded: set[str] = field(default_factory=set[str])
     """Engines whose KV pool is nearly full, and that are to be looked at. Steps: ``migration``."""
+    moving: set[int] = field(default_factory=set[int])
+    """Requests that are on their way to another engine; others may have arrived."""
     looked_at: dict[str, float] = field(default_factory=dict[str, float])
     """When each of them was last looked at."""
     pools: dict[str, PoolReport] = field(default_factory=dict[str, PoolReport])
@@ -302,11 +309,17 @@ class SchedulerState:
         self.facts: list[Fact] = []
         self.tells_tokens = False
         self.resumed = False
-        self.weights = Weights()
+        changed: dict[str, None] = {}
+        self.weights = Weights(versions=PolicyVersionTracker(changed))
         # A method, because a scheduler in another process sends its state, and pickle takes no
         # lambda.
         self.expectations = Expectations(self._trainer_version)
-        self.in_flight = InFlight(self._place, self.booked)
+        self.in_flight = InFlight(
+            self._place,
+            self.booked,
+            changed,
+            EngineWork(self.expectations) if config.dispatch.placement == "length" else None,
+        )
         self.delivery = Delivery(must_deliver=MustDeliver(self.staleness))
         self.prompts = PromptSupply(usual_size=float(config.group_size))
         self.plan = Plan(
@@ -325,13 +338,20 @@ class SchedulerState:
         self.times = TrainerTimes()
         self.stragglers = Stragglers()
         self.evaluations = Evaluations()
-        self.fleet = Fleet(
-            control=FleetControl(
-                pause_mode=self.behaviour.pause_mode(self.cached_kv),
-                flushes=self.cached_kv == "recompute",
-                tell=self.tell,
-            )
+        control = FleetControl(
+            pause_mode=self.behaviour.pause_mode(self.cached_kv),
+            flushes=self.cached_kv == "recompute",
+            tell=self.tell,
+            changed=changed,
         )
+        index = EngineIndex(
+            control.engines,
+            self.weights.versions.engines,
+            self.in_flight.open,
+            self.in_flight.work,
+            changed,
+        )
+        self.fleet = Fleet(control=control, index=index)
 
     def _trainer_version(self) -> int:
         return self.weights.versions.trainer

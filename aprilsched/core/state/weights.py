@@ -9,8 +9,12 @@ that was noted before. Without such a report the rollout says ``versions_exact=F
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from aprilsched.core.state.engine_control import EngineControl
+from aprilsched.core.state.queues import Unmet
 from aprilsched.errors import InvariantViolation
 
 __all__ = ["Answer", "PolicyVersionTracker", "Update", "Weights"]
@@ -19,9 +23,12 @@ __all__ = ["Answer", "PolicyVersionTracker", "Update", "Weights"]
 class PolicyVersionTracker:
     """The version of the trainer and the version of each engine in use."""
 
-    def __init__(self) -> None:
+    def __init__(self, changed: dict[str, None] | None = None) -> None:
         self.trainer = 0
         self.engines: dict[str, int] = {}
+        self._engines_of: Counter[int] = Counter()
+        """Number of engines that have each version."""
+        self._changed = {} if changed is None else changed
 
     def start(self, version: int) -> None:
         """The run begins with `version`."""
@@ -33,20 +40,33 @@ class PolicyVersionTracker:
             raise InvariantViolation(
                 f"{engine} joins with version {version} while the fleet is at {self.trainer}"
             )
-        self.engines[engine] = version
+        self._note(engine, version)
 
     def join_behind(self, engine: str, version: int) -> None:
         """The engine is in use with an older `version`, whose rollouts it finishes (rolling
         refits)."""
-        self.engines[engine] = version
+        self._note(engine, version)
 
     def leave(self, engine: str) -> None:
         """The engine is out of use."""
-        self.engines.pop(engine, None)
+        self._note(engine, None)
 
     def refitted(self, engine: str, version: int) -> None:
         """The engine has confirmed that it has `version`."""
-        self.engines[engine] = version
+        self._note(engine, version)
+
+    def _note(self, engine: str, version: int | None) -> None:
+        before = self.engines.get(engine)
+        if before is not None:
+            self._engines_of[before] -= 1
+            if not self._engines_of[before]:
+                del self._engines_of[before]
+        if version is None:
+            self.engines.pop(engine, None)
+        else:
+            self.engines[engine] = version
+            self._engines_of[version] += 1
+        self._changed[engine] = None
 
     def publish(self, version: int) -> None:
         """Make `version` the trainer's; every engine in use must have it already.
@@ -67,7 +87,12 @@ class PolicyVersionTracker:
     @property
     def mixed(self) -> bool:
         """Whether an engine in use has another version than the trainer's."""
-        return any(version != self.trainer for version in self.engines.values())
+        return any(version != self.trainer for version in self._engines_of)
+
+    @property
+    def present(self) -> Collection[int]:
+        """The versions of the engines in use."""
+        return self._engines_of.keys()
 
 
 Answer = tuple[int | None, str]
@@ -107,6 +132,8 @@ class Update:
     until their engine has said which version it has. For `external` weights."""
     answers: dict[str, Answer] = field(default_factory=dict[str, Answer])
     """The answer of each engine that has answered, or that was lost before it could."""
+    not_ready: Unmet[EngineControl] = field(default_factory=Unmet[EngineControl], repr=False)
+    """Engines that it waits for before any is told."""
 
     @property
     def pauses(self) -> bool:
@@ -116,7 +143,9 @@ class Update:
     @property
     def answered(self) -> bool:
         """Whether every engine that was told to load the version has answered or is lost."""
-        return bool(self.refitting) and self.refitting <= self.answers.keys()
+        # Counted first, because this is asked after every event.
+        told, answers = self.refitting, self.answers
+        return bool(told) and len(told) <= len(answers) and told <= answers.keys()
 
     def took(self) -> frozenset[str]:
         """Engines that have the version."""

@@ -15,7 +15,7 @@ or a request for a whole batch ends a streamed batch with the groups that were t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -167,7 +167,10 @@ def handed_over(state: SchedulerState) -> tuple[int, ...]:
 
 def full(state: SchedulerState) -> bool:
     """Whether enough is generated for the present batch. Rewards may still be missing."""
-    return _enough(state) and all(group.complete for group in _required(state))
+    if not _enough(state):
+        return False
+    groups, version = state.in_flight.groups, state.weights.versions.trainer
+    return not state.delivery.must_deliver.grows(groups, version)
 
 
 def _enough(state: SchedulerState) -> bool:
@@ -224,26 +227,28 @@ def offer(state: SchedulerState) -> None:
         return
     if not (_enough(state) or _drained(state)):
         return
+    # What follows looks at every complete group, so it is not done before there can be an offer.
+    if not (state.stop.enough(state.in_flight.ready.accepted) or _drained(state)):
+        return
+    must, version = state.delivery.must_deliver, state.weights.versions.trainer
+    if must.waits(state.in_flight.groups, version):
+        return
     accepted = _mixed(state, [group for group in state.in_flight.ready if group.accepted])
-    due, version = 0, state.weights.versions.trainer
+    due = 0
     if state.delivery.groups_given:
         accepted.sort(key=lambda group: group.group_id not in state.delivery.groups_given)
     if state.staleness.finishes:
         # Groups that the batch must contain go first; otherwise the order of completion
         # stays.
-        accepted.sort(key=lambda group: not state.delivery.must_deliver.has(group, version))
-        due = sum(state.delivery.must_deliver.has(group, version) for group in accepted)
+        accepted.sort(key=lambda group: not must.has(group, version))
+        due = sum(must.has(group, version) for group in accepted)
     count = state.stop.take(accepted)
     if count is not None and not state.stop.fixed_groups:
         # What a group counts was not known when it was admitted. A batch holds at least its
         # amount, so it may hold more.
         count = max(count, due)
     if count is None:
-        if not _drained(state):
-            return
         count = len(accepted)
-    elif not all(group.accepted for group in _required(state)):
-        return
     if count == 0:
         _end_prompts(state)
     else:
@@ -281,12 +286,16 @@ def _offer_again(state: SchedulerState, batch: Batch) -> None:
 
 def _offer_next_group(state: SchedulerState) -> None:
     """Offer the next group of a batch that the trainer takes group by group, if there is one."""
+    accepted = state.in_flight.ready.accepted
+    too_few = len(accepted) == len(state.delivery.streamed) and not state.stop.enough(accepted)
+    if too_few and not _drained(state):
+        return  # the trainer has every group that is accepted
     streamed, ready = state.delivery.streamed, _mixed(state, list(state.in_flight.ready))
     if state.held_batches and not (streamed or _enough(state)):
         return
     taken = [group for group in ready if group.group_id in streamed]
     waiting = [group for group in ready if group.accepted and group.group_id not in streamed]
-    due = {group.group_id for group in _required(state)} - streamed.keys()
+    due = {group.group_id for group in _required(state, waiting)}
     enough = bool(taken) and state.stop.take(taken) is not None
     # Groups that the batch must contain go first, and room is left for those that still generate.
     given = state.delivery.groups_given
@@ -499,9 +508,12 @@ def _deliver_evaluation(state: SchedulerState, evaluation_id: int) -> None:
     state.commands.append(DeliverEvaluation(evaluation_id=evaluation_id, batch=batch))
 
 
-def _required(state: SchedulerState) -> Iterator[GroupRecord]:
-    """Groups in flight that the batch must contain."""
-    return state.delivery.must_deliver.open(state.in_flight.groups, state.weights.versions.trainer)
+def _required(state: SchedulerState, accepted: list[GroupRecord]) -> list[GroupRecord]:
+    """Groups in flight that the batch must contain: those that are not accepted, and those among
+    the `accepted`."""
+    must, version = state.delivery.must_deliver, state.weights.versions.trainer
+    due = [group for group in accepted if must.has(group, version)]
+    return due + must.waiting(state.in_flight.groups, version)
 
 
 def _drained(state: SchedulerState) -> bool:
@@ -509,4 +521,4 @@ def _drained(state: SchedulerState) -> bool:
     if not state.prompts.exhausted or state.prompts.stock or state.prompts.fetching:
         return False
     ready = state.in_flight.ready
-    return len(ready) == state.in_flight.training and all(group.accepted for group in ready)
+    return len(ready) == state.in_flight.training == len(ready.accepted)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from aprilsched.core.messages.commands import Send, Verify
 from aprilsched.core.messages.facts import AttemptSent
-from aprilsched.core.policies.placement import Places
 from aprilsched.core.state.engine_control import RUN, EngineControl, Goal, Mode
 from aprilsched.core.state.records import RequestRecord
 from aprilsched.core.state.state import SchedulerState
@@ -65,47 +64,33 @@ def dispatch(state: SchedulerState) -> None:
         state.fleet.asking_since = None
         return
     training, limit = training_runs(state), config.dispatch.max_in_flight
-    takers = _takers(state)
-    lanes = _lanes(state, takers)
+    state.fleet.index.refresh()
+    lanes = _lanes(state)
     if in_flight.queue.first(training=training, versions=lanes) is None:
         state.fleet.asking_since = None
         return
-    quiet = [
-        control
-        for controls in takers.values()
-        for control in controls
-        if control.mode is Mode.RUNNING and _may_have_restarted(state, control)
-    ]
+    quiet = _quiet(state)
     for control in _worth_asking(state, quiet):
         if state.fleet.asking_since is None:
             state.fleet.asking_since = state.now
         state.fleet.control.enter(control, Mode.VERIFYING)
         state.commands.append(Verify(engine=control.name, generates=control.suspect))
-    if _awaited(state, takers):
+    if _awaited(state):
         return
     state.fleet.asking_since = None
-    unasked = {control.name for control in quiet}
     near, by_length = (config.dispatch.placement == kind for kind in ("prefix", "length"))
-    places = {
-        version: Places(
-            {
-                control.name: _work(state, control.name)
-                if by_length
-                else in_flight.open[control.name]
-                for control in controls
-                if control.mode is Mode.RUNNING and control.name not in unasked
-            }
-        )
-        for version, controls in takers.items()
-    }
-    rooms = _rooms(state) if by_length else {}
+    index = state.fleet.index
+    if in_flight.work is not None:
+        index.note_loads(in_flight.work.refresh(in_flight.open_requests))
+    index.leave_out(quiet)
     amounts: dict[tuple[int, int], float] = {}
     while limit is None or in_flight.open_attempts < limit:
         request = in_flight.queue.first(training=training, versions=lanes)
         if request is None:
             return
         version = in_flight.queue.version_of(request)
-        free = places[state.weights.versions.trainer if version is None else version]
+        version = state.weights.versions.trainer if version is None else version
+        free = index.places(version)
         group = request.rollout.group
         # A group stays on its engine while that has less than a group more to do than the others.
         slack = len(group.members) if near else -1
@@ -122,67 +107,80 @@ def dispatch(state: SchedulerState) -> None:
             if alike not in amounts:
                 amounts[alike] = float(state.expectations.work([request])[0])
             amount = amounts[alike]
-            context = len(request.rollout.prompt_ids) + len(request.rollout.log)
-            narrow = frozenset(name for name, room in rooms.items() if room < context)
-            avoid = avoid | narrow if len(narrow) < len(rooms) else avoid
+            likely = free.least() if slack < 0 else prefer
+            # Only where the engine that would get it has no room is every engine looked at.
+            if avoid or likely is None or not _has_room(state, likely, request):
+                avoid = _without_room(state, request, avoid)
         engine = free.take(prefer=prefer, slack=slack, avoid=avoid, amount=amount)
         if engine is not None:
-            if engine in rooms:
-                rooms[engine] -= len(request.rollout.prompt_ids) + len(request.rollout.log)
             _send(state, request, engine)
         elif lanes is None:
             return
         else:
-            lanes.discard(version)
+            lanes.discard(in_flight.queue.version_of(request))
 
 
-def _work(state: SchedulerState, engine: str) -> float:
-    """Number of tokens that the requests of an engine are expected to need still."""
-    requests = list(state.in_flight.open_requests(engine))
-    return float(state.expectations.work(requests).sum()) if requests else 0.0
+def _has_room(state: SchedulerState, engine: str, request: RequestRecord) -> bool:
+    """Whether the engine's KV pool has room for the context of the request, as far as its size is
+    known."""
+    control = state.fleet.control.engines.get(engine)
+    if control is None or control.kv_tokens is None:
+        return True
+    context = len(request.rollout.prompt_ids) + len(request.rollout.log)
+    return control.kv_tokens - state.in_flight.held_on[engine] >= context
 
 
-def _rooms(state: SchedulerState) -> dict[str, int]:
-    """Number of tokens for which the KV pool of each engine has room; engines that do not report
-    the size of their pool are left out."""
-    held = state.in_flight.held_on
-    return {
-        name: control.kv_tokens - held[name]
-        for name, control in state.fleet.control.engines.items()
-        if control.kv_tokens is not None
-    }
+def _without_room(
+    state: SchedulerState, request: RequestRecord, avoid: frozenset[str]
+) -> frozenset[str]:
+    """The engines to avoid, and those whose KV pools have no room for the request; if all pools are
+    full, these are no worse than others."""
+    engines = state.fleet.control.engines
+    full = frozenset(name for name in engines if not _has_room(state, name, request))
+    known = sum(control.kv_tokens is not None for control in engines.values())
+    return avoid | full if len(full) < known else avoid
 
 
-def _takers(state: SchedulerState) -> dict[int, list[EngineControl]]:
-    """The engines that may get requests, by their version. Without rolling refits all engines in
-    use have the same version."""
-    engines, versions = state.fleet.control.engines, state.weights.versions
-    if not state.rolling:
-        return {versions.trainer: list(engines.values())}
-    takers: dict[int, list[EngineControl]] = {}
-    for control in engines.values():
-        if not control.catching_up:
-            takers.setdefault(versions.engines[control.name], []).append(control)
-    return takers
-
-
-def _lanes(state: SchedulerState, takers: dict[int, list[EngineControl]]) -> set[int | None] | None:
+def _lanes(state: SchedulerState) -> set[int | None] | None:
     """The versions of the waiting requests that some engine may take; None for all of them."""
     if not state.rolling:
         return None
-    lanes: set[int | None] = set(takers)
-    return lanes | {None} if state.weights.versions.trainer in takers else lanes
+    lanes: set[int | None] = {k.version for k in state.fleet.index.kinds if not k.leaves}
+    return lanes | {None} if state.weights.versions.trainer in lanes else lanes
 
 
-def _awaited(state: SchedulerState, takers: dict[int, list[EngineControl]]) -> bool:
+def _awaited(state: SchedulerState) -> bool:
     """Whether nothing is sent before some engine has answered."""
-    modes = [control.mode for controls in takers.values() for control in controls]
+    state.fleet.index.refresh()
+    modes = {kind.mode for kind in state.fleet.index.kinds if not kind.leaves}
     if state.rolling and (state.weights.update is None or state.weights.update.rolls):
         # An engine that continues alone, after its refit, holds nobody up.
         return Mode.VERIFYING in modes
     # Otherwise the first engine that continues after a pause would get the whole wave, or, if it
     # took only its share, all carried requests, which have the longest contexts.
     return any(mode is not Mode.RUNNING for mode in modes)
+
+
+def _quiet(state: SchedulerState) -> list[EngineControl]:
+    """The engines that take requests and that nobody would have noticed to be restarted."""
+    index = state.fleet.index
+    idle = [
+        control
+        for kind, controls in index.kinds.items()
+        if kind.idle and kind.mode is Mode.RUNNING and not kind.leaves
+        for control in controls.values()
+        if control.doubt or state.now - control.version_seen_at > _QUIET_S
+        if _may_have_restarted(state, control)
+    ]
+    idle += [
+        control
+        for control in index.doubted.values()
+        if control.doubt
+        and control.mode is Mode.RUNNING
+        and state.in_flight.open[control.name]
+        and not control.catching_up
+    ]
+    return index.in_order(idle)
 
 
 def _worth_asking(state: SchedulerState, quiet: Sequence[EngineControl]) -> list[EngineControl]:
@@ -196,22 +194,28 @@ def _worth_asking(state: SchedulerState, quiet: Sequence[EngineControl]) -> list
     if len(queue) >= len(quiet):
         return list(quiet)
     asked: list[EngineControl] = []
-    for version, controls in _takers(state).items():
+    idle: dict[int, set[str]] = {}
+    for kind, controls in state.fleet.index.kinds.items():
+        if kind.idle and not kind.leaves:
+            idle.setdefault(kind.version, set()).update(controls)
+    versions = state.weights.versions.engines
+    for version in sorted({versions[control.name] for control in quiet}):
         # An engine of another version takes none of these: counted as one that is ready for them,
         # it kept a request waiting for ever.
         lane = (version, None) if version == trainer else (version,)
         waiting = [
             request for request in queue if not state.rolling or queue.version_of(request) in lane
         ]
-        asked += _worth_asking_for(state, waiting, controls, quiet)
+        unasked = [control for control in quiet if versions[control.name] == version]
+        asked += _worth_asking_for(state, waiting, unasked, idle.get(version, set()))
     return asked
 
 
 def _worth_asking_for(
     state: SchedulerState,
     waiting: Sequence[RequestRecord],
-    takers: Sequence[EngineControl],
     quiet: Sequence[EngineControl],
+    idle: Set[str],
 ) -> list[EngineControl]:
     near = state.config.dispatch.placement == "prefix"
     homes, avoid = set[str](), set[str]()
@@ -222,12 +226,9 @@ def _worth_asking_for(
             affinity = group.prompt.affinity
             home = "" if affinity is None else state.in_flight.homes.get(affinity, "")
             homes.add(group.engine or home)
-    names = {control.name for control in takers}
-    unasked = [control for control in quiet if control.name in names]
-    idle = {control.name for control in takers if not state.in_flight.open[control.name]}
-    spare = len(idle.difference((control.name for control in unasked), avoid))
-    asked = [control for control in unasked if control.doubt or control.name in homes]
-    others = [control for control in unasked if not (control.doubt or control.name in homes)]
+    spare = len(idle - {control.name for control in quiet} - avoid)
+    asked = [control for control in quiet if control.doubt or control.name in homes]
+    others = [control for control in quiet if not (control.doubt or control.name in homes)]
     others.sort(key=lambda control: control.name in avoid)
     missing = max(0, len(waiting) - spare - len(asked))
     return asked + others[:missing]

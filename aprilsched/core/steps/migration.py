@@ -70,7 +70,7 @@ def migrate(state: SchedulerState) -> None:
     crowded, state.fleet.crowded = state.fleet.crowded, set()
     if not crowded or not training_runs(state):
         return
-    rooms = _rooms(state)
+    rooms: dict[str, float] | None = None
     for engine in sorted(crowded):
         control = state.fleet.control.engines.get(engine)
         if control is None or control.kv_tokens is None:
@@ -92,7 +92,9 @@ def migrate(state: SchedulerState) -> None:
             rest = float(state.expectations.work([request])[0])
             if not _pays(state, request, rest):
                 continue
-            roomiest = max(rooms, key=lambda name: (rooms[name], name), default="")
+            # Most looks move nothing, and this one looks at every engine.
+            rooms = _rooms(state) if rooms is None else rooms
+            _, roomiest = max(zip(rooms.values(), rooms, strict=True), default=(0.0, ""))
             needed = _context(request) + rest
             if not roomiest or roomiest == engine or rooms[roomiest] < needed:
                 break
@@ -100,6 +102,7 @@ def migrate(state: SchedulerState) -> None:
             surplus -= _context(request)
             waiting -= not request.gained
             request.destination, request.moved = roomiest, True
+            state.fleet.moving.add(request.request_id)
             abort(state, request)
 
 
@@ -123,11 +126,17 @@ def _rooms(state: SchedulerState) -> dict[str, float]:
     for name, control in state.fleet.control.engines.items():
         if control.kv_tokens is None:
             continue
+        if name not in state.fleet.pools:
+            rooms[name] = _FULL * control.kv_tokens - in_flight.held_on[name]
+            continue
         report = _report(state, name)
         if report is None or not report.queued:
             rooms[name] = _FULL * control.kv_tokens - _filled(state, name)
-    for request in in_flight.requests.values():
-        if request.destination in rooms:
+    for request_id in sorted(state.fleet.moving):
+        request = in_flight.requests.get(request_id)
+        if request is None or not request.destination:
+            state.fleet.moving.remove(request_id)
+        elif request.destination in rooms:
             rooms[request.destination] -= _context(request)
     return rooms
 

@@ -216,17 +216,12 @@ def refit(state: SchedulerState) -> None:
     update = state.weights.update
     if update is None or not update.may_pause or update.refitting:
         return
-    if any(control.catching_up for control in state.fleet.control.engines.values()):
-        return  # it is being refitted alone, and takes part after that
+    if not update.not_ready.none(state.fleet.control.all, lambda c: _is_ready(state, update, c)):
+        return
     there = list(state.fleet.control.all())
     targets = [control for control in there if not control.catching_up]
     if update.adapter:
         targets = [control for control in targets if _has_base(state, control)]
-    elif update.external:
-        if any(control.mode is Mode.VERIFYING for control in targets):
-            return  # the answer may be the version from before
-    elif not all(state.fleet.control.refittable(control) for control in targets):
-        return
     if not targets:
         # While there is no engine, or while one is catching up, the update waits.
         if there and not any(control.catching_up for control in there):
@@ -264,6 +259,20 @@ def refit(state: SchedulerState) -> None:
     )
 
 
+def _is_ready(state: SchedulerState, update: Update, control: EngineControl) -> bool:
+    """Whether an engine can be told to load the version, or takes no part."""
+    fleet = state.fleet.control
+    if fleet.of(control.name) is not control:
+        return True  # it is lost
+    if control.catching_up:
+        # An engine in use is being refitted alone, and takes part after that.
+        return control.name not in fleet.engines
+    if update.external:
+        # While it is asked for its version, the answer may be the version from before.
+        return control.mode is not Mode.VERIFYING
+    return update.adapter or fleet.refittable(control)
+
+
 def all_stop(state: SchedulerState) -> bool:
     """Whether a sleep or an update stops all engines together, so that none is refitted alone.
 
@@ -282,8 +291,8 @@ def catch_up(state: SchedulerState) -> None:
     refits those in use that have finished the rollouts of an older version."""
     if all_stop(state) or not state.weights.republishable:
         return
-    for control in state.fleet.control.engines.values() if state.rolling else ():
-        if control.catching_up and state.fleet.control.refittable(control):
+    for control in _paused_alone(state) if state.rolling else ():
+        if state.fleet.control.refittable(control):
             state.fleet.control.enter(control, Mode.REFITTING)
             _refit_alone(state, control)
     for control in state.fleet.control.standby.values():
@@ -296,6 +305,13 @@ def catch_up(state: SchedulerState) -> None:
         if control.catching_up and state.fleet.control.refittable(control):
             state.fleet.control.enter(control, Mode.REFITTING)
             _refit_alone(state, control)
+
+
+def _paused_alone(state: SchedulerState) -> list[EngineControl]:
+    index = state.fleet.index
+    index.refresh()
+    paused = [kind for kind in index.kinds if kind.leaves and kind.mode is Mode.PAUSED]
+    return index.in_order([c for kind in paused for c in index.kinds[kind].values()])
 
 
 def _begin_catch_up(state: SchedulerState, control: EngineControl) -> None:

@@ -213,7 +213,7 @@ def _doubt(state: SchedulerState, engine: str, cause: str) -> None:
     and was restarted at once answers with the weights that it was first started with."""
     control = state.fleet.control.engines.get(engine)
     if control is not None:
-        control.doubt = control.doubt or cause
+        state.fleet.control.doubt(control, cause)
 
 
 def _another_may_take_it(state: SchedulerState, request: RequestRecord) -> bool:

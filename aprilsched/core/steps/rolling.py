@@ -16,7 +16,7 @@ cannot begin again, since it has acted on its tokens, so its group is dropped.
 
 from __future__ import annotations
 
-from aprilsched.core.policies.repack import LOOK_AGAIN, Load, engine_to_free, surplus
+from aprilsched.core.policies.repack import LOOK_AGAIN, Load, is_worth_freeing, surplus
 from aprilsched.core.state.engine_control import EngineControl, Mode
 from aprilsched.core.state.ledger import Reason
 from aprilsched.core.state.lifecycle import State
@@ -51,7 +51,7 @@ def _begin_again(state: SchedulerState) -> None:
     older = queue.versions() - {None, versions.trainer}
     if not older or not versions.engines:
         return
-    lost = older.difference(versions.engines.values())
+    lost = older.difference(versions.present)
     for version in sorted(v for v in lost if v is not None):
         for request in queue.of_version(version):
             if request.request_id in queue:
@@ -76,47 +76,61 @@ def _restart(state: SchedulerState, request: RequestRecord) -> None:
 
 def _leave_to_the_fleet(state: SchedulerState) -> None:
     """Let a sleep, or an update of all engines, have the engines that are not being refitted."""
-    for control in state.fleet.control.engines.values():
-        if control.catching_up and control.mode is not Mode.REFITTING:
-            _stay(state, control)
+    index = state.fleet.index
+    index.refresh()
+    leaving = [
+        control
+        for kind, controls in index.kinds.items()
+        if kind.leaves and kind.mode is not Mode.REFITTING
+        for control in controls.values()
+    ]
+    for control in leaving:
+        _stay(state, control)
 
 
 def _free(state: SchedulerState) -> None:
-    versions, opened = state.weights.versions, state.in_flight.open
-    engines: dict[int, list[EngineControl]] = {}
-    for control in state.fleet.control.engines.values():
-        version = versions.engines[control.name]
-        if version != versions.trainer and control.mode is not Mode.REFITTING:
-            engines.setdefault(version, []).append(control)
-    for version, controls in sorted(engines.items()):
-        leaving = [control for control in controls if control.catching_up]
-        staying = [control for control in controls if not control.catching_up]
-        needed = _is_needed(state, version, leaving)
-        if needed and not staying:
+    versions, index, fleet = state.weights.versions, state.fleet.index, state.fleet.control
+    index.refresh()
+    for version in sorted(set(versions.present) - {versions.trainer}):
+        busy = len(index.busy(version))
+        idle, leaving = _of(state, version, leaves=False), _of(state, version, leaves=True)
+        # While an engine of this version is busy, that it is needed makes no difference.
+        needed = not busy and bool(idle or leaving) and _is_needed(state, version)
+        if needed and not idle:
             # The engine that should have taken its rollouts is lost.
-            staying.append(leaving.pop())
-            _stay(state, staying[0])
+            _stay(state, index.in_order(leaving)[-1])
+            index.refresh()
+            busy = len(index.busy(version))
+            idle, leaving = _of(state, version, leaves=False), _of(state, version, leaves=True)
         for control in leaving:
-            if not opened[control.name]:
-                state.fleet.control.touch(control.name)
-        busy = [control for control in staying if opened[control.name]]
-        idle = [control for control in staying if not opened[control.name]]
+            if control.mode is Mode.RUNNING and not state.in_flight.open[control.name]:
+                fleet.touch(control.name)
         # Before a sleep nothing is sent but evaluations, and the sleep waits for these. So what
         # waits for this version begins again, if no other engine can have theirs.
         stuck = idle and not training_runs(state) and _wants_newest(state)
-        for control in idle[int(needed and not busy and not stuck) :]:
+        for control in index.in_order(idle)[int(needed and not busy and not stuck) :]:
             _go(state, control)
         if state.weights.republishable:
-            _gather(state, version, busy, leaving)
+            _gather(state, version, busy)
 
 
-def _is_needed(state: SchedulerState, version: int, leaving: list[EngineControl]) -> bool:
+def _of(state: SchedulerState, version: int, *, leaves: bool) -> list[EngineControl]:
+    """The engines of a version that are not being refitted: those that leave, or the idle ones of
+    the others."""
+    return [
+        control
+        for kind, controls in state.fleet.index.kinds.items()
+        if kind.version == version and kind.leaves == leaves and kind.mode is not Mode.REFITTING
+        if leaves or kind.idle
+        for control in controls.values()
+    ]
+
+
+def _is_needed(state: SchedulerState, version: int) -> bool:
     """Whether rollouts that no staying engine generates at the moment can go on only under this
     version."""
     in_flight = state.in_flight
-    if version in in_flight.queue.versions():
-        return True
-    if any(in_flight.open[control.name] for control in leaving):
+    if version in in_flight.queue.versions() or state.fleet.index.requests[version, True]:
         return True
     return state.caller.episodes and any(
         rollout.state is State.THINKING and rollout.log.oldest_version == version
@@ -124,34 +138,34 @@ def _is_needed(state: SchedulerState, version: int, leaving: list[EngineControl]
     )
 
 
-def _gather(
-    state: SchedulerState,
-    version: int,
-    busy: list[EngineControl],
-    leaving: list[EngineControl],
-) -> None:
-    """Move the requests of one engine to the others of its version, if that is worth it."""
-    in_flight, looked = state.in_flight, state.stragglers.looked
+def _gather(state: SchedulerState, version: int, busy: int) -> None:
+    """Move the requests of one of the `busy` engines to the others of its version, if that is worth
+    it."""
+    in_flight, looked, index = state.in_flight, state.stragglers.looked, state.fleet.index
     fleet = state.fleet.control.engines
-    requests = sum(in_flight.open[control.name] for control in (*busy, *leaving))
-    requests += len(in_flight.queue.of_version(version))
+    requests = index.requests[version, False] + index.requests[version, True]
+    requests += in_flight.queue.count_of(version)
     share = (in_flight.open_attempts + len(in_flight.queue)) / len(fleet)
     needed = _wants_newest(state)
-    over = surplus(engines=len(busy), requests=requests, share=share)
+    over = surplus(engines=busy, requests=requests, share=share)
     if not needed and over < looked.get(version, 0.0) + LOOK_AGAIN:
         return
     looked[version] = over
-    name = engine_to_free(
-        [_load(state, control) for control in busy],
+    least = index.busy(version).least()
+    if least is None or busy < 2:
+        return
+    if is_worth_freeing(
+        _load(state, fleet[least]),
+        lambda: [_load(state, fleet[name]) for name in index.busy(version).loads if name != least],
+        engines=busy,
         requests=requests,
         share=share,
         prices=state.config.prices,
         needed=needed,
-    )
-    if name is not None:
+    ):
         looked[version] = 0.0
-        _go(state, fleet[name])
-        for request in in_flight.open_requests(name):
+        _go(state, fleet[least])
+        for request in in_flight.open_requests(least):
             abort(state, request)
 
 
@@ -161,8 +175,9 @@ def _wants_newest(state: SchedulerState) -> bool:
     versions, control = state.weights.versions, state.fleet.control
     if state.in_flight.queue.first(training=False) is None:
         return False
-    has = versions.trainer in versions.engines.values()
-    return not has and not any(engine.catching_up for engine in control.all())
+    if versions.trainer in versions.present:
+        return False
+    return not any(engine.catching_up for engine in control.all())
 
 
 def _load(state: SchedulerState, control: EngineControl) -> Load:

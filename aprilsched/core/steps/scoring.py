@@ -126,7 +126,9 @@ def filter_or_accept(state: SchedulerState, group: GroupRecord) -> None:
 
 
 def _accept(state: SchedulerState, group: GroupRecord) -> None:
-    group.accepted = True
+    if not group.accepted:
+        group.accepted = True
+        state.in_flight.ready.accept(group)
     state.tell(GroupAccepted(group_id=group.group_id))
     state.in_flight.journal.change_group(group)
     state.prompts.consecutive_failures = 0

@@ -50,15 +50,20 @@ def _training(request: RequestRecord) -> bool:
 
 
 def _prune(state: SchedulerState) -> None:
-    requests = state.in_flight.requests
-    for request_id, limit in list(state.stragglers.run_on.items()):
-        request = requests.get(request_id)
-        if request is None or not request.open or len(request.rollout.log) >= limit:
-            del state.stragglers.run_on[request_id]
-    for request_id in list(state.stragglers.calling_back):
-        request = requests.get(request_id)
-        if request is None or not request.open:
-            state.stragglers.calling_back.remove(request_id)
+    """Forget the last ones as far as they have ended. What counts is whether one is left, and to
+    look at thousands of them after every event would cost more than everything else."""
+    run_on = state.stragglers.run_on
+    while run_on:
+        request_id, (attempt, limit) = next(reversed(run_on.items()))
+        request = state.in_flight.attempt(request_id, attempt)
+        if request is not None and len(request.rollout.log) < limit:
+            break
+        run_on.popitem()
+    calling_back = state.stragglers.calling_back
+    while calling_back:
+        if state.in_flight.attempt(*calling_back[-1]) is not None:
+            break
+        calling_back.pop()
 
 
 def _decide(state: SchedulerState, stragglers: list[RequestRecord]) -> None:
@@ -78,7 +83,8 @@ def _decide(state: SchedulerState, stragglers: list[RequestRecord]) -> None:
         if decision.call_back:
             _call_back(state, request)
         elif decision.run_on:
-            state.stragglers.run_on[request.request_id] = len(request.rollout.log) + decision.run_on
+            limit = len(request.rollout.log) + decision.run_on
+            state.stragglers.run_on[request.request_id] = (request.attempt, limit)
 
 
 def _view(state: SchedulerState, request: RequestRecord) -> Straggler:
@@ -95,5 +101,5 @@ def _view(state: SchedulerState, request: RequestRecord) -> Straggler:
 
 def _call_back(state: SchedulerState, request: RequestRecord) -> None:
     state.stragglers.run_on.pop(request.request_id, None)
-    state.stragglers.calling_back.add(request.request_id)
+    state.stragglers.calling_back.append((request.request_id, request.attempt))
     abort(state, request)

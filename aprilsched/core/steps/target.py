@@ -7,6 +7,8 @@ so far, where unfinished responses are censored. Until a response has finished, 
 
 from __future__ import annotations
 
+from aprilsched.core.lengths.groups import GroupLengths
+from aprilsched.core.lengths.observed import DEFAULT_WINDOW
 from aprilsched.core.policies.over_provision import PoolLoad
 from aprilsched.core.policies.refill import Refill
 from aprilsched.core.policies.wave import Wave
@@ -45,14 +47,25 @@ def _usual_group(state: SchedulerState) -> float:
     size = state.prompts.usual_size
 
     def group_tokens() -> float | None:
-        open_groups = [
-            group_lengths(g) for g in state.in_flight.training_groups() if not g.complete
-        ]
-        law = state.expectations.observed.law(open_groups)
+        law = state.expectations.observed.law(_newest(state))
         return None if law is None else size * law.mean()
 
     usual = state.stop.usual_group(size, group_tokens)
     return state.plan.usual_group if usual is None else usual
+
+
+def _newest(state: SchedulerState) -> list[GroupLengths]:
+    """The open groups that were launched last. The estimate is of so many responses, and a pool
+    that is refilled asks for it all the time."""
+    newest: list[GroupLengths] = []
+    responses = 0
+    for group in reversed(state.in_flight.groups.values()):
+        if responses >= DEFAULT_WINDOW:
+            break
+        if group.evaluation_id is None and not group.complete:
+            newest.append(group_lengths(group))
+            responses += len(group.members)
+    return newest[::-1]
 
 
 def refill_now(state: SchedulerState) -> Refill:

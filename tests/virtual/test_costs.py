@@ -1,0 +1,75 @@
+"""What an event costs the core does not grow with what is in flight, nor with the engines.
+
+It is counted in calls of functions for each delivered rollout, which are the same in every run.
+experiments/scale has the times.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from aprilsched.config import Dispatch, Pool, SchedulerConfig, Staleness
+from aprilsched.core.messages.commands import Command
+from aprilsched.core.messages.events import Event
+from aprilsched.engines.sim.config import SimConfig
+from aprilsched.simulation import Costs, Simulation
+from aprilsched.workload import LongTailWorkload
+
+ROLLING: dict[str, Any] = {"pace": "asynchronous", "straggler": "run", "refit": "rolling"}
+POLICIES: dict[str, dict[str, Any]] = {
+    "retract": {},
+    "finish": {"max_staleness": Staleness(1, rule="finish")},
+    "length": {"refill": Pool(), "dispatch": Dispatch(placement="length")},
+    "few at once": {"refill": Pool()},
+    "rolling": ROLLING,
+}
+
+
+def calls(name: str, *, engines: int, in_flight: int) -> float:
+    """Calls of functions in the core for each rollout that is delivered after the first batches."""
+    settings = dict(POLICIES[name])
+    if name == "few at once":
+        settings["dispatch"] = Dispatch(max_in_flight=in_flight // 2)
+    simulation = Simulation(
+        SchedulerConfig(batch_groups=in_flight // 16, group_size=8, over_provision=2, **settings),
+        LongTailWorkload(),
+        engines=engines,
+        engine=SimConfig(make_tokens=False, stream_interval=512),
+        batches=5,
+        costs=Costs(train_seconds=2),
+    )
+    core = simulation._loop.core  # pyright: ignore[reportPrivateUsage]
+    handle, counters = core.handle, simulation.state.in_flight.counters
+    made = 0
+    marks: list[tuple[int, int]] = []
+
+    def count(_frame: FrameType, what: str, _: object) -> None:
+        nonlocal made
+        made += what in ("call", "c_call")
+
+    def counted(event: Event, now: float) -> list[Command]:
+        sys.setprofile(count)
+        try:
+            commands = handle(event, now)
+        finally:
+            sys.setprofile(None)
+        if not marks or counters.delivered > marks[-1][0]:
+            marks.append((counters.delivered, made))
+        return commands
+
+    core.handle = counted
+    simulation.run()
+    (before, begin), (after, end) = marks[3], marks[-1]
+    return (end - begin) / (after - before)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_rollout_costs_the_same_in_a_large_fleet(name: str) -> None:
+    cost = calls(name, engines=16, in_flight=256)
+    # As many on each engine, but for the first: an update calls each engine some times.
+    for engines, in_flight in ((16, 1_024), (128, 2_048)):
+        assert calls(name, engines=engines, in_flight=in_flight) < 1.3 * cost, (engines, in_flight)
