@@ -1,6 +1,7 @@
-"""Makes the picture and the table of README.md.
+"""Makes the picture and the tables of README.md.
 
 python experiments/scale/plot.py experiments/scale/result.json
+python experiments/scale/plot.py experiments/scale/policies.json
 """
 
 # matplotlib's own signatures end in untyped **kwargs.
@@ -33,6 +34,30 @@ def table(runs: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def policies(runs: list[dict[str, Any]]) -> str:
+    """The least cost of a rollout under each policy at each size, and how much more the larger
+    sizes cost than the first."""
+    sizes = list(dict.fromkeys((run["engines"], run["in_flight"]) for run in runs))
+    lines = [
+        "| policy | "
+        + " | ".join(f"{engines:,} engines, {flight:,} in flight" for engines, flight in sizes)
+        + " | most / first |",
+        "|---" * (len(sizes) + 2) + "|",
+    ]
+    for name in dict.fromkeys(run["policy"] for run in runs):
+        costs = [
+            min(
+                run["core_us"]
+                for run in runs
+                if (run["policy"], run["engines"], run["in_flight"]) == (name, *size)
+            )
+            for size in sizes
+        ]
+        cells = " | ".join(f"{cost:.0f}" for cost in costs)
+        lines.append(f"| {name} | {cells} | {max(costs) / costs[0]:.2f} |")
+    return "\n".join(lines)
+
+
 def draw(runs: list[dict[str, Any]], path: Path) -> None:
     figure = new_figure(9, 3.6)
     cost, speed = figure.add_subplot(1, 2, 1), figure.add_subplot(1, 2, 2)
@@ -56,6 +81,9 @@ def draw(runs: list[dict[str, Any]], path: Path) -> None:
 def main() -> None:
     source = Path(sys.argv[1])
     runs = json.loads(source.read_text())["runs"]
+    if "core_us" in runs[0]:
+        print(policies(runs))
+        return
     print(table(runs))
     draw(runs, source.with_name("scale.png"))
 
