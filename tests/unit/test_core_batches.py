@@ -62,7 +62,7 @@ def test_surplus_groups_open_the_next_batch():
         if driver.attempts(group_id):
             driver.finish(driver.attempts(group_id)[0])
     assert [g.group_id for g in driver.batches[0].groups] == ids[:4]
-    assert [group.group_id for group in driver.state.in_flight.ready][0] == ids[4]
+    assert next(group.group_id for group in driver.state.in_flight.ready) == ids[4]
     driver.request_batch()
     for group_id in [g for g in driver.group_ids() if g != ids[4]][:3]:
         driver.finish_group(group_id)
