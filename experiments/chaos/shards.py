@@ -30,7 +30,7 @@ from aprilsched.config import Health
 from aprilsched.core.state.saved import Saved, Snapshot
 from aprilsched.engines.base import Engine
 from aprilsched.engines.sim import SimConfig, SimEngine, run_virtual
-from aprilsched.errors import AprilschedError, PromptsExhausted, RefitError, StoreError
+from aprilsched.errors import AprilschedError, FleetLost, PromptsExhausted, RefitError, StoreError
 from aprilsched.shards import LocalShard, ShardedScheduler, ShardLost, ShardParts
 from aprilsched.types import NO_VERSION
 from experiments.chaos.history import History
@@ -40,7 +40,7 @@ from experiments.chaos.truth import TruthModel, true_versions
 __all__ = ["run"]
 
 CALLS = ("open", "tell", "ask", "update", "evaluate", "checkpoint", "close")
-ENDED, SAVED = "the prompts ended", "saved"
+ENDED, LOST, SAVED = "the prompts ended", "no shard is left", "saved"
 PROMPTS = 40
 PATIENCE_S = 4 * 3600.0
 """Of virtual time: a call that takes longer hangs."""
@@ -69,7 +69,7 @@ class _Fleet(SimFleet):
 
     def __init__(self, name: str) -> None:
         super().__init__(1)
-        machine = SimConfig(stream_interval=8, vocab_size=512, model=TruthModel)
+        machine = SimConfig(stream_interval=8, model=TruthModel)
         self._engines = (SimEngine(name, machine),)
 
 
@@ -273,8 +273,10 @@ class _Trainer:
                 return ENDED
             except RefitError:
                 await self._repair()
+            except FleetLost:
+                return LOST
             except AprilschedError as error:
-                return type(error).__name__
+                return repr(error)
 
     async def _repair(self, version: int | None = None) -> None:
         """No shard has the version, and the next update repairs that, or the one after it."""
@@ -300,6 +302,8 @@ def _check(outcome: Outcome, batches: Sequence[Batch]) -> None:
     if twice:
         complain(f"prompts {twice} are delivered twice")
     wanted: set[Any] = {key for key in range(PROMPTS) if not _fails(key)}
+    if outcome.ending[-1] not in (ENDED, LOST):
+        complain(f"the run ended with {outcome.ending[-1]}")
     if outcome.ending[-1] == ENDED and times.keys() != wanted:
         complain(f"prompts {sorted(wanted ^ times.keys())} are missing, or failed and came")
     if [batch.index for batch in batches] != list(range(len(batches))):
