@@ -169,7 +169,7 @@ class Shard(Protocol):
 
     async def ask(self) -> News:
         """Wait until there is something new, and return it. A shard that lives answers within a
-        third of :func:`answer_s` in any case, with what has not changed."""
+        third of ``answer_s(config)`` in any case, with what has not changed."""
         ...
 
     async def update(self, publisher: WeightPublisher, version: int) -> RefitReport:

@@ -121,16 +121,16 @@ def test_a_burst_of_clients_is_accepted_while_the_loop_is_busy():
 @pytest.mark.parametrize(
     ("body", "coding", "status"),
     [
-        (json.dumps("x" * 900).encode(), "", 200),
-        (json.dumps("x" * 1000).encode(), "", 413),
-        (gzip.compress(json.dumps("x" * 900).encode()), "gzip", 200),
-        (zlib.compress(json.dumps("x" * 900).encode()), "deflate", 200),
-        (gzip.compress(bytes(2**28)), "gzip", 413),
-        (gzip.compress(b'"xyz"')[:-9], "gzip", 400),
-        (b'"xyz"', "gzip", 400),
-        (b'"xyz"', "br", 400),
-        (b"", "gzip", 400),
-        (b"", "", 400),
+        pytest.param(json.dumps("x" * 900).encode(), "", 200, id="plain"),
+        pytest.param(json.dumps("x" * 1000).encode(), "", 413, id="plain and too large"),
+        pytest.param(gzip.compress(json.dumps("x" * 900).encode()), "gzip", 200, id="gzip"),
+        pytest.param(zlib.compress(json.dumps("x" * 900).encode()), "deflate", 200, id="deflate"),
+        pytest.param(gzip.compress(bytes(2**28)), "gzip", 413, id="bomb"),
+        pytest.param(gzip.compress(b'"xyz"')[:-9], "gzip", 400, id="cut"),
+        pytest.param(b'"xyz"', "gzip", 400, id="no gzip"),
+        pytest.param(b'"xyz"', "br", 400, id="unknown coding"),
+        pytest.param(b"", "gzip", 400, id="empty gzip"),
+        pytest.param(b"", "", 400, id="empty"),
     ],
 )
 def test_a_body_is_bounded_also_where_it_is_compressed(body: bytes, coding: str, status: int):
