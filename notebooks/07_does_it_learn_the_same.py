@@ -20,7 +20,9 @@
 import sys
 from pathlib import Path
 
-import matplotlib.pyplot as plt
+from IPython.display import display
+
+from aprilsched.analysis.style import new_figure
 
 sys.path.insert(0, str(Path("../experiments/learning").resolve()))
 import analysis
@@ -35,8 +37,9 @@ print({analysis.NAMES[arm]: row["seeds"] for arm, row in arms.items()})
 # Each arm trained the same policy for 36 seconds on the same GPU. A point is an evaluation of one run on 512 held-out problems, and a line is the mean of an arm's runs.
 
 # %%
-figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-analysis.picture(axes)
+figure = new_figure(8, 4.5)
+analysis.picture(figure.subplots())
+display(figure)
 
 # %% [markdown]
 # ## After as many updates, and as many tokens
@@ -58,8 +61,9 @@ for arm, row in arms.items():
 # In other runs every token was sampled by the policy of so many updates ago. The usefulness of a token is the number of updates to a held-out reward of 0.70 with fresh tokens over the number with old ones. The bars are intervals over eight seeds.
 
 # %%
-figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
-analysis.law_picture(axes)
+figure = new_figure(8, 4)
+analysis.law_picture(figure.subplots())
+display(figure)
 
 # %% [markdown]
 # ## Can the runs be trusted?
