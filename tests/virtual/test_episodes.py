@@ -297,7 +297,7 @@ def test_partial_output_without_a_turn_that_was_given_up_is_refused():
 
     async def main() -> None:
         async with checked(SimFleet(1), prompts(1), asks, config("retract")) as rollouts:
-            with pytest.raises(RunGivenUp, match="no generate.. call was cancelled"):
+            with pytest.raises(RunGivenUp, match=r"no generate\(\) call was cancelled"):
                 await rollouts.next_batch()
             (entry, *_) = rollouts.state.in_flight.ledger.entries
             assert "no generate() call was cancelled" in entry.cause
