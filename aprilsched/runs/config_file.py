@@ -1,7 +1,6 @@
 """RunSettings as TOML: a run's config.toml is also what ``--config`` takes.
 
-Settings that are not set (None) are left out, since TOML has no word for them. A file that an
-older version of aprilsched wrote is read as well (:mod:`aprilsched.telemetry.old_config`).
+Settings that are not set (None) are left out, since TOML has no word for them.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import msgspec
 from aprilsched.errors import ConfigError
 from aprilsched.runs.config_tree import config_of, plain, refuse_unknown, table_of
 from aprilsched.runs.settings import RunSettings
-from aprilsched.telemetry.old_config import renamed
 
 __all__ = ["as_toml", "read_settings"]
 
@@ -38,7 +36,7 @@ def read_settings(path: Path) -> RunSettings:
         ConfigError: if the file cannot be read, names something unknown or has a wrong value.
     """
     try:
-        content = renamed(tomllib.loads(path.read_text(encoding="utf-8")))
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"The config file {path} cannot be read: {error.strerror}.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -74,22 +74,9 @@ class _Remembered(msgspec.Struct, array_like=True):
 class _Schedule(msgspec.Struct, array_like=True):
     over_provision: tuple[str, dict[str, Any]]
     refill: tuple[str, dict[str, Any]]
-    efficiency: float | None
-    """Only earlier versions wrote this and the next field, which are parts of a forecast now."""
-    off_policy_share: float | None
     why: str
     forecast: Forecast | None = None
     pace: Pace | None = None
-
-
-_NAMES_OF_0_1 = {
-    "FixedRatio": "fixed",
-    "KvTarget": "kv",
-    "Wave": "wave",
-    "ConstantPool": "pool",
-    "Rounds": "buckets",
-}
-"""The names that stores of version 0.1 use for the rules of a schedule."""
 
 
 def _plain(value: Any) -> Any:
@@ -255,8 +242,6 @@ def schedule_record(schedule: Schedule) -> bytes:
         _Schedule(
             over_provision=_named(schedule.over_provision),
             refill=_named(schedule.refill),
-            efficiency=None,
-            off_policy_share=None,
             why=schedule.why,
             forecast=schedule.forecast,
             pace=schedule.pace,
@@ -268,8 +253,8 @@ def schedule_from(body: bytes) -> Schedule | None:
     """Decode the schedule in `body`; None if it has a rule that this version does not know."""
     record = decode(body, _Schedule)
     (ratio, ratio_settings), (refill, refill_settings) = record.over_provision, record.refill
-    over_provision = OVER_PROVISIONS.get(_NAMES_OF_0_1.get(ratio, ratio))
-    refills = REFILLS.get(_NAMES_OF_0_1.get(refill, refill))
+    over_provision = OVER_PROVISIONS.get(ratio)
+    refills = REFILLS.get(refill)
     if over_provision is None or refills is None:
         return None
     return Schedule(

@@ -248,9 +248,6 @@ class Foreign(Interleavings):
                 self._check_labels(self.driver.batches[self.checked])
                 self.checked += 1
 
-    def the_protocol_says_the_same(self) -> None:
-        """Not held here: the logs that are read so are older than versions that are followed."""
-
     def _serve_one(self) -> None:
         # An engine may end what it had begun under other weights, and stand by then.
         if not self.mending and not self.driver.state.fleet.control.engines:

@@ -656,31 +656,6 @@ class Interleavings(RuleBasedStateMachine):
         assert contexts == {n: e.context_tokens for n, e in run.engines.items()}
 
     @invariant()
-    def the_protocol_says_the_same(self) -> None:
-        """The events and commands, read as an old log is read, give the same state as the facts."""
-        if self.driver.state.resumed:
-            return  # the facts of the prior run are not known here
-        config = self.driver.config
-        races = config.policies.refill.launched(config.group_size) > config.group_size
-        if self.streamed or config.refit == "rolling" or races:
-            # Logs of version 1 have no streams, no response that begins again, and no group that
-            # goes on without some of its responses.
-            return
-        run, retold = self.driver.run, self.driver.retold
-        retold.advance(self.driver.now)
-        assert retold.counters == run.counters
-        assert list(retold.ledger.entries) == list(run.ledger.entries)
-        assert retold.ledger.tokens == run.ledger.tokens
-        found = {i: (r.length, r.sampled, r.finished) for i, r in retold.rollouts.items()}
-        assert found == {i: (r.length, r.sampled, r.finished) for i, r in run.rollouts.items()}
-        assert retold.groups_ready == run.groups_ready
-        assert retold.outside == run.outside
-        assert retold.carried == run.carried
-        if self.driver.config.pace != "auto":
-            # Why an engine is idle depends on the pace, which no log of version 1 changes.
-            assert retold.engine_usage == run.engine_usage
-
-    @invariant()
     def count(self) -> None:
         """Hypothesis calls this after each step, when the driver has checked the core's
         invariants."""

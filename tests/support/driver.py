@@ -21,7 +21,6 @@ from aprilsched.core.state.engine_control import Mode
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.steps.snapshot import take_changes
 from aprilsched.store import Store
-from aprilsched.telemetry.event_log.version_1 import Protocol1
 from aprilsched.telemetry.run_state import RunState
 from aprilsched.types import Batch, Int32Array, Prompt, RefusedPrompt, SamplingParams, VersionSpan
 from tests.support.dialogues import Dialogues
@@ -140,14 +139,11 @@ class Driver:
     sent: list[do.Send] = field(default_factory=list[do.Send])
     run: RunState = field(default_factory=RunState)
     """State from the facts of the core."""
-    retold: RunState = field(default_factory=RunState)
-    """State from the facts that are derived from events and commands, as for an old log."""
     hears: Callable[[Sequence[Fact]], object] | None = None
     """A function that is given the facts too."""
 
     def __post_init__(self) -> None:
         self.core = self._scheduler()
-        self._protocol = Protocol1(self.retold.on_facts)
         self.state.in_flight.journal.active = self.journal or self.store is not None
         infos = tuple(self.info(name) for name in self.engines)
         self.feed(ev.Opened(engines=infos))
@@ -181,10 +177,6 @@ class Driver:
             self.run.on_facts(part, self.now)
             if self.hears is not None:
                 self.hears(part)
-        self._protocol.event(event, self.now)
-        for command in commands:
-            self._protocol.command(command, self.now)
-        self._protocol.flush()
         if any(isinstance(command, do.Offer) for command in commands):
             self.save()
         for command in commands:

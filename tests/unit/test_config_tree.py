@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -36,8 +35,6 @@ from aprilsched.runs.config_file import as_toml, read_settings
 from aprilsched.runs.config_tree import changed, config_of, path_names, table_of
 from aprilsched.runs.policies import chosen
 from aprilsched.runs.settings import RunSettings
-
-RECORDED = Path(__file__).resolve().parents[1] / "data" / "run_of_version_1" / "config.toml"
 
 CONFIGS: list[dict[str, Any]] = [
     {},
@@ -205,72 +202,3 @@ def test_a_policy_by_name_takes_settings_by_their_paths() -> None:
         assert config.refill == Pool(together=4, until=until)
         assert config.dispatch == Dispatch(order="shortest")
         assert config.policies.staleness == Staleness(1)
-
-
-# --- files of older versions ---------------------------------------------------------------------
-
-
-def test_a_recorded_file_with_flat_settings_is_read() -> None:
-    found = read_settings(RECORDED)
-    expected = SchedulerConfig(
-        batch_groups=2,
-        group_size=2,
-        over_provision=2.0,
-        max_staleness=Staleness(1, rule="evict"),
-    )
-    assert same(found.scheduler, expected)
-    assert (found.batches, found.seed, found.workload.cap) == (6, 7, 200)
-
-
-def test_every_flat_setting_has_a_place(tmp_path: Path) -> None:
-    content = tomllib.loads(RECORDED.read_text())
-    content["scheduler"] |= {
-        "refill": "rounds",
-        "store_batches": 3.0,
-        "probes": 2,
-        "oldest_batches": 4,
-        "over_provision": "kv",
-        "kv_target": 0.5,
-        "stop": "tokens",
-        "batch_tokens": 900,
-        "staleness_rule": "finish",
-        "resume_order": "longest",
-        "placement": "spread",
-        "rebalance": True,
-        "max_in_flight": 9,
-        "dispatch_rate": 5,
-        "max_attempts": 1,
-        "max_breaks": 2,
-        "max_failed_groups": 3,
-        "stall_timeout_s": 4.0,
-        "slow_share": 0.5,
-        "fleet_wait_s": 6.0,
-        "control_timeout_s": 7.0,
-        "refit_timeout_s": 8.0,
-    }
-    path = tmp_path / "config.toml"
-    path.write_text(tomli_w.dumps(content))
-    expected = SchedulerConfig(
-        batch_groups=2,
-        group_size=2,
-        refill=LengthBuckets(store=3.0, probes=2, oldest=4),
-        over_provision=KvTarget(0.5),
-        stop=Tokens(900),
-        max_staleness=Staleness(1, rule="finish"),
-        dispatch=Dispatch(order="longest", placement="spread", max_in_flight=9, rate=5),
-        retries=Retries(attempts=1, interruptions=2, failed_groups=3),
-        health=Health(stall_s=4.0, slow_share=0.5, fleet_wait_s=6.0),
-        timeouts=Timeouts(control_s=7.0, refit_s=8.0),
-    )
-    assert same(read_settings(path).scheduler, expected)
-    content["scheduler"] |= {"refill": "pool", "refill_groups": 2, "refill_until": 0.5}
-    content["scheduler"] |= {"start_up": "ramp", "start_up_batches": 5}
-    content["scheduler"] |= {"stop": "samples", "batch_samples": 7}
-    path.write_text(tomli_w.dumps(content))
-    other = replace(
-        expected,
-        refill=Pool(together=2, until=0.5),
-        start_up=StartUp("ramp", batches=5),
-        stop=Samples(7),
-    )
-    assert same(read_settings(path).scheduler, other)

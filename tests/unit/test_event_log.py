@@ -100,7 +100,7 @@ def written(path: Path) -> list[dict[str, Any]]:
 
 def test_a_log_begins_with_its_version_and_has_a_line_for_every_fact(tmp_path: Path):
     first, *lines = written(tmp_path / "events.jsonl")
-    assert first == {"t": 0.0, "fact": "LogBegun", "version": 2}
+    assert first == {"t": 0.0, "fact": "LogBegun", "version": 1}
     assert [line["fact"] for line in lines] == [type(fact).__name__ for fact in FACTS]
 
 
@@ -123,26 +123,6 @@ def test_a_fact_of_a_later_version_is_passed_over(tmp_path: Path):
         file.write('{"t":2.0,"fact":"MoonRisen","phase":3}\n{"t":3.0,"fact":"PromptsEnded"}\n')
     *_, (facts, at), _ = read_facts(path)
     assert (list(facts), at) == ([of.PromptsEnded()], 3.0)
-
-
-VERSION_1 = """
-{"t":0.0,"event":"Opened","engines":[{"name":"a","version":0}]}
-{"t":0.0,"command":"Launch","group_id":1,"rollout_ids":[2],"prompt_tokens":3}
-{"t":1.0,"command":"Judge","group_id":1}
-{"t":2.0,"event":"Judged","group_id":1,"accepted":true}
-{"t":3.0,"event":"UpdateRequested","version":1,"beside":true,"republishable":false}
-{"t":3.0,"command":"Refit","version":1,"engines":["a"],"beside":true,"catch_up":false}
-{"t":4.0,"event":"UpdateRequested","version":2}
-"""
-
-
-def test_names_that_version_1_wrote_otherwise_are_read(tmp_path: Path):
-    path = tmp_path / "events.jsonl"
-    path.write_text(VERSION_1.lstrip())
-    read = [fact for facts, _ in read_facts(path) for fact in facts]
-    assert of.VerdictRequested(group_id=1) in read
-    assert [fact.adapter for fact in read if isinstance(fact, of.UpdateBegun)] == [True, False]
-    assert [fact.adapter for fact in read if isinstance(fact, of.RefitBegun)] == [True]
 
 
 def test_times_count_from_the_first_fact(tmp_path: Path):

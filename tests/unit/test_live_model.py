@@ -1,21 +1,22 @@
-"""Tests the model of the live view on events and commands of a run."""
+"""Tests the model of the live view on facts of a run."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from aprilsched.core.lengths.groups import GroupLengths
-from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
+from aprilsched.core.messages import facts as of
+from aprilsched.core.messages.facts import Fact
 from aprilsched.telemetry.batch_figures import BatchMeter
 from aprilsched.telemetry.live.history import COLUMN_SECONDS, History
 from aprilsched.telemetry.live.live_model import LiveModel
 from aprilsched.telemetry.live.view_data import EngineRow, RunFacts, Snapshot
 from aprilsched.telemetry.live_figures import LiveFigures
 from aprilsched.telemetry.usage.engine_usage import EngineUsage
-from aprilsched.types import Batch, Group, Prompt, Rollout, SamplingParams, Score, Segment
-from tests.support.told import Told as Protocol
+from aprilsched.types import Batch, Group, Prompt, Rollout, SamplingParams, Segment
+from tests.support import facts
+from tests.support.facts import changed
 
 PROMPT = Prompt(input_ids=np.zeros(10, dtype=np.int32))
 SAMPLING = SamplingParams(max_new_tokens=1_000)
@@ -38,63 +39,48 @@ def response(rollout_id: int, group_id: int, tokens: int, version: int = 0) -> R
 
 
 class Told:
-    """A model of the live view, and the events and commands that it is told. Group g has the two
-    rollouts 2g and 2g + 1, with requests of the same ids, on engine a or b."""
+    """A model of the live view, and the facts that it is told. Group g has the two rollouts 2g and
+    2g + 1, with requests of the same ids, on engine a or b."""
 
     def __init__(self, *, batches: int = 4) -> None:
         meter = BatchMeter(trainer_waits=False, bound=lambda prompts, lengths: 6.0)
         self.now = 100.0
         figures = LiveFigures(meter=meter, batch_groups=1, clock=None)
-        facts = RunFacts(title="run", batches=batches, batch_groups=1)
-        self.model = LiveModel(facts, figures)
-        self._told = Protocol(meter, figures, self.model)
+        shown = RunFacts(title="run", batches=batches, batch_groups=1)
+        self.model = LiveModel(shown, figures)
+        self._listeners = (meter, figures, self.model)
         infos = [ev.EngineInfo(name=name, version=0, kv_tokens=100, max_running=1) for name in "ab"]
-        self.event(ev.Opened(engines=tuple(infos)))
-        self.event(ev.BatchRequested())
+        self.tell(of.RunOpened(engines=tuple(infos), version=0), of.BatchRequested())
 
-    def event(self, event: ev.Event, *, after: float = 0.0) -> None:
+    def tell(self, *told: Fact, after: float = 0.0) -> None:
         self.now += after
-        self._told.tell(event, self.now)
-
-    def command(self, command: do.Command, *, after: float = 0.0) -> None:
-        self.now += after
-        self._told.tell(command, self.now)
+        for listener in self._listeners:
+            listener.on_facts(told, self.now)
 
     def launch(self, group: int) -> None:
-        ids = (2 * group, 2 * group + 1)
-        self.command(do.Launch(group_id=group, rollout_ids=ids, prompt=PROMPT))
+        self.tell(facts.launched(group, 2 * group, 2 * group + 1, prompt_tokens=10))
 
     def send(self, request: int, *, attempt: int = 1, tokens: int = 10, engine: str = "") -> None:
-        self.command(
-            do.Send(
-                engine=engine or "ab"[request % 2],
-                request_id=request,
-                attempt=attempt,
-                rollout_id=request,
-                group_id=request // 2,
-                input_ids=np.zeros(tokens, dtype=np.int32),
-                sampling=SAMPLING,
-            )
-        )
+        on = engine or "ab"[request % 2]
+        self.tell(facts.sent(request, request // 2, attempt=attempt, engine=on, tokens=tokens))
 
-    def grow(self, request: int, tokens: int, *, attempt: int = 1, after: float = 0.0) -> None:
-        ids, logprobs = np.zeros(tokens, dtype=np.int32), np.zeros(tokens, dtype=np.float32)
-        self.event(
-            ev.Progress(request_id=request, attempt=attempt, token_ids=ids, logprobs=logprobs),
-            after=after,
-        )
+    def grow(self, request: int, tokens: int, *, after: float = 0.0) -> None:
+        self.tell(facts.received(request, tokens), after=after)
 
     def finish(self, request: int) -> None:
-        self.event(ev.Finished(request_id=request, attempt=1, reason="stop"))
+        self.tell(*facts.ended(request, request // 2))
+
+    def accept(self, group: int) -> None:
+        self.tell(of.GroupAccepted(group_id=group))
 
     def deliver(self, index: int, group: int, *, version: int = 0, tokens: int = 5) -> None:
         rollouts = tuple(response(i, group, tokens) for i in (2 * group, 2 * group + 1))
         groups = (Group(group_id=group, prompt=PROMPT, rollouts=rollouts),)
-        self.command(do.Deliver(batch=Batch(index=index, version=version, groups=groups)))
+        self.accept(group)
+        self.tell(facts.delivered(Batch(index=index, version=version, groups=groups)))
 
     @property
     def seen(self) -> Snapshot:
-        self._told.flush()
         return self.model.snapshot()
 
     def engine(self, name: str) -> EngineRow:
@@ -125,31 +111,29 @@ def test_a_rollout_goes_from_waiting_to_its_end():
     told.grow(1, 4)
     told.finish(1)
     assert told.seen.in_flight == {}
+    told.accept(0)
     assert told.seen.ready == 1
 
 
 def test_scoring_is_seen_until_every_answer_is_there():
     told = Told()
     told.launch(0)
-    group = Group(group_id=0, prompt=PROMPT, rollouts=(response(0, 0, 5), response(1, 0, 5)))
     for request in (0, 1):
         told.send(request)
         told.finish(request)
-    told.command(do.ScoreRollout(rollout=group.rollouts[0], prompt=PROMPT))
+    told.tell(of.RewardRequested(group_id=0, rollout_id=0))
     assert told.seen.in_flight == {"scoring": 1}
-    told.command(do.ScoreRollout(rollout=group.rollouts[1], prompt=PROMPT))
-    told.event(ev.Rewarded(rollout_id=0, score=Score(reward=1.0)))
+    told.tell(of.RewardRequested(group_id=0, rollout_id=1))
+    told.tell(of.RolloutScored(rollout_id=0, group_id=0, reward=1.0))
     assert told.seen.in_flight == {"scoring": 1}
-    told.event(ev.Rewarded(rollout_id=1, score=Score(reward=0.0)))
-    told.command(do.Filter(group=group))
+    told.tell(of.RolloutScored(rollout_id=1, group_id=0, reward=0.0))
+    told.tell(of.VerdictRequested(group_id=0))
     assert (told.seen.in_flight, told.seen.ready) == ({"scoring": 2}, 0)
-    told.event(ev.Filtered(group_id=0, accepted=True))
+    told.accept(0)
     assert (told.seen.in_flight, told.seen.ready) == ({}, 1)
-    told.command(do.ScoreGroup(group=group))
+    told.tell(of.RewardRequested(group_id=0))
     assert told.seen.in_flight == {"scoring": 2}
-    told.command(
-        do.CancelWork(group_id=0, rollout_ids=(0, 1), reason="reward_failed", cause="no\nmodel")
-    )
+    told.tell(facts.dropped(0, 0, 1, reason="reward_failed", cause="no\nmodel"))
     assert told.seen.in_flight == {}
     assert told.seen.faults.latest == "a reward failed: no model"
 
@@ -170,9 +154,9 @@ def test_what_a_batch_leaves_behind_is_carried():
     seen = told.seen
     assert seen.carried == 2
     assert seen.in_flight == {"decoding": 1, "straggler": 2, "waiting": 1}
-    told.command(do.Pause(engine="b", mode="retract"))
+    told.tell(*changed("b", "running", "pausing", pause="retract"))
     assert told.seen.in_flight == {"decoding": 1, "straggler": 1, "paused": 1, "waiting": 1}
-    told.event(ev.Continued(engine="b"))
+    told.tell(*changed("b", "pausing", "paused", "continuing", "running"))
     assert told.seen.in_flight == {
         "decoding": 1,
         "straggler": 1,
@@ -187,8 +171,8 @@ def test_what_is_dropped_is_gone_and_counted():
     told = Told()
     told.launch(0)
     told.send(0)
-    told.command(do.CancelWork(group_id=0, rollout_ids=(0, 1), reason="stale", cause="too old"))
-    told.event(ev.Interrupted(request_id=0, attempt=1))
+    told.tell(facts.dropped(0, 0, 1, reason="stale", cause="too old"))
+    told.tell(of.AttemptEnded(request_id=0, outcome="interrupted"))
     assert told.seen.in_flight == {}
     assert told.seen.faults.dropped == {"stale": 2}
 
@@ -200,19 +184,19 @@ def test_tokens_of_contexts_are_counted_by_engine():
     told.send(1, engine="a")
     told.grow(0, 7)
     told.grow(1, 3)
-    told.grow(1, 50, attempt=2)  # of no attempt that is open
     row = told.engine("a")
     assert (row.kv_tokens, row.kv_pool, row.kv_share) == (30, 100, 0.3)
     assert (row.running, row.queued, row.max_running) == (1, 1, 1)
+    told.tell(of.AttemptEnded(request_id=0, outcome="interrupted"))
     told.send(0, attempt=2, tokens=17, engine="b")
     assert (told.engine("a").kv_tokens, told.engine("b").kv_tokens) == (13, 17)
-    told.grow(0, 1, attempt=2)
-    told.command(do.LoseEngine(engine="b", cause="it hangs", last=False))
+    told.grow(0, 1)
+    told.tell(*facts.lost("b", "it hangs", 0))
     assert (told.engine("a").kv_tokens, told.engine("b").kv_tokens) == (13, 0)
     assert told.engine("b").state == "lost"
     assert told.seen.faults.engines_lost == 1
     assert told.seen.faults.latest == "b lost: it hangs"
-    told.event(ev.Interrupted(request_id=1, attempt=1))
+    told.tell(of.AttemptEnded(request_id=1, outcome="interrupted"))
     assert told.engine("a").kv_tokens == 0
 
 
@@ -226,10 +210,10 @@ def test_speed_and_busy_share_are_those_of_the_last_minute():
     fast = told.engine("a")
     assert fast.tokens_per_s == pytest.approx(10.0)
     assert fast.busy == pytest.approx(1.0)
-    told.event(ev.BatchRequested(), after=30.0)
+    told.tell(of.BatchRequested(), after=30.0)
     assert told.engine("a").busy == pytest.approx(0.5, abs=0.1)
     assert told.engine("b").busy == 0.0
-    told.event(ev.BatchRequested(), after=1_000.0)
+    told.tell(of.BatchRequested(), after=1_000.0)
     assert told.engine("a").tokens_per_s == pytest.approx(0.0, abs=0.2)
     assert told.seen.utilization == pytest.approx(200 / 1230 / 2)
 
@@ -243,8 +227,8 @@ def test_batches_give_efficiency_staleness_and_an_estimate_of_what_is_left():
             told.send(request)
             told.finish(request)
         if index:
-            told.command(do.FinishUpdate(version=index))
-        told.event(ev.BatchRequested(), after=10.0)
+            told.tell(of.UpdateFinished(version=index))
+        told.tell(of.BatchRequested(), after=10.0)
         told.deliver(index, index, version=index)
     seen = told.seen
     assert (seen.batches, seen.version) == (2, 1)
@@ -252,12 +236,12 @@ def test_batches_give_efficiency_staleness_and_an_estimate_of_what_is_left():
     assert seen.efficiency == pytest.approx(0.6)
     assert seen.latest is not None
     assert (seen.latest.staleness_mean, seen.latest.staleness_max) == (1.0, 1)
-    told.event(ev.BatchRequested(), after=4.0)
+    told.tell(of.BatchRequested(), after=4.0)
     assert told.seen.left == pytest.approx(16.0)
-    told.event(ev.BatchRequested(), after=400.0)
+    told.tell(of.BatchRequested(), after=400.0)
     assert told.seen.left == pytest.approx(10.0)
-    told.command(do.FinishUpdate(version=7))
-    told.command(do.FinishUpdate(version=8, cause="no disk"))
+    told.tell(of.UpdateFinished(version=7))
+    told.tell(of.UpdateFinished(version=8, cause="no disk"))
     assert told.seen.version == 7
     assert told.seen.faults.latest == "version 8 did not get in: no disk"
 
@@ -267,7 +251,7 @@ def test_a_batch_that_is_handed_over_again_counts_once():
     told.launch(0)
     told.deliver(0, 0)
     batch = Batch(index=0, version=0, groups=())
-    told.command(do.Redeliver(batch=batch), after=5.0)
+    told.tell(facts.delivered(batch, again=True), after=5.0)
     assert told.seen.batches == 1
     assert told.seen.left == 0.0  # of batches that took no time
 
@@ -277,11 +261,10 @@ def test_a_process_that_goes_on_has_what_was_saved():
     told.launch(0)
     told.send(0)
     told.grow(0, 5)
-    told.event(ev.Opened(engines=(ev.EngineInfo(name="a", version=0),)))
+    told.tell(facts.opened("a", resumed=True))
     assert told.seen.in_flight == {}
-    lengths = GroupLengths(launched=0, tokens=np.array([5, 9]), finished=np.array([False, True]))
-    ids = (0, 1)
-    told.command(do.Launch(group_id=0, rollout_ids=ids, prompt=PROMPT, restored=lengths))
+    lengths = of.RestoredLengths(tokens=(5, 9), sampled=(5, 9), finished=(False, True))
+    told.tell(of.GroupLaunched(group_id=0, rollout_ids=(0, 1), prompt_tokens=10, restored=lengths))
     assert told.seen.in_flight == {"waiting": 1}
     told.model.skip(3)
     assert told.seen.batches == 3
@@ -290,30 +273,17 @@ def test_a_process_that_goes_on_has_what_was_saved():
 def test_episodes_at_their_tools_are_told_apart():
     told = Told()
     told.launch(0)
-    for rollout_id in (0, 1):
-        told.command(
-            do.StartEpisode(rollout_id=rollout_id, index=0, prompt=PROMPT, sampling=SAMPLING)
-        )
+    told.tell(of.EpisodeStarted(rollout_id=0), of.EpisodeStarted(rollout_id=1))
     assert told.seen.in_flight == {"tools": 2}
-    told.event(ev.TurnRequested(rollout_id=0, input_ids=PROMPT.input_ids))
+    told.tell(of.TurnBegun(rollout_id=0, prompt_tokens=10))
     told.send(0)
     told.grow(0, 3, after=1.0)
     assert told.seen.in_flight == {"decoding": 1, "tools": 1}
-    told.finish(0)
-    none = np.zeros(3, dtype=np.int32)
-    told.command(
-        do.ResolveTurn(
-            rollout_id=0,
-            token_ids=none,
-            logprobs=none.astype(np.float32),
-            versions=none,
-            finish_reason="stop",
-        )
-    )
+    told.tell(of.AttemptEnded(request_id=0, outcome="finished"))
+    told.tell(of.TurnEnded(rollout_id=0, tokens=3, finish_reason="stop"))
     assert told.seen.in_flight == {"tools": 2}
-    told.event(ev.EpisodeFinished(rollout_id=0))
-    told.event(ev.EpisodeFailed(rollout_id=1, cause="its tool is gone"))
-    told.command(do.CancelWork(group_id=0, rollout_ids=(0, 1), reason="failed", cause="a tool"))
+    told.tell(of.RolloutFinished(rollout_id=0, group_id=0))
+    told.tell(facts.dropped(0, 0, 1, reason="failed", cause="a tool"))
     assert told.seen.in_flight == {}
 
 
@@ -323,9 +293,11 @@ def test_idle_time_is_told_by_cause_the_largest_first():
     told.send(0)
     told.grow(0, 5, after=2.0)
     for engine in "ab":
-        told.command(do.Pause(engine=engine, mode="in_place"))
-    told.command(do.Refit(version=1, engines=("a", "b")), after=1.0)
-    told.event(ev.Refitted(engine="a", version=1), after=6.0)
+        told.tell(*changed(engine, "running", "pausing", "paused", pause="in_place"))
+    told.tell(of.RefitBegun(version=1, engines=("a", "b")), after=1.0)
+    for engine in "ab":
+        told.tell(*changed(engine, "paused", "refitting"))
+    told.tell(*facts.refitted("a", 1), after=6.0)
     seen = told.seen
     assert next(part for part, _ in seen.idle) == "refit"
     shares = [share for _, share in seen.idle]

@@ -26,12 +26,11 @@ from aprilsched.analysis.report.words import percent, ran, seconds
 from aprilsched.analysis.run import read_run
 from aprilsched.analysis.usage import usage_of
 from aprilsched.cli.main import main
-from aprilsched.core.messages import commands as do
-from aprilsched.core.messages import events as ev
+from aprilsched.core.messages import facts as of
+from aprilsched.core.messages.facts import Fact
 from aprilsched.telemetry.usage.parts import BUSY, PARTS
-from aprilsched.types import SamplingParams
+from tests.support import facts
 from tests.support.reported import with_reports
-from tests.support.told import Told
 
 SMALL = ["--batch-groups", "4", "--group-size", "4", "--median", "60", "--cap", "600"]
 STEP = ["--batches", "6", "--sim.engines", "2", "--sim.stream-interval", "8"]
@@ -164,43 +163,24 @@ def test_a_run_of_stale_tokens_only_has_nothing_to_compare(
 # --- faults ----------------------------------------------------------------------------------
 
 
-def heard(*what: tuple[float, Any]) -> Faults:
+def heard(*what: tuple[float, Fact | Sequence[Fact]]) -> Faults:
     faults = Faults()
-    told = Told(faults)
-    for at, thing in what:
-        told.tell(thing, at)
-    told.flush()
+    for at, told in what:
+        faults.on_facts([told] if isinstance(told, Fact) else told, at)
     return faults
 
 
-def send(request_id: int) -> do.Send:
-    return do.Send(
-        engine="a",
-        request_id=request_id,
-        attempt=1,
-        rollout_id=request_id,
-        group_id=1,
-        input_ids=np.zeros(3, dtype=np.int32),
-        sampling=SamplingParams(max_new_tokens=9),
-    )
-
-
 def test_faults_are_told_from_facts():
-    opened = ev.Opened(engines=(ev.EngineInfo(name="a", version=0),))
     broken = "the server reset the connection"
+    failed: Any = {"outcome": "failed", "cause": broken, "retried": True}
     ledger = heard(
-        (0.0, opened),
-        (0.5, send(1)),
-        (0.5, send(2)),
-        (1.0, ev.Failed(request_id=1, attempt=1, cause=broken)),
-        (1.0, ev.Failed(request_id=2, attempt=1, cause=broken)),
-        (2.0, do.LoseEngine(engine="a", cause="no answer", last=True)),
-        (3.0, do.AdmitEngine(engine="a", version=3)),
-        (
-            4.0,
-            do.CancelWork(group_id=1, rollout_ids=(1, 2, 3), reason="stale", cause="too old"),
-        ),
-        (5.0, opened),
+        (0.0, facts.opened("a")),
+        (0.5, [facts.sent(1, 1), facts.sent(2, 1)]),
+        *((1.0, of.AttemptEnded(request_id=i, **failed)) for i in (1, 2)),
+        (2.0, of.EngineLost(engine="a", cause="no answer", last=True)),
+        (3.0, of.EngineAdmitted(engine="a", version=3)),
+        (4.0, facts.dropped(1, 1, 2, 3, reason="stale", cause="too old")),
+        (5.0, facts.opened("a", resumed=True)),
     ).ledger()
     assert [(e.time, e.engine, e.what, e.cause) for e in ledger.events] == [
         (2.0, "a", "lost; quarantined", "no answer"),
@@ -216,7 +196,7 @@ def test_faults_are_told_from_facts():
 
 def test_many_faults_are_counted_and_not_all_kept():
     ledger = heard(
-        *((float(i), do.LoseEngine(engine="a", cause="x" * 9999, last=False)) for i in range(500))
+        *((float(i), of.EngineLost(engine="a", cause="x" * 9999)) for i in range(500))
     ).ledger()
     assert ledger.engines_lost == ledger.events_in_all == 500
     assert len(ledger.events) < 100

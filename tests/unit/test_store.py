@@ -19,7 +19,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -36,7 +35,6 @@ from aprilsched.core.policies.schedule import Forecast, Schedule
 from aprilsched.core.policies.wave import Wave
 from aprilsched.core.state.ledger import Reason
 from aprilsched.core.state.saved import (
-    RolloutState,
     RunState,
     Saved,
     SavedGroup,
@@ -47,15 +45,13 @@ from aprilsched.core.steps.snapshot import full_snapshot, take_changes, take_ful
 from aprilsched.errors import ConfigError, StoreError
 from aprilsched.store.codec import (
     check_storable,
-    decode,
-    encode,
     group_from,
     group_record,
     schedule_from,
     schedule_record,
 )
 from aprilsched.store.sqlite import cleaning, read_checkpoint, write_checkpoint
-from aprilsched.store.sqlite.file import APPLICATION, SCRIPTS, said_by
+from aprilsched.store.sqlite.file import SCRIPTS, said_by
 from tests.support.driver import Driver, config
 
 KEYS = ("a", 7, None, "a long key, " * 9)
@@ -460,46 +456,7 @@ def test_an_unopened_store_says_so(path: Path):
         SqliteStore(path).save(full_snapshot(Driver(config()).state), durable=False)
 
 
-# --- schemas -----------------------------------------------------------------------------------
-
-
-def test_a_file_of_the_first_schema_goes_on(path: Path):
-    before = filled(path, snapshots=4)
-    connection = sqlite3.connect(path)
-    connection.executescript(
-        "DROP TABLE schedule; DROP TABLE lengths; DROP TABLE remembered; PRAGMA user_version = 1;"
-    )
-    connection.close()
-    store = SqliteStore(path)
-    saved = store.open()
-    assert saved is not None
-    assert saved.lengths == []
-    driver = restored(saved)
-    assert driver.state.in_flight.rollouts.keys() == before.state.in_flight.rollouts.keys()
-    store.save(take_full(driver.state), durable=True)
-    connection = store._connection  # pyright: ignore[reportPrivateUsage]
-    assert connection is not None
-    assert connection.execute("PRAGMA user_version").fetchone() == (len(SCRIPTS),)
-    assert connection.execute("PRAGMA application_id").fetchone() == (APPLICATION,)
-    store.close()
-
-
-def test_a_file_without_remembered_lengths_goes_on_and_begins_to_remember(path: Path):
-    filled(path, snapshots=4)
-    connection = sqlite3.connect(path)
-    connection.executescript("DROP TABLE remembered; PRAGMA user_version = 2;")
-    connection.close()
-    store = SqliteStore(path)
-    saved = store.open()
-    assert saved is not None
-    assert saved.remembered == []
-    driver = restored(saved)
-    run(driver, 200, 5)
-    store.save(take_full(driver.state), durable=True)
-    again = store.open()
-    assert again is not None
-    assert list(again.remembered) == list(driver.state.expectations.memory)
-    store.close()
+# --- lengths and migrations ----------------------------------------------------------------------
 
 
 def test_a_restarted_run_expects_of_each_prompt_what_the_prior_one_did(path: Path):
@@ -552,20 +509,6 @@ def test_a_checkpoint_is_one_file_and_reading_leaves_it_alone(path: Path, tmp_pa
     same(read_checkpoint(path), memory.open())
     assert path.read_bytes() == content
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
-
-
-def test_a_checkpoint_of_an_older_schema_is_read_and_left_as_it_is(path: Path):
-    driver = Driver(config(), store=MemoryStore())
-    run(driver, 200, 4)
-    write_checkpoint(path, full_snapshot(driver.state))
-    connection = sqlite3.connect(path)
-    connection.executescript(
-        "DROP TABLE schedule; DROP TABLE lengths; DROP TABLE remembered; PRAGMA user_version = 1;"
-    )
-    connection.close()
-    content = path.read_bytes()
-    assert read_checkpoint(path).run.cursor == driver.state.prompts.cursor
-    assert path.read_bytes() == content
 
 
 # --- growth ------------------------------------------------------------------------------------
@@ -803,48 +746,6 @@ def test_metadata_that_is_no_dict_or_holds_itself_is_refused():
             check_storable(Prompt(input_ids=np.array([1]), metadata=metadata))
 
 
-def test_a_record_of_before_types_were_kept_is_read():
-    group = group_from(bytes.fromhex("980904c40405000000c0a6726f772d313781a1619201c401799090"))
-    assert group.prompt.key == "row-17"
-    assert group.prompt.metadata == {"a": [1, b"y"]}
-
-
-ROLLOUT_OF_0_1 = """
-8daa726f6c6c6f75745f696407a867726f75705f696403a57374616765aa67656e65726174696e67a4616e6577c3a4
-72756e7391930501a161a56578616374c3ad66696e6973685f726561736f6ea66c656e677468a6726577617264c0a3
-647565c2aa70726f6d70745f696473c0a57475726e7390a77265717565737485ac6f75747075745f737461727400a8
-73616d706c696e678aae6d61785f6e65775f746f6b656e7309ae6d696e5f6e65775f746f6b656e7300ab74656d7065
-726174757265cb3ff0000000000000a5746f705f70cb3ff0000000000000a5746f705f6bffa56d696e5f70cb000000
-0000000000ae73746f705f746f6b656e5f69647390aa69676e6f72655f656f73c2ad73616d706c696e675f73656564
-c0a5657874726180a8617474656d70747302a86661696c7572657301a6627265616b7304aa7374616c655f6b657973
-c2
-"""
-RUN_OF_0_1 = """
-de0015a76c6173745f696409a6637572736f7204a8657069736f646573c2a5726561647990a776657273696f6e02a4
-6261736500a761646170746572c0a8636f756e746572738aa86c61756e6368656400a964656c69766572656400a762
-61746368657300a77570646174657300b0746f6b656e735f67656e65726174656400b0746f6b656e735f64656c6976
-6572656400b0746f6b656e735f64697363617264656400b2746f6b656e735f726570726566696c6c656400ad746f6b
-656e735f6d61736b656400a77265747269657300b064726f707065645f726f6c6c6f75747380ae64726f707065645f
-746f6b656e7380aa6576616c756174696e6790af6661696c65645f696e5f615f726f7700a8776176655f647565c3ad
-7461726765745f67726f75707303a76c6f6e676573740caa706c616e6e65645f617400ab706c616e6e65645f666f72
-c0a96c6f6f6b65645f617400b4626174636865735f73696e63655f757064617465c0b664656c6976657265645f7369
-6e63655f75706461746500a761636365707473c0
-"""
-
-
-def test_renamed_fields_keep_their_names_in_the_store():
-    """Stores of version 0.1 have the fields `anew`, `due`, `breaks` and `wave_due`."""
-    body = bytes.fromhex(ROLLOUT_OF_0_1)
-    rollout = decode(body, RolloutState)
-    assert rollout.request is not None
-    assert (rollout.rewritten, rollout.eligible, rollout.request.interruptions) == (True, False, 4)
-    assert decode(body, dict[str, Any]).items() <= decode(encode(rollout), dict[str, Any]).items()
-    body = bytes.fromhex(RUN_OF_0_1)
-    run = decode(body, RunState)
-    assert run.wave_pending
-    assert decode(body, dict[str, Any]).items() <= decode(encode(run), dict[str, Any]).items()
-
-
 @pytest.mark.parametrize("refill", [Wave(), Pool(together=3), LengthBuckets(store=2.5, probes=2)])
 @pytest.mark.parametrize("ratio", [FixedRatio(ratio=1.7), KvTarget(target=0.6)])
 def test_a_schedule_is_the_same_after_the_way_through_bytes(
@@ -853,29 +754,6 @@ def test_a_schedule_is_the_same_after_the_way_through_bytes(
     forecast = Forecast(step_seconds=12.5, efficiency=0.7, off_policy_share=0.4, mean_age=1.5)
     schedule = Schedule(over_provision=ratio, refill=refill, forecast=forecast, why="because")
     assert schedule_from(schedule_record(schedule)) == schedule
-
-
-@pytest.mark.parametrize(
-    ("name", "settings", "refill"),
-    [
-        ("Wave", {}, Wave()),
-        ("ConstantPool", {"together": 3, "until": 0.5}, Pool(together=3, until=0.5)),
-        (
-            "Rounds",
-            {"store": 2.5, "probes": 2, "oldest": 9},
-            LengthBuckets(store=2.5, probes=2, oldest=9),
-        ),
-    ],
-)
-def test_a_schedule_that_an_earlier_version_wrote_is_read(
-    name: str, settings: dict[str, float], refill: Refill
-):
-    body = msgspec.msgpack.encode(
-        [["FixedRatio", {"ratio": 1.7}], [name, settings], 0.7, None, "because"]
-    )
-    schedule = schedule_from(body)
-    assert schedule is not None
-    assert (schedule.over_provision, schedule.refill) == (FixedRatio(ratio=1.7), refill)
 
 
 def test_a_snapshot_of_nothing_is_small():

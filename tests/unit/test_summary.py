@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from aprilsched.core.lengths.groups import GroupLengths
-from aprilsched.core.messages import commands as do
-from aprilsched.core.messages import events as ev
+from aprilsched.core.messages import facts as of
+from aprilsched.core.messages.facts import Fact
 from aprilsched.core.state.ledger import Counters, Entry, Ledger, Reason
 from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.summary import Remainder, Summary, default_burn_in
-from aprilsched.types import Batch, Group, Prompt, Rollout, SamplingParams, Segment
-from tests.support.told import Told
+from aprilsched.types import Batch, Group, Prompt, Rollout, Segment
+from tests.support import facts
 
 PROMPT = Prompt(input_ids=np.array([1, 2, 3], dtype=np.int32))
 
@@ -51,26 +51,22 @@ def runs(versions: Sequence[int]) -> Iterator[Segment]:
         start = end
 
 
-def deliver(index: int, version: int, *rollouts: Rollout) -> do.Deliver:
+def deliver(index: int, version: int, *rollouts: Rollout) -> of.BatchDelivered:
     groups = tuple(Group(group_id=r.group_id, prompt=PROMPT, rollouts=(r,)) for r in rollouts)
-    return do.Deliver(batch=Batch(index=index, version=version, groups=groups))
+    return facts.delivered(Batch(index=index, version=version, groups=groups))
 
 
-def send(rollout_id: int) -> do.Send:
-    return do.Send(
-        engine="a",
-        request_id=rollout_id,
-        attempt=1,
-        rollout_id=rollout_id,
-        group_id=100 + rollout_id,
-        input_ids=PROMPT.input_ids,
-        sampling=SamplingParams(),
-    )
+def send(rollout_id: int) -> list[Fact]:
+    group_id = 100 + rollout_id
+    return [
+        facts.launched(group_id, rollout_id, prompt_tokens=3),
+        facts.sent(rollout_id, group_id, tokens=3),
+    ]
 
 
-OPENED = ev.Opened(engines=(ev.EngineInfo(name="a", version=0), ev.EngineInfo(name="b", version=0)))
+OPENED = facts.opened("a", "b")
 
-Step = tuple[float, ev.Event | do.Command]
+Step = tuple[float, Fact | Sequence[Fact]]
 
 
 def summed(
@@ -88,10 +84,8 @@ def summed(
         workload_mean=workload_mean,
         burn_in=burn_in,
     )
-    told = Told(summary)
-    for now, what in steps:
-        told.tell(what, now)  # type: ignore[arg-type]
-    told.flush()
+    for now, told in steps:
+        summary.on_facts([told] if isinstance(told, Fact) else told, now)
     remainder = Remainder(
         in_flight=in_flight,
         counters=Counters(),
@@ -106,11 +100,11 @@ def two_batches(trainer_waits: bool = True) -> RunSummary:
     between them."""
     return summed(
         (10.0, OPENED),
-        (10.0, ev.BatchRequested()),
+        (10.0, of.BatchRequested()),
         (15.0, deliver(0, 0, rollout(1, [0] * 10), rollout(2, [0] * 30))),
-        (16.0, ev.UpdateRequested(version=1)),
-        (18.0, do.FinishUpdate(version=1)),
-        (20.0, ev.BatchRequested()),
+        (16.0, of.UpdateBegun(version=1)),
+        (18.0, of.UpdateFinished(version=1)),
+        (20.0, of.BatchRequested()),
         (30.0, deliver(1, 1, rollout(3, [0] * 20 + [1] * 40), rollout(4, [1] * 20))),
         trainer_waits=trainer_waits,
     )
@@ -185,7 +179,7 @@ def test_lost_and_duplicated_come_from_ids():
     summary = summed(
         (0.0, OPENED),
         *((0.0, send(i)) for i in (1, 2, 3, 4, 5)),
-        (1.0, do.CancelWork(group_id=9, rollout_ids=(3,), reason="failed", cause="HTTP 500")),
+        (1.0, facts.dropped(9, 3, reason="failed", cause="HTTP 500")),
         (2.0, deliver(0, 0, rollout(1, [0]))),
         (3.0, deliver(1, 0, rollout(1, [0]))),
         in_flight=[2, 6],
@@ -203,11 +197,11 @@ def test_lost_and_duplicated_come_from_ids():
 def test_pause_is_a_mean_over_engines_and_ends_with_a_lost_engine():
     summary = summed(
         (0.0, OPENED),
-        (1.0, do.Pause(engine="a", mode="retract")),
-        (2.0, do.Pause(engine="b", mode="retract")),
-        (3.0, ev.Continued(engine="a")),
-        (6.0, do.LoseEngine(engine="b", cause="gone", last=False)),
-        (7.0, ev.Continued(engine="b")),
+        (1.0, facts.changed("a", "running", "pausing", "paused", pause="retract")),
+        (2.0, facts.changed("b", "running", "pausing", "paused", pause="retract")),
+        (3.0, facts.changed("a", "paused", "continuing", "running")),
+        (6.0, facts.lost("b", "gone")),
+        (7.0, facts.changed("b", "paused", "continuing", "running")),
     )
     assert summary.seconds.pause == (2.0 + 4.0) / 2
 
@@ -221,8 +215,9 @@ def test_an_asked_burn_in_is_kept():
 
 
 def test_evaluations_are_told_apart():
-    batch = deliver(0, 0, rollout(7, [0, 0])).batch
-    summary = summed((0.0, OPENED), (1.0, do.DeliverEvaluation(evaluation_id=1, batch=batch)))
+    rollouts = deliver(0, 0, rollout(7, [0, 0])).rollouts
+    evaluated = of.EvaluationDelivered(evaluation_id=1, version=0, rollouts=rollouts)
+    summary = summed((0.0, OPENED), (1.0, evaluated))
     assert summary.rollouts.evaluated == summary.rollouts.delivered == 1
     assert summary.batches == 0
 
@@ -230,8 +225,8 @@ def test_evaluations_are_told_apart():
 # --- bias ----------------------------------------------------------------------------------------
 
 
-def finish(rollout_id: int, attempt: int = 1) -> ev.Finished:
-    return ev.Finished(request_id=rollout_id, attempt=attempt, reason="stop")
+def finish(rollout_id: int) -> list[Fact]:
+    return facts.ended(rollout_id, 100 + rollout_id)
 
 
 def held(launched: int, tokens: Sequence[int], finished: Sequence[bool]) -> GroupLengths:
@@ -344,7 +339,6 @@ def test_a_policy_that_censors_is_named_with_its_effect():
     bias = summed(
         (0.0, OPENED),
         *((0.0, send(i)) for i in (1, 2, 3, 4, 5)),
-        (0.5, finish(3, attempt=9)),
         *((0.5, finish(i)) for i in (1, 2, 4, 5)),
         (1.0, deliver(0, 0, rollout(1, [0] * 20), rollout(2, [0] * 20))),
         ledger=ledger,
@@ -360,32 +354,18 @@ def test_a_policy_that_censors_is_named_with_its_effect():
     assert summed((0.0, OPENED)).bias.censoring.policies == []
 
 
-def answer(rollout_id: int) -> do.ResolveTurn:
-    nothing = np.zeros(0, dtype=np.int32)
-    return do.ResolveTurn(
-        rollout_id=rollout_id,
-        token_ids=nothing,
-        logprobs=nothing.astype(np.float32),
-        versions=nothing,
-        finish_reason="stop",
-    )
-
-
 def test_an_episode_has_finished_when_it_says_so():
     ledger = Ledger()
     ledger.add(entry(3, 30))
     ledger.add(entry(4, 30))
-    start = [
-        do.StartEpisode(rollout_id=i, index=0, prompt=PROMPT, sampling=SamplingParams())
-        for i in (3, 4)
-    ]
-    steps = [(0.0, OPENED), *((0.0, s) for s in start), (0.0, send(3)), (0.0, send(4))]
+    start = [of.EpisodeStarted(rollout_id=i) for i in (3, 4)]
+    steps = [(0.0, OPENED), (0.0, send(3)), (0.0, send(4)), (0.0, start)]
+    answered = of.TurnEnded(rollout_id=4, tokens=0, finish_reason="stop")
     bias = summed(
         *steps,
-        (1.0, finish(3)),
-        (1.0, finish(4)),
-        (1.0, answer(4)),
-        (2.0, ev.EpisodeFinished(rollout_id=4)),
+        *((1.0, of.AttemptEnded(request_id=i, outcome="finished")) for i in (3, 4)),
+        (1.0, answered),
+        (2.0, of.RolloutFinished(rollout_id=4, group_id=104)),
         (3.0, deliver(0, 0, rollout(1, [0] * 10))),
         ledger=ledger,
     ).bias
@@ -398,17 +378,14 @@ def test_drops_of_long_responses_are_warned_of_once_while_the_run_goes_on(
 ):
     summary = Summary(trainer_waits=True)
     summary.ledger = ledger = Ledger()
-    cancel = do.CancelWork(group_id=9, rollout_ids=(), reason="stale", cause="old")
-    told = Told(summary)
-    told.tell(OPENED, 0.0)
+    drop = facts.dropped(9, reason="stale", cause="old")
+    summary.on_facts([OPENED], 0.0)
     with caplog.at_level(logging.WARNING, "aprilsched"):
-        told.tell(deliver(0, 0, *(rollout(i, [0] * 10) for i in range(20))), 1.0)
-        told.flush()
+        summary.on_facts([deliver(0, 0, *(rollout(i, [0] * 10) for i in range(20)))], 1.0)
         assert caplog.messages == []
         for i in range(20, 40):
             ledger.add(entry(i, 40))
-            told.tell(cancel, 2.0)
-            told.flush()
+            summary.on_facts([drop], 2.0)
     (message,) = caplog.messages
     assert "stale" in message
     assert "shorter" in message

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import replace
@@ -26,11 +25,10 @@ from aprilsched import (
     SimPublisher,
     Turn,
 )
-from aprilsched.analysis.rebuild import rebuilt_summary, remainder_of, written_summary
+from aprilsched.analysis.rebuild import rebuilt_summary, remainder_of
 from aprilsched.analysis.run import read_run
 from aprilsched.cli.main import main
-from aprilsched.core.messages.events import EngineInfo, EngineLost
-from aprilsched.core.messages.facts import BatchRequested, PromptsEnded, RunOpened
+from aprilsched.core.messages.events import EngineLost
 from aprilsched.engines.base import Chunk, GenerationRequest
 from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import EngineError, EngineRejected
@@ -128,43 +126,6 @@ def test_a_simulated_run_is_rebuilt_too(tmp_path: Path):
     own = read_run(tmp_path / "april").summary
     rebuilt = replace(rebuilt_summary(tmp_path / "april"), error=None)
     assert differences(rebuilt, own) == {}
-
-
-# --- logs of before ----------------------------------------------------------------------------
-
-RUN_OF_VERSION_1 = Path(__file__).resolve().parents[1] / "data" / "run_of_version_1"
-"""The folder of a run that was resumed once, from when logs had events and commands."""
-
-
-def test_a_log_of_version_1_says_what_its_run_said():
-    own = written_summary(RUN_OF_VERSION_1)
-    assert own is not None
-    assert own.rollouts.dropped["stale"]
-    assert own.rollouts.in_flight
-    rebuilt = replace(rebuilt_summary(RUN_OF_VERSION_1), error=None)
-    found = differences(rebuilt, own)
-    # The sentence names a setting, which has another name today. The bound is that of the default
-    # step times, which were the linear ones.
-    others = {"warning", "t_bound", "efficiency"}
-    assert {name.rsplit(".", 1)[-1] for name in found} == others
-
-
-def test_a_run_of_version_1_that_goes_on_is_read_whole(tmp_path: Path):
-    folder = tmp_path / "run"
-    shutil.copytree(RUN_OF_VERSION_1, folder)
-    before = rebuilt_summary(folder)
-    info = EngineInfo(name="sim-0", version=6)
-    log = EventLog(folder / "events.jsonl", append=True)
-    log.on_facts([RunOpened(engines=(info,), version=6, resumed=True), BatchRequested()], 50.0)
-    log.start(batches=6)
-    log.on_facts([PromptsEnded()], 53.0)
-    log.close()
-    assert log.error is None
-    after = rebuilt_summary(folder)
-    assert after.per_batch == before.per_batch
-    assert after.seconds.wall == pytest.approx(before.seconds.wall + 3)
-    # What was in flight is gone, since nothing says that it was restored.
-    assert (after.rollouts.in_flight, after.rollouts.lost) == (0, 0)
 
 
 # --- what the command line has no flags for ----------------------------------------------------

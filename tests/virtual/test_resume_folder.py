@@ -250,7 +250,7 @@ def test_a_log_is_gone_on_with_wherever_it_was_cut(tmp_path: Path):
         assert lines[: len(kept)] == kept
         end = json.loads(kept[-1])["t"] if kept else 0.0
         assert [json.loads(line) for line in lines[len(kept) :]] == [
-            {"t": end, "fact": "LogResumed", "version": 2, "incarnation": 2, "batches": 3},
+            {"t": end, "fact": "LogResumed", "version": 1, "incarnation": 2, "batches": 3},
             {"t": end, "fact": "BatchRequested"},
             {"t": pytest.approx(end + 0.5), "fact": "BatchRequested"},
         ]

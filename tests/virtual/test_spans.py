@@ -12,16 +12,15 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode, Tracer
 
-from aprilsched.core.messages import commands as do
-from aprilsched.core.messages import events as ev
+from aprilsched.core.messages import facts as of
 from aprilsched.telemetry.queued import QueuedListener
 from aprilsched.telemetry.spans import Spans, epoch_of_monotonic
 from aprilsched.types import Batch
-from tests.support.told import Told
+from tests.support.facts import changed, lost, opened, refitted
 from tests.virtual.test_metrics import driven
 
 NS = 1_000_000_000
-INFOS = tuple(ev.EngineInfo(name=name, version=0) for name in ("a", "b"))
+OPENED = opened("a", "b")
 
 
 class Kept:
@@ -133,12 +132,9 @@ def test_batches_follow_each_other_and_updates_take_their_time(run: tuple[Kept, 
 def test_virtual_seconds_run_on_from_the_begin():
     kept, before = Kept(), time.time_ns()
     with Spans(kept.tracer) as spans:
-        told = Told(spans)
-        told.tell(ev.Opened(engines=INFOS), 1000.0)
-        told.flush()
+        spans.on_facts([OPENED], 1000.0)
         after = time.time_ns()
-        told.tell(ev.BatchRequested(), 4600.0)
-        told.flush()
+        spans.on_facts([of.BatchRequested()], 4600.0)
     (run,) = kept.named("run")
     assert run.start_time is not None
     assert before <= run.start_time + 1 <= after + 2
@@ -148,27 +144,24 @@ def test_virtual_seconds_run_on_from_the_begin():
 def test_the_machine_s_clock_is_mapped_exactly():
     kept, epoch = Kept(), epoch_of_monotonic()
     with Spans(kept.tracer, epoch_ns=epoch) as spans:
-        told = Told(spans)
-        told.tell(ev.Opened(engines=INFOS), 5.0)
-        told.flush()
+        spans.on_facts([OPENED], 5.0)
     assert kept.named("run")[0].start_time == epoch + 5 * NS
 
 
 def test_what_fails_says_so():
     kept = Kept()
     with Spans(kept.tracer) as spans:
-        told = Told(spans)
-        told.tell(ev.Opened(engines=INFOS), 0.0)
-        told.tell(ev.UpdateRequested(version=1), 1.0)
-        for engine in ("a", "b"):
-            told.tell(do.Pause(engine=engine, mode="retract"), 1.0)
-        told.tell(ev.Paused(engine="a"), 1.5)
-        told.tell(ev.ControlFailed(engine="b", call="pause", cause="no answer"), 2.0)
-        told.tell(do.LoseEngine(engine="b", cause="no answer", last=False), 2.0)
-        told.tell(do.Refit(version=1, engines=("a",)), 2.0)
-        told.tell(ev.Refitted(engine="a", version=None, cause="half loaded"), 3.0)
-        told.tell(do.FinishUpdate(version=1, cause="no engine took it"), 3.0)
-        told.flush()
+        spans.on_facts([OPENED], 0.0)
+        pausing = [changed(engine, "running", "pausing", pause="retract")[0] for engine in "ab"]
+        spans.on_facts([of.UpdateBegun(version=1), *pausing], 1.0)
+        spans.on_facts(changed("a", "pausing", "paused"), 1.5)
+        failed = of.ControlCallFailed(engine="b", call="pause", cause="no answer")
+        begun = of.RefitBegun(version=1, engines=("a",))
+        spans.on_facts(
+            [failed, *lost("b", "no answer"), begun, *changed("a", "paused", "refitting")], 2.0
+        )
+        finished = of.UpdateFinished(version=1, cause="no engine took it")
+        spans.on_facts([*refitted("a", None, cause="half loaded"), finished], 3.0)
     by_name = {
         (span.name.removeprefix("aprilsched."), about(span, "aprilsched.engine.name")): span
         for span in kept.spans
@@ -177,9 +170,9 @@ def test_what_fails_says_so():
     assert by_name["pause", "b"].status.description == "no answer"
     assert by_name["refit", "a"].status.description == "half loaded"
     assert by_name["update", None].status.description == "no engine took it"
-    (lost,) = kept.named("run")[0].events
-    assert lost.name == "aprilsched.engine.lost"
-    assert lost.timestamp == (kept.named("run")[0].start_time or 0) + 2 * NS
+    (event,) = kept.named("run")[0].events
+    assert event.name == "aprilsched.engine.lost"
+    assert event.timestamp == (kept.named("run")[0].start_time or 0) + 2 * NS
 
 
 def test_in_a_thread_of_its_own_it_is_told_what_it_looks_at():

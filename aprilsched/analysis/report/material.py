@@ -20,7 +20,6 @@ from aprilsched.analysis.usage import RunUsage, UsageRecorder
 from aprilsched.telemetry.base import Listener
 from aprilsched.telemetry.event_log.reading import replay
 from aprilsched.telemetry.figures import RunSummary
-from aprilsched.telemetry.old_config import renamed
 from aprilsched.telemetry.run_folder import CONFIG, EVENTS
 
 __all__ = ["Material", "read_material"]
@@ -50,7 +49,7 @@ def read_material(folder: Path) -> Material:
         RunFolderError: if a file is missing or cannot be understood.
     """
     with readable(folder):
-        config = renamed(tomllib.loads((folder / CONFIG).read_text(encoding="utf-8")))
+        config = tomllib.loads((folder / CONFIG).read_text(encoding="utf-8"))
         scheduler: dict[str, Any] = config.get("scheduler", {})
         summing, summary = _summing(folder, config)
         history, launches, faults = History(), Launches(), Faults()

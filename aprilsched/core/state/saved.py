@@ -1,7 +1,6 @@
 """The data of a saved scheduler, for stores; without what only a process can hold (streams, calls).
 
-Records that a store writes field by field are msgspec structs. A field that was renamed keeps its
-old name in the store (``rename``), so that files of earlier versions can be read.
+Records that a store writes field by field are msgspec structs.
 
 Invariant: a :class:`Snapshot` has everything that changed since the one before it, and is taken
 between two events. So all snapshots up to one of them give the scheduler as it was at that moment.
@@ -112,7 +111,7 @@ class GroupState:
     """Ids of the members that lost a race and have left the group."""
 
 
-class SavedRequest(msgspec.Struct, frozen=True, kw_only=True, rename={"interruptions": "breaks"}):
+class SavedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The current request of a rollout."""
 
     output_start: int
@@ -122,9 +121,7 @@ class SavedRequest(msgspec.Struct, frozen=True, kw_only=True, rename={"interrupt
     interruptions: int
 
 
-class RolloutState(
-    msgspec.Struct, frozen=True, kw_only=True, rename={"rewritten": "anew", "eligible": "due"}
-):
+class RolloutState(msgspec.Struct, frozen=True, kw_only=True):
     """The data of a rollout that changes, without its tokens.
 
     Attributes:
@@ -166,7 +163,7 @@ class SavedBatch:
     group_ids: tuple[int, ...]
 
 
-class RunState(msgspec.Struct, frozen=True, kw_only=True, rename={"wave_pending": "wave_due"}):
+class RunState(msgspec.Struct, frozen=True, kw_only=True):
     """The data of the run itself.
 
     Attributes:
@@ -197,11 +194,9 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True, rename={"wave_pending"
     planned_at: int
     planned_for: float | None
     looked_at: int
-    batches_since_update: int | None = None
-    delivered_since_update: int = 0
-    """The same in groups, as older versions wrote it."""
-    accepts: bool | None = None
-    """Whether groups were filtered; None if an older version wrote the data."""
+    batches_since_update: int
+    accepts: bool
+    """Whether groups were filtered."""
     groups_given: tuple[int, ...] = ()
     """Groups of the batch in work that the trainer may have already."""
     in_parts: bool = False

@@ -13,7 +13,6 @@ from which only the settings of the prior run could continue would never change 
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import replace
 
@@ -178,10 +177,7 @@ def _restore_run(state: SchedulerState, saved: Saved) -> None:
     state.weights.versions.start(run.version)
     state.weights.base, state.weights.adapter = run.base, run.adapter
     state.weights.in_parts = run.in_parts
-    since = run.batches_since_update
-    if since is None:
-        since = math.ceil(run.delivered_since_update / state.config.batch_groups)
-    state.delivery.batches_since_update = since
+    state.delivery.batches_since_update = run.batches_since_update
     state.delivery.groups_given = set(run.groups_given)
     state.plan.wave_pending = run.wave_pending
     state.plan.target_groups = run.target_groups
@@ -256,7 +252,7 @@ def _open_scores(state: SchedulerState, run: RunState, group: GroupRecord) -> No
                 member.state, member.reward = State.SCORING, None
                 member.reward_parts, member.info = {}, {}
     group.unscored = sum(member.state is not State.DONE for member in group.members)
-    if group.unscored or (state.caller.accepts and run.accepts is False):
+    if group.unscored or (state.caller.accepts and not run.accepts):
         group.accepted = None
 
 

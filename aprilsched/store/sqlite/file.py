@@ -253,12 +253,8 @@ SCRIPTS: tuple[str, ...] = (
     );
     CREATE TABLE batches (batch INTEGER PRIMARY KEY, body BLOB NOT NULL, crc INTEGER);
     CREATE TABLE dropped (n INTEGER PRIMARY KEY AUTOINCREMENT, body BLOB NOT NULL, crc INTEGER);
-    """,
-    """
     CREATE TABLE schedule (one INTEGER PRIMARY KEY CHECK (one = 1), body BLOB, crc INTEGER);
     CREATE TABLE lengths (n INTEGER PRIMARY KEY AUTOINCREMENT, body BLOB NOT NULL, crc INTEGER);
-    """,
-    """
     CREATE TABLE remembered (
         n INTEGER PRIMARY KEY AUTOINCREMENT, key UNIQUE NOT NULL, body BLOB NOT NULL, crc INTEGER
     );

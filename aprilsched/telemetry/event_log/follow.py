@@ -21,12 +21,7 @@ from aprilsched.telemetry.event_log.tail import read_tail
 __all__ = ["Follower", "News"]
 
 _READ_BYTES = 1 << 22
-_FROM_START = (
-    b'"fact":"LogResumed"',
-    b'"again":true',
-    b'"event":"Resumed"',
-    b'"command":"Redeliver"',
-)
+_FROM_START = (b'"fact":"LogResumed"', b'"again":true')
 """Marks of lines that may make earlier lines void."""
 
 

@@ -1,25 +1,20 @@
-"""The format of events.jsonl, version 2: each line is a fact of the run, with its time.
+"""The format of events.jsonl: each line is a fact of the run, with its time.
 
 A line has ``t`` (seconds since the run began, on the run's clock), ``fact`` with the name of the
 fact, and the fact's fields; a field that has its default is left out. The first line of each
-process that writes the log is one of the two facts here. Lines of version 1 have ``event`` or
-``command`` in the place of ``fact``.
+process that writes the log is one of the two facts here.
 """
 
 from __future__ import annotations
 
-import re
 from typing import Any, Union
 
 from aprilsched.core.messages import facts
 from aprilsched.core.messages.facts import Fact
 
-__all__ = ["ANY_FACT", "FACT", "FORMAT_VERSION", "KINDS", "LogBegun", "LogResumed"]
+__all__ = ["ANY_FACT", "FORMAT_VERSION", "KINDS", "LogBegun", "LogResumed"]
 
-FORMAT_VERSION = 2
-
-FACT = re.compile(rb'\{"t": ?[-+.0-9eE]+, ?"fact": ?"')
-"""Matches the beginning of each line of this version."""
+FORMAT_VERSION = 1
 
 
 class LogBegun(Fact, frozen=True):

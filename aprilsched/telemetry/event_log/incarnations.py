@@ -21,18 +21,13 @@ from aprilsched.telemetry.event_log.tail import Tail, read_tail
 
 __all__ = ["whole_lines"]
 
-_MARK = re.compile(
-    rb'"fact":"(LogResumed|BatchDelivered)"|"event":"Resumed"|"command":"(Red|D)eliver"'
-)
-_AGAIN = ((b'"command":"Redeliver"', b'"command":"Deliver"'), (b',"again":true', b""))
-"""The mark of a repeated delivery in a line, and what replaces it to make it the first delivery:
-for version 1 and for version 2."""
+_MARK = re.compile(rb'"fact":"(LogResumed|BatchDelivered)"')
+_AGAIN = b',"again":true'
+"""The mark of a repeated delivery in a line."""
 
 
 class _Mark(msgspec.Struct, frozen=True):
-    fact: str = ""
-    event: str = ""
-    command: str = ""
+    fact: str
     batch: int = -1
     again: bool = False
     batches: int | None = None
@@ -57,13 +52,7 @@ def whole_lines(
     for number, raw in _numbered(path, tail.size):
         if number in corrections.void:
             continue
-        yield _as_first(raw) if number in corrections.first else raw
-
-
-def _as_first(raw: bytes) -> bytes:
-    for again, first in _AGAIN:
-        raw = raw.replace(again, first, 1)
-    return raw
+        yield raw.replace(_AGAIN, b"", 1) if number in corrections.first else raw
 
 
 class _Corrections:
@@ -85,14 +74,12 @@ class _Corrections:
         self._resume(batches)
 
     def _add(self, mark: _Mark, number: int) -> None:
-        match mark.fact or mark.event or mark.command:
-            case "Resumed" | "LogResumed":
+        match mark.fact:
+            case "LogResumed":
                 self._resume(mark.batches)
-            case "Deliver":
-                self._delivered[mark.batch] = number
             case "BatchDelivered" if not mark.again:
                 self._delivered[mark.batch] = number
-            case "Redeliver" | "BatchDelivered" if mark.batch not in self._delivered:
+            case "BatchDelivered" if mark.batch not in self._delivered:
                 self._delivered[mark.batch] = number
                 self.first.add(number)
             case _:

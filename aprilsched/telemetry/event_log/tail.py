@@ -12,11 +12,9 @@ from pathlib import Path
 import msgspec
 
 from aprilsched.errors import RunFolderError
+from aprilsched.telemetry.event_log.format import LogResumed
 
-__all__ = ["RESUMED", "Tail", "read_tail"]
-
-RESUMED = frozenset({"LogResumed", "Resumed"})
-"""The first line that a process writes when it resumes a run. In version 1 it is an event."""
+__all__ = ["Tail", "read_tail"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,8 +34,7 @@ class Tail:
 
 class _Line(msgspec.Struct, frozen=True):
     t: float
-    fact: str = ""
-    event: str = ""
+    fact: str
 
 
 def read_tail(path: Path) -> Tail:
@@ -61,7 +58,7 @@ def read_tail(path: Path) -> Tail:
                 )
             else:
                 size, t = size + len(raw), line.t
-                incarnation += (line.fact or line.event) in RESUMED
+                incarnation += line.fact == LogResumed.__name__
     return Tail(size=size, t=t, incarnation=incarnation)
 
 
