@@ -2,8 +2,7 @@
 alone.
 
 Lengths are in tokens. A bias is a share of the mean length: 0 for none, and -0.1 for 10 % short.
-:mod:`aprilsched.analysis.transients` has the bias that goes away, :mod:`aprilsched.analysis.drain`
-what it costs to avoid it, and :mod:`aprilsched.analysis.equivalence` compares two laws by a test.
+:mod:`aprilsched.analysis.drain` has what it costs to avoid the bias of the start.
 """
 
 from __future__ import annotations

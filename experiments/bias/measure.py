@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from equivalence import Equivalence, StatisticName, equivalence
 from numpy.typing import NDArray
 
-from aprilsched.analysis.equivalence import Equivalence, StatisticName, equivalence
 from aprilsched.analysis.style import GREY, PALETTE, finish, new_figure, save
 from aprilsched.config import SchedulerConfig, Staleness
 from aprilsched.core.messages.facts import BatchDelivered, Fact

@@ -30,10 +30,7 @@ from aprilsched import (
 )
 from aprilsched.analysis.bias import conservation, drawn_law
 from aprilsched.analysis.bias_plots import bias
-from aprilsched.analysis.equivalence import Equivalence, equivalence
-from aprilsched.analysis.observations import delivered_lengths, lengths_by_batch
 from aprilsched.analysis.run import read_run
-from aprilsched.analysis.transients import Transient, live_transient, realised_transient
 from aprilsched.cli.main import main
 from aprilsched.config import Dispatch, LengthBuckets, Staleness, TailBatching
 from aprilsched.coordinator.live_bias import LiveBias
@@ -49,6 +46,9 @@ from aprilsched.runs.summary import remainder
 from aprilsched.simulation import Simulation
 from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.summary import Summary
+from experiments.bias.equivalence import Equivalence, equivalence
+from tests.support.observations import delivered_lengths, lengths_by_batch
+from tests.support.transients import Transient, live_transient, realised_transient
 
 CAP = 400
 GROUP = 4
