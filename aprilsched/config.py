@@ -16,11 +16,10 @@ from aprilsched.core.config import (
 from aprilsched.core.policies.kinds import RefillRule, StopUnit
 from aprilsched.core.policies.length_buckets import LengthBuckets
 from aprilsched.core.policies.objective import Objective
-from aprilsched.core.policies.over_provision import FixedRatio, KvTarget, OverProvision
+from aprilsched.core.policies.over_provision import FixedRatio, OverProvision
 from aprilsched.core.policies.pool import Pool
 from aprilsched.core.policies.refill import Refill
 from aprilsched.core.policies.staleness import Staleness
-from aprilsched.core.policies.start_up import StartUp
 from aprilsched.core.policies.stop import Groups, Samples, Stop, Tokens
 from aprilsched.core.policies.straggler import Prices, StragglerRule
 from aprilsched.core.policies.tail_batching import TailBatching
@@ -33,7 +32,6 @@ __all__ = [
     "Groups",
     "Health",
     "KVAfterRefit",
-    "KvTarget",
     "LengthBuckets",
     "Objective",
     "OverProvision",
@@ -49,7 +47,6 @@ __all__ = [
     "SamplingParams",
     "SchedulerConfig",
     "Staleness",
-    "StartUp",
     "Stop",
     "StopUnit",
     "StragglerRule",

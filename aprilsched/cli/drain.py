@@ -98,6 +98,5 @@ def _sentences(plan: DrainPlan, below: float) -> str:
         "To end the bias now, launch nothing until all rollouts in flight have finished; the fleet "
         f"is then idle for {drain:.0f} s in total.\n"
         "To begin a run without the bias, spread the launches over the time of the first mean "
-        f"response; the fleet is then half empty for {2 * ramp:.0f} s, which costs {ramp:.0f} s "
-        '(start_up="ramp" does this batch by batch).'
+        f"response; the fleet is then half empty for {2 * ramp:.0f} s, which costs {ramp:.0f} s."
     )

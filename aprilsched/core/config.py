@@ -20,13 +20,12 @@ from aprilsched.checks import suggesting
 from aprilsched.core.policies.bounds import AT_LEAST_0, AT_LEAST_1, Bound, check_settings
 from aprilsched.core.policies.kinds import REFILLS, RefillRule, StopUnit
 from aprilsched.core.policies.objective import Objective
-from aprilsched.core.policies.over_provision import RATIO, FixedRatio, KvTarget, OverProvision
+from aprilsched.core.policies.over_provision import RATIO, FixedRatio, OverProvision
 from aprilsched.core.policies.placement import Placement
 from aprilsched.core.policies.refill import Refill
 from aprilsched.core.policies.resume_order import ResumeOrder
 from aprilsched.core.policies.schedule import Pace, Schedule
 from aprilsched.core.policies.staleness import Staleness
-from aprilsched.core.policies.start_up import StartUp, StartUpRule
 from aprilsched.core.policies.stop import Groups, Samples, Stop
 from aprilsched.core.policies.straggler import (
     BEHAVIOURS,
@@ -161,14 +160,12 @@ class Policies:
         over_provision: how many groups are kept open; None if that is chosen during the run.
         refill: when new groups are started, unless that is chosen during the run.
         staleness: bound on staleness, and what happens to the rollouts that would pass it.
-        start_up: how the run begins.
     """
 
     stop: Stop
     over_provision: OverProvision | None
     refill: Refill
     staleness: Staleness
-    start_up: StartUp
 
 
 @suggesting()
@@ -188,11 +185,11 @@ class SchedulerConfig:
     """What fills a batch: "groups" is `batch_groups` groups; Samples(256) is whole groups with at
     least 256 rollouts together, and Tokens(100_000) those with so many response tokens. "samples"
     is as many rollouts as `batch_groups` groups have."""
-    over_provision: Annotated[float, RATIO] | Literal["auto", "kv"] | OverProvision = 1.5
+    over_provision: Annotated[float, RATIO] | Literal["auto"] | OverProvision = 1.5
     """Ratio of groups kept open to groups in a batch; 1 waits for every last response. "auto"
     chooses the ratio and the refill rule during the run: the least stale schedule within 1 % of
-    the best by `objective`, for the lengths seen so far and the time model of the engines. "kv" or
-    KvTarget(0.8) fills the KV pool up to a share, step by step."""
+    the best by `objective`, for the lengths seen so far and the time model of the
+    engines."""
     refill: RefillRule | Refill = "wave"
     """When new groups are started: "wave" starts them once at the begin of each batch (APRIL),
     "pool" or Pool(together=4, until=0.25) keeps a constant number generating, "buckets" or
@@ -221,10 +218,6 @@ class SchedulerConfig:
     ready_batches: Annotated[int, AT_LEAST_1] = 2
     """Number of complete batches that are kept for a slow trainer before no new groups are
     started, on the asynchronous pace."""
-    start_up: StartUpRule | StartUp = "at_once"
-    """How the run begins: "at_once" with all groups, whose shortest responses make the first
-    batches; "wait" or StartUp("wait", batches=8) waits for every response of the first batches;
-    "ramp" lets over-provisioning grow over them."""
     kv_after_refit: KVAfterRefit = "auto"
     """What happens to KV that older weights computed: "recompute" flushes it, "keep" lets later
     tokens attend to stale keys, and "apart" uses a cache key for each version, for servers that
@@ -267,21 +260,17 @@ class SchedulerConfig:
     @property
     def policies(self) -> Policies:
         """The policies that the settings name."""
-        ratio, start_up = self.over_provision, self.start_up
-        start = start_up if isinstance(start_up, StartUp) else StartUp(start_up)
+        ratio = self.over_provision
         over_provision = None
         if isinstance(ratio, OverProvision):
             over_provision = ratio
         elif not isinstance(ratio, str):
             over_provision = FixedRatio(ratio)
-        elif ratio == "kv":
-            over_provision = KvTarget()
         return Policies(
             stop=self._stop(),
             over_provision=over_provision,
             refill=self.refill if isinstance(self.refill, Refill) else REFILLS[self.refill](),
-            staleness=self._staleness(start),
-            start_up=start,
+            staleness=self._staleness(),
         )
 
     @property
@@ -314,9 +303,8 @@ class SchedulerConfig:
         """
         policies = self.policies
         bound = policies.staleness.bound
-        able = self._defers and policies.start_up.at_once
         again = policies.staleness.rule == "restart"
-        return able and (bound is None or bound >= LONG_WAIT or again)
+        return self._defers and (bound is None or bound >= LONG_WAIT or again)
 
     @property
     def cached_kv(self) -> CachedKV:
@@ -351,11 +339,11 @@ class SchedulerConfig:
         chosen = Schedule(over_provision=policies.over_provision, refill=policies.refill)
         return self.settles(chosen) and (policies.refill.settles or self.pace == "synchronous")
 
-    def _staleness(self, start_up: StartUp) -> Staleness:
+    def _staleness(self) -> Staleness:
         bound = self.max_staleness
         if isinstance(bound, Staleness):
             return bound
-        if bound == 0 and self.automatic and self._defers and start_up.at_once:
+        if bound == 0 and self.automatic and self._defers:
             # Without stale tokens every schedule waits for all that it runs. Then length buckets
             # are possible, whose probes are thrown away, and nothing would be masked anyway.
             return Staleness(0, rule="restart")
@@ -414,12 +402,6 @@ class SchedulerConfig:
                 f'refill="{policies.refill.name}" defers the groups that it does not choose, which '
                 f'pace="{self.pace}" with straggler="{self.straggler}" cannot; set '
                 f'pace="synchronous" and straggler={able}.'
-            )
-        if policies.refill.defers and not policies.start_up.at_once:
-            raise ConfigError(
-                f'start_up="{policies.start_up.rule}" is for waves and pools, and '
-                f'refill="{policies.refill.name}" opens many groups first; leave start_up '
-                '"at_once".'
             )
         if policies.staleness.rule != "mask" and policies.staleness.bound is None:
             raise ConfigError(

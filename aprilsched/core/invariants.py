@@ -89,11 +89,6 @@ def _counts(state: SchedulerState) -> None:
         ),
         ("attempts called back", in_flight.called_back, called_back),
         (
-            "tokens with engines",
-            in_flight.held_tokens,
-            sum(map(_context, in_flight.open_requests())),
-        ),
-        (
             "tokens with each engine",
             {name: held for name, held in in_flight.held_on.items() if held},
             _held_on(state),

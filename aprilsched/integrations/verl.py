@@ -39,7 +39,7 @@ from aprilsched.core.messages.facts import (
     GroupLaunched,
     PromptRefused,
 )
-from aprilsched.core.policies.over_provision import OverProvision, PoolLoad
+from aprilsched.core.policies.over_provision import OverProvision
 from aprilsched.engines.sglang.fleet import SGLangListedFleet
 from aprilsched.errors import ConfigError, RefitError
 from aprilsched.extras import extra
@@ -77,7 +77,6 @@ _DECIDED = (
     "refill",
     "refit",
     "sampling",
-    "start_up",
     "stop",
     "straggler",
 )
@@ -224,7 +223,7 @@ class _AsPushed(OverProvision):
 
     name: ClassVar[str] = "as pushed"
 
-    def target_groups(self, load: PoolLoad) -> int:
+    def target_groups(self, batch_groups: int) -> int:
         return 2**20
 
     @property

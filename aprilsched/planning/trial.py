@@ -38,7 +38,6 @@ from numpy.typing import NDArray
 
 from aprilsched.core.lengths.log_law import Levels, LogLaw, normal_quantile, observed_logs
 from aprilsched.core.lengths.observed import hashed_uniforms, resampled
-from aprilsched.core.policies.over_provision import PoolLoad
 from aprilsched.core.policies.pool import Pool
 from aprilsched.core.policies.refill import OpenGroups, PoolView, Refill
 from aprilsched.core.policies.schedule import Schedule
@@ -83,8 +82,7 @@ class Trial:
         self._group_size = setting.group_size
         self._stop_at, self._usual = setting.full_at, setting.usual_group
         self._batch_groups = self._stop_at.batch_groups(self._usual)
-        load = PoolLoad(batch_groups=self._batch_groups, current=0)
-        self._target = schedule.over_provision.target_groups(load)
+        self._target = schedule.over_provision.target_groups(self._batch_groups)
         self._store = Store(schedule.refill, setting) if schedule.refill.defers else None
         self._rows = _rows(setting.lengths)
         # What is thrown away is drawn again, so it has other lengths.

@@ -23,7 +23,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from difflib import get_close_matches
 from typing import Any, cast
 
-from aprilsched.config import SamplingParams, SchedulerConfig, Staleness, StartUp
+from aprilsched.config import SamplingParams, SchedulerConfig, Staleness
 from aprilsched.core.policies.kinds import OVER_PROVISIONS, REFILLS, STOPS
 from aprilsched.errors import ConfigError
 
@@ -44,15 +44,13 @@ POLICIES: Mapping[str, Mapping[str, type[Any]]] = {
     "over_provision": OVER_PROVISIONS,
     "refill": REFILLS,
     "max_staleness": {"": Staleness},
-    "start_up": {"": StartUp},
 }
 """The settings that are policies, with the classes of each by the name in its table's `rule`. The
-two settings with one class have no such name; a `rule` of theirs is a field like others."""
+setting with one class has no such name; its `rule` is a field like others."""
 
 SHORT: Mapping[str, str] = {
     "over_provision": "ratio",
     "max_staleness": "bound",
-    "start_up": "rule",
 }
 """The field of a policy that its shorthand sets; for the others the shorthand is the rule's name.
 A ratio is a number, and a name in its place is that of a rule."""
@@ -72,7 +70,6 @@ def table_of(config: SchedulerConfig) -> dict[str, Any]:
         found["max_staleness"] = plain(policies.staleness)
     else:
         found.pop("max_staleness", None)
-    found["start_up"] = "at_once" if policies.start_up.at_once else plain(policies.start_up)
     return found
 
 

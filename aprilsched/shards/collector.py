@@ -23,8 +23,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from aprilsched.core.config import SchedulerConfig
-from aprilsched.core.policies.over_provision import PoolLoad
-from aprilsched.core.policies.refill import PoolView, Refill
+from aprilsched.core.policies.refill import PoolView
 from aprilsched.core.policies.wave import Wave
 from aprilsched.core.state.ledger import Outcome
 from aprilsched.core.state.saved import SavedGroup
@@ -144,8 +143,7 @@ class Collector:
             raise ConfigError("over_provision is not known beforehand; give a ratio.")
         self.config = config
         self._stop, self._staleness = policies.stop, policies.staleness
-        self._over_provision, self._start_up = policies.over_provision, policies.start_up
-        self._refill = policies.refill
+        self._over_provision, self._refill = policies.over_provision, policies.refill
         self.posts = [Post(name=name, slot=place) for place, name in enumerate(names)]
         self._slots = len(self.posts)
         self.version = 0
@@ -489,11 +487,11 @@ class Collector:
 
     def _launches(self) -> int:
         view = self._view()
-        count = self._refill_now().launches(view)
+        count = self._refill.launches(view)
         if count and self._stop.learns:
             self._aim()
             view = self._view()
-            count = self._refill_now().launches(view)
+            count = self._refill.launches(view)
         if count:
             admissible = self._staleness.admissible(
                 batch_groups=self._batch_groups,
@@ -552,24 +550,11 @@ class Collector:
             asynchronous=not self._synchronous,
         )
 
-    def _refill_now(self) -> Refill:
-        return Wave() if self._start_up.lasts(self._begun) else self._refill
-
-    @property
-    def _begun(self) -> int:
-        return self.batches + (self._offer is not None)
-
     def _aim(self) -> None:
         """Decide how many groups are kept open for the next batch."""
         usual = self._stop.usual_group(self._usual_size, lambda: None)
         self._usual_group = self._usual_group if usual is None else usual
-        groups = self._batch_groups
-        target = self._over_provision.target_groups(
-            PoolLoad(batch_groups=groups, current=self._target)
-        )
-        if self._start_up.lasts(self._begun):
-            target = self._start_up.target_groups(self._begun, batch_groups=groups, target=target)
-        self._target = target
+        self._target = self._over_provision.target_groups(self._batch_groups)
 
     # --- groups that are ready -----------------------------------------------------------------
 

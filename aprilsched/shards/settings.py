@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from aprilsched.core.config import SchedulerConfig
-from aprilsched.core.policies.over_provision import KvTarget
 from aprilsched.core.policies.refill import PoolView, Refill
 from aprilsched.core.policies.staleness import Staleness
 from aprilsched.core.policies.stop import Tokens
@@ -55,10 +54,6 @@ def check_shardable(config: SchedulerConfig) -> None:
         (
             config.automatic,
             'over_provision="auto" learns from every open response; give a ratio',
-        ),
-        (
-            isinstance(policies.over_provision, KvTarget),
-            'over_provision="kv" needs the memory in use on all engines; give a ratio',
         ),
         (
             policies.refill.defers,
@@ -115,5 +110,4 @@ def shard_config(config: SchedulerConfig) -> SchedulerConfig:
         # Complete groups may wait for the end of an update, and must not hold new ones up.
         ready_batches=_NEVER,
         max_staleness=Ungated(bound.bound, bound.rule),
-        start_up="at_once",
     )

@@ -15,13 +15,11 @@ from aprilsched import SchedulerConfig
 from aprilsched.config import (
     Dispatch,
     Health,
-    KvTarget,
     LengthBuckets,
     Pool,
     Retries,
     Samples,
     Staleness,
-    StartUp,
     Timeouts,
     Tokens,
 )
@@ -217,8 +215,7 @@ def _settings(draw: random.Random, *, stops: bool) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "batch_groups": groups,
         "group_size": size,
-        "over_provision": draw.choice([1.0, 1.25, 1.5, 2.0, 3.0, "auto", "kv"]),
-        "kv_target": draw.choice([0.3, 0.8]),
+        "over_provision": draw.choice([1.0, 1.25, 1.5, 2.0, 3.0, "auto"]),
         "refill": draw.choice(["wave", "wave", "pool", "pool", "rounds"]),
         "refill_groups": draw.choice([1, 2, 4]),
         "refill_until": draw.choice([0.25, 0.5, 1.0]),
@@ -227,8 +224,6 @@ def _settings(draw: random.Random, *, stops: bool) -> dict[str, Any]:
         "oldest_batches": draw.choice([1, 4, 16]),
         "resume_order": draw.choice(["carried", "shortest", "longest"]),
         "placement": draw.choice(["prefix", "spread"]),
-        "start_up": draw.choice(["at_once", "at_once", "wait", "ramp"]),
-        "start_up_batches": draw.choice([1, 2, 8]),
         "stop": stop,
         "batch_samples": samples,
         "batch_tokens": draw.choice([1, 60, 200, 600]),
@@ -261,7 +256,6 @@ def _tree(drawn: dict[str, Any]) -> dict[str, Any]:
         ("refill", "rounds"): LengthBuckets(
             store=drawn["store_batches"], probes=drawn["probes"], oldest=drawn["oldest_batches"]
         ),
-        ("over_provision", "kv"): KvTarget(drawn["kv_target"]),
         ("stop", "tokens"): Tokens(drawn["batch_tokens"] or 0),
     }
     if drawn["batch_samples"] is not None:
@@ -273,7 +267,6 @@ def _tree(drawn: dict[str, Any]) -> dict[str, Any]:
     return {
         **{name: policies.get((name, drawn[name]), drawn[name]) for name in plain},
         "max_staleness": Staleness(drawn["max_staleness"], rule=drawn["staleness_rule"]),
-        "start_up": StartUp(drawn["start_up"], batches=drawn["start_up_batches"]),
         "dispatch": Dispatch(
             order=drawn["resume_order"],
             placement=drawn["placement"],
@@ -317,7 +310,6 @@ def _allowed(settings: dict[str, Any], draw: random.Random) -> dict[str, Any]:
         found["pace"] = "auto" if found["pace"] == "auto" else "synchronous"
         if found["straggler"] not in ("retract", "abort"):
             found["straggler"] = draw.choice(["retract", "abort"])
-        found["start_up"] = "at_once"
     if found["kv_after_refit"] not in ("auto", *_KV[found["straggler"]]):
         found["kv_after_refit"] = draw.choice(["auto", *_KV[found["straggler"]]])
     if found["stop"] != "samples":

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from aprilsched import LongTailWorkload, SchedulerConfig
-from aprilsched.config import Dispatch, StartUp
+from aprilsched.config import Dispatch
 from aprilsched.coordinator.replanning import StepTimes
 from aprilsched.core.messages.facts import (
     AttemptSent,
@@ -175,8 +175,6 @@ def cells() -> Iterator[tuple[Workload, str, SchedulerConfig]]:
         yield plain, "auto", plain.config(**AUTO)
         for rule in ("choose", "abort", "run"):
             yield plain, f"straggler {rule}", plain.config(**AUTO, straggler=rule)
-        for start in (StartUp("ramp", batches=4), StartUp("wait", batches=4)):
-            yield plain, f"start-up {start.rule}", plain.config(**AUTO, start_up=start)
         if train_s:
             for ready in (1, 3):
                 yield plain, f"ready_batches {ready}", plain.config(**AUTO, ready_batches=ready)

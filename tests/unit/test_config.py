@@ -15,7 +15,6 @@ from aprilsched.config import (
     FixedRatio,
     Groups,
     Health,
-    KvTarget,
     LengthBuckets,
     Pool,
     Prices,
@@ -25,7 +24,6 @@ from aprilsched.config import (
     SamplingParams,
     SchedulerConfig,
     Staleness,
-    StartUp,
     Timeouts,
     Tokens,
     Wave,
@@ -44,9 +42,7 @@ from tests.support.driver import Driver
         ({"stop": "groups"}, {"stop": Groups(32)}),
         ({"stop": "samples", "group_size": 4}, {"stop": Samples(128), "group_size": 4}),
         ({"over_provision": 2}, {"over_provision": FixedRatio(2)}),
-        ({"over_provision": "kv"}, {"over_provision": KvTarget(0.8)}),
         ({"max_staleness": 2}, {"max_staleness": Staleness(2, rule="mask")}),
-        ({"start_up": "wait"}, {"start_up": StartUp("wait", batches=8)}),
     ],
 )
 def test_a_shorthand_stands_for_a_policy(
@@ -71,13 +67,8 @@ def test_a_shorthand_stands_for_a_policy(
             {"over_provision": 0.5},
             "over_provision is 0.5; give a ratio from 1 (wait for all) to 64.",
         ),
-        (
-            {"over_provision": KvTarget(2)},
-            "over_provision.target is 2; give a share above 0 and at most 1.",
-        ),
         ({"max_staleness": -1}, "max_staleness is -1; give 0 or more."),
         ({"max_staleness": Staleness(-1)}, "max_staleness.bound is -1; give 0 or more."),
-        ({"start_up": StartUp("ramp", batches=0)}, "start_up.batches is 0; give 1 or more."),
         ({"dispatch": Dispatch(max_in_flight=0)}, "dispatch.max_in_flight is 0; give 1 or more."),
         ({"retries": Retries(attempts=0)}, "retries.attempts is 0; give 1 or more."),
         (

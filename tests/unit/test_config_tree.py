@@ -16,7 +16,6 @@ from aprilsched.config import (
     Dispatch,
     FixedRatio,
     Health,
-    KvTarget,
     LengthBuckets,
     Objective,
     Pool,
@@ -26,7 +25,6 @@ from aprilsched.config import (
     SamplingParams,
     SchedulerConfig,
     Staleness,
-    StartUp,
     Timeouts,
     Tokens,
 )
@@ -40,10 +38,10 @@ CONFIGS: list[dict[str, Any]] = [
     {},
     {"over_provision": "auto", "objective": Objective(usefulness_age=inf, distance_price=0.2)},
     {"over_provision": FixedRatio(2.5), "refill": Pool(together=2, until=0.5)},
-    {"over_provision": KvTarget(0.5), "stop": Tokens(3000)},
+    {"stop": Tokens(3000)},
     {"refill": LengthBuckets(store=3.0, probes=2, oldest=6), "stop": Samples(30)},
-    {"refill": "pool", "stop": "samples", "over_provision": "kv", "start_up": "wait"},
-    {"max_staleness": Staleness(2, rule="finish"), "start_up": StartUp("ramp", batches=3)},
+    {"refill": "pool", "stop": "samples"},
+    {"max_staleness": Staleness(2, rule="finish")},
     {"max_staleness": 0, "pace": "asynchronous", "straggler": "choose"},
     {
         "dispatch": Dispatch(order="longest", max_in_flight=7, migrate=True),
@@ -99,14 +97,9 @@ def flags(line: str, base: SchedulerConfig | None = None) -> SchedulerConfig:
         ("--stop samples", {"stop": Samples(256)}),
         ("--over-provision 2", {"over_provision": 2.0}),
         (
-            "--over-provision kv --over-provision.target 0.5",
-            {"over_provision": KvTarget(0.5)},
-        ),
-        (
             "--max-staleness 2 --max-staleness.rule evict",
             {"max_staleness": Staleness(2, rule="evict")},
         ),
-        ("--start-up ramp --start-up.batches 3", {"start_up": StartUp("ramp", batches=3)}),
         (
             "--dispatch.max-in-flight 5 --dispatch.migrate",
             {"dispatch": Dispatch(max_in_flight=5, migrate=True)},
@@ -131,7 +124,7 @@ def test_flags_override_a_file_and_keep_what_belongs_to_the_same_policy() -> Non
 
 
 def test_every_setting_has_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
-    shorthands = {"over_provision.ratio", "max_staleness.bound", "start_up.rule"}
+    shorthands = {"over_provision.ratio", "max_staleness.bound"}
     with pytest.raises(SystemExit):
         flags("--help")
     shown = capsys.readouterr().out
@@ -160,7 +153,10 @@ def test_every_setting_has_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
             {"refill": {"rule": "rounds", "store": 2}},
             "refill.rule is 'rounds'; choose one of wave, pool, buckets, tail.",
         ),
-        ({"over_provision": {"rule": "auto", "target": 0.5}}, "AUTO"),
+        (
+            {"over_provision": {"rule": "auto", "target": 0.5}},
+            "over_provision.rule is 'auto'; choose one of fixed.",
+        ),
         ({"refill": {"rule": "pool", "until": 1.4}}, "refill.until is 1.4; give a share above 0"),
         ({"retries": {"attempts": 0}}, "retries.attempts is 0; give 1 or more."),
         ({"retries": 3}, "retries is 3; give a table of its settings."),
@@ -176,7 +172,6 @@ def test_every_setting_has_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_wrong_table_is_refused_in_one_sentence(table: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         config_of(table)
-    message = message.replace("AUTO", "over_provision.rule is 'auto'; choose one of fixed, kv.")
     assert str(refused.value).startswith(message)
 
 

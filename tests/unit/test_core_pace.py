@@ -78,7 +78,6 @@ class Told:
     ("changes", "why"),
     [
         ({"over_provision": 1.5}, 'refused with over_provision=1.5; set over_provision="auto"'),
-        ({"over_provision": "kv"}, 'set over_provision="auto", or pace="synchronous"'),
         ({"follow_weights": True}, 'pace="auto" continues engines at each batch'),
         ({"refit": "rolling", "straggler": "run"}, 'which pace="auto" with straggler="run" does n'),
     ],

@@ -148,11 +148,8 @@ REFILLS = [
     {"refill": Pool(together=3)},
     {"refill": Pool(together=3, until=0.5)},
     {"refill": LengthBuckets(store=2.0)},
-    {"over_provision": "kv"},
     {"over_provision": "auto"},
     {"over_provision": 1.0},
-    {"start_up": "ramp"},
-    {"start_up": "wait"},
 ]
 BOUNDS = [
     {},

@@ -669,8 +669,6 @@ def test_a_group_longer_than_the_others_goes_last() -> None:
         ({"straggler": "run"}, 'set pace="synchronous" and straggler="retract" or "abort"'),
         ({"straggler": "choose"}, 'set pace="synchronous" and straggler="retract" or "abort"'),
         ({"pace": "asynchronous"}, 'set pace="synchronous" and straggler="retract" or "abort"'),
-        ({"start_up": "wait"}, 'leave start_up "at_once"'),
-        ({"start_up": "ramp"}, 'leave start_up "at_once"'),
         ({"refill": LengthBuckets(store=0.5)}, "refill.store is 0.5"),
         ({"refill": LengthBuckets(probes=-1)}, "refill.probes is -1"),
         ({"refill": LengthBuckets(oldest=0)}, "refill.oldest is 0"),

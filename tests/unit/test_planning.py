@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from aprilsched.config import Samples, SchedulerConfig, Staleness, StartUp, Tokens
+from aprilsched.config import Samples, SchedulerConfig, Staleness, Tokens
 from aprilsched.core.lengths.groups import GroupLengths
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
@@ -23,7 +23,6 @@ from aprilsched.core.policies.over_provision import FixedRatio
 from aprilsched.core.policies.pool import Pool
 from aprilsched.core.policies.refill import Refill
 from aprilsched.core.policies.schedule import Forecast, Pace, Schedule
-from aprilsched.core.policies.start_up import StartUpRule
 from aprilsched.core.policies.tail_batching import TailBatching
 from aprilsched.core.policies.wave import Wave
 from aprilsched.engines.sim.config import SimConfig
@@ -237,63 +236,6 @@ def test_from_waves_to_length_buckets_what_runs_goes_on(straggler: str) -> None:
         driver.settle()
         driver.update()
         driver.request_batch()
-
-
-# --- the begin of a run --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("start_up", "targets"),
-    [
-        ("at_once", [7, 7, 7, 7, 7, 7]),
-        ("wait", [4, 4, 4, 4, 7, 7]),
-        ("ramp", [4, 5, 6, 7, 7, 7]),
-    ],
-)
-@pytest.mark.parametrize("refill", ["wave", "pool"])
-def test_over_provisioning_begins_as_asked_for(
-    start_up: StartUpRule, targets: list[int], refill: str
-) -> None:
-    driver = Driver(
-        config(
-            batch_groups=4,
-            over_provision=1.75,
-            refill=refill,
-            start_up=StartUp(start_up, batches=4),
-        )
-    )
-    seen: list[int] = []
-    for _ in targets:
-        driver.request_batch()
-        seen.append(driver.state.plan.target_groups)
-        batches_before = len(driver.batches)
-        while len(driver.batches) == batches_before:
-            driver.finish(driver.attempts()[0])
-        driver.update()
-    assert seen == targets
-
-
-@pytest.mark.parametrize("refill", ["wave", "pool"])
-def test_a_run_that_waits_at_first_holds_nothing_between_those_batches(refill: str) -> None:
-    driver = Driver(
-        config(
-            over_provision=2.0,
-            refill=Pool(together=1) if refill == "pool" else "wave",
-            start_up=StartUp("wait", batches=3),
-        )
-    )
-    for _ in range(3):
-        assert not driver.state.in_flight.rollouts
-        batches(driver, 1)
-    assert not driver.state.in_flight.rollouts
-    driver.request_batch()
-    assert len(driver.sends) == 2 * 2 * 2
-
-
-@pytest.mark.parametrize("start_up", ["wait", "ramp"])
-def test_nothing_is_planned_before_the_run_has_started_up(start_up: StartUpRule) -> None:
-    driver = Driver(config(start_up=StartUp(start_up, batches=4)))
-    assert batches(driver, 13) == [4, 12]
 
 
 # --- trials against the simulation ---------------------------------------------------------------
@@ -872,8 +814,6 @@ def test_the_bound_on_staleness_changes_no_other_figure() -> None:
         ({"straggler": "in_place"}, False),
         ({"straggler": "run"}, False),
         ({"straggler": "choose"}, False),
-        ({"start_up": "wait"}, False),
-        ({"start_up": "ramp"}, False),
     ],
     ids=str,
 )
@@ -981,7 +921,6 @@ def test_what_the_user_says_of_a_bound_is_kept() -> None:
     assert rules(max_staleness=1).policies.staleness == Staleness(1)
     assert rules(max_staleness=0, over_provision=1.0).policies.staleness == Staleness(0)
     assert rules(max_staleness=0, straggler="in_place").policies.staleness == Staleness(0)
-    assert rules(max_staleness=0, start_up="wait").policies.staleness == Staleness(0)
 
 
 def test_the_core_refuses_a_schedule_under_which_prompts_would_begin_again_for_ever() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from aprilsched.config import Dispatch, SchedulerConfig
 from aprilsched.coordinator.opening import check_engines
 from aprilsched.core.messages import events as ev
-from aprilsched.core.policies.over_provision import FixedRatio, KvTarget, PoolLoad
+from aprilsched.core.policies.over_provision import FixedRatio
 from aprilsched.core.policies.placement import Places
 from aprilsched.core.policies.pool import Pool
 from aprilsched.core.policies.refill import PoolView
@@ -201,28 +201,7 @@ def test_without_engines_there_is_no_place() -> None:
 def test_a_ratio_is_rounded_up_but_not_by_rounding_errors(
     ratio: float, batch_groups: int, groups: int
 ) -> None:
-    load = PoolLoad(batch_groups=batch_groups, current=0)
-    assert FixedRatio(ratio=ratio).target_groups(load) == groups
-
-
-@pytest.mark.parametrize(
-    ("current", "kv_share", "groups"),
-    [
-        (0, 0.0, 36),
-        (64, 0.5, 68),
-        (64, 0.8, 68),
-        (64, 0.81, 48),
-        (36, 1.0, 32),
-        (64, None, 64),
-        (0, None, 32),
-    ],
-    ids=["begins", "grows", "at the target", "backs off", "floor", "unknown", "unknown at first"],
-)
-def test_the_kv_pool_is_filled_up_to_its_target(
-    current: int, kv_share: float | None, groups: int
-) -> None:
-    load = PoolLoad(batch_groups=32, current=current, kv_share=kv_share)
-    assert KvTarget(target=0.8).target_groups(load) == groups
+    assert FixedRatio(ratio=ratio).target_groups(batch_groups) == groups
 
 
 # --- resume --------------------------------------------------------------------------------------

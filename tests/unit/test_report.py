@@ -223,7 +223,6 @@ def test_the_largest_loss_is_said(reports: Mapping[str, ReportData]):
         ({"over_provision": 2.0, "refill": "wave"}, "start up to 2 batches"),
         ({"over_provision": 1.5, "refill": {"rule": "pool", "together": 4}}, "keep 1.5 batches"),
         ({"over_provision": "auto", "refill": "wave"}, "the scheduler chooses"),
-        ({"over_provision": "kv", "refill": "wave"}, "as many prompts as the KV pool holds"),
         ({"max_staleness": {"bound": 3, "rule": "evict"}}, "at most 3 versions (rule: evict)"),
         ({"pace": "asynchronous"}, "engines generate while the trainer trains"),
         ({"pace": "auto", "over_provision": "auto"}, "synchronous at first, and chosen again"),

@@ -385,13 +385,12 @@ def test_a_rollout_that_is_asked_for_again_is_another_one(begun: Callable[..., L
     "settings",
     [
         {"over_provision": "auto"},
-        {"over_provision": "kv"},
         {"refill": "pool"},
         {"refill": {"rule": "buckets", "store": 3}},
         {"over_provision": 3.0, "max_staleness": {"bound": 1, "rule": "evict"}},
         {"over_provision": 3.0, "max_staleness": {"bound": 2, "rule": "finish"}},
         {"over_provision": 3.0, "follow_weights": True},
-        {"over_provision": 3.0, "start_up": "ramp", "dispatch": {"max_in_flight": 3}},
+        {"over_provision": 3.0, "dispatch": {"max_in_flight": 3}},
     ],
     ids=str,
 )

@@ -421,7 +421,6 @@ def test_the_preset_is_on_policy_and_leaves_stragglers_alone() -> None:
     [
         ({"pace": "asynchronous"}, 'refill="tail" defers .* set pace="synchronous"'),
         ({"straggler": "run"}, 'refill="tail" defers .* straggler="retract" or "abort"'),
-        ({"start_up": "wait"}, 'leave start_up "at_once"'),
         ({"refill": "wave"}, "may begin again for ever; set refill="),
         ({"refill": "pool", "over_provision": 1.0}, "may begin again for ever"),
         ({"refill": LengthBuckets()}, "may begin again for ever"),

@@ -96,9 +96,8 @@ async def run(
         {"refill": "pool", "pace": "asynchronous", "max_staleness": 1},
         {"refill": "buckets", "straggler": "abort"},
         {"over_provision": "auto"},
-        {"over_provision": "kv"},
     ],
-    ids=["wave", "pool", "buckets", "auto", "kv"],
+    ids=["wave", "pool", "buckets", "auto"],
 )
 def test_every_rule_delivers_whole_groups_of_their_own_size(settings: dict[str, Any], stop: Stop):
     batches = run_virtual(run(6, {**settings, "stop": stop}))

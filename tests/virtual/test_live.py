@@ -58,7 +58,7 @@ class Watching:
         self.seen.append(seen)
         for row in seen.engines:
             assert row.running + row.queued == self.in_flight.open[row.name]
-        assert sum(row.kv_tokens for row in seen.engines) == self.in_flight.held_tokens
+        assert sum(row.kv_tokens for row in seen.engines) == self.in_flight.held_on.total()
         assert sum(seen.in_flight.values()) == self.in_flight.generating
         # What is offered waits for the trainer as well.
         offered = sum(group.offered for group in self.in_flight.groups.values())

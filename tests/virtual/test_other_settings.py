@@ -29,7 +29,7 @@ from aprilsched import (
     SimFleet,
     SimPublisher,
 )
-from aprilsched.config import Dispatch, LengthBuckets, Samples, Staleness, StartUp, Tokens
+from aprilsched.config import Dispatch, LengthBuckets, Samples, Staleness, Tokens
 from aprilsched.core.invariants import check as check_invariants
 from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import ConfigError
@@ -57,7 +57,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "pool": {"refill": "pool"},
     "auto": {"over_provision": "auto"},
     "auto in place": {"over_provision": "auto", "straggler": "in_place"},
-    "kv": {"over_provision": "kv"},
     "waiting": {"over_provision": 1.0},
     "in place": {"straggler": "in_place", "over_provision": 2.0},
     "abort apart": {"straggler": "abort", "kv_after_refit": "apart"},
@@ -85,8 +84,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "auto samples": {"stop": Samples(30), "over_provision": "auto"},
     "pairs": {"group_size": 2},
     "groups of six": {"group_size": 6, "over_provision": "auto"},
-    "ramp": {"start_up": StartUp("ramp", batches=3)},
-    "start with waiting": {"start_up": StartUp("wait", batches=3)},
     "reward": {"reward": reward},
     "reward of buckets": {"reward": reward, "refill": "buckets"},
     "reward of groups": {"reward": group_reward, "reward_scope": "group"},
@@ -169,7 +166,7 @@ def pairs() -> Iterator[tuple[str, str]]:
     names = list(SETTINGS)
     for place, name in enumerate(names):
         yield name, names[(7 * place + 3) % len(names)]
-    for name in ("buckets", "auto", "kv", "reward", "reward of groups", "accept", "large batch"):
+    for name in ("buckets", "auto", "reward", "reward of groups", "accept", "large batch"):
         yield name, "plain"
     for name in ("pool", "in place", "auto in place", "asynchronous", "ramp", "run"):
         yield "buckets", name

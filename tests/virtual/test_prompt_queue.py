@@ -22,7 +22,7 @@ from aprilsched import (
     SimPublisher,
     blocking,
 )
-from aprilsched.config import Pool, Samples, StartUp
+from aprilsched.config import Pool, Samples
 from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import ConfigError, PromptsExhausted
 from aprilsched.planning import Planner
@@ -37,9 +37,6 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "pool": {"refill": Pool(together=3), "over_provision": 2.0},
     "pool with a taper": {"refill": Pool(until=0.25), "over_provision": 3.0},
     "auto": {"over_provision": "auto"},
-    "kv": {"over_provision": "kv"},
-    "ramp": {"over_provision": 2.0, "start_up": StartUp("ramp", batches=3)},
-    "wait": {"over_provision": 2.0, "start_up": StartUp("wait", batches=3)},
     "staleness": {"over_provision": 2.0, "max_staleness": 0},
     "samples": {"over_provision": 2.0, "stop": Samples(2 * GROUPS)},
     "abort": {"over_provision": 2.0, "straggler": "abort"},

@@ -1272,7 +1272,6 @@ def test_a_blocking_trainer_uses_shards(tmp_path: Path):
     "changes",
     [
         {"over_provision": "auto"},
-        {"over_provision": "kv"},
         {"refill": "buckets"},
         {"refill": "tail"},
         {"over_provision": 1.0, "max_staleness": Staleness(0, "restart")},

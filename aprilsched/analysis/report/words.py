@@ -100,11 +100,7 @@ def _policy(scheduler: Mapping[str, Any]) -> str:
     refill, settings = _rule(scheduler.get("refill"))
     if ratio == "auto":
         return "Policy: the scheduler chooses how much to start, and when, while the run goes on."
-    much = (
-        "as many prompts as the KV pool holds"
-        if ratio == "kv"
-        else f"{_counted(ratio, 'batch', 'batches')} of prompts"
-    )
+    much = f"{_counted(ratio, 'batch', 'batches')} of prompts"
     match refill:
         case "wave" if ratio == 1:
             return "Policy: start one batch of prompts and wait for every last response."

@@ -20,7 +20,6 @@ __all__ = [
     "AT_LEAST_0",
     "AT_LEAST_1",
     "SHARE",
-    "SHARE_BELOW_1",
     "SHARE_OR_0",
     "Bound",
     "check_settings",
@@ -54,7 +53,6 @@ AT_LEAST_1 = Bound(least=1, words="1 or more")
 ABOVE_0 = Bound(above=0, words="a number above 0")
 SHARE = Bound(above=0, most=1, words="a share above 0 and at most 1")
 SHARE_OR_0 = Bound(least=0, below=1, words="a share below 1, or 0")
-SHARE_BELOW_1 = Bound(above=0, below=1, words="a share above 0 and below 1")
 
 
 def check_settings(settings: Any, path: str = "") -> None:

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Literal, TypeAlias
 
 from aprilsched.core.policies.length_buckets import LengthBuckets
-from aprilsched.core.policies.over_provision import FixedRatio, KvTarget, OverProvision
+from aprilsched.core.policies.over_provision import FixedRatio, OverProvision
 from aprilsched.core.policies.pool import Pool
 from aprilsched.core.policies.refill import Refill
 from aprilsched.core.policies.stop import Groups, Samples, Stop, Tokens
@@ -28,7 +28,7 @@ REFILLS: Mapping[str, type[Refill]] = MappingProxyType(
     {kind.name: kind for kind in (Wave, Pool, LengthBuckets, TailBatching)}
 )
 OVER_PROVISIONS: Mapping[str, type[OverProvision]] = MappingProxyType(
-    {kind.name: kind for kind in (FixedRatio, KvTarget)}
+    {kind.name: kind for kind in (FixedRatio,)}
 )
 STOPS: Mapping[str, type[Stop]] = MappingProxyType(
     {kind.name: kind for kind in (Groups, Samples, Tokens)}

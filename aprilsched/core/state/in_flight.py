@@ -66,13 +66,9 @@ class InFlight:
         """For each affinity of prompts the engine that the latest attempt was sent to."""
         self.open_attempts = 0
         """Number of open attempts, including those of dropped rollouts and of evaluations."""
-        self.held_tokens = 0
-        """Prompt and response tokens of all open attempts: what the fleet's KV pools should
-        hold."""
         self.held_on: Counter[str] = Counter()
-        """The same for each engine."""
-        self.peak_tokens = 0
-        """The peak of `held_tokens` since the batch in work began."""
+        """Prompt and response tokens of the open attempts on each engine: what its KV pool should
+        hold."""
         self._open_on: dict[str, dict[int, RequestRecord]] = {}
         self.called_back = 0
         """Number of open attempts that were told to abort."""
@@ -241,7 +237,6 @@ class InFlight:
         self._changed[request.engine] = None
         self.open_attempts -= 1
         context = len(request.rollout.prompt_ids) + len(request.rollout.log)
-        self.held_tokens -= context
         self.held_on[request.engine] -= context
         del self._open_on[request.engine][request.request_id]
         self.called_back -= request.aborting
@@ -275,9 +270,6 @@ class InFlight:
     def hold(self, engine: str, tokens: int) -> None:
         """Count tokens that are with an engine in addition."""
         self.held_on[engine] += tokens
-        self.held_tokens += tokens
-        if self.held_tokens > self.peak_tokens:
-            self.peak_tokens = self.held_tokens
 
     def requeue(self, request: RequestRecord) -> None:
         """Let the rest of a request wait to be sent, with all tokens known so far."""

@@ -262,8 +262,6 @@ class Offered:
     this is a part that is not the last one."""
     target_groups: int = 0
     """The number of groups to keep open that was in force before the offer."""
-    peak_tokens: int = 0
-    """The peak of tokens held by engines that was counted before the offer."""
 
     @property
     def groups(self) -> tuple[GroupRecord, ...]:

@@ -300,7 +300,6 @@ class SchedulerState:
         policies = config.policies
         self.stop = policies.stop
         self.staleness = policies.staleness
-        self.start_up = policies.start_up
         self.behaviour = config.behaviour
         self.cached_kv: CachedKV = config.cached_kv
         self.rolling = config.refit == "rolling"

@@ -383,7 +383,6 @@ def _composed(state: SchedulerState, groups: list[GroupRecord]) -> Offered:
         batch=batch,
         record=record,
         target_groups=state.plan.target_groups,
-        peak_tokens=state.in_flight.peak_tokens,
     )
     # The next batch begins after it, and counts it among those before.
     state.delivery.offer = offered
@@ -409,7 +408,6 @@ def withdraw_offer(state: SchedulerState) -> None:
         state.in_flight.ready.put_back(offered.groups)
         state.in_flight.journal.withdraw(offered.record)
         state.plan.target_groups = offered.target_groups
-        state.in_flight.peak_tokens = max(state.in_flight.peak_tokens, offered.peak_tokens)
     if offered.given.complete:
         state.tell(facts.OfferWithdrawn(batch=offered.batch.index))
     state.commands.append(WithdrawOffer(index=offered.batch.index))

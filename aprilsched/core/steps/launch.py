@@ -24,7 +24,7 @@ from aprilsched.core.state.records import GroupRecord
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.steps.batch import full
 from aprilsched.core.steps.drop import drop, refuse
-from aprilsched.core.steps.target import refill_now, resize, retarget
+from aprilsched.core.steps.target import retarget
 from aprilsched.types import Prompt, RefusedPrompt, SamplingParams
 
 __all__ = [
@@ -165,11 +165,11 @@ def _may_launch(state: SchedulerState) -> bool:
 def _count(state: SchedulerState) -> int:
     if not state.plan.target_groups:
         retarget(state)
-    count = refill_now(state).launches(_pool_view(state))
+    count = state.plan.schedule.refill.launches(_pool_view(state))
     if count and state.stop.learns:
         # The number of groups that a batch takes can be estimated better now than when it began.
-        resize(state)
-        count = refill_now(state).launches(_pool_view(state))
+        retarget(state)
+        count = state.plan.schedule.refill.launches(_pool_view(state))
     if count and state.staleness.bound is not None:
         admissible = state.staleness.admissible(
             batch_groups=state.batch_groups,

@@ -77,8 +77,6 @@ def plan(state: SchedulerState) -> None:
     if not state.fleet.control.engines or prompt_tokens is None:
         return
     state.plan.checked_at = batches
-    if state.start_up.lasts(batches):
-        return
     groups = _begun(state)
     recent = groups[-_RECENT_BATCHES * state.batch_groups :]
     drifted = batches >= state.plan.planned_at + _RECENT_BATCHES and _drifted(state, recent)

@@ -50,7 +50,7 @@ from aprilsched.core.steps.buckets import release_all
 from aprilsched.core.steps.episode_replay import leave_one
 from aprilsched.core.steps.replan import fitting
 from aprilsched.core.steps.scoring import filter_or_accept
-from aprilsched.core.steps.target import resize
+from aprilsched.core.steps.target import retarget
 from aprilsched.errors import ConfigError
 
 __all__ = ["call_again", "restore"]
@@ -108,7 +108,7 @@ def restore(state: SchedulerState, saved: Saved) -> None:
     if not state.plan.schedule.refill.defers:
         release_all(state)
     if saved.run.target_groups:
-        resize(state)
+        retarget(state)
     state.resumed = True
 
 

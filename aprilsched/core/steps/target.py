@@ -9,37 +9,18 @@ from __future__ import annotations
 
 from aprilsched.core.lengths.groups import GroupLengths
 from aprilsched.core.lengths.observed import DEFAULT_WINDOW
-from aprilsched.core.policies.over_provision import PoolLoad
-from aprilsched.core.policies.refill import Refill
-from aprilsched.core.policies.wave import Wave
 from aprilsched.core.state.records import group_lengths
 from aprilsched.core.state.state import SchedulerState
 
-__all__ = ["refill_now", "resize", "retarget"]
+__all__ = ["retarget"]
 
 
 def retarget(state: SchedulerState) -> None:
-    """Decide how many groups are kept open for the next batch, which begins now."""
-    in_flight, capacity = state.in_flight, state.fleet.control.kv_tokens
-    _aim(state, None if capacity is None else in_flight.peak_tokens / capacity)
-    in_flight.peak_tokens = in_flight.held_tokens
-
-
-def resize(state: SchedulerState) -> None:
-    """Decide again in the middle of a batch, because it may take more or fewer groups than was
-    estimated."""
-    _aim(state, None)
-
-
-def _aim(state: SchedulerState, kv_share: float | None) -> None:
+    """Decide how many groups are kept open for the next batch, which begins now, or again in the
+    middle of a batch, because it may take more or fewer groups than was estimated."""
     state.plan.usual_group = _usual_group(state)
-    batch_groups = state.batch_groups
-    target = state.plan.schedule.over_provision.target_groups(
-        PoolLoad(batch_groups=batch_groups, current=state.plan.target_groups, kv_share=kv_share)
-    )
-    if state.start_up.lasts(state.begun):
-        target = state.start_up.target_groups(state.begun, batch_groups=batch_groups, target=target)
-    state.plan.target_groups = target
+    over_provision = state.plan.schedule.over_provision
+    state.plan.target_groups = over_provision.target_groups(state.batch_groups)
 
 
 def _usual_group(state: SchedulerState) -> float:
@@ -66,11 +47,3 @@ def _newest(state: SchedulerState) -> list[GroupLengths]:
             newest.append(group_lengths(group))
             responses += len(group.members)
     return newest[::-1]
-
-
-def refill_now(state: SchedulerState) -> Refill:
-    """The refill rule in force. While the run starts up it is a wave, because a pool would not wait
-    for the first batches."""
-    if state.start_up.lasts(state.begun):
-        return Wave()
-    return state.plan.schedule.refill
