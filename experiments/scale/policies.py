@@ -130,8 +130,6 @@ POLICIES: dict[str, Policy] = {
         train_seconds=5,
     ),
     "automatic": Policy(settings={"over_provision": "auto", "refill": "wave"}),
-    "kv": Policy(settings={"over_provision": "kv"}),
-    "ramp": Policy(settings={"start_up": "ramp"}),
     # How the trainer takes batches, and its filter.
     "streamed": Policy(streamed=True),
     "filtered": Policy(accept=True),
