@@ -17,11 +17,10 @@ from aprilsched.runs.config_file import as_toml
 from aprilsched.runs.setup import Setup
 from aprilsched.telemetry.base import AnyListener
 from aprilsched.telemetry.live_figures import LiveFigures
-from aprilsched.telemetry.metrics import Metrics, serve_metrics
+from aprilsched.telemetry.metrics import Metrics
 from aprilsched.telemetry.queued import QueuedListener
 from aprilsched.telemetry.summary import Summary
-from aprilsched.telemetry.trackers import StepTracker
-from aprilsched.telemetry.trackers.writers import begin_writer, tracker_names
+from aprilsched.telemetry.trackers import StepTracker, begin_writer, tracker_names
 
 __all__ = ["exporters", "live_figures_of"]
 
@@ -64,6 +63,8 @@ def _metrics(run: _Exported) -> Sequence[AnyListener]:
     port = run.setup.settings.metrics_port
     if not port:
         return ()
+    from aprilsched.telemetry.prometheus import serve_metrics
+
     metrics = Metrics(run.figures)
     run.stack.enter_context(serve_metrics(metrics, port))
     return (metrics,)

@@ -13,7 +13,7 @@ import tyro
 
 from aprilsched.config import SamplingParams, SchedulerConfig
 from aprilsched.errors import ConfigError
-from aprilsched.telemetry.trackers.writers import tracker_names
+from aprilsched.telemetry.trackers import tracker_names
 from aprilsched.workload import LengthLaw, LongTailWorkload
 
 __all__ = [

@@ -19,8 +19,8 @@ from aprilsched.telemetry.event_log import EventLog
 from aprilsched.telemetry.live.display import LiveView
 from aprilsched.telemetry.live.view_data import RunFacts
 from aprilsched.telemetry.live_figures import LiveFigures
-from aprilsched.telemetry.metrics.listener import Metrics
-from aprilsched.telemetry.metrics.serving import serve_metrics
+from aprilsched.telemetry.metrics import Metrics
+from aprilsched.telemetry.prometheus import serve_metrics
 from aprilsched.telemetry.summary import Summary
 
 __all__ = ["EVERYTHING", "PIECES", "together", "with_needs"]

@@ -248,22 +248,23 @@ RULES: dict[str, Rule] = {
         others=NUMPY | {"rich"},
     ),
     # Each of these files is for one package, and imported by who wants it.
-    "aprilsched.telemetry.metrics.exposition": Rule(
-        ours=("aprilsched.telemetry",), others=frozenset({"prometheus_client"})
+    "aprilsched.telemetry.prometheus": Rule(
+        ours=("aprilsched.errors", "aprilsched.extras", "aprilsched.telemetry"),
+        others=frozenset({"prometheus_client"}),
     ),
     "aprilsched.telemetry.otlp": Rule(others=frozenset({"opentelemetry"})),
     "aprilsched.telemetry.spans": Rule(
         ours=("aprilsched.core", "aprilsched.telemetry", "aprilsched.types"),
         others=frozenset({"opentelemetry"}),
     ),
-    "aprilsched.telemetry.trackers.tensorboard_writer": Rule(
-        ours=("aprilsched.telemetry",), others=frozenset({"tensorboard"})
-    ),
-    "aprilsched.telemetry.trackers.trackio_writer": Rule(
-        ours=("aprilsched.telemetry",), others=frozenset({"trackio"})
-    ),
-    "aprilsched.telemetry.trackers.wandb_writer": Rule(
-        ours=("aprilsched.errors", "aprilsched.telemetry"), others=frozenset({"wandb"})
+    "aprilsched.telemetry.trackers": Rule(
+        ours=(
+            "aprilsched.core.messages",
+            "aprilsched.errors",
+            "aprilsched.extras",
+            "aprilsched.telemetry",
+        ),
+        others=frozenset({"tensorboard", "trackio", "wandb"}),
     ),
     "aprilsched.analysis": Rule(
         ours=(

@@ -10,63 +10,81 @@ from typing import Any
 
 import pytest
 
-from aprilsched.telemetry import metrics
-from aprilsched.telemetry.metrics.histogram import Histogram
-from aprilsched.telemetry.metrics.table import METRICS, Metric
+from aprilsched import telemetry
+from aprilsched.telemetry.metrics import Histogram
+from aprilsched.telemetry.table import FIGURES, Figure
 
 RESERVED = ("_bucket", "_count", "_sum", "_created", "_info")
 NOT_BASE = ("ms", "milliseconds", "us", "ns", "minutes", "min", "hours", "percent", "kb", "mb")
 KINDS = ("counter", "gauge", "histogram", "summary")
 PANELS: list[dict[str, Any]] = json.loads(
-    Path(metrics.__path__[0], "grafana.json").read_text(encoding="utf-8")
+    Path(telemetry.__path__[0], "grafana.json").read_text(encoding="utf-8")
 )["panels"]
 
 
-def faults(metric: Metric) -> list[str]:
+EXPOSED = {figure.metric: figure for figure in FIGURES.values() if figure.exposed}
+
+
+def faults(figure: Figure) -> list[str]:
     """Violations of the rules of `promtool check metrics` and of the conventions' page."""
-    words = metric.name.split("_")
-    bare = metric.name.removesuffix("_total")
+    words = figure.metric.split("_")
+    bare = figure.metric.removesuffix("_total")
     found = [
-        (not re.fullmatch(r"aprilsched(_[a-z]+)+", metric.name), "is no name of ours"),
-        (metric.name.endswith("_total") != (metric.kind == "counter"), "has a wrong _total"),
-        (metric.name.endswith(RESERVED), "ends with what histograms use"),
+        (not re.fullmatch(r"(run|batch|engines)/[a-z]+(_[a-z]+)*", figure.name), "no name of ours"),
+        (bare.endswith("_total") or figure.name.endswith("_total"), "has a _total of its own"),
+        (figure.metric.endswith(RESERVED), "ends with what histograms use"),
         (any(kind in words for kind in KINDS), "has its kind in its name"),
         (any(word in words for word in NOT_BASE), "has a unit that is no base unit"),
-        (bool(metric.unit) and not bare.endswith(f"_{metric.unit}"), "lacks its unit at the end"),
-        (not metric.unit and bare.endswith(("_seconds", "_ratio")), "does not say its unit"),
-        (not re.fullmatch(r"[A-Z0-9].*\.", metric.help), "has a help that is no sentence"),
-        (not all(re.fullmatch(r"[a-z]+", label) for label in metric.labels), "has an odd label"),
-        (bool({"le", "quantile", "job", "instance"} & set(metric.labels)), "takes a reserved one"),
+        (not figure.unit and bare.endswith(("_seconds", "_ratio")), "does not say its unit"),
+        (not re.fullmatch(r"[A-Z0-9].*\.", figure.help), "has a help that is no sentence"),
+        (not all(re.fullmatch(r"[a-z]+", label) for label in figure.labels), "has an odd label"),
+        (bool({"le", "quantile", "job", "instance"} & set(figure.labels)), "takes a reserved one"),
         (
-            any(label in words[:-1] and label != "engine" for label in metric.labels),
+            any(label in words[:-1] and label != "engine" for label in figure.labels),
             "says it twice",
         ),
-        (bool(metric.buckets) != (metric.kind == "histogram"), "has buckets, or lacks them"),
-        (list(metric.buckets) != sorted(set(metric.buckets)), "has buckets out of order"),
+        (bool(figure.buckets) != (figure.kind == "histogram"), "has buckets, or lacks them"),
+        (list(figure.buckets) != sorted(set(figure.buckets)), "has buckets out of order"),
     ]
     return [what for wrong, what in found if wrong]
 
 
-@pytest.mark.parametrize("metric", METRICS.values(), ids=METRICS.keys())
-def test_names_follow_the_convention(metric: Metric):
-    assert faults(metric) == []
+@pytest.mark.parametrize("figure", FIGURES.values(), ids=FIGURES.keys())
+def test_names_follow_the_convention(figure: Figure):
+    assert faults(figure) == []
+    assert (figure.of is None) == (figure.kind == "histogram")
+    assert figure.exposed or figure.tracked
+
+
+def test_metrics_have_their_unit_at_the_end():
+    assert len(EXPOSED) == sum(figure.exposed for figure in FIGURES.values())
+    named = {
+        "batch/seconds": "aprilsched_batch_seconds",
+        "batch/efficiency": "aprilsched_batch_efficiency_ratio",
+        "batch/off_policy_token_share": "aprilsched_batch_off_policy_token_share",
+        "batch/mean_length": "aprilsched_batch_mean_length_tokens",
+        "batch/staleness_max": "aprilsched_batch_staleness_max_versions",
+        "run/policy_version": "aprilsched_policy_version",
+        "run/tokens_generated": "aprilsched_tokens_generated_total",
+        "run/engine_seconds": "aprilsched_engine_seconds_total",
+    }
+    assert {name: FIGURES[name].metric for name in named} == named
 
 
 @pytest.mark.parametrize(
     ("changes", "fault"),
     [
-        ({"name": "aprilsched_updates"}, "wrong _total"),
-        ({"name": "updates_total"}, "no name of ours"),
-        ({"name": "aprilsched_wait_ms_total"}, "no base unit"),
-        ({"name": "aprilsched_wait_seconds_total"}, "does not say its unit"),
-        ({"unit": "seconds"}, "lacks its unit"),
+        ({"name": "run/updates_total"}, "a _total of its own"),
+        ({"name": "updates"}, "no name of ours"),
+        ({"name": "run/wait_ms"}, "no base unit"),
+        ({"name": "run/wait_seconds"}, "does not say its unit"),
         ({"help": "updates"}, "no sentence"),
         ({"labels": ("le",)}, "reserved"),
         ({"buckets": (1.0,)}, "buckets"),
     ],
 )
 def test_the_rules_find_what_is_wrong(changes: dict[str, object], fault: str):
-    broken = replace(METRICS["aprilsched_updates_total"], **changes)  # type: ignore[arg-type]
+    broken = replace(FIGURES["run/updates"], **changes)  # type: ignore[arg-type]
     assert any(fault in found for found in faults(broken))
 
 
@@ -79,7 +97,7 @@ def test_the_dashboard_s_queries_name_what_there_is():
         assert names, query
         for name in names:
             histogram = re.sub(r"_(bucket|sum|count)$", "", name)
-            declared = METRICS.get(histogram if histogram != name else name)
+            declared = EXPOSED.get(histogram if histogram != name else name)
             assert declared is not None, name
             assert (histogram != name) == (declared.kind == "histogram")
             # A counter as it is says little; its rate does. The number of batches is shown.
@@ -88,16 +106,15 @@ def test_the_dashboard_s_queries_name_what_there_is():
             used = {*re.findall(r"by \((\w+)\)", expression)} - {"le"}
             used |= {*re.findall(r"{{(\w+)}}", legend)}
             used |= {*re.findall(r"[{,](\w+)=", expression)} - {"job"}
-            assert used <= {label for n in names for label in METRICS.get(n, declared).labels}
+            assert used <= {label for n in names for label in EXPOSED.get(n, declared).labels}
 
 
 def test_every_metric_that_has_no_panel_is_a_detail_of_one_that_has():
     text = json.dumps(PANELS)
-    left_out = {name for name in METRICS if name not in text}
-    assert left_out == {
-        "aprilsched_batch_duration_seconds",
-        "aprilsched_batch_forecast_off_policy_tokens_ratio",
-        "aprilsched_batch_forecast_seconds",
+    left_out = {name for name in EXPOSED if name not in text}
+    of_batches = {each.metric for each in EXPOSED.values() if each.name.startswith("batch/")}
+    assert len(of_batches - left_out) > 5
+    assert left_out - of_batches == {
         "aprilsched_engine_peak_requests",
         "aprilsched_engine_state",
         "aprilsched_engine_version",

@@ -164,7 +164,7 @@ def test_a_missing_package_is_named_with_its_extra(
 ):
     for name in list(sys.modules):
         if name.startswith("aprilsched.telemetry.") and name.endswith(
-            ("exposition", "_writer", "otlp")
+            ("prometheus", "trackers", "otlp")
         ):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)

@@ -47,7 +47,7 @@ from aprilsched.runs.sharded import merged_run
 from aprilsched.shards import LocalShard, ShardedScheduler, ShardLost, ShardParts
 from aprilsched.shards.base import SERIAL
 from aprilsched.telemetry.metrics import Metrics
-from aprilsched.telemetry.metrics.exposition import MetricsCollector
+from aprilsched.telemetry.prometheus import MetricsCollector
 
 COUNT = 40
 

@@ -14,15 +14,25 @@ from typing import Any
 import pytest
 
 from aprilsched.telemetry.live_figures import LiveFigures
-from aprilsched.telemetry.trackers import StepTracker, Writer
-from aprilsched.telemetry.trackers.step_figures import FIGURES
+from aprilsched.telemetry.table import FIGURES
+from aprilsched.telemetry.trackers import (
+    StepTracker,
+    TensorBoardWriter,
+    TrackioWriter,
+    WandbWriter,
+    Writer,
+)
 from aprilsched.telemetry.usage.parts import PARTS
 from tests.virtual.test_metrics import driven
 
 Steps = dict[int, dict[str, float]]
 # The embedded engine's runs have a bound in the command line only, and this one has no rewards and
 # is not scheduled automatically.
-KNOWN = {name for name in FIGURES if "forecast" not in name} - {"batch/efficiency", "batch/reward"}
+KNOWN = {
+    name
+    for name, figure in FIGURES.items()
+    if figure.tracked and figure.of is not None and "forecast" not in name
+} - {"batch/efficiency", "batch/reward"}
 BLOCK, FULL, LAST = 32_768, 1, 4
 
 
@@ -131,8 +141,6 @@ def test_tensorboard(tmp_path: Path):
         event_accumulator,
     )
 
-    from aprilsched.telemetry.trackers.tensorboard_writer import TensorBoardWriter
-
     steps = tracked(TensorBoardWriter(tmp_path))
     read: Any = event_accumulator.EventAccumulator(str(tmp_path))
     read.Reload()
@@ -164,8 +172,6 @@ def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     import wandb
     from wandb.proto import wandb_internal_pb2
 
-    from aprilsched.telemetry.trackers.wandb_writer import WandbWriter
-
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     writer = WandbWriter(tmp_path, project="rollouts", name="one", config={"seed": 3})
@@ -191,8 +197,6 @@ def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))  # read when it is imported
     pytest.importorskip("trackio")
-
-    from aprilsched.telemetry.trackers.trackio_writer import TrackioWriter
 
     steps = tracked(TrackioWriter(project="rollouts", name="one", config={"seed": 3}))
     with sqlite3.connect(tmp_path / "rollouts.db") as base:

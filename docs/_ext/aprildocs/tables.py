@@ -20,9 +20,8 @@ from aprilsched.core.messages.facts import DeliveredRollout, DroppedRollout, Res
 from aprilsched.runs.config_tree import POLICIES
 from aprilsched.telemetry import figures
 from aprilsched.telemetry.event_log.format import KINDS
-from aprilsched.telemetry.metrics.table import METRICS
 from aprilsched.telemetry.sampling.sample_lines import FIELDS as SAMPLED
-from aprilsched.telemetry.trackers.step_figures import FIGURES
+from aprilsched.telemetry.table import FIGURES
 from aprilsched.telemetry.usage.parts import BUSY, PARTS
 from aprilsched.types import SamplingParams
 
@@ -155,19 +154,21 @@ def metrics() -> str:
     """What is told to Prometheus."""
     rows = (
         (
-            f"`{metric.name}`",
-            metric.kind,
-            ", ".join(f"`{label}`" for label in metric.labels),
-            cell(metric.help),
+            f"`{figure.metric}`",
+            figure.kind,
+            ", ".join(f"`{label}`" for label in figure.labels),
+            cell(figure.help),
         )
-        for metric in METRICS.values()
+        for figure in FIGURES.values()
+        if figure.exposed
     )
     return _table(("metric", "kind", "labels", "meaning"), rows)
 
 
 def tracked_figures() -> str:
     """What a tracker is given of each batch."""
-    rows = ((f"`{name}`", cell(meaning)) for name, meaning in FIGURES.items())
+    tracked = (each for each in FIGURES.values() if each.tracked and each.of is not None)
+    rows = ((f"`{figure.name}`", cell(figure.help)) for figure in tracked)
     return _table(("figure", "meaning"), rows)
 
 

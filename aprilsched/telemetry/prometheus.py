@@ -1,0 +1,128 @@
+"""Gives metrics to prometheus_client: a collector for any of its registries, and a server.
+
+The server does not use the run's event loop, because a trainer that computes in the loop's thread
+stops the loop for minutes, and the metrics must stay available meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from aprilsched.errors import ConfigError
+from aprilsched.extras import extra
+from aprilsched.telemetry.metrics import Buckets, Metrics
+from aprilsched.telemetry.table import FIGURES, Figure, Kind
+
+with extra("metrics"):
+    from prometheus_client import CollectorRegistry, start_http_server
+    from prometheus_client.core import (
+        CounterMetricFamily,
+        GaugeMetricFamily,
+        HistogramMetricFamily,
+        Metric,
+    )
+    from prometheus_client.process_collector import ProcessCollector
+    from prometheus_client.registry import Collector
+
+__all__ = ["MetricsCollector", "MetricsServer", "serve_metrics"]
+
+_HIGHEST_PORT = 65_535
+
+
+class MetricsCollector(Collector):
+    """Reads `metrics` at each scrape: those of one run, or those of each shard of a run by its
+    name, which becomes the first label."""
+
+    def __init__(self, metrics: Metrics | Mapping[str, Metrics]) -> None:
+        single = isinstance(metrics, Metrics)
+        self._labels = () if single else ("shard",)
+        self._metrics: Mapping[tuple[str, ...], Metrics] = (
+            {(): metrics} if single else {(shard,): each for shard, each in metrics.items()}
+        )
+
+    def describe(self) -> Iterator[Metric]:
+        """The metrics without values; a registry uses their names to find conflicts."""
+        yield from self._families().values()
+
+    def collect(self) -> Iterator[Metric]:
+        families = self._families()
+        for labels, metrics in self._metrics.items():
+            scrape = metrics.scrape()
+            for name, values in scrape.values.items():
+                for more, value in values.items():
+                    families[name].add_metric((*labels, *more), float(value))
+            for name, held in scrape.histograms.items():
+                families[name].add_metric(labels, _pairs(held), held.sum)
+        yield from families.values()
+
+    def _families(self) -> dict[str, Any]:
+        """The metrics without values. The families of the three kinds take different values."""
+        return {name: self._empty(each) for name, each in FIGURES.items() if each.exposed}
+
+    def _empty(self, figure: Figure) -> Metric:
+        labels = (*self._labels, *figure.labels)
+        return _FAMILIES[figure.kind](figure.metric, figure.help, labels=labels)
+
+
+_FAMILIES: Mapping[Kind, Callable[..., Metric]] = {
+    "counter": CounterMetricFamily,
+    "gauge": GaugeMetricFamily,
+    "histogram": HistogramMetricFamily,
+}
+
+
+def _pairs(held: Buckets) -> Sequence[tuple[str, float]]:
+    edges = (*(str(edge) for edge in held.edges), "+Inf")
+    return [(edge, float(count)) for edge, count in zip(edges, held.counts, strict=True)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MetricsServer:
+    """Path of the metrics."""
+
+    host: str
+    port: int
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}/metrics"
+
+
+@contextmanager
+def serve_metrics(
+    metrics: Metrics | Mapping[str, Metrics], port: int, host: str = "127.0.0.1"
+) -> Generator[MetricsServer]:
+    """Serve `metrics` while the block runs.
+
+    There is no authentication, so the default `host` is the loopback interface of this machine.
+
+    Args:
+        metrics: the metrics of a run; or those of the shards of a run by their names, which every
+            metric then has as its label ``shard``.
+        port: the port; 0 takes a free one.
+
+    Raises:
+        ConfigError: if the port cannot be opened.
+    """
+    if not 0 <= port <= _HIGHEST_PORT:
+        raise ConfigError(f"the metrics' port is {port}; give one from 0 to {_HIGHEST_PORT}.")
+    registry = CollectorRegistry()
+    registry.register(MetricsCollector(metrics))
+    ProcessCollector(registry=registry)
+    try:
+        server, thread = start_http_server(port, host, registry)
+    except OSError as error:
+        raise ConfigError(
+            f"metrics cannot be served on {host}:{port} ({error.strerror or error}); give another "
+            "port."
+        ) from error
+    try:
+        yield MetricsServer(host=host, port=server.server_port)
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
