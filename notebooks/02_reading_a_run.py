@@ -24,7 +24,7 @@ import numpy as np
 from aprilsched.analysis import plots
 from aprilsched.analysis.run import read_run
 from aprilsched.analysis.usage import usage_of
-from aprilsched.telemetry.usage.parts import BUSY, PART_INDEX, PARTS
+from aprilsched.telemetry.engine_time import BUSY, PART_INDEX, PARTS
 
 FOLDER = Path("data/april")
 run = read_run(FOLDER)

@@ -15,8 +15,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from aprilsched.core.lengths.identity import bias_without, expected_lengths
 from aprilsched.core.lengths.kaplan_meier import KaplanMeier, kaplan_meier
+from aprilsched.telemetry.bias_collector import deciles, law_figures, sample_law
 from aprilsched.telemetry.figures import LawFigures
-from aprilsched.telemetry.laws import deciles, law_figures, sample_law
 
 __all__ = [
     "CensorEffect",

@@ -3,7 +3,7 @@ matplotlib."""
 
 from __future__ import annotations
 
-from aprilsched.telemetry.usage.parts import Part
+from aprilsched.telemetry.engine_time import Part
 
 __all__ = ["AGE_COLOURS", "GREY", "INK", "PALETTE", "PART_COLOURS", "PART_LABELS"]
 

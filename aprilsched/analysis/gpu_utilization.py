@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from aprilsched.analysis.samples import DeviceSamples, read_samples
 from aprilsched.analysis.usage import usage_of
-from aprilsched.telemetry.sampling.labels import EVENT_LOG_UTILIZATION, NVML_UTILIZATION
-from aprilsched.telemetry.usage.parts import BUSY, PART_INDEX
+from aprilsched.telemetry.engine_time import BUSY, PART_INDEX
+from aprilsched.telemetry.sampling.sample_log import EVENT_LOG_UTILIZATION, NVML_UTILIZATION
 
 __all__ = ["BusyShare", "GpuUtilization", "gpu_utilization"]
 

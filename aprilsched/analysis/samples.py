@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from aprilsched.errors import RunFolderError
 from aprilsched.telemetry.run_folder import SAMPLES
-from aprilsched.telemetry.sampling.sample_lines import (
+from aprilsched.telemetry.sampling.sample_log import (
     DeviceLine,
     EngineLine,
     GpuLine,
@@ -34,7 +34,7 @@ _Line = TypeVar("_Line", EngineLine, GpuLine)
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class EngineSamples:
     """The samples of one engine; each array is float64 [samples]. The meaning of the figures is in
-    :data:`~aprilsched.telemetry.sampling.sample_lines.FIELDS`, under "engine"."""
+    :data:`~aprilsched.telemetry.sampling.sample_log.FIELDS`, under "engine"."""
 
     t: Float64Array
     running: Float64Array
@@ -51,8 +51,8 @@ class EngineSamples:
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class DeviceSamples:
     """The samples of one GPU; each array is float64 [samples]. The figures are NVML's, under "nvml"
-    in :data:`~aprilsched.telemetry.sampling.sample_lines.FIELDS`. Wherever `utilization` is shown,
-    it needs the label :data:`~aprilsched.telemetry.sampling.labels.NVML_UTILIZATION`."""
+    in :data:`~aprilsched.telemetry.sampling.sample_log.FIELDS`. Wherever `utilization` is shown,
+    it needs the label :data:`~aprilsched.telemetry.sampling.sample_log.NVML_UTILIZATION`."""
 
     name: str
     uuid: str

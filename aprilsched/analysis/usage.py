@@ -14,18 +14,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aprilsched.analysis.run import readable
-from aprilsched.telemetry.event_log.reading import replay
-from aprilsched.telemetry.run_folder import CONFIG, EVENTS
-from aprilsched.telemetry.run_state import RunState
-from aprilsched.telemetry.usage.engine_time import Moved
-from aprilsched.telemetry.usage.parts import (
+from aprilsched.telemetry.engine_time import (
     BUSY,
     PART_INDEX,
     PARTS,
+    Moved,
     Part,
     Stretch,
     seconds_by_part,
 )
+from aprilsched.telemetry.event_log.reading import replay
+from aprilsched.telemetry.run_folder import CONFIG, EVENTS
+from aprilsched.telemetry.run_state import RunState
 
 __all__ = ["RunUsage", "UsageRecorder", "usage_of"]
 
@@ -33,7 +33,7 @@ __all__ = ["RunUsage", "UsageRecorder", "usage_of"]
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RunUsage:
     """The engines' time in a run, in seconds. Parts are in the order of
-    :data:`~aprilsched.telemetry.usage.parts.PARTS`.
+    :data:`~aprilsched.telemetry.engine_time.PARTS`.
 
     Attributes:
         engines: names in the order in which the engines came.

@@ -22,12 +22,10 @@ from aprilsched.errors import RunFolderError
 from aprilsched.runs.tables import run_table
 from aprilsched.telemetry.base import Listener
 from aprilsched.telemetry.batch_figures import BatchMeter
-from aprilsched.telemetry.event_log.follow import Follower
-from aprilsched.telemetry.event_log.reading import LogReader
-from aprilsched.telemetry.live.display import LiveView, can_draw
-from aprilsched.telemetry.live.plain import PlainLines
-from aprilsched.telemetry.live.view_data import RunFacts
-from aprilsched.telemetry.live.words import clock_time
+from aprilsched.telemetry.event_log.reading import Follower, LogReader
+from aprilsched.telemetry.live.display import LiveView, PlainLines, can_draw
+from aprilsched.telemetry.live.live_model import RunFacts
+from aprilsched.telemetry.live.view import clock_time
 from aprilsched.telemetry.live_figures import LiveFigures
 from aprilsched.telemetry.run_folder import CONFIG, EVENTS, SUMMARY
 

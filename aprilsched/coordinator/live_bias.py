@@ -27,9 +27,13 @@ from aprilsched.core.messages.facts import (
 from aprilsched.core.state.records import group_lengths
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.telemetry.base import TokenChunks
-from aprilsched.telemetry.censoring import warning_now
+from aprilsched.telemetry.bias_collector import (
+    in_flight_figures,
+    law_figures,
+    sample_law,
+    warning_now,
+)
 from aprilsched.telemetry.figures import InFlightFigures, LawFigures
-from aprilsched.telemetry.laws import in_flight_figures, law_figures, sample_law
 
 __all__ = ["BiasNow", "LiveBias"]
 

@@ -18,9 +18,9 @@ from aprilsched.runs.setup import Setup
 from aprilsched.telemetry.base import AnyListener
 from aprilsched.telemetry.live_figures import LiveFigures
 from aprilsched.telemetry.metrics import Metrics
-from aprilsched.telemetry.queued import QueuedListener
 from aprilsched.telemetry.summary import Summary
 from aprilsched.telemetry.trackers import StepTracker, begin_writer, tracker_names
+from aprilsched.telemetry.worker import QueuedListener
 
 __all__ = ["exporters", "live_figures_of"]
 
@@ -83,8 +83,7 @@ def _spans(run: _Exported) -> Sequence[AnyListener]:
     if not run.setup.settings.otel:
         return ()
     with extra("otel"):
-        from aprilsched.telemetry.otlp import otlp_tracer
-        from aprilsched.telemetry.spans import Spans, epoch_of_monotonic
+        from aprilsched.telemetry.spans import Spans, epoch_of_monotonic, otlp_tracer
     tracer = run.stack.enter_context(otlp_tracer())
     virtual = run.setup.clock == "virtual"
     spans = Spans(

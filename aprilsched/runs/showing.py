@@ -9,9 +9,8 @@ from typing import TypeAlias
 from rich.console import Console
 
 from aprilsched.runs.setup import Setup
-from aprilsched.telemetry.live.display import LiveView, can_draw
-from aprilsched.telemetry.live.plain import PlainLines
-from aprilsched.telemetry.live.view_data import RunFacts
+from aprilsched.telemetry.live.display import LiveView, PlainLines, can_draw
+from aprilsched.telemetry.live.live_model import RunFacts
 from aprilsched.telemetry.live_figures import LiveFigures
 from aprilsched.telemetry.summary import Summary
 

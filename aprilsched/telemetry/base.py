@@ -7,14 +7,22 @@ leaves the processor's caches between two calls.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol, TypeAlias, runtime_checkable
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from aprilsched.core.messages.commands import Command
 from aprilsched.core.messages.events import Event
 from aprilsched.core.messages.facts import Fact, TokensReceived
 
-__all__ = ["AnyListener", "BulkListener", "Listener", "ProtocolListener", "TokenChunks"]
+__all__ = [
+    "AnyListener",
+    "BulkListener",
+    "DispatchingListener",
+    "Listener",
+    "ProtocolListener",
+    "TokenChunks",
+]
+
 
 TokenChunks: TypeAlias = Sequence[tuple[TokensReceived, float]]
 """Facts about new tokens, each with its time."""
@@ -25,7 +33,7 @@ class Listener(Protocol):
     """Is given the facts of a run (:mod:`aprilsched.core.messages.facts`).
 
     A listener is called between decisions, so it must return at once. Put a slow one into a
-    :class:`~aprilsched.telemetry.queued.QueuedListener`. A listener that raises is not called
+    :class:`~aprilsched.telemetry.worker.QueuedListener`. A listener that raises is not called
     again. If a listener has a true attribute ``wants_tokens``, facts have the tokens themselves.
     """
 
@@ -61,3 +69,43 @@ class ProtocolListener(Protocol):
 
 AnyListener: TypeAlias = Listener | ProtocolListener
 """A listener of facts, of events and commands, or of both."""
+
+
+# --- dispatching ---------------------------------------------------------------------------------
+
+# A base class for listeners that handle each kind of fact by a function of its own.
+
+
+class DispatchingListener:
+    """Calls the handler of each fact in `_handlers`, with `_now` set; other facts are ignored."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._handlers: dict[type, Callable[[Any], None]] = {}
+
+    @property
+    def kinds(self) -> Collection[type]:
+        """The kinds of facts that have a handler."""
+        return self._handlers.keys()
+
+    def on_facts(self, facts: Sequence[Fact], now: float) -> None:
+        self._now = now
+        for fact in facts:
+            handler = self._handlers.get(fact.__class__)
+            if handler is not None:
+                handler(fact)
+
+    def on_tokens(self, chunks: TokenChunks, now: float) -> None:
+        handler = self._handlers.get(TokensReceived)
+        if handler is not None:
+            for fact, at in chunks:
+                self._now = at
+                handler(fact)
+        self._now = now
+
+    def hear(self, fact: Fact, now: float) -> None:
+        """Take a single fact."""
+        self._now = now
+        handler = self._handlers.get(fact.__class__)
+        if handler is not None:
+            handler(fact)

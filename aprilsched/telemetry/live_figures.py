@@ -13,9 +13,8 @@ from collections.abc import Callable, Sequence
 
 from aprilsched.core.messages.facts import Fact
 from aprilsched.core.state.ledger import Counters, Ledger
-from aprilsched.telemetry.base import BulkListener, TokenChunks
+from aprilsched.telemetry.base import BulkListener, DispatchingListener, TokenChunks
 from aprilsched.telemetry.batch_figures import BatchMeter, Measured
-from aprilsched.telemetry.dispatching import DispatchingListener
 from aprilsched.telemetry.run_state import RunState
 
 __all__ = ["FiguresListener", "LiveFigures"]

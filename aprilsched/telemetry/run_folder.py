@@ -22,7 +22,7 @@ import msgspec
 
 from aprilsched.errors import RunFolderError
 from aprilsched.extras import extra
-from aprilsched.telemetry.event_log.tail import read_tail
+from aprilsched.telemetry.event_log.reading import read_tail
 from aprilsched.telemetry.figures import RunSummary
 
 __all__ = [

@@ -22,11 +22,19 @@ from aprilsched.core.lengths.groups import GroupLengths
 from aprilsched.core.messages import facts as of
 from aprilsched.core.messages.facts import Fact
 from aprilsched.core.state.ledger import Counters, Entry, Ledger, Reason
-from aprilsched.telemetry.ages import sampled_tokens
 from aprilsched.telemetry.base import TokenChunks
-from aprilsched.telemetry.usage.engine_time import AttemptNow, EngineNow, EngineTime, Recording
-from aprilsched.telemetry.usage.engine_usage import EngineUsage, engine_usage, seconds_of
-from aprilsched.telemetry.usage.parts import Cause, Part
+from aprilsched.telemetry.batch_figures import sampled_tokens
+from aprilsched.telemetry.engine_time import (
+    AttemptNow,
+    Cause,
+    EngineNow,
+    EngineTime,
+    EngineUsage,
+    Part,
+    Recording,
+    engine_usage,
+    seconds_of,
+)
 
 __all__ = ["GroupNow", "RolloutNow", "RunState"]
 

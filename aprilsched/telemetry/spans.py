@@ -1,4 +1,4 @@
-"""A run as OpenTelemetry spans. Needs the extra ``otel``; of it, only the API is used here.
+"""A run as OpenTelemetry spans. Needs the extra ``otel``; of it, :class:`Spans` uses the API only.
 
 ::
 
@@ -17,8 +17,10 @@ the time of the last thing that happened.
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, Self
 
 from opentelemetry.trace import (
@@ -33,9 +35,15 @@ from opentelemetry.util.types import AttributeValue
 
 from aprilsched.core.messages import facts as of
 from aprilsched.core.messages.facts import DeliveredRollout, Fact
-from aprilsched.telemetry.dispatching import DispatchingListener
+from aprilsched.extras import extra
+from aprilsched.telemetry.base import DispatchingListener
 
-__all__ = ["Spans", "epoch_of_monotonic"]
+__all__ = [
+    "Spans",
+    "epoch_of_monotonic",
+    "otlp_tracer",
+]
+
 
 _Attributes = Mapping[str, AttributeValue]
 _Call = Literal["pause", "refit", "continue"]
@@ -51,7 +59,7 @@ class Spans(DispatchingListener):
     """A listener that writes spans of a run. Use it as ``with Spans() as spans:`` around the
     scheduler.
 
-    In a :class:`~aprilsched.telemetry.queued.QueuedListener`, pass `kinds` to it.
+    In a :class:`~aprilsched.telemetry.worker.QueuedListener`, pass `kinds` to it.
 
     Args:
         tracer: the tracer; None takes that of the process's own provider.
@@ -300,3 +308,38 @@ def _attributes(rollout: DeliveredRollout) -> dict[str, Any]:
         "gen_ai.usage.input_tokens": rollout.prompt_tokens,
         "gen_ai.usage.output_tokens": rollout.tokens,
     }
+
+
+_MAX_PENDING_SPANS = 1 << 16
+"""Number of spans that may wait. All spans of a batch come at once, and the SDK's own 2048 would
+drop most of a large batch."""
+
+
+@contextmanager
+def otlp_tracer() -> Generator[Tracer]:
+    """A tracer whose spans go to OTEL_EXPORTER_OTLP_ENDPOINT by OTLP over HTTP (by default port
+    4318 of this machine).
+
+    At the end of the block the remaining spans are sent. The provider of the process is not
+    changed.
+
+    Raises:
+        MissingExtra: if OpenTelemetry's SDK or its exporter is not installed.
+    """
+    # Spans of a tracer of the user's own need the API only.
+    with extra("otel"):
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    name = os.environ.get("OTEL_SERVICE_NAME", "aprilsched")
+    provider = TracerProvider(
+        resource=Resource.create({"service.name": name}), shutdown_on_exit=False
+    )
+    provider.add_span_processor(
+        BatchSpanProcessor(OTLPSpanExporter(), max_queue_size=_MAX_PENDING_SPANS)
+    )
+    try:
+        yield provider.get_tracer("aprilsched")
+    finally:
+        provider.shutdown()

@@ -19,9 +19,9 @@ from aprilsched.core.messages import facts
 from aprilsched.core.state.ledger import Counters, Ledger
 from aprilsched.telemetry import batch_figures as of
 from aprilsched.telemetry.alignment import AlignmentLedger
+from aprilsched.telemetry.base import DispatchingListener
 from aprilsched.telemetry.batch_figures import BatchMeter, Bound, Measured
 from aprilsched.telemetry.bias_collector import BiasCollector
-from aprilsched.telemetry.dispatching import DispatchingListener
 from aprilsched.telemetry.figures import (
     RolloutFigures,
     RunSummary,

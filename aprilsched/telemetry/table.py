@@ -16,10 +16,9 @@ from typing import Literal, TypeAlias, get_args
 
 from aprilsched.core.state.ledger import Reason
 from aprilsched.telemetry.batch_figures import Measured, delivered_tokens_per_s
+from aprilsched.telemetry.engine_time import BUSY, PARTS, EngineState, EngineUsage, Part
 from aprilsched.telemetry.figures import BatchFigures, ForecastFigures
 from aprilsched.telemetry.live_figures import LiveFigures
-from aprilsched.telemetry.usage.engine_usage import EngineUsage
-from aprilsched.telemetry.usage.parts import BUSY, PARTS, EngineState, Part
 
 __all__ = ["FIGURES", "Figure", "Kind", "Labelled", "Moment", "Value"]
 

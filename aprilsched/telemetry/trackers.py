@@ -23,9 +23,9 @@ from typing import Any, Protocol, Self
 from aprilsched.core.messages.facts import BatchDelivered
 from aprilsched.errors import ConfigError
 from aprilsched.extras import extra
+from aprilsched.telemetry.engine_time import PARTS, Part
 from aprilsched.telemetry.live_figures import FiguresListener, LiveFigures
 from aprilsched.telemetry.table import FIGURES, Moment
-from aprilsched.telemetry.usage.parts import PARTS, Part
 from aprilsched.telemetry.worker import Worker
 
 __all__ = [

@@ -48,7 +48,7 @@ from aprilsched.corrections import (
 )
 from aprilsched.store import SqliteStore
 from aprilsched.telemetry.live.display import LiveView
-from aprilsched.telemetry.live.view_data import RunFacts
+from aprilsched.telemetry.live.live_model import RunFacts
 from aprilsched.telemetry.live_figures import LiveFigures
 
 

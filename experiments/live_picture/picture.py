@@ -23,9 +23,8 @@ from aprilsched.runs.setup import prepare
 from aprilsched.runs.summary import summary_of
 from aprilsched.simulation import Costs, Simulation
 from aprilsched.telemetry.base import TokenChunks
-from aprilsched.telemetry.live.live_model import LiveModel
+from aprilsched.telemetry.live.live_model import LiveModel, RunFacts, Snapshot
 from aprilsched.telemetry.live.view import frame
-from aprilsched.telemetry.live.view_data import RunFacts, Snapshot
 from aprilsched.telemetry.live_figures import LiveFigures
 from tests.support.browser import launched, opened
 

@@ -20,7 +20,7 @@ import pytest
 import aprilsched
 from aprilsched import DiskPublisher, SimFleet
 from aprilsched.cli.main import main
-from aprilsched.telemetry.event_log.format import KINDS
+from aprilsched.telemetry.event_log.reading import KINDS
 
 DOCS = Path(__file__).parents[2] / "docs"
 BLOCK = re.compile(r"^```python\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)

@@ -34,9 +34,9 @@ from aprilsched.cli.main import COMMANDS
 from aprilsched.config import SchedulerConfig
 from aprilsched.core.messages.facts import Fact
 from aprilsched.core.state.lifecycle import MOVES, Move, State
-from aprilsched.telemetry.sampling.sample_lines import FIELDS as SAMPLED
+from aprilsched.telemetry.engine_time import PARTS
+from aprilsched.telemetry.sampling.sample_log import FIELDS as SAMPLED
 from aprilsched.telemetry.table import FIGURES
-from aprilsched.telemetry.usage.parts import PARTS
 
 ROOT = Path(__file__).parents[2]
 TERMINAL = ROOT / "docs" / "images" / "live.png"

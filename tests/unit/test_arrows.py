@@ -252,9 +252,8 @@ RULES: dict[str, Rule] = {
         ours=("aprilsched.errors", "aprilsched.extras", "aprilsched.telemetry"),
         others=frozenset({"prometheus_client"}),
     ),
-    "aprilsched.telemetry.otlp": Rule(others=frozenset({"opentelemetry"})),
     "aprilsched.telemetry.spans": Rule(
-        ours=("aprilsched.core", "aprilsched.telemetry", "aprilsched.types"),
+        ours=("aprilsched.core", "aprilsched.extras", "aprilsched.telemetry", "aprilsched.types"),
         others=frozenset({"opentelemetry"}),
     ),
     "aprilsched.telemetry.trackers": Rule(

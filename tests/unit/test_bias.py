@@ -20,10 +20,16 @@ from aprilsched.analysis.bias_plots import figure_of
 from aprilsched.analysis.drain import expected_longest_rest, plan_drain
 from aprilsched.core.lengths.kaplan_meier import kaplan_meier
 from aprilsched.core.state.ledger import Entry, Ledger, Reason
-from aprilsched.telemetry.bias_collector import running_bias, transient_by_batch
-from aprilsched.telemetry.censoring import Drops, censoring
+from aprilsched.telemetry.bias_collector import (
+    Drops,
+    censoring,
+    deciles,
+    law_figures,
+    running_bias,
+    sample_law,
+    transient_by_batch,
+)
 from aprilsched.telemetry.figures import BiasFigures
-from aprilsched.telemetry.laws import deciles, law_figures, sample_law
 from tests.support.transients import live_transient, realised_transient
 
 Ints = NDArray[np.int64]

@@ -17,8 +17,7 @@ from aprilsched.core.messages import events as ev
 from aprilsched.core.messages import facts as of
 from aprilsched.core.messages.facts import Fact
 from aprilsched.telemetry.event_log import EventLog, writing
-from aprilsched.telemetry.event_log.format import KINDS, LogBegun, LogResumed
-from aprilsched.telemetry.event_log.reading import read_facts
+from aprilsched.telemetry.event_log.reading import KINDS, LogBegun, LogResumed, read_facts
 from aprilsched.types import Batch, Group, Prompt, Rollout, Segment
 from tests.support.driver import Driver
 

@@ -8,8 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from aprilsched.telemetry.live.bars import ASCII, BLOCKS, bar, divided, sparkline
-from aprilsched.telemetry.live.words import clock_time, percent, plural, thousands
+from aprilsched.telemetry.live.view import (
+    ASCII,
+    BLOCKS,
+    bar,
+    clock_time,
+    divided,
+    percent,
+    plural,
+    sparkline,
+    thousands,
+)
 
 
 def test_a_bar_is_full_in_proportion():

@@ -9,11 +9,16 @@ from aprilsched.core.messages import events as ev
 from aprilsched.core.messages import facts as of
 from aprilsched.core.messages.facts import Fact
 from aprilsched.telemetry.batch_figures import BatchMeter
-from aprilsched.telemetry.live.history import COLUMN_SECONDS, History
-from aprilsched.telemetry.live.live_model import LiveModel
-from aprilsched.telemetry.live.view_data import EngineRow, RunFacts, Snapshot
+from aprilsched.telemetry.engine_time import EngineUsage
+from aprilsched.telemetry.live.live_model import (
+    COLUMN_SECONDS,
+    EngineRow,
+    History,
+    LiveModel,
+    RunFacts,
+    Snapshot,
+)
 from aprilsched.telemetry.live_figures import LiveFigures
-from aprilsched.telemetry.usage.engine_usage import EngineUsage
 from aprilsched.types import Batch, Group, Prompt, Rollout, SamplingParams, Segment
 from tests.support import facts
 from tests.support.facts import changed

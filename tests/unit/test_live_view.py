@@ -10,10 +10,8 @@ from rich.console import Console
 from rich.text import Text
 
 from aprilsched.telemetry.figures import ForecastFigures
-from aprilsched.telemetry.live.bars import ASCII
-from aprilsched.telemetry.live.engine_rows import chosen
-from aprilsched.telemetry.live.view import frame, one_line
-from aprilsched.telemetry.live.view_data import EngineRow, Faults, LatestBatch, RunFacts, Snapshot
+from aprilsched.telemetry.live.live_model import EngineRow, Faults, LatestBatch, RunFacts, Snapshot
+from aprilsched.telemetry.live.view import ASCII, chosen, frame, one_line
 
 
 def row(name: str, **changes: object) -> EngineRow:

@@ -16,7 +16,7 @@ import pytest
 
 from aprilsched.errors import ConfigError
 from aprilsched.telemetry.sampling.nvml import GpuThread, Nvml
-from aprilsched.telemetry.sampling.sample_lines import DeviceLine, GpuLine
+from aprilsched.telemetry.sampling.sample_log import DeviceLine, GpuLine
 from aprilsched.telemetry.sampling.sampler import Sampler
 
 SECONDS = 600.0

@@ -10,7 +10,7 @@ import pytest
 
 from aprilsched.core.messages.facts import BatchRequested, Fact, PromptsEnded, TokensReceived
 from aprilsched.errors import ConfigError
-from aprilsched.telemetry.queued import QueuedListener
+from aprilsched.telemetry.worker import QueuedListener
 
 
 class Slow:

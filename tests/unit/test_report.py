@@ -28,7 +28,7 @@ from aprilsched.analysis.usage import usage_of
 from aprilsched.cli.main import main
 from aprilsched.core.messages import facts as of
 from aprilsched.core.messages.facts import Fact
-from aprilsched.telemetry.usage.parts import BUSY, PARTS
+from aprilsched.telemetry.engine_time import BUSY, PARTS
 from tests.support import facts
 from tests.support.reported import with_reports
 

@@ -14,16 +14,16 @@ from aprilsched.analysis.gpu_utilization import gpu_utilization
 from aprilsched.analysis.samples import DeviceSamples, EngineSamples, read_samples
 from aprilsched.engines.load import EngineLoad
 from aprilsched.errors import RunFolderError
-from aprilsched.telemetry.sampling.labels import NVML_UTILIZATION
-from aprilsched.telemetry.sampling.rates import Rates
-from aprilsched.telemetry.sampling.sample_lines import (
+from aprilsched.telemetry.sampling.engine_loads import Rates
+from aprilsched.telemetry.sampling.sample_log import (
     FIELDS,
+    NVML_UTILIZATION,
     DeviceLine,
     EngineLine,
     GpuLine,
     SampleLine,
+    SampleLog,
 )
-from aprilsched.telemetry.sampling.sample_log import SampleLog
 
 
 def load(

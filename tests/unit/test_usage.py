@@ -9,9 +9,8 @@ import pytest
 from aprilsched.core.messages import events as ev
 from aprilsched.core.messages import facts as of
 from aprilsched.core.messages.facts import Fact
+from aprilsched.telemetry.engine_time import PARTS, EngineUsage, Part, Stretch, seconds_by_part
 from aprilsched.telemetry.run_state import RunState
-from aprilsched.telemetry.usage.engine_usage import EngineUsage
-from aprilsched.telemetry.usage.parts import PARTS, Part, Stretch, seconds_by_part
 from tests.support import facts
 from tests.support.driver import Driver, config
 from tests.support.facts import changed, ended, opened, received, refitted, sent

@@ -18,8 +18,7 @@ import pytest
 
 from aprilsched.engines.sim.clock import run_virtual
 from aprilsched.errors import ConfigError
-from aprilsched.telemetry.file_writer import FileWriter
-from aprilsched.telemetry.worker import Worker
+from aprilsched.telemetry.worker import FileWriter, Worker
 
 
 class Gate:

@@ -19,8 +19,7 @@ from aprilsched.core.state.in_flight import InFlight
 from aprilsched.engines.sim import SimFleet, SimPublisher, run_virtual
 from aprilsched.telemetry.base import Listener
 from aprilsched.telemetry.batch_figures import BatchMeter
-from aprilsched.telemetry.live.live_model import LiveModel
-from aprilsched.telemetry.live.view_data import Faults, RunFacts, Snapshot
+from aprilsched.telemetry.live.live_model import Faults, LiveModel, RunFacts, Snapshot
 from aprilsched.telemetry.live_figures import LiveFigures
 from aprilsched.workload import LongTailWorkload
 from tests.support.terminal import on_a_terminal

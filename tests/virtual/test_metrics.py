@@ -23,12 +23,12 @@ from aprilsched.core.messages.facts import Fact
 from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import ConfigError
 from aprilsched.telemetry.base import Listener
+from aprilsched.telemetry.engine_time import PARTS
 from aprilsched.telemetry.event_log.reading import replay
 from aprilsched.telemetry.live_figures import LiveFigures
 from aprilsched.telemetry.metrics import Metrics
 from aprilsched.telemetry.prometheus import serve_metrics
 from aprilsched.telemetry.table import FIGURES
-from aprilsched.telemetry.usage.parts import PARTS
 from aprilsched.types import Batch
 
 Pace: TypeAlias = Literal["synchronous", "asynchronous"]

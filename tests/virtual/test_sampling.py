@@ -20,7 +20,7 @@ from aprilsched.engines.load import EngineLoad
 from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import EngineError
 from aprilsched.telemetry.sampling import Sampler
-from aprilsched.telemetry.sampling.labels import EVENT_LOG_UTILIZATION
+from aprilsched.telemetry.sampling.sample_log import EVENT_LOG_UTILIZATION
 
 SMALL = [
     *("run", "--quiet", "--batches", "4", "--batch-groups", "4", "--group-size", "4"),

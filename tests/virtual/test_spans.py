@@ -13,8 +13,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode, Tracer
 
 from aprilsched.core.messages import facts as of
-from aprilsched.telemetry.queued import QueuedListener
 from aprilsched.telemetry.spans import Spans, epoch_of_monotonic
+from aprilsched.telemetry.worker import QueuedListener
 from aprilsched.types import Batch
 from tests.support.facts import changed, lost, opened, refitted
 from tests.virtual.test_metrics import driven

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from aprilsched.telemetry.engine_time import PARTS
 from aprilsched.telemetry.live_figures import LiveFigures
 from aprilsched.telemetry.table import FIGURES
 from aprilsched.telemetry.trackers import (
@@ -22,7 +23,6 @@ from aprilsched.telemetry.trackers import (
     WandbWriter,
     Writer,
 )
-from aprilsched.telemetry.usage.parts import PARTS
 from tests.virtual.test_metrics import driven
 
 Steps = dict[int, dict[str, float]]

@@ -25,9 +25,8 @@ from aprilsched.analysis.usage import RunUsage, UsageRecorder, usage_of
 from aprilsched.cli.main import main
 from aprilsched.core.messages.events import EngineLost
 from aprilsched.engines.sim import run_virtual
+from aprilsched.telemetry.engine_time import PARTS, utilization_of
 from aprilsched.telemetry.run_state import RunState
-from aprilsched.telemetry.usage.engine_usage import utilization_of
-from aprilsched.telemetry.usage.parts import PARTS
 
 Program = Callable[[RolloutScheduler], Coroutine[Any, Any, None]]
 

@@ -19,8 +19,7 @@ from aprilsched.cli import watch as watched_module
 from aprilsched.cli.main import main
 from aprilsched.cli.watch import Watched
 from aprilsched.errors import RunFolderError
-from aprilsched.telemetry.event_log.follow import Follower
-from aprilsched.telemetry.event_log.incarnations import whole_lines
+from aprilsched.telemetry.event_log.reading import Follower, whole_lines
 from aprilsched.telemetry.run_folder import CONFIG, EVENTS, SUMMARY
 from tests.support.terminal import on_a_terminal
 from tests.virtual.test_resume_folder import begin, resume

@@ -14,7 +14,7 @@ from aprilsched.analysis.colours import PART_LABELS
 from aprilsched.analysis.plots.usage_parts import TimeUnit, draw_causes, draw_where
 from aprilsched.analysis.style import PART_COLOURS, finish, new_figure
 from aprilsched.analysis.usage import RunUsage
-from aprilsched.telemetry.usage.parts import PARTS, Part
+from aprilsched.telemetry.engine_time import PARTS, Part
 
 __all__ = ["first_look"]
 

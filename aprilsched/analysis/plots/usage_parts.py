@@ -1,6 +1,6 @@
 """Draws where the engines' time went: by part, over time, and for each engine.
 
-The time of slots is divided (see :mod:`aprilsched.telemetry.usage.parts`), so a single response on
+The time of slots is divided (see :mod:`aprilsched.telemetry.engine_time`), so a single response on
 an engine with 32 slots fills a thirty-second of the picture, where NVML would show 100 %.
 """
 
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from aprilsched.analysis.colours import PART_LABELS
 from aprilsched.analysis.style import PART_COLOURS, finish, ink_on, new_figure
 from aprilsched.analysis.usage import RunUsage
-from aprilsched.telemetry.usage.parts import BUSY, PART_INDEX, PARTS, Part
+from aprilsched.telemetry.engine_time import BUSY, PART_INDEX, PARTS, Part
 
 __all__ = ["TimeUnit", "causes", "draw_causes", "draw_where", "engine_strip", "where_time_goes"]
 

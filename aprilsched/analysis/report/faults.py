@@ -7,7 +7,7 @@ from collections import Counter
 from aprilsched.analysis.report.report_data import Drop, FaultEvent, FaultLedger, Retry
 from aprilsched.core.messages import facts as of
 from aprilsched.core.state.ledger import Reason
-from aprilsched.telemetry.dispatching import DispatchingListener
+from aprilsched.telemetry.base import DispatchingListener
 
 __all__ = ["Faults"]
 

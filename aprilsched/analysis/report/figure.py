@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from aprilsched.analysis.colours import PART_COLOURS, PART_LABELS
-from aprilsched.telemetry.usage.parts import PARTS, Part
+from aprilsched.telemetry.engine_time import PARTS, Part
 
 __all__ = [
     "Chart",

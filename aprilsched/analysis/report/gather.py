@@ -31,8 +31,8 @@ from aprilsched.analysis.run import Run
 from aprilsched.analysis.series import bars
 from aprilsched.analysis.usage import RunUsage
 from aprilsched.core.lengths.kaplan_meier import KaplanMeier, kaplan_meier
+from aprilsched.telemetry.engine_time import BUSY, PART_INDEX, PARTS
 from aprilsched.telemetry.figures import AlignmentFigures
-from aprilsched.telemetry.usage.parts import BUSY, PART_INDEX, PARTS
 from aprilsched.types import NO_VERSION
 
 __all__ = ["report_data"]

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from aprilsched.telemetry.engine_time import Part
 from aprilsched.telemetry.figures import AlignmentFigures, BiasFigures, ForecastFigures
-from aprilsched.telemetry.usage.parts import Part
 
 __all__ = [
     "MARKED",

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from aprilsched.analysis.gpu_utilization import gpu_utilization
 from aprilsched.analysis.report.report_data import GpuLine
 from aprilsched.analysis.samples import read_samples
-from aprilsched.telemetry.sampling.labels import STEP_SHARE
+from aprilsched.telemetry.sampling.sample_log import STEP_SHARE
 
 __all__ = ["gpu_lines"]
 

@@ -27,7 +27,7 @@ from aprilsched.analysis.report.report_data import (
     Timeline,
 )
 from aprilsched.analysis.report.words import percent
-from aprilsched.telemetry.usage.parts import BUSY, PARTS, Part
+from aprilsched.telemetry.engine_time import BUSY, PARTS, Part
 
 __all__ = ["engine_timeline", "gpu", "label", "losses", "lost_most", "responses", "utilization"]
 

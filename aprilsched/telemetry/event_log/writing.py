@@ -32,9 +32,14 @@ from aprilsched.core.messages.facts import (
 )
 from aprilsched.errors import RunFolderError
 from aprilsched.telemetry.base import TokenChunks
-from aprilsched.telemetry.event_log.format import FORMAT_VERSION, LogBegun, LogResumed
-from aprilsched.telemetry.event_log.tail import Tail, read_tail
-from aprilsched.telemetry.file_writer import FileWriter
+from aprilsched.telemetry.event_log.reading import (
+    FORMAT_VERSION,
+    LogBegun,
+    LogResumed,
+    Tail,
+    read_tail,
+)
+from aprilsched.telemetry.worker import FileWriter
 
 __all__ = ["EventLog", "to_microseconds"]
 

@@ -9,27 +9,305 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from aprilsched.core.messages import facts as of
 from aprilsched.core.messages.facts import Fact
-from aprilsched.telemetry.base import TokenChunks
+from aprilsched.core.state.ledger import Reason
+from aprilsched.telemetry.base import DispatchingListener, TokenChunks
 from aprilsched.telemetry.batch_figures import Measured, efficiency, forecasts
-from aprilsched.telemetry.live.history import History
-from aprilsched.telemetry.live.mishaps import Mishaps
-from aprilsched.telemetry.live.view_data import (
-    RECENT_BATCHES,
-    EngineRow,
-    Faults,
-    LatestBatch,
-    Phase,
-    RunFacts,
-    Snapshot,
-)
+from aprilsched.telemetry.engine_time import BUSY, EngineState, EngineUsage, Part, utilization_of
+from aprilsched.telemetry.figures import ForecastFigures
 from aprilsched.telemetry.live_figures import LiveFigures
-from aprilsched.telemetry.usage.engine_usage import EngineUsage, utilization_of
-from aprilsched.telemetry.usage.parts import BUSY, Part
 
-__all__ = ["LiveModel"]
+__all__ = [
+    "COLUMN_SECONDS",
+    "RECENT_BATCHES",
+    "EngineRow",
+    "Faults",
+    "History",
+    "LatestBatch",
+    "LiveModel",
+    "Mishap",
+    "Mishaps",
+    "Phase",
+    "RunFacts",
+    "Snapshot",
+]
+
+
+# The data that the live view shows of a run at one moment.
+
+RECENT_BATCHES = 20
+"""Number of latest batches whose mean is shown: enough to even out single batches, and few enough
+to follow a change."""
+
+Phase: TypeAlias = Literal[
+    "decoding", "straggler", "prefilling", "re-prefilling", "paused", "waiting", "tools", "scoring"
+]
+"""The activity of a rollout. A "straggler" is decoding too, and was carried from an earlier batch.
+"paused" means that its engine does not generate. "waiting" means that it is launched and on no
+engine."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFacts:
+    """What is known of a run before it begins.
+
+    Attributes:
+        title: the first words of the view and of every plain line.
+        where: where the run is kept, such as its folder; the view shows it after the title.
+        batches: number of batches that the run will deliver.
+        batch_groups: ``batch_groups`` of the scheduler.
+        modelled: the seconds of the run are those of a virtual clock.
+    """
+
+    title: str
+    batches: int
+    batch_groups: int
+    where: str = ""
+    modelled: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineRow:
+    """One engine in the live view.
+
+    Attributes:
+        running: number of its requests, up to `max_running`.
+        queued: number of its requests beyond `max_running`; they wait inside the engine.
+        kv_tokens: number of tokens in the contexts of its requests.
+        kv_pool: number of tokens for which the engine says it has room; None if it does not say.
+        tokens_per_s, busy: figures of the last minute.
+    """
+
+    name: str
+    state: EngineState
+    running: int
+    queued: int
+    max_running: int | None
+    kv_tokens: int
+    kv_pool: int | None
+    tokens_per_s: float
+    version: int | None
+    busy: float
+
+    @property
+    def kv_share(self) -> float | None:
+        return None if not self.kv_pool else self.kv_tokens / self.kv_pool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LatestBatch:
+    """The batch that was delivered last.
+
+    Attributes:
+        efficiency: T_bound over its time; None if unknown.
+        length_distance: distance of its lengths from the drawn law; None if unknown.
+        iid_length_distance: what is expected of a batch drawn at random.
+    """
+
+    efficiency: float | None
+    staleness_mean: float
+    staleness_max: int
+    length_distance: float | None = None
+    iid_length_distance: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Faults:
+    """Counts of faults. `latest` is the latest fault as text, `ago` the seconds since then."""
+
+    dropped: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Number of dropped rollouts by reason."""
+    engines_lost: int = 0
+    retries: int = 0
+    latest: str = ""
+    ago: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Snapshot:
+    """A run at one moment; times are seconds on the run's clock.
+
+    Attributes:
+        left: estimated seconds until the end, from the batches so far; None before the first batch.
+        batches: number of delivered batches.
+        ready: number of complete groups that wait for their batch.
+        in_flight: number of rollouts by phase, without phases that have none.
+        utilization: busy share of all engines' time so far; `columns` has that of the last minutes.
+        idle: shares of the other parts, the largest first.
+        efficiency: T_bound over the time of the latest batches; None if no model is known.
+        forecast: forecast and outcome of those batches; None if no schedule was forecast.
+        note: an additional text, for example that the run has written nothing for some time.
+    """
+
+    facts: RunFacts
+    elapsed: float
+    left: float | None
+    batches: int
+    version: int
+    ready: int
+    in_flight: Mapping[Phase, int]
+    carried: int
+    utilization: float
+    columns: tuple[float, ...]
+    idle: tuple[tuple[Part, float], ...]
+    tokens_per_s: float
+    efficiency: float | None
+    latest: LatestBatch | None
+    faults: Faults
+    engines: tuple[EngineRow, ...]
+    forecast: ForecastFigures | None = None
+    note: str = ""
+
+
+# --- history -------------------------------------------------------------------------------------
+
+# Keeps what the engines did in each few seconds of the last minutes.
+#
+# Invariant: its memory does not grow with the run.
+
+COLUMN_SECONDS = 5.0
+"""Seconds between two samples, which is one column of the sparkline."""
+_COLUMNS = 60
+_RATE_SECONDS = 60.0
+"""Seconds over which an engine's speed is averaged. This is longer than most batches, so that the
+speed does not jump at every pause."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Sample:
+    """Sums since the run began, by engine."""
+
+    time: float
+    busy: dict[str, float]
+    wall: dict[str, float]
+    tokens: dict[str, int]
+
+
+class History:
+    """Is given the state of the engines whenever the time is `due` or later."""
+
+    def __init__(self) -> None:
+        self.due = 0.0
+        """Time of the next sample."""
+        self._samples: deque[_Sample] = deque(maxlen=_COLUMNS + 1)
+        self._columns: tuple[float, ...] | None = None
+        """Columns computed from the present samples. A frame is drawn several times between two
+        samples."""
+
+    def add(self, now: float, engines: Mapping[str, EngineUsage]) -> None:
+        """Take a sample. The engines' seconds must be counted up to `now`."""
+        self.due = now + COLUMN_SECONDS
+        self._samples.append(_sample(now, engines))
+        self._columns = None
+
+    def utilization(self) -> tuple[float, ...]:
+        """Busy share of all engines' time in each column up to the last sample, 0 to 1."""
+        if self._columns is None:
+            self._columns = self._compute()
+        return self._columns
+
+    def _compute(self) -> tuple[float, ...]:
+        times: NDArray[np.float64] = np.array([sample.time for sample in self._samples])
+        if len(times) < 2:
+            return ()
+        columns = min(_COLUMNS, max(1, round((times[-1] - times[0]) / COLUMN_SECONDS)))
+        # If nothing happened for some time, one sample covers several columns.
+        stops: NDArray[np.float64] = times[-1] - COLUMN_SECONDS * np.arange(columns, -1, -1)
+        busy: NDArray[np.float64] = np.interp(
+            stops, times, [sum(s.busy.values()) for s in self._samples]
+        )
+        wall: NDArray[np.float64] = np.interp(
+            stops, times, [sum(s.wall.values()) for s in self._samples]
+        )
+        spent: NDArray[np.float64] = np.diff(wall)
+        shares = np.divide(np.diff(busy), spent, out=np.zeros(columns), where=spent > 0)
+        return tuple(np.clip(shares, 0.0, 1.0).tolist())
+
+    def lately(self, engine: EngineUsage, now: float) -> tuple[float, float]:
+        """The engine's busy share and its tokens a second in the last minute."""
+        before = self._before(now)
+        busy = engine.busy - before.busy.get(engine.name, 0.0)
+        wall = engine.wall - before.wall.get(engine.name, 0.0)
+        tokens = engine.tokens - before.tokens.get(engine.name, 0)
+        if wall <= 0:
+            return 0.0, 0.0
+        return min(1.0, max(0.0, busy / wall)), tokens / wall
+
+    def _before(self, now: float) -> _Sample:
+        for sample in self._samples:
+            if now - sample.time <= _RATE_SECONDS:
+                if now > sample.time:
+                    return sample
+                break
+        return self._samples[-2] if len(self._samples) > 1 else _sample(0.0, {})
+
+
+def _sample(now: float, engines: Mapping[str, EngineUsage]) -> _Sample:
+    return _Sample(
+        time=now,
+        busy={name: engine.busy for name, engine in engines.items()},
+        wall={name: engine.wall for name, engine in engines.items()},
+        tokens={name: engine.tokens for name, engine in engines.items()},
+    )
+
+
+# --- mishaps -------------------------------------------------------------------------------------
+
+# Keeps the latest fault of a run as text, for the live view.
+
+_FAILED = {Reason.REWARD_FAILED.value: "a reward", Reason.EPISODE_FAILED.value: "an episode"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mishap:
+    """A fault as text, and its time."""
+
+    text: str
+    time: float
+
+
+class Mishaps(DispatchingListener):
+    """Keeps the latest fault of a run in words; the counts are in the state of the run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.latest: Mishap | None = None
+        self._handlers = {
+            of.GroupDropped: self._group_dropped,
+            of.EngineLost: lambda fact: self._note(f"{fact.engine} lost: {fact.cause}"),
+            of.EngineSlow: lambda fact: self._note(f"{fact.engine} is slow: {fact.cause}"),
+            of.FleetAwaited: lambda fact: self._note(
+                f"no engine is left; waited {fact.waited_s:.0f} s, {fact.left_s:.0f} s more"
+            ),
+            of.FleetGivenUp: lambda _: self._note("no engine came back in time"),
+            of.GroupsFailed: lambda fact: self._note(
+                f"{fact.groups} groups failed in a row: {fact.cause}"
+            ),
+            of.UpdateWanted: lambda _: self._note("engines wait for weights to be published"),
+            of.UpdateFinished: self._updated,
+        }
+
+    def _group_dropped(self, fact: of.GroupDropped) -> None:
+        what = _FAILED.get(fact.reason)
+        if what is not None:
+            self._note(f"{what} failed: {fact.cause}")
+
+    def _updated(self, fact: of.UpdateFinished) -> None:
+        if fact.cause:
+            self._note(f"version {fact.version} did not get in: {fact.cause}")
+
+    def _note(self, text: str) -> None:
+        self.latest = Mishap(text=" ".join(text.split()), time=self._now)
+
+
+# --- live model ----------------------------------------------------------------------------------
 
 
 class LiveModel:

@@ -6,15 +6,466 @@ room, the least important parts are left out first.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
 from rich.text import Text
 
-from aprilsched.telemetry.live.bars import BLOCKS, Glyphs
-from aprilsched.telemetry.live.engine_rows import engine_lines
-from aprilsched.telemetry.live.lines import all_lines, any_fault
-from aprilsched.telemetry.live.view_data import Snapshot
-from aprilsched.telemetry.live.words import thousands
+from aprilsched.telemetry.engine_time import Part
+from aprilsched.telemetry.live.live_model import COLUMN_SECONDS, EngineRow, Faults, Phase, Snapshot
 
-__all__ = ["frame", "one_line"]
+__all__ = [
+    "ASCII",
+    "BLOCKS",
+    "CAUSES",
+    "Glyphs",
+    "all_lines",
+    "any_fault",
+    "bar",
+    "chosen",
+    "clock_time",
+    "cut",
+    "divided",
+    "engine_lines",
+    "frame",
+    "host",
+    "one_line",
+    "percent",
+    "plural",
+    "sparkline",
+    "thousands",
+]
+
+
+# Short forms of names and figures for the live view.
+
+CAUSES: dict[Part, str] = {
+    "re_prefill": "re-prefill",
+    "tail": "tail of the batch",
+    "pause": "paused",
+    "refit": "new weights",
+    "trainer": "waiting for trainer",
+    "prompts": "waiting for prompts",
+    "rewards": "waiting for rewards",
+    "environment": "tools of episodes",
+    "asleep": "asleep",
+    "lost": "out of use",
+}
+"""Names of the parts in which engines are not busy."""
+
+_MINUTE, _HOUR = 60, 3600
+
+
+def clock_time(seconds: float) -> str:
+    """``m:ss`` or ``h:mm:ss``."""
+    whole = int(seconds)
+    minutes, rest = divmod(whole, _MINUTE)
+    if whole < _HOUR:
+        return f"{minutes}:{rest:02}"
+    return f"{whole // _HOUR}:{minutes % _MINUTE:02}:{rest:02}"
+
+
+def percent(share: float) -> str:
+    """A percentage without decimals, except for small ones that would be 0 %."""
+    return "<1%" if 0 < share < 0.005 else f"{share:.0%}"
+
+
+def thousands(value: float) -> str:
+    """At most four digits, with k or M for larger numbers."""
+    if value < 9_999.5:
+        return f"{value:,.0f}"
+    return f"{value / 1e3:,.0f}k" if value < 999_500 else f"{value / 1e6:.1f}M"
+
+
+def plural(count: int, noun: str) -> str:
+    """``1 engine``, ``2 engines``."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def cut(name: str, width: int) -> str:
+    """The end of a name, because the end distinguishes it from its neighbours."""
+    if len(name) <= width:
+        return name
+    return "" if width < 2 else "~" + name[len(name) - width + 1 :]
+
+
+def host(engine: str) -> str:
+    """An engine's name without the parts that all URLs have in common."""
+    return engine.removeprefix("http://").removeprefix("https://")
+
+
+# --- bars ----------------------------------------------------------------------------------------
+
+# Draws bars and sparklines with characters.
+#
+# Invariant: the result is exactly as wide as requested, and its parts can be told apart without
+# colours.
+
+_Key = TypeVar("_Key")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Glyphs:
+    """The characters that bars and sparklines are drawn with.
+
+    Attributes:
+        full, empty: the two parts of a bar.
+        heights: columns of a sparkline, from empty to full.
+        fills: the parts of a divided bar, in order.
+        dot: separates the figures of a line.
+    """
+
+    full: str
+    empty: str
+    heights: str
+    fills: str
+    dot: str
+
+
+BLOCKS = Glyphs(full="━", empty="─", heights=" ▁▂▃▄▅▆▇█", fills="█▓▒░▚▞·▪", dot=" · ")
+ASCII = Glyphs(full="#", empty="-", heights=" .:-=+*#@", fills="#%+~=/.o", dot=", ")
+"""Characters for terminals whose encoding has no others."""
+
+
+def bar(share: float, width: int, glyphs: Glyphs) -> tuple[str, str]:
+    """The full and the empty part of a bar. A share above 1 is drawn as 1."""
+    filled = round(min(1.0, max(0.0, share)) * width)
+    return glyphs.full * filled, glyphs.empty * (width - filled)
+
+
+def divided(counts: Mapping[_Key, int], width: int) -> dict[_Key, int]:
+    """Number of cells for each count, in proportion to the counts; together they are `width`. As
+    long as there is room, each count that is not 0 has at least one cell."""
+    present = {key: count for key, count in counts.items() if count > 0}
+    if not present or width < len(present):
+        return {}
+    total = sum(present.values())
+    exact = {key: count / total * width for key, count in present.items()}
+    cells = {key: max(1, int(share)) for key, share in exact.items()}
+    while (off := width - sum(cells.values())) != 0:
+        # Add a cell to the part that lacks the most, or take one from the part that has the largest
+        # surplus and more than one cell.
+        able = [key for key in cells if off > 0 or cells[key] > 1]
+        key = max(able, key=lambda key: (exact[key] - cells[key]) * off)
+        cells[key] += 1 if off > 0 else -1
+    return cells
+
+
+def sparkline(shares: Sequence[float], glyphs: Glyphs) -> str:
+    """A column for each share, from 0 to 1. Any share above 0 can be seen."""
+    steps = len(glyphs.heights) - 1
+    return "".join(
+        glyphs.heights[min(steps, max(share > 0, round(share * steps)))] for share in shares
+    )
+
+
+# --- engine rows ---------------------------------------------------------------------------------
+
+# Turns engines into lines: all of them if they fit, otherwise the most interesting ones.
+
+_NAME, _BAR = 24, 10
+"""Largest width of a name."""
+_STATE, _RUNNING, _PERCENT, _RATE, _VERSION = 10, 11, 5, 8, 7
+_STYLES = {
+    "generating": "green",
+    "paused": "magenta",
+    "refitting": "yellow",
+    "asleep": "blue",
+    "lost": "bold red",
+}
+
+
+def engine_lines(
+    rows: Sequence[EngineRow], *, width: int, height: int, glyphs: Glyphs
+) -> list[Text]:
+    """At most `height` lines with a heading. If there are more engines, the last line counts the
+    others."""
+    if height < 2 or not rows:
+        return []
+    shown = chosen(rows, height - 1)
+    if len(shown) < len(rows):
+        shown = chosen(rows, height - 2)
+    columns = _columns(rows, width)
+    lines = [_head(columns), *(_line(row, columns, glyphs) for row in shown)]
+    if len(shown) < len(rows):
+        lines.append(_others([row for row in rows if row not in shown], glyphs))
+    return lines
+
+
+def chosen(rows: Sequence[EngineRow], count: int) -> list[EngineRow]:
+    """Choose the engines to show if there are too many: first the worst (out of use, then least
+    busy), then the fullest, in their own order."""
+    if len(rows) <= count:
+        return list(rows)
+    worst = sorted(rows, key=lambda row: (row.state != "lost", row.busy))
+    picked = worst[: (count + 1) // 2]
+    fullest = sorted(rows, key=lambda row: (-(row.kv_share or 0.0), -row.kv_tokens))
+    picked += [row for row in fullest if row not in picked][: count - len(picked)]
+    return [row for row in rows if row in picked]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Columns:
+    """Widths of the columns. `kv` and `busy` are the widths of the bars without their figures."""
+
+    name: int
+    kv: int
+    busy: int
+
+
+def _columns(rows: Sequence[EngineRow], width: int) -> _Columns:
+    fixed = 1 + _STATE + _RUNNING + _PERCENT + _RATE + _VERSION + _PERCENT + 2
+    longest = max(len("engine"), *(len(host(row.name)) for row in rows))
+    name = max(6, min(_NAME, longest, width - fixed))
+    bars = max(0, width - fixed - name)
+    busy = min(_BAR, (bars + 1) // 2)
+    return _Columns(name=name, kv=min(_BAR, bars - busy), busy=busy)
+
+
+def _head(columns: _Columns) -> Text:
+    kv = "KV" if columns.kv < 3 else "KV pool"
+    busy = "busy" if columns.busy < 7 else "busy (1 min)"
+    return Text(
+        f"{'engine':<{columns.name}} {'state':<{_STATE}}{'running':>{_RUNNING}} "
+        f"{kv:>{columns.kv + _PERCENT}}{'tokens/s':>{_RATE + 1}}{'policy':>{_VERSION}}"
+        f"{busy:>{columns.busy + _PERCENT}}",
+        style="bold dim",
+        no_wrap=True,
+    )
+
+
+def _line(row: EngineRow, columns: _Columns, glyphs: Glyphs) -> Text:
+    most = "" if row.max_running is None else f"/{row.max_running}"
+    queued = f"+{row.queued}" if row.queued else ""
+    version = "mixed" if row.version is None else f"v{row.version}"
+    line = Text(no_wrap=True)
+    line.append(f"{cut(host(row.name), columns.name):<{columns.name}} ")
+    line.append(f"{row.state:<{_STATE}}", style=_STYLES[row.state])
+    line.append(f"{row.running}{queued}{most}".rjust(_RUNNING) + " ")
+    _bar(line, row.kv_share, columns.kv, "blue", glyphs)
+    if row.kv_share is None:
+        line.append(f"{thousands(row.kv_tokens):>{_PERCENT}}")
+    else:
+        line.append(f"{percent(row.kv_share):>{_PERCENT}}")
+    line.append(f"{thousands(row.tokens_per_s):>{_RATE + 1}}{version:>{_VERSION}} ")
+    _bar(line, row.busy, columns.busy, "green", glyphs)
+    line.append(f"{percent(row.busy):>{_PERCENT - 1}}")
+    return line
+
+
+def _bar(line: Text, share: float | None, width: int, style: str, glyphs: Glyphs) -> None:
+    if share is None:
+        line.append(" " * width)
+        return
+    full, empty = bar(share, width, glyphs)
+    line.append(full, style=style)
+    line.append(empty, style="dim")
+
+
+def _others(rows: Sequence[EngineRow], glyphs: Glyphs) -> Text:
+    states = Counter(row.state for row in rows)
+    said = [f"{count} {state}" for state, count in states.most_common()]
+    speed = thousands(sum(row.tokens_per_s for row in rows))
+    busy = percent(sum(row.busy for row in rows) / len(rows))
+    what = [", ".join(said), f"{speed} tokens/s", f"{busy} busy"]
+    return Text(f"and {len(rows)} more: {glyphs.dot.join(what)}", style="dim", no_wrap=True)
+
+
+# --- lines ---------------------------------------------------------------------------------------
+
+# Makes the lines of the live view from a snapshot. The functions are pure.
+
+_LABEL = 11
+_RIGHT = 27
+"""Columns for the text to the right of a bar."""
+_GAP = "   "
+_CAUSES_SHOWN = 3
+_PHASES: dict[Phase, tuple[str, str]] = {
+    "decoding": ("green", "decoding"),
+    "straggler": ("cyan", "decoding, carried"),
+    "prefilling": ("yellow", "prefilling"),
+    "re-prefilling": ("red", "re-prefilling"),
+    "paused": ("magenta", "paused"),
+    "waiting": ("white", "waiting for an engine"),
+    "tools": ("bright_black", "at their tools"),
+    "scoring": ("blue", "scoring"),
+}
+"""Style and name of each phase, in the order of :attr:`Glyphs.fills`."""
+
+
+def all_lines(snapshot: Snapshot, width: int, glyphs: Glyphs) -> dict[str, list[Text]]:
+    """All lines without those of the engines, by name."""
+    facts = snapshot.facts
+    room = width - _LABEL
+    return {
+        "title": [_title(snapshot, width, glyphs)],
+        "batches": [
+            _counted("batches", snapshot.batches, facts.batches, "delivered", room, glyphs)
+        ],
+        "groups": [
+            _counted(
+                "this batch",
+                min(snapshot.ready, facts.batch_groups),
+                facts.batch_groups,
+                "groups ready",
+                room,
+                glyphs,
+            )
+        ],
+        "in flight": [_in_flight(snapshot, room, glyphs)],
+        "legend": _legend(snapshot, room, glyphs),
+        "busy": [_busy(snapshot, room, glyphs)],
+        "idle": [_idle(snapshot, glyphs)],
+        "speed": [_speed(snapshot, room, glyphs)],
+        "faults": _faults(snapshot, glyphs),
+    }
+
+
+def _label(name: str) -> Text:
+    line = Text(no_wrap=True)
+    line.append(f"{name:<{_LABEL}}", style="bold")
+    return line
+
+
+def _title(snapshot: Snapshot, width: int, glyphs: Glyphs) -> Text:
+    """The run and a note on the left, and its time on the right."""
+    facts, note = snapshot.facts, snapshot.note
+    when = f"{clock_time(snapshot.elapsed)} elapsed"
+    if snapshot.left and not note:
+        when += f"{glyphs.dot}about {clock_time(snapshot.left)} left"
+    if facts.modelled:
+        when += " (modelled)"
+    noted = f"{glyphs.dot}{note}" if note else ""
+    room = max(0, width - len(when) - 2)
+    where = cut(facts.where, max(0, room - len(facts.title) - 1 - len(noted)))
+    line = Text(f"{facts.title} {where}".rstrip() + noted, no_wrap=True)
+    line.stylize("bold yellow" if note else "bold cyan")
+    line.truncate(room, overflow="ellipsis", pad=True)
+    line.append(f"  {when}", style="dim")
+    return line
+
+
+def _counted(name: str, done: int, of: int, what: str, room: int, glyphs: Glyphs) -> Text:
+    said = f"  {done:,} of {of:,} {what}"
+    full, empty = bar(done / of if of else 1.0, max(0, room - _RIGHT), glyphs)
+    line = _label(name)
+    line.append(full, style="cyan")
+    line.append(empty, style="dim")
+    line.append(said)
+    return line
+
+
+def _in_flight(snapshot: Snapshot, room: int, glyphs: Glyphs) -> Text:
+    line = _label("in flight")
+    width = max(0, room - _RIGHT)
+    cells = divided(snapshot.in_flight, width)
+    for fill, (phase, (style, _)) in zip(glyphs.fills, _PHASES.items(), strict=True):
+        line.append(fill * cells.get(phase, 0), style=style)
+    line.append(" " * (width - sum(cells.values())))
+    line.append(f"  {plural(sum(snapshot.in_flight.values()), 'rollout')}")
+    return line
+
+
+def _legend(snapshot: Snapshot, room: int, glyphs: Glyphs) -> list[Text]:
+    """The legend of the bar, on as many lines as it needs."""
+    lines = [_label("")]
+    for fill, (phase, (style, name)) in zip(glyphs.fills, _PHASES.items(), strict=True):
+        count = snapshot.in_flight.get(phase)
+        if not count:
+            continue
+        said = f" {count:,} {name}"
+        if len(lines[-1]) > _LABEL:
+            if len(lines[-1]) + len(_GAP) + 1 + len(said) <= _LABEL + room:
+                lines[-1].append(_GAP)
+            else:
+                lines.append(_label(""))
+        lines[-1].append(fill, style=style)
+        lines[-1].append(said)
+    return lines
+
+
+def _busy(snapshot: Snapshot, room: int, glyphs: Glyphs) -> Text:
+    """The sparkline of the busy share, with the newest column on the right."""
+    width = max(1, room - _RIGHT)
+    columns = snapshot.columns[-width:]
+    line = _label("busy")
+    line.append(sparkline(columns, glyphs).rjust(width), style="green")
+    line.append(f"  {percent(snapshot.utilization)} so far")
+    if columns:
+        line.append(f" ({clock_time(len(columns) * COLUMN_SECONDS)} shown)", style="dim")
+    return line
+
+
+def _idle(snapshot: Snapshot, glyphs: Glyphs) -> Text:
+    line = _label("idle")
+    causes = [f"{percent(share)} {CAUSES[part]}" for part, share in snapshot.idle[:_CAUSES_SHOWN]]
+    line.append(glyphs.dot.join(causes) if causes else "nothing so far")
+    return line
+
+
+def _speed(snapshot: Snapshot, room: int, glyphs: Glyphs) -> Text:
+    said = [f"{thousands(snapshot.tokens_per_s)} tokens/s", f"policy v{snapshot.version}"]
+    if snapshot.latest is not None:
+        latest = snapshot.latest
+        said.append(f"staleness {latest.staleness_mean:.2f}, max {latest.staleness_max}")
+    if snapshot.efficiency is not None:
+        said.append(f"efficiency {percent(snapshot.efficiency)}")
+    line = _label("speed")
+    line.append(glyphs.dot.join(said))
+    forecast = snapshot.forecast
+    if forecast is not None and forecast.efficiency is not None:
+        expected = percent(forecast.efficiency_forecast)
+        compared = f"{glyphs.dot}forecast {expected}, outcome {percent(forecast.efficiency)}"
+        if len(line) + len(compared) <= room + _LABEL:
+            line.append(compared)
+    latest = snapshot.latest
+    if latest and latest.length_distance is not None and latest.iid_length_distance is not None:
+        off, usual = latest.length_distance, latest.iid_length_distance
+        lengths = f"{glyphs.dot}lengths {off:.2f} off the law (at random {usual:.2f})"
+        if len(line) + len(lengths) <= room + _LABEL:
+            line.append(lengths)
+    meant = " (T_bound / time; no schedule beats 100%)"
+    if snapshot.efficiency is not None and len(line) + len(meant) <= room + _LABEL:
+        line.append(meant, style="dim")
+    return line
+
+
+def _faults(snapshot: Snapshot, glyphs: Glyphs) -> list[Text]:
+    """The number of faults of each kind, and the latest one."""
+    faults = snapshot.faults
+    line = _label("faults")
+    if not any_fault(faults):
+        line.append("none", style="dim")
+        return [line]
+    out = sum(engine.state == "lost" for engine in snapshot.engines)
+    style = "red" if out else "yellow"
+    said: list[str] = []
+    if faults.dropped:
+        reasons = sorted(faults.dropped.items(), key=lambda row: -row[1])
+        why = ", ".join(f"{count:,} {reason}" for reason, count in reasons)
+        said.append(f"{plural(sum(faults.dropped.values()), 'rollout')} dropped ({why})")
+    if faults.engines_lost:
+        said.append(f"{plural(faults.engines_lost, 'engine')} lost, {out} still out")
+    if faults.retries:
+        said.append("1 retry" if faults.retries == 1 else f"{faults.retries:,} retries")
+    latest = f"{clock_time(faults.ago)} ago: {faults.latest}"
+    if not said:
+        line.append(latest, style=style)
+        return [line]
+    line.append(glyphs.dot.join(said), style=style)
+    if not faults.latest:
+        return [line]
+    return [line, _label("").append(latest, style="dim")]
+
+
+def any_fault(faults: Faults) -> bool:
+    """Whether there is a fault to show."""
+    return bool(faults.dropped or faults.engines_lost or faults.retries or faults.latest)
+
+
+# --- view ----------------------------------------------------------------------------------------
 
 _SMALL = 4
 """Smallest number of lines of a frame; with fewer lines, the short form is shown."""

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from aprilsched.errors import ConfigError
 from aprilsched.extras import extra
-from aprilsched.telemetry.sampling.sample_lines import DeviceLine, GpuLine
+from aprilsched.telemetry.sampling.sample_log import DeviceLine, GpuLine
 
 __all__ = ["GpuThread", "Nvml"]
 

@@ -16,8 +16,7 @@ from typing import Self
 from aprilsched.errors import ConfigError
 from aprilsched.telemetry.sampling.engine_loads import EngineLoads, HasEngines
 from aprilsched.telemetry.sampling.nvml import GpuThread, Nvml
-from aprilsched.telemetry.sampling.sample_lines import DeviceLine, EngineLine, GpuLine
-from aprilsched.telemetry.sampling.sample_log import SampleLog
+from aprilsched.telemetry.sampling.sample_log import DeviceLine, EngineLine, GpuLine, SampleLog
 
 __all__ = ["Sampler"]
 
@@ -40,8 +39,9 @@ class Sampler:
 
     Enter it after the scheduler, so that the fleet is open. Engines tell their own figures
     (``/v1/loads`` of SGLang, the exact state of the embedded engine), and NVML those of this
-    machine's GPUs. :data:`~aprilsched.telemetry.sampling.labels.NVML_UTILIZATION` says what NVML's
-    utilization means.
+    machine's GPUs.
+    :data:`~aprilsched.telemetry.sampling.sample_log.NVML_UTILIZATION` says what NVML's utilization
+    means.
 
     Args:
         path: the file; an existing file is appended to.

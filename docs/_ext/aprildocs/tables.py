@@ -19,10 +19,10 @@ from aprilsched.core.messages.events import LogprobComparison, LogprobDifference
 from aprilsched.core.messages.facts import DeliveredRollout, DroppedRollout, RestoredLengths
 from aprilsched.runs.config_tree import POLICIES
 from aprilsched.telemetry import figures
-from aprilsched.telemetry.event_log.format import KINDS
-from aprilsched.telemetry.sampling.sample_lines import FIELDS as SAMPLED
+from aprilsched.telemetry.engine_time import BUSY, PARTS
+from aprilsched.telemetry.event_log.reading import KINDS
+from aprilsched.telemetry.sampling.sample_log import FIELDS as SAMPLED
 from aprilsched.telemetry.table import FIGURES
-from aprilsched.telemetry.usage.parts import BUSY, PARTS
 from aprilsched.types import SamplingParams
 
 __all__ = [

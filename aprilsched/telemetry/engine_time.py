@@ -1,32 +1,183 @@
-"""Sums up where the time of each engine goes, for the usage of engine time.
+"""The parts of an engine's wall time, and how a stretch of time is divided among them.
 
-The time of an engine is divided into stretches: times in which nothing changes. Invariants: the
-stretches of an engine follow each other without a gap, from the moment at which the engine opened
-or joined to the last call of :meth:`EngineTime.advance`. Each stretch is divided by the number of
-slots that the engine had shown until then.
+Invariant: the parts of a stretch add up to its length.
 
-A request whose KV was dropped in a pause gives no sign of progress until its next chunk, which may
-come many decoding steps later. That time is first counted as re-prefill. When the chunk arrives,
-the time that its tokens take at the engine's own rate is moved to decoding.
+An engine has as many slots as the largest number of requests that it had at once (its `capacity`).
+While the engine generates, each slot is counted by itself: if two of eight slots decode for a
+second, this is a quarter of a second of "decode", and the other three quarters have another part,
+which says why the slots were free. While the engine does not generate, all its slots have the same
+part. A slot is not a share of the GPU's arithmetic: a step of decoding costs less than in
+proportion to the batch, so an engine that is half empty loses less than half of its speed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from aprilsched.core.messages.events import EngineInfo
-from aprilsched.telemetry.usage.parts import (
-    PART_INDEX,
-    PARTS,
-    Cause,
-    EngineState,
-    Stretch,
-    add_seconds,
-)
 
-__all__ = ["AttemptNow", "EngineNow", "EngineTime", "Moved", "Phase", "Recording"]
+__all__ = [
+    "BUSY",
+    "PARTS",
+    "PART_INDEX",
+    "AttemptNow",
+    "Cause",
+    "EngineNow",
+    "EngineState",
+    "EngineTime",
+    "EngineUsage",
+    "Moved",
+    "Part",
+    "Phase",
+    "Recording",
+    "Stretch",
+    "add_seconds",
+    "engine_usage",
+    "seconds_by_part",
+    "seconds_of",
+    "utilization_of",
+]
+
+
+Part: TypeAlias = Literal[
+    "decode",
+    "prefill",
+    "re_prefill",
+    "tail",
+    "pause",
+    "refit",
+    "trainer",
+    "prompts",
+    "rewards",
+    "environment",
+    "asleep",
+    "lost",
+]
+EngineState: TypeAlias = Literal["generating", "paused", "refitting", "asleep", "lost"]
+Cause: TypeAlias = Literal["tail", "trainer", "prompts", "rewards"]
+"""Why the fleet starts nothing new, and why slots are therefore free."""
+
+PARTS: dict[Part, str] = {
+    "decode": "The slots decode tokens of responses.",
+    "prefill": "A response waits for its first token: it is in the engine's queue, or its prompt "
+    "is prefilled.",
+    "re_prefill": "A response waits for its next token after a pause or a move to another engine: "
+    "the KV of its tokens is recomputed.",
+    "tail": "Slots are free because all responses that the batch may start are started, and the "
+    "last ones have not ended.",
+    "pause": "The engine is paused around an update, and is not loading weights.",
+    "refit": "The engine loads new weights.",
+    "trainer": "A batch is ready and the trainer has not asked for it, or the trainer still trains "
+    "on the one before.",
+    "prompts": "There are no prompts: the source is slow, or has ended.",
+    "rewards": "The responses of the batch are complete, and their rewards are not.",
+    "environment": "Episodes use their tools, and have no request for the engine.",
+    "asleep": "The engine sleeps: its memory is released for the trainer.",
+    "lost": "The engine is lost or on standby.",
+}
+"""Each part with its meaning, in the order in which they are shown: the useful parts come first."""
+
+PART_INDEX: dict[Part, int] = {part: index for index, part in enumerate(PARTS)}
+BUSY: tuple[Part, ...] = ("decode", "prefill")
+"""The parts in which an engine does work that no schedule could avoid."""
+
+_ENVIRONMENT = PART_INDEX["environment"]
+_STATE_INDEX: dict[EngineState, int] = {
+    "refitting": PART_INDEX["refit"],
+    "asleep": PART_INDEX["asleep"],
+    "lost": PART_INDEX["lost"],
+}
+
+
+class Stretch(NamedTuple):
+    """A time in which nothing changed for `engine`. Times are in seconds.
+
+    It is a named tuple because a log has hundreds of thousands of stretches, and a frozen dataclass
+    takes several times as long to make.
+
+    Attributes:
+        idle: why the free slots are free, or why the engine is paused.
+        decode, prefill, re_prefill: number of requests in each phase.
+        environment: number of the free slots that belong to episodes that use their tools.
+    """
+
+    engine: str
+    start: float
+    end: float
+    state: EngineState
+    idle: Cause | Literal["pause"]
+    decode: int
+    prefill: int
+    re_prefill: int
+    environment: float
+
+
+def seconds_by_part(stretch: Stretch, capacity: int) -> list[float]:
+    """The seconds of a stretch, in the order of :data:`PARTS`.
+
+    Args:
+        capacity: number of slots of the engine. If the stretch has more requests than that, each
+            request counts as a slot.
+    """
+    seconds = [0.0] * len(PARTS)
+    counts = (stretch.decode, stretch.prefill, stretch.re_prefill)
+    add_seconds(
+        seconds,
+        stretch.end - stretch.start,
+        stretch.state,
+        stretch.idle,
+        counts,
+        stretch.environment,
+        capacity,
+    )
+    return seconds
+
+
+def add_seconds(
+    seconds: list[float],
+    length: float,
+    state: EngineState,
+    idle: Cause | Literal["pause"],
+    counts: tuple[int, int, int],
+    environment: float,
+    capacity: int,
+) -> None:
+    """Add the seconds of a stretch to `seconds`, in place.
+
+    It takes plain numbers and not a :class:`Stretch`, because it is called whenever a request
+    begins or ends.
+    """
+    if state != "generating":
+        seconds[_STATE_INDEX.get(state, PART_INDEX[idle])] += length
+        return
+    decode, prefill, re_prefill = counts
+    in_flight = decode + prefill + re_prefill
+    slots = max(1, capacity, in_flight)
+    each = length / slots
+    seconds[0] += each * decode
+    seconds[1] += each * prefill
+    seconds[2] += each * re_prefill
+    free = slots - in_flight
+    if free:
+        elsewhere = min(float(free), environment)
+        seconds[_ENVIRONMENT] += each * elsewhere
+        seconds[PART_INDEX[idle]] += each * (free - elsewhere)
+
+
+# --- engine time ---------------------------------------------------------------------------------
+
+# Sums up where the time of each engine goes, for the usage of engine time.
+#
+# The time of an engine is divided into stretches: times in which nothing changes. Invariants: the
+# stretches of an engine follow each other without a gap, from the moment at which the engine opened
+# or joined to the last call of :meth:`EngineTime.advance`. Each stretch is divided by the number of
+# slots that the engine had shown until then.
+#
+# A request whose KV was dropped in a pause gives no sign of progress until its next chunk, which
+# may come many decoding steps later. That time is first counted as re-prefill. When the chunk
+# arrives, the time that its tokens take at the engine's own rate is moved to decoding.
 
 Phase: TypeAlias = Literal["decode", "prefill", "re_prefill"]
 
@@ -325,3 +476,82 @@ class EngineTime:
             self._recording.stretch(
                 Stretch(engine.name, begin, end, state, idle, *counts, environment)
             )
+
+
+# --- engine usage --------------------------------------------------------------------------------
+
+# An engine and where its time has gone so far, as data for whoever shows or exports it.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineUsage:
+    """An engine now, and its time so far.
+
+    Attributes:
+        in_flight: requests that it has; the three next are those of them that decode, wait for
+            their first token, and wait for their next one after a pause or a move (if it
+            generates; in a pause, what they will go on with).
+        tokens: that it generated.
+        losses: how often it went out of use.
+        capacity: the slots that its time is divided by: requests that it had at once at most.
+        context_tokens: of its requests: a prompt that the members of a group share counts for each
+            of them, and a context counts while its engine is paused without its KV. It is what
+            they need, the most that they hold.
+        info: what it said of itself when it came.
+        seconds: its wall time by part, see :data:`~aprilsched.telemetry.engine_time.PARTS`.
+    """
+
+    name: str
+    state: EngineState
+    in_flight: int
+    version: int | None
+    tokens: int
+    capacity: int
+    decoding: int = 0
+    prefilling: int = 0
+    re_prefilling: int = 0
+    context_tokens: int = 0
+    losses: int = 0
+    info: EngineInfo | None = None
+    seconds: Mapping[Part, float] = field(default_factory=dict[Part, float])
+
+    @property
+    def busy(self) -> float:
+        """Seconds."""
+        return sum(self.seconds[part] for part in BUSY)
+
+    @property
+    def wall(self) -> float:
+        """Seconds since it is there."""
+        return sum(self.seconds.values())
+
+
+def engine_usage(engine: EngineNow) -> EngineUsage:
+    """The engine as it is now."""
+    return EngineUsage(
+        name=engine.name,
+        state=engine.state,
+        in_flight=engine.in_flight,
+        version=engine.version,
+        tokens=engine.tokens,
+        capacity=engine.peak,
+        decoding=engine.decode,
+        prefilling=engine.prefill,
+        re_prefilling=engine.re_prefill,
+        context_tokens=engine.context_tokens,
+        losses=engine.losses,
+        info=engine.info,
+        seconds=dict(zip(PARTS, engine.seconds, strict=True)),
+    )
+
+
+def seconds_of(engines: Iterable[EngineNow]) -> dict[Part, float]:
+    """The parts of these engines' time together."""
+    sums = [sum(column) for column in zip(*(engine.seconds for engine in engines), strict=True)]
+    return dict(zip(PARTS, sums or [0.0] * len(PARTS), strict=True))
+
+
+def utilization_of(seconds: Mapping[Part, float]) -> float:
+    """The busy share of this time, 0 to 1."""
+    wall = sum(seconds.values())
+    return sum(seconds[part] for part in BUSY) / wall if wall else 0.0
