@@ -14,16 +14,11 @@ from aprilsched.core.config import (
     Timeouts,
 )
 from aprilsched.core.policies.kinds import RefillRule, StopUnit
-from aprilsched.core.policies.length_buckets import LengthBuckets
-from aprilsched.core.policies.objective import Objective
-from aprilsched.core.policies.over_provision import FixedRatio, OverProvision
-from aprilsched.core.policies.pool import Pool
-from aprilsched.core.policies.refill import Refill
+from aprilsched.core.policies.refill import LengthBuckets, Pool, Refill, TailBatching, Wave
+from aprilsched.core.policies.schedule import FixedRatio, Objective, OverProvision
 from aprilsched.core.policies.staleness import Staleness
 from aprilsched.core.policies.stop import Groups, Samples, Stop, Tokens
 from aprilsched.core.policies.straggler import Prices, StragglerRule
-from aprilsched.core.policies.tail_batching import TailBatching
-from aprilsched.core.policies.wave import Wave
 from aprilsched.types import SamplingParams
 
 __all__ = [

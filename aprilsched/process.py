@@ -55,7 +55,7 @@ from pathlib import Path
 from typing import Any
 
 from aprilsched.coordinator import RolloutScheduler as AsyncRolloutScheduler
-from aprilsched.coordinator.prompt_queue import PromptQueue
+from aprilsched.coordinator.prompts import PromptQueue
 from aprilsched.errors import ConfigError, SchedulerClosed, closed_meanwhile
 from aprilsched.remote import (
     SILENT_S,

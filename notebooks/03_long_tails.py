@@ -26,7 +26,7 @@ import numpy as np
 from aprilsched.analysis import plots
 from aprilsched.analysis.lengths_known import known_lengths, law_band, law_of
 from aprilsched.analysis.run import read_run
-from aprilsched.core.lengths.groups import pooled
+from aprilsched.core.lengths.observed import pooled
 from aprilsched.runs.config_file import read_settings
 from aprilsched.runs.setup import prepare
 from aprilsched.runs.simulated import SimulatedRun

@@ -13,9 +13,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from aprilsched.core.lengths.identity import bias_without, expected_lengths
-from aprilsched.core.lengths.kaplan_meier import KaplanMeier, kaplan_meier
-from aprilsched.telemetry.bias_collector import deciles, law_figures, sample_law
+from aprilsched.core.lengths.laws import KaplanMeier, kaplan_meier
+from aprilsched.telemetry.bias_collector import (
+    bias_without,
+    deciles,
+    expected_lengths,
+    law_figures,
+    sample_law,
+)
 from aprilsched.telemetry.figures import LawFigures
 
 __all__ = [

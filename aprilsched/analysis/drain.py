@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.core.lengths.identity import batches_until, bias_without
-from aprilsched.core.lengths.kaplan_meier import KaplanMeier
+from aprilsched.core.lengths.laws import KaplanMeier
+from aprilsched.telemetry.bias_collector import batches_until, bias_without
 
 __all__ = ["DrainPlan", "expected_longest_rest", "plan_drain"]
 

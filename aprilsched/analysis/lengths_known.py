@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from aprilsched.analysis.launches import Launches
 from aprilsched.analysis.run import readable
-from aprilsched.core.lengths.groups import GroupLengths, pooled
-from aprilsched.core.lengths.kaplan_meier import KaplanMeier, kaplan_meier
+from aprilsched.core.lengths.laws import KaplanMeier, kaplan_meier
+from aprilsched.core.lengths.observed import GroupLengths, pooled
 from aprilsched.telemetry.event_log.reading import read_facts
 from aprilsched.telemetry.run_folder import EVENTS
 

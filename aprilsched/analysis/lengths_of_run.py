@@ -24,7 +24,7 @@ from aprilsched.analysis.costs_of_run import CostsOfRun, RecordedCosts
 from aprilsched.analysis.launches import Launches, Member, RecordedBatch
 from aprilsched.analysis.rebuild import summary_of_run
 from aprilsched.analysis.run import readable
-from aprilsched.core.lengths.kaplan_meier import kaplan_meier
+from aprilsched.core.lengths.laws import kaplan_meier
 from aprilsched.core.lengths.observed import hashed_uniforms
 from aprilsched.errors import RunFolderError
 from aprilsched.telemetry.event_log.reading import replay

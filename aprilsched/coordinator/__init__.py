@@ -2,7 +2,7 @@
 
 from aprilsched.coordinator.episodes import Episode, Turn, TurnOutput
 from aprilsched.coordinator.live_bias import BiasNow
-from aprilsched.coordinator.prompt_queue import PromptQueue
+from aprilsched.coordinator.prompts import PromptQueue
 from aprilsched.coordinator.refits import RefitReport
 from aprilsched.coordinator.rollouts import RolloutScheduler
 from aprilsched.driver.callbacks import Accept, GroupReward, Reward

@@ -13,7 +13,7 @@ from asyncio_throttle.throttler import Throttler
 from aprilsched.coordinator.tasks import TaskKey, Tasks
 from aprilsched.core.messages.commands import Abort, Send
 from aprilsched.core.messages.events import Event, Failed, Interrupted
-from aprilsched.driver.chunks import ending, progress
+from aprilsched.driver.loop import ending, progress
 from aprilsched.engines.base import Engine, GenerationRequest
 from aprilsched.errors import EngineError, EngineRejected, EngineUnreachable
 

@@ -15,8 +15,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeAlias
 
-from aprilsched.coordinator.tasks import TaskKey, Tasks
-from aprilsched.coordinator.watchdog import watched
+from aprilsched.coordinator.tasks import TaskKey, Tasks, watched
 from aprilsched.core.messages.commands import (
     Continue,
     FinishSleep,

@@ -17,8 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from aprilsched.coordinator.tasks import Tasks
-from aprilsched.coordinator.waits import Waits
+from aprilsched.coordinator.tasks import Tasks, Waits
 from aprilsched.coordinator.work import Work
 from aprilsched.core.messages.commands import Deliver, FinishUpdate, Offer
 from aprilsched.core.messages.events import BatchesAcknowledged, Event, PartsFollow

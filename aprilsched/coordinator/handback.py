@@ -22,8 +22,7 @@ from contextlib import suppress
 from aprilsched.coordinator.attempts import Attempts
 from aprilsched.coordinator.controls import EngineControls
 from aprilsched.coordinator.refits import Refits
-from aprilsched.coordinator.tasks import TaskKey, Tasks
-from aprilsched.coordinator.watchdog import watched
+from aprilsched.coordinator.tasks import TaskKey, Tasks, watched
 from aprilsched.core.state.engine_control import Mode
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.engines.base import Engine

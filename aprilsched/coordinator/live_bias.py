@@ -14,9 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.core.lengths.groups import NEVER, GroupLengths, entry_after, pooled
-from aprilsched.core.lengths.identity import bias_without, expected_lengths
-from aprilsched.core.lengths.kaplan_meier import KaplanMeier, kaplan_meier
+from aprilsched.core.lengths.laws import KaplanMeier, kaplan_meier
+from aprilsched.core.lengths.observed import NEVER, GroupLengths, entry_after, pooled
 from aprilsched.core.messages.facts import (
     BatchDelivered,
     Fact,
@@ -28,6 +27,8 @@ from aprilsched.core.state.records import group_lengths
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.telemetry.base import TokenChunks
 from aprilsched.telemetry.bias_collector import (
+    bias_without,
+    expected_lengths,
     in_flight_figures,
     law_figures,
     sample_law,
@@ -54,7 +55,7 @@ class BiasNow:
         delivered: the law of the lengths in the last batches.
         length_bias: mean delivered length / mean drawn length - 1, over all delivered responses.
         transient: the part of `length_bias` that will go away when the responses in flight are
-            delivered; see :mod:`aprilsched.core.lengths.identity`.
+            delivered; see :mod:`aprilsched.telemetry.bias_collector`.
         in_flight: number and expected lengths of the responses in flight.
         dropped_tokens: number of dropped tokens, by reason.
         warning: what makes the other part permanent, with the size of the effect; None if nothing

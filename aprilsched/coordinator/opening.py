@@ -9,17 +9,25 @@ would find them, and have logprobs that no weights give.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import logging
+import threading
+from collections.abc import Hashable, Iterable, Sequence
+from typing import ClassVar
 
 from aprilsched.config import SchedulerConfig
-from aprilsched.coordinator.sharing import say_who_is_there
 from aprilsched.core.messages.events import EngineInfo, Opened
 from aprilsched.core.policies.straggler import BEHAVIOURS
-from aprilsched.engines.base import Engine
+from aprilsched.engines.base import Engine, HasAddress
+from aprilsched.engines.load import ReportsLoad
 from aprilsched.engines.selfcheck import check, paused
-from aprilsched.errors import ConfigError, InconsistentWeights
+from aprilsched.errors import ConfigError, EngineError, InconsistentWeights
 
-__all__ = ["check_engines", "examine"]
+__all__ = [
+    "Claim",
+    "check_engines",
+    "examine",
+    "say_who_is_there",
+]
 
 
 async def check_engines(
@@ -120,3 +128,106 @@ def _info(engine: Engine, version: int | None) -> EngineInfo:
         kv_tokens=able.kv_tokens,
         max_running=able.max_running_requests,
     )
+
+
+# --- sharing -------------------------------------------------------------------------------------
+
+# Detects other users of the same engines: refuses them in this process, warns of others.
+#
+# Two schedulers on one engine would each pause and refit it while the other uses it. Within one
+# process, the second scheduler is refused. Another process is detected only by its effects:
+# requests that an engine has when a scheduler opens, and aborts that the scheduler did not request
+# (see :mod:`aprilsched.coordinator.attempts`). A version that the scheduler did not load is
+# detected in every answer of an engine.
+
+log = logging.getLogger("aprilsched")
+
+_AGAIN_S = 1.0
+"""Seconds until an engine is asked again. SGLang's figures are some steps old, and SGLang aborts
+the requests of a killed client within this time."""
+
+
+class Claim:
+    """The engines that one open scheduler of this process uses.
+
+    Args:
+        run_id: the scheduler's run id, for the error message that another scheduler gets.
+    """
+
+    _holders: ClassVar[dict[Hashable, Claim]] = {}
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+    """Protects `_holders`, because a blocking scheduler has its loop in a thread of its own."""
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._engines: list[Engine] = []
+        """The claimed engines. The references ensure that no other object gets the same id."""
+
+    def take(self, engines: Iterable[Engine]) -> None:
+        """Claim these engines too.
+
+        Raises:
+            ConfigError: if another open scheduler uses one of them.
+        """
+        self._loop = asyncio.get_running_loop()
+        with self._lock:
+            for engine in engines:
+                holder = self._holders.get(_key(engine))
+                if holder is not None and holder is not self and holder.is_open:
+                    raise ConfigError(
+                        f"{engine.name} is in use by the open scheduler of run "
+                        f"{holder._run_id}, and two schedulers would disturb each other by pauses "
+                        "and refits; close that one first."
+                    )
+            for engine in engines:
+                self._holders[_key(engine)] = self
+                self._engines.append(engine)
+
+    def give_back(self) -> None:
+        """End the claim, so that another scheduler may use the engines."""
+        with self._lock:
+            for engine in self._engines:
+                if self._holders.get(_key(engine)) is self:
+                    del self._holders[_key(engine)]
+            self._engines = []
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the scheduler may still use engines. It cannot when its event loop is closed."""
+        return self._loop is not None and not self._loop.is_closed()
+
+
+def _key(engine: Engine) -> Hashable:
+    return engine.address if isinstance(engine, HasAddress) else id(engine)
+
+
+async def say_who_is_there(engines: Sequence[Engine]) -> None:
+    """Log a warning for each engine that has requests before this run has sent any."""
+    found = await _busy(engines)
+    if found:
+        await asyncio.sleep(_AGAIN_S)
+        found = await _busy([engine for engine, _ in found])
+    for engine, count in found:
+        log.warning(
+            "%s has requests of another client (%d of them): this run's pauses and refits stop "
+            "those too, and another scheduler's would stop this run's; give each its own engines",
+            engine.name,
+            count,
+        )
+
+
+async def _busy(engines: Sequence[Engine]) -> list[tuple[Engine, int]]:
+    """The engines that have requests, each with their number."""
+    counts = await asyncio.gather(*map(_requests, engines))
+    return [(engine, count) for engine, count in zip(engines, counts, strict=True) if count]
+
+
+async def _requests(engine: Engine) -> int:
+    if not isinstance(engine, ReportsLoad):
+        return 0
+    try:
+        load = await engine.load()
+    except EngineError:
+        return 0
+    return load.running + load.queued

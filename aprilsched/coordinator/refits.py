@@ -14,8 +14,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from aprilsched.coordinator.tasks import TaskKey, Tasks
-from aprilsched.coordinator.watchdog import watched
+from aprilsched.coordinator.tasks import TaskKey, Tasks, watched
 from aprilsched.core.messages.commands import Refit, Retire
 from aprilsched.core.messages.events import ControlFailed, Event, Refitted
 from aprilsched.driver.callbacks import Overdue, called, raised

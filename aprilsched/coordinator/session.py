@@ -18,15 +18,11 @@ from aprilsched.coordinator.durability import Durability
 from aprilsched.coordinator.handback import HandBack, release
 from aprilsched.coordinator.live_bias import LiveBias
 from aprilsched.coordinator.membership import Membership, Readmission
-from aprilsched.coordinator.opening import check_engines
-from aprilsched.coordinator.outages import Outages
+from aprilsched.coordinator.opening import Claim, check_engines
 from aprilsched.coordinator.refits import Refits
 from aprilsched.coordinator.replanning import Planning, StepTimes
-from aprilsched.coordinator.sharing import Claim
-from aprilsched.coordinator.tasks import Tasks
-from aprilsched.coordinator.waits import Waits
-from aprilsched.coordinator.watchdog import Heartbeat
-from aprilsched.coordinator.watching import LoadWatch, VersionWatch
+from aprilsched.coordinator.tasks import Heartbeat, Tasks, Waits
+from aprilsched.coordinator.watching import LoadWatch, Outages, VersionWatch
 from aprilsched.coordinator.work import Work
 from aprilsched.core.config import Caller, SchedulerConfig
 from aprilsched.core.messages import commands as do

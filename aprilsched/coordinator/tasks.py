@@ -8,12 +8,24 @@ its result would be awaited forever.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable
+import logging
+from collections.abc import Callable, Coroutine, Generator, Iterable
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
+from aprilsched.core.messages.commands import DeliverEvaluation, FinishSleep, FinishUpdate
+from aprilsched.core.messages.events import Event, Tick
 from aprilsched.errors import InvariantViolation
+from aprilsched.types import Batch
 
-__all__ = ["TaskKey", "Tasks"]
+__all__ = [
+    "Heartbeat",
+    "TaskKey",
+    "Tasks",
+    "Waits",
+    "watched",
+]
+
 
 TaskKey: TypeAlias = str | tuple[Any, ...]
 
@@ -106,3 +118,179 @@ class Tasks:
 
 async def _raise(error: BaseException) -> None:
     raise error
+
+
+# --- waits ---------------------------------------------------------------------------------------
+
+# Holds the futures that the trainer's calls wait for: a batch, an update, a sleep, evaluations.
+#
+# A batch is only offered here. The trainer's call takes it when the call continues. So a call that
+# is cancelled at any moment has taken nothing, and the batch stays available for the next call.
+
+
+class Waits:
+    """Futures of the trainer's open calls."""
+
+    def __init__(self) -> None:
+        self.offer: Batch | None = None
+        """The batch that may be taken; None if there is none. If there is a store, it has saved
+        this batch."""
+        self._handing: asyncio.Future[None] | None = None
+        """Done when it is known whether the trainer has taken the offer; None while no offer is on
+        its way."""
+        self._batch: asyncio.Future[None] | None = None
+        self._update: asyncio.Future[FinishUpdate] | None = None
+        self._evaluations: dict[int, asyncio.Future[Batch]] = {}
+        self._sleep: asyncio.Future[FinishSleep] | None = None
+        self._failure: BaseException | None = None
+
+    # --- an offer on its way -------------------------------------------------------------------
+
+    def begin_hand_over(self) -> None:
+        """The offer is on its way to a thread or process, and must not be withdrawn meanwhile."""
+        self._handing = self._check().create_future()
+
+    def end_hand_over(self) -> None:
+        """The trainer has the offer, or does not get it. Calling it again does nothing."""
+        handing, self._handing = self._handing, None
+        if handing is not None and not handing.done():
+            handing.set_result(None)
+
+    async def until_handed_over(self) -> None:
+        """Wait until no offer is on its way."""
+        while self._handing is not None:
+            await asyncio.shield(self._handing)
+            self.raise_failure()
+
+    # --- waiting -------------------------------------------------------------------------------
+
+    @property
+    def batch_requested(self) -> bool:
+        return self._batch is not None and not self._batch.done()
+
+    def for_batch(self) -> asyncio.Future[None]:
+        """A future that is done when a batch is offered."""
+        self._batch = self._check().create_future()
+        return self._batch
+
+    def for_update(self) -> asyncio.Future[FinishUpdate]:
+        self._update = self._check().create_future()
+        return self._update
+
+    def for_sleep(self) -> asyncio.Future[FinishSleep]:
+        """A future that is done when the engines are asleep, or are awake again."""
+        self._sleep = self._check().create_future()
+        return self._sleep
+
+    def for_evaluation(self, evaluation_id: int) -> asyncio.Future[Batch]:
+        future: asyncio.Future[Batch] = self._check().create_future()
+        self._evaluations[evaluation_id] = future
+        return future
+
+    @property
+    def update(self) -> asyncio.Future[FinishUpdate] | None:
+        """Future of the latest update, even if its caller was cancelled."""
+        return self._update
+
+    def raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    # --- commands ------------------------------------------------------------------------------
+
+    def show(self, batch: Batch) -> None:
+        """Offer a batch to the trainer."""
+        self.offer = batch
+        if self._batch is not None and not self._batch.done():
+            self._batch.set_result(None)
+
+    def withdraw(self, _: object) -> None:
+        """Withdraw the offer of a batch."""
+        self.offer = None
+
+    def finish_update(self, command: FinishUpdate) -> None:
+        if self._update is not None and not self._update.done():
+            self._update.set_result(command)
+
+    def finish_sleep(self, command: FinishSleep) -> None:
+        if self._sleep is not None and not self._sleep.done():
+            self._sleep.set_result(command)
+
+    def deliver_evaluation(self, command: DeliverEvaluation) -> None:
+        future = self._evaluations.pop(command.evaluation_id, None)
+        if future is not None and not future.done():
+            future.set_result(command.batch)
+
+    def forget_evaluation(self, evaluation_id: int) -> None:
+        """Drop the future of an evaluation whose caller was cancelled."""
+        self._evaluations.pop(evaluation_id, None)
+
+    def refuse(self, error: BaseException, *, batch: bool, evaluations: Iterable[int]) -> None:
+        """Raise `error` in the calls that wait for these; later calls work again."""
+        futures = [self._evaluations.pop(evaluation, None) for evaluation in evaluations]
+        for future in (self._batch if batch else None, *futures):
+            _fail(future, error)
+
+    def fail(self, error: BaseException) -> None:
+        """Raise `error` in every call that waits now or later, because the session has ended."""
+        self._failure = self._failure or error
+        for future in (self._batch, self._update, self._sleep, *self._evaluations.values()):
+            _fail(future, error)
+        self.end_hand_over()
+
+    def _check(self) -> asyncio.AbstractEventLoop:
+        self.raise_failure()
+        return asyncio.get_running_loop()
+
+
+def _fail(future: asyncio.Future[Any] | None, error: BaseException) -> None:
+    if future is not None and not future.done():
+        future.set_exception(error)
+        # Marks the error as retrieved, because a cancelled waiter does not look at it.
+        future.exception()
+
+
+# --- watchdog ------------------------------------------------------------------------------------
+
+# Sends the core a Tick each second, and logs calls to engines that take long.
+
+log = logging.getLogger("aprilsched")
+
+SLOW_CALL_S = 10.0
+"""Interval in seconds at which a call without an answer is logged."""
+
+
+@contextmanager
+def watched(who: str, what: str, *, every_s: float = SLOW_CALL_S) -> Generator[None]:
+    """Log a warning every `every_s` seconds while the block runs."""
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+
+    def warn() -> None:
+        nonlocal timer
+        log.warning("%s has not answered %s for %.0f s", who, what, loop.time() - began)
+        timer = loop.call_later(every_s, warn)
+
+    timer = loop.call_later(every_s, warn)
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+_INTERVAL_S = 1.0
+
+
+class Heartbeat:
+    """Sends a Tick each second from the start of a session to its end."""
+
+    def __init__(self, feed: Callable[[Event], None]) -> None:
+        self._feed = feed
+
+    def start(self, tasks: Tasks) -> None:
+        tasks.start("heartbeat", self._send_ticks())
+
+    async def _send_ticks(self) -> None:
+        while True:
+            await asyncio.sleep(_INTERVAL_S)
+            self._feed(Tick())

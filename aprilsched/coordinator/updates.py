@@ -11,12 +11,12 @@ import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager, suppress
 
-from aprilsched.coordinator.outages import wants_update
 from aprilsched.coordinator.refits import RefitReport
 from aprilsched.coordinator.session import Session
+from aprilsched.coordinator.watching import wants_update
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
-from aprilsched.core.steps.outage import stranded
+from aprilsched.core.steps.engines import stranded
 from aprilsched.driver.callbacks import called, called_now
 from aprilsched.engines.refit import SleepingEngine
 from aprilsched.errors import ConfigError, RefitError

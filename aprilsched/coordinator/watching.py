@@ -1,20 +1,30 @@
 """Watches all engines: their versions, where somebody else moves the weights, and their KV pools,
-where requests move from full ones."""
+where requests move from full ones.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from datetime import datetime, timedelta
 
-from aprilsched.coordinator.tasks import Tasks
+from aprilsched.coordinator.tasks import Tasks, Waits
+from aprilsched.core.messages.commands import AwaitFleet, GiveUpFleet, ReportSlow, WantUpdate
 from aprilsched.core.messages.events import Event, LoadSeen, VersionSeen
 from aprilsched.engines.base import Engine, TellsPause
 from aprilsched.engines.load import ReportsLoad
-from aprilsched.errors import EngineError, InconsistentWeights
+from aprilsched.errors import EngineError, FleetLost, InconsistentWeights, RefitError
 
-__all__ = ["LoadWatch", "VersionWatch"]
+__all__ = [
+    "LoadWatch",
+    "Outages",
+    "VersionWatch",
+    "wants_update",
+]
+
 
 _INTERVAL_S = 1.0
 _ANSWER_S = 10.0
@@ -95,3 +105,71 @@ class LoadWatch(_Watch):
         if load.kv_tokens is None or load.age_s > _INTERVAL_S:
             return None
         return LoadSeen(engine=engine.name, used=load.kv_tokens, queued=load.queued)
+
+
+# --- outages -------------------------------------------------------------------------------------
+
+# Reports slow engines and the loss of the whole fleet, in the log and to waiting calls.
+
+log = logging.getLogger("aprilsched")
+
+
+class Outages:
+    """Carries out the commands of :mod:`aprilsched.core.steps.engines`."""
+
+    def __init__(self, waits: Waits) -> None:
+        self._waits = waits
+
+    def report_slow(self, command: ReportSlow) -> None:
+        log.warning(
+            "engine %s is slow: %s; it stays in use, because there is no other engine to compare "
+            "it with",
+            command.engine,
+            command.cause,
+        )
+
+    def wait(self, command: AwaitFleet) -> None:
+        now = datetime.now().astimezone()
+        log.error(
+            "no engine is left since %s; the scheduler waits until %s for one to come back: %s",
+            _clock(now - timedelta(seconds=command.waited_s)),
+            _clock(now + timedelta(seconds=command.left_s)),
+            _causes(command.lost),
+        )
+
+    def give_up(self, command: GiveUpFleet) -> None:
+        self._waits.fail(
+            FleetLost(
+                f"no engine is left and none came back within {command.waited_s:.0f} s "
+                f"({_causes(command.lost)}); restart the servers, or raise health.fleet_wait_s."
+            )
+        )
+
+    def want_update(self, command: WantUpdate) -> None:
+        error = wants_update(command.engines, command.version, command.base)
+        self._waits.refuse(error, batch=command.batch, evaluations=command.evaluations)
+
+
+def wants_update(engines: Iterable[str], version: int, base: int | None) -> RefitError:
+    """The error for a call that waits for tokens which no engine can generate before an update.
+
+    Args:
+        engines: names of the engines that are there.
+        version: the fleet's version.
+        base: the full model that the fleet's adapters belong to; None without adapters.
+    """
+    whole = (
+        "" if base is None else f", as a full model where an engine does not have version {base}"
+    )
+    return RefitError(
+        f"no engine has the fleet's weights ({', '.join(engines)} wait for them); call "
+        f"update_weights(publisher, version={version}), or with newer ones, first{whole}."
+    )
+
+
+def _clock(when: datetime) -> str:
+    return when.strftime("%H:%M:%S")
+
+
+def _causes(lost: tuple[tuple[str, str], ...]) -> str:
+    return "; ".join(f"{engine}: {cause}" for engine, cause in lost)

@@ -19,12 +19,16 @@ from typing import Annotated, Literal, TypeAlias
 from aprilsched.checks import suggesting
 from aprilsched.core.policies.bounds import AT_LEAST_0, AT_LEAST_1, Bound, check_settings
 from aprilsched.core.policies.kinds import REFILLS, RefillRule, StopUnit
-from aprilsched.core.policies.objective import Objective
-from aprilsched.core.policies.over_provision import RATIO, FixedRatio, OverProvision
-from aprilsched.core.policies.placement import Placement
-from aprilsched.core.policies.refill import Refill
-from aprilsched.core.policies.resume_order import ResumeOrder
-from aprilsched.core.policies.schedule import Pace, Schedule
+from aprilsched.core.policies.placement import Placement, ResumeOrder
+from aprilsched.core.policies.refill import Refill, Wave
+from aprilsched.core.policies.schedule import (
+    RATIO,
+    FixedRatio,
+    Objective,
+    OverProvision,
+    Pace,
+    Schedule,
+)
 from aprilsched.core.policies.staleness import Staleness
 from aprilsched.core.policies.stop import Groups, Samples, Stop
 from aprilsched.core.policies.straggler import (
@@ -35,7 +39,6 @@ from aprilsched.core.policies.straggler import (
     StragglerRule,
     rules_that,
 )
-from aprilsched.core.policies.wave import Wave
 from aprilsched.errors import ConfigError
 from aprilsched.types import SamplingParams
 

@@ -23,24 +23,18 @@ from aprilsched.core.state.saved import Saved
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.steps import (
     batch,
-    buckets,
     dispatch,
     drop,
     engines,
     follow,
-    health,
     launch,
     migration,
-    outage,
     refit,
     replan,
     requests,
     rolling,
-    scoring,
-    sleep,
     stragglers,
     turns,
-    verify,
 )
 from aprilsched.core.steps.resume import restore
 
@@ -60,8 +54,8 @@ HANDLERS: dict[type, Callable[[SchedulerState, Any], None]] = {
     events.UpdateRequested: refit.on_update_requested,
     events.UpdateWithdrawn: refit.on_update_withdrawn,
     events.PartsFollow: refit.on_parts_follow,
-    events.SleepRequested: sleep.on_sleep_requested,
-    events.WakeRequested: sleep.on_wake_requested,
+    events.SleepRequested: refit.on_sleep_requested,
+    events.WakeRequested: refit.on_wake_requested,
     events.HoldRequested: engines.on_hold_requested,
     events.HoldEnded: engines.on_hold_ended,
     events.GroupWithdrawn: drop.on_group_withdrawn,
@@ -79,25 +73,25 @@ HANDLERS: dict[type, Callable[[SchedulerState, Any], None]] = {
     events.TurnKept: turns.on_turn_kept,
     events.EpisodeFinished: turns.on_episode_finished,
     events.EpisodeFailed: turns.on_episode_failed,
-    events.Rewarded: scoring.on_rewarded,
-    events.GroupRewarded: scoring.on_group_rewarded,
-    events.RewardFailed: scoring.on_reward_failed,
-    events.Filtered: scoring.on_filtered,
+    events.Rewarded: turns.on_rewarded,
+    events.GroupRewarded: turns.on_group_rewarded,
+    events.RewardFailed: turns.on_reward_failed,
+    events.Filtered: turns.on_filtered,
     # Answers of engines to control calls.
     events.Paused: engines.on_paused,
     events.Flushed: engines.on_flushed,
     events.Refitted: refit.on_refitted,
-    events.Verified: verify.on_verified,
+    events.Verified: follow.on_verified,
     events.LoadSeen: migration.on_load_seen,
     events.VersionSeen: follow.on_version_seen,
-    events.Released: sleep.on_released,
-    events.Woken: sleep.on_woken,
+    events.Released: refit.on_released,
+    events.Woken: refit.on_woken,
     events.Continued: engines.on_continued,
     events.ControlFailed: engines.on_control_failed,
     # The fleet and the clock.
     events.EngineJoined: engines.on_engine_joined,
     events.EngineLost: engines.on_engine_lost,
-    events.Tick: health.on_tick,
+    events.Tick: engines.on_tick,
 }
 
 DECISIONS: tuple[Callable[[SchedulerState], None], ...] = (
@@ -117,7 +111,7 @@ DECISIONS: tuple[Callable[[SchedulerState], None], ...] = (
     # After the update, because engines wake only when the update that brings their weights has
     # ended. Before `dispatch.steer`, because the goal of the engines follows from the phase of the
     # sleep.
-    sleep.advance,
+    refit.advance_sleep,
     # Before `launch.launch`, because an offer ends the batch in work: how many groups are launched
     # depends on the next batch from then on.
     batch.offer,
@@ -126,12 +120,12 @@ DECISIONS: tuple[Callable[[SchedulerState], None], ...] = (
     replan.measure,
     # Anywhere: it only asks the shell for a schedule, and the answer is an event.
     replan.plan,
-    # Before `buckets.choose_groups`, which chooses among the open groups, new ones included.
+    # Before `stragglers.choose_groups`, which chooses among the open groups, new ones included.
     launch.launch,
     # Before `dispatch.dispatch`, because only chosen groups wait to be sent. It acts while
     # training rollouts run and `stragglers.resolve_stragglers` when they stop, so the order of
     # these two does not matter.
-    buckets.choose_groups,
+    stragglers.choose_groups,
     # Before `dispatch.dispatch`, which sends what came back to the engine that was chosen for it.
     migration.migrate,
     # Before `dispatch.steer`, which pauses no engine as long as a straggler may run on or is being
@@ -145,13 +139,13 @@ DECISIONS: tuple[Callable[[SchedulerState], None], ...] = (
     # After `launch.launch`, because an engine is freed where requests of the newest version wait
     # for one. Before `refit.catch_up`, which refits the engines that are free.
     rolling.roll,
-    # Before `outage.attend`, which would ask the trainer for a new version otherwise, although an
+    # Before `engines.attend`, which would ask the trainer for a new version otherwise, although an
     # engine on standby can have the present one; and before `dispatch.steer`, which gives the
     # engine its first control call.
     refit.catch_up,
     # Anywhere after `refit.catch_up`: while no engine is in use every tick is followed by all
     # decisions, so what is abandoned here is seen a second later at the latest.
-    outage.attend,
+    engines.attend,
     # Before `refit.refit`, because memory that a refit needs is taken back first. Whether it comes
     # before or after `dispatch.dispatch` does not matter: both follow the same goal, and requests
     # are sent only while the goal is to run (hazard 4).

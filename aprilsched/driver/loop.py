@@ -11,13 +11,28 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from aprilsched.core.messages.commands import Command
-from aprilsched.core.messages.events import Event, LoadSeen, Tick, VersionSeen
+from aprilsched.core.messages.events import (
+    Event,
+    Finished,
+    Interrupted,
+    LoadSeen,
+    Progress,
+    Tick,
+    VersionSeen,
+)
 from aprilsched.core.messages.facts import by_delivery
 from aprilsched.core.scheduler import Scheduler
 from aprilsched.driver.listeners import Listeners
+from aprilsched.engines.base import Chunk
 from aprilsched.telemetry.base import AnyListener
 
-__all__ = ["EventLoop", "Perform"]
+__all__ = [
+    "EventLoop",
+    "Perform",
+    "ending",
+    "progress",
+]
+
 
 Perform = Callable[[Any], None]
 """Function that starts what a command asks for, and returns at once."""
@@ -103,3 +118,30 @@ class EventLoop:
                 if listeners.watch_protocol:
                     listeners.command(command, now)
                 self.performers[command.__class__](command)
+
+
+# --- chunks --------------------------------------------------------------------------------------
+
+# Turns the chunks that an engine streams into events for the core; both shells use it.
+
+
+def progress(chunk: Chunk, request_id: int, attempt: int) -> Progress | None:
+    """The event with the chunk's tokens; None if the chunk has no tokens."""
+    if not len(chunk.token_ids):
+        return None
+    return Progress(
+        request_id=request_id,
+        attempt=attempt,
+        token_ids=chunk.token_ids,
+        logprobs=chunk.logprobs,
+        label=chunk.label,
+    )
+
+
+def ending(chunk: Chunk, request_id: int, attempt: int) -> Finished | Interrupted | None:
+    """The event that ends the attempt with this chunk; None if the attempt continues."""
+    if chunk.finish is None:
+        return None
+    if chunk.finish == "abort":
+        return Interrupted(request_id=request_id, attempt=attempt, spans=chunk.spans)
+    return Finished(request_id=request_id, attempt=attempt, reason=chunk.finish, spans=chunk.spans)

@@ -19,8 +19,7 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
-from aprilsched.coordinator.prompt_queue import PromptQueue
-from aprilsched.coordinator.prompts import checked
+from aprilsched.coordinator.prompts import PromptQueue, checked
 from aprilsched.coordinator.refits import RefitReport
 from aprilsched.coordinator.rollouts import RolloutScheduler
 from aprilsched.core.config import SchedulerConfig

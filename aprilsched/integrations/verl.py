@@ -39,7 +39,7 @@ from aprilsched.core.messages.facts import (
     GroupLaunched,
     PromptRefused,
 )
-from aprilsched.core.policies.over_provision import OverProvision
+from aprilsched.core.policies.schedule import OverProvision
 from aprilsched.engines.sglang.fleet import SGLangListedFleet
 from aprilsched.errors import ConfigError, RefitError
 from aprilsched.extras import extra

@@ -1,7 +1,7 @@
 """Chooses the least stale schedule within 1 % of the best by the objective.
 
 The objective is useful work for the time of whole steps
-(:class:`~aprilsched.core.policies.objective.Objective`). Optima are flat: many schedules are as
+(:class:`~aprilsched.core.policies.schedule.Objective`). Optima are flat: many schedules are as
 good as the best within noise, with very different staleness. So differences below the objective's
 `tolerance` do not count, and staleness decides.
 
@@ -19,14 +19,9 @@ from dataclasses import dataclass, replace
 from aprilsched.core.config import SchedulerConfig
 from aprilsched.core.lengths.observed import ObservedLengths
 from aprilsched.core.messages.commands import Plan
-from aprilsched.core.policies.length_buckets import LengthBuckets
-from aprilsched.core.policies.over_provision import FixedRatio
-from aprilsched.core.policies.pool import Pool
-from aprilsched.core.policies.refill import Refill
-from aprilsched.core.policies.schedule import Forecast, Pace, Schedule
+from aprilsched.core.policies.refill import LengthBuckets, Pool, Refill, TailBatching, Wave
+from aprilsched.core.policies.schedule import FixedRatio, Forecast, Pace, Schedule
 from aprilsched.core.policies.straggler import BEHAVIOURS
-from aprilsched.core.policies.tail_batching import TailBatching
-from aprilsched.core.policies.wave import Wave
 from aprilsched.planning.bias import Bias
 from aprilsched.planning.rolling import RollingTrial
 from aprilsched.planning.setting import Outcome, Setting

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.core.policies.objective import Objective
-from aprilsched.core.policies.schedule import Pace
+from aprilsched.core.policies.schedule import Objective, Pace
 from aprilsched.core.policies.stop import Groups, Stop
 from aprilsched.core.policies.straggler import Prices
 from aprilsched.timing.model import StepTimeModel
@@ -123,7 +122,7 @@ class Outcome:
 
     Attributes:
         value: the objective: useful work in seconds of T_bound, for each second of whole steps
-            (:class:`~aprilsched.core.policies.objective.Objective`).
+            (:class:`~aprilsched.core.policies.schedule.Objective`).
         step_seconds: mean seconds of a step, without `trainer_seconds`.
         trainer_seconds: mean seconds of a step in which the engines wait by design for the
             trainer, which has the whole batch: all of its time for a whole batch on the synchronous

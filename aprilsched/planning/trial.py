@@ -36,10 +36,9 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.core.lengths.log_law import Levels, LogLaw, normal_quantile, observed_logs
+from aprilsched.core.lengths.laws import Levels, LogLaw, normal_quantile, observed_logs
 from aprilsched.core.lengths.observed import hashed_uniforms, resampled
-from aprilsched.core.policies.pool import Pool
-from aprilsched.core.policies.refill import OpenGroups, PoolView, Refill
+from aprilsched.core.policies.refill import OpenGroups, Pool, PoolView, Refill
 from aprilsched.core.policies.schedule import Schedule
 from aprilsched.core.policies.staleness import Staleness, StalenessRule
 from aprilsched.planning.setting import Outcome, Setting

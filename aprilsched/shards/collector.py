@@ -23,8 +23,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from aprilsched.core.config import SchedulerConfig
-from aprilsched.core.policies.refill import PoolView
-from aprilsched.core.policies.wave import Wave
+from aprilsched.core.policies.refill import PoolView, Wave
 from aprilsched.core.state.ledger import Outcome
 from aprilsched.core.state.saved import SavedGroup
 from aprilsched.errors import ConfigError, InvariantViolation, StoreError

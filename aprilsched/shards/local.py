@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Literal
 
 from aprilsched.coordinator.episodes import Episode
-from aprilsched.coordinator.prompt_queue import PromptQueue
+from aprilsched.coordinator.prompts import PromptQueue
 from aprilsched.coordinator.refits import RefitReport
 from aprilsched.coordinator.rollouts import RolloutScheduler
 from aprilsched.core.config import SchedulerConfig
 from aprilsched.core.messages import events as ev
-from aprilsched.core.steps.outage import stranded
+from aprilsched.core.steps.engines import stranded
 from aprilsched.driver.callbacks import Accept, GroupReward, Reward
 from aprilsched.engines.base import Fleet
 from aprilsched.errors import AprilschedError, FleetLost, RefitError, SchedulerClosed

@@ -9,7 +9,7 @@ from aprilsched.core.messages import facts as of
 from aprilsched.core.messages.facts import Fact
 from aprilsched.core.state.ledger import FAILURES
 from aprilsched.core.state.state import SchedulerState
-from aprilsched.core.steps.outage import stranded
+from aprilsched.core.steps.engines import stranded
 from aprilsched.shards.base import Complete, News, serial_of
 from aprilsched.telemetry.base import TokenChunks
 from aprilsched.types import Group

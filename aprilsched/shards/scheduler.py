@@ -25,7 +25,7 @@ from aprilsched.coordinator.logprob_comparison import compared
 from aprilsched.coordinator.prompts import PromptSource, checked
 from aprilsched.coordinator.refits import RefitReport
 from aprilsched.coordinator.taking import TakesBatches
-from aprilsched.coordinator.waits import Waits
+from aprilsched.coordinator.tasks import Waits
 from aprilsched.core.config import SchedulerConfig
 from aprilsched.core.messages import facts as of
 from aprilsched.core.state.ledger import Reason

@@ -20,7 +20,7 @@ from aprilsched.core.messages.events import (
     Refitted,
     Verified,
 )
-from aprilsched.driver.chunks import ending, progress
+from aprilsched.driver.loop import ending, progress
 from aprilsched.engines.base import Chunk, GenerationRequest
 from aprilsched.engines.sim.batcher import Batcher
 from aprilsched.engines.sim.config import SimConfig

@@ -12,12 +12,10 @@ from typing import Any, TypeVar, cast
 import msgspec
 import numpy as np
 
-from aprilsched.core.lengths.groups import GroupLengths
-from aprilsched.core.lengths.memory import Remembered
+from aprilsched.core.lengths.observed import GroupLengths, Remembered
 from aprilsched.core.policies.kinds import OVER_PROVISIONS, REFILLS
-from aprilsched.core.policies.over_provision import OverProvision
 from aprilsched.core.policies.refill import Refill
-from aprilsched.core.policies.schedule import Forecast, Pace, Schedule
+from aprilsched.core.policies.schedule import Forecast, OverProvision, Pace, Schedule
 from aprilsched.core.state.saved import SavedGroup, SavedMember
 from aprilsched.errors import ConfigError
 from aprilsched.store.values import packed, unpacked

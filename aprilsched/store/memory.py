@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from aprilsched.core.lengths.groups import GroupLengths
-from aprilsched.core.lengths.memory import MOST_KEYS, Remembered
+from aprilsched.core.lengths.observed import MOST_KEYS, GroupLengths, Remembered
 from aprilsched.core.state.ledger import Entry
 from aprilsched.core.state.saved import (
     GroupState,

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from aprilsched.core.lengths.groups import GroupLengths
+from aprilsched.core.lengths.observed import GroupLengths
 from aprilsched.core.messages import facts as of
 from aprilsched.core.messages.facts import Fact
 from aprilsched.core.state.ledger import Counters, Entry, Ledger, Reason

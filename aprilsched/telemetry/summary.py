@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from aprilsched.core.lengths.groups import GroupLengths
+from aprilsched.core.lengths.observed import GroupLengths
 from aprilsched.core.messages import facts
 from aprilsched.core.state.ledger import Counters, Ledger
 from aprilsched.telemetry import batch_figures as of

@@ -18,9 +18,8 @@ from unittest.mock import patch
 
 from aprilsched import LongTailWorkload, SchedulerConfig
 from aprilsched.config import LengthBuckets, Pool, Wave
-from aprilsched.core.policies.over_provision import FixedRatio
 from aprilsched.core.policies.refill import Refill
-from aprilsched.core.policies.schedule import Schedule
+from aprilsched.core.policies.schedule import FixedRatio, Schedule
 from aprilsched.engines.sim import SimConfig
 from aprilsched.planning import Planner, planner
 from aprilsched.planning.bias import Bias

@@ -9,9 +9,8 @@ import numpy as np
 
 from aprilsched.config import SchedulerConfig
 from aprilsched.core.messages.facts import BatchDelivered, DeliveredRollout, Fact, PromptsReceived
-from aprilsched.core.policies.over_provision import FixedRatio
-from aprilsched.core.policies.pool import Pool
-from aprilsched.core.policies.schedule import Schedule
+from aprilsched.core.policies.refill import Pool
+from aprilsched.core.policies.schedule import FixedRatio, Schedule
 from aprilsched.core.policies.straggler import StragglerRule
 from aprilsched.planning.planner import Space, choose, trials
 from aprilsched.planning.setting import Setting

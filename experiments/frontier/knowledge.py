@@ -16,12 +16,9 @@ from unittest import mock
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.core.lengths.log_law import LogLaw, rest_of_groups
-from aprilsched.core.policies.length_buckets import LengthBuckets, window
-from aprilsched.core.policies.over_provision import FixedRatio
-from aprilsched.core.policies.refill import Refill
-from aprilsched.core.policies.schedule import Schedule
-from aprilsched.core.policies.wave import Wave
+from aprilsched.core.lengths.laws import LogLaw, rest_of_groups
+from aprilsched.core.policies.refill import LengthBuckets, Refill, Wave, window
+from aprilsched.core.policies.schedule import FixedRatio, Schedule
 from aprilsched.planning import trial
 from aprilsched.planning.setting import Setting
 from aprilsched.planning.trial import Store, TrialGroup

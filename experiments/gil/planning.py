@@ -24,12 +24,11 @@ from typing import Any
 import numpy as np
 
 from aprilsched import LongTailWorkload, SchedulerConfig
-from aprilsched.coordinator.planning_process import planned_apart
-from aprilsched.core.lengths.groups import GroupLengths
+from aprilsched.coordinator.replanning import planned_apart
+from aprilsched.core.lengths.observed import GroupLengths
 from aprilsched.core.messages.commands import Plan
-from aprilsched.core.policies.over_provision import FixedRatio
-from aprilsched.core.policies.schedule import Schedule
-from aprilsched.core.policies.wave import Wave
+from aprilsched.core.policies.refill import Wave
+from aprilsched.core.policies.schedule import FixedRatio, Schedule
 from aprilsched.planning import Planner
 
 CONFIG = SchedulerConfig(batch_groups=32, group_size=8, over_provision="auto")

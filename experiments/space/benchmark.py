@@ -31,7 +31,7 @@ from aprilsched.core.messages.facts import (
     Fact,
     TokensReceived,
 )
-from aprilsched.core.policies.objective import Objective
+from aprilsched.core.policies.schedule import Objective
 from aprilsched.engines.sim import SimConfig
 from aprilsched.planning import Planner
 from aprilsched.presets import PRESETS

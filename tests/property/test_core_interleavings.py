@@ -35,17 +35,11 @@ from aprilsched.config import (
 )
 from aprilsched.core.config import PaceRule, RewardScope
 from aprilsched.core.messages import events as ev
-from aprilsched.core.policies.length_buckets import LengthBuckets
-from aprilsched.core.policies.over_provision import FixedRatio
-from aprilsched.core.policies.placement import Placement
-from aprilsched.core.policies.pool import Pool
-from aprilsched.core.policies.refill import Refill
-from aprilsched.core.policies.resume_order import ResumeOrder
-from aprilsched.core.policies.schedule import Pace, Schedule
+from aprilsched.core.policies.placement import Placement, ResumeOrder
+from aprilsched.core.policies.refill import LengthBuckets, Pool, Refill, TailBatching, Wave
+from aprilsched.core.policies.schedule import FixedRatio, Pace, Schedule
 from aprilsched.core.policies.staleness import StalenessRule
 from aprilsched.core.policies.straggler import BEHAVIOURS, StragglerRule
-from aprilsched.core.policies.tail_batching import TailBatching
-from aprilsched.core.policies.wave import Wave
 from aprilsched.core.state.lifecycle import GENERATING
 from aprilsched.store import MemoryStore
 from aprilsched.types import SamplingParams, Score, VersionSpan

@@ -214,8 +214,8 @@ RULES: dict[str, Rule] = {
     "aprilsched.store": Rule(
         ours=(
             "aprilsched.core.state.ledger",
-            "aprilsched.core.lengths.groups",
-            "aprilsched.core.lengths.memory",
+            "aprilsched.core.lengths.observed",
+            "aprilsched.core.lengths.observed",
             "aprilsched.core.policies",
             "aprilsched.core.state.saved",
             "aprilsched.errors",

@@ -18,7 +18,7 @@ from aprilsched.analysis.bias import (
 )
 from aprilsched.analysis.bias_plots import figure_of
 from aprilsched.analysis.drain import expected_longest_rest, plan_drain
-from aprilsched.core.lengths.kaplan_meier import kaplan_meier
+from aprilsched.core.lengths.laws import kaplan_meier
 from aprilsched.core.state.ledger import Entry, Ledger, Reason
 from aprilsched.telemetry.bias_collector import (
     Drops,

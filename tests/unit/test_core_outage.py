@@ -6,7 +6,7 @@ from aprilsched.config import Health
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
 from aprilsched.core.state.ledger import Reason
-from aprilsched.core.steps.outage import stranded
+from aprilsched.core.steps.engines import stranded
 from tests.support.driver import Driver, config, names, prompts
 
 

@@ -7,11 +7,9 @@ import pytest
 from aprilsched.config import LengthBuckets, Pool, SchedulerConfig
 from aprilsched.core.messages import events as ev
 from aprilsched.core.messages.facts import Fact, RunOpened, ScheduleChanged, ScheduleRefused
-from aprilsched.core.policies.over_provision import FixedRatio
-from aprilsched.core.policies.refill import Refill
-from aprilsched.core.policies.schedule import Pace, Schedule
-from aprilsched.core.policies.wave import Wave
-from aprilsched.core.state.durations import Durations
+from aprilsched.core.policies.refill import Refill, Wave
+from aprilsched.core.policies.schedule import FixedRatio, Pace, Schedule
+from aprilsched.core.state.engine_health import Durations
 from aprilsched.errors import ConfigError
 from aprilsched.presets import PRESETS
 from aprilsched.shards.settings import check_shardable

@@ -6,9 +6,8 @@ import pytest
 
 from aprilsched.config import LengthBuckets, Pool, Samples, SchedulerConfig, Staleness, Tokens
 from aprilsched.core.messages.events import Filtered
-from aprilsched.core.policies.over_provision import FixedRatio
-from aprilsched.core.policies.schedule import Schedule
-from aprilsched.core.policies.wave import Wave
+from aprilsched.core.policies.refill import Wave
+from aprilsched.core.policies.schedule import FixedRatio, Schedule
 from aprilsched.planning import Planner
 from aprilsched.planning.trial import try_out
 from tests.support.driver import Driver

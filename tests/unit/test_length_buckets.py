@@ -11,14 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aprilsched.config import Dispatch, SchedulerConfig, Staleness, Tokens
-from aprilsched.core.lengths.log_law import LogLaw, rest_of_groups
+from aprilsched.core.lengths.laws import LogLaw, rest_of_groups
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
-from aprilsched.core.policies.length_buckets import LengthBuckets, stratified, window
-from aprilsched.core.policies.over_provision import FixedRatio
-from aprilsched.core.policies.refill import PoolView
-from aprilsched.core.policies.schedule import Schedule
-from aprilsched.core.policies.wave import Wave
+from aprilsched.core.policies.refill import LengthBuckets, PoolView, Wave, stratified, window
+from aprilsched.core.policies.schedule import FixedRatio, Schedule
 from aprilsched.core.state.ledger import Reason
 from aprilsched.core.state.lifecycle import GENERATING
 from aprilsched.errors import ConfigError

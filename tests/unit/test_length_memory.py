@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from aprilsched.config import SchedulerConfig
-from aprilsched.core.lengths import memory
-from aprilsched.core.lengths.groups import GroupLengths
-from aprilsched.core.lengths.log_law import LogLaw, rest_of_groups
-from aprilsched.core.lengths.memory import LengthMemory
+from aprilsched.core.lengths import observed
+from aprilsched.core.lengths.laws import LogLaw, rest_of_groups
+from aprilsched.core.lengths.observed import GroupLengths, LengthMemory
 from aprilsched.core.messages import events as ev
 from aprilsched.types import Prompt
 from tests.support.driver import Driver
@@ -137,7 +136,7 @@ def test_long_keys_are_kept_as_digests() -> None:
 
 
 def test_the_keys_seen_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "MOST_KEYS", 3)
+    monkeypatch.setattr(observed, "MOST_KEYS", 3)
     known = LengthMemory()
     for key in (0, 1, 2, 0, 3):
         known.note(key, whole(100), LAW, 0)

@@ -8,16 +8,17 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from aprilsched.core.lengths.groups import GroupLengths, pooled
-from aprilsched.core.lengths.identity import batches_until, bias_without, expected_lengths
-from aprilsched.core.lengths.kaplan_meier import kaplan_meier
+from aprilsched.core.lengths.laws import kaplan_meier
 from aprilsched.core.lengths.observed import (
+    GroupLengths,
     ObservedLengths,
     hashed_uniforms,
     iid_distance,
+    pooled,
     resampled,
     shared_log_variance,
 )
+from aprilsched.telemetry.bias_collector import batches_until, bias_without, expected_lengths
 from aprilsched.workload import LongTailWorkload
 
 

@@ -14,17 +14,11 @@ import pytest
 from numpy.typing import NDArray
 
 from aprilsched.config import Samples, SchedulerConfig, Staleness, Tokens
-from aprilsched.core.lengths.groups import GroupLengths
+from aprilsched.core.lengths.observed import GroupLengths
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
-from aprilsched.core.policies.length_buckets import LengthBuckets
-from aprilsched.core.policies.objective import Objective
-from aprilsched.core.policies.over_provision import FixedRatio
-from aprilsched.core.policies.pool import Pool
-from aprilsched.core.policies.refill import Refill
-from aprilsched.core.policies.schedule import Forecast, Pace, Schedule
-from aprilsched.core.policies.tail_batching import TailBatching
-from aprilsched.core.policies.wave import Wave
+from aprilsched.core.policies.refill import LengthBuckets, Pool, Refill, TailBatching, Wave
+from aprilsched.core.policies.schedule import FixedRatio, Forecast, Objective, Pace, Schedule
 from aprilsched.engines.sim.config import SimConfig
 from aprilsched.planning import Planner
 from aprilsched.planning.planner import Space, Tried, candidates, choose, named, trials

@@ -16,15 +16,13 @@ from pathlib import Path
 import pytest
 
 from aprilsched.config import SchedulerConfig
-from aprilsched.coordinator import planning_process
-from aprilsched.coordinator.planning_process import NoProcess, planned_apart
-from aprilsched.coordinator.replanning import Planning
+from aprilsched.coordinator import replanning
+from aprilsched.coordinator.replanning import NoProcess, Planning, planned_apart
 from aprilsched.coordinator.tasks import Tasks
 from aprilsched.core.messages.commands import Plan
 from aprilsched.core.messages.events import Event, Planned
-from aprilsched.core.policies.over_provision import FixedRatio
-from aprilsched.core.policies.schedule import Schedule
-from aprilsched.core.policies.wave import Wave
+from aprilsched.core.policies.refill import Wave
+from aprilsched.core.policies.schedule import FixedRatio, Schedule
 from aprilsched.planning import Planner
 from tests.support.planners import Broken, Dying, Exiting, Hanging, Telling, Unreadable
 from tests.unit.test_planning import plan
@@ -86,7 +84,7 @@ async def test_a_failure_there_says_where(caplog: pytest.LogCaptureFixture) -> N
 
 
 async def test_one_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(planning_process, "LIMIT_S", 0.01)
+    monkeypatch.setattr(replanning, "LIMIT_S", 0.01)
     with pytest.raises(Exception, match=r"its process had no answer after 0.01 s"):
         await planned_apart(Hanging(tmp_path / "pid"), command(), CONFIG)
 
@@ -189,7 +187,7 @@ def test_a_script_without_a_guard_is_not_run_again() -> None:
         """
         import asyncio
         print("begins")
-        from aprilsched.coordinator.planning_process import planned_apart
+        from aprilsched.coordinator.replanning import planned_apart
         from tests.unit.test_planning_process import CONFIG, Telling, command
         print(asyncio.run(planned_apart(Telling(), command(), CONFIG)).refill)
         """
@@ -207,7 +205,7 @@ def test_a_trainer_that_is_killed_takes_its_choice_with_it(tmp_path: Path) -> No
     with script(
         f"""
         import asyncio, pathlib
-        from aprilsched.coordinator.planning_process import planned_apart
+        from aprilsched.coordinator.replanning import planned_apart
         from tests.unit.test_planning_process import CONFIG, Hanging, command
 
         async def main():

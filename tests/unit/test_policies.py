@@ -15,11 +15,9 @@ from hypothesis import strategies as st
 from aprilsched.config import Dispatch, SchedulerConfig
 from aprilsched.coordinator.opening import check_engines
 from aprilsched.core.messages import events as ev
-from aprilsched.core.policies.over_provision import FixedRatio
-from aprilsched.core.policies.placement import Places
-from aprilsched.core.policies.pool import Pool
-from aprilsched.core.policies.refill import PoolView
-from aprilsched.core.policies.resume_order import Place, ResumeOrder, place_of
+from aprilsched.core.policies.placement import Place, Places, ResumeOrder, place_of
+from aprilsched.core.policies.refill import Pool, PoolView
+from aprilsched.core.policies.schedule import FixedRatio
 from aprilsched.core.policies.stop import Groups, Samples, Stop, Tokens
 from aprilsched.core.policies.straggler import (
     BEHAVIOURS,

@@ -58,11 +58,11 @@ REASONED = {
         "import_module of a name that is made",
     ): "a name of COMMANDS, our own table",
     (
-        "aprilsched.coordinator.planning_process",
+        "aprilsched.coordinator.replanning",
         "imports pickle",
     ): "what a process and the one that it starts for a choice send each other, by their own pipes",
     (
-        "aprilsched.coordinator.planning_process",
+        "aprilsched.coordinator.replanning",
         "imports subprocess",
     ): "this library in Python's own executable, without anything from outside",
     (

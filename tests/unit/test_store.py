@@ -27,12 +27,8 @@ from hypothesis.extra.numpy import arrays
 
 from aprilsched import MemoryStore, Prompt, SamplingParams, SqliteStore
 from aprilsched.core.messages import events as ev
-from aprilsched.core.policies.length_buckets import LengthBuckets
-from aprilsched.core.policies.over_provision import FixedRatio
-from aprilsched.core.policies.pool import Pool
-from aprilsched.core.policies.refill import Refill
-from aprilsched.core.policies.schedule import Forecast, Schedule
-from aprilsched.core.policies.wave import Wave
+from aprilsched.core.policies.refill import LengthBuckets, Pool, Refill, Wave
+from aprilsched.core.policies.schedule import FixedRatio, Forecast, Schedule
 from aprilsched.core.state.ledger import Reason
 from aprilsched.core.state.saved import (
     RunState,

@@ -10,7 +10,7 @@ from itertools import groupby
 import numpy as np
 import pytest
 
-from aprilsched.core.lengths.groups import GroupLengths
+from aprilsched.core.lengths.observed import GroupLengths
 from aprilsched.core.messages import facts as of
 from aprilsched.core.messages.facts import Fact
 from aprilsched.core.state.ledger import Counters, Entry, Ledger, Reason

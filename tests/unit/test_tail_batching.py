@@ -12,11 +12,10 @@ from aprilsched import RolloutScheduler, SimFleet, Turn
 from aprilsched.analysis.launches import Launches
 from aprilsched.config import LengthBuckets, SchedulerConfig, Staleness, Tokens
 from aprilsched.coordinator.prompts import checked
-from aprilsched.core.lengths.log_law import LogLaw
+from aprilsched.core.lengths.laws import LogLaw
 from aprilsched.core.messages import events as ev
 from aprilsched.core.messages.facts import Fact, GroupLaunched
-from aprilsched.core.policies.refill import OpenGroups, PoolView
-from aprilsched.core.policies.tail_batching import TailBatching
+from aprilsched.core.policies.refill import OpenGroups, PoolView, TailBatching
 from aprilsched.core.state.ledger import Reason
 from aprilsched.core.state.records import GroupRecord
 from aprilsched.errors import ConfigError

@@ -25,10 +25,8 @@ from aprilsched import (
 from aprilsched.coordinator.replanning import StepTimes
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
-from aprilsched.core.policies.objective import Objective
-from aprilsched.core.policies.over_provision import FixedRatio
-from aprilsched.core.policies.schedule import Schedule
-from aprilsched.core.policies.wave import Wave
+from aprilsched.core.policies.refill import Wave
+from aprilsched.core.policies.schedule import FixedRatio, Objective, Schedule
 from aprilsched.engines.sim import SimConfig, run_virtual
 from aprilsched.errors import ConfigError, PromptsExhausted
 from aprilsched.planning import Planner

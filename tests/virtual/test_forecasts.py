@@ -12,10 +12,8 @@ from aprilsched import LongTailWorkload, SchedulerConfig
 from aprilsched.config import LengthBuckets, Pool, TailBatching
 from aprilsched.core.messages import facts as of
 from aprilsched.core.messages.events import EngineInfo
-from aprilsched.core.policies.over_provision import FixedRatio
-from aprilsched.core.policies.refill import Refill
-from aprilsched.core.policies.schedule import Forecast, Schedule
-from aprilsched.core.policies.wave import Wave
+from aprilsched.core.policies.refill import Refill, Wave
+from aprilsched.core.policies.schedule import FixedRatio, Forecast, Schedule
 from aprilsched.driver.forecasts import ForecastErrors
 from aprilsched.engines.sim import SimConfig
 from aprilsched.planning import Planner, planner

@@ -22,11 +22,8 @@ from aprilsched.core.invariants import check as check_invariants
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
 from aprilsched.core.messages.facts import ScheduleChanged
-from aprilsched.core.policies.over_provision import FixedRatio
-from aprilsched.core.policies.pool import Pool
-from aprilsched.core.policies.refill import Refill
-from aprilsched.core.policies.schedule import Pace, Schedule
-from aprilsched.core.policies.wave import Wave
+from aprilsched.core.policies.refill import Pool, Refill, Wave
+from aprilsched.core.policies.schedule import FixedRatio, Pace, Schedule
 from aprilsched.engines.sim import run_virtual
 from aprilsched.planning import Planner
 from aprilsched.runs.summary import remainder

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from aprilsched import LongTailWorkload, RolloutScheduler, SchedulerConfig, SGLangFleet, SimFleet
-from aprilsched.coordinator.sharing import Claim
+from aprilsched.coordinator.opening import Claim
 from aprilsched.engines.base import Engine, Fleet
 from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import ConfigError

@@ -34,7 +34,7 @@ from aprilsched.analysis.run import read_run
 from aprilsched.cli.main import main
 from aprilsched.config import Dispatch, LengthBuckets, Staleness, TailBatching
 from aprilsched.coordinator.live_bias import LiveBias
-from aprilsched.core.lengths.groups import GroupLengths, pooled
+from aprilsched.core.lengths.observed import GroupLengths, pooled
 from aprilsched.core.messages.commands import Send
 from aprilsched.core.messages.events import Event
 from aprilsched.core.messages.facts import BatchDelivered, Fact, GroupLaunched

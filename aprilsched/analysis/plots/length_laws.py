@@ -16,7 +16,7 @@ from aprilsched.analysis.lengths_known import LawBand
 from aprilsched.analysis.run import Run
 from aprilsched.analysis.series import lengths_of
 from aprilsched.analysis.style import GREY, PALETTE, finish, new_figure, prefix
-from aprilsched.core.lengths.kaplan_meier import KaplanMeier
+from aprilsched.core.lengths.laws import KaplanMeier
 
 __all__ = ["estimate_by_batch", "length_law", "lengths"]
 

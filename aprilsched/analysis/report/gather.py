@@ -30,7 +30,7 @@ from aprilsched.analysis.report.words import ran
 from aprilsched.analysis.run import Run
 from aprilsched.analysis.series import bars
 from aprilsched.analysis.usage import RunUsage
-from aprilsched.core.lengths.kaplan_meier import KaplanMeier, kaplan_meier
+from aprilsched.core.lengths.laws import KaplanMeier, kaplan_meier
 from aprilsched.telemetry.engine_time import BUSY, PART_INDEX, PARTS
 from aprilsched.telemetry.figures import AlignmentFigures
 from aprilsched.types import NO_VERSION

@@ -10,13 +10,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal, TypeAlias
 
-from aprilsched.core.policies.length_buckets import LengthBuckets
-from aprilsched.core.policies.over_provision import FixedRatio, OverProvision
-from aprilsched.core.policies.pool import Pool
-from aprilsched.core.policies.refill import Refill
+from aprilsched.core.policies.refill import LengthBuckets, Pool, Refill, TailBatching, Wave
+from aprilsched.core.policies.schedule import FixedRatio, OverProvision
 from aprilsched.core.policies.stop import Groups, Samples, Stop, Tokens
-from aprilsched.core.policies.tail_batching import TailBatching
-from aprilsched.core.policies.wave import Wave
 
 __all__ = ["OVER_PROVISIONS", "REFILLS", "STOPS", "RefillRule", "StopUnit"]
 

@@ -2,8 +2,8 @@
 
 The law of lengths is estimated from the run so far, with unfinished responses as censored ones. A
 group's finished members are evidence for the others, and so is what is remembered of earlier epochs
-of its prompt (:mod:`aprilsched.core.lengths.memory`). On the scale of log lengths, let a share w of
-the variance s be common to a group, and let k finished siblings have a mean log length that is d
+of its prompt (:mod:`aprilsched.core.lengths.observed`). On the scale of log lengths, let a share w
+of the variance s be common to a group, and let k finished siblings have a mean log length that is d
 above the law's. Then the expected log length of a member is w * k / (w * k + 1 - w) * d above the
 law's, which is the posterior mean of a normal random effect. If earlier epochs say that it is m
 above the law's, with variance v, it is (m / v + k * d / ((1 - w) s)) / (1 / v + k / ((1 - w) s))
@@ -26,10 +26,13 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.core.lengths.kaplan_meier import KaplanMeier
-from aprilsched.core.lengths.log_law import Levels, LogLaw, rest_of_groups
-from aprilsched.core.lengths.memory import LengthMemory, Remembered
-from aprilsched.core.lengths.observed import DEFAULT_WINDOW, ObservedLengths
+from aprilsched.core.lengths.laws import KaplanMeier, Levels, LogLaw, rest_of_groups
+from aprilsched.core.lengths.observed import (
+    DEFAULT_WINDOW,
+    LengthMemory,
+    ObservedLengths,
+    Remembered,
+)
 from aprilsched.core.state.lifecycle import GENERATING
 from aprilsched.core.state.records import (
     GroupRecord,
@@ -182,7 +185,7 @@ class Expectations:
         self.prompt_tokens = before + sum(n - before for n in tokens) / self._prompts
 
     def log_law(self) -> LogLaw:
-        """The law of log lengths, for :mod:`~aprilsched.core.lengths.log_law`."""
+        """The law of log lengths, for :mod:`~aprilsched.core.lengths.laws`."""
         if self._stale:
             self._estimate()
         return self._log_law()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from aprilsched.core.policies.resume_order import Place
+from aprilsched.core.policies.placement import Place
 from aprilsched.core.state.expectation import EngineWork
 from aprilsched.core.state.journal import Journal
 from aprilsched.core.state.ledger import Counters, Entry, Ledger, Reason

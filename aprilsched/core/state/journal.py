@@ -11,8 +11,7 @@ from collections.abc import Collection, Iterable
 
 import numpy as np
 
-from aprilsched.core.lengths.groups import GroupLengths
-from aprilsched.core.lengths.memory import Remembered
+from aprilsched.core.lengths.observed import GroupLengths, Remembered
 from aprilsched.core.state.ledger import Entry
 from aprilsched.core.state.records import DeliveredBatch, GroupRecord, RolloutRecord
 from aprilsched.core.state.saved import TokenPage

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from typing import Generic, TypeAlias, TypeVar
 
-from aprilsched.core.policies.resume_order import Place
+from aprilsched.core.policies.placement import Place
 from aprilsched.core.policies.staleness import Staleness
 from aprilsched.core.state.records import GroupRecord, RequestRecord
 

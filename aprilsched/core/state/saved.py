@@ -16,8 +16,7 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 
-from aprilsched.core.lengths.groups import GroupLengths
-from aprilsched.core.lengths.memory import Remembered
+from aprilsched.core.lengths.observed import GroupLengths, Remembered
 from aprilsched.core.policies.schedule import Schedule
 from aprilsched.core.state.ledger import Counters, Entry
 from aprilsched.types import FinishReason, Float32Array, Int32Array, Prompt, SamplingParams

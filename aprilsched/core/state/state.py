@@ -14,12 +14,11 @@ from aprilsched.core.config import Caller, SchedulerConfig
 from aprilsched.core.messages.commands import Command
 from aprilsched.core.messages.events import EvaluationRequested
 from aprilsched.core.messages.facts import Fact
-from aprilsched.core.policies.resume_order import Place, place_of
+from aprilsched.core.policies.placement import Place, place_of
 from aprilsched.core.policies.schedule import Schedule, first_schedule
 from aprilsched.core.policies.straggler import CachedKV
-from aprilsched.core.state.durations import TrainerTimes
 from aprilsched.core.state.engine_control import CUDA_GRAPH, WEIGHTS, FleetControl, Mode
-from aprilsched.core.state.engine_health import FleetHealth
+from aprilsched.core.state.engine_health import FleetHealth, TrainerTimes
 from aprilsched.core.state.engine_index import EngineIndex
 from aprilsched.core.state.expectation import EngineWork, Expectations
 from aprilsched.core.state.in_flight import InFlight

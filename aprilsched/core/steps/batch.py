@@ -20,6 +20,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from aprilsched.core.lengths.observed import DEFAULT_WINDOW, GroupLengths
 from aprilsched.core.messages import facts
 from aprilsched.core.messages.commands import (
     Deliver,
@@ -37,11 +38,10 @@ from aprilsched.core.messages.events import (
     LogprobsReported,
     TrainerReturned,
 )
-from aprilsched.core.policies.length_buckets import stratified
+from aprilsched.core.policies.refill import stratified
 from aprilsched.core.state.assembly import batch_of
-from aprilsched.core.state.records import DeliveredBatch, GroupRecord, Offered
+from aprilsched.core.state.records import DeliveredBatch, GroupRecord, Offered, group_lengths
 from aprilsched.core.state.state import SchedulerState
-from aprilsched.core.steps.target import retarget
 from aprilsched.errors import InvariantViolation
 from aprilsched.types import Batch
 
@@ -58,6 +58,7 @@ __all__ = [
     "on_batch_withdrawn",
     "on_batches_acknowledged",
     "on_trainer_returned",
+    "retarget",
     "training_runs",
     "withdraw_offer",
 ]
@@ -520,3 +521,46 @@ def _drained(state: SchedulerState) -> bool:
         return False
     ready = state.in_flight.ready
     return len(ready) == state.in_flight.training == len(ready.accepted)
+
+
+# --- target --------------------------------------------------------------------------------------
+
+# Decides how many groups are kept open for the present batch, and how many a batch takes.
+#
+# If a batch is full by tokens, the number of groups that it takes is estimated from the lengths
+# seen so far, where unfinished responses are censored. Until a response has finished, the estimate
+# is ``batch_groups``.
+
+
+def retarget(state: SchedulerState) -> None:
+    """Decide how many groups are kept open for the next batch, which begins now, or again in the
+    middle of a batch, because it may take more or fewer groups than was estimated."""
+    state.plan.usual_group = _usual_group(state)
+    over_provision = state.plan.schedule.over_provision
+    state.plan.target_groups = over_provision.target_groups(state.batch_groups)
+
+
+def _usual_group(state: SchedulerState) -> float:
+    """What one group is expected to count towards a batch."""
+    size = state.prompts.usual_size
+
+    def group_tokens() -> float | None:
+        law = state.expectations.observed.law(_newest(state))
+        return None if law is None else size * law.mean()
+
+    usual = state.stop.usual_group(size, group_tokens)
+    return state.plan.usual_group if usual is None else usual
+
+
+def _newest(state: SchedulerState) -> list[GroupLengths]:
+    """The open groups that were launched last. The estimate is of so many responses, and a pool
+    that is refilled asks for it all the time."""
+    newest: list[GroupLengths] = []
+    responses = 0
+    for group in reversed(state.in_flight.groups.values()):
+        if responses >= DEFAULT_WINDOW:
+            break
+        if group.evaluation_id is None and not group.complete:
+            newest.append(group_lengths(group))
+            responses += len(group.members)
+    return newest[::-1]

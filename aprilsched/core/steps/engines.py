@@ -9,7 +9,14 @@ out, and the engines stay paused after it.
 
 from __future__ import annotations
 
-from aprilsched.core.messages.commands import AdmitEngine, LoseEngine
+from aprilsched.core.messages.commands import (
+    AdmitEngine,
+    AwaitFleet,
+    GiveUpFleet,
+    LoseEngine,
+    ReportSlow,
+    WantUpdate,
+)
 from aprilsched.core.messages.events import (
     Continued,
     ControlFailed,
@@ -20,29 +27,42 @@ from aprilsched.core.messages.events import (
     HoldRequested,
     Opened,
     Paused,
+    Tick,
 )
 from aprilsched.core.messages.facts import (
     AttemptEnded,
     ControlCallFailed,
     EngineAdmitted,
+    EngineSlow,
+    FleetAwaited,
+    FleetGivenUp,
     RunOpened,
+    UpdateWanted,
 )
 from aprilsched.core.messages.facts import EngineJoined as JoinedFact
 from aprilsched.core.messages.facts import EngineLost as LostFact
-from aprilsched.core.state.engine_control import Mode
+from aprilsched.core.state.engine_control import EngineControl, Mode
+from aprilsched.core.state.engine_health import (
+    PREFILL_TOKENS_PER_S,
+    SLOW_WINDOWS,
+    EngineHealth,
+    Window,
+)
 from aprilsched.core.state.ledger import Reason
 from aprilsched.core.state.lifecycle import GENERATING, Move, State
 from aprilsched.core.state.records import RequestRecord
-from aprilsched.core.state.state import SchedulerState
+from aprilsched.core.state.state import Outage, SchedulerState
 from aprilsched.core.steps.drop import count_interruption, drop
-from aprilsched.core.steps.outage import note_join, note_loss
 from aprilsched.core.steps.replan import tell_schedule
 from aprilsched.core.steps.resume import call_again
 from aprilsched.core.steps.turns import take_back
 
 __all__ = [
+    "attend",
     "demote",
     "lose",
+    "note_join",
+    "note_loss",
     "on_continued",
     "on_control_failed",
     "on_engine_joined",
@@ -52,7 +72,9 @@ __all__ = [
     "on_hold_requested",
     "on_opened",
     "on_paused",
+    "on_tick",
     "promote",
+    "stranded",
 ]
 
 
@@ -247,3 +269,194 @@ def _move_open(state: SchedulerState, engine: str, where: State, move: Move) -> 
     for request in state.in_flight.open_requests(engine):
         if request.rollout.state is where:
             request.rollout.move(move)
+
+
+# --- health --------------------------------------------------------------------------------------
+
+# Finds silent and slow engines at each tick (:mod:`aprilsched.core.state.engine_health`).
+#
+# Both are lost like an engine whose connection broke: their requests go on elsewhere with their
+# tokens, and the engine may come back later. An engine that cannot be compared with another one is
+# never lost for being slow, because going on slowly is better than not going on.
+
+
+def on_tick(state: SchedulerState, _: Tick) -> None:
+    seconds = state.fleet.health.tick(state.now)
+    for control in list(state.fleet.control.engines.values()):
+        engine, health = control.name, state.fleet.health.of(control.name)
+        waiting = state.in_flight.open[engine]
+        state.note_work(engine)
+        if control.mode is not Mode.RUNNING or not waiting or _is_paused_elsewhere(state, control):
+            health.silence = 0.0
+            continue
+        health.silence += seconds
+        if health.silence >= state.config.health.stall_s and _stalled(state, engine, health):
+            requests = "1 open request" if waiting == 1 else f"{waiting} open requests"
+            lose(state, engine, f"no token for {health.silence:.0f} s from {requests}")
+        elif (window := health.window(state.now)) is not None:
+            _compare_rates(state, engine, health, window)
+
+
+def _is_paused_elsewhere(state: SchedulerState, control: EngineControl) -> bool:
+    """Whether somebody else has paused the engine, for no longer than an update may take."""
+    since = control.paused_elsewhere
+    return since is not None and state.now - since < state.config.timeouts.refit_s
+
+
+def _stalled(state: SchedulerState, engine: str, health: EngineHealth) -> bool:
+    """Whether the engine is silent for longer than the timeout and the prefill of all requests that
+    it has not answered yet."""
+    context = sum(
+        len(request.rollout.prompt_ids) + len(request.rollout.log)
+        for request in state.in_flight.open_requests(engine)
+        if request.pending_prefill or not request.gained
+    )
+    return health.silence >= state.config.health.stall_s + context / PREFILL_TOKENS_PER_S
+
+
+def _compare_rates(
+    state: SchedulerState, engine: str, health: EngineHealth, window: Window
+) -> None:
+    if not window.rate:
+        return  # a silent engine has a timeout of its own
+    share, usual = state.config.health.slow_share, health.usual_at(window.octave)
+    if window.fair is None or usual is None or window.fair >= share * usual:
+        health.slow, health.reported = 0, False
+        health.learn(window)
+        return
+    others = [name for name in state.fleet.control.engines if name != engine]
+    median = state.fleet.health.median(others, state.now)
+    if median is not None and window.fair >= share * median:
+        # The whole fleet is slow, or has a load that it did not have before.
+        health.slow = 0
+        health.learn(window)
+        return
+    cause = f"{window.fair:.3g} tokens/s a request, where {usual:.3g} are usual for it"
+    if median is None:
+        health.learn(window)
+        if not health.reported:
+            health.reported = True
+            state.tell(EngineSlow(engine=engine, cause=cause))
+            state.commands.append(ReportSlow(engine=engine, cause=cause))
+        return
+    health.slow += 1
+    if health.slow >= SLOW_WINDOWS:
+        lose(state, engine, f"slow: {cause} and {median:.3g} for the others")
+
+
+# --- outage --------------------------------------------------------------------------------------
+
+# Handles outages, in which no engine is in use: what is waited for, and what the trainer is told.
+#
+# Nothing in flight is lost in an outage. Requests wait with the tokens known so far, and an update
+# waits for an engine that can take it. Once an engine is back with the fleet's version, everything
+# goes on. Otherwise the outage ends in one of two ways:
+#
+# - There is no engine for ``health.fleet_wait_s``: the fleet is given up.
+# - Engines are back without the fleet's weights, and these weights cannot be published again: the
+#   calls that wait for tokens end with an error that says to publish a version, and the scheduler
+#   continues after that.
+#
+# An evaluation has one version. If its engines are gone and only an update can continue the run,
+# the evaluation is abandoned, because otherwise each of the two would wait for the other.
+
+_SAY_AGAIN_S = 60.0
+"""Seconds after which the caller is told again that the fleet is waited for."""
+_REJOIN_S = 10.0
+"""Seconds after the loss or the return of an engine in which another may come back with the
+version."""
+_KEPT = 8
+"""Number of the latest causes that are kept; a fleet may have hundreds of engines."""
+
+
+def note_loss(state: SchedulerState, engine: str, cause: str) -> None:
+    """Note that an engine is lost."""
+    state.fleet.rejoin_expected_until = state.now + _REJOIN_S
+    state.fleet.lost.pop(engine, None)
+    state.fleet.lost[engine] = cause
+    if len(state.fleet.lost) > _KEPT:
+        del state.fleet.lost[next(iter(state.fleet.lost))]
+
+
+def note_join(state: SchedulerState, engine: str) -> None:
+    """Note that an engine has joined or is back."""
+    state.fleet.rejoin_expected_until = state.now + _REJOIN_S
+    state.fleet.lost.pop(engine, None)
+
+
+def stranded(state: SchedulerState) -> bool:
+    """Whether nothing can be generated before the trainer publishes a version."""
+    return state.weights.update is None and state.fleet.sleep is None and _needs_update(state)
+
+
+def attend(state: SchedulerState) -> None:
+    """Note the beginning and the end of an outage, and tell the caller about it while it lasts."""
+    if state.fleet.control.engines:
+        state.fleet.outage = None
+        return
+    if state.fleet.outage is None:
+        state.fleet.outage = Outage()
+    if not state.fleet.control.standby:
+        _await(state, state.fleet.outage)
+    elif _needs_update(state):
+        _want_update(state)
+
+
+def _needs_update(state: SchedulerState) -> bool:
+    control = state.fleet.control
+    if control.engines or not control.standby or state.now < state.fleet.rejoin_expected_until:
+        return False
+    return not any(engine.catching_up for engine in control.standby.values())
+
+
+def _await(state: SchedulerState, outage: Outage) -> None:
+    if outage.given_up:
+        return
+    now = state.now
+    if outage.since is None:
+        outage.since = now
+    lost, left = (
+        tuple(state.fleet.lost.items()),
+        outage.since + state.config.health.fleet_wait_s - now,
+    )
+    if left <= 0:
+        outage.given_up = True
+        state.tell(FleetGivenUp(lost=lost, waited_s=now - outage.since))
+        state.commands.append(GiveUpFleet(lost=lost, waited_s=now - outage.since))
+    elif outage.said_at is None or now - outage.said_at >= _SAY_AGAIN_S:
+        outage.said_at = now
+        state.tell(FleetAwaited(lost=lost, waited_s=now - outage.since, left_s=left))
+        state.commands.append(AwaitFleet(lost=lost, waited_s=now - outage.since, left_s=left))
+
+
+def _want_update(state: SchedulerState) -> None:
+    batch = state.delivery.called and state.collecting and stranded(state)
+    begun = state.weights.update is not None and state.weights.update.may_pause
+    abandoned = () if begun else tuple(state.evaluations.running)
+    if not (batch or abandoned):
+        return
+    engines = tuple(state.fleet.control.standby)
+    for evaluation_id in abandoned:
+        cause = f"{', '.join(engines)} came back without the version that it was of"
+        for group in state.evaluations.running.pop(evaluation_id):
+            if group.dropped is None:
+                drop(state, group, Reason.ABANDONED, cause)
+    if batch:
+        state.delivery.called = False
+    state.tell(
+        UpdateWanted(
+            engines=engines,
+            version=state.weights.versions.trainer,
+            batch=batch,
+            evaluations=abandoned,
+        )
+    )
+    state.commands.append(
+        WantUpdate(
+            engines=engines,
+            version=state.weights.versions.trainer,
+            batch=batch,
+            evaluations=abandoned,
+            base=state.weights.adapters_base,
+        )
+    )

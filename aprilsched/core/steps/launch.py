@@ -22,9 +22,8 @@ from aprilsched.core.state.assembly import launched
 from aprilsched.core.state.ledger import Reason
 from aprilsched.core.state.records import GroupRecord
 from aprilsched.core.state.state import SchedulerState
-from aprilsched.core.steps.batch import full
+from aprilsched.core.steps.batch import full, retarget
 from aprilsched.core.steps.drop import drop, refuse
-from aprilsched.core.steps.target import retarget
 from aprilsched.types import Prompt, RefusedPrompt, SamplingParams
 
 __all__ = [

@@ -19,16 +19,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from aprilsched.core.lengths.groups import GroupLengths
-from aprilsched.core.lengths.kaplan_meier import kaplan_meier
+from aprilsched.core.lengths.laws import kaplan_meier
+from aprilsched.core.lengths.observed import GroupLengths
 from aprilsched.core.messages.commands import Plan
 from aprilsched.core.messages.events import Planned
 from aprilsched.core.messages.facts import ScheduleChanged, ScheduleRefused
 from aprilsched.core.policies.schedule import Pace, Schedule
 from aprilsched.core.state.records import group_lengths
 from aprilsched.core.state.state import SchedulerState
-from aprilsched.core.steps.buckets import release_all
-from aprilsched.core.steps.target import retarget
+from aprilsched.core.steps.batch import retarget
+from aprilsched.core.steps.stragglers import release_all
 
 __all__ = ["fitting", "measure", "on_planned", "plan", "stay_synchronous", "tell_schedule"]
 

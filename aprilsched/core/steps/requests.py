@@ -14,10 +14,9 @@ from aprilsched.core.state.records import Refusal, RequestRecord
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.steps.drop import count_failure, drop
 from aprilsched.core.steps.engines import lose
-from aprilsched.core.steps.follow import follow
+from aprilsched.core.steps.follow import disown, follow, foreign_label, foreign_span
 from aprilsched.core.steps.migration import note_crowding
 from aprilsched.core.steps.turns import end_turn, take_back
-from aprilsched.core.steps.verify import disown, foreign_label, foreign_span
 from aprilsched.types import VersionSpan
 
 __all__ = ["on_failed", "on_finished", "on_interrupted", "on_progress"]

@@ -46,11 +46,10 @@ from aprilsched.core.state.saved import (
 )
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.state.token_log import TokenLog
-from aprilsched.core.steps.buckets import release_all
-from aprilsched.core.steps.episode_replay import leave_one
+from aprilsched.core.steps.batch import retarget
 from aprilsched.core.steps.replan import fitting
-from aprilsched.core.steps.scoring import filter_or_accept
-from aprilsched.core.steps.target import retarget
+from aprilsched.core.steps.stragglers import release_all
+from aprilsched.core.steps.turns import filter_or_accept, leave_one
 from aprilsched.errors import ConfigError
 
 __all__ = ["call_again", "restore"]

@@ -25,8 +25,8 @@ from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.steps.batch import training_runs
 from aprilsched.core.steps.drop import abort, drop
 from aprilsched.core.steps.engines import demote
-from aprilsched.core.steps.episode_replay import truncate
 from aprilsched.core.steps.refit import all_stop
+from aprilsched.core.steps.turns import truncate
 
 __all__ = ["roll"]
 

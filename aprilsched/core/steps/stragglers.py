@@ -9,14 +9,22 @@ that were not streamed yet (hazard 1).
 
 from __future__ import annotations
 
+import numpy as np
+
+from aprilsched.core.policies.refill import OpenGroups, Refill
 from aprilsched.core.policies.straggler import Situation, Straggler
-from aprilsched.core.state.records import RequestRecord
+from aprilsched.core.state.lifecycle import GENERATING, State
+from aprilsched.core.state.records import GroupRecord, RequestRecord, RolloutRecord, member_tokens
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.steps.batch import training_runs
-from aprilsched.core.steps.buckets import defer_all
 from aprilsched.core.steps.drop import abort
 
-__all__ = ["resolve_stragglers"]
+__all__ = [
+    "choose_groups",
+    "defer_all",
+    "release_all",
+    "resolve_stragglers",
+]
 
 
 def resolve_stragglers(state: SchedulerState) -> None:
@@ -71,7 +79,7 @@ def _decide(state: SchedulerState, stragglers: list[RequestRecord]) -> None:
     if state.behaviour.decide is None:
         return
     decisions = state.behaviour.decide(
-        [_view(state, request) for request in stragglers],
+        [_straggler(state, request) for request in stragglers],
         Situation(
             prices=config.prices,
             usual=state.usual_running,
@@ -87,7 +95,7 @@ def _decide(state: SchedulerState, stragglers: list[RequestRecord]) -> None:
             state.stragglers.run_on[request.request_id] = (request.attempt, limit)
 
 
-def _view(state: SchedulerState, request: RequestRecord) -> Straggler:
+def _straggler(state: SchedulerState, request: RequestRecord) -> Straggler:
     rollout = request.rollout
     group = rollout.group
     expected = state.expectations
@@ -103,3 +111,122 @@ def _call_back(state: SchedulerState, request: RequestRecord) -> None:
     state.stragglers.run_on.pop(request.request_id, None)
     state.stragglers.calling_back.append((request.request_id, request.attempt))
     abort(state, request)
+
+
+# --- buckets -------------------------------------------------------------------------------------
+
+# Decides which open groups run, if the refill rule keeps more groups open than run.
+#
+# The request of a deferred rollout neither waits to be sent nor is with an engine. When a batch is
+# full, everything is called back and deferred. When the next batch begins, the members that the
+# rule chooses become eligible.
+
+
+def choose_groups(state: SchedulerState) -> None:
+    """Choose the groups that run, when a batch begins, when all chosen groups have ended, and when
+    the tail of the batch begins, if the refill rule asks for that."""
+    refill = state.plan.schedule.refill
+    if not refill.defers or not training_runs(state):
+        return
+    if state.prompts.fetching and not state.prompts.dry:
+        return
+    begins = state.plan.choice_pending or _idle(state)
+    tail = not begins and state.in_flight.generating <= state.plan.tail_below
+    if not (begins or tail):
+        return
+    # The choice is made again, among more groups, when a source that is dry gives more prompts.
+    supplied = state.in_flight.training >= state.plan.target_groups
+    state.plan.choice_pending = state.prompts.dry and not supplied
+    groups = [group for group in state.in_flight.training_groups() if not group.complete]
+    if groups:
+        _choose(state, refill, groups, tail=tail)
+    state.plan.tail_below = -1 if tail else _tail_below(state, refill, groups)
+
+
+def _tail_below(state: SchedulerState, refill: Refill, groups: list[GroupRecord]) -> int:
+    if refill.tail_begins is None:
+        return -1
+    open_members = [m for group in groups for m in group.members if m.state in GENERATING]
+    started = sum(member.eligible for member in open_members)
+    deferred = len(open_members) - started
+    return deferred + int((1 - refill.tail_begins) * started)
+
+
+def defer_all(state: SchedulerState) -> None:
+    """Defer everything, because the batch is full. Requests that are with engines are called back
+    by the caller."""
+    for group in state.in_flight.training_groups():
+        for member in group.members:
+            if member.eligible and member.state in GENERATING:
+                member.eligible = False
+                state.in_flight.journal.change(member)
+                if member.request is not None:
+                    state.in_flight.queue.discard(member.request)
+
+
+def release_all(state: SchedulerState) -> None:
+    """Make everything eligible, because the refill rule does not defer any more."""
+    for group in state.in_flight.training_groups():
+        _release(state, group.members)
+
+
+def _idle(state: SchedulerState) -> bool:
+    in_flight = state.in_flight
+    if in_flight.open_attempts or in_flight.queue or not in_flight.generating:
+        return False
+    members = (member for group in in_flight.training_groups() for member in group.members)
+    return not any(member.eligible and member.state in GENERATING for member in members)
+
+
+def _choose(
+    state: SchedulerState, refill: Refill, groups: list[GroupRecord], *, tail: bool
+) -> None:
+    view = _view(state, groups, tail=tail)
+    for group, started in zip(groups, refill.members(view).tolist(), strict=True):
+        _start(state, group, group.members[:started])
+
+
+def _view(state: SchedulerState, groups: list[GroupRecord], *, tail: bool) -> OpenGroups:
+    batch = state.begun
+    tokens, finished = member_tokens(groups)
+    since = [-1 if group.first_run is None else batch - group.first_run for group in groups]
+    return OpenGroups(
+        tokens=tokens,
+        finished=finished,
+        sizes=np.array([len(group.members) for group in groups], dtype=np.int64),
+        ages=np.array([batch - group.opened for group in groups], dtype=np.int64),
+        since_first_run=np.array(since, dtype=np.int64),
+        running=np.array([_runs(group) for group in groups], dtype=np.bool_),
+        wanted=state.plan.target_groups - state.spare_groups,
+        lacking=state.batch_groups - state.spare_groups,
+        tail=tail,
+        law=state.expectations.log_law(),
+        levels=state.expectations.levels(groups),
+    )
+
+
+def _runs(group: GroupRecord) -> bool:
+    """Whether a member of the group runs.
+
+    A member that is being called back does not count. A trainer that takes two batches under one
+    version asks for the second batch while the probes of the first are called back, and otherwise
+    all groups of these probes would run.
+    """
+    requests = (m.request for m in group.members if m.state in (State.RUNNING, State.HELD))
+    return any(request is not None and not request.aborting for request in requests)
+
+
+def _start(state: SchedulerState, group: GroupRecord, members: list[RolloutRecord]) -> None:
+    if members and group.first_run is None:
+        group.first_run = state.begun
+        state.in_flight.journal.change_group(group)
+    _release(state, members)
+
+
+def _release(state: SchedulerState, members: list[RolloutRecord]) -> None:
+    for member in members:
+        if not member.eligible:
+            member.eligible = True
+            state.in_flight.journal.change(member)
+            if member.state is State.QUEUED and member.request is not None:
+                state.in_flight.queue.add(member.request)

@@ -7,38 +7,67 @@ dropped and counted as soon as the episode continues.
 
 from __future__ import annotations
 
-from aprilsched.core.messages.commands import ResolveTurn
+from dataclasses import dataclass
+
+import numpy as np
+
+from aprilsched.core.messages.commands import (
+    DiscardTokens,
+    Filter,
+    ResolveTurn,
+    ScoreGroup,
+    ScoreRollout,
+)
 from aprilsched.core.messages.events import (
     EpisodeFailed,
     EpisodeFinished,
+    Filtered,
+    GroupRewarded,
+    Rewarded,
+    RewardFailed,
     TurnKept,
     TurnRequested,
     TurnWithdrawn,
 )
-from aprilsched.core.messages.facts import TurnBegun, TurnEnded
+from aprilsched.core.messages.facts import (
+    GroupAccepted,
+    RewardRequested,
+    RolloutFinished,
+    RolloutScored,
+    TokensDiscarded,
+    TurnBegun,
+    TurnEnded,
+    VerdictRequested,
+)
+from aprilsched.core.state.assembly import group_of, rollout_of
 from aprilsched.core.state.ledger import Reason
 from aprilsched.core.state.lifecycle import GENERATING, Move, State
-from aprilsched.core.state.records import RequestRecord, RolloutRecord
+from aprilsched.core.state.records import GroupRecord, Replay, RequestRecord, RolloutRecord
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.steps.drop import abort, drop
-from aprilsched.core.steps.episode_replay import (
-    AnsweredTurn,
-    ask_again,
-    forget_rest,
-    leave_one,
-    truncate_to_answered,
-)
-from aprilsched.core.steps.scoring import finish
-from aprilsched.types import FinishReason
+from aprilsched.types import NO_VERSION, FinishReason, Int32Array, Score
 
 __all__ = [
+    "AnsweredTurn",
+    "BegunTurn",
+    "ask_again",
     "end_turn",
+    "filter_or_accept",
+    "finish",
+    "forget_rest",
+    "leave_one",
     "on_episode_failed",
     "on_episode_finished",
+    "on_filtered",
+    "on_group_rewarded",
+    "on_reward_failed",
+    "on_rewarded",
     "on_turn_kept",
     "on_turn_requested",
     "on_turn_withdrawn",
     "take_back",
+    "truncate",
+    "truncate_to_answered",
 ]
 
 
@@ -240,3 +269,225 @@ def _fail(state: SchedulerState, rollout_id: int, cause: str) -> None:
     rollout = state.in_flight.rollouts.get(rollout_id)
     if rollout is not None:
         drop(state, rollout.group, Reason.EPISODE_FAILED, cause, culprit=rollout_id)
+
+
+# --- scoring -------------------------------------------------------------------------------------
+
+# Takes rollouts from generated to accepted: rewards, and the user's accept function.
+
+
+def finish(state: SchedulerState, rollout: RolloutRecord, score: Score | None) -> None:
+    """Finish a rollout that is generated to its end; `score` is its episode's, if it has one."""
+    group = rollout.group
+    if group.racing:
+        # Its place in what is delivered, before a reward function can see it.
+        rollout.index = len(group.members) - group.unfinished
+    state.in_flight.finish(rollout)
+    state.tell(RolloutFinished(rollout_id=rollout.rollout_id, group_id=group.group_id))
+    if group.racing and len(group.members) - group.unfinished == group.size:
+        _end_race(state, group)
+    elif group.complete and group.evaluation_id is None:
+        state.note_lengths(group)
+    scope = state.caller.reward_scope
+    if score is not None:
+        # Before the reward function is asked: it may need what the episode tells.
+        rollout.attach(score)
+    if scope == "none" or rollout.reward is not None:
+        _score(state, rollout)
+    elif scope == "rollout":
+        state.tell(RewardRequested(group_id=group.group_id, rollout_id=rollout.rollout_id))
+        state.commands.append(ScoreRollout(rollout=rollout_of(rollout), prompt=group.prompt))
+    if scope == "group" and group.complete and group.unscored:
+        state.tell(RewardRequested(group_id=group.group_id))
+        state.commands.append(ScoreGroup(group=group_of(group)))
+
+
+def _end_race(state: SchedulerState, group: GroupRecord) -> None:
+    """Throw away the members that are not complete, because enough of them are."""
+    # The lengths of all members together, where those of the losers are censored: the delivered
+    # ones alone would be taken for a law of shorter responses.
+    state.note_lengths(group)
+    losers = state.in_flight.end_race(group)
+    drop(state, losers, Reason.OUTRACED, "enough other responses of its prompt were complete")
+
+
+def on_rewarded(state: SchedulerState, event: Rewarded) -> None:
+    rollout = state.in_flight.rollouts.get(event.rollout_id)
+    if rollout is not None:
+        rollout.attach(event.score)
+        _score(state, rollout)
+
+
+def on_group_rewarded(state: SchedulerState, event: GroupRewarded) -> None:
+    group = state.in_flight.groups.get(event.group_id)
+    if group is None:
+        return
+    for rollout, score in zip(group.members, event.scores, strict=True):
+        if rollout.state is State.SCORING:
+            rollout.attach(score)
+            _score(state, rollout)
+
+
+def on_reward_failed(state: SchedulerState, event: RewardFailed) -> None:
+    group = state.in_flight.groups.get(event.group_id)
+    if group is not None:
+        drop(state, group, Reason.REWARD_FAILED, event.cause)
+
+
+def on_filtered(state: SchedulerState, event: Filtered) -> None:
+    group = state.in_flight.groups.get(event.group_id)
+    if group is None:
+        return
+    if event.accepted:
+        _accept(state, group)
+    else:
+        drop(state, group, Reason.REJECTED, "refused by accept")
+
+
+def _score(state: SchedulerState, rollout: RolloutRecord) -> None:
+    rollout.move(Move.SCORE)
+    state.in_flight.journal.finish(rollout)
+    state.tell(
+        RolloutScored(
+            rollout_id=rollout.rollout_id,
+            group_id=rollout.group.group_id,
+            reward=rollout.reward,
+            reward_parts=rollout.reward_parts,
+            info=rollout.info,
+        )
+    )
+    rollout.group.unscored -= 1
+    if not rollout.group.unscored:
+        filter_or_accept(state, rollout.group)
+
+
+def filter_or_accept(state: SchedulerState, group: GroupRecord) -> None:
+    """Ask the user's accept function about a group that is scored, or accept it if there is
+    none."""
+    # An evaluation returns every response, so the accept function is not asked.
+    if state.caller.accepts and group.evaluation_id is None:
+        state.tell(VerdictRequested(group_id=group.group_id))
+        state.commands.append(Filter(group=group_of(group)))
+    else:
+        _accept(state, group)
+
+
+def _accept(state: SchedulerState, group: GroupRecord) -> None:
+    if not group.accepted:
+        group.accepted = True
+        state.in_flight.ready.accept(group)
+    state.tell(GroupAccepted(group_id=group.group_id))
+    state.in_flight.journal.change_group(group)
+    state.prompts.consecutive_failures = 0
+
+
+# --- episode replay ------------------------------------------------------------------------------
+
+# Replays the known turns of episodes after a restart.
+#
+# A coroutine cannot be saved, so after a restart an episode runs again from the start. As long as
+# it asks for the same turns with the same contexts, it is given the saved answers without
+# generating, as durable workflows replay their history. An unfinished turn continues from its
+# tokens. If the episode asks for something else, the tokens from there on are discarded and
+# counted.
+
+
+@dataclass(frozen=True, slots=True)
+class AnsweredTurn:
+    """The turn with this number has a saved answer."""
+
+    turn: int
+
+
+@dataclass(frozen=True, slots=True)
+class BegunTurn:
+    """The turn was saved in part; its output begins at position `begin` of the response."""
+
+    begin: int
+
+
+def ask_again(
+    state: SchedulerState, rollout: RolloutRecord, input_ids: Int32Array
+) -> AnsweredTurn | BegunTurn | None:
+    """Find the saved part of the turn that the episode asks for; None if there is none."""
+    replay = rollout.replay
+    if replay is None:
+        return None
+    begin = _begin(rollout, replay)
+    if begin is None or not np.array_equal(input_ids, rollout.context()[: _known(rollout, begin)]):
+        forget_rest(state, rollout)
+        return None
+    if replay.answered == len(rollout.answered):
+        rollout.replay = None
+        return BegunTurn(begin)
+    replay.answered += 1
+    return AnsweredTurn(replay.answered - 1)
+
+
+def forget_rest(state: SchedulerState, rollout: RolloutRecord) -> None:
+    """Discard the rest of the known turns: the episode asks for something else, or ends earlier."""
+    replay, rollout.replay = rollout.replay, None
+    if replay is None:
+        return
+    del rollout.answered[replay.answered :]
+    truncate_to_answered(state, rollout, Reason.RESTARTED)
+
+
+def leave_one(state: SchedulerState, rollout: RolloutRecord, begin: int, limit: int) -> None:
+    """Discard tokens so that a request for `limit` tokens has at least one token to generate.
+
+    The output of the request is known from `begin` on. An engine cannot be asked for no tokens, and
+    only with the last one it reports how the response ended. All tokens may be known because the
+    process ended between the last token of a request and its end, or because the episode asks for
+    fewer tokens this time.
+    """
+    if len(rollout.log) - begin >= limit:
+        truncate(state, rollout, begin + limit - 1, Reason.RESTARTED)
+
+
+def truncate_to_answered(state: SchedulerState, rollout: RolloutRecord, reason: Reason) -> None:
+    """Discard everything after the last turn that the episode was given, including tokens of the
+    environment, because the episode may say something else now."""
+    truncate(state, rollout, rollout.answered[-1][1] if rollout.answered else 0, reason)
+
+
+def truncate(state: SchedulerState, rollout: RolloutRecord, size: int, reason: Reason) -> None:
+    """Discard all tokens after the first `size`, and count them."""
+    log = rollout.log
+    if len(log) == size:
+        return
+    sampled = int((log.versions()[size:] != NO_VERSION).sum())
+    environment = len(log) - size - sampled
+    log.truncate(size)
+    # The tokens that were saved are void.
+    rollout.rewritten = True
+    state.in_flight.journal.change(rollout)
+    state.in_flight.counters.tokens_discarded += sampled
+    state.in_flight.ledger.late_tokens(reason, sampled)
+    state.tell(
+        TokensDiscarded(
+            rollout_id=rollout.rollout_id,
+            sampled=sampled,
+            environment=environment,
+            reason=reason.value,
+        )
+    )
+    state.commands.append(
+        DiscardTokens(
+            rollout_id=rollout.rollout_id,
+            sampled=sampled,
+            environment=environment,
+            reason=str(reason),
+        )
+    )
+
+
+def _begin(rollout: RolloutRecord, replay: Replay) -> int | None:
+    """Where the output of the next known turn begins; None if there is none."""
+    if replay.answered < len(rollout.answered):
+        return rollout.answered[replay.answered][0]
+    return replay.partial
+
+
+def _known(rollout: RolloutRecord, begin: int) -> int:
+    return len(rollout.prompt_ids) + begin

@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from aprilsched.core.lengths.memory import MOST_KEYS
+from aprilsched.core.lengths.observed import MOST_KEYS
 from aprilsched.core.state.saved import Saved, Snapshot
 from aprilsched.errors import ConfigError, StoreError
 from aprilsched.store.codec import (
