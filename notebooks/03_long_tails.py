@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from aprilsched.analysis import plots
-from aprilsched.analysis.lengths_known import known_lengths, law_band, law_of
+from aprilsched.analysis.lengths_of_run import known_lengths, law_band, law_of
 from aprilsched.analysis.run import read_run
 from aprilsched.core.lengths.observed import pooled
 from aprilsched.runs.config_file import read_settings

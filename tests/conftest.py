@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from xdist.remote import Producer
     from xdist.scheduler import LoadScopeScheduling
 
-pytest.register_assert_rewrite("aprilsched.testing.contract", "aprilsched.testing.streams")
+pytest.register_assert_rewrite("aprilsched.testing.contract", "aprilsched.testing.contract")
 
 SERVERS = Path(__file__).parent / "sglang"
 UNIT = Path(__file__).parent / "unit"

@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import tomllib
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from aprilsched.analysis.basis import basis_of
+from aprilsched.errors import ConfigError
 from aprilsched.telemetry.base import Listener
+from aprilsched.telemetry.batch_figures import Bound
 from aprilsched.telemetry.event_log.reading import replay
 from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.run_folder import CONFIG, EVENTS, SUMMARY
 from aprilsched.telemetry.run_state import RunState
-from aprilsched.telemetry.summary import Remainder
+from aprilsched.telemetry.summary import Remainder, Summary
+from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel, load_model
+from aprilsched.workload import LongTailWorkload
 
 __all__ = [
+    "Basis",
     "Rebuilding",
+    "basis_of",
     "rebuilt_summary",
     "remainder_of",
     "summary_of_run",
     "written_summary",
 ]
+
 
 NOT_ENDED = "The run was killed or has not ended; the figures are those of its event log so far."
 
@@ -89,3 +97,74 @@ def remainder_of(state: RunState) -> Remainder:
         ledger=state.ledger,
         open_groups=state.open_groups(),
     )
+
+
+# --- basis ---------------------------------------------------------------------------------------
+
+# Reads what is needed to sum a run up, besides its facts, from its config.toml.
+
+_SIMULATED = ["sim"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Basis:
+    """The arguments of the run's own Summary."""
+
+    clock: Literal["virtual", "wall"]
+    trainer_waits: bool
+    bound: Bound | None
+    workload_mean: float | None
+    burn_in: int | None
+
+    def summary(self) -> Summary:
+        """A new Summary with these arguments."""
+        return Summary(
+            trainer_waits=self.trainer_waits,
+            bound=self.bound,
+            workload_mean=self.workload_mean,
+            burn_in=self.burn_in,
+        )
+
+
+def basis_of(config: dict[str, Any]) -> Basis:
+    """The basis of a run with this resolved configuration.
+
+    Raises:
+        ValueError: if the configuration is not one of a run.
+    """
+    try:
+        return Basis(
+            clock="virtual" if config["engine"] == _SIMULATED else "wall",
+            trainer_waits=config["scheduler"]["pace"] != "asynchronous",
+            bound=_bound(config),
+            workload_mean=_workload_mean(config),
+            burn_in=config.get("burn_in"),
+        )
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"its configuration lacks something: {error}") from error
+
+
+def _bound(config: dict[str, Any]) -> Bound | None:
+    simulated = config["engine"] == _SIMULATED
+    try:
+        model = _model(config)
+    except ConfigError:
+        return None  # the file was the other machine's, or is not there any more
+    if model is None and not simulated:
+        return None
+    engines: int = config["sim"]["engines"] if simulated else len(config["engine"])
+    one = partial((model or H200_QWEN3_4B).bound_seconds, max_running=config["sim"]["max_running"])
+    return lambda prompts, lengths: one(prompts, lengths) / engines
+
+
+def _model(config: dict[str, Any]) -> StepTimeModel | None:
+    path = config.get("model")
+    return None if path is None else load_model(Path(path))
+
+
+def _workload_mean(config: dict[str, Any]) -> float | None:
+    if config.get("prompts") is not None:
+        return None
+    group_size = config["scheduler"]["group_size"]
+    workload = LongTailWorkload(seed=config["seed"], group_size=group_size, **config["workload"])
+    return workload.mean_length()

@@ -16,7 +16,7 @@ from aprilsched.cli.arguments import parsed
 from aprilsched.doctor import Finding, Status, examine
 from aprilsched.engines.http.address import ServerAddress
 from aprilsched.errors import ConfigError, EngineError
-from aprilsched.runs.keys import key_from
+from aprilsched.runs.settings import key_from
 
 __all__ = ["REACHED", "DoctorCommand", "main"]
 

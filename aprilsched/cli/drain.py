@@ -12,14 +12,12 @@ import numpy as np
 import tyro
 from rich.console import Console
 
-from aprilsched.analysis.bias import drawn_law
-from aprilsched.analysis.drain import DrainPlan, plan_drain
+from aprilsched.analysis.bias import DrainPlan, drawn_law, plan_drain
 from aprilsched.analysis.lengths_of_run import RecordedRun, read_record
 from aprilsched.cli.arguments import parsed
 from aprilsched.errors import ConfigError
 from aprilsched.runs.tables import signed_percent
-from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
-from aprilsched.timing.model_file import load_model
+from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel, load_model
 
 __all__ = ["DrainCommand", "main"]
 

@@ -13,7 +13,7 @@ from aprilsched.cli.arguments import parsed
 from aprilsched.engines.sglang.fleet import SGLangFleet
 from aprilsched.errors import ConfigError
 from aprilsched.gateway import Gateway, GatewaySettings
-from aprilsched.runs.keys import key_from
+from aprilsched.runs.settings import key_from
 
 __all__ = ["GatewayCommand", "main"]
 

@@ -17,21 +17,23 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from aprilsched.analysis.costs_of_run import RecordedCosts
 from aprilsched.analysis.lengths_of_run import RecordedRun, read_record
-from aprilsched.analysis.prediction import PredictionError, prediction_error, recorded_summary
+from aprilsched.analysis.prediction import (
+    PredictionError,
+    RecordedCosts,
+    prediction_error,
+    recorded_summary,
+)
 from aprilsched.cli.arguments import parsed
 from aprilsched.errors import ConfigError, RunFolderError
-from aprilsched.runs.comparison import PolicyRow, compare
 from aprilsched.runs.config_file import read_settings
-from aprilsched.runs.pictures import draw_comparison
+from aprilsched.runs.policies import RECORDED, Variant, variants
 from aprilsched.runs.replayed import Replay, bound_of, replay_settings
 from aprilsched.runs.settings import COMMAS, RunSettings, SimSettings
 from aprilsched.runs.setup import Setup
-from aprilsched.runs.showing import screen_of
+from aprilsched.runs.showing import draw_comparison, screen_of
 from aprilsched.runs.simulated import SimulatedRun
-from aprilsched.runs.tables import number, percent, signed_percent
-from aprilsched.runs.variants import RECORDED, Variant, variants
+from aprilsched.runs.tables import PolicyRow, compare, number, percent, signed_percent
 from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.run_folder import CONFIG, RunFolder, write_json
 from aprilsched.timing import load_model
@@ -220,8 +222,8 @@ def report(
         summaries: summaries of the replays; that of the run's own settings is first.
         error: prediction error of the first replay.
         wanted: requested batches of each replay.
-        generated: as in :func:`~aprilsched.runs.comparison.compare`.
-        schedules: as in :func:`~aprilsched.runs.comparison.compare`.
+        generated: as in :func:`~aprilsched.runs.tables.compare`.
+        schedules: as in :func:`~aprilsched.runs.tables.compare`.
     """
     rows = compare(summaries, generated, schedules).policies
     own = compare({RECORDED: real}, {RECORDED: None}, {}).policies[0]

@@ -13,20 +13,24 @@ import tomli_w
 import tyro
 from rich.console import Console
 
-from aprilsched.cli.arguments import given_flags, parsed
-from aprilsched.cli.everyday_help import asked_for_help, everyday_help
-from aprilsched.cli.scheduler_flags import SchedulerFlags, config_of_flags, flags_of
+from aprilsched.cli.arguments import (
+    SchedulerFlags,
+    asked_for_help,
+    config_of_flags,
+    everyday_help,
+    flags_of,
+    given_flags,
+    parsed,
+)
 from aprilsched.core.policies.kinds import REFILLS, STOPS
 from aprilsched.core.policies.straggler import BEHAVIOURS
 from aprilsched.errors import ConfigError
 from aprilsched.runs.config_file import as_toml, read_settings
 from aprilsched.runs.drive import Run
-from aprilsched.runs.pictures import leave_report, leave_trace
 from aprilsched.runs.settings import RunSettings
-from aprilsched.runs.setup import prepare, servers
-from aprilsched.runs.showing import screen_of
+from aprilsched.runs.setup import fitted, prepare, servers
+from aprilsched.runs.showing import leave_report, leave_trace, screen_of
 from aprilsched.runs.tables import run_table
-from aprilsched.runs.workload_limits import fitted
 from aprilsched.store import SqliteStore
 from aprilsched.telemetry.run_folder import CONFIG, RunFolder, default_path
 

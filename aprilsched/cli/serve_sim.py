@@ -12,8 +12,7 @@ from pathlib import Path
 from aprilsched.cli.arguments import parsed
 from aprilsched.engines.sim.config import SimConfig
 from aprilsched.errors import ConfigError
-from aprilsched.runs.keys import key_from
-from aprilsched.runs.settings import SimSettings
+from aprilsched.runs.settings import SimSettings, key_from
 from aprilsched.testing import SimServer
 from aprilsched.testing.faults import FaultScript, parse_faults
 

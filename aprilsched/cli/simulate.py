@@ -16,11 +16,8 @@ import msgspec
 import tyro
 from rich.console import Console
 
-from aprilsched.cli.arguments import parsed
-from aprilsched.cli.everyday_help import asked_for_help, everyday_help
+from aprilsched.cli.arguments import asked_for_help, everyday_help, parsed
 from aprilsched.config import SchedulerConfig
-from aprilsched.runs.comparison import Comparison, PolicyRow, compare, verdict
-from aprilsched.runs.pictures import draw_comparison, leave_report
 from aprilsched.runs.policies import Policy, chosen
 from aprilsched.runs.settings import (
     COMMAS,
@@ -29,14 +26,13 @@ from aprilsched.runs.settings import (
     WorkloadSettings,
 )
 from aprilsched.runs.setup import prepare
-from aprilsched.runs.showing import screen_of
+from aprilsched.runs.showing import draw_comparison, leave_report, screen_of
 from aprilsched.runs.simulated import SimulatedRun
-from aprilsched.runs.tables import comparison_table
-from aprilsched.simulation.simulation import NEVER
+from aprilsched.runs.tables import Comparison, PolicyRow, compare, comparison_table, verdict
+from aprilsched.simulation import NEVER
 from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.run_folder import REPORT, RunFolder, default_path, write_json
-from aprilsched.timing.model import H200_QWEN3_4B
-from aprilsched.timing.model_file import load_model
+from aprilsched.timing.model import H200_QWEN3_4B, load_model
 
 __all__ = ["EVERYDAY", "SimulateCommand", "Trial", "main", "simulated"]
 

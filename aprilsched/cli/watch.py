@@ -13,8 +13,7 @@ import tyro
 from rich.console import Console
 from rich.text import Text
 
-from aprilsched.analysis.basis import basis_of
-from aprilsched.analysis.rebuild import summary_of_run
+from aprilsched.analysis.rebuild import basis_of, summary_of_run
 from aprilsched.analysis.run import readable
 from aprilsched.cli.arguments import parsed
 from aprilsched.core.messages.facts import Fact

@@ -21,15 +21,18 @@ from aprilsched.gateway.responses import Asked, Response
 from aprilsched.gateway.service import SERVICE, Service
 from aprilsched.gateway.tokenizer import Detokenizer
 from aprilsched.sampling import sampling_params
-from aprilsched.serving.answers import (
+from aprilsched.serving import (
     DONE,
     STREAM_HEADERS,
+    PromptsBody,
+    Refused,
+    Unavailable,
+    as_json,
+    body_of,
     finish_reason,
     framed,
     token_logprobs,
 )
-from aprilsched.serving.bodies import PromptsBody, body_of
-from aprilsched.serving.refusals import Refused, Unavailable, as_json
 from aprilsched.types import Prompt, SamplingParams
 
 __all__ = ["GROUP_HEADER", "begin", "check_amount", "generate", "sampled"]

@@ -5,16 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from types import TracebackType
 
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
 from aprilsched.core.config import SchedulerConfig
 from aprilsched.engines.base import Fleet
 from aprilsched.errors import AprilschedError
-from aprilsched.gateway.app import make_app
-from aprilsched.gateway.service import Service
+from aprilsched.gateway import control, generate, openai, tokenizer
+from aprilsched.gateway.service import SERVICE, Service
 from aprilsched.gateway.settings import GatewaySettings
-from aprilsched.serving.listening import Listener
+from aprilsched.serving import BODIES, Bodies, Listener, asking_for, expect_later, refusing
 from aprilsched.telemetry.base import AnyListener
 
-__all__ = ["Gateway"]
+__all__ = [
+    "Gateway",
+    "make_app",
+]
 
 
 class Gateway:
@@ -99,3 +105,74 @@ class Gateway:
         trace: TracebackType | None,
     ) -> None:
         await self.stop()
+
+
+# --- app -----------------------------------------------------------------------------------------
+
+# The routes of the gateway, and which of them need which key.
+
+_LARGEST_BODY = 2**26
+"""Bytes of a request: a prompt of a million token ids needs a tenth of them."""
+_ALL_BODIES = 2**28
+"""Bytes of all requests that are read at a time."""
+
+_FREE: Sequence[tuple[str, str, Handler]] = (
+    ("GET", "/health", control.health),
+    ("GET", "/health_generate", control.health),
+    ("GET", "/ready", control.ready),
+)
+_OPEN: Sequence[tuple[str, str, Handler]] = (
+    ("POST", "/generate", generate.generate),
+    ("POST", "/tokenize", tokenizer.tokenize),
+    ("POST", "/v1/tokenize", tokenizer.tokenize),
+    ("POST", "/detokenize", tokenizer.detokenize),
+    ("POST", "/v1/detokenize", tokenizer.detokenize),
+    ("POST", "/v1/completions", openai.completions),
+    ("POST", "/v1/chat/completions", openai.chat_completions),
+    ("GET", "/model_info", control.model_info),
+    ("GET", "/get_model_info", control.model_info),
+    ("GET", "/server_info", control.server_info),
+    ("GET", "/get_server_info", control.server_info),
+    ("GET", "/v1/loads", control.loads),
+    ("GET", "/v1/models", control.models),
+    ("GET", "/workers", control.workers),
+    ("GET", "/openapi.json", control.openapi),
+)
+_ADMIN: Sequence[tuple[str, str, Handler]] = (
+    ("POST", "/pause_generation", control.pause),
+    ("POST", "/continue_generation", control.resume),
+    ("POST", "/abort_request", control.abort),
+    ("GET", "/flush_cache", control.flush),
+    ("POST", "/flush_cache", control.flush),
+    ("POST", "/update_weights_from_disk", control.update_from_disk),
+    ("POST", "/update_weight_version", control.update_version),
+    ("POST", "/begin_weight_update", control.begin_update),
+    ("POST", "/end_weight_update", control.end_update),
+    ("POST", "/update_weights_from_tensor", control.update_from_tensor),
+    ("POST", "/update_weights_from_distributed", control.update_from_distributed),
+    ("POST", "/init_weights_update_group", control.join_group),
+    ("POST", "/destroy_weights_update_group", control.leave_group),
+)
+
+
+def make_app(service: Service, *, api_key: str | None, admin_key: str | None) -> web.Application:
+    """The web application of a gateway.
+
+    Args:
+        service: what the handlers ask.
+        api_key: bearer token for all calls but those for health; None asks for none.
+        admin_key: bearer token for control calls, which is also good for the others; None asks for
+            `api_key` there too.
+    """
+    keys = asking_for(
+        api_key=api_key,
+        admin_key=admin_key,
+        control={path for _, path, _ in _ADMIN},
+        free={path for _, path, _ in _FREE},
+    )
+    app = web.Application(middlewares=[keys, refusing])
+    app[BODIES] = Bodies(largest=_LARGEST_BODY, together=_ALL_BODIES)
+    app[SERVICE] = service
+    for method, path, handler in (*_FREE, *_OPEN, *_ADMIN):
+        app.router.add_route(method, path, handler, expect_handler=expect_later)
+    return app

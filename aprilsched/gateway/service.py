@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -17,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 from aiohttp import web
 
 from aprilsched.coordinator.prompts import PromptQueue, checked
@@ -28,19 +30,31 @@ from aprilsched.core.state.engine_control import Mode
 from aprilsched.engines.base import Engine, Fleet
 from aprilsched.engines.refit import RefitGroup
 from aprilsched.engines.sglang import SGLangEngine
-from aprilsched.errors import AprilschedError, ConfigError, InvariantViolation, RefitError
-from aprilsched.gateway.labels import Labels
+from aprilsched.errors import (
+    AprilschedError,
+    ConfigError,
+    InvariantViolation,
+    RefitError,
+    StoreError,
+)
 from aprilsched.gateway.responses import Asked, Response, Responses
 from aprilsched.gateway.settings import GatewaySettings, for_clients
-from aprilsched.gateway.texts import Texts
+from aprilsched.gateway.tokenizer import ModelTokenizer, load_tokenizer
 from aprilsched.gateway.updates import Bucket, FromCalls, FromDisk, Groups
+from aprilsched.serving import Refused, Unavailable
 from aprilsched.store.codec import check_storable
 from aprilsched.store.sqlite import SqliteStore
 from aprilsched.telemetry.base import AnyListener
 from aprilsched.weights.base import WeightPublisher
 from aprilsched.weights.external import ExternalWeights
 
-__all__ = ["SERVICE", "Service"]
+__all__ = [
+    "SERVICE",
+    "Labels",
+    "Service",
+    "Texts",
+]
+
 
 log = logging.getLogger("aprilsched")
 
@@ -599,3 +613,205 @@ def _seen(task: asyncio.Task[Any]) -> None:
 
 SERVICE: web.AppKey[Service] = web.AppKey("service", Service)
 """The key under which the handlers find their service in the application."""
+
+
+# --- labels --------------------------------------------------------------------------------------
+
+# The names that clients give to the versions of the weights.
+
+log = logging.getLogger("aprilsched")
+
+_LONGEST = 256
+_KEPT = 1000
+"""Number of labels that are kept. A response that is older than so many updates shows numbers for
+its oldest tokens."""
+
+
+class Labels:
+    """The label of each version, in memory and in a file.
+
+    Args:
+        path: the file; None keeps the labels in memory only.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path = path
+        self._labels: dict[int, str] = {}
+
+    def __getitem__(self, version: int) -> str:
+        """The label of a version; a version without one is a decimal number."""
+        return self._labels.get(version, str(version))
+
+    def __contains__(self, version: int) -> bool:
+        return version in self._labels
+
+    def open(self) -> None:
+        """Read the labels of the prior process, if there is a file.
+
+        Raises:
+            StoreError: if the file is damaged or cannot be read.
+        """
+        if self._path is None:
+            return
+        try:
+            self._labels = msgspec.json.decode(self._path.read_bytes(), type=dict[int, str])
+        except FileNotFoundError:
+            return
+        except (OSError, msgspec.DecodeError) as error:
+            raise StoreError(
+                f"The labels in {self._path} cannot be read ({error}); remove the file, and "
+                "versions that were loaded before are shown as numbers."
+            ) from error
+
+    @staticmethod
+    def check(label: str) -> None:
+        """Refuse a label that cannot be used.
+
+        Raises:
+            ConfigError: if it is empty or longer than 256 characters.
+        """
+        if not 0 < len(label) <= _LONGEST:
+            raise ConfigError(
+                f"The label of the weights has {len(label)} characters; give 1 to {_LONGEST}."
+            )
+
+    def name(self, version: int, label: str) -> None:
+        """Call `version` by `label` from now on.
+
+        A file that cannot be written does not keep the new weights away; it is logged.
+        """
+        self._labels[version] = label
+        for old in sorted(self._labels)[:-_KEPT]:
+            del self._labels[old]
+        if self._path is None:
+            return
+        new = self._path.with_name(f"{self._path.name}.new")
+        try:
+            with new.open("wb") as file:
+                file.write(msgspec.json.encode(self._labels))
+                file.flush()
+                os.fsync(file.fileno())
+            new.replace(self._path)
+        except OSError as error:
+            log.error("the label of version %d is not saved: %s", version, error)
+
+
+# --- texts ---------------------------------------------------------------------------------------
+
+# The gateway's tokenizer as handlers see it: there is one, or a sentence says why not.
+#
+# What takes long, such as a chat with megabytes of tool definitions, is done in threads, for so
+# many characters at a time.
+
+log = logging.getLogger("aprilsched")
+
+_QUICK = 4096
+"""Characters that become tokens within a millisecond, for which a thread is not worth it."""
+_AT_WORK = 2**28
+"""Characters that become tokens at a time; a body has up to 2^26 bytes."""
+_LONGEST_TOKEN = 128
+"""Characters of the longest token that a tokenizer has: a run of blanks."""
+
+
+class Texts:
+    """What handlers ask about text.
+
+    Args:
+        folder: the model's tokenizer; None takes the folder of the model that the engines have
+            loaded, if it can be read here.
+        response_template: see :func:`~aprilsched.gateway.tokenizer.load_tokenizer`.
+    """
+
+    def __init__(self, folder: Path | None = None, response_template: Path | None = None) -> None:
+        self._folder = folder
+        self._template = response_template
+        self._tokenizer: ModelTokenizer | None = None
+        self._why_not = "the gateway is not started"
+        self._at_work = 0
+
+    async def open(self, model_path: str) -> None:
+        """Load the tokenizer; `model_path` is the engines' model.
+
+        Raises:
+            ConfigError: if the named tokenizer cannot be used. The one of the engines' model is not
+                needed, and is left out then.
+        """
+        if self._tokenizer is not None:
+            return
+        folder = Path(model_path) if self._folder is None else self._folder
+        if self._folder is None and not model_path:
+            self._why_not = "the engines tell no folder of their model"
+            return
+        try:
+            self._tokenizer = await asyncio.to_thread(load_tokenizer, folder, self._template)
+        except ConfigError as error:
+            if self._folder is not None or self._template is not None:
+                raise
+            self._why_not = str(error)
+            log.info("the gateway takes no text: %s", error)
+
+    @property
+    def there(self) -> bool:
+        """Whether there is a tokenizer."""
+        return self._tokenizer is not None
+
+    @property
+    def tokenizer(self) -> ModelTokenizer:
+        """The model's tokenizer.
+
+        Raises:
+            Refused: if there is none.
+        """
+        if self._tokenizer is None:
+            raise Refused(
+                f"The gateway has no tokenizer and cannot take text ({self._why_not}); start it "
+                "with --tokenizer, or provide input_ids to /generate."
+            )
+        return self._tokenizer
+
+    def context(self, engines: int | None) -> int | None:
+        """Tokens of the longest context, of which the engines know as much as `engines`; None if
+        neither they nor the tokenizer's files tell it."""
+        known = (engines, None if self._tokenizer is None else self._tokenizer.context_tokens)
+        return min((each for each in known if each is not None), default=None)
+
+    async def encoded(
+        self, texts: Sequence[str], context: int | None, *, special: bool = True
+    ) -> list[list[int]]:
+        """The token ids of each text; `context` is what :meth:`context` gives.
+
+        Raises:
+            Refused: if there is no tokenizer, or if a text cannot fit the context.
+            Unavailable: if too much text is at work.
+        """
+        tokenizer = self.tokenizer
+        longest = max(map(len, texts), default=0)
+        if context is not None and longest > context * _LONGEST_TOKEN:
+            raise Refused(
+                f"A text has {longest} characters, which cannot fit the model's context of "
+                f"{context} tokens; shorten it."
+            )
+        return await self.prepared(
+            lambda: [tokenizer.encode(text, special=special) for text in texts],
+            size=sum(map(len, texts)),
+        )
+
+    async def prepared(self, make: Callable[[], T], *, size: int) -> T:
+        """What `make` gives for `size` characters, in a thread if they are many.
+
+        Raises:
+            Unavailable: if too much text is at work.
+        """
+        if size <= _QUICK:
+            return make()
+        if self._at_work + size > _AT_WORK:
+            raise Unavailable("The gateway has too much text to tokenize; try again later.")
+        self._at_work += size
+
+        def done(_: object) -> None:
+            self._at_work -= size
+
+        # A client that leaves does not end the thread, which counts until it has ended.
+        work = asyncio.ensure_future(asyncio.to_thread(make))
+        work.add_done_callback(done)
+        return await asyncio.shield(work)

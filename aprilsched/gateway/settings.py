@@ -13,7 +13,7 @@ from aprilsched.core.policies.refill import PoolView, Refill
 from aprilsched.core.policies.staleness import Staleness
 from aprilsched.core.policies.stop import Groups, GroupSize
 from aprilsched.errors import ConfigError
-from aprilsched.serving.listening import check_port
+from aprilsched.serving import check_port
 
 __all__ = ["Everything", "GatewaySettings", "OnDemand", "Versions", "for_clients"]
 

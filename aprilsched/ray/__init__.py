@@ -12,14 +12,13 @@ Invariant: the death of any actor, and of the trainer, loses no rollout and deli
 the scheduler has a store.
 """
 
-from aprilsched.ray.fleet import RayFleet
 from aprilsched.ray.scheduler import (
     ActorScheduler,
     RolloutScheduler,
     start_scheduler,
     stop_scheduler,
 )
-from aprilsched.ray.servers import SGLangServers
+from aprilsched.ray.servers import RayFleet, SGLangServers
 from aprilsched.ray.shards import RayShard
 from aprilsched.remote import FromTrainer
 

@@ -32,8 +32,7 @@ from aprilsched.errors import SchedulerClosed
 from aprilsched.loop_thread import LoopThread
 from aprilsched.ray.library import exceptions, ray
 from aprilsched.remote import FromTrainer, Raised, Served, absolute, unsendable
-from aprilsched.shards.base import News, Opened, Orders, ShardLost
-from aprilsched.shards.joint import Part
+from aprilsched.shards.base import News, Opened, Orders, Part, ShardLost
 from aprilsched.shards.local import LocalShard, ShardParts
 from aprilsched.types import Batch, Prompt
 from aprilsched.weights.base import WeightPublisher

@@ -16,13 +16,12 @@ import numpy as np
 
 from aprilsched.analysis.lengths_of_run import RecordedGroup, RecordedRun
 from aprilsched.errors import PromptsExhausted
+from aprilsched.runs.policies import Variant
 from aprilsched.runs.settings import RunSettings, SimSettings
 from aprilsched.runs.setup import Setup, prepare
 from aprilsched.runs.showing import Screen
 from aprilsched.runs.simulated import SimulatedRun
-from aprilsched.runs.variants import Variant
-from aprilsched.simulation import Costs
-from aprilsched.simulation.simulation import NEVER
+from aprilsched.simulation import NEVER, Costs
 from aprilsched.telemetry.batch_figures import Bound
 from aprilsched.telemetry.run_folder import RunFolder
 from aprilsched.timing.model import StepTimeModel

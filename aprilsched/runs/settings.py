@@ -6,6 +6,7 @@ that the value is for (:class:`SchedulerConfig`, :class:`LongTailWorkload`, :cla
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal
 
@@ -23,7 +24,9 @@ __all__ = [
     "RunSettings",
     "SimSettings",
     "WorkloadSettings",
+    "key_from",
 ]
+
 
 CAP = 6000
 COMMAS = "a list with commas"
@@ -151,7 +154,7 @@ class RunSettings:
     scheduler: Annotated[SchedulerConfig, tyro.conf.Fixed, tyro.conf.Suppress] = field(
         default_factory=SchedulerConfig
     )
-    """How rollouts are scheduled. Its flags are in :mod:`aprilsched.cli.scheduler_flags`."""
+    """How rollouts are scheduled. Its flags are in :mod:`aprilsched.cli.arguments`."""
 
     @property
     def simulated(self) -> bool:
@@ -217,3 +220,22 @@ _LEAST: dict[str, float] = {
 
 def _values(settings: Any) -> dict[str, Any]:
     return {f.name: getattr(settings, f.name) for f in fields(settings)}
+
+
+# --- keys ----------------------------------------------------------------------------------------
+
+# Reads API keys from environment variables, because process lists show command lines.
+
+
+def key_from(variable: str | None) -> str | None:
+    """The key in the environment variable of this name; None without a name.
+
+    Raises:
+        ConfigError: if the variable is not set, or empty.
+    """
+    if variable is None:
+        return None
+    key = os.environ.get(variable)
+    if not key:
+        raise ConfigError(f"The environment variable {variable} is not set; export the key in it.")
+    return key

@@ -5,30 +5,42 @@ Nothing is opened or launched here. All errors in the settings are raised here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import dataclass
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, cast
 
+import msgspec
+
+from aprilsched.checks import nearest
 from aprilsched.config import SchedulerConfig
 from aprilsched.coordinator.prompts import checked
 from aprilsched.engines.base import Fleet
+from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.engines.sglang.fleet import SGLangFleet
 from aprilsched.engines.sim import SimFleet, SimPublisher
+from aprilsched.errors import ConfigError
+from aprilsched.extras import extra
 from aprilsched.planning import Planner
-from aprilsched.runs.keys import key_from
-from aprilsched.runs.prompts_file import read_prompts
-from aprilsched.runs.settings import RunSettings
+from aprilsched.runs.settings import CAP, VOCABULARY, RunSettings, WorkloadSettings, key_from
+from aprilsched.sampling import sampling_params
 from aprilsched.telemetry.batch_figures import Bound
-from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
-from aprilsched.timing.model_file import load_model
+from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel, load_model
 from aprilsched.types import Prompt
 from aprilsched.weights.base import WeightPublisher
 from aprilsched.weights.disk import DiskPublisher
 from aprilsched.workload import LongTailWorkload
 
-__all__ = ["Setup", "prepare", "run_on_clock", "servers"]
+__all__ = [
+    "Setup",
+    "fitted",
+    "prepare",
+    "read_prompts",
+    "run_on_clock",
+    "servers",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,3 +166,204 @@ def _bound(settings: RunSettings) -> Bound | None:
     one = partial((model or H200_QWEN3_4B).bound_seconds, max_running=settings.sim.max_running)
     engines = settings.sim.engines if settings.simulated else len(settings.engine)
     return lambda prompts, lengths: one(prompts, lengths) / engines
+
+
+# --- workload limits -----------------------------------------------------------------------------
+
+# Fits the built-in workload to the servers of a run before it is made.
+#
+# A server would refuse each request that has a token id beyond the model's vocabulary or a
+# response beyond its context, and group after group would fail. So defaults are chosen to fit the
+# servers, and a setting that does not fit is refused at once.
+
+
+def fitted(settings: RunSettings, fleet: Callable[[], SGLangFleet]) -> RunSettings:
+    """`settings` with the vocabulary and the longest response of the built-in workload.
+
+    Args:
+        settings: the settings as given. For a file of prompts or for the embedded engine, only the
+            defaults are filled in.
+        fleet: makes the fleet of the servers, which is opened and closed here.
+
+    Raises:
+        ConfigError: if the given workload does not fit the servers.
+        EngineError: if a call to a server fails.
+    """
+    workload = settings.workload
+    if settings.simulated or settings.prompts is not None:
+        return replace(settings, workload=_filled(workload, VOCABULARY, CAP))
+    return replace(settings, workload=asyncio.run(_fitted(workload, fleet())))
+
+
+async def _fitted(workload: WorkloadSettings, fleet: SGLangFleet) -> WorkloadSettings:
+    await fleet.open()
+    try:
+        if any(engine.facts.vocab_size is None for engine in fleet.engines):
+            # A paused server does not tell its vocabulary. The run would continue it anyway.
+            for engine in fleet.engines:
+                await engine.resume()
+            await fleet.close()
+            await fleet.open()
+        for engine in fleet.engines:
+            _check(workload, engine)
+        known = [e.facts.vocab_size for e in fleet.engines if e.facts.vocab_size is not None]
+        room = [_room(workload, e) for e in fleet.engines if e.facts.context_tokens is not None]
+        return _filled(workload, min(known, default=VOCABULARY), min([CAP, *room]))
+    finally:
+        await fleet.close()
+
+
+def _check(workload: WorkloadSettings, engine: SGLangEngine) -> None:
+    known, context = engine.facts.vocab_size, engine.facts.context_tokens
+    if known is not None and (workload.vocab_size or 0) > known:
+        raise ConfigError(
+            f"vocab_size is {workload.vocab_size}, and the model of {engine.name} knows {known} "
+            f"token ids; give {known} or less, or leave it out."
+        )
+    if context is None:
+        return
+    room = _room(workload, engine)
+    if room < 1:
+        raise ConfigError(
+            f"prompt_tokens is {workload.prompt_tokens}, and {engine.name} has room for {context} "
+            "tokens of a prompt and its response together; give fewer."
+        )
+    if (workload.cap or 0) > room:
+        raise ConfigError(
+            f"cap is {workload.cap}, and {engine.name} has room for {room} tokens behind a prompt "
+            f"of {workload.prompt_tokens}; give {room} or less, or leave it out."
+        )
+
+
+def _room(workload: WorkloadSettings, engine: SGLangEngine) -> int:
+    """Number of tokens of the longest response that fits the engine's context."""
+    return (engine.facts.context_tokens or 0) - workload.prompt_tokens
+
+
+def _filled(workload: WorkloadSettings, vocab_size: int, cap: int) -> WorkloadSettings:
+    return replace(
+        workload,
+        vocab_size=vocab_size if workload.vocab_size is None else workload.vocab_size,
+        cap=cap if workload.cap is None else workload.cap,
+    )
+
+
+# --- prompts file --------------------------------------------------------------------------------
+
+# Reads prompts from a JSONL file and checks every line before anything is launched.
+#
+# A line is an object with ``input_ids``, or with ``prompt`` or ``text``, which are text and need a
+# tokenizer. It may also have ``key``, ``group_size``, and ``sampling`` with the names that
+# :func:`aprilsched.sampling.sampling_params` knows.
+
+_CONTENT = ("input_ids", "prompt", "text")
+"""The keys of a prompt's content. The data sets of most trainers have it as `prompt`."""
+_KEYS = (*_CONTENT, "key", "sampling", "group_size")
+
+
+class _Encoding(Protocol):
+    @property
+    def ids(self) -> Sequence[int]: ...
+
+
+class _FastTokenizer(Protocol):
+    """The part of tokenizers.Tokenizer that is used."""
+
+    def encode(self, sequence: str, *, add_special_tokens: bool = ...) -> _Encoding: ...
+
+
+class _Tokenizer:
+    """Gives a tokenizers.Tokenizer the interface that :mod:`aprilsched.sampling` needs."""
+
+    def __init__(self, inner: _FastTokenizer) -> None:
+        self._inner = inner
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
+        return self._inner.encode(text, add_special_tokens=add_special_tokens).ids
+
+
+def read_prompts(path: Path, *, tokenizer: Path | None = None) -> list[Prompt]:
+    """The prompts of the file at `path`; empty lines are skipped.
+
+    Raises:
+        ConfigError: if the file cannot be read, or if a line cannot be used; it names the line.
+    """
+    known = None if tokenizer is None else _load(tokenizer)
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError(f"The prompts file {path} cannot be read: {error.strerror}.") from error
+    prompts = [
+        _prompt(line, known, f"{path}, line {number}")
+        for number, line in enumerate(lines, start=1)
+        if line.strip()
+    ]
+    if not prompts:
+        raise ConfigError(f"The prompts file {path} has no prompts; give at least one line.")
+    return prompts
+
+
+def _prompt(line: bytes, tokenizer: _Tokenizer | None, where: str) -> Prompt:
+    try:
+        content = msgspec.json.decode(line)
+        if not isinstance(content, dict):
+            raise ConfigError('this is no object; write {"input_ids": [...]}.')
+        fields = cast("dict[str, Any]", content)
+        _check_keys(fields)
+        sampling = fields.get("sampling")
+        return Prompt(
+            input_ids=_input_ids(fields, tokenizer),
+            key=_key(fields.get("key")),
+            group_size=fields.get("group_size"),
+            sampling=None if sampling is None else sampling_params(sampling, tokenizer=tokenizer),
+        )
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{where}: this is no JSON ({error}).") from error
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _check_keys(content: Mapping[str, Any]) -> None:
+    for key in content:
+        if key not in _KEYS:
+            raise ConfigError(
+                f"{key} is no key of a prompt; the nearest known one is {nearest(key, _KEYS)}."
+            )
+    if sum(key in content for key in _CONTENT) != 1:
+        raise ConfigError(f"give one of {', '.join(_CONTENT)}.")
+
+
+def _input_ids(content: Mapping[str, Any], tokenizer: _Tokenizer | None) -> Any:
+    if "input_ids" in content:
+        ids = content["input_ids"]
+        if not isinstance(ids, list) or not all(type(i) is int for i in cast("list[Any]", ids)):
+            raise ConfigError("input_ids is no list of whole numbers; give token ids.")
+        return cast("list[int]", ids)
+    name = "prompt" if "prompt" in content else "text"
+    text = content[name]
+    if not isinstance(text, str):
+        raise ConfigError(f"{name} is no string; give text, after the chat template if it has one.")
+    if tokenizer is None:
+        raise ConfigError("the prompt is text; name the model's tokenizer folder (--tokenizer).")
+    return tokenizer.encode(text)
+
+
+def _key(key: Any) -> str | int | None:
+    if key is None or (isinstance(key, str | int) and not isinstance(key, bool)):
+        return key
+    raise ConfigError("key is neither a string nor a whole number; give one of them.")
+
+
+def _load(folder: Path) -> _Tokenizer:
+    with extra("tokenizers"):
+        from tokenizers import Tokenizer
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise ConfigError(f"There is no {file}; name the folder with the model's tokenizer.json.")
+    try:
+        # The package has no type annotations.
+        load = cast("Callable[[str], _FastTokenizer]", cast("Any", Tokenizer).from_file)
+        return _Tokenizer(load(str(file)))
+    except Exception as error:
+        # The package raises Exception itself for any file that it cannot read.
+        raise ConfigError(f"{file} is no tokenizer: {error}.") from error

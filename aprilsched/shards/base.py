@@ -10,33 +10,45 @@ serial of its prompt, so it is counted once, whatever is sent twice.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from aprilsched.coordinator.refits import RefitReport
 from aprilsched.core.config import SchedulerConfig
-from aprilsched.errors import AprilschedError
+from aprilsched.core.policies.refill import PoolView, Refill
+from aprilsched.core.policies.staleness import Staleness
+from aprilsched.core.policies.stop import Tokens
+from aprilsched.driver.callbacks import called_now
+from aprilsched.engines.base import Engine
+from aprilsched.errors import AprilschedError, ConfigError, RefitError
 from aprilsched.telemetry.event_log.merging import qualified_engine, qualified_id
 from aprilsched.types import Batch, Group, Prompt, Rollout, Segment
-from aprilsched.weights.base import WeightPublisher
+from aprilsched.weights.base import RepublishingPublisher, WeightPublisher, WholePublisher
 
 __all__ = [
     "NOTHING",
     "SERIAL",
     "Complete",
+    "JointUpdate",
     "News",
     "Opened",
     "Orders",
+    "Part",
+    "RepublishingPart",
     "Shard",
     "ShardLost",
     "answer_s",
+    "check_shardable",
     "numbered",
     "qualified",
     "serial_of",
+    "shard_config",
     "unnumbered",
 ]
+
 
 SERIAL = "aprilsched.serial"
 """Key of a prompt's serial in its metadata, while a shard has the prompt."""
@@ -242,4 +254,239 @@ def _qualified(rollout: Rollout, group_id: int, slot: int, shard: str) -> Rollou
             )
             for part in rollout.segments
         ),
+    )
+
+
+# --- joint ---------------------------------------------------------------------------------------
+
+# One publication of weights for the shards of one process, each of which publishes on its own.
+#
+# A publisher that broadcasts has one group of ranks for all engines, and one that lends its memory
+# lends it once. So the shards wait for each other, and the publisher is called once with the
+# engines of all of them.
+
+_Results = Mapping[str, Exception | None]
+
+
+class JointUpdate:
+    """One update of several shards.
+
+    Args:
+        publisher: the trainer's publisher, prepared already.
+        shards: names of the shards that publish here.
+        wait_s: seconds that a shard waits here for the others to pause their engines. It publishes
+            without those that need longer.
+    """
+
+    def __init__(
+        self, publisher: WeightPublisher, shards: Iterable[str], *, wait_s: float = 0
+    ) -> None:
+        self.publisher = publisher
+        self._awaited = set(shards)
+        self._late: set[str] = set()
+        self._wait_s = wait_s
+        self._engines: dict[str, Sequence[Engine]] = {}
+        self._version = 0
+        self._all_there = asyncio.Event()
+        self._published: asyncio.Task[Mapping[str, _Results]] | None = None
+        self._over = False
+
+    def part(self, shard: str) -> Part:
+        """The publisher for one shard."""
+        if isinstance(self.publisher, RepublishingPublisher):
+            return RepublishingPart(self, shard)
+        return Part(self, shard)
+
+    def left(self, shard: str) -> None:
+        """The update of a shard is over, or the shard publishes nothing."""
+        self._awaited.discard(shard)
+        if not self._awaited:
+            self._all_there.set()
+
+    def end(self) -> None:
+        """The update is over for all shards. What is published later is for single engines."""
+        self._over = True
+
+    async def publish(self, shard: str, version: int, engines: Sequence[Engine]) -> _Results:
+        """Publish with all others.
+
+        Raises:
+            RefitError: if the others did so without this shard.
+        """
+        if shard in self._late and not self._over:
+            raise RefitError(f"{shard} needed more than {self._wait_s:g} s to pause its engines.")
+        if self._over or shard not in self._awaited:
+            return await self.publisher.publish(version, engines)
+        self._engines[shard], self._version = engines, version
+        self.left(shard)
+        try:
+            async with asyncio.timeout(self._wait_s):
+                await self._all_there.wait()
+        except TimeoutError:
+            self._late |= self._awaited
+            self._awaited.clear()
+            self._all_there.set()
+        except asyncio.CancelledError:
+            self._engines.pop(shard, None)
+            raise
+        if self._published is None:
+            self._published = asyncio.create_task(self._publish(), name="aprilsched update")
+        # A shard that is cancelled must not end the publication for the others.
+        return (await asyncio.shield(self._published))[shard]
+
+    async def _publish(self) -> Mapping[str, _Results]:
+        names = [engine.name for engines in self._engines.values() for engine in engines]
+        if len(set(names)) < len(names):
+            # The results could not be told apart. Names are addresses, except in simulated fleets.
+            results = [
+                await self.publisher.publish(self._version, engines)
+                for engines in self._engines.values()
+            ]
+            return dict(zip(self._engines, results, strict=True))
+        every = [engine for engines in self._engines.values() for engine in engines]
+        outcome = await self.publisher.publish(self._version, every)
+        return dict.fromkeys(self._engines, outcome)
+
+
+class Part:
+    """The publisher that one shard gets; its `publish` is that of the whole update.
+
+    Attributes:
+        joint: the update.
+    """
+
+    def __init__(self, joint: JointUpdate, shard: str) -> None:
+        self.joint = joint
+        self._shard = shard
+
+    def leave(self) -> None:
+        """Say that this shard does not publish with the others."""
+        self.joint.left(self._shard)
+
+    @property
+    def loads_whole(self) -> bool:
+        """Whether the trainer's publisher says so of itself."""
+        publisher = self.joint.publisher
+        return isinstance(publisher, WholePublisher) and publisher.loads_whole
+
+    async def prepare(self, version: int) -> None:
+        """Do nothing: the trainer's publisher is prepared once, before the update begins."""
+
+    async def publish(self, version: int, engines: Sequence[Engine]) -> _Results:
+        """Publish with the other shards; see
+        :meth:`~aprilsched.weights.base.WeightPublisher.publish`."""
+        return await self.joint.publish(self._shard, version, engines)
+
+
+class RepublishingPart(Part):
+    """A part of an update that can be published again."""
+
+    def holds(self, version: int) -> bool:
+        """Whether the trainer's publisher can publish `version` again."""
+        publisher = self.joint.publisher
+        return isinstance(publisher, RepublishingPublisher) and called_now(
+            "the publisher", publisher.holds, version
+        )
+
+
+# --- settings ------------------------------------------------------------------------------------
+
+# The settings of one shard, which follow from those of the whole run.
+#
+# The collector makes every decision that needs the whole run. A shard starts each prompt that it
+# is given, offers each group alone, and generates until it is told to hold.
+
+_NEVER = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class EveryPrompt(Refill):
+    """Starts every prompt that is there: the collector decides how many there are."""
+
+    name: ClassVar[str] = "every_prompt"
+
+    def launches(self, view: PoolView) -> int:
+        return _NEVER
+
+    def told(self, ratio: str) -> str:
+        return "what the collector gives"
+
+
+@dataclass(frozen=True, slots=True)
+class Ungated(Staleness):
+    """The bound on staleness without its gate: the collector admits groups for all shards."""
+
+    def admissible(
+        self, *, batch_groups: int, outstanding: int, batches_since_update: int, wanted: bool
+    ) -> int | None:
+        return None
+
+
+def check_shardable(config: SchedulerConfig) -> None:
+    """Refuse settings that need to see every open rollout of the run at once.
+
+    Raises:
+        ConfigError: if `config` has one.
+    """
+    policies = config.policies
+    refused = (
+        (
+            config.automatic,
+            'over_provision="auto" learns from every open response; give a ratio',
+        ),
+        (
+            policies.refill.defers,
+            f'refill="{policies.refill.name}" chooses among all open groups; set "wave" or "pool"',
+        ),
+        (
+            config.straggler == "choose",
+            'straggler="choose" weighs what the whole batch waits for; set another rule',
+        ),
+        (
+            isinstance(policies.stop, Tokens),
+            "stop=Tokens(...) estimates from every open response how many groups a batch takes; "
+            "let groups or samples fill a batch",
+        ),
+        (
+            policies.staleness.finishes,
+            'max_staleness.rule="finish" asks which open groups a batch must have; set "mask" or '
+            '"evict"',
+        ),
+        (
+            policies.staleness.rule == "restart",
+            'max_staleness.rule="restart" is for batches that wait for all of their groups; set '
+            '"mask" or "evict"',
+        ),
+        (
+            config.follow_weights,
+            "follow_weights=True would let a shard change its version alone; load weights by "
+            "update_weights()",
+        ),
+        (
+            config.refit == "rolling",
+            'refit="rolling" would give the shards different versions; set refit="together"',
+        ),
+        (
+            config.dispatch.max_in_flight is not None,
+            "dispatch.max_in_flight limits the requests of all engines together; leave it out",
+        ),
+    )
+    for holds, why in refused:
+        if holds:
+            raise ConfigError(f"{why}, because no shard sees the others.")
+
+
+def shard_config(config: SchedulerConfig) -> SchedulerConfig:
+    """The settings of a shard of a run with these settings."""
+    bound = config.policies.staleness
+    return replace(
+        config,
+        batch_groups=1,
+        stop="groups",
+        over_provision=1.0,
+        refill=EveryPrompt(),
+        pace="asynchronous",
+        # Complete groups may wait for the end of an update, and must not hold new ones up.
+        ready_batches=_NEVER,
+        max_staleness=Ungated(bound.bound, bound.rule),
     )

@@ -32,11 +32,11 @@ from aprilsched.shards.base import (
     Complete,
     News,
     Opened,
+    check_shardable,
     numbered,
     qualified,
     serial_of,
 )
-from aprilsched.shards.settings import check_shardable
 from aprilsched.store.codec import decode, encode, group_from, group_record
 from aprilsched.telemetry.event_log.merging import SLOTS
 from aprilsched.types import Batch, Group, Prompt, Rollout

@@ -43,18 +43,19 @@ from aprilsched.errors import (
     closed_meanwhile,
 )
 from aprilsched.shards.base import (
+    JointUpdate,
     Opened,
     Orders,
     Shard,
     ShardLost,
     answer_s,
+    check_shardable,
     numbered,
     qualified,
     serial_of,
+    shard_config,
 )
 from aprilsched.shards.collector import Collector, Cut, Post
-from aprilsched.shards.joint import JointUpdate
-from aprilsched.shards.settings import check_shardable, shard_config
 from aprilsched.telemetry.alignment import alignment_of
 from aprilsched.telemetry.base import AnyListener
 from aprilsched.telemetry.event_log import EventLog

@@ -7,7 +7,6 @@ beyond the vocabulary, memory calls in a wrong order and a flush of a busy cache
 are refused (they kill a real server).
 """
 
-from aprilsched.testing.server import SimServer
-from aprilsched.testing.threaded import ThreadedServer
+from aprilsched.testing.server import SimServer, ThreadedServer
 
 __all__ = ["SimServer", "ThreadedServer"]

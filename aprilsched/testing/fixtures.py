@@ -15,10 +15,9 @@ from typing import Protocol
 
 import pytest
 
-from aprilsched.testing.server import SimServer
-from aprilsched.testing.threaded import ThreadedServer
+from aprilsched.testing.server import SimServer, ThreadedServer
 
-pytest.register_assert_rewrite("aprilsched.testing.contract", "aprilsched.testing.streams")
+pytest.register_assert_rewrite("aprilsched.testing.contract", "aprilsched.testing.contract")
 
 __all__ = ["StartServer", "sglang_server", "start_sglang_server"]
 

@@ -28,7 +28,7 @@ from aprilsched.engines.base import Chunk, GenerationRequest
 from aprilsched.engines.sim.config import Counters, SimConfig
 from aprilsched.engines.sim.engine import SimEngine
 from aprilsched.errors import EngineError, EngineRejected
-from aprilsched.serving.refusals import Refused
+from aprilsched.serving import Refused
 from aprilsched.types import VersionSpan
 
 __all__ = ["MODEL", "SERVED", "Call", "Loads", "ServedEngine", "ServedRequests"]

@@ -13,8 +13,7 @@ from aprilsched.timing.calibration import (
     predicted_seconds,
     residuals_of,
 )
-from aprilsched.timing.model import StepTimeModel
-from aprilsched.timing.model_file import load_model, model_toml, save_model
+from aprilsched.timing.model import StepTimeModel, load_model, model_toml, save_model
 from aprilsched.timing.online import Observation, OnlineFit
 from aprilsched.timing.server_log import LogLine, Windows, read_log, windows_of
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from aprilsched.errors import ConfigError
-from aprilsched.timing.least_squares import robust
 from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
+from aprilsched.timing.online import robust
 from aprilsched.timing.server_log import Floats, Windows
 
 __all__ = [

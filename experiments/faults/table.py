@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from aprilsched.testing.faults.kinds import KINDS
+from aprilsched.testing.faults.script import KINDS
 from experiments.faults.campaign import RESULTS
 
 Run = dict[str, Any]

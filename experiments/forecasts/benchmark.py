@@ -22,9 +22,8 @@ from aprilsched.core.policies.refill import Refill
 from aprilsched.core.policies.schedule import FixedRatio, Schedule
 from aprilsched.engines.sim import SimConfig
 from aprilsched.planning import Planner, planner
-from aprilsched.planning.bias import Bias
-from aprilsched.simulation import Costs, Simulation
-from aprilsched.simulation.simulation import NEVER
+from aprilsched.planning.planner import Bias
+from aprilsched.simulation import NEVER, Costs, Simulation
 from aprilsched.timing.model import H200_QWEN3_4B as MODEL
 
 SLOWER = 1.08

@@ -20,9 +20,7 @@ from aprilsched.config import SchedulerConfig
 from aprilsched.core.messages.facts import BatchDelivered, Fact
 from aprilsched.engines.sim.config import SimConfig
 from aprilsched.planning import Planner
-from aprilsched.simulation import Simulation
-from aprilsched.simulation.modelled_engine import ModelledEngine
-from aprilsched.simulation.simulation import NEVER
+from aprilsched.simulation import NEVER, ModelledEngine, Simulation
 from aprilsched.telemetry import batch_figures as of
 from aprilsched.telemetry.base import AnyListener
 from aprilsched.telemetry.summary import Summary

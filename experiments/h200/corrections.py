@@ -5,9 +5,9 @@
 For each choice of a schedule that was in force for at least eight batches and had four batches or
 more before it, the speed that was forecast without a correction is compared with what was
 generated, by the step times of the forecast. The batches before it make the correction by
-:mod:`aprilsched.planning.bias`, by their plain mean with the weight of several numbers of batches
-that went as forecast, or not at all. Cells beside a trainer of 20 s, where the trainer decides, are
-left out.
+:mod:`aprilsched.planning.planner`, by their plain mean with the weight of several numbers of
+batches that went as forecast, or not at all. Cells beside a trainer of 20 s, where the trainer
+decides, are left out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ sys.path.insert(0, str(HERE))
 from analysis import generated, lines, of_forecasts  # noqa: E402
 from schedules import Cell  # noqa: E402
 
-from aprilsched.planning.bias import Bias  # noqa: E402
+from aprilsched.planning.planner import Bias  # noqa: E402
 
 PRIORS = {"as Bias does": None, "1 batch": 1.0, "4 batches": 4.0, "8 batches": 8.0,
           "16 batches": 16.0, "not corrected": float("inf")}  # fmt: skip

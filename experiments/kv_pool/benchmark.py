@@ -25,8 +25,7 @@ from aprilsched.planning import Planner, planner
 from aprilsched.planning.setting import Outcome, Setting
 from aprilsched.planning.trial import Trial
 from aprilsched.presets import PRESETS
-from aprilsched.simulation import Simulation, rare_collections
-from aprilsched.simulation.simulation import NEVER
+from aprilsched.simulation import NEVER, Simulation, rare_collections
 from aprilsched.telemetry.batch_figures import ages_of
 from aprilsched.timing.model import H200_QWEN3_4B
 from aprilsched.workload import LongTailWorkload

@@ -32,8 +32,7 @@ from aprilsched.config import (
 )
 from aprilsched.core.messages.facts import Fact
 from aprilsched.engines.sim.config import SimConfig
-from aprilsched.simulation.simulation import NEVER, Simulation
-from aprilsched.simulation.trainer import Costs
+from aprilsched.simulation import NEVER, Costs, Simulation
 from aprilsched.telemetry.run_state import RunState
 from aprilsched.workload import LongTailWorkload
 

@@ -17,14 +17,10 @@ from aprilsched.core.messages import facts as of
 from aprilsched.core.scheduler import Scheduler
 from aprilsched.driver.loop import EventLoop
 from aprilsched.engines.sim.config import SimConfig
-from aprilsched.shards.base import Opened, Orders
+from aprilsched.shards.base import Opened, Orders, shard_config
 from aprilsched.shards.collector import Collector, Post
-from aprilsched.shards.reporter import Reporter
-from aprilsched.shards.settings import shard_config
-from aprilsched.simulation.agenda import Agenda
-from aprilsched.simulation.modelled_engine import ModelledEngine
-from aprilsched.simulation.simulation import NEVER
-from aprilsched.simulation.trainer import Costs, ModelledTrainer
+from aprilsched.shards.local import Reporter
+from aprilsched.simulation import NEVER, Agenda, Costs, ModelledEngine, ModelledTrainer
 from aprilsched.telemetry.base import AnyListener
 from aprilsched.types import Prompt
 

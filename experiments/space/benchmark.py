@@ -35,8 +35,7 @@ from aprilsched.core.policies.schedule import Objective
 from aprilsched.engines.sim import SimConfig
 from aprilsched.planning import Planner
 from aprilsched.presets import PRESETS
-from aprilsched.simulation import Costs, Simulation, rare_collections
-from aprilsched.simulation.simulation import NEVER
+from aprilsched.simulation import NEVER, Costs, Simulation, rare_collections
 from aprilsched.telemetry import batch_figures as of
 from aprilsched.telemetry.summary import Summary
 from aprilsched.timing.model import H200_QWEN3_4B as MODEL

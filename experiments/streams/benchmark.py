@@ -20,8 +20,7 @@ from aprilsched import LongTailWorkload, SchedulerConfig
 from aprilsched.core.messages.facts import BatchDelivered, Fact
 from aprilsched.engines.sim.config import SimConfig
 from aprilsched.presets import PRESETS
-from aprilsched.simulation import Costs, Simulation, rare_collections
-from aprilsched.simulation.simulation import NEVER
+from aprilsched.simulation import NEVER, Costs, Simulation, rare_collections
 from aprilsched.timing.model import H200_QWEN3_4B_LINEAR
 
 BATCHES, BURN_IN = 32, 8

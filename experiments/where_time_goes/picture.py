@@ -17,7 +17,7 @@ from aprilsched.analysis.usage import usage_of
 from aprilsched.cli.simulate import SimulateCommand, simulated
 from aprilsched.cli.simulate import main as simulate
 from aprilsched.runs.settings import SimSettings
-from aprilsched.simulation.simulation import NEVER
+from aprilsched.simulation import NEVER
 
 HERE = Path(__file__).resolve().parent
 PICTURE = HERE.parents[1] / "docs" / "images" / "where_time_goes.png"

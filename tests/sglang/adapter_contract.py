@@ -16,8 +16,7 @@ import pytest
 from aprilsched.engines.base import Engine, GenerationRequest
 from aprilsched.engines.refit import TakesAdapters
 from aprilsched.errors import ConfigError, EngineRejected
-from aprilsched.testing.contract import SETTLE_SECONDS
-from aprilsched.testing.streams import ENDLESS, WAIT_SECONDS, Stream, greedy, whole
+from aprilsched.testing.contract import ENDLESS, SETTLE_SECONDS, WAIT_SECONDS, Stream, greedy, whole
 from aprilsched.types import VersionSpan
 from aprilsched.weights.lora import LoraPublisher
 

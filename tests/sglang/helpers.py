@@ -11,8 +11,7 @@ import aiohttp
 import pytest
 
 from aprilsched.engines.sglang import SGLangEngine
-from aprilsched.testing.contract import ALL_CHECKS, MEMORY_CHECKS
-from aprilsched.testing.streams import until
+from aprilsched.testing.contract import ALL_CHECKS, MEMORY_CHECKS, until
 
 __all__ = ["SHORT_AND_LONG_CHECKS", "SOON", "opened", "reset", "running", "settled"]
 

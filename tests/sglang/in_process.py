@@ -25,8 +25,7 @@ from aprilsched import DiskPublisher, Prompt, SamplingParams, SchedulerConfig
 from aprilsched.blocking import RolloutScheduler
 from aprilsched.engines.sglang.in_process import SGLangInProcessEngine, SGLangInProcessFleet
 from aprilsched.errors import ConfigError, EngineError
-from aprilsched.testing.contract import ALL_CHECKS, Subject
-from aprilsched.testing.streams import ENDLESS, Stream, greedy, until, whole
+from aprilsched.testing.contract import ALL_CHECKS, ENDLESS, Stream, Subject, greedy, until, whole
 
 _CHECKS = {check.__name__: check for check in ALL_CHECKS}
 _given: list[Any] = []

@@ -26,7 +26,7 @@ from aprilsched.core.messages.events import EngineLost, Event, Finished, Interru
 from aprilsched.core.policies.straggler import StragglerRule
 from aprilsched.core.state.ledger import Counters
 from aprilsched.errors import PromptsExhausted
-from aprilsched.testing.streams import until
+from aprilsched.testing.contract import until
 from aprilsched.types import Int32Array, VersionSpan
 from tests.sglang.server import run_with_server_packages
 

@@ -17,7 +17,7 @@ from aprilsched.core.messages.commands import Pause
 from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.engines.sim.config import SimConfig
 from aprilsched.engines.sim.engine import SimEngine
-from aprilsched.testing.streams import PROMPT, whole
+from aprilsched.testing.contract import PROMPT, whole
 from tests.sglang.adapter_contract import (
     ADAPTER_CHECKS,
     AdapterCheck,

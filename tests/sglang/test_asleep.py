@@ -13,7 +13,7 @@ import pytest
 from aprilsched import Batch, DiskPublisher, RolloutScheduler, SchedulerConfig, SGLangFleet
 from aprilsched.core.policies.straggler import StragglerRule
 from aprilsched.engines.sglang import SGLangEngine
-from aprilsched.testing.streams import greedy, until, whole
+from aprilsched.testing.contract import greedy, until, whole
 from tests.sglang.conftest import ADMIN_KEY
 from tests.sglang.helpers import settled
 from tests.sglang.recorded import Recorder, check_greedy, long_tail

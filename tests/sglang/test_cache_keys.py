@@ -21,7 +21,7 @@ from aprilsched.core.policies.straggler import StragglerRule
 from aprilsched.engines.base import GenerationRequest
 from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.store.sqlite import SqliteStore
-from aprilsched.testing.streams import greedy, whole
+from aprilsched.testing.contract import greedy, whole
 from tests.sglang.recorded import TOLERANCE, scores
 from tests.sglang.server import CpuServer
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from aprilsched.analysis.samples import read_samples
 from aprilsched.engines.sglang import SGLangEngine
-from aprilsched.testing.streams import greedy, whole
+from aprilsched.testing.contract import greedy, whole
 from tests.sglang.conftest import ADMIN_KEY
 from tests.sglang.helpers import settled
 from tests.sglang.recorded import long_tail

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from aprilsched.core.policies.straggler import StragglerRule
-from aprilsched.testing.streams import greedy, whole
+from aprilsched.testing.contract import greedy, whole
 from aprilsched.types import Rollout
 from tests.sglang.conftest import ADMIN_KEY
 from tests.sglang.helpers import opened, settled

@@ -22,7 +22,7 @@ from aprilsched.engines.refit import RefitFromGroup
 from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.errors import ControlTimeout, EngineRejected, InconsistentWeights
 from aprilsched.gateway import Gateway, GatewaySettings
-from aprilsched.testing.streams import PROMPT, Stream, greedy, whole
+from aprilsched.testing.contract import PROMPT, Stream, greedy, whole
 from aprilsched.types import Rollout
 from aprilsched.weights.distributed import DistributedPublisher
 from aprilsched.weights.process_group import TrainerGroup

@@ -8,7 +8,7 @@ import sys
 
 import aiohttp
 
-from aprilsched.testing.streams import until
+from aprilsched.testing.contract import until
 from tests.sglang.helpers import SOON, running
 from tests.sglang.server import CpuServer
 

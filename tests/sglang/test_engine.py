@@ -21,7 +21,7 @@ from aprilsched.errors import (
     EngineRejected,
     EngineUnreachable,
 )
-from aprilsched.testing.streams import ENDLESS, WAIT_SECONDS, Stream, greedy, until, whole
+from aprilsched.testing.contract import ENDLESS, WAIT_SECONDS, Stream, greedy, until, whole
 from tests.sglang.conftest import INTERVAL
 from tests.sglang.helpers import SOON, running
 from tests.sglang.proxy import CuttingProxy

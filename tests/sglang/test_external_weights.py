@@ -20,7 +20,7 @@ import pytest
 from aprilsched import Batch, ExternalWeights, RolloutScheduler, SchedulerConfig, SGLangFleet
 from aprilsched.config import Dispatch
 from aprilsched.core.messages.commands import LoseEngine
-from aprilsched.testing.streams import WAIT_SECONDS, until
+from aprilsched.testing.contract import WAIT_SECONDS, until
 from tests.sglang.conftest import ADMIN_KEY
 from tests.sglang.recorded import Recorder, check_greedy, long_tail
 from tests.sglang.server import CpuServer

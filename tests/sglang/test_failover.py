@@ -13,7 +13,7 @@ from aprilsched.config import Health, Timeouts
 from aprilsched.core.messages.commands import LoseEngine
 from aprilsched.engines.http.address import ServerAddress
 from aprilsched.errors import PromptsExhausted
-from aprilsched.testing.streams import until
+from aprilsched.testing.contract import until
 from tests.sglang.conftest import ADMIN_KEY
 from tests.sglang.recorded import Recorder, check_greedy, long_tail
 from tests.sglang.server import CpuServer

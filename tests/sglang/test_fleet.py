@@ -20,7 +20,7 @@ from aprilsched.errors import (
     EngineRejected,
     EngineUnreachable,
 )
-from aprilsched.testing.streams import ENDLESS, Stream, greedy, whole
+from aprilsched.testing.contract import ENDLESS, Stream, greedy, whole
 from aprilsched.weights.disk import DiskPublisher
 from tests.sglang.conftest import ADMIN_KEY
 from tests.sglang.server import CpuServer

@@ -27,7 +27,7 @@ from openai import AsyncOpenAI
 from aprilsched import SGLangFleet
 from aprilsched.gateway import Gateway, GatewaySettings
 from aprilsched.gateway.tokenizer import ModelTokenizer, load_tokenizer
-from aprilsched.testing.streams import until
+from aprilsched.testing.contract import until
 from tests.sglang.conftest import ADMIN_KEY, INTERVAL
 from tests.sglang.recorded import TOLERANCE, sequence_scores
 from tests.sglang.server import CpuServer, run_with_server_packages

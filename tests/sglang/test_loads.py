@@ -6,7 +6,7 @@ import aiohttp
 
 from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.engines.sglang.loads import SERIES
-from aprilsched.testing.streams import greedy, whole
+from aprilsched.testing.contract import greedy, whole
 from tests.sglang.conftest import ADMIN_KEY
 from tests.sglang.loads_contract import check_loads
 from tests.sglang.server import CpuServer

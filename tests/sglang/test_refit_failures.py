@@ -17,7 +17,7 @@ from aprilsched.core.messages.commands import Command, Pause
 from aprilsched.engines.base import Engine
 from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.errors import RefitError
-from aprilsched.testing.streams import until
+from aprilsched.testing.contract import until
 from tests.sglang.recorded import Recorder, long_tail
 from tests.sglang.server import CpuServer
 

@@ -22,7 +22,7 @@ from aprilsched.config import Pool
 from aprilsched.core.messages.commands import Command, Continue, Pause
 from aprilsched.core.messages.events import Event
 from aprilsched.engines.sglang import SGLangEngine
-from aprilsched.testing.streams import until
+from aprilsched.testing.contract import until
 from aprilsched.types import Rollout
 from aprilsched.weights.distributed import DistributedPublisher
 from tests.sglang.conftest import ADMIN_KEY

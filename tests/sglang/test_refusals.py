@@ -10,7 +10,7 @@ import pytest
 from aprilsched.engines.http.limits import HttpLimits
 from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.errors import EngineError, EngineProtocolError, EngineRejected
-from aprilsched.testing.streams import ENDLESS, PROMPT, Stream, greedy, whole
+from aprilsched.testing.contract import ENDLESS, PROMPT, Stream, greedy, whole
 from tests.sglang.server import CpuServer
 
 

@@ -16,7 +16,7 @@ from aprilsched.core.messages.events import EngineLost
 from aprilsched.engines.base import Engine
 from aprilsched.engines.http.address import ServerAddress
 from aprilsched.engines.sglang import SGLangEngine
-from aprilsched.testing.streams import until
+from aprilsched.testing.contract import until
 from tests.sglang.conftest import ADMIN_KEY
 from tests.sglang.recorded import Recorder, check_greedy, long_tail
 from tests.sglang.server import CpuServer

@@ -26,7 +26,7 @@ from aprilsched import (
 )
 from aprilsched.config import Pool, Prices
 from aprilsched.core.state.ledger import Reason
-from aprilsched.testing.streams import until
+from aprilsched.testing.contract import until
 from aprilsched.types import Rollout
 from tests.sglang.conftest import ADMIN_KEY
 from tests.sglang.recorded import Recorder, check_greedy, long_tail

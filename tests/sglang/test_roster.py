@@ -14,7 +14,7 @@ from aprilsched.engines.http.limits import HttpLimits
 from aprilsched.engines.sglang.router import SGLangRouterFleet
 from aprilsched.engines.sglang.router.roster import Roster
 from aprilsched.errors import ConfigError, EngineError, EngineProtocolError, EngineUnreachable
-from aprilsched.testing.streams import until
+from aprilsched.testing.contract import until
 
 
 def worker(url: Any = "http://10.0.0.1:30000", **fields: Any) -> dict[str, Any]:

@@ -20,8 +20,16 @@ from aprilsched.errors import (
     EngineRejected,
     EngineUnreachable,
 )
-from aprilsched.testing.contract import Check, Subject
-from aprilsched.testing.streams import ENDLESS, WAIT_SECONDS, Stream, greedy, until, whole
+from aprilsched.testing.contract import (
+    ENDLESS,
+    WAIT_SECONDS,
+    Check,
+    Stream,
+    Subject,
+    greedy,
+    until,
+    whole,
+)
 from aprilsched.types import VersionSpan
 from tests.sglang.conftest import ADMIN_KEY
 from tests.sglang.helpers import SHORT_AND_LONG_CHECKS, running, settled

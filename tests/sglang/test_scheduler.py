@@ -19,7 +19,7 @@ import pytest
 from aprilsched import DiskPublisher, RolloutScheduler, SchedulerConfig, SGLangFleet
 from aprilsched.config import Dispatch, LengthBuckets
 from aprilsched.core.policies.straggler import StragglerRule
-from aprilsched.testing.streams import until
+from aprilsched.testing.contract import until
 from aprilsched.types import Rollout
 from tests.sglang.helpers import SOON, opened, reset, settled
 from tests.sglang.recorded import BATCHES, TOLERANCE, Run, crossing, long_tail, record, scores

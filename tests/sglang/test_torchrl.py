@@ -30,7 +30,7 @@ from aprilsched import (
 from aprilsched.blocking import RolloutScheduler
 from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.integrations.torchrl import fill
-from aprilsched.testing.streams import greedy, whole
+from aprilsched.testing.contract import greedy, whole
 from tests.sglang.server import CpuServer
 
 pytestmark = pytest.mark.skipif(

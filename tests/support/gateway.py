@@ -13,7 +13,7 @@ from aprilsched import SchedulerConfig, SGLangFleet
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.gateway import Gateway, GatewaySettings
 from aprilsched.testing import SimServer
-from aprilsched.testing.streams import until
+from aprilsched.testing.contract import until
 from tests.support.sim_http import INTERVAL, Raw, asked, served
 
 __all__ = ["LONG", "Front", "Reader", "front", "spans"]

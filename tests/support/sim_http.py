@@ -10,7 +10,7 @@ import msgspec
 
 from aprilsched.engines.sim.config import SimConfig
 from aprilsched.testing import SimServer
-from aprilsched.testing.streams import PROMPT
+from aprilsched.testing.contract import PROMPT
 
 __all__ = ["CONFIG", "INTERVAL", "SCALE", "Raw", "asked", "served", "two_weights"]
 

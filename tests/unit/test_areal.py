@@ -26,7 +26,7 @@ from aprilsched.core.messages import commands as do
 from aprilsched.errors import ConfigError, RefitError
 from aprilsched.integrations.areal import RolloutEngine
 from aprilsched.testing.fixtures import StartServer, start_sglang_server
-from aprilsched.testing.threaded import ThreadedServer
+from aprilsched.testing.server import ThreadedServer
 from tests.support.areal_parts import areal, is_real, saved
 
 __all__ = ["start_sglang_server"]

@@ -14,10 +14,11 @@ from aprilsched.analysis.bias import (
     compare_laws,
     conservation,
     drawn_law,
+    expected_longest_rest,
+    plan_drain,
     tokens_by_reason,
 )
-from aprilsched.analysis.bias_plots import figure_of
-from aprilsched.analysis.drain import expected_longest_rest, plan_drain
+from aprilsched.analysis.plots import figure_of
 from aprilsched.core.lengths.laws import kaplan_meier
 from aprilsched.core.state.ledger import Entry, Ledger, Reason
 from aprilsched.telemetry.bias_collector import (

@@ -20,8 +20,8 @@ from aprilsched.timing import (
     save_model,
     windows_of,
 )
-from aprilsched.timing.least_squares import nonnegative, robust
 from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
+from aprilsched.timing.online import nonnegative, robust
 
 LOG = """\
 [2025-11-02 19:50:38] server_args=ServerArgs(model_path='m', decode_log_interval=40)

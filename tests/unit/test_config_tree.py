@@ -11,7 +11,7 @@ import pytest
 import tomli_w
 import tyro
 
-from aprilsched.cli.scheduler_flags import SchedulerFlags, config_of_flags, flags_of
+from aprilsched.cli.arguments import SchedulerFlags, config_of_flags, flags_of
 from aprilsched.config import (
     Dispatch,
     FixedRatio,

@@ -12,7 +12,7 @@ from aprilsched.core.policies.schedule import FixedRatio, Pace, Schedule
 from aprilsched.core.state.engine_health import Durations
 from aprilsched.errors import ConfigError
 from aprilsched.presets import PRESETS
-from aprilsched.shards.settings import check_shardable
+from aprilsched.shards.base import check_shardable
 from aprilsched.store import MemoryStore
 from aprilsched.store.codec import schedule_from, schedule_record
 from tests.support.driver import Driver, prompts

@@ -40,7 +40,6 @@ def test_the_list_of_commands_needs_no_extra():
 @pytest.mark.parametrize(
     ("module", "package", "name"),
     [
-        ("aprilsched.analysis.bias_plots", "matplotlib", "plots"),
         ("aprilsched.analysis.plots", "matplotlib", "plots"),
         ("aprilsched.ray", "ray", "ray"),
         ("aprilsched.runs.settings", "tyro", "cli"),

@@ -14,7 +14,7 @@ from aprilsched.engines.sim.engine import SimEngine
 from aprilsched.errors import ConfigError
 from aprilsched.testing.app import make_app
 from aprilsched.testing.faults import Faults, FaultScript, Fired, faults_of, parse_faults
-from aprilsched.testing.faults.kinds import (
+from aprilsched.testing.faults.script import (
     GROUPS,
     KINDS,
     PATHS,

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aprilsched.errors import ConfigError, MissingExtra
-from aprilsched.gateway.openai.messages import Message, for_template
+from aprilsched.gateway.openai_bodies import Message, for_template
 from aprilsched.gateway.reading import Reading, Stops, TextRules
 from aprilsched.gateway.responses import Response, Responses
 from aprilsched.gateway.tokenizer import ModelTokenizer, load_tokenizer

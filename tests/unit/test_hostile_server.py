@@ -13,7 +13,7 @@ from aprilsched.engines.base import Chunk
 from aprilsched.engines.http.limits import HttpLimits
 from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.errors import EngineError, EngineProtocolError, EngineRejected
-from aprilsched.testing.streams import greedy, until
+from aprilsched.testing.contract import greedy, until
 from tests.support.hostile import CHUNKED, Answer, Hostile, chunked, event, hostile
 
 MIB = 2**20

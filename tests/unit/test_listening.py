@@ -16,12 +16,18 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from aprilsched.serving.bodies import BODIES, Bodies, body_of, expect_later
-from aprilsched.serving.keys import asking_for
-from aprilsched.serving.listening import Listener
-from aprilsched.serving.refusals import as_json, refusing
+from aprilsched.serving import (
+    BODIES,
+    Bodies,
+    Listener,
+    as_json,
+    asking_for,
+    body_of,
+    expect_later,
+    refusing,
+)
 from aprilsched.testing import SimServer
-from aprilsched.testing.threaded import ThreadedServer
+from aprilsched.testing.server import ThreadedServer
 
 
 @contextmanager

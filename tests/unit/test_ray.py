@@ -21,9 +21,8 @@ from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.engines.sim.config import SimConfig
 from aprilsched.errors import ConfigError, EngineUnreachable
 from aprilsched.ray import RayFleet
-from aprilsched.testing.server import SimServer
-from aprilsched.testing.streams import WAIT_SECONDS, until
-from aprilsched.testing.threaded import ThreadedServer
+from aprilsched.testing.contract import WAIT_SECONDS, until
+from aprilsched.testing.server import SimServer, ThreadedServer
 from tests.support.ray_cluster import local_cluster
 
 ray = pytest.importorskip("ray")
@@ -213,7 +212,7 @@ async def test_an_actor_is_killed_and_restarted_in_mid_generation_and_nothing_is
 async def test_a_busy_actor_keeps_its_server_in_the_fleet(
     cluster: None, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("aprilsched.ray.fleet._ANSWER_S", 0.2)
+    monkeypatch.setattr("aprilsched.ray.servers._ANSWER_S", 0.2)
 
     class Busy(Server):
         def work(self, seconds: float) -> None:

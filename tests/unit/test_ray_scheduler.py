@@ -19,8 +19,8 @@ import pytest
 
 from aprilsched import Batch, DiskPublisher, Handshake, Prompt, SGLangFleet
 from aprilsched.errors import ConfigError, RefitError, SchedulerClosed
-from aprilsched.testing.streams import WAIT_SECONDS
-from aprilsched.testing.threaded import ThreadedServer
+from aprilsched.testing.contract import WAIT_SECONDS
+from aprilsched.testing.server import ThreadedServer
 from tests.support import in_an_actor
 from tests.support.interrupting import InterruptingLoop
 from tests.support.ray_cluster import local_cluster, pid_of

@@ -19,7 +19,7 @@ import pytest
 
 from aprilsched import Prompt, RolloutScheduler, SamplingParams, SchedulerConfig
 from aprilsched.errors import ConfigError, EngineUnreachable
-from aprilsched.testing.streams import WAIT_SECONDS, until
+from aprilsched.testing.contract import WAIT_SECONDS, until
 from tests.support.ray_cluster import listening_process, local_cluster, pid_of
 
 ray = pytest.importorskip("ray")

@@ -18,7 +18,7 @@ import pytest
 from aprilsched import Batch, DiskPublisher, SamplingParams, SchedulerConfig, SGLangFleet
 from aprilsched.errors import ConfigError
 from aprilsched.shards import ShardedScheduler
-from aprilsched.testing.threaded import ThreadedServer
+from aprilsched.testing.server import ThreadedServer
 from tests.support import in_an_actor
 from tests.support.ray_cluster import local_cluster, pid_of
 

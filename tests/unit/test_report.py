@@ -14,14 +14,10 @@ import numpy as np
 import pytest
 
 from aprilsched.analysis.report import page as page_module
-from aprilsched.analysis.report.batch_charts import forecasts
-from aprilsched.analysis.report.compare import differences, verdict
-from aprilsched.analysis.report.faults import Faults
-from aprilsched.analysis.report.figure import numbers, text
-from aprilsched.analysis.report.gather import report_data
-from aprilsched.analysis.report.page import page
+from aprilsched.analysis.report.charts import forecasts, losses, lost_most, numbers, text
+from aprilsched.analysis.report.gather import Faults, report_data
+from aprilsched.analysis.report.page import differences, page, verdict
 from aprilsched.analysis.report.report_data import ReportData
-from aprilsched.analysis.report.time_charts import losses, lost_most
 from aprilsched.analysis.report.words import percent, ran, seconds
 from aprilsched.analysis.run import read_run
 from aprilsched.analysis.usage import usage_of

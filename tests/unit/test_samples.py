@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from aprilsched.analysis.gpu_utilization import gpu_utilization
-from aprilsched.analysis.samples import DeviceSamples, EngineSamples, read_samples
+from aprilsched.analysis.samples import DeviceSamples, EngineSamples, gpu_utilization, read_samples
 from aprilsched.engines.load import EngineLoad
 from aprilsched.errors import RunFolderError
 from aprilsched.telemetry.sampling.engine_loads import Rates

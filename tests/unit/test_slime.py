@@ -31,7 +31,7 @@ from aprilsched.engines.sim.config import SimConfig
 from aprilsched.errors import ConfigError, RefitError, RunGivenUp, SchedulerClosed
 from aprilsched.integrations import slime
 from aprilsched.testing import SimServer
-from aprilsched.testing.threaded import ThreadedServer
+from aprilsched.testing.server import ThreadedServer
 from tests.support.sim_http import two_weights
 from tests.support.slime_loop import Loop, arguments, length_reward, numbers, write_prompts
 from tests.support.slime_stand_in import ROOTS, trainer_modules

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from aprilsched import RolloutScheduler, SimFleet, Turn
-from aprilsched.analysis.launches import Launches
+from aprilsched.analysis.lengths_of_run import Launches
 from aprilsched.config import LengthBuckets, SchedulerConfig, Staleness, Tokens
 from aprilsched.coordinator.prompts import checked
 from aprilsched.core.lengths.laws import LogLaw

@@ -11,8 +11,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 from matplotlib.patches import Rectangle
 
-from aprilsched.analysis.plots import save, where_time_goes
-from aprilsched.analysis.plots.usage_parts import TimeUnit
+from aprilsched.analysis.plots import TimeUnit, save, where_time_goes
 from aprilsched.analysis.style import INK, finish, new_figure
 from aprilsched.analysis.usage import RunUsage, usage_of
 

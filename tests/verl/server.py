@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from aprilsched.engines.sim.config import SimConfig
-from aprilsched.testing.server import SimServer
-from aprilsched.testing.threaded import ThreadedServer
+from aprilsched.testing.server import SimServer, ThreadedServer
 
 VOCAB_SIZE = 256
 EOS = 2

@@ -23,8 +23,8 @@ from aprilsched.engines.sglang.calls import despite_cancellation
 from aprilsched.engines.sim import SimConfig, SimEngine, run_virtual
 from aprilsched.errors import SchedulerClosed
 from aprilsched.testing import SimServer
+from aprilsched.testing.contract import until
 from aprilsched.testing.faults import faults_of
-from aprilsched.testing.streams import until
 from tests.support.sim_http import CONFIG, INTERVAL
 
 

@@ -17,9 +17,9 @@ from aprilsched.doctor.checks import CHECKS
 from aprilsched.engines.base import Chunk
 from aprilsched.errors import EngineProtocolError, EngineRejected, EngineUnreachable
 from aprilsched.testing import SimServer
-from aprilsched.testing.generate_answers import Answer
+from aprilsched.testing.app import Answer
+from aprilsched.testing.contract import PROMPT, until
 from aprilsched.testing.served import ServedEngine
-from aprilsched.testing.streams import PROMPT, until
 from tests.support.sim_http import Raw, served
 
 KEY = "an-admin-key"

@@ -17,8 +17,8 @@ from aprilsched import LongTailWorkload, RolloutScheduler, SchedulerConfig, SGLa
 from aprilsched.engines.http.limits import HttpLimits
 from aprilsched.engines.sim import run_virtual
 from aprilsched.testing import SimServer
+from aprilsched.testing.contract import until
 from aprilsched.testing.faults import faults_of
-from aprilsched.testing.streams import until
 from tests.support.sim_http import CONFIG, INTERVAL
 
 Table = dict[str, Any]

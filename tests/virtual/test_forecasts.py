@@ -17,9 +17,8 @@ from aprilsched.core.policies.schedule import FixedRatio, Forecast, Schedule
 from aprilsched.driver.forecasts import ForecastErrors
 from aprilsched.engines.sim import SimConfig
 from aprilsched.planning import Planner, planner
-from aprilsched.planning.bias import Bias
-from aprilsched.simulation import Costs, Simulation
-from aprilsched.simulation.simulation import NEVER
+from aprilsched.planning.planner import Bias
+from aprilsched.simulation import NEVER, Costs, Simulation
 from aprilsched.telemetry.batch_figures import BatchMeter, Measured, forecasts
 from aprilsched.timing.model import StepTimeModel
 from experiments.forecasts.benchmark import MODEL, SLOW

@@ -22,7 +22,7 @@ from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.errors import ConfigError
 from aprilsched.gateway import Gateway, GatewaySettings
 from aprilsched.gateway.responses import Asked
-from aprilsched.testing.streams import PROMPT, Stream, greedy, until
+from aprilsched.testing.contract import PROMPT, Stream, greedy, until
 from tests.support.gateway import LONG, Front, front, spans
 from tests.support.sim_http import CONFIG, INTERVAL, Raw, asked, served, two_weights
 

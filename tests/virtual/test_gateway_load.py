@@ -7,7 +7,7 @@ from pathlib import Path
 
 from aprilsched import SGLangFleet
 from aprilsched.gateway import Gateway, GatewaySettings
-from aprilsched.testing.streams import until
+from aprilsched.testing.contract import until
 from experiments.gateway_load.clients import running, trouble
 from tests.support.sim_http import INTERVAL, served
 from tests.support.tiny_tokenizer import bytes_tokenizer

@@ -27,7 +27,7 @@ from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.gateway import Gateway, GatewaySettings
 from aprilsched.gateway.tokenizer import load_tokenizer
 from aprilsched.testing import SimServer
-from aprilsched.testing.streams import Stream, greedy, until
+from aprilsched.testing.contract import Stream, greedy, until
 from tests.support.sim_http import INTERVAL, Raw, asked, served, two_weights
 from tests.support.tiny_tokenizer import bytes_tokenizer, calling_tokenizer
 

@@ -21,7 +21,7 @@ from aprilsched.core.state.ledger import Reason
 from aprilsched.errors import ConfigError, StoreError
 from aprilsched.gateway import Gateway, GatewaySettings
 from aprilsched.testing import SimServer
-from aprilsched.testing.streams import until
+from aprilsched.testing.contract import until
 from aprilsched.types import Prompt
 from tests.support.gateway import LONG, Front, Reader, spans
 from tests.support.sim_http import INTERVAL, Raw, asked, served, two_weights

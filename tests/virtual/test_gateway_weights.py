@@ -12,7 +12,7 @@ import pytest
 from aprilsched import SchedulerConfig
 from aprilsched.config import Timeouts
 from aprilsched.testing import SimServer
-from aprilsched.testing.streams import until
+from aprilsched.testing.contract import until
 from tests.support.gateway import LONG, Front, front, spans
 from tests.support.sim_http import INTERVAL, Raw, asked, two_weights
 

@@ -22,7 +22,7 @@ from aprilsched.engines.refit import RefitFromDisk
 from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import EngineRejected, SchedulerClosed
 from aprilsched.testing import SimServer
-from aprilsched.testing.streams import until
+from aprilsched.testing.contract import until
 from tests.support.sim_http import CONFIG, INTERVAL, two_weights
 
 TAGS = ("kv_cache", "weights")

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from aprilsched import LongTailWorkload, RolloutScheduler, SchedulerConfig, SimFleet, SimPublisher
-from aprilsched.analysis.gpu_utilization import gpu_utilization
-from aprilsched.analysis.samples import Samples, read_samples
+from aprilsched.analysis.samples import Samples, gpu_utilization, read_samples
 from aprilsched.analysis.usage import usage_of
 from aprilsched.cli.main import main
 from aprilsched.engines.load import EngineLoad

@@ -13,7 +13,7 @@ from aprilsched.engines.base import Engine, Fleet
 from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import ConfigError
 from aprilsched.testing import SimServer
-from aprilsched.testing.streams import greedy, until
+from aprilsched.testing.contract import greedy, until
 from tests.support.sim_http import CONFIG, INTERVAL
 
 

@@ -12,7 +12,7 @@ from aprilsched.engines.refit import SleepingEngine, TakesAdapters
 from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.engines.sim import SimAdapterPublisher, SimEngine, run_virtual
 from aprilsched.errors import ConfigError, EngineProtocolError, EngineRejected
-from aprilsched.testing.streams import Stream, whole
+from aprilsched.testing.contract import Stream, whole
 from aprilsched.weights.base import AdapterPublisher, RepublishingPublisher
 from aprilsched.weights.lora import LoraPublisher
 from tests.sglang.adapter_contract import (

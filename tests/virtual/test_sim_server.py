@@ -27,8 +27,7 @@ from aprilsched.core.policies.straggler import StragglerRule
 from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.errors import ConfigError, EngineRejected
 from aprilsched.testing import SimServer
-from aprilsched.testing.contract import ALL_CHECKS, Check, Subject
-from aprilsched.testing.streams import Stream, greedy, until
+from aprilsched.testing.contract import ALL_CHECKS, Check, Stream, Subject, greedy, until
 from tests.sglang.helpers import running
 from tests.support.sim_http import INTERVAL, Raw, asked, served, two_weights
 

@@ -14,7 +14,7 @@ import pytest
 from aprilsched import SamplingParams
 from aprilsched.engines.base import GenerationRequest
 from aprilsched.testing import SimServer
-from aprilsched.testing.streams import until
+from aprilsched.testing.contract import until
 from tests.sglang.loads_contract import check_loads
 from tests.support.sim_http import Raw, asked, served, two_weights
 

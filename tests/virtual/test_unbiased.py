@@ -29,7 +29,7 @@ from aprilsched import (
     SimPublisher,
 )
 from aprilsched.analysis.bias import conservation, drawn_law
-from aprilsched.analysis.bias_plots import bias
+from aprilsched.analysis.plots import bias
 from aprilsched.analysis.run import read_run
 from aprilsched.cli.main import main
 from aprilsched.config import Dispatch, LengthBuckets, Staleness, TailBatching

@@ -2,40 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import tomllib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from aprilsched.analysis.colours import AGE_COLOURS, PART_LABELS
-from aprilsched.analysis.report.headlines import headlines
-from aprilsched.analysis.report.material import Material, read_material
+from aprilsched.analysis.lengths_of_run import Launches
+from aprilsched.analysis.rebuild import Rebuilding, written_summary
 from aprilsched.analysis.report.report_data import (
     MARKED,
+    Drop,
     EngineTime,
+    FaultEvent,
+    FaultLedger,
     ForecastLedger,
+    GpuLine,
+    Headline,
     LengthCurve,
     PartTime,
     ReportData,
     ResponseBar,
+    Retry,
     StalenessLedger,
     Timeline,
     TimelineEngine,
 )
-from aprilsched.analysis.report.sampled import gpu_lines
-from aprilsched.analysis.report.words import ran
-from aprilsched.analysis.run import Run
+from aprilsched.analysis.report.words import amount, nats, percent, ran, seconds, signed_percent
+from aprilsched.analysis.run import History, Run, readable
+from aprilsched.analysis.samples import gpu_utilization, read_samples
 from aprilsched.analysis.series import bars
-from aprilsched.analysis.usage import RunUsage
+from aprilsched.analysis.usage import RunUsage, UsageRecorder
 from aprilsched.core.lengths.laws import KaplanMeier, kaplan_meier
+from aprilsched.core.messages import facts as of
+from aprilsched.core.state.ledger import Reason
+from aprilsched.telemetry.base import DispatchingListener, Listener
 from aprilsched.telemetry.engine_time import BUSY, PART_INDEX, PARTS
-from aprilsched.telemetry.figures import AlignmentFigures
+from aprilsched.telemetry.event_log.reading import replay
+from aprilsched.telemetry.figures import AlignmentFigures, RunSummary
+from aprilsched.telemetry.run_folder import CONFIG, EVENTS
+from aprilsched.telemetry.sampling.sample_log import STEP_SHARE
 from aprilsched.types import NO_VERSION
 
-__all__ = ["report_data"]
+__all__ = [
+    "Faults",
+    "Material",
+    "gpu_lines",
+    "headlines",
+    "read_material",
+    "report_data",
+]
+
 
 _BINS = 240
 _SHOWN_BATCHES = 5
@@ -312,3 +335,402 @@ def _rounded(values: Sequence[float] | NDArray[np.float64]) -> list[float]:
 def _figure(value: float) -> float:
     """Round to seven digits, which are more than a screen shows."""
     return float(f"{float(value):.7g}")
+
+
+# --- headlines -----------------------------------------------------------------------------------
+
+# The headline figures of a run, each with one line that explains it.
+
+
+def headlines(summary: RunSummary, utilization: float) -> list[Headline]:
+    """The headline figures of a run whose engines were busy for the share `utilization` of their
+    time."""
+    return [
+        *_speed(summary, utilization),
+        *_price(summary),
+        *_rewards(summary),
+        *_alignment_headline(summary),
+        *_conservation(summary),
+    ]
+
+
+def _speed(summary: RunSummary, utilization: float) -> list[Headline]:
+    steady = summary.steady_state
+    return [
+        Headline(
+            key="delivered_tokens_per_s",
+            label="Delivered tokens per second",
+            value=summary.delivered_tokens_per_s,
+            text=amount(summary.delivered_tokens_per_s),
+            explanation="What reached the trainer, over all of the time; after the start (batches "
+            f"up to {steady.burn_in:,}) {amount(steady.delivered_tokens_per_s)}.",
+            better="higher",
+            unit="rate",
+        ),
+        Headline(
+            key="efficiency",
+            label="Efficiency",
+            value=summary.efficiency,
+            text=percent(summary.efficiency),
+            explanation="The shortest time any schedule could need for these responses, over the "
+            "time taken (T_bound / T).",
+            better="higher",
+            unit="share",
+        ),
+        Headline(
+            key="utilization",
+            label="Engine utilization",
+            value=utilization,
+            text=percent(utilization),
+            explanation="The share of the engines' slots and time in which responses grew or "
+            "prompts were read.",
+            better="higher",
+            unit="share",
+        ),
+        Headline(
+            key="seconds",
+            label="Seconds",
+            value=summary.seconds.wall,
+            text=seconds(summary.seconds.wall),
+            explanation=f"From the opened fleet to the end, on a {summary.clock} clock; an engine "
+            f"was paused for {seconds(summary.seconds.pause)} of them.",
+            better="lower",
+            unit="seconds",
+        ),
+    ]
+
+
+def _price(summary: RunSummary) -> list[Headline]:
+    staleness, bias = summary.staleness, summary.bias
+    reference = {
+        "workload_mean": "the workload's mean",
+        "run_after_burn_in": "the later batches",
+        None: "the mean",
+    }[bias.bias_reference]
+    return [
+        Headline(
+            key="off_policy_token_share",
+            label="Off-policy tokens",
+            value=summary.off_policy_token_share,
+            text=percent(summary.off_policy_token_share),
+            explanation="Delivered tokens that an older policy sampled than the one they train.",
+            better="lower",
+            unit="share",
+        ),
+        Headline(
+            key="staleness_mean",
+            label="Staleness, mean",
+            value=staleness.mean,
+            text=f"{staleness.mean:.2f}",
+            explanation="Versions between sampling a token and training on it.",
+            better="lower",
+            unit="versions",
+        ),
+        Headline(
+            key="staleness_max",
+            label="Staleness, largest",
+            value=staleness.max,
+            text=f"{staleness.max:,}",
+            explanation="Of the oldest delivered token; "
+            f"{staleness.max_trained:,} of those that count in the loss.",
+            better="lower",
+        ),
+        Headline(
+            key="length_bias",
+            label="Length bias",
+            value=bias.bias_estimate,
+            text=signed_percent(bias.bias_estimate),
+            explanation=f"How much longer the delivered responses are than {reference}; short "
+            "ones come first, so a young run is negative.",
+            better="zero",
+            unit="share",
+        ),
+    ]
+
+
+def _rewards(summary: RunSummary) -> list[Headline]:
+    rewards = summary.rewards
+    if rewards.mean is None and not rewards.parts:
+        return []
+    parts = ", ".join(f"{name}: {amount(mean, 3)}" for name, mean in rewards.parts.items())
+    return [
+        Headline(
+            key="reward",
+            label="Reward, mean",
+            value=rewards.mean,
+            text=amount(rewards.mean, 3),
+            explanation=f"Of the delivered responses. Means of its parts: {parts}."
+            if parts
+            else "Of the delivered responses.",
+            unit="reward",
+        )
+    ]
+
+
+def _alignment_headline(summary: RunSummary) -> list[Headline]:
+    found = summary.alignment
+    if found is None:
+        return []
+    return [
+        Headline(
+            key="alignment_k3",
+            label="Mismatch of engine and trainer",
+            value=found.whole.k3,
+            text=nats(found.whole.k3),
+            explanation="Estimated KL divergence of their policies under the same weights; it "
+            "looks like off-policyness, and is not.",
+            better="lower",
+            unit="nats",
+        )
+    ]
+
+
+def _conservation(summary: RunSummary) -> list[Headline]:
+    rollouts, tokens = summary.rollouts, summary.tokens
+    dropped = sum(rollouts.dropped.values())
+    reasons = ", ".join(f"{name}: {n:,}" for name, n in rollouts.dropped.items())
+    return [
+        Headline(
+            key="delivered",
+            label="Responses delivered",
+            value=rollouts.delivered,
+            text=f"{rollouts.delivered:,}",
+            explanation=f"Of {rollouts.launched:,} that were started; "
+            f"{rollouts.in_flight:,} were in flight at the end.",
+        ),
+        Headline(
+            key="dropped",
+            label="Dropped",
+            value=dropped,
+            text=f"{dropped:,}",
+            explanation=reasons or "Responses that were given up on purpose, with a reason.",
+            better="lower",
+        ),
+        Headline(
+            key="lost_or_duplicated",
+            label="Lost, duplicated",
+            value=rollouts.lost + rollouts.duplicated,
+            text=f"{rollouts.lost:,}, {rollouts.duplicated:,}",
+            explanation="Responses that disappeared, or were delivered twice: anything but 0 is a "
+            "bug.",
+            better="lower",
+        ),
+        Headline(
+            key="reprefilled_tokens",
+            label="Tokens recomputed",
+            value=tokens.reprefilled,
+            text=f"{tokens.reprefilled:,}",
+            explanation="Tokens of contexts that engines computed again after a pause or a move; "
+            f"{tokens.generated:,} tokens were generated.",
+            better="lower",
+        ),
+    ]
+
+
+# --- material ------------------------------------------------------------------------------------
+
+# Reads a run folder for a report, in one pass over its event log.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Material:
+    """What a report needs of a run folder.
+
+    Attributes:
+        seen: number of tokens of each response that was launched for training, int64 [n].
+        unfinished: whether each of these responses had not ended, bool [n].
+    """
+
+    name: str
+    run: Run
+    usage: RunUsage
+    faults: FaultLedger
+    seen: NDArray[np.int64]
+    unfinished: NDArray[np.bool_]
+
+
+def read_material(folder: Path) -> Material:
+    """Read the run in `folder`.
+
+    Raises:
+        RunFolderError: if a file is missing or cannot be understood.
+    """
+    with readable(folder):
+        config = tomllib.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        scheduler: dict[str, Any] = config.get("scheduler", {})
+        summing, summary = _summing(folder, config)
+        history, launches, faults = History(), Launches(), Faults()
+        usage = UsageRecorder(batch_groups=scheduler.get("batch_groups"))
+        end = replay(
+            folder / EVENTS,
+            [usage, faults, history, launches, *summing],
+        )
+        run, members = history.run(config, summary(), end), launches.members()
+    tokens = np.array([member.tokens for member in members], dtype=np.int64)
+    finished = np.array([member.finished for member in members], dtype=np.bool_)
+    return Material(
+        name=folder.resolve().name,
+        run=run,
+        usage=usage.usage(end),
+        faults=faults.ledger(),
+        seen=np.where(finished, np.maximum(tokens, 1), np.maximum(tokens, 0)),
+        unfinished=~finished,
+    )
+
+
+def _summing(
+    folder: Path, config: dict[str, Any]
+) -> tuple[Sequence[Listener], Callable[[], RunSummary]]:
+    """The listeners that are needed to sum the run up after its log was read."""
+    written = written_summary(folder)
+    if written is not None:
+        return (), lambda: written
+    rebuilding = Rebuilding(config)
+    return rebuilding.listeners, rebuilding.result
+
+
+# --- faults --------------------------------------------------------------------------------------
+
+# Collects what went wrong in a run and what was done about it, from its facts.
+
+_SHOWN = 40
+_CAUSE = 240
+"""Number of characters of a cause that are shown, because a server's own message may be a page
+long."""
+
+
+class Faults(DispatchingListener):
+    """A listener that collects faults; :meth:`ledger` returns them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._events: list[FaultEvent] = []
+        self._in_all = 0
+        self._lost = self._admitted = self._opened = 0
+        self._failed: Counter[str] = Counter()
+        self._groups: Counter[tuple[str, str]] = Counter()
+        self._rollouts: Counter[tuple[str, str]] = Counter()
+        self._handlers = {
+            of.RunOpened: self._open,
+            of.AttemptEnded: self._attempt_ended,
+            of.ControlCallFailed: lambda fact: self._note(
+                fact.engine, f"its {fact.call} call failed", fact.cause
+            ),
+            of.EngineJoined: lambda fact: self._note(fact.info.name, "joined", ""),
+            of.EngineLost: self._lose,
+            of.EngineAdmitted: self._admit,
+            of.EngineSlow: lambda fact: self._note(
+                fact.engine, "is slow, and stays in use", fact.cause
+            ),
+            of.FleetAwaited: lambda _: self._note("", "no engine was left: waiting for one", ""),
+            of.FleetGivenUp: lambda _: self._note("", "no engine came back in time", ""),
+            of.GroupsFailed: lambda fact: self._note("", "the run was given up", fact.cause),
+            of.UpdateFinished: self._update_finished,
+            of.GroupDropped: lambda fact: self._drop(fact.reason, fact.cause, len(fact.rollouts)),
+            of.PromptRefused: lambda fact: self._drop(Reason.BAD_PROMPT.value, fact.cause, 1),
+        }
+
+    def ledger(self) -> FaultLedger:
+        """The faults up to now."""
+        return FaultLedger(
+            events=self._events,
+            events_in_all=self._in_all,
+            engines_lost=self._lost,
+            engines_admitted=self._admitted,
+            resumed=max(0, self._opened - 1),
+            failed_attempts=self._failed.total(),
+            retries=[Retry(cause=c, attempts=n) for c, n in self._failed.most_common(_SHOWN)],
+            dropped_groups=self._groups.total(),
+            drops=[
+                Drop(reason=key[0], cause=key[1], groups=n, rollouts=self._rollouts[key])
+                for key, n in self._groups.most_common(_SHOWN)
+            ],
+        )
+
+    def _note(self, engine: str, what: str, cause: str) -> None:
+        self._in_all += 1
+        if len(self._events) < _SHOWN:
+            self._events.append(
+                FaultEvent(time=self._now, engine=engine, what=what, cause=_short(cause))
+            )
+
+    def _open(self, _: of.RunOpened) -> None:
+        self._opened += 1
+        if self._opened > 1:
+            self._note("", "another process went on with the run", "")
+
+    def _attempt_ended(self, fact: of.AttemptEnded) -> None:
+        if fact.outcome == "failed":
+            self._failed[_short(fact.cause)] += 1
+
+    def _lose(self, fact: of.EngineLost) -> None:
+        self._lost += 1
+        what = "lost; it waits for the next weights" if fact.standby else "lost; quarantined"
+        self._note(fact.engine, what, fact.cause)
+
+    def _admit(self, fact: of.EngineAdmitted) -> None:
+        self._admitted += 1
+        self._note(fact.engine, f"takes part again, with version {fact.version}", "")
+
+    def _update_finished(self, fact: of.UpdateFinished) -> None:
+        if fact.cause:
+            self._note("", f"the update to version {fact.version} failed", fact.cause)
+
+    def _drop(self, reason: str, cause: str, rollouts: int) -> None:
+        key = (reason, _short(cause))
+        self._groups[key] += 1
+        self._rollouts[key] += rollouts
+
+
+def _short(cause: str) -> str:
+    text = " ".join(cause.split())
+    return text if len(text) <= _CAUSE else f"{text[: _CAUSE - 1]}…"
+
+
+# --- sampled -------------------------------------------------------------------------------------
+
+# Reads the samples of GPUs and engines for a report, if there are any.
+
+_POINTS = 240
+_LINES = 16
+
+
+def gpu_lines(folder: Path) -> tuple[list[GpuLine], str]:
+    """Read the samples as percent over time, one line for each GPU (by NVML) or otherwise for each
+    engine (by its own counters), with a sentence that says what they mean. A run that was not
+    sampled has no lines.
+
+    Raises:
+        RunFolderError: if the samples cannot be read.
+    """
+    samples = read_samples(folder)
+    if samples.devices:
+        found = gpu_utilization(folder, bins=_POINTS)
+        return _lines({name: (s.t, s.share) for name, s in found.series.items()}), found.label
+    told = {n: (e.t, e.step_share) for n, e in samples.engines.items()}
+    lines = _lines(told)
+    return lines, STEP_SHARE if lines else ""
+
+
+def _lines(
+    series: Mapping[str, tuple[NDArray[np.float64], NDArray[np.float64]]],
+) -> list[GpuLine]:
+    found: list[GpuLine] = []
+    for name, (times, share) in series.items():
+        known = np.isfinite(share)
+        if not known.any() or len(found) == _LINES:
+            continue
+        t, percent = _means(times[known], 100 * share[known])
+        found.append(GpuLine(name=name, times=t, percent=percent))
+    return found
+
+
+def _means(
+    times: NDArray[np.float64], values: NDArray[np.float64]
+) -> tuple[list[float], list[float]]:
+    """Average neighbouring samples, so that there are no more than a screen shows."""
+    pieces = np.array_split(np.arange(times.size), min(_POINTS, times.size))
+    return (
+        [round(float(times[piece].mean()), 3) for piece in pieces],
+        [round(float(values[piece].mean()), 2) for piece in pieces],
+    )

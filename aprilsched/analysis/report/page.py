@@ -9,24 +9,40 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from aprilsched.analysis.report import alignment_charts, batch_charts, sections, time_charts
-from aprilsched.analysis.report.compare import differences, verdict
-from aprilsched.analysis.report.figure import Chart
+from aprilsched.analysis.colours import PART_COLOURS
+from aprilsched.analysis.report import charts
+from aprilsched.analysis.report.charts import Chart
 from aprilsched.analysis.report.gather import report_data
-from aprilsched.analysis.report.report_data import ReportData
+from aprilsched.analysis.report.report_data import FaultLedger, Headline, ReportData
+from aprilsched.analysis.report.words import amount, percent, seconds, signed_percent
 from aprilsched.extras import extra
 from aprilsched.telemetry.run_folder import REPORT, write_whole
 
+__all__ = [
+    "Difference",
+    "PartRow",
+    "bias_rows",
+    "differences",
+    "engine_time",
+    "fault_tables",
+    "faults_that_happened",
+    "figures_json",
+    "page",
+    "part_rows",
+    "verdict",
+    "write_report",
+]
+
+
 if TYPE_CHECKING:
     from jinja2 import Environment
-
-__all__ = ["figures_json", "page", "write_report"]
 
 
 def write_report(
@@ -59,28 +75,28 @@ def _figures(runs: Sequence[ReportData]) -> ReportData | list[ReportData]:
 
 def page(runs: Sequence[ReportData], *, library: str) -> str:
     """The page of one or two runs; `library` is plotly.js."""
-    charts = _charts(runs)
+    by_section = _charts(runs)
     script = _asset("report.js")
     return (
         _templates()
         .get_template("page.html")
         .render(
             runs=runs,
-            title=", ".join(time_charts.label(place, runs) for place in range(len(runs))),
+            title=", ".join(charts.label(place, runs) for place in range(len(runs))),
             verdict=_verdict(runs),
-            charts=charts,
+            charts=by_section,
             specs=[
                 {"id": c.id, "data": c.data, "layout": c.layout, "title": c.title}
-                for group in charts.values()
+                for group in by_section.values()
                 for c in group
             ],
             figures=_figures(runs),
             differences=differences(runs[0], runs[1]) if len(runs) > 1 else [],
-            parts=sections.part_rows(runs),
-            engine_time=sections.engine_time(runs),
-            bias_rows=sections.bias_rows,
-            faults_that_happened=sections.faults_that_happened,
-            fault_tables=sections.fault_tables,
+            parts=part_rows(runs),
+            engine_time=engine_time(runs),
+            bias_rows=bias_rows,
+            faults_that_happened=faults_that_happened,
+            fault_tables=fault_tables,
             style=_asset("report.css"),
             hashes=f"{_hash(library)} {_hash(script)}",
             library=library,
@@ -94,23 +110,23 @@ def _charts(runs: Sequence[ReportData]) -> dict[str, list[Chart]]:
     end = max(run.time.wall for run in runs)
     each = list(zip(["", "-b"], runs, strict=False))
     forecasts = [
-        batch_charts.forecasts(run, "the" if len(runs) == 1 else f"{'AB'[x == '-b']}'s", x)
+        charts.forecasts(run, "the" if len(runs) == 1 else f"{'AB'[x == '-b']}'s", x)
         for x, run in each
     ]
     return {
-        "losses": [time_charts.losses(runs)],
-        "over_time": [time_charts.utilization(run, end, x) for x, run in each],
-        "gpu": [time_charts.gpu(run, end, x) for x, run in each if run.gpu],
-        "engines": [time_charts.engine_timeline(run, x) for x, run in each],
-        "responses": [time_charts.responses(run, x) for x, run in each],
+        "losses": [charts.losses(runs)],
+        "over_time": [charts.utilization(run, end, x) for x, run in each],
+        "gpu": [charts.gpu(run, end, x) for x, run in each if run.gpu],
+        "engines": [charts.engine_timeline(run, x) for x, run in each],
+        "responses": [charts.responses(run, x) for x, run in each],
         "forecasts": [chart for chart in forecasts if chart is not None],
-        "lengths": [batch_charts.lengths(runs)],
-        "ages": [batch_charts.ages(runs), batch_charts.versions(runs)],
-        "batches": [batch_charts.ages_by_batch(run, x) for x, run in each],
+        "lengths": [charts.lengths(runs)],
+        "ages": [charts.ages(runs), charts.versions(runs)],
+        "batches": [charts.ages_by_batch(run, x) for x, run in each],
         "bias": [
-            batch_charts.bias(runs),
-            *batch_charts.distances(runs),
-            batch_charts.deciles(runs),
+            charts.bias(runs),
+            *charts.distances(runs),
+            charts.deciles(runs),
         ],
         **_alignment(runs, each),
     }
@@ -123,9 +139,9 @@ def _alignment(
     if all(run.alignment is None for run in runs):
         return {"alignment": [], "alignment_engines": []}
     return {
-        "alignment": [alignment_charts.by_staleness(runs), alignment_charts.by_position(runs)],
+        "alignment": [charts.by_staleness(runs), charts.by_position(runs)],
         "alignment_engines": [
-            alignment_charts.by_engine(run, x) for x, run in each if run.alignment is not None
+            charts.by_engine(run, x) for x, run in each if run.alignment is not None
         ],
     }
 
@@ -135,7 +151,7 @@ def _verdict(runs: Sequence[ReportData]) -> str:
         return verdict(runs[0], runs[1])
     run = runs[0]
     rate = run.headline("delivered_tokens_per_s").text
-    lost = time_charts.losses(runs).title
+    lost = charts.losses(runs).title
     return f"{rate} tokens per second reached the trainer. {lost}"
 
 
@@ -171,3 +187,212 @@ def _plotly() -> str:
     with extra("report"):
         from plotly.offline import get_plotlyjs  # pyright: ignore[reportMissingTypeStubs]
     return get_plotlyjs()
+
+
+# --- sections ------------------------------------------------------------------------------------
+
+# The text of the page's tables. Their markup is in ``assets/parts.html``.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartRow:
+    """One part of the engines' time; `each` has its share and its seconds in each run."""
+
+    label: str
+    meaning: str
+    colour: str
+    each: list[tuple[str, str]]
+
+
+def part_rows(runs: Sequence[ReportData]) -> list[PartRow]:
+    """The parts of the engines' time that occurred in any of the runs."""
+    return [
+        PartRow(
+            label=mine.label,
+            meaning=mine.meaning,
+            colour=PART_COLOURS[mine.part],
+            each=[
+                (f"{letter}{percent(run.time.parts[i].share)}", seconds(run.time.parts[i].seconds))
+                for letter, run in zip(_letters(runs), runs, strict=True)
+            ],
+        )
+        for i, mine in enumerate(runs[0].time.parts)
+        if any(run.time.parts[i].seconds > 0 for run in runs)
+    ]
+
+
+def engine_time(runs: Sequence[ReportData]) -> str:
+    """The whole time of the engines of each run."""
+    return " and ".join(
+        f"{letter}{seconds(sum(part.seconds for part in run.time.parts))} of "
+        f"{run.time.engines:,} {'engine' if run.time.engines == 1 else 'engines'}"
+        for letter, run in zip(_letters(runs), runs, strict=True)
+    )
+
+
+def bias_rows(run: ReportData) -> list[tuple[str, str]]:
+    """The causes that change the lengths, and the size of their effect."""
+    bias = run.bias
+    rows = [
+        ("first batch against the later ones", signed_percent(bias.first_batch_length_bias)),
+        ("everything delivered so far", signed_percent(bias.bias_estimate)),
+    ]
+    if bias.transient is not None:
+        rows.append(
+            ("of it, because of what is in flight", signed_percent(bias.transient.predicted))
+        )
+    if bias.in_flight is not None:
+        flight = bias.in_flight
+        rows.append(
+            (
+                f"in flight at the end: {flight.rollouts:,} responses of expected mean length",
+                f"{amount(flight.expected_mean_length)} tokens",
+            )
+        )
+    for reason, drops in bias.censoring.by_reason.items():
+        rows.append((f"dropped ({reason}): {drops.rollouts:,}", signed_percent(drops.effect)))
+    if not bias.censoring.by_reason:
+        rows.append(("dropped responses, which would bend it for good", "none"))
+    return rows
+
+
+def faults_that_happened(ledger: FaultLedger) -> str:
+    """The kinds of faults with their counts; empty if there were none."""
+    said = [
+        (ledger.engines_lost, "engine lost", "engines lost"),
+        (ledger.engines_admitted, "taken in again", "taken in again"),
+        (ledger.failed_attempts, "request failed and was retried or given up",
+         "requests failed and were retried or given up"),
+        (ledger.dropped_groups, "group dropped", "groups dropped"),
+        (ledger.resumed, "new process", "new processes"),
+    ]  # fmt: skip
+    return ", ".join(f"{n:,} {one if n == 1 else many}" for n, one, many in said if n)
+
+
+def fault_tables(ledger: FaultLedger) -> list[tuple[Sequence[str], list[tuple[str, ...]]]]:
+    """Heading and rows of each table that has rows: events of engines, retries, drops."""
+    tables: list[tuple[Sequence[str], list[tuple[str, ...]]]] = [
+        (
+            ("at", "engine", "what", "cause"),
+            [(seconds(e.time), e.engine, e.what, e.cause) for e in ledger.events],
+        ),
+        (("failed attempts", "cause"), [(f"{r.attempts:,}", r.cause) for r in ledger.retries]),
+        (
+            ("dropped groups", "responses", "reason", "cause"),
+            [(f"{d.groups:,}", f"{d.rollouts:,}", d.reason, d.cause) for d in ledger.drops],
+        ),
+    ]
+    return [(head, rows) for head, rows in tables if rows]
+
+
+def _letters(runs: Sequence[ReportData]) -> list[str]:
+    return ["A ", "B "] if len(runs) > 1 else [""]
+
+
+# --- compare -------------------------------------------------------------------------------------
+
+# Compares two runs: each figure of both, the difference, and which is better.
+
+_EQUAL = 0.005
+"""A difference below this share of the larger figure counts as none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """A figure of the runs A and B."""
+
+    label: str
+    explanation: str
+    a: str
+    b: str
+    difference: float | None
+    """B minus A."""
+    difference_text: str
+    ratio: float | None
+    """B divided by A; None if this ratio says nothing."""
+    verdict: Literal["better", "worse", "same", ""]
+    """Whether B is better or worse than A; empty if neither value is better."""
+
+
+def differences(a: ReportData, b: ReportData) -> list[Difference]:
+    """The differences of all headline figures that both runs have."""
+    # The seconds of different amounts of work cannot be compared.
+    unlike = a.headline("delivered").value != b.headline("delivered").value
+    others = {figure.key: figure for figure in b.headlines}
+    return [
+        _difference(mine, others[mine.key], judged=not (unlike and mine.key == "seconds"))
+        for mine in a.headlines
+        if mine.key in others
+    ]
+
+
+def verdict(a: ReportData, b: ReportData) -> str:
+    """One sentence that says how much faster B is, and at what price."""
+    mine, other = (
+        a.headline("delivered_tokens_per_s").value,
+        b.headline("delivered_tokens_per_s").value,
+    )
+    stale = [run.headline("off_policy_token_share").value for run in (a, b)]
+    price = f"{percent(stale[1])} of B's tokens are off-policy, {percent(stale[0])} of A's."
+    if not mine or other is None:
+        return f"Speeds cannot be compared. {price}"
+    change = other / mine - 1
+    if abs(change) < _EQUAL:
+        return f"B is as fast as A. {price}"
+    faster = "more" if change > 0 else "fewer"
+    return f"B delivers {percent(abs(change))} {faster} tokens per second than A. {price}"
+
+
+def _difference(a: Headline, b: Headline, *, judged: bool) -> Difference:
+    known = a.value is not None and b.value is not None
+    change = (b.value or 0.0) - (a.value or 0.0) if known else None
+    return Difference(
+        label=a.label,
+        explanation=a.explanation if a.explanation == b.explanation else "",
+        a=a.text,
+        b=b.text,
+        difference=change,
+        difference_text=_text(a, change),
+        ratio=_ratio(a, b),
+        verdict=_better_or_worse(a, b) if judged else "",
+    )
+
+
+def _text(figure: Headline, change: float | None) -> str:
+    if change is None:
+        return "unknown"
+    match figure.unit:
+        case "share":
+            return f"{signed_percent(change).removesuffix(' %')} points"
+        case "versions":
+            return _signed(change, 2)
+        case "reward":
+            return _signed(change, 3)
+        case "nats":
+            return f"{change:+.2g} nats".replace("-", "\N{MINUS SIGN}", 1)
+        case "seconds":
+            return f"{_signed(change, 1)} s"
+        case "count" | "rate":
+            return _signed(change, 0)
+
+
+def _signed(change: float, digits: int) -> str:
+    sign = "+" if change > 0 else "\N{MINUS SIGN}" if change < 0 else ""
+    return f"{sign}{amount(abs(change), digits)}"
+
+
+def _ratio(a: Headline, b: Headline) -> float | None:
+    if not a.value or b.value is None or a.better == "zero":
+        return None
+    return b.value / a.value
+
+
+def _better_or_worse(a: Headline, b: Headline) -> Literal["better", "worse", "same", ""]:
+    if a.better is None or a.value is None or b.value is None:
+        return ""
+    mine, other = a.value, b.value
+    if a.better == "zero":
+        mine, other = abs(mine), abs(other)
+    if abs(other - mine) <= _EQUAL * max(abs(mine), abs(other)):
+        return "same"
+    return "better" if (other > mine) == (a.better == "higher") else "worse"

@@ -143,7 +143,7 @@ class Forecast:
         driven: share of `step_seconds` that is as long as the engines make it; 0 where the trainer
             alone decides how long a step takes.
         correction: factor by which the engines of the trials were taken to be faster than modelled,
-            because of what earlier batches did (:mod:`aprilsched.planning.bias`).
+            because of what earlier batches did (:mod:`aprilsched.planning.planner`).
         token_seconds: seconds of T_bound for each token, by the step-time model of the trials.
         read_seconds: seconds of T_bound for each context token that is read, by that model.
     """

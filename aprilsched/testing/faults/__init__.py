@@ -6,7 +6,6 @@ They are connected to the server by its middleware and by one call in its stream
 manual is docs/faults.md.
 """
 
-from aprilsched.testing.faults.choosing import Faults, Fired
-from aprilsched.testing.faults.script import FaultScript, faults_of, parse_faults
+from aprilsched.testing.faults.script import Faults, FaultScript, Fired, faults_of, parse_faults
 
 __all__ = ["FaultScript", "Faults", "Fired", "faults_of", "parse_faults"]

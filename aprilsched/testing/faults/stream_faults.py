@@ -8,10 +8,9 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from aprilsched.serving.answers import DONE, Event, Item, framed
-from aprilsched.testing.faults.broken import Broken, wait
-from aprilsched.testing.faults.choosing import Met
-from aprilsched.testing.faults.kinds import (
+from aprilsched.serving import DONE, Event, Item, framed
+from aprilsched.testing.faults.script import (
+    Broken,
     Delay,
     Drop,
     DuplicateEvents,
@@ -23,6 +22,7 @@ from aprilsched.testing.faults.kinds import (
     FloodEvent,
     FloodTokens,
     Garbage,
+    Met,
     NanLogprob,
     NoLogprobs,
     OtherIds,
@@ -31,6 +31,7 @@ from aprilsched.testing.faults.kinds import (
     SlowLoris,
     Stall,
     Truncate,
+    wait,
 )
 
 __all__ = [

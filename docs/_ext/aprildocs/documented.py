@@ -6,7 +6,7 @@ import inspect
 import re
 from typing import Any
 
-from aprilsched.cli.field_texts import field_texts
+from aprilsched.cli.arguments import field_texts
 
 __all__ = ["cell", "field_texts", "type_text"]
 

@@ -1,0 +1,471 @@
+"""Bodies of OpenAI's API as typed structs, and the sampling parameters in them.
+
+A field that is not known is refused: one that is ignored shows only in what the model says. Fields
+that say who asks, or that the answer does not depend on, are known and not used.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from aprilsched.errors import ConfigError
+from aprilsched.serving import Refusal, as_json
+
+__all__ = [
+    "ChatBody",
+    "CompletionBody",
+    "Message",
+    "StreamOptions",
+    "error_content",
+    "for_template",
+    "in_openai_form",
+    "sampling_of",
+]
+
+
+_MOST_CHOICES = 128
+
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "min_tokens",
+    "seed",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "ignore_eos",
+    "stop_token_ids",
+    "regex",
+    "ebnf",
+    "json_schema",
+    "stop_regex",
+    "custom_params",
+)
+"""Fields that are sampling parameters under the same name, or under one that is known."""
+
+
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a stream is told."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class _Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What both kinds of requests have."""
+
+    model: str = ""
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: str | list[str] | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    response_format: dict[str, Any] | None = None
+
+    # SGLang's and vLLM's.
+    top_k: int | None = None
+    min_p: float | None = None
+    min_tokens: int | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[int] | None = None
+    stop_regex: str | list[str] | None = None
+    no_stop_trim: bool = False
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool = True
+    regex: str | None = None
+    ebnf: str | None = None
+    json_schema: str | None = None
+    custom_params: dict[str, Any] | None = None
+    rid: str | None = None
+    return_token_ids: bool = False
+
+    # Known, and not used.
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    extra_key: Any = None
+    cache_salt: Any = None
+
+    @property
+    def choices(self) -> int:
+        """Number of responses to each prompt.
+
+        Raises:
+            ConfigError: if there are too few or too many.
+        """
+        n = 1 if self.n is None else self.n
+        if not 1 <= n <= _MOST_CHOICES:
+            raise ConfigError(f"n is {n}; give a number from 1 to {_MOST_CHOICES}.")
+        return n
+
+    @property
+    def stops(self) -> list[str]:
+        """The stop strings."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class CompletionBody(_Body, frozen=True, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: str | list[str | int | list[int]]
+    logprobs: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the answer has logprobs.
+
+        Raises:
+            ConfigError: if it would have to have more than the gateway knows.
+        """
+        if self.logprobs is not None and self.logprobs not in (0, 1):
+            raise ConfigError(
+                f"logprobs is {self.logprobs}, and only the logprob of the sampled token is known; "
+                "give 0 or 1."
+            )
+        return self.logprobs is not None
+
+    def check(self) -> None:
+        """Refuse what a scheduler of rollouts has no answer to.
+
+        Raises:
+            ConfigError: with what to change.
+        """
+        if self.echo:
+            raise ConfigError("echo repeats the prompt; leave it out and put the prompt in front.")
+        if self.suffix:
+            raise ConfigError("suffix is for models that fill in the middle; leave it out.")
+        if self.best_of is not None and self.best_of != self.choices:
+            raise ConfigError("best_of is not n; leave it out and choose among n responses.")
+
+
+class ChatBody(_Body, frozen=True, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    modalities: list[str] | None = None
+
+    # SGLang's and vLLM's.
+    chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool = False
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the answer has logprobs.
+
+        Raises:
+            ConfigError: if it would have to have more than the gateway knows.
+        """
+        if self.top_logprobs:
+            raise ConfigError(
+                f"top_logprobs is {self.top_logprobs}, and only the logprob of the sampled token "
+                "is known; leave it out."
+            )
+        return bool(self.logprobs)
+
+    @property
+    def used_tools(self) -> list[dict[str, Any]] | None:
+        """The definitions that the model is given.
+
+        Raises:
+            ConfigError: if the model would have to be made to call one.
+        """
+        choice = self.tool_choice
+        if choice not in (None, "auto", "none"):
+            raise ConfigError(
+                "tool_choice must be auto or none, because the gateway cannot make the model call "
+                "a tool."
+            )
+        if self.parallel_tool_calls is False:
+            raise ConfigError(
+                "parallel_tool_calls is false, and the gateway cannot keep the model from several "
+                "calls; leave it out."
+            )
+        return None if choice == "none" else self.tools or None
+
+    def check(self) -> None:
+        """Refuse what a scheduler of rollouts has no answer to.
+
+        Raises:
+            ConfigError: with what to change.
+        """
+        if self.modalities not in (None, ["text"]):
+            raise ConfigError("modalities must be text alone; leave it out.")
+        if not self.messages:
+            raise ConfigError("messages is empty; give at least one message.")
+
+
+def sampling_of(body: CompletionBody | ChatBody) -> dict[str, Any]:
+    """The sampling parameters in `body`, without the length and the stop strings.
+
+    Raises:
+        ConfigError: if it asks for a form of answer that is not known.
+    """
+    found = {name: getattr(body, name) for name in _SAMPLING}
+    asked = body.response_format or {"type": "text"}
+    match asked.get("type"):
+        case "text":
+            pass
+        case "json_object":
+            found["json_schema"] = '{"type": "object"}'
+        case "json_schema":
+            schema: Any = asked.get("json_schema")
+            if not isinstance(schema, dict) or "schema" not in schema:
+                raise ConfigError("response_format has no json_schema.schema; give the schema.")
+            found["json_schema"] = msgspec.json.encode(schema["schema"]).decode()
+        case other:
+            raise ConfigError(
+                f"response_format is {other!r}; give text, json_object or json_schema."
+            )
+    return {name: value for name, value in found.items() if value is not None}
+
+
+# --- messages ------------------------------------------------------------------------------------
+
+# Messages of a chat: those of a request in the form that templates take, and that of the answer.
+#
+# transformers parses the answer by the model's response template, which names the regions of a
+# response: text, reasoning, tool calls. A region that cannot be parsed is given as the text that
+# it is, so nothing that was sampled is lost.
+
+_CONTENT, _REASONING = "content", "reasoning_content"
+_REASONING_REGIONS = ("reasoning_content", "reasoning", "thinking")
+"""Names of the region with reasoning in response templates."""
+
+
+def for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """`messages` as templates of transformers take them: content is text, and the arguments of tool
+    calls are objects.
+
+    Raises:
+        ConfigError: if a message has a part that is no text, or has not OpenAI's form.
+    """
+    return [_for_template(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _for_template(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+    if not isinstance(message.get("role"), str):
+        raise ConfigError(f"{where} has no role; give system, user, assistant or tool.")
+    told = {name: value for name, value in message.items() if value is not None}
+    told["content"] = _text(message.get("content"), where)
+    if calls := message.get("tool_calls"):
+        if not isinstance(calls, list):
+            raise ConfigError(f"{where} has tool_calls that are no list; give a list.")
+        told["tool_calls"] = [_call(each, where) for each in cast("list[Any]", calls)]
+    return told
+
+
+def _text(content: object, where: str) -> str:
+    match content:
+        case None:
+            return ""
+        case str():
+            return content
+        case list():
+            return " ".join(_part(part, where) for part in cast("list[Any]", content))
+        case _:
+            raise ConfigError(f"{where} has content that is neither text nor a list of parts.")
+
+
+def _part(part: Any, where: str) -> str:
+    match part:
+        case {"type": "text", "text": str(text)}:
+            return text
+        case _:
+            raise ConfigError(f"{where} has a part that is no text; the gateway takes text alone.")
+
+
+def _call(call: Any, where: str) -> dict[str, Any]:
+    match call:
+        case {"function": {"name": str(name), "arguments": arguments, **more}}:
+            pass
+        case _:
+            raise ConfigError(f"{where} has a tool call without function.name and arguments.")
+    if isinstance(arguments, str):
+        try:
+            arguments = msgspec.json.decode(arguments.strip() or "{}")
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise ConfigError(f"{where} has a tool call whose arguments are no JSON.") from error
+    return {**call, "function": {**more, "name": name, "arguments": arguments}}
+
+
+class Message:
+    """The message of one response, which grows with its text.
+
+    Args:
+        parser: transformers' parser of the response; None takes all of it as content.
+    """
+
+    def __init__(self, parser: Any) -> None:
+        self.calls: list[dict[str, Any]] = []
+        """The tool calls so far, in the form of ``delta``."""
+        self._parser = parser
+        self._texts = {_CONTENT: "", _REASONING: ""}
+        self._blank = {_CONTENT: "", _REASONING: ""}
+        """White space that is given only if more text of its field follows."""
+        self._raw = ""
+        self._given = 0
+        """Where in the raw text that begins which is not in the message yet."""
+        self._body = ""
+        """The text of the tool calls that are open."""
+
+    def push(self, text: str) -> list[dict[str, Any]]:
+        """The changes of the message by `text`, in the form of ``delta``."""
+        self._raw += text
+        if self._parser is None:
+            return self._added(_CONTENT, text)
+        try:
+            return self._taken(self._parser.feed(text))
+        except Exception:  # The parsers of regions raise what their input leads them to.
+            return self._as_it_is()
+
+    def finish(self) -> list[dict[str, Any]]:
+        """The changes that are left when no more text comes."""
+        if self._parser is None:
+            return []
+        try:
+            _, events = self._parser.finalize()
+            return self._taken(events)
+        except Exception:
+            return self._as_it_is()
+
+    def told(self) -> dict[str, Any]:
+        """The field ``message`` of a whole answer."""
+        content, reasoning = self._texts[_CONTENT], self._texts[_REASONING]
+        calls = [{k: v for k, v in call.items() if k != "index"} for call in self.calls]
+        return {
+            "role": "assistant",
+            "content": content or (None if calls or reasoning else ""),
+            "reasoning_content": reasoning or None,
+            "tool_calls": calls or None,
+        }
+
+    def _taken(self, events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        changes: list[dict[str, Any]] = []
+        for event in events:
+            match event:
+                case {"type": "region_chunk", "field": "tool_calls", "text": str(text)}:
+                    self._body += text
+                case {"type": "region_chunk", "field": name, "text": str(text)}:
+                    self._pass(text)
+                    target = _REASONING if name in _REASONING_REGIONS else _CONTENT
+                    changes += self._added(target, text)
+                case {"type": "region_close", "field": "tool_calls", "value": value}:
+                    body, self._body = self._body, ""
+                    self._pass(body)
+                    changes += self._called(value, body)
+                case _:
+                    pass
+        return changes
+
+    def _called(self, value: Any, body: str) -> list[dict[str, Any]]:
+        several: list[Any] = cast("list[Any]", value) if isinstance(value, list) else [value]
+        changes: list[dict[str, Any]] = []
+        for each in several:
+            match each:
+                case {"function": {"name": str(name), **more}}:
+                    arguments = more.get("arguments", {})
+                case _:
+                    return [*changes, *self._added(_CONTENT, body)]
+            if not isinstance(arguments, str):
+                arguments = json.dumps(arguments, ensure_ascii=False)
+            call = {
+                "index": len(self.calls),
+                "id": f"call_{uuid.uuid4().hex[:24]}",
+                "type": "function",
+                "function": {"name": name, "arguments": arguments},
+            }
+            self.calls.append(call)
+            changes.append({"tool_calls": [call]})
+        return changes
+
+    def _pass(self, text: str) -> None:
+        at = self._raw.find(text, self._given)
+        # The text of a region that the prompt has opened is not in the response.
+        if at >= 0:
+            self._given = at + len(text)
+
+    def _added(self, target: str, text: str) -> list[dict[str, Any]]:
+        text = self._blank[target] + text
+        if self._parser is not None:
+            # White space around a region separates it from its delimiters.
+            text = text if self._texts[target] else text.lstrip()
+            whole, text = text, text.rstrip()
+            self._blank[target] = whole[len(text) :]
+        else:
+            self._blank[target] = ""
+        self._texts[target] += text
+        return [{target: text}] if text else []
+
+    def _as_it_is(self) -> list[dict[str, Any]]:
+        """Give what has not been given as content, and take what follows so, too."""
+        self._parser = None
+        return self._added(_CONTENT, self._raw[self._given :])
+
+
+# --- errors --------------------------------------------------------------------------------------
+
+# Errors in OpenAI's form, which its clients turn into exceptions of their own.
+#
+# Whatever a handler refuses, in SGLang's form or by a setting that cannot work, is answered so.
+
+_TYPES = {400: "invalid_request_error", 413: "invalid_request_error", 503: "overloaded_error"}
+
+
+def error_content(message: str, status: int) -> dict[str, Any]:
+    """The content of an error, as an answer or as an event of a stream."""
+    kind = _TYPES.get(status, "server_error")
+    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+
+
+def in_openai_form(handler: Handler) -> Handler:
+    """`handler`, with what it refuses answered in OpenAI's form."""
+
+    @functools.wraps(handler)
+    async def handled(request: web.Request) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except Refusal as refusal:
+            status, message = refusal.answer().status, str(refusal)
+        except ConfigError as error:
+            status, message = 400, str(error)
+        except web.HTTPRequestEntityTooLarge as error:
+            status, message = error.status, error.text or error.reason
+        return as_json(error_content(message, status), status)
+
+    return handled

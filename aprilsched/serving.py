@@ -1,0 +1,591 @@
+"""The server side of SGLang's HTTP API: what every program that answers like SGLang needs.
+
+The gateway and the test server (:mod:`aprilsched.testing`) are built on it. It knows neither of
+them, no engine and no scheduler: it has the bodies of requests, the forms of refusals and of
+streams, keys, and the address to listen at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import os
+import zlib
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Literal, TypeAlias, TypeVar, cast
+
+import msgspec
+from aiohttp import StreamReader, hdrs, web
+from aiohttp.typedefs import Handler, Middleware
+
+from aprilsched.errors import ConfigError
+
+__all__ = [
+    "BODIES",
+    "DONE",
+    "STREAM_HEADERS",
+    "AbortBody",
+    "AdapterBody",
+    "Bodies",
+    "BroadcastBody",
+    "Crashed",
+    "DiskBody",
+    "Event",
+    "GenerateBody",
+    "Item",
+    "JoinBody",
+    "LeaveBody",
+    "Listener",
+    "Malformed",
+    "MemoryBody",
+    "PauseBody",
+    "PromptsBody",
+    "Refusal",
+    "Refused",
+    "TensorBody",
+    "Unavailable",
+    "VersionBody",
+    "as_json",
+    "asking_for",
+    "body_of",
+    "check_port",
+    "decode",
+    "expect_later",
+    "finish_reason",
+    "framed",
+    "openapi_answer",
+    "refusing",
+    "token_logprobs",
+]
+
+
+# --- refusals ------------------------------------------------------------------------------------
+
+# The ways in which SGLang refuses a call: three forms of error, answered in one place.
+#
+# ::
+#
+#     Refusal
+#     ├── Malformed   400, {"object": "error", …}: the body has not the form that is expected
+#     ├── Refused     400, {"error": {"message"}}, or an event of that kind in a stream
+#     ├── Unavailable 503, the same content: it may be asked for again later
+#     └── Crashed     500, plain text: an error that SGLang does not catch itself
+
+
+class Refusal(Exception):
+    """A call that is refused."""
+
+    def answer(self) -> web.Response:
+        """The answer that the client gets."""
+        raise NotImplementedError
+
+
+class Malformed(Refusal):
+    """The body does not have the form that the endpoint expects."""
+
+    def answer(self) -> web.Response:
+        content = {
+            "object": "error",
+            "message": f"1 validation error:\n  {self}",
+            "type": "Bad Request",
+            "param": None,
+            "code": 400,
+        }
+        return as_json(content, 400)
+
+
+class Refused(Refusal):
+    """The body is well-formed, but its content is refused."""
+
+    def answer(self) -> web.Response:
+        return as_json({"error": {"message": str(self)}}, 400)
+
+    def event(self) -> dict[str, Any]:
+        """The same error as an event of a stream, whose status is 200 already."""
+        kind = "invalid_request_error"
+        return {
+            "error": {"message": str(self), "type": kind, "code": 400, "retryable": False},
+        }
+
+
+class Unavailable(Refusal):
+    """The call cannot be taken now."""
+
+    def answer(self) -> web.Response:
+        return as_json({"error": {"message": str(self)}}, 503)
+
+
+class Crashed(Refusal):
+    """SGLang's handler fails with an error that it does not catch."""
+
+    def answer(self) -> web.Response:
+        return web.Response(status=500, text="Internal Server Error")
+
+
+def as_json(content: object, status: int = 200) -> web.Response:
+    """A JSON answer with `content`."""
+    body = msgspec.json.encode(content)
+    return web.Response(body=body, status=status, content_type="application/json")
+
+
+@web.middleware
+async def refusing(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Turn refusals into answers; unknown paths are answered as FastAPI does."""
+    try:
+        return await handler(request)
+    except Refusal as refusal:
+        return refusal.answer()
+    except web.HTTPException as error:
+        if error.status in (404, 405):
+            detail = "Not Found" if error.status == 404 else "Method Not Allowed"
+            return as_json({"detail": detail}, error.status)
+        raise
+
+
+# --- bodies --------------------------------------------------------------------------------------
+
+# Request bodies of SGLang's HTTP API as typed structs. Unknown fields of a body are ignored.
+#
+# :class:`Bodies` reads them, within bounds on one and on all that are read at a time. Nothing
+# reads a body before a handler asks for it, which is after the key is checked.
+
+T = TypeVar("T")
+
+_PIECE = 2**16
+_READ_S = 120.0
+"""Seconds for a body to arrive."""
+_GZIP_OR_ZLIB = zlib.MAX_WBITS | 32
+"""zlib's value for either header."""
+
+
+class GenerateBody(msgspec.Struct, frozen=True):
+    """POST /generate with one prompt."""
+
+    input_ids: list[int] | None = None
+    text: str | None = None
+    sampling_params: dict[str, Any] | None = None
+    rid: str | None = None
+    stream: bool = False
+    return_logprob: bool = False
+    lora_path: str | None = None
+    extra_key: str | None = None
+
+
+class PromptsBody(msgspec.Struct, frozen=True):
+    """POST /generate with one prompt or several, and a number of responses to each."""
+
+    input_ids: list[int | list[int]] | None = None
+    text: str | list[str] | None = None
+    sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
+    rid: str | list[str] | None = None
+    stream: bool = False
+    return_logprob: bool = False
+    lora_path: str | None = None
+    extra_key: str | None = None
+
+
+class PauseBody(msgspec.Struct, frozen=True):
+    """Body of POST /pause_generation; SGLang's default ends every request."""
+
+    mode: Literal["abort", "retract", "in_place"] = "abort"
+
+
+class AbortBody(msgspec.Struct, frozen=True):
+    """POST /abort_request; the gateway alone knows a `group`."""
+
+    rid: str | None = None
+    abort_all: bool = False
+    group: str | None = None
+
+
+class DiskBody(msgspec.Struct, frozen=True):
+    """POST /update_weights_from_disk."""
+
+    model_path: str
+    weight_version: str | None = None
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+
+
+class TensorBody(msgspec.Struct, frozen=True):
+    """POST /update_weights_from_tensor: one handle or pickled bucket for each rank, as base64. They
+    are passed on as they come; nothing here opens them."""
+
+    serialized_named_tensors: list[str]
+    load_format: str | None = None
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+
+
+class BroadcastBody(msgspec.Struct, frozen=True):
+    """POST /update_weights_from_distributed: what the ranks of a group receive next."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    group_name: str = "weight_update_group"
+    load_format: str | None = None
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+
+
+class JoinBody(msgspec.Struct, frozen=True):
+    """POST /init_weights_update_group."""
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    group_name: str = "weight_update_group"
+    backend: str = "nccl"
+
+
+class LeaveBody(msgspec.Struct, frozen=True):
+    """POST /destroy_weights_update_group."""
+
+    group_name: str = "weight_update_group"
+
+
+class VersionBody(msgspec.Struct, frozen=True):
+    """Body of POST /update_weight_version; SGLang's default ends every request."""
+
+    new_version: str
+    abort_all_requests: bool = True
+
+
+class AdapterBody(msgspec.Struct, frozen=True):
+    """Body of POST /load_lora_adapter and /unload_lora_adapter; unloading needs no path."""
+
+    lora_name: str
+    lora_path: str = ""
+
+
+class MemoryBody(msgspec.Struct, frozen=True):
+    """Body of POST /release_memory_occupation and /resume_memory_occupation.
+
+    Without `tags` the call is for all parts.
+    """
+
+    tags: list[str] | None = None
+
+
+class Bodies:
+    """Reads request bodies, plain or compressed with gzip or deflate.
+
+    Args:
+        largest: bytes of one body, uncompressed.
+        together: bytes of all bodies that are read or decoded at a time. What a client sends slowly
+            counts, so a body that is not there in two minutes is refused.
+    """
+
+    def __init__(self, *, largest: int, together: int) -> None:
+        self._largest = largest
+        self._together = together
+        self._held = 0
+
+    @asynccontextmanager
+    async def read(self, request: web.Request) -> AsyncGenerator[bytes]:
+        """The body of a request, which counts until the block ends.
+
+        Raises:
+            HTTPRequestEntityTooLarge: if it is larger than one may be.
+            Unavailable: if it would be too much together with the others.
+            Malformed: if it is compressed in an unknown way, damaged or not there in time.
+        """
+        body = bytearray()
+        try:
+            async with asyncio.timeout(_READ_S):
+                async for piece in self._pieces(request):
+                    body += piece
+                    self._held += len(piece)
+                    if len(body) > self._largest:
+                        raise web.HTTPRequestEntityTooLarge(self._largest, len(body))
+                    if self._held > self._together:
+                        raise Unavailable("Too much is being sent at a time; try again later.")
+            yield bytes(body)
+        except TimeoutError as error:
+            raise Malformed(f"The body was not there in {_READ_S:g} s; send it faster.") from error
+        finally:
+            self._held -= len(body)
+
+    async def _pieces(self, request: web.Request) -> AsyncGenerator[bytes]:
+        if request.headers.get(hdrs.EXPECT, "").lower() == "100-continue":
+            await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            request.writer.output_size = 0
+        coding = request.headers.get(hdrs.CONTENT_ENCODING, "identity").lower()
+        if coding == "identity":
+            async for piece in request.content.iter_chunked(_PIECE):
+                yield piece
+        elif coding in ("gzip", "deflate"):
+            async for piece in _unpacked(request.content):
+                yield piece
+        else:
+            raise Malformed(f"Content-Encoding is {coding[:40]!r}; send gzip, deflate or none.")
+
+
+async def _unpacked(content: StreamReader) -> AsyncGenerator[bytes]:
+    """What gzip or deflate has compressed, a bounded piece at a time: a few bytes may stand for a
+    thousand times as many."""
+    unpacker = zlib.decompressobj(_GZIP_OR_ZLIB)
+    try:
+        async for piece in content.iter_chunked(_PIECE):
+            while piece and not unpacker.eof:
+                yield unpacker.decompress(piece, _PIECE)
+                piece = unpacker.unconsumed_tail
+    except zlib.error as error:
+        raise Malformed(f"The body cannot be uncompressed ({error}); send it again.") from error
+    if not unpacker.eof:
+        raise Malformed("The compressed body ends too soon; send all of it.")
+
+
+async def expect_later(request: web.Request) -> None:
+    """Handle ``Expect: 100-continue``: the body is asked for when it is read, where aiohttp would
+    ask before anybody has looked at the key."""
+
+
+BODIES: web.AppKey[Bodies] = web.AppKey("bodies", Bodies)
+"""The key under which :func:`body_of` finds the reader of the application."""
+
+
+async def body_of(request: web.Request, kind: type[T]) -> T:
+    """The body of `request` as a `kind`.
+
+    Raises:
+        Refusal: if it cannot be read, or has another form.
+    """
+    async with request.app[BODIES].read(request) as body:
+        return decode(body, kind)
+
+
+def decode(body: bytes, kind: type[T]) -> T:
+    """Decode `body` as a `kind`.
+
+    Raises:
+        Malformed: if it is missing or has another form.
+    """
+    if not body:
+        raise Malformed("Field required: the request has no body.")
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Malformed(str(error)) from error
+
+
+# --- keys ----------------------------------------------------------------------------------------
+
+# Asks for bearer tokens: one key for requests and one for control calls, as SGLang has them.
+
+
+def asking_for(
+    *,
+    api_key: str | None,
+    admin_key: str | None,
+    control: Collection[str],
+    free: Collection[str] = (),
+) -> Middleware:
+    """A middleware that answers 401 to a call without the key that it needs.
+
+    Args:
+        api_key: bearer token for all calls but the `free` ones; None asks for none.
+        admin_key: bearer token for `control` calls, which is also good for the others; None asks
+            for `api_key` there too.
+        control: paths of the calls that change the server.
+        free: paths of the calls that need no key.
+    """
+    keys = [_bearer(key) for key in (api_key, admin_key) if key is not None]
+    admin = keys if admin_key is None else [_bearer(admin_key)]
+
+    @web.middleware
+    async def ask(request: web.Request, handler: Handler) -> web.StreamResponse:
+        wanted = admin if request.path in control else keys if api_key is not None else []
+        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        good = not wanted or any(hmac.compare_digest(given, key) for key in wanted)
+        if not good and request.path not in free:
+            return as_json({"error": "Unauthorized"}, 401)
+        return await handler(request)
+
+    return ask
+
+
+def _bearer(key: str) -> bytes:
+    return f"Bearer {key}".encode()
+
+
+# --- answers -------------------------------------------------------------------------------------
+
+# Parts of answers in SGLang's form: server-sent events, fields of ``meta_info``, and openapi.json.
+#
+# The items of a stream are events, and bytes that are not an event.
+
+Event: TypeAlias = dict[str, Any]
+Item: TypeAlias = Event | bytes
+
+DONE = b"data: [DONE]\n\n"
+"""The end of every stream."""
+
+STREAM_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8"}
+
+
+def framed(item: Item) -> bytes:
+    """The bytes of `item` on the wire."""
+    return item if isinstance(item, bytes) else b"data: " + msgspec.json.encode(item) + b"\n\n"
+
+
+def finish_reason(reason: str | None, *, tokens: int, last: int) -> dict[str, Any] | None:
+    """The field ``finish_reason`` of a response that has `tokens` tokens, of which `last` is the
+    last; None while it goes on."""
+    match reason:
+        case None:
+            return None
+        case "abort":
+            return {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+        case "stop":
+            return {"type": "stop", "matched": last}
+        case _:
+            return {"type": reason, "length": tokens}
+
+
+def token_logprobs(ids: Sequence[int], logprobs: Sequence[float]) -> list[tuple[float, int, None]]:
+    """The field ``output_token_logprobs``: for each token its logprob, its id, and no text."""
+    return [(p, i, None) for p, i in zip(logprobs, ids, strict=True)]
+
+
+def openapi_answer(
+    request: web.Request, title: str, version: str, schemas: Mapping[str, dict[str, Any]]
+) -> web.Response:
+    """The answer of /openapi.json: the paths of the application, and the fields of the bodies in
+    `schemas`, which clients look up."""
+    paths: dict[str, dict[str, Any]] = {}
+    for route in request.app.router.routes():
+        if route.resource is not None:
+            paths.setdefault(route.resource.canonical, {})[route.method.lower()] = {}
+    known = {name: {"properties": fields, "type": "object"} for name, fields in schemas.items()}
+    return as_json(
+        {
+            "openapi": "3.1.0",
+            "info": {"title": title, "version": version},
+            "paths": paths,
+            "components": {"schemas": known},
+        }
+    )
+
+
+# --- listening -----------------------------------------------------------------------------------
+
+# Listens at one address with an aiohttp application.
+
+_LARGEST_PORT = 2**16 - 1
+_BACKLOG = 4096
+"""Connections that may wait to be accepted, as many as Linux grants by default. With asyncio's 100
+a burst of 1,000 clients waited for their second and third try."""
+_CLOSE_S = 1.0
+"""Seconds that open connections have when the listener closes."""
+
+
+def check_port(port: int) -> None:
+    """Refuse a port that there is not.
+
+    Raises:
+        ConfigError: if `port` is not from 0 (any) to 65535.
+    """
+    if not 0 <= port <= _LARGEST_PORT:
+        raise ConfigError(f"port is {port}; give one from 0 (any) to {_LARGEST_PORT}.")
+
+
+class Listener:
+    """An address, and the server that listens there while it is open.
+
+    Args:
+        host: address to listen at; any address but loopback lets other machines connect.
+        port: port to listen at; 0 for any free one.
+
+    Raises:
+        ConfigError: if the port is out of its range.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        check_port(port)
+        self._host = host
+        self._port = port
+        self._bound: int | None = None
+        self._open: tuple[web.AppRunner, asyncio.Server] | None = None
+
+    @property
+    def url(self) -> str:
+        """The URL of the server; with port 0 its port is known once it has listened."""
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http://{host}:{self._port if self._bound is None else self._bound}"
+
+    @property
+    def listening(self) -> bool:
+        return self._open is not None
+
+    @property
+    def connections(self) -> list[web.RequestHandler]:
+        """The open connections."""
+        return [] if self._open is None else _connections(self._open[0])
+
+    async def open(self, app: web.Application) -> None:
+        """Start to listen. A handler whose client leaves is cancelled.
+
+        Raises:
+            ConfigError: if the address cannot be used.
+        """
+        runner = web.AppRunner(
+            app,
+            handler_cancellation=True,
+            shutdown_timeout=_CLOSE_S,
+            access_log=None,
+            # A body is uncompressed where it is read, which is bounded.
+            auto_decompress=False,
+        )
+        port = self._port if self._bound is None else self._bound
+        try:
+            await runner.setup()
+            listening = await asyncio.get_running_loop().create_server(
+                cast(web.Server, runner.server), self._host, port, backlog=_BACKLOG
+            )
+        except OSError as error:
+            await runner.cleanup()
+            raise ConfigError(
+                f"Cannot listen on {self._host}:{port} ({os.strerror(error.errno or 0)}); give "
+                "another host or port."
+            ) from error
+        except BaseException:
+            await runner.cleanup()
+            raise
+        self._open = runner, listening
+        self._bound = listening.sockets[0].getsockname()[1]
+
+    async def close(self, *, keep_port: bool = False) -> None:
+        """Stop to listen, and break what is still open after a second.
+
+        With `keep_port` the next :meth:`open` listens at the same port, also where any was asked
+        for.
+        """
+        if self._open is not None:
+            (runner, listening), self._open = self._open, None
+            # A connection that has been accepted and not made yet when the server closes stays open
+            # for ever: its making fails, and nothing knows of it. So the last ones are made first.
+            for accepting in listening.sockets:
+                asyncio.get_running_loop().remove_reader(accepting)
+            await asyncio.sleep(0)
+            listening.close()
+            await asyncio.sleep(0)
+            transports = [connection.transport for connection in _connections(runner)]
+            await runner.cleanup()
+            # What the peer has not read keeps a connection open that was closed, also after the
+            # loop has ended.
+            for transport in transports:
+                if transport is not None:
+                    transport.abort()
+            await asyncio.sleep(0)
+        if not keep_port:
+            self._bound = None
+
+
+def _connections(runner: web.AppRunner) -> list[web.RequestHandler]:
+    return [] if runner.server is None else list(runner.server.connections)

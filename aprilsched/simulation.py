@@ -1,0 +1,570 @@
+"""Runs the production scheduler with modelled engines in virtual time.
+
+It is the second shell around :mod:`aprilsched.core`. The coordinator uses asyncio and real
+engines; this shell uses a heap of timed calls and
+:class:`~aprilsched.engines.sim.batcher.Batcher` objects, and is a hundred times faster than a
+virtual event loop.
+"""
+
+from __future__ import annotations
+
+import gc
+import heapq
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aprilsched.core.config import Caller, SchedulerConfig
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import events as ev
+from aprilsched.core.messages.commands import (
+    Abort,
+    Deliver,
+    EndOfPrompts,
+    FinishUpdate,
+    Flush,
+    Offer,
+    Pause,
+    Send,
+    WithdrawOffer,
+)
+from aprilsched.core.messages.events import (
+    BatchRequested,
+    BatchTaken,
+    ControlFailed,
+    Event,
+    Flushed,
+    Paused,
+    Refitted,
+    UpdateRequested,
+    Verified,
+)
+from aprilsched.core.messages.events import Continued as ContinuedEvent
+from aprilsched.core.scheduler import Scheduler
+from aprilsched.core.state.state import SchedulerState
+from aprilsched.driver.forecasts import ForecastErrors
+from aprilsched.driver.loop import EventLoop, ending, progress
+from aprilsched.engines.base import Chunk, GenerationRequest
+from aprilsched.engines.sim.batcher import Batcher
+from aprilsched.engines.sim.config import SimConfig
+from aprilsched.errors import AprilschedError, ConfigError, FleetLost, RunGivenUp
+from aprilsched.planning import Planner
+from aprilsched.telemetry.base import AnyListener
+from aprilsched.types import Batch, Group, Prompt, Score
+
+__all__ = [
+    "NEVER",
+    "Agenda",
+    "Costs",
+    "ModelledEngine",
+    "ModelledTrainer",
+    "Simulation",
+    "rare_collections",
+]
+
+
+# --- agenda --------------------------------------------------------------------------------------
+
+# A queue of timed calls in virtual time.
+#
+# Invariant: calls of the same time happen in the order in which they were added, so a run is
+# repeatable to the last event.
+
+
+class Agenda:
+    """A heap of calls with their times; `now` (seconds) never goes backwards."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = 0
+
+    def at(self, time: float, act: Callable[[], None]) -> None:
+        """Call `act` at `time`, or now if that has passed."""
+        self._count += 1
+        heapq.heappush(self._due, (max(time, self.now), self._count, act))
+
+    def after(self, seconds: float, act: Callable[[], None]) -> None:
+        """Call `act` after `seconds`."""
+        self.at(self.now + seconds, act)
+
+    def step(self) -> bool:
+        """Make the next call; False if there is none."""
+        if not self._due:
+            return False
+        self.now, _, act = heapq.heappop(self._due)
+        act()
+        return True
+
+
+# --- modelled engine -----------------------------------------------------------------------------
+
+# One modelled engine in virtual time: a batcher that is woken only at its next event.
+#
+# Invariants:
+# - All requests that are sent at one instant are in the queue before a pass is planned, because the
+#   engine is advanced only when its turn on the agenda comes.
+# - Every attempt that is sent is answered by exactly one Finished or Interrupted.
+
+
+class ModelledEngine:
+    """Carries out the scheduler's commands, and feeds back the events."""
+
+    def __init__(
+        self,
+        name: str,
+        config: SimConfig,
+        agenda: Agenda,
+        feed: Callable[[Event], None],
+        *,
+        pause_seconds: float,
+    ) -> None:
+        self.name = name
+        self.batcher = Batcher(config)
+        self._agenda = agenda
+        self._feed = feed
+        self._pause_seconds = pause_seconds
+        self._attempts: dict[str, tuple[int, int]] = {}
+        self._armed: float | None = None
+
+    # --- commands ------------------------------------------------------------------------------
+
+    def send(self, command: Send) -> None:
+        key = (command.request_id, command.attempt)
+        name = f"{key[0]}-{key[1]}"
+        self._attempts[name] = key
+        request = GenerationRequest(
+            request_id=name,
+            input_ids=command.input_ids,
+            sampling=command.sampling,
+            affinity=command.group_id,
+        )
+        self.batcher.submit(request, self._agenda.now)
+        self._arm()
+
+    def abort(self, command: Abort) -> None:
+        self.batcher.abort(f"{command.request_id}-{command.attempt}", self._agenda.now)
+        # An attempt in the queue ends at once; the others end with the step in progress.
+        self._agenda.at(self._agenda.now, self._look)
+        self._arm()
+
+    def pause(self, command: Pause) -> None:
+        now = self._agenda.now
+        self.batcher.pause(command.mode, now)
+        stopped = self.batcher.next_event_time()
+        self._arm()
+        stands = (now if stopped is None else stopped) + self._pause_seconds
+        self._agenda.at(stands, self._confirm_pause)
+
+    def flush(self, _: Flush) -> None:
+        if self.batcher.flush():
+            self._feed(Flushed(engine=self.name))
+        else:
+            cause = "the cache is in use"
+            self._feed(ControlFailed(engine=self.name, call="flush", cause=cause))
+
+    def resume(self) -> None:
+        self.batcher.resume(self._agenda.now)
+        self._arm()
+        self._feed(ContinuedEvent(engine=self.name))
+
+    def verify(self) -> None:
+        self._feed(Verified(engine=self.name, version=self.batcher.version))
+
+    def refit(self, version: int, *, catch_up: bool = False) -> None:
+        took = self.batcher.refit(version)
+        has = version if took else self.batcher.version
+        cause = "" if took else "it was not paused"
+        self._feed(Refitted(engine=self.name, version=has, cause=cause, catch_up=catch_up))
+
+    # --- time ----------------------------------------------------------------------------------
+
+    def _confirm_pause(self) -> None:
+        self._look()
+        self._feed(Paused(engine=self.name))
+
+    def _arm(self) -> None:
+        due = self.batcher.next_event_time()
+        if due is not None and (self._armed is None or due < self._armed):
+            self._armed = due
+            self._agenda.at(due, self._wake)
+
+    def _wake(self) -> None:
+        # The condition is false for a wake-up that an earlier one has replaced.
+        if self._armed is not None and self._armed <= self._agenda.now:
+            self._look()
+
+    def _look(self) -> None:
+        """Advance the batcher to the present, and report its chunks."""
+        if self._armed is not None and self._armed <= self._agenda.now:
+            self._armed = None
+        for name, chunk in self.batcher.advance(self._agenda.now):
+            self._report(name, chunk)
+        self._arm()
+
+    def _report(self, name: str, chunk: Chunk) -> None:
+        request_id, attempt = self._attempts[name]
+        if (news := progress(chunk, request_id, attempt)) is not None:
+            self._feed(news)
+        if (end := ending(chunk, request_id, attempt)) is not None:
+            del self._attempts[name]
+            self._feed(end)
+
+
+# --- trainer -------------------------------------------------------------------------------------
+
+# The modelled trainer, and the costs of everything but decoding and prefill in a simulation.
+
+
+class ModelledTrainer:
+    """Takes `batches` batches, with a new version after every `update_every` (0: no versions).
+
+    With `streamed` it takes each batch group by group, and trains on each group for an equal part
+    of `train_seconds` before it asks for the next one. Otherwise it begins when it has the whole
+    batch.
+    """
+
+    def __init__(
+        self,
+        agenda: Agenda,
+        feed: Callable[[Event], None],
+        *,
+        batches: int,
+        update_every: int,
+        train_seconds: float,
+        batch_groups: int,
+        streamed: bool,
+    ) -> None:
+        self.done = False
+        self.batches = 0
+        self._agenda = agenda
+        self._feed = feed
+        self._wanted = batches
+        self._update_every = update_every
+        self._group_seconds = train_seconds / batch_groups
+        self._streamed = streamed
+        self._asks = False
+        self._offered: Batch | None = None
+        """What it may take, and has not taken yet because it trains on a group."""
+        self._seconds = train_seconds
+        """For how long it trains on what it has taken last."""
+        self._version = 0
+
+    def begin(self) -> None:
+        """Ask for a batch, or for the next group of one."""
+        self._asks = True
+        self._feed(BatchRequested(streamed=self._streamed))
+        self._take()
+
+    def take(self, command: Offer) -> None:
+        """Take a batch, or the next part of a streamed one, as soon as it asks for it."""
+        self._offered = command.offered
+        self._take()
+
+    def withdraw(self, _: WithdrawOffer) -> None:
+        self._offered = None
+
+    def _take(self) -> None:
+        offered = self._offered
+        if offered is None or not self._asks:
+            return
+        self._asks, self._offered = False, None
+        if self._streamed:
+            self._seconds = self._group_seconds * len(offered.groups)
+        if not offered.complete:
+            self._agenda.after(self._seconds, self.begin)
+        self._feed(BatchTaken(index=offered.index))
+
+    def deliver(self, _: Deliver) -> None:
+        self.batches += 1
+        self._agenda.after(self._seconds, self._trained)
+
+    def end(self, _: EndOfPrompts) -> None:
+        self.done = True
+
+    def finish_update(self, _: FinishUpdate) -> None:
+        # It waits for the agenda, because a trainer's next call is not part of the update's end.
+        self._agenda.after(0.0, self._next)
+
+    def _trained(self) -> None:
+        if self._update_every and self.batches % self._update_every == 0:
+            self._version += 1
+            self._feed(UpdateRequested(version=self._version, republishable=True))
+        else:
+            self._next()
+
+    def _next(self) -> None:
+        if self.batches >= self._wanted:
+            self.done = True
+        else:
+            self.begin()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Costs:
+    """Durations of what is not decoding or prefill.
+
+    Attributes:
+        pause_seconds: duration of a pause beyond the step in progress (SGLang, measured: 2 to
+            22 ms with that step).
+        refit_seconds: duration of bringing one version into the engines, which load it together;
+            with rolling refits, of bringing it into one engine.
+        train_seconds: duration of training, between a batch and the update that follows it.
+        reward_seconds: duration of scoring one rollout; with 0 there is no reward at all.
+
+    Raises:
+        ConfigError: if one is negative.
+    """
+
+    pause_seconds: float = 2e-3
+    refit_seconds: float = 0.0
+    train_seconds: float = 0.0
+    reward_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("pause_seconds", "refit_seconds", "train_seconds", "reward_seconds"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} is a time; give 0 or more.")
+
+
+# --- simulation ----------------------------------------------------------------------------------
+
+# A whole run in virtual time: core, engines, trainer, prompts and rewards on one agenda.
+#
+# Invariant: the decisions are those of production, because the same core makes them; only the
+# commands are carried out by other code.
+
+NEVER = 1 << 30
+"""A stream interval with which chunks come only when a response ends or is paused. This changes no
+decision and makes a run twice as fast, except with rolling refits."""
+_OFTEN = 128
+"""The largest stream interval with rolling refits, in tokens."""
+
+
+@runtime_checkable
+class Redraws(Protocol):
+    """Prompts whose responses have other lengths each time that they are generated."""
+
+    def lengths_again(self, prompt: Prompt, draw: int) -> Sequence[int] | NDArray[np.int64]:
+        """The lengths of the responses to `prompt`, one for each; `draw` numbers the times."""
+        ...
+
+
+class Simulation:
+    """One simulated run, which :meth:`run` carries out.
+
+    Args:
+        config: configuration of the scheduler. Episodes are not simulated.
+        prompts: the prompts; each response has the length that ``max_new_tokens`` gives. With a
+            method ``lengths_again``, a prompt that is generated again, because its tokens became
+            too stale, has the lengths that this gives.
+        engines: number of engines.
+        engine: settings of every engine, or a list with those of each.
+        costs: durations of everything else.
+        batches: number of batches that the trainer takes.
+        update_every: number of batches between two versions; 0 for a single version.
+        streamed: whether the trainer takes each batch group by group.
+        accept: filters groups, as in RolloutScheduler.
+        planner: chooses schedules for ``over_provision="auto"``; by default one that knows the
+            first engine's own model.
+        listeners: objects that see every event and command.
+
+    Raises:
+        ConfigError: if `engine` is a list of another length than `engines`.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        prompts: Iterable[Prompt],
+        *,
+        engines: int = 1,
+        engine: SimConfig | Sequence[SimConfig] | None = None,
+        costs: Costs | None = None,
+        batches: int = 40,
+        update_every: int = 1,
+        streamed: bool = False,
+        accept: Callable[[Group], bool] | None = None,
+        planner: Planner | None = None,
+        listeners: Sequence[AnyListener] = (),
+    ) -> None:
+        self.agenda = Agenda()
+        self._costs = costs or Costs()
+        self._prompts: Iterator[Prompt] = iter(prompts)
+        self._redraws = prompts if isinstance(prompts, Redraws) else None
+        self._accept = accept
+        self._failure: AprilschedError | None = None
+        caller = Caller(
+            reward_scope="rollout" if self._costs.reward_seconds else "none",
+            accepts=accept is not None,
+        )
+        engine = engine or SimConfig(make_tokens=False, stream_interval=NEVER)
+        models = [engine] * engines if isinstance(engine, SimConfig) else list(engine)
+        if len(models) != engines:
+            raise ConfigError(
+                f"there are {engines} engines and settings for {len(models)}; give one for each."
+            )
+        races = config.policies.refill.launched(config.group_size) > config.group_size
+        if config.refit == "rolling" or races:
+            # What it costs to move a response depends on the length that it has so far, and so does
+            # what is known of the length of one that is thrown away in the middle of a batch.
+            models = [replace(m, stream_interval=min(m.stream_interval, _OFTEN)) for m in models]
+        self._config = config
+        first = models[0]
+        self._planner = planner or Planner(first.timing, max_running=first.max_running)
+        if config.automatic:
+            errors = ForecastErrors(self._planner, trainer_waits=config.trainer_waits)
+            listeners = [*listeners, errors]
+        self._loop = EventLoop(Scheduler(config, caller), listeners, clock=lambda: self.agenda.now)
+        self.engines = {
+            name: ModelledEngine(
+                name, model, self.agenda, self._loop.feed, pause_seconds=self._costs.pause_seconds
+            )
+            for name, model in ((f"sim-{index}", model) for index, model in enumerate(models))
+        }
+        self.trainer = ModelledTrainer(
+            self.agenda,
+            self._loop.feed,
+            batches=batches,
+            update_every=update_every,
+            train_seconds=self._costs.train_seconds,
+            batch_groups=config.batch_groups,
+            streamed=streamed,
+        )
+        self._wire()
+
+    @property
+    def state(self) -> SchedulerState:
+        return self._loop.core.state
+
+    def run(self) -> None:
+        """Run to the last batch, or to the end of the prompts.
+
+        Raises:
+            AprilschedError: if a real run would end too: no engine is left, or too many groups
+                failed.
+        """
+        feed = self._loop.feed
+        infos = (
+            ev.EngineInfo(
+                name=name,
+                version=0,
+                kv_tokens=e.batcher.config.kv_tokens,
+                max_running=e.batcher.config.max_running,
+            )
+            for name, e in self.engines.items()
+        )
+        feed(ev.Opened(engines=tuple(infos)))
+        self.trainer.begin()
+        while not self.trainer.done and self._failure is None:
+            if not self.agenda.step():
+                raise AssertionError("nothing is due and the trainer still waits")
+        if self._failure is not None:
+            raise self._failure
+
+    # --- commands ------------------------------------------------------------------------------
+
+    def _wire(self) -> None:
+        engines, trainer = self.engines, self.trainer
+        self._loop.performers.update(
+            {
+                do.FetchPrompts: self._fetch,
+                do.Launch: self._launch,
+                do.Send: lambda c: engines[c.engine].send(c),
+                do.Abort: lambda c: engines[c.engine].abort(c),
+                do.Pause: lambda c: engines[c.engine].pause(c),
+                do.Flush: lambda c: engines[c.engine].flush(c),
+                do.Continue: lambda c: engines[c.engine].resume(),
+                do.Verify: lambda c: engines[c.engine].verify(),
+                do.Refit: self._refit,
+                do.ScoreRollout: self._score,
+                do.Filter: self._filter,
+                do.Plan: self._plan,
+                do.CancelWork: lambda _: None,
+                do.AdmitEngine: lambda _: None,
+                do.LoseEngine: self._lose_engine,
+                do.AwaitFleet: lambda _: None,
+                do.GiveUpFleet: lambda _: None,
+                do.GiveUp: self._give_up,
+                do.FinishUpdate: trainer.finish_update,
+                do.Offer: trainer.take,
+                do.WithdrawOffer: trainer.withdraw,
+                do.Deliver: trainer.deliver,
+                do.EndOfPrompts: self._end_prompts,
+            }
+        )
+
+    def _fetch(self, command: do.FetchPrompts) -> None:
+        prompts = tuple(islice(self._prompts, command.count))
+        last = len(prompts) < command.count
+        self._loop.feed(ev.PromptsArrived(prompts=prompts, last=last))
+
+    def _launch(self, command: do.Launch) -> None:
+        """Give the group other lengths if its prompt is generated again. A length is a limit here,
+        so the group's record has it."""
+        group = self.state.in_flight.groups.get(command.group_id)
+        if group is None or group.again is None or self._redraws is None:
+            return
+        lengths = self._redraws.lengths_again(group.prompt, group.group_id)[: group.size]
+        for member, length in zip(group.members, lengths, strict=True):
+            member.sampling = replace(member.sampling, max_new_tokens=int(length))
+            if member.request is not None:
+                member.request.sampling = member.sampling
+
+    def _refit(self, command: do.Refit) -> None:
+        def loaded() -> None:
+            for name in command.engines:
+                self.engines[name].refit(command.version, catch_up=command.catch_up)
+
+        self.agenda.after(self._costs.refit_seconds, loaded)
+
+    def _score(self, command: do.ScoreRollout) -> None:
+        rollout_id = command.rollout.rollout_id
+        self.agenda.after(
+            self._costs.reward_seconds,
+            lambda: self._loop.feed(ev.Rewarded(rollout_id=rollout_id, score=Score(reward=0.0))),
+        )
+
+    def _filter(self, command: do.Filter) -> None:
+        accepted = self._accept is None or self._accept(command.group)
+        self._loop.feed(ev.Filtered(group_id=command.group.group_id, accepted=accepted))
+
+    def _plan(self, command: do.Plan) -> None:
+        self._loop.feed(ev.Planned(schedule=self._planner.plan(command, self._config)))
+
+    def _lose_engine(self, command: do.LoseEngine) -> None:
+        if command.last:
+            self._failure = FleetLost(f"no engine is left: {command.cause}")
+
+    def _give_up(self, command: do.GiveUp) -> None:
+        self._failure = command.error
+
+    def _end_prompts(self, command: do.EndOfPrompts) -> None:
+        if isinstance(command.error, RunGivenUp):
+            self._failure = command.error
+        else:
+            self.trainer.end(command)
+
+
+_THRESHOLDS = (50_000, 20, 20)
+
+
+@contextmanager
+def rare_collections() -> Generator[None]:
+    """Make garbage collections rare, and exclude all present objects from them.
+
+    This is for a process that does nothing else, because it changes the whole interpreter.
+    """
+    before = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(*_THRESHOLDS)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
