@@ -18,18 +18,6 @@ import numpy as np
 
 from aprilsched.errors import ConfigError
 
-__all__ = [
-    "OWN",
-    "Kind",
-    "checked",
-    "converted",
-    "mistyped",
-    "nearest",
-    "plain",
-    "suggesting",
-    "typed",
-]
-
 Class = TypeVar("Class", bound=type[Any])
 Kind: TypeAlias = type | tuple[type, ...]
 

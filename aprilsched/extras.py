@@ -12,8 +12,6 @@ from contextlib import contextmanager
 
 from aprilsched.errors import MissingExtra
 
-__all__ = ["extra"]
-
 
 @contextmanager
 def extra(name: str) -> Generator[None]:

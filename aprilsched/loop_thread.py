@@ -9,8 +9,6 @@ import asyncio
 import concurrent.futures
 import threading
 
-__all__ = ["LoopThread"]
-
 
 class LoopThread:
     """A daemon thread that runs an event loop from the constructor until :meth:`stop`.

@@ -40,19 +40,6 @@ from aprilsched.types import Batch, Prompt, Receipt
 from aprilsched.weights.base import AdapterPublisher, ConcludingPublisher, WeightPublisher
 from aprilsched.weights.external import ExternalWeights, Handshake
 
-__all__ = [
-    "SILENT_S",
-    "BlockingScheduler",
-    "FromTrainer",
-    "Raised",
-    "RemoteScheduler",
-    "Served",
-    "absolute",
-    "retrieved",
-    "said",
-    "unsendable",
-]
-
 log = logging.getLogger("aprilsched")
 
 SILENT_S = 5.0

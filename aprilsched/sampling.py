@@ -16,8 +16,6 @@ from aprilsched.checks import OWN, SYNONYMS, Kind, checked, converted, mistyped,
 from aprilsched.errors import ConfigError
 from aprilsched.types import SamplingParams
 
-__all__ = ["Tokenizer", "check_sampling", "sampling_params"]
-
 SERVER: Mapping[str, Kind] = {
     "frequency_penalty": Real,
     "presence_penalty": Real,

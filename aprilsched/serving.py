@@ -21,45 +21,6 @@ from aiohttp.typedefs import Handler, Middleware
 
 from aprilsched.errors import ConfigError
 
-__all__ = [
-    "BODIES",
-    "DONE",
-    "STREAM_HEADERS",
-    "AbortBody",
-    "AdapterBody",
-    "Bodies",
-    "BroadcastBody",
-    "Crashed",
-    "DiskBody",
-    "Event",
-    "GenerateBody",
-    "Item",
-    "JoinBody",
-    "LeaveBody",
-    "Listener",
-    "Malformed",
-    "MemoryBody",
-    "PauseBody",
-    "PromptsBody",
-    "Refusal",
-    "Refused",
-    "TensorBody",
-    "Unavailable",
-    "VersionBody",
-    "as_json",
-    "asking_for",
-    "body_of",
-    "check_port",
-    "decode",
-    "expect_later",
-    "finish_reason",
-    "framed",
-    "openapi_answer",
-    "refusing",
-    "token_logprobs",
-]
-
-
 # --- refusals ------------------------------------------------------------------------------------
 
 # The ways in which SGLang refuses a call: three forms of error, answered in one place.

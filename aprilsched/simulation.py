@@ -57,17 +57,6 @@ from aprilsched.planning import Planner
 from aprilsched.telemetry.base import AnyListener
 from aprilsched.types import Batch, Group, Prompt, Score
 
-__all__ = [
-    "NEVER",
-    "Agenda",
-    "Costs",
-    "ModelledEngine",
-    "ModelledTrainer",
-    "Simulation",
-    "rare_collections",
-]
-
-
 # --- agenda --------------------------------------------------------------------------------------
 
 # A queue of timed calls in virtual time.

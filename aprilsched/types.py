@@ -22,22 +22,6 @@ from aprilsched.errors import ConfigError
 if TYPE_CHECKING:
     from aprilsched.tensors import PackedTensors, PaddedTensors
 
-__all__ = [
-    "NO_VERSION",
-    "Batch",
-    "BoolArray",
-    "FinishReason",
-    "Float32Array",
-    "Group",
-    "Int32Array",
-    "Prompt",
-    "Rollout",
-    "SamplingParams",
-    "Score",
-    "Segment",
-    "VersionSpan",
-]
-
 Int32Array: TypeAlias = NDArray[np.int32]
 Float32Array: TypeAlias = NDArray[np.float32]
 BoolArray: TypeAlias = NDArray[np.bool_]

@@ -39,8 +39,6 @@ from numpy.typing import NDArray
 from aprilsched.errors import ConfigError
 from aprilsched.types import Prompt, SamplingParams
 
-__all__ = ["LengthLaw", "LengthMoments", "LongTailWorkload"]
-
 LengthLaw: TypeAlias = Literal["lognormal", "log_t"]
 
 _MOMENTS_STREAM = 2**64 - 1

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from aprilsched.telemetry.engine_time import Part
 
-__all__ = ["AGE_COLOURS", "GREY", "INK", "PALETTE", "PART_COLOURS", "PART_LABELS"]
-
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
 """Okabe and Ito, 2008: the eight-colour set without black."""
 GREY = "#808080"

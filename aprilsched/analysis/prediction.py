@@ -11,15 +11,6 @@ from aprilsched.core.messages import facts as of
 from aprilsched.core.messages.facts import Fact
 from aprilsched.telemetry.figures import BatchFigures, RunSummary, SteadyState
 
-__all__ = [
-    "CostsOfRun",
-    "PredictionError",
-    "RecordedCosts",
-    "prediction_error",
-    "recorded_summary",
-    "steady_state_of",
-]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PredictionError:

@@ -32,18 +32,6 @@ from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.run_folder import CONFIG, EVENTS
 from aprilsched.types import Segment
 
-__all__ = [
-    "Attempt",
-    "DeliveredRollout",
-    "Delivery",
-    "History",
-    "Pause",
-    "Run",
-    "Update",
-    "read_run",
-    "readable",
-]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attempt:

@@ -29,17 +29,6 @@ from aprilsched.telemetry.sampling.sample_log import (
     SampleLine,
 )
 
-__all__ = [
-    "BusyShare",
-    "DeviceSamples",
-    "EngineSamples",
-    "GpuUtilization",
-    "Samples",
-    "gpu_utilization",
-    "read_samples",
-]
-
-
 Float64Array = NDArray[np.float64]
 _Line = TypeVar("_Line", EngineLine, GpuLine)
 

@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 
 from aprilsched.analysis.run import Attempt, Delivery, Run
 
-__all__ = ["Bar", "Piece", "bars", "in_flight", "lengths_of", "window_end"]
-
 Piece: TypeAlias = tuple[float, float, int]
 """Start, end and policy version of a piece of a response."""
 Bar: TypeAlias = list[Piece]

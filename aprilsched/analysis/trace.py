@@ -19,20 +19,6 @@ from aprilsched.errors import RunFolderError
 from aprilsched.telemetry.event_log.reading import replay
 from aprilsched.telemetry.run_folder import EVENTS, TRACE
 
-__all__ = [
-    "Attempt",
-    "Bands",
-    "Counter",
-    "EngineTracks",
-    "Key",
-    "Lanes",
-    "TraceBuilder",
-    "TraceFile",
-    "TrainerTrack",
-    "write_trace",
-]
-
-
 # --- trace file ----------------------------------------------------------------------------------
 
 # Writes a file in the trace event format, one line for each event; no event is kept in memory.

@@ -27,8 +27,6 @@ from aprilsched.telemetry.event_log.reading import replay
 from aprilsched.telemetry.run_folder import CONFIG, EVENTS
 from aprilsched.telemetry.run_state import RunState
 
-__all__ = ["RunUsage", "UsageRecorder", "usage_of"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RunUsage:

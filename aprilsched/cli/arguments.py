@@ -45,19 +45,6 @@ from aprilsched.runs.config_tree import (
 )
 from aprilsched.runs.settings import COMMAS
 
-__all__ = [
-    "SchedulerFlags",
-    "asked_for_help",
-    "config_of_flags",
-    "everyday_help",
-    "field_texts",
-    "flags_of",
-    "flags_of_lists",
-    "given_flags",
-    "parsed",
-]
-
-
 Command = TypeVar("Command")
 
 _FLAT = ("settings", "scheduler", "workload", "gateway")

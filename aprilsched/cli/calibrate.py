@@ -36,8 +36,6 @@ from aprilsched.timing.model import StepTimeModel
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["CalibrateCommand", "main"]
-
 _UNITS = {
     "t0": (1e3, "ms a step"),
     "t1": (1e6, "µs a sequence"),

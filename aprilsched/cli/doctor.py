@@ -18,8 +18,6 @@ from aprilsched.engines.http.address import ServerAddress
 from aprilsched.errors import ConfigError, EngineError
 from aprilsched.runs.settings import key_from
 
-__all__ = ["REACHED", "DoctorCommand", "main"]
-
 REACHED = "reached"
 """The check that alone stands for a server which could not be examined."""
 _STYLES = {"pass": "green", "warn": "yellow", "fail": "bold red"}

@@ -19,8 +19,6 @@ from aprilsched.errors import ConfigError
 from aprilsched.runs.tables import signed_percent
 from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel, load_model
 
-__all__ = ["DrainCommand", "main"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class DrainCommand:

@@ -15,8 +15,6 @@ from aprilsched.errors import ConfigError
 from aprilsched.gateway import Gateway, GatewaySettings
 from aprilsched.runs.settings import key_from
 
-__all__ = ["GatewayCommand", "main"]
-
 _INTERRUPTED = 130
 _STREAM_INTERVAL = 8
 

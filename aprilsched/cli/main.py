@@ -15,8 +15,6 @@ from aprilsched import __version__
 from aprilsched.errors import AprilschedError
 from aprilsched.extras import extra
 
-__all__ = ["COMMANDS", "main"]
-
 _REFUSED = 2
 _INTERRUPTED = 130  # as shells say it: 128 + SIGINT
 

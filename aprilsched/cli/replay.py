@@ -39,8 +39,6 @@ from aprilsched.telemetry.run_folder import CONFIG, RunFolder, write_json
 from aprilsched.timing import load_model
 from aprilsched.timing.model import H200_QWEN3_4B
 
-__all__ = ["ReplayCommand", "ReplayReport", "main", "report", "show", "what_if"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayCommand:

@@ -14,8 +14,6 @@ from aprilsched.analysis.report.page import figures_json, write_report
 from aprilsched.cli.arguments import parsed
 from aprilsched.errors import ConfigError
 
-__all__ = ["ReportCommand", "main"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ReportCommand:

@@ -34,8 +34,6 @@ from aprilsched.runs.tables import run_table
 from aprilsched.store import SqliteStore
 from aprilsched.telemetry.run_folder import CONFIG, RunFolder, default_path
 
-__all__ = ["EVERYDAY", "RunCommand", "main"]
-
 _INTERRUPTED = 130
 _FAILED = 2
 _WITH_RESUME = frozenset({"--resume", "--batches", "--json", "--no-report", "--quiet"})

@@ -16,8 +16,6 @@ from aprilsched.runs.settings import SimSettings, key_from
 from aprilsched.testing import SimServer
 from aprilsched.testing.faults import FaultScript, parse_faults
 
-__all__ = ["ServeSimCommand", "main"]
-
 _INTERRUPTED = 130
 
 

@@ -34,8 +34,6 @@ from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.run_folder import REPORT, RunFolder, default_path, write_json
 from aprilsched.timing.model import H200_QWEN3_4B, load_model
 
-__all__ = ["EVERYDAY", "SimulateCommand", "Trial", "main", "simulated"]
-
 DEFAULT_POLICIES = "sync,april,slime,areal,copris,auto"
 
 EVERYDAY = {

@@ -28,8 +28,6 @@ from aprilsched.telemetry.live.view import clock_time
 from aprilsched.telemetry.live_figures import LiveFigures
 from aprilsched.telemetry.run_folder import CONFIG, EVENTS, SUMMARY
 
-__all__ = ["WatchCommand", "Watched", "main"]
-
 _POLL_SECONDS = 0.25
 
 

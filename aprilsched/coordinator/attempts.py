@@ -17,8 +17,6 @@ from aprilsched.driver.loop import ending, progress
 from aprilsched.engines.base import Engine, GenerationRequest
 from aprilsched.errors import EngineError, EngineRejected, EngineUnreachable
 
-__all__ = ["Attempts", "LoopThrottler"]
-
 log = logging.getLogger("aprilsched")
 
 _ABORT_AGAIN_S = 0.25

@@ -41,8 +41,6 @@ from aprilsched.engines.refit import SleepingEngine
 from aprilsched.engines.selfcheck import check_tokens
 from aprilsched.errors import EngineError, InconsistentWeights
 
-__all__ = ["EngineControls"]
-
 Work: TypeAlias = Callable[[], Awaitable[Event]]
 """Makes a control call, and returns the event that reports its end."""
 

@@ -31,8 +31,6 @@ from aprilsched.store.base import Store
 from aprilsched.store.sqlite import read_checkpoint, write_checkpoint
 from aprilsched.types import Receipt
 
-__all__ = ["FINISHED_S", "Durability", "Recorder"]
-
 log = logging.getLogger("aprilsched")
 
 _SAFE_S = 30.0

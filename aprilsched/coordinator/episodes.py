@@ -32,8 +32,6 @@ from aprilsched.types import (
     token_array,
 )
 
-__all__ = ["Episode", "Turn", "TurnOutput"]
-
 _ENDED = "the rollout of this turn has ended; nothing can be generated for it any more."
 
 

@@ -28,8 +28,6 @@ from aprilsched.core.state.state import SchedulerState
 from aprilsched.engines.base import Engine
 from aprilsched.errors import EngineError, EngineUnreachable
 
-__all__ = ["HandBack", "release"]
-
 log = logging.getLogger("aprilsched")
 
 _HEAD_START_S = 1.0

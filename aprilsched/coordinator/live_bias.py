@@ -36,8 +36,6 @@ from aprilsched.telemetry.bias_collector import (
 )
 from aprilsched.telemetry.figures import InFlightFigures, LawFigures
 
-__all__ = ["BiasNow", "LiveBias"]
-
 log = logging.getLogger("aprilsched")
 
 _RECENT_BATCHES = 16

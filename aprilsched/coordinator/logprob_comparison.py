@@ -19,8 +19,6 @@ from aprilsched.core.messages.events import LogprobComparison, LogprobDifference
 from aprilsched.errors import ConfigError
 from aprilsched.types import NO_VERSION, Batch, Rollout
 
-__all__ = ["AGES", "BOUND", "compared"]
-
 BOUND = 0.1
 """A token is beyond the bound if its probabilities differ by more than 10 %. Rounding in bfloat16
 stays below for most tokens."""

@@ -17,8 +17,6 @@ from aprilsched.core.messages.events import EngineInfo, EngineJoined, EngineLost
 from aprilsched.engines.base import Engine, Fleet, WatchesMembership
 from aprilsched.errors import AprilschedError
 
-__all__ = ["Membership", "Readmission"]
-
 log = logging.getLogger("aprilsched")
 
 

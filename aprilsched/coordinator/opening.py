@@ -22,13 +22,6 @@ from aprilsched.engines.load import ReportsLoad
 from aprilsched.engines.selfcheck import check, paused
 from aprilsched.errors import ConfigError, EngineError, InconsistentWeights
 
-__all__ = [
-    "Claim",
-    "check_engines",
-    "examine",
-    "say_who_is_there",
-]
-
 
 async def check_engines(
     engines: Sequence[Engine], config: SchedulerConfig, *, resumed: bool = False

@@ -14,13 +14,6 @@ from aprilsched.sampling import check_sampling
 from aprilsched.store.codec import check_storable
 from aprilsched.types import Prompt, RefusedPrompt
 
-__all__ = [
-    "PromptQueue",
-    "PromptSource",
-    "checked",
-]
-
-
 _END = object()
 TOGETHER_S = 0.1
 """Seconds without a new prompt after which the prompts read so far are launched. A prompt that is

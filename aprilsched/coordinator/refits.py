@@ -23,8 +23,6 @@ from aprilsched.errors import EngineError, InconsistentWeights
 from aprilsched.weights.base import AdapterPublisher, ConcludingPublisher, WeightPublisher
 from aprilsched.weights.external import FollowedWeights
 
-__all__ = ["RefitReport", "Refits"]
-
 log = logging.getLogger("aprilsched")
 
 _PUBLISHER = "the publisher"

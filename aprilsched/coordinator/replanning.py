@@ -42,17 +42,6 @@ from aprilsched.planning import Planner
 from aprilsched.telemetry.base import TokenChunks
 from aprilsched.timing.online import Observation, OnlineFit
 
-__all__ = [
-    "LIMIT_S",
-    "WINDOW",
-    "NoProcess",
-    "Planning",
-    "StepTimes",
-    "child",
-    "planned_apart",
-]
-
-
 log = logging.getLogger("aprilsched")
 
 WINDOW = 2.0

@@ -32,8 +32,6 @@ from aprilsched.telemetry.figures import AlignmentFigures
 from aprilsched.types import Batch, Prompt
 from aprilsched.weights.base import WeightPublisher
 
-__all__ = ["RolloutScheduler"]
-
 
 class RolloutScheduler(TakesBatches):
     """Keeps a fleet of engines full and delivers batches of whole groups.

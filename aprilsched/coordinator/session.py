@@ -38,8 +38,6 @@ from aprilsched.planning import Planner
 from aprilsched.store.base import Store
 from aprilsched.telemetry.base import AnyListener
 
-__all__ = ["Session", "forked"]
-
 log = logging.getLogger("aprilsched")
 
 

@@ -11,8 +11,6 @@ from typing import Self
 from aprilsched.errors import PromptsExhausted
 from aprilsched.types import Batch
 
-__all__ = ["TakesBatches"]
-
 
 class TakesBatches(ABC):
     """``async for batch in rollouts`` until the prompts end, and the end of ``async with``."""

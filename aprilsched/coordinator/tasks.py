@@ -18,15 +18,6 @@ from aprilsched.core.messages.events import Event, Tick
 from aprilsched.errors import InvariantViolation
 from aprilsched.types import Batch
 
-__all__ = [
-    "Heartbeat",
-    "TaskKey",
-    "Tasks",
-    "Waits",
-    "watched",
-]
-
-
 TaskKey: TypeAlias = str | tuple[Any, ...]
 
 

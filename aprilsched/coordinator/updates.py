@@ -29,8 +29,6 @@ from aprilsched.weights.base import (
 )
 from aprilsched.weights.external import ExternalWeights, Handshake
 
-__all__ = ["Updates"]
-
 log = logging.getLogger("aprilsched")
 
 _PUBLISHER = "the publisher"

@@ -18,14 +18,6 @@ from aprilsched.engines.base import Engine, TellsPause
 from aprilsched.engines.load import ReportsLoad
 from aprilsched.errors import EngineError, FleetLost, InconsistentWeights, RefitError
 
-__all__ = [
-    "LoadWatch",
-    "Outages",
-    "VersionWatch",
-    "wants_update",
-]
-
-
 _INTERVAL_S = 1.0
 _ANSWER_S = 10.0
 """Seconds that an engine has for an answer. One that does not answer is no matter of this watch."""

@@ -49,8 +49,6 @@ from aprilsched.driver.callbacks import (
 from aprilsched.errors import RunEnded
 from aprilsched.types import Prompt, RefusedPrompt, Score
 
-__all__ = ["Work"]
-
 log = logging.getLogger("aprilsched")
 
 _REWARD = "the reward function"

@@ -15,8 +15,6 @@ from aprilsched.core.state.records import GroupRecord, RequestRecord, RolloutRec
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.errors import InvariantViolation
 
-__all__ = ["check"]
-
 _OPEN = frozenset({State.RUNNING, State.HELD, State.RETURNING})
 
 

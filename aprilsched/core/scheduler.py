@@ -38,8 +38,6 @@ from aprilsched.core.steps import (
 )
 from aprilsched.core.steps.resume import restore
 
-__all__ = ["DECISIONS", "HANDLERS", "Scheduler"]
-
 HANDLERS: dict[type, Callable[[SchedulerState, Any], None]] = {
     # The trainer: batches, evaluations, updates, sleep.
     events.Opened: engines.on_opened,

@@ -23,9 +23,6 @@ from aprilsched.doctor.findings import (
 )
 from aprilsched.engines.sglang.probe import SPANS_SINCE
 
-__all__ = ["CHECKS"]
-
-
 # --- server --------------------------------------------------------------------------------------
 
 # Checks of what the server is, and whether it is left as it was found.

@@ -19,8 +19,6 @@ from aprilsched.engines.http.transport import Transport
 from aprilsched.engines.sglang.probe import ServerFacts
 from aprilsched.errors import EngineError
 
-__all__ = ["CALL_SECONDS", "INTERVAL", "Client", "Generation", "until"]
-
 CALL_SECONDS = 10.0
 _ANY = tuple(range(200, 600))
 _PROMPT_TOKENS = 8

@@ -8,23 +8,6 @@ from typing import Any, Literal, TypeAlias
 
 from aprilsched.engines.sglang.probe import ServerFacts
 
-__all__ = [
-    "NEWER",
-    "NO_STRAGGLERS",
-    "Check",
-    "Finding",
-    "Notes",
-    "PauseNotes",
-    "Status",
-    "Verdict",
-    "failed",
-    "left_out",
-    "never_met",
-    "not_tried",
-    "passed",
-    "warned",
-]
-
 Status: TypeAlias = Literal["pass", "warn", "fail"]
 
 NEWER = "update SGLang to 0.5.21 or later"

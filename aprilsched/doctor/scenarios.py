@@ -21,15 +21,6 @@ from aprilsched.engines.sglang.calls import despite_cancellation
 from aprilsched.engines.sglang.probe import release
 from aprilsched.errors import EngineError
 
-__all__ = [
-    "SCENARIOS",
-    "Scenario",
-    "afterwards",
-    "examine",
-    "run_scenarios",
-]
-
-
 SCENARIO_SECONDS = 40.0
 LAST_SECONDS = 30.0
 _LIMITS = HttpLimits(control_timeout=10.0)

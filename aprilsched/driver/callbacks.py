@@ -20,20 +20,6 @@ from typing import Any, TypeAlias, TypeVar, cast
 from aprilsched.errors import CallbackError, ConfigError
 from aprilsched.types import Group, Prompt, Rollout, Score
 
-__all__ = [
-    "Accept",
-    "CallbackRunner",
-    "Failures",
-    "GroupReward",
-    "Overdue",
-    "Reward",
-    "WrongResult",
-    "called",
-    "called_now",
-    "check_callable",
-    "raised",
-]
-
 log = logging.getLogger("aprilsched")
 
 T = TypeVar("T")

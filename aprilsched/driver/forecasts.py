@@ -22,8 +22,6 @@ from aprilsched.planning import Planner
 from aprilsched.telemetry.base import TokenChunks
 from aprilsched.telemetry.batch_figures import BatchMeter
 
-__all__ = ["ForecastErrors"]
-
 _SETTLING = 2
 """Number of batches that do not count after another schedule began."""
 _DRIVEN = 0.9

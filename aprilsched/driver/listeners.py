@@ -26,8 +26,6 @@ from aprilsched.driver.callbacks import ordinary
 from aprilsched.errors import InvariantViolation
 from aprilsched.telemetry.base import AnyListener, BulkListener, Listener, ProtocolListener
 
-__all__ = ["Listeners"]
-
 log = logging.getLogger("aprilsched")
 
 _LISTENER = "the listener"

@@ -26,14 +26,6 @@ from aprilsched.driver.listeners import Listeners
 from aprilsched.engines.base import Chunk
 from aprilsched.telemetry.base import AnyListener
 
-__all__ = [
-    "EventLoop",
-    "Perform",
-    "ending",
-    "progress",
-]
-
-
 Perform = Callable[[Any], None]
 """Function that starts what a command asks for, and returns at once."""
 

@@ -23,8 +23,6 @@ from aprilsched.engines.base import Chunk, Engine, GenerationRequest
 from aprilsched.errors import EngineError, EngineProtocolError, InconsistentWeights
 from aprilsched.types import SamplingParams
 
-__all__ = ["check", "check_tokens", "paused"]
-
 _SHORT = 4
 _LONG = 256
 """Tokens of the request that is paused: about a second's work, so that the pause meets it."""

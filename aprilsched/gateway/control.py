@@ -30,30 +30,6 @@ from aprilsched.serving import (
     openapi_answer,
 )
 
-__all__ = [
-    "abort",
-    "begin_update",
-    "end_update",
-    "flush",
-    "health",
-    "join_group",
-    "leave_group",
-    "loads",
-    "model_info",
-    "models",
-    "openapi",
-    "pause",
-    "ready",
-    "resume",
-    "server_info",
-    "update_from_disk",
-    "update_from_distributed",
-    "update_from_tensor",
-    "update_version",
-    "workers",
-]
-
-
 _LATE = (
     "An engine has not answered in time; the call goes on, and GET /server_info shows the modes."
 )

@@ -35,8 +35,6 @@ from aprilsched.serving import (
 )
 from aprilsched.types import Prompt, SamplingParams
 
-__all__ = ["GROUP_HEADER", "begin", "check_amount", "generate", "sampled"]
-
 GROUP_HEADER = "X-Aprilsched-Group"
 """Names the group that the responses to a request belong to."""
 

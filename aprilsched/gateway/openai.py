@@ -50,21 +50,6 @@ from aprilsched.serving import (
 )
 from aprilsched.types import Prompt
 
-__all__ = [
-    "Choice",
-    "Event",
-    "Failed",
-    "begun",
-    "chat_completions",
-    "completions",
-    "parts_until_failure",
-    "room",
-    "streamed",
-    "told_at_end",
-    "usage",
-]
-
-
 # --- choices -------------------------------------------------------------------------------------
 
 # The choices of one request: they begin, are read and are left together.

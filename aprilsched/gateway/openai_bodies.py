@@ -19,18 +19,6 @@ from aiohttp.typedefs import Handler
 from aprilsched.errors import ConfigError
 from aprilsched.serving import Refusal, as_json
 
-__all__ = [
-    "ChatBody",
-    "CompletionBody",
-    "Message",
-    "StreamOptions",
-    "error_content",
-    "for_template",
-    "in_openai_form",
-    "sampling_of",
-]
-
-
 _MOST_CHOICES = 128
 
 _SAMPLING = (

@@ -21,8 +21,6 @@ from aprilsched.gateway.responses import Response, Responses
 from aprilsched.gateway.tokenizer import Detokenizer
 from aprilsched.types import FinishReason, Segment
 
-__all__ = ["Part", "Reading", "Stops", "TextRules", "labelled", "parts_of"]
-
 _MOST_STOPS = 64
 _LONGEST_STOP = 1024
 _AT_ONCE = 1024

@@ -33,8 +33,6 @@ from aprilsched.core.state.state import SchedulerState
 from aprilsched.errors import ConfigError
 from aprilsched.types import Batch, FinishReason, Group, Prompt, Rollout, Segment
 
-__all__ = ["Asked", "Response", "Responses"]
-
 _LEFT = "the client has disconnected"
 _ABORTED = "the client has aborted it"
 _NAMELESS = "its request had no rid, so nobody can ask for it after the restart"

@@ -17,11 +17,6 @@ from aprilsched.gateway.settings import GatewaySettings
 from aprilsched.serving import BODIES, Bodies, Listener, asking_for, expect_later, refusing
 from aprilsched.telemetry.base import AnyListener
 
-__all__ = [
-    "Gateway",
-    "make_app",
-]
-
 
 class Gateway:
     """One address in front of a fleet; an async context manager.

@@ -48,14 +48,6 @@ from aprilsched.telemetry.base import AnyListener
 from aprilsched.weights.base import WeightPublisher
 from aprilsched.weights.external import ExternalWeights
 
-__all__ = [
-    "SERVICE",
-    "Labels",
-    "Service",
-    "Texts",
-]
-
-
 log = logging.getLogger("aprilsched")
 
 _STOPPED = "The gateway stops; send the same rid again to go on with this response."

@@ -15,8 +15,6 @@ from aprilsched.core.policies.stop import Groups, GroupSize
 from aprilsched.errors import ConfigError
 from aprilsched.serving import check_port
 
-__all__ = ["Everything", "GatewaySettings", "OnDemand", "Versions", "for_clients"]
-
 _NEVER = 2**31 - 1
 
 

@@ -19,15 +19,6 @@ from aprilsched.extras import extra
 from aprilsched.gateway.service import SERVICE
 from aprilsched.serving import Refused, as_json, body_of
 
-__all__ = [
-    "Detokenizer",
-    "ModelTokenizer",
-    "detokenize",
-    "load_tokenizer",
-    "tokenize",
-]
-
-
 _FILES = ("tokenizer.json", "tokenizer_config.json")
 _CONTEXT = 6
 """Tokens of the prompt that are decoded with the first ones of the response, because many

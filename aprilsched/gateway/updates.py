@@ -23,9 +23,6 @@ from aprilsched.engines.refit import (
 )
 from aprilsched.errors import ConfigError, EngineRejected, RefitError
 
-__all__ = ["FromCalls", "FromDisk", "Groups", "broadcast", "handles"]
-
-
 _NOT_THERE = 409
 """Status for an engine that lacks what a call needs."""
 

@@ -47,8 +47,6 @@ from aprilsched.weights.disk import DiskPublisher
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["RolloutEngine"]
-
 Trajectory: TypeAlias = "dict[str, Tensor]"
 ShouldAccept: TypeAlias = Callable[[Trajectory], bool]
 

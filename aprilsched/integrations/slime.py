@@ -58,8 +58,6 @@ from aprilsched.store import MemoryStore
 from aprilsched.types import NO_VERSION, Batch, Group, Prompt, Rollout, SamplingParams
 from aprilsched.weights.external import ExternalWeights
 
-__all__ = ["DataSource", "RolloutFn", "close", "generate_rollout"]
-
 log = logging.getLogger("aprilsched")
 
 T = TypeVar("T")

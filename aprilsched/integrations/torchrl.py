@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from tensordict import LazyStackedTensorDict, TensorDict
     from torchrl.data import ReplayBuffer
 
-__all__ = ["fill", "to_tensordicts"]
-
 
 def to_tensordicts(batch: Batch) -> LazyStackedTensorDict:
     """The rollouts of a batch as one lazy stack [B] of tensordicts, in the order of the batch.

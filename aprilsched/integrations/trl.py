@@ -55,8 +55,6 @@ if TYPE_CHECKING:
 else:
     _Trainer = object
 
-__all__ = ["RolloutWorker", "StreamedSteps"]
-
 Named: TypeAlias = "Iterator[tuple[str, Tensor]]"
 
 _FILE = "aprilsched.checkpoint"

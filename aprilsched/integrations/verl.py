@@ -51,8 +51,6 @@ from aprilsched.weights.external import ExternalWeights
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-__all__ = ["AgentLoopManager", "main"]
-
 log = logging.getLogger("aprilsched")
 
 Row: TypeAlias = dict[str, Any]

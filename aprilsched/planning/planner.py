@@ -27,18 +27,6 @@ from aprilsched.planning.setting import Outcome, Setting
 from aprilsched.planning.trial import Trial
 from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
 
-__all__ = [
-    "RATIOS",
-    "Bias",
-    "Planner",
-    "Space",
-    "Tried",
-    "candidates",
-    "choose",
-    "named",
-]
-
-
 _STAYS = 0.005
 """Additional share of the objective that the schedule in force may give up and stay."""
 _STALER = 0.03

@@ -24,8 +24,6 @@ from aprilsched.core.policies.schedule import Schedule
 from aprilsched.planning.setting import Setting
 from aprilsched.planning.trial import RESERVE_SHARE, Running, Trial
 
-__all__ = ["RollingTrial"]
-
 
 class RollingTrial(Trial):
     """A schedule on trial with rolling refits. They have the asynchronous pace only."""

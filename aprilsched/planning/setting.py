@@ -12,8 +12,6 @@ from aprilsched.core.policies.stop import Groups, Stop
 from aprilsched.core.policies.straggler import Prices
 from aprilsched.timing.model import StepTimeModel
 
-__all__ = ["Outcome", "Setting"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Setting:

@@ -43,16 +43,6 @@ from aprilsched.core.policies.schedule import Schedule
 from aprilsched.core.policies.staleness import Staleness, StalenessRule
 from aprilsched.planning.setting import Outcome, Setting
 
-__all__ = [
-    "RESERVE_SHARE",
-    "CompleteGroups",
-    "Running",
-    "Store",
-    "Trial",
-    "TrialGroup",
-    "try_out",
-]
-
 T = TypeVar("T", bound=np.generic)
 Amount = TypeVar("Amount", float, NDArray[np.float64])
 

@@ -10,8 +10,6 @@ with extra("ray"):
     import ray as _ray
     from ray import exceptions as _exceptions
 
-__all__ = ["exceptions", "named", "ray"]
-
 ray: Any = _ray
 exceptions: Any = _exceptions
 

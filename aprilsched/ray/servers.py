@@ -46,12 +46,6 @@ from aprilsched.errors import AprilschedError, ConfigError, EngineUnreachable
 from aprilsched.loop_thread import LoopThread
 from aprilsched.ray.library import exceptions, named, ray
 
-__all__ = [
-    "RayFleet",
-    "SGLangServers",
-]
-
-
 log = logging.getLogger("aprilsched")
 
 T = TypeVar("T")

@@ -38,8 +38,6 @@ from aprilsched.types import Batch, Prompt
 from aprilsched.weights.base import WeightPublisher
 from aprilsched.weights.disk import DiskPublisher
 
-__all__ = ["RayShard"]
-
 log = logging.getLogger("aprilsched")
 
 _END_S = 60.0

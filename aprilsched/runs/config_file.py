@@ -17,8 +17,6 @@ from aprilsched.errors import ConfigError
 from aprilsched.runs.config_tree import config_of, plain, refuse_unknown, table_of
 from aprilsched.runs.settings import RunSettings
 
-__all__ = ["as_toml", "read_settings"]
-
 
 def as_toml(settings: RunSettings) -> dict[str, Any]:
     """The settings as nested mappings of what TOML can hold, without what is not set. Sampling is

@@ -27,18 +27,6 @@ from aprilsched.config import SamplingParams, SchedulerConfig, Staleness
 from aprilsched.core.policies.kinds import OVER_PROVISIONS, REFILLS, STOPS
 from aprilsched.errors import ConfigError
 
-__all__ = [
-    "POLICIES",
-    "SHORT",
-    "changed",
-    "config_of",
-    "path_names",
-    "plain",
-    "refuse_unknown",
-    "shorthand_of",
-    "table_of",
-]
-
 POLICIES: Mapping[str, Mapping[str, type[Any]]] = {
     "stop": STOPS,
     "over_provision": OVER_PROVISIONS,

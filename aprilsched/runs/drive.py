@@ -33,8 +33,6 @@ from aprilsched.telemetry.sampling import Sampler
 from aprilsched.telemetry.summary import Remainder, Summary
 from aprilsched.types import Batch
 
-__all__ = ["PriorRun", "Run"]
-
 
 class Run:
     """One run; :meth:`execute` begins and ends it.

@@ -22,8 +22,6 @@ from aprilsched.telemetry.summary import Summary
 from aprilsched.telemetry.trackers import StepTracker, begin_writer, tracker_names
 from aprilsched.telemetry.worker import QueuedListener
 
-__all__ = ["exporters", "live_figures_of"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Exported:

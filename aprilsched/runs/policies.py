@@ -18,14 +18,6 @@ from aprilsched.errors import ConfigError
 from aprilsched.presets import PRESETS
 from aprilsched.runs.config_tree import changed, config_of, path_names, table_of
 
-__all__ = [
-    "RECORDED",
-    "Policy",
-    "Variant",
-    "chosen",
-    "variants",
-]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:

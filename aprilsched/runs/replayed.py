@@ -27,8 +27,6 @@ from aprilsched.telemetry.run_folder import RunFolder
 from aprilsched.timing.model import StepTimeModel
 from aprilsched.types import Prompt, SamplingParams
 
-__all__ = ["RecordedPrompts", "Replay", "bound_of", "replay_settings"]
-
 
 class RecordedPrompts:
     """The groups of a record as prompts; iterating again begins at the first one.

@@ -17,17 +17,6 @@ from aprilsched.errors import ConfigError
 from aprilsched.telemetry.trackers import tracker_names
 from aprilsched.workload import LengthLaw, LongTailWorkload
 
-__all__ = [
-    "CAP",
-    "COMMAS",
-    "VOCABULARY",
-    "RunSettings",
-    "SimSettings",
-    "WorkloadSettings",
-    "key_from",
-]
-
-
 CAP = 6000
 COMMAS = "a list with commas"
 """Marks a setting whose text is a list with commas. Its flag takes a list too."""

@@ -33,15 +33,6 @@ from aprilsched.weights.base import WeightPublisher
 from aprilsched.weights.disk import DiskPublisher
 from aprilsched.workload import LongTailWorkload
 
-__all__ = [
-    "Setup",
-    "fitted",
-    "prepare",
-    "read_prompts",
-    "run_on_clock",
-    "servers",
-]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:

@@ -13,8 +13,6 @@ from aprilsched.telemetry.event_log.merging import merge_logs
 from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.run_folder import RunFolder
 
-__all__ = ["merged_run"]
-
 
 def merged_run(
     folder: Path | str, out: Path | str, settings: RunSettings | None = None

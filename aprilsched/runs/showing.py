@@ -18,16 +18,6 @@ from aprilsched.telemetry.live.live_model import RunFacts
 from aprilsched.telemetry.live_figures import LiveFigures
 from aprilsched.telemetry.summary import Summary
 
-__all__ = [
-    "Screen",
-    "Shown",
-    "draw_comparison",
-    "leave_report",
-    "leave_trace",
-    "screen_of",
-]
-
-
 Shown: TypeAlias = LiveView | PlainLines
 
 

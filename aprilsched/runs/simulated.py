@@ -20,8 +20,6 @@ from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.run_folder import RunFolder
 from aprilsched.timing.model import StepTimeModel
 
-__all__ = ["SimulatedRun"]
-
 
 class _Generation:
     """Counts generated tokens when they arrive, as a listener, and says how fast they came."""

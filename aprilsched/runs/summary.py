@@ -7,8 +7,6 @@ from aprilsched.core.state.state import SchedulerState
 from aprilsched.runs.setup import Setup
 from aprilsched.telemetry.summary import Remainder, Summary
 
-__all__ = ["remainder", "summary_of"]
-
 
 def summary_of(setup: Setup) -> Summary:
     """The listener that sums up the run which `setup` describes."""

@@ -10,19 +10,6 @@ from rich.table import Table
 
 from aprilsched.telemetry.figures import RunSummary
 
-__all__ = [
-    "Comparison",
-    "PolicyRow",
-    "compare",
-    "comparison_table",
-    "number",
-    "percent",
-    "run_table",
-    "signed_percent",
-    "spread_of_steps",
-    "verdict",
-]
-
 
 def number(value: float | None, digits: int = 0) -> str:
     """A number with thousands separators."""

@@ -28,28 +28,6 @@ from aprilsched.telemetry.event_log.merging import qualified_engine, qualified_i
 from aprilsched.types import Batch, Group, Prompt, Rollout, Segment
 from aprilsched.weights.base import RepublishingPublisher, WeightPublisher, WholePublisher
 
-__all__ = [
-    "NOTHING",
-    "SERIAL",
-    "Complete",
-    "JointUpdate",
-    "News",
-    "Opened",
-    "Orders",
-    "Part",
-    "RepublishingPart",
-    "Shard",
-    "ShardLost",
-    "answer_s",
-    "check_shardable",
-    "numbered",
-    "qualified",
-    "serial_of",
-    "shard_config",
-    "unnumbered",
-]
-
-
 SERIAL = "aprilsched.serial"
 """Key of a prompt's serial in its metadata, while a shard has the prompt."""
 

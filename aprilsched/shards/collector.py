@@ -41,8 +41,6 @@ from aprilsched.store.codec import decode, encode, group_from, group_record
 from aprilsched.telemetry.event_log.merging import SLOTS
 from aprilsched.types import Batch, Group, Prompt, Rollout
 
-__all__ = ["Collector", "Cut", "Post"]
-
 _SIZES = 32
 """Number of groups over which the mean group size is taken."""
 

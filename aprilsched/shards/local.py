@@ -31,14 +31,6 @@ from aprilsched.telemetry.event_log import EventLog
 from aprilsched.types import Batch, Group, Prompt
 from aprilsched.weights.base import WeightPublisher
 
-__all__ = [
-    "LocalShard",
-    "Reporter",
-    "ShardParts",
-    "serials_of",
-]
-
-
 _AGAIN_S = 1.0
 """Seconds after which a group is asked for again where no engine can generate before an update."""
 

@@ -71,8 +71,6 @@ from aprilsched.weights.base import (
 )
 from aprilsched.weights.external import ExternalWeights
 
-__all__ = ["ShardedScheduler"]
-
 log = logging.getLogger("aprilsched")
 
 T = TypeVar("T")

@@ -10,8 +10,6 @@ import numpy as np
 from aprilsched.core.state.saved import Saved, SavedRun, SavedTokens, Snapshot, TokenPage
 from aprilsched.types import Float32Array, Int32Array
 
-__all__ = ["Slice", "Store", "assemble", "slices_of"]
-
 
 class Store(Protocol):
     """Keeps snapshots of the scheduler, which calls one method at a time, from any thread.

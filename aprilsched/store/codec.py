@@ -21,21 +21,6 @@ from aprilsched.errors import ConfigError
 from aprilsched.store.values import packed, unpacked
 from aprilsched.types import Prompt, SamplingParams
 
-__all__ = [
-    "check_storable",
-    "checksum",
-    "decode",
-    "encode",
-    "group_from",
-    "group_record",
-    "lengths_from",
-    "lengths_record",
-    "remembered_from",
-    "remembered_record",
-    "schedule_from",
-    "schedule_record",
-]
-
 T = TypeVar("T")
 
 

@@ -16,8 +16,6 @@ from aprilsched.core.state.saved import (
 )
 from aprilsched.store.base import Slice, assemble, slices_of
 
-__all__ = ["KEPT_ENTRIES", "KEPT_LENGTHS", "MemoryStore"]
-
 KEPT_ENTRIES = 10_000
 """Number of ledger entries that are kept, as many as the scheduler itself keeps."""
 KEPT_LENGTHS = 4096

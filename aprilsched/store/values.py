@@ -17,8 +17,6 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["packed", "unpacked"]
-
 _PLAIN = frozenset({type(None), bool, float, str, bytes})
 """The types that MessagePack has itself."""
 _ARRAY_KINDS = frozenset("biufcSUmM")

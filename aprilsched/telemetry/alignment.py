@@ -18,8 +18,6 @@ from aprilsched.telemetry.figures import (
     DifferenceFigures,
 )
 
-__all__ = ["AlignmentLedger", "alignment_of"]
-
 
 class AlignmentLedger:
     """Gathers the reports of a run. Only the first report of a batch counts: a later one may come

@@ -14,16 +14,6 @@ from aprilsched.core.messages.commands import Command
 from aprilsched.core.messages.events import Event
 from aprilsched.core.messages.facts import Fact, TokensReceived
 
-__all__ = [
-    "AnyListener",
-    "BulkListener",
-    "DispatchingListener",
-    "Listener",
-    "ProtocolListener",
-    "TokenChunks",
-]
-
-
 TokenChunks: TypeAlias = Sequence[tuple[TokensReceived, float]]
 """Facts about new tokens, each with its time."""
 

@@ -28,26 +28,6 @@ from aprilsched.telemetry.figures import (
 )
 from aprilsched.types import NO_VERSION
 
-__all__ = [
-    "Ages",
-    "BatchMeter",
-    "Bound",
-    "Mean",
-    "Measured",
-    "ages_of",
-    "bias",
-    "delivered_tokens_per_s",
-    "efficiency",
-    "forecasts",
-    "measure",
-    "off_policy_token_share",
-    "rewards",
-    "sampled_tokens",
-    "staleness",
-    "steady_state",
-]
-
-
 # Computes the staleness of a rollout's tokens from its segments.
 #
 # The figures are exact, although the single tokens are not looked at: a rollout of thousands of

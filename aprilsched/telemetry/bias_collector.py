@@ -38,26 +38,6 @@ from aprilsched.telemetry.figures import (
     TransientFigures,
 )
 
-__all__ = [
-    "CENSORS",
-    "BiasCollector",
-    "Drop",
-    "Drops",
-    "batches_until",
-    "bias_without",
-    "censoring",
-    "deciles",
-    "expected_lengths",
-    "in_flight_figures",
-    "law_figures",
-    "running_bias",
-    "sample_law",
-    "transient_by_batch",
-    "warning_now",
-    "warning_of",
-]
-
-
 # Computes the effect of a schedule on the mean length, by a conservation identity.
 #
 # Of n responses with mean length mu, let m not be among the delivered ones (in flight, or

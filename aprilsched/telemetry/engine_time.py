@@ -18,29 +18,6 @@ from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from aprilsched.core.messages.events import EngineInfo
 
-__all__ = [
-    "BUSY",
-    "PARTS",
-    "PART_INDEX",
-    "AttemptNow",
-    "Cause",
-    "EngineNow",
-    "EngineState",
-    "EngineTime",
-    "EngineUsage",
-    "Moved",
-    "Part",
-    "Phase",
-    "Recording",
-    "Stretch",
-    "add_seconds",
-    "engine_usage",
-    "seconds_by_part",
-    "seconds_of",
-    "utilization_of",
-]
-
-
 Part: TypeAlias = Literal[
     "decode",
     "prefill",

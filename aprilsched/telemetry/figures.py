@@ -12,29 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-__all__ = [
-    "AlignmentFigures",
-    "BatchAlignmentFigures",
-    "BatchFigures",
-    "BiasFigures",
-    "BiasReference",
-    "CensoringFigures",
-    "DecileFigures",
-    "DifferenceFigures",
-    "DropFigures",
-    "InFlightFigures",
-    "LawFigures",
-    "MeanReference",
-    "RewardFigures",
-    "RolloutFigures",
-    "RunSummary",
-    "SecondsFigures",
-    "StalenessFigures",
-    "SteadyState",
-    "TokenFigures",
-    "TransientFigures",
-]
-
 BiasReference: TypeAlias = Literal["workload_mean", "run_after_burn_in"]
 MeanReference: TypeAlias = Literal["workload_mean", "drawn"]
 

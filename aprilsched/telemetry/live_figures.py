@@ -17,8 +17,6 @@ from aprilsched.telemetry.base import BulkListener, DispatchingListener, TokenCh
 from aprilsched.telemetry.batch_figures import BatchMeter, Measured
 from aprilsched.telemetry.run_state import RunState
 
-__all__ = ["FiguresListener", "LiveFigures"]
-
 
 class LiveFigures:
     """The state of a run and its latest batch, for several readers and from any thread.

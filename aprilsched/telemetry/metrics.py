@@ -18,8 +18,6 @@ from aprilsched.core.messages.facts import Fact
 from aprilsched.telemetry.live_figures import FiguresListener, LiveFigures
 from aprilsched.telemetry.table import FIGURES, Labelled, Moment
 
-__all__ = ["Buckets", "Histogram", "Metrics", "Scrape"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Buckets:

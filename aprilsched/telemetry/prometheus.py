@@ -27,8 +27,6 @@ with extra("metrics"):
     from prometheus_client.process_collector import ProcessCollector
     from prometheus_client.registry import Collector
 
-__all__ = ["MetricsCollector", "MetricsServer", "serve_metrics"]
-
 _HIGHEST_PORT = 65_535
 
 

@@ -25,21 +25,6 @@ from aprilsched.extras import extra
 from aprilsched.telemetry.event_log.reading import read_tail
 from aprilsched.telemetry.figures import RunSummary
 
-__all__ = [
-    "CONFIG",
-    "EVENTS",
-    "REPORT",
-    "RUNS",
-    "SAMPLES",
-    "STORE",
-    "SUMMARY",
-    "TRACE",
-    "RunFolder",
-    "default_path",
-    "write_json",
-    "write_whole",
-]
-
 CONFIG = "config.toml"
 EVENTS = "events.jsonl"
 SUMMARY = "summary.json"

@@ -36,8 +36,6 @@ from aprilsched.telemetry.engine_time import (
     seconds_of,
 )
 
-__all__ = ["GroupNow", "RolloutNow", "RunState"]
-
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RolloutNow:

@@ -38,13 +38,6 @@ from aprilsched.core.messages.facts import DeliveredRollout, Fact
 from aprilsched.extras import extra
 from aprilsched.telemetry.base import DispatchingListener
 
-__all__ = [
-    "Spans",
-    "epoch_of_monotonic",
-    "otlp_tracer",
-]
-
-
 _Attributes = Mapping[str, AttributeValue]
 _Call = Literal["pause", "refit", "continue"]
 _NANOSECONDS = 1e9

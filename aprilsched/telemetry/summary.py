@@ -29,8 +29,6 @@ from aprilsched.telemetry.figures import (
     TokenFigures,
 )
 
-__all__ = ["Remainder", "Summary", "default_burn_in"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Remainder:

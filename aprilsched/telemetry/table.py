@@ -20,8 +20,6 @@ from aprilsched.telemetry.engine_time import BUSY, PARTS, EngineState, EngineUsa
 from aprilsched.telemetry.figures import BatchFigures, ForecastFigures
 from aprilsched.telemetry.live_figures import LiveFigures
 
-__all__ = ["FIGURES", "Figure", "Kind", "Labelled", "Moment", "Value"]
-
 Kind: TypeAlias = Literal["counter", "gauge", "histogram"]
 Labelled: TypeAlias = Mapping[tuple[str, ...], float]
 Value: TypeAlias = float | Labelled | None

@@ -28,17 +28,6 @@ from aprilsched.telemetry.live_figures import FiguresListener, LiveFigures
 from aprilsched.telemetry.table import FIGURES, Moment
 from aprilsched.telemetry.worker import Worker
 
-__all__ = [
-    "TRACKERS",
-    "StepTracker",
-    "TensorBoardWriter",
-    "TrackioWriter",
-    "WandbWriter",
-    "Writer",
-    "begin_writer",
-    "tracker_names",
-]
-
 _MAX_PENDING = 1_000
 _CLOSE_SECONDS = 30.0
 _FLUSH_SECONDS = 5

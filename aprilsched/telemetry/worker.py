@@ -30,13 +30,6 @@ from aprilsched.core.messages.facts import Fact, TokensReceived
 from aprilsched.errors import ConfigError
 from aprilsched.telemetry.base import Listener, TokenChunks
 
-__all__ = [
-    "FileWriter",
-    "QueuedListener",
-    "Worker",
-]
-
-
 log = logging.getLogger("aprilsched")
 
 _Arguments = TypeVarTuple("_Arguments")

@@ -55,39 +55,6 @@ from aprilsched.testing.faults.middleware import spoil
 from aprilsched.testing.served import SERVED, Call, ServedEngine, ServedRequests
 from aprilsched.types import SamplingParams
 
-__all__ = [
-    "Answer",
-    "abort",
-    "begin_update",
-    "end_update",
-    "flush",
-    "generate",
-    "generation_request",
-    "health",
-    "join_group",
-    "known_parameters",
-    "leave_group",
-    "load_adapter",
-    "loads",
-    "make_app",
-    "model_info",
-    "models",
-    "one_token",
-    "openapi",
-    "pause",
-    "ready",
-    "release",
-    "resume",
-    "server_info",
-    "unload_adapter",
-    "update_from_disk",
-    "update_from_distributed",
-    "update_from_tensor",
-    "update_version",
-    "wake",
-]
-
-
 # Makes the request of the embedded engine from a body, and refuses what SGLang would refuse.
 #
 # An unknown sampling parameter fails the request, as in SGLang.

@@ -19,8 +19,6 @@ from aprilsched.testing.server import SimServer, ThreadedServer
 
 pytest.register_assert_rewrite("aprilsched.testing.contract", "aprilsched.testing.contract")
 
-__all__ = ["StartServer", "sglang_server", "start_sglang_server"]
-
 
 class StartServer(Protocol):
     """What the fixture `start_sglang_server` gives."""

@@ -31,8 +31,6 @@ from aprilsched.errors import EngineError, EngineRejected
 from aprilsched.serving import Refused
 from aprilsched.types import VersionSpan
 
-__all__ = ["MODEL", "SERVED", "Call", "Loads", "ServedEngine", "ServedRequests"]
-
 MODEL = "aprilsched-sim"
 ABORT_POLL_SECONDS = 1.0
 """Time between two checks of a pause in abort mode, as in SGLang."""

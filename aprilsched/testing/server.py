@@ -16,11 +16,6 @@ from aprilsched.testing.faults.middleware import EngineFaults, spoiling
 from aprilsched.testing.faults.script import Faults, FaultScript, reset
 from aprilsched.testing.served import ServedEngine
 
-__all__ = [
-    "SimServer",
-    "ThreadedServer",
-]
-
 
 class SimServer:
     """A simulated engine at ``http://host:port``; an async context manager.

@@ -15,20 +15,6 @@ from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
 from aprilsched.timing.online import robust
 from aprilsched.timing.server_log import Floats, Windows
 
-__all__ = [
-    "BLOCK",
-    "LINEAR",
-    "WITHIN",
-    "Bucket",
-    "Fit",
-    "Residuals",
-    "Shape",
-    "choose_shape",
-    "fit",
-    "predicted_seconds",
-    "residuals_of",
-]
-
 BLOCK = 10
 """Number of neighbouring windows, which share their sequences, that a bootstrap draws together."""
 _LEAST_WINDOWS = 20

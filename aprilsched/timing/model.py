@@ -28,15 +28,6 @@ from numpy.typing import NDArray
 
 from aprilsched.errors import ConfigError
 
-__all__ = [
-    "H200_QWEN3_4B",
-    "H200_QWEN3_4B_LINEAR",
-    "StepTimeModel",
-    "load_model",
-    "model_toml",
-    "save_model",
-]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTimeModel:

@@ -25,13 +25,6 @@ from aprilsched.errors import ConfigError
 from aprilsched.timing.model import StepTimeModel
 from aprilsched.timing.server_log import Floats
 
-__all__ = [
-    "Observation",
-    "OnlineFit",
-    "nonnegative",
-    "robust",
-]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observation:

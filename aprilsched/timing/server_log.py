@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 
 from aprilsched.errors import ConfigError
 
-__all__ = ["MAX_CHANGE", "MAX_LINES", "Floats", "LogLine", "Windows", "read_log", "windows_of"]
-
 Floats: TypeAlias = NDArray[np.float64]
 
 MAX_CHANGE = 0.15

@@ -33,8 +33,6 @@ from aprilsched.weights.threads import in_daemon, in_thread, to_the_end
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["CheckpointEnginePublisher", "ParameterServer"]
-
 _ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SocketPaths = list[tuple[str, str]]
 """For each rank of the parameter server its GPU's UUID and its ZeroMQ socket."""

@@ -18,17 +18,6 @@ from aprilsched.errors import AprilschedError, ControlTimeout, EngineError, Engi
 from aprilsched.weights.process_group import GroupBroken, TrainerGroup
 from aprilsched.weights.threads import in_daemon
 
-__all__ = [
-    "BrokenOff",
-    "GroupEngine",
-    "behind",
-    "each",
-    "leave",
-    "read_only_once",
-    "together",
-    "unexplained",
-]
-
 _GRACE_SECONDS = 1.0
 """Time in which the others may end a step without an engine that failed in it."""
 _LEAVE_SECONDS = 10.0

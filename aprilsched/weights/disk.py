@@ -16,8 +16,6 @@ from aprilsched.engines.refit import RefitFromDisk
 from aprilsched.errors import ConfigError
 from aprilsched.weights.versions_on_disk import VersionsOnDisk
 
-__all__ = ["DiskPublisher"]
-
 
 class DiskPublisher:
     """Publishes checkpoints in the Hugging Face layout (safetensors).

@@ -55,8 +55,6 @@ from aprilsched.weights.threads import in_thread, to_the_end
 if TYPE_CHECKING:
     from torch import Tensor, device
 
-__all__ = ["DistributedPublisher"]
-
 _log = logging.getLogger(__name__)
 
 _Named: TypeAlias = "Iterable[tuple[str, Tensor]] | AsyncIterable[tuple[str, Tensor]]"

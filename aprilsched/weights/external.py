@@ -22,8 +22,6 @@ from aprilsched.engines.base import Engine
 from aprilsched.engines.refit import RefitElsewhere
 from aprilsched.errors import ConfigError, EngineError, EngineRejected, RefitError
 
-__all__ = ["ExternalWeights", "FollowedWeights", "Handshake"]
-
 _OTHER_VERSION = 409
 """Status of an engine's answer that it has another version."""
 _FIRST_LOOK_SECONDS = 0.02

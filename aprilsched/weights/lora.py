@@ -23,8 +23,6 @@ from aprilsched.engines.refit import TakesAdapters
 from aprilsched.errors import ConfigError, EngineRejected
 from aprilsched.weights.versions_on_disk import VersionsOnDisk
 
-__all__ = ["LoraPublisher"]
-
 
 class LoraPublisher:
     """Publishes LoRA adapters in the PEFT layout.

@@ -28,8 +28,6 @@ from aprilsched.errors import AprilschedError, ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["DEVICES", "GroupBroken", "TrainerGroup", "address_towards"]
-
 DEVICES = {"gloo": "cpu", "nccl": "cuda"}
 """The backends, and the device name that torch uses for each one's keys in the rendezvous."""
 _BACKLOG = 1024

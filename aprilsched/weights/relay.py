@@ -31,8 +31,6 @@ from aprilsched.weights.threads import in_thread
 if TYPE_CHECKING:
     from torch import Tensor, device
 
-__all__ = ["RelayPublisher"]
-
 
 class RelayPublisher:
     """Publishes a copy of the trainer's tensors, to each engine when it is free.

@@ -33,8 +33,6 @@ from aprilsched.weights.threads import in_thread, to_the_end
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["TensorPublisher"]
-
 _FLATTENED = "flattened_bucket"
 
 

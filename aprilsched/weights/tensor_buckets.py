@@ -17,15 +17,6 @@ from aprilsched.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "Bucket",
-    "Buckets",
-    "check_weights",
-    "iter_buckets",
-    "iter_buckets_async",
-    "read_to_the_end",
-]
-
 Bucket: TypeAlias = "Sequence[tuple[str, Tensor]]"
 
 

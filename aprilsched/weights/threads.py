@@ -8,8 +8,6 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import ParamSpec, TypeVar
 
-__all__ = ["in_daemon", "in_thread", "to_the_end"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -19,8 +19,6 @@ from pathlib import Path
 from aprilsched.errors import ConfigError
 from aprilsched.weights.threads import in_thread
 
-__all__ = ["VersionsOnDisk"]
-
 _VERSION_DIRECTORY = re.compile(r"version-(\d{8,})")
 _WRITING = ".writing-"
 

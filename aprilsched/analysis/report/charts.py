@@ -29,38 +29,6 @@ from aprilsched.analysis.report.words import amount, nats, percent, signed_perce
 from aprilsched.telemetry.engine_time import BUSY, PARTS, Part
 from aprilsched.telemetry.figures import DifferenceFigures, ForecastFigures
 
-__all__ = [
-    "Chart",
-    "Key",
-    "Spec",
-    "ages",
-    "ages_by_batch",
-    "areas",
-    "axis",
-    "bias",
-    "by_engine",
-    "by_position",
-    "by_staleness",
-    "deciles",
-    "distances",
-    "engine_timeline",
-    "forecasts",
-    "gpu",
-    "label",
-    "lengths",
-    "losses",
-    "lost_most",
-    "marks",
-    "note_on",
-    "numbers",
-    "part_keys",
-    "responses",
-    "text",
-    "utilization",
-    "versions",
-]
-
-
 Spec = dict[str, Any]
 
 

@@ -50,16 +50,6 @@ from aprilsched.telemetry.run_folder import CONFIG, EVENTS
 from aprilsched.telemetry.sampling.sample_log import STEP_SHARE
 from aprilsched.types import NO_VERSION
 
-__all__ = [
-    "Faults",
-    "Material",
-    "gpu_lines",
-    "headlines",
-    "read_material",
-    "report_data",
-]
-
-
 _BINS = 240
 _SHOWN_BATCHES = 5
 _SHOWN_ROLLOUTS = 240

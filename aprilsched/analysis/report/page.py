@@ -25,22 +25,6 @@ from aprilsched.analysis.report.words import amount, percent, seconds, signed_pe
 from aprilsched.extras import extra
 from aprilsched.telemetry.run_folder import REPORT, write_whole
 
-__all__ = [
-    "Difference",
-    "PartRow",
-    "bias_rows",
-    "differences",
-    "engine_time",
-    "fault_tables",
-    "faults_that_happened",
-    "figures_json",
-    "page",
-    "part_rows",
-    "verdict",
-    "write_report",
-]
-
-
 if TYPE_CHECKING:
     from jinja2 import Environment
 

@@ -13,24 +13,6 @@ from typing import Literal
 from aprilsched.telemetry.engine_time import Part
 from aprilsched.telemetry.figures import AlignmentFigures, BiasFigures, ForecastFigures
 
-__all__ = [
-    "MARKED",
-    "Drop",
-    "EngineTime",
-    "FaultEvent",
-    "FaultLedger",
-    "GpuLine",
-    "Headline",
-    "LengthCurve",
-    "PartTime",
-    "ReportData",
-    "ResponseBar",
-    "Retry",
-    "StalenessLedger",
-    "Timeline",
-    "TimelineEngine",
-]
-
 MARKED = 20
 """Largest number of batches whose ends can be distinguished in a chart of the whole run."""
 Direction = Literal["higher", "lower", "zero"]

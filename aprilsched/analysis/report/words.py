@@ -8,8 +8,6 @@ from typing import Any, cast
 from aprilsched.core.policies.straggler import BEHAVIOURS
 from aprilsched.telemetry.figures import RunSummary
 
-__all__ = ["amount", "nats", "percent", "ran", "seconds", "signed_percent"]
-
 _MINUTE, _HOUR = 60, 3600
 
 

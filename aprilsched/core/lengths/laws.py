@@ -24,18 +24,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = [
-    "KaplanMeier",
-    "Levels",
-    "LogLaw",
-    "kaplan_meier",
-    "normal_cdf",
-    "normal_quantile",
-    "observed_logs",
-    "rest_of_groups",
-]
-
-
 _LEAST_AT_RISK = 10
 """Number of responses from which the share of those that end somewhere is estimated."""
 _PARTS = (1.5, 2.0, 4.0, math.inf)

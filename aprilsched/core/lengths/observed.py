@@ -22,23 +22,6 @@ from aprilsched.core.lengths.laws import (
     observed_logs,
 )
 
-__all__ = [
-    "DEFAULT_WINDOW",
-    "MOST_KEYS",
-    "NEVER",
-    "GroupLengths",
-    "LengthMemory",
-    "ObservedLengths",
-    "Remembered",
-    "entry_after",
-    "hashed_uniforms",
-    "iid_distance",
-    "pooled",
-    "resampled",
-    "shared_log_variance",
-]
-
-
 # The lengths of one group so far, which all estimates of lengths take as their input.
 
 NEVER = 2**62

@@ -12,45 +12,6 @@ from aprilsched.core.policies.schedule import Pace, Schedule
 from aprilsched.errors import RunEnded, RunGivenUp
 from aprilsched.types import Batch, Float32Array, Group, Int32Array, Prompt, Rollout, SamplingParams
 
-__all__ = [
-    "Abort",
-    "AdmitEngine",
-    "AwaitFleet",
-    "CancelWork",
-    "Command",
-    "Continue",
-    "Deliver",
-    "DeliverEvaluation",
-    "DiscardTokens",
-    "EndOfPrompts",
-    "FetchPrompts",
-    "Filter",
-    "FinishSleep",
-    "FinishUpdate",
-    "Flush",
-    "GiveUp",
-    "GiveUpFleet",
-    "Launch",
-    "LoseEngine",
-    "Offer",
-    "Pause",
-    "Plan",
-    "Redeliver",
-    "Refit",
-    "Release",
-    "ReportSlow",
-    "ResolveTurn",
-    "Retire",
-    "ScoreGroup",
-    "ScoreRollout",
-    "Send",
-    "StartEpisode",
-    "Verify",
-    "Wake",
-    "WantUpdate",
-    "WithdrawOffer",
-]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FetchPrompts:

@@ -15,16 +15,6 @@ from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, g
 
 from aprilsched.errors import ConfigError
 
-__all__ = [
-    "ABOVE_0",
-    "AT_LEAST_0",
-    "AT_LEAST_1",
-    "SHARE",
-    "SHARE_OR_0",
-    "Bound",
-    "check_settings",
-]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bound:

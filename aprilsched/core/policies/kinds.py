@@ -14,8 +14,6 @@ from aprilsched.core.policies.refill import LengthBuckets, Pool, Refill, TailBat
 from aprilsched.core.policies.schedule import FixedRatio, OverProvision
 from aprilsched.core.policies.stop import Groups, Samples, Stop, Tokens
 
-__all__ = ["OVER_PROVISIONS", "REFILLS", "STOPS", "RefillRule", "StopUnit"]
-
 RefillRule: TypeAlias = Literal["wave", "pool", "buckets", "tail"]
 
 StopUnit: TypeAlias = Literal["groups", "samples", "tokens"]

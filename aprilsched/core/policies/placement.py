@@ -16,15 +16,6 @@ import heapq
 from collections.abc import Callable, Collection, Mapping
 from typing import Literal, TypeAlias
 
-__all__ = [
-    "Place",
-    "Placement",
-    "Places",
-    "ResumeOrder",
-    "place_of",
-]
-
-
 _LEFT_OVER = 4
 """Entries of the heap for each engine, from which on it is made anew."""
 

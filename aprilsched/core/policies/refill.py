@@ -24,18 +24,6 @@ from aprilsched.checks import suggesting
 from aprilsched.core.lengths.laws import Levels, LogLaw, rest_of_groups
 from aprilsched.core.policies.bounds import AT_LEAST_0, AT_LEAST_1, SHARE, SHARE_OR_0
 
-__all__ = [
-    "LengthBuckets",
-    "OpenGroups",
-    "Pool",
-    "PoolView",
-    "Refill",
-    "TailBatching",
-    "Wave",
-    "stratified",
-    "window",
-]
-
 
 # Not frozen, because it is made at most events of a run, and a frozen one takes thrice as long.
 @dataclass(kw_only=True, slots=True)

@@ -21,8 +21,6 @@ from dataclasses import dataclass
 
 from aprilsched.core.policies.straggler import Prices
 
-__all__ = ["LOOK_AGAIN", "Load", "engine_to_free", "is_worth_freeing", "surplus"]
-
 LOOK_AGAIN = 0.05
 """By how many engines the surplus of a version must have grown before the costs are compared
 again. Each comparison looks at all requests of an engine."""

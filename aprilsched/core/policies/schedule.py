@@ -12,18 +12,6 @@ from aprilsched.checks import suggesting
 from aprilsched.core.policies.bounds import ABOVE_0, SHARE_OR_0, Bound
 from aprilsched.core.policies.refill import LengthBuckets, Refill, Wave
 
-__all__ = [
-    "RATIO",
-    "FixedRatio",
-    "Forecast",
-    "Objective",
-    "OverProvision",
-    "Pace",
-    "Schedule",
-    "first_schedule",
-]
-
-
 # How many groups to keep open for a batch: the over-provision ratio.
 
 RATIO = Bound(least=1, most=64, words="a ratio from 1 (wait for all) to 64")

@@ -25,8 +25,6 @@ from typing import Annotated, Literal, TypeAlias
 from aprilsched.checks import suggesting
 from aprilsched.core.policies.bounds import AT_LEAST_0
 
-__all__ = ["Staleness", "StalenessRule"]
-
 StalenessRule: TypeAlias = Literal["mask", "evict", "finish", "restart"]
 
 

@@ -21,8 +21,6 @@ from typing import Annotated, ClassVar, Protocol
 from aprilsched.checks import suggesting
 from aprilsched.core.policies.bounds import AT_LEAST_1
 
-__all__ = ["GroupSize", "Groups", "Held", "Samples", "Stop", "Tokens"]
-
 
 class GroupSize(Protocol):
     """What the rule reads of a complete group."""

@@ -33,20 +33,6 @@ from typing import Annotated, Literal, TypeAlias
 from aprilsched.checks import suggesting
 from aprilsched.core.policies.bounds import ABOVE_0, AT_LEAST_0
 
-__all__ = [
-    "BEHAVIOURS",
-    "Behaviour",
-    "CachedKV",
-    "Decision",
-    "Prices",
-    "Situation",
-    "Straggler",
-    "StragglerRule",
-    "keeps_kv",
-    "rules_that",
-    "run_out_tokens",
-]
-
 StragglerRule: TypeAlias = Literal["retract", "in_place", "abort", "run", "choose"]
 
 CachedKV: TypeAlias = Literal["recompute", "keep", "apart"]

@@ -10,8 +10,6 @@ from aprilsched.core.state.lifecycle import GENERATING
 from aprilsched.core.state.records import GroupRecord, RolloutRecord
 from aprilsched.types import Batch, Group, Rollout
 
-__all__ = ["batch_of", "group_of", "launched", "rollout_of"]
-
 
 def rollout_of(record: RolloutRecord, *, oldest_unmasked: int | None = None) -> Rollout:
     """The rollout as it is now. Tokens older than version `oldest_unmasked` are masked."""

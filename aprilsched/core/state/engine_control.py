@@ -28,18 +28,6 @@ from aprilsched.core.messages.events import EngineInfo
 from aprilsched.core.messages.facts import EngineModeChanged, Fact
 from aprilsched.errors import InvariantViolation
 
-__all__ = [
-    "CHANGES",
-    "CUDA_GRAPH",
-    "KV_CACHE",
-    "RUN",
-    "WEIGHTS",
-    "EngineControl",
-    "FleetControl",
-    "Goal",
-    "Mode",
-]
-
 WEIGHTS = "weights"
 CUDA_GRAPH = "cuda_graph"
 KV_CACHE = "kv_cache"

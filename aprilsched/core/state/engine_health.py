@@ -30,18 +30,6 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "PREFILL_TOKENS_PER_S",
-    "SLOW_WINDOWS",
-    "WINDOW",
-    "Durations",
-    "EngineHealth",
-    "FleetHealth",
-    "TrainerTimes",
-    "Window",
-]
-
-
 WINDOW = 15.0
 """Seconds of work in a window. A request at 5 tokens/s, a tenth of 50, still streams a chunk of 64
 tokens in it."""

@@ -15,8 +15,6 @@ from aprilsched.core.policies.placement import Places
 from aprilsched.core.state.engine_control import EngineControl, Mode
 from aprilsched.core.state.expectation import EngineWork
 
-__all__ = ["EngineIndex", "Kind"]
-
 
 class Kind(NamedTuple):
     """What an engine in use is filed under."""

@@ -41,8 +41,6 @@ from aprilsched.core.state.records import (
     member_tokens,
 )
 
-__all__ = ["EngineWork", "Expectations"]
-
 _PARTS_OF_A_TOKEN = 2**20
 """How finely expected numbers of tokens are summed up."""
 _SHARED = 0.5

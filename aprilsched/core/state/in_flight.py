@@ -27,8 +27,6 @@ from aprilsched.types import (
     VersionSpan,
 )
 
-__all__ = ["InFlight"]
-
 _MOST_HOMES = 4096
 """Affinities of prompts that are remembered; those that were used last are kept."""
 

@@ -17,9 +17,6 @@ from aprilsched.core.state.records import DeliveredBatch, GroupRecord, RolloutRe
 from aprilsched.core.state.saved import TokenPage
 from aprilsched.types import Float32Array, Int32Array
 
-__all__ = ["Journal", "PageBuilder"]
-
-
 _ROOM = 1 << 12
 _NO_ENGINE = -1
 

@@ -12,8 +12,6 @@ from enum import StrEnum
 
 from aprilsched.errors import PromptsExhausted, RunEnded, RunGivenUp
 
-__all__ = ["FAILURES", "REFUSED", "Counters", "Entry", "Ledger", "Outcome", "Reason"]
-
 REFUSED = "refused at attempt"
 """How the cause begins where an engine has refused the request itself (:data:`Reason.FAILED`)."""
 

@@ -10,8 +10,6 @@ from enum import StrEnum
 
 from aprilsched.errors import InvariantViolation
 
-__all__ = ["GENERATING", "MOVES", "TERMINAL", "Move", "State", "after"]
-
 
 class State(StrEnum):
     """The state of a rollout."""

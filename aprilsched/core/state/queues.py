@@ -18,8 +18,6 @@ from aprilsched.core.policies.placement import Place
 from aprilsched.core.policies.staleness import Staleness
 from aprilsched.core.state.records import GroupRecord, RequestRecord
 
-__all__ = ["Counted", "MustDeliver", "Ready", "Unmet", "Waiting"]
-
 T = TypeVar("T")
 
 _Lane: TypeAlias = tuple[bool, int | None]

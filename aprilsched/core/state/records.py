@@ -19,18 +19,6 @@ from aprilsched.core.state.lifecycle import GENERATING, Move, State, after
 from aprilsched.core.state.token_log import TokenLog
 from aprilsched.types import Batch, FinishReason, Int32Array, Prompt, SamplingParams, Score
 
-__all__ = [
-    "DeliveredBatch",
-    "GroupRecord",
-    "Offered",
-    "Refusal",
-    "Replay",
-    "RequestRecord",
-    "RolloutRecord",
-    "group_lengths",
-    "member_tokens",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:

@@ -21,23 +21,6 @@ from aprilsched.core.policies.schedule import Schedule
 from aprilsched.core.state.ledger import Counters, Entry
 from aprilsched.types import FinishReason, Float32Array, Int32Array, Prompt, SamplingParams
 
-__all__ = [
-    "GroupState",
-    "RolloutState",
-    "RunState",
-    "Saved",
-    "SavedBatch",
-    "SavedGroup",
-    "SavedMember",
-    "SavedRequest",
-    "SavedRun",
-    "SavedTokens",
-    "SavedTurn",
-    "Snapshot",
-    "Stage",
-    "TokenPage",
-]
-
 SavedRun: TypeAlias = tuple[int, int, str | None]
 """A run of tokens of one version: its end, its version and its engine."""
 

@@ -34,19 +34,6 @@ from aprilsched.core.state.records import (
 from aprilsched.core.state.weights import PolicyVersionTracker, Weights
 from aprilsched.types import NO_VERSION, Batch, Group, Prompt, RefusedPrompt
 
-__all__ = [
-    "Delivery",
-    "Evaluations",
-    "Fleet",
-    "Outage",
-    "Plan",
-    "PoolReport",
-    "PromptSupply",
-    "SchedulerState",
-    "Sleep",
-    "Stragglers",
-]
-
 
 @dataclass(slots=True)
 class Delivery:

@@ -24,8 +24,6 @@ from aprilsched.types import (
     VersionSpan,
 )
 
-__all__ = ["TokenLog"]
-
 _FIRST_ROOM = 64
 _GROWTH = 1.5
 _NO_IDS: Int32Array = np.empty(0, dtype=np.int32)

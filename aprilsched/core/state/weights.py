@@ -17,8 +17,6 @@ from aprilsched.core.state.engine_control import EngineControl
 from aprilsched.core.state.queues import Unmet
 from aprilsched.errors import InvariantViolation
 
-__all__ = ["Answer", "PolicyVersionTracker", "Update", "Weights"]
-
 
 class PolicyVersionTracker:
     """The version of the trainer and the version of each engine in use."""

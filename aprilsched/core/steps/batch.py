@@ -45,24 +45,6 @@ from aprilsched.core.state.state import SchedulerState
 from aprilsched.errors import InvariantViolation
 from aprilsched.types import Batch
 
-__all__ = [
-    "acknowledge",
-    "deliver_evaluations",
-    "end_stream",
-    "full",
-    "handed_over",
-    "masked_tokens",
-    "offer",
-    "on_batch_requested",
-    "on_batch_taken",
-    "on_batch_withdrawn",
-    "on_batches_acknowledged",
-    "on_trainer_returned",
-    "retarget",
-    "training_runs",
-    "withdraw_offer",
-]
-
 
 def on_batch_requested(state: SchedulerState, event: BatchRequested) -> None:
     offered = state.delivery.offer

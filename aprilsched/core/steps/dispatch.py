@@ -13,8 +13,6 @@ from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.steps.batch import training_runs
 from aprilsched.core.steps.drop import abort
 
-__all__ = ["dispatch", "interrupt", "steer"]
-
 _AFFINE = 8
 """How many requests more than the least loaded engine the engine may have that has the context of
 prompts with one affinity. Sending it elsewhere costs a prefill of the whole context."""

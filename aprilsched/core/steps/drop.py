@@ -24,15 +24,6 @@ from aprilsched.core.state.ledger import FAILURES, REFUSED, Reason
 from aprilsched.core.state.records import GroupRecord, RequestRecord
 from aprilsched.core.state.state import SchedulerState
 
-__all__ = [
-    "abort",
-    "count_failure",
-    "count_interruption",
-    "drop",
-    "on_group_withdrawn",
-    "refuse",
-]
-
 _IN_A_ROW = FAILURES - {Reason.VERSION_LOST}
 """Reasons that count towards ``retries.failed_groups``. With a version all its episodes are lost at
 once."""

@@ -57,26 +57,6 @@ from aprilsched.core.steps.replan import tell_schedule
 from aprilsched.core.steps.resume import call_again
 from aprilsched.core.steps.turns import take_back
 
-__all__ = [
-    "attend",
-    "demote",
-    "lose",
-    "note_join",
-    "note_loss",
-    "on_continued",
-    "on_control_failed",
-    "on_engine_joined",
-    "on_engine_lost",
-    "on_flushed",
-    "on_hold_ended",
-    "on_hold_requested",
-    "on_opened",
-    "on_paused",
-    "on_tick",
-    "promote",
-    "stranded",
-]
-
 
 def on_opened(state: SchedulerState, event: Opened) -> None:
     if not state.resumed:

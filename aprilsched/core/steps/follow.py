@@ -27,15 +27,6 @@ from aprilsched.core.steps.launch import launch_again
 from aprilsched.core.steps.refit import begin
 from aprilsched.types import VersionSpan
 
-__all__ = [
-    "disown",
-    "follow",
-    "foreign_label",
-    "foreign_span",
-    "on_verified",
-    "on_version_seen",
-]
-
 
 def follow(state: SchedulerState, engine: str, version: int | None) -> bool:
     """Take it that `engine` has shown `version`; returns whether the fleet follows it now."""

@@ -26,16 +26,6 @@ from aprilsched.core.steps.batch import full, retarget
 from aprilsched.core.steps.drop import drop, refuse
 from aprilsched.types import Prompt, RefusedPrompt, SamplingParams
 
-__all__ = [
-    "begin_again",
-    "begin_evaluations",
-    "launch",
-    "launch_again",
-    "on_evaluation_requested",
-    "on_evaluation_withdrawn",
-    "on_prompts_arrived",
-]
-
 
 def on_evaluation_requested(state: SchedulerState, event: EvaluationRequested) -> None:
     state.tell(

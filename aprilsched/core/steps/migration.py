@@ -24,8 +24,6 @@ from aprilsched.core.state.state import PoolReport, SchedulerState
 from aprilsched.core.steps.batch import training_runs
 from aprilsched.core.steps.drop import abort
 
-__all__ = ["migrate", "note_crowding", "on_load_seen"]
-
 _CROWDED = 0.8
 """Share of a pool from which an engine may let requests wait. SGLang leaves room for what the
 running ones will need."""

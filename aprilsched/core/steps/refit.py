@@ -51,25 +51,6 @@ from aprilsched.core.steps.launch import begin_again, launch_again
 from aprilsched.core.steps.replan import stay_synchronous
 from aprilsched.errors import InvariantViolation
 
-__all__ = [
-    "advance",
-    "advance_sleep",
-    "all_stop",
-    "begin",
-    "catch_up",
-    "end_following",
-    "on_parts_follow",
-    "on_refitted",
-    "on_released",
-    "on_sleep_requested",
-    "on_update_requested",
-    "on_update_withdrawn",
-    "on_wake_requested",
-    "on_woken",
-    "refit",
-    "retire",
-]
-
 
 def on_update_requested(state: SchedulerState, event: UpdateRequested) -> None:
     # What the trainer itself says counts more, also where it says the same.

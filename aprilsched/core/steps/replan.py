@@ -30,8 +30,6 @@ from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.steps.batch import retarget
 from aprilsched.core.steps.stragglers import release_all
 
-__all__ = ["fitting", "measure", "on_planned", "plan", "stay_synchronous", "tell_schedule"]
-
 _LATER = 3
 """The next schedule is asked for after this many times as many batches as the last one."""
 _RECENT_BATCHES = 8

@@ -19,8 +19,6 @@ from aprilsched.core.steps.migration import note_crowding
 from aprilsched.core.steps.turns import end_turn, take_back
 from aprilsched.types import VersionSpan
 
-__all__ = ["on_failed", "on_finished", "on_interrupted", "on_progress"]
-
 _MOST_FAILURES = 3
 """Failed attempts in a row, without one that went well, after which an engine is lost."""
 

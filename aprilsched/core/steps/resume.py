@@ -52,8 +52,6 @@ from aprilsched.core.steps.stragglers import release_all
 from aprilsched.core.steps.turns import filter_or_accept, leave_one
 from aprilsched.errors import ConfigError
 
-__all__ = ["call_again", "restore"]
-
 _STATES = {
     Stage.GENERATING: State.QUEUED,
     Stage.GENERATED: State.SCORING,

@@ -28,8 +28,6 @@ from aprilsched.core.steps.engines import demote
 from aprilsched.core.steps.refit import all_stop
 from aprilsched.core.steps.turns import truncate
 
-__all__ = ["roll"]
-
 
 def roll(state: SchedulerState) -> None:
     """Begin rollouts again that no engine can continue, and free engines of older versions."""

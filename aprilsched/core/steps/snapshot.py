@@ -25,8 +25,6 @@ from aprilsched.core.state.saved import (
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.steps.batch import masked_tokens
 
-__all__ = ["full_snapshot", "take_changes", "take_checkpoint", "take_full"]
-
 
 def take_changes(state: SchedulerState) -> Snapshot:
     """Take a snapshot of the changes in the journal, and empty the journal."""

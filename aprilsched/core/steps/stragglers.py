@@ -19,13 +19,6 @@ from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.steps.batch import training_runs
 from aprilsched.core.steps.drop import abort
 
-__all__ = [
-    "choose_groups",
-    "defer_all",
-    "release_all",
-    "resolve_stragglers",
-]
-
 
 def resolve_stragglers(state: SchedulerState) -> None:
     """Decide about the stragglers of a stop, once; and forget those that have ended since then."""

@@ -47,29 +47,6 @@ from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.steps.drop import abort, drop
 from aprilsched.types import NO_VERSION, FinishReason, Int32Array, Score
 
-__all__ = [
-    "AnsweredTurn",
-    "BegunTurn",
-    "ask_again",
-    "end_turn",
-    "filter_or_accept",
-    "finish",
-    "forget_rest",
-    "leave_one",
-    "on_episode_failed",
-    "on_episode_finished",
-    "on_filtered",
-    "on_group_rewarded",
-    "on_reward_failed",
-    "on_rewarded",
-    "on_turn_kept",
-    "on_turn_requested",
-    "on_turn_withdrawn",
-    "take_back",
-    "truncate",
-    "truncate_to_answered",
-]
-
 
 def end_turn(state: SchedulerState, request: RequestRecord) -> None:
     """End the turn of a request that has run to its end."""

@@ -8,8 +8,6 @@ from yarl import URL
 
 from aprilsched.errors import ConfigError
 
-__all__ = ["ServerAddress"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerAddress:

@@ -16,15 +16,6 @@ from aprilsched.errors import (
     EngineUnreachable,
 )
 
-__all__ = [
-    "UNREADABLE",
-    "Answer",
-    "ConnectionDropped",
-    "engine_error",
-    "quoted",
-    "rejection",
-]
-
 _MESSAGE_LIMIT = 300
 """Number of characters of a server's own message that an error keeps."""
 

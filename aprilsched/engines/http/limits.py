@@ -10,8 +10,6 @@ from dataclasses import dataclass, fields
 
 from aprilsched.errors import ConfigError
 
-__all__ = ["HttpLimits"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HttpLimits:

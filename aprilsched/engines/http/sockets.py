@@ -14,8 +14,6 @@ from weakref import WeakValueDictionary
 
 import aiohttp
 
-__all__ = ["ENDLESS", "Inflow", "inflow_of", "probed_socket"]
-
 ENDLESS = "it sends endless data outside of the body"
 _PASSED_OVER = 4 * 2**20
 """Number of bytes: several times a connection's buffer and the longest headers together."""

@@ -12,8 +12,6 @@ from __future__ import annotations
 from aprilsched.engines.http.sockets import Inflow
 from aprilsched.errors import EngineProtocolError
 
-__all__ = ["Allowance", "EventSplitter", "UnfinishedEvents"]
-
 _EVENT_BYTES = 4096
 """Bytes of an event without its tokens: about twenty fields, a few hundred bytes (0.5.21)."""
 _TOKEN_BYTES = 256

@@ -37,8 +37,6 @@ from aprilsched.errors import (
     EngineUnreachable,
 )
 
-__all__ = ["ControlCalls", "Transport"]
-
 _KEEPALIVE_SECONDS = 2.0
 """It is below the 5 s after which uvicorn (of SGLang and vLLM) closes an idle connection. One that
 is reused at that moment fails after the request was sent, and nobody knows whether it arrived."""

@@ -18,8 +18,6 @@ import aiohttp
 
 from aprilsched.errors import ControlTimeout, EngineError, EngineUnreachable
 
-__all__ = ["ABORTS_AT_ONCE", "Call", "EarlyAborts", "HungUp", "despite_cancellation"]
-
 _log = logging.getLogger(__name__)
 
 ABORTS_AT_ONCE = 16

@@ -25,8 +25,6 @@ from aprilsched.engines.sglang.probe import ServerFacts, weight_label
 from aprilsched.engines.sglang.wire import version_number
 from aprilsched.errors import ControlTimeout, EngineRejected, EngineUnreachable
 
-__all__ = ["ServerControl"]
-
 _BAD_REQUEST = _BUSY = 400
 _PAUSED = 503
 _CONFLICT = 409

@@ -37,8 +37,6 @@ from aprilsched.engines.sglang.stream import ChunkAssembler, nothing, read_chunk
 from aprilsched.engines.sglang.wire import generate_body
 from aprilsched.errors import ConfigError, EngineError, EngineRejected, EngineUnreachable
 
-__all__ = ["SGLangEngine"]
-
 _log = logging.getLogger(__name__)
 _DRAIN_SECONDS = 1.0
 _DRAIN_BYTES = 2**16

@@ -15,15 +15,6 @@ from aprilsched.engines.sglang.probe import ServerFacts
 from aprilsched.engines.sglang.wire import version_number
 from aprilsched.errors import ConfigError, EngineError, EngineUnreachable
 
-__all__ = [
-    "ListedMembers",
-    "Members",
-    "SGLangFleet",
-    "SGLangListedFleet",
-    "check_fleet",
-    "check_joiner",
-]
-
 _log = logging.getLogger(__name__)
 _LISTINGS_UNTIL_GONE = 2
 

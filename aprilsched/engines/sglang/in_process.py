@@ -65,8 +65,6 @@ from aprilsched.errors import (
 from aprilsched.extras import extra
 from aprilsched.loop_thread import LoopThread
 
-__all__ = ["SGLangInProcessEngine", "SGLangInProcessFleet"]
-
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")

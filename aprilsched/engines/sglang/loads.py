@@ -20,17 +20,6 @@ from aprilsched.engines.http.transport import ControlCalls
 from aprilsched.engines.load import EngineLoad
 from aprilsched.engines.sglang.probe import decode
 
-__all__ = [
-    "SERIES",
-    "Loads",
-    "OlderLoad",
-    "Over",
-    "load_of",
-    "older_load_of",
-    "read_load",
-    "read_series",
-]
-
 _T = TypeVar("_T", int, float)
 
 _ANSWER_BYTES = 2**20

@@ -14,8 +14,6 @@ from aprilsched.engines.http.transport import ControlCalls
 from aprilsched.engines.sglang.wire import Labelled, ModelInfo, OpenApi, ServerInfo, ServerProcess
 from aprilsched.errors import EngineProtocolError, EngineRejected
 
-__all__ = ["ServerFacts", "decode", "probe", "release", "server_process", "weight_label"]
-
 T = TypeVar("T")
 
 SPANS_SINCE = (0, 5, 19)

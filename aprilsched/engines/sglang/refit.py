@@ -26,8 +26,6 @@ from aprilsched.engines.sglang.probe import decode, server_process, weight_label
 from aprilsched.engines.sglang.wire import UpdateAnswer, version_number
 from aprilsched.errors import EngineError, EngineRejected, EngineRestarted, InconsistentWeights
 
-__all__ = ["ServerRefit"]
-
 _REFUSED = 400
 _CONFLICT = 409
 _UNTOUCHED = ("Failed to get",)

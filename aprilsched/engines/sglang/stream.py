@@ -37,8 +37,6 @@ from aprilsched.engines.sglang.wire import (
 from aprilsched.errors import EngineError, EngineProtocolError, EngineRejected
 from aprilsched.types import FinishReason, VersionSpan
 
-__all__ = ["ChunkAssembler", "nothing", "read_chunks"]
-
 _DONE = b"[DONE]"
 _decoder = msgspec.json.Decoder(StreamEvent)
 _LOGPROB, _ID = itemgetter(0), itemgetter(1)

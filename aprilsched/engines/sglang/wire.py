@@ -13,22 +13,6 @@ import msgspec
 
 from aprilsched.engines.base import GenerationRequest
 
-__all__ = [
-    "ErrorBody",
-    "Finish",
-    "Labelled",
-    "MetaInfo",
-    "ModelInfo",
-    "OpenApi",
-    "ServerInfo",
-    "ServerProcess",
-    "StreamEvent",
-    "Triple",
-    "UpdateAnswer",
-    "generate_body",
-    "version_number",
-]
-
 _INT32_MAX = 2**31 - 1
 _FLOAT32_MAX = 3.4028234663852886e38
 _DIGITS = len(str(_INT32_MAX))

@@ -35,8 +35,6 @@ from aprilsched.engines.sim.output import Ending, Output
 from aprilsched.engines.sim.sequence import Sequence
 from aprilsched.engines.sim.toy_model import weights_key_of_version
 
-__all__ = ["Batcher", "RunningBatch"]
-
 
 @dataclass(slots=True)
 class _Decode:

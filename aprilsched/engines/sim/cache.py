@@ -10,8 +10,6 @@ from aprilsched.engines.base import GenerationRequest
 from aprilsched.engines.sim.config import SimConfig
 from aprilsched.engines.sim.sequence import Sequence
 
-__all__ = ["KvPool", "PrefixCache"]
-
 RESERVE_SHARE = 0.098
 """Share of the tokens still to come that admission keeps free for running requests: the lower
 bound of SGLang's new_token_ratio (0.7 * 0.14)."""

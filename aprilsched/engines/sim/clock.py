@@ -20,8 +20,6 @@ from typing import Any, TypeVar
 from aprilsched.errors import ConfigError, EngineUnreachable
 from aprilsched.extras import extra
 
-__all__ = ["Pacer", "run_virtual"]
-
 _T = TypeVar("_T")
 
 _RESOLUTION = 1e-9  # looptime counts integers; its default of 1 µs is a notable part of a step

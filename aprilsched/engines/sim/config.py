@@ -9,8 +9,6 @@ from aprilsched.engines.sim.toy_model import ToyModel
 from aprilsched.errors import ConfigError
 from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
 
-__all__ = ["Counters", "SimConfig"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimConfig:

@@ -35,8 +35,6 @@ from aprilsched.errors import (
     InconsistentWeights,
 )
 
-__all__ = ["PAUSE_SECONDS", "SimEngine", "load_of", "weights_key_of_files"]
-
 PAUSE_SECONDS = 2e-3
 """Duration of a pause beyond the step in progress; on SGLang both together take 2 to 22 ms."""
 

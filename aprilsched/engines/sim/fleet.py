@@ -9,8 +9,6 @@ from aprilsched.engines.sim.engine import PAUSE_SECONDS, SimEngine
 from aprilsched.errors import ConfigError
 from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
 
-__all__ = ["SimFleet"]
-
 
 class SimFleet:
     """Engines "sim-0", "sim-1", … that need no GPU and no server.

@@ -20,8 +20,6 @@ from aprilsched.engines.sim.sequence import Sequence, version_spans
 from aprilsched.engines.sim.toy_model import ContextState, adapted_key, sampling_key
 from aprilsched.types import Float32Array, Int32Array, SamplingParams
 
-__all__ = ["Ending", "Output"]
-
 Ending: TypeAlias = Literal["stop", "length", "abort"]
 # Zeros of any length as slices of a view on one element: pure timing allocates nothing.
 _NO_IDS: Int32Array = np.broadcast_to(np.zeros(1, dtype=np.int32), 1 << 40)

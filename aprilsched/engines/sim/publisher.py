@@ -10,8 +10,6 @@ from aprilsched.engines.sim.engine import SimEngine
 from aprilsched.engines.sim.toy_model import weights_key_of_version
 from aprilsched.errors import EngineError, EngineRejected
 
-__all__ = ["SimAdapterPublisher", "SimPublisher"]
-
 
 class SimPublisher:
     """Publishes weights to simulated engines; every version has its own weights key.

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from aprilsched.engines.sim.batcher import Batcher
 from aprilsched.errors import EngineError, EngineRejected
 
-__all__ = ["TAGS", "Adapters", "Memory"]
-
 
 class Adapters:
     """The adapters of one engine; its methods belong to one loop."""

@@ -19,8 +19,6 @@ from aprilsched.engines.base import GenerationRequest
 from aprilsched.engines.sim.toy_model import ContextState
 from aprilsched.types import Float32Array, Int32Array, VersionSpan
 
-__all__ = ["Sequence", "version_spans"]
-
 
 def version_spans(
     events: Iterable[tuple[int, int]], current: int, tokens: int

@@ -29,14 +29,6 @@ from numpy.typing import NDArray
 
 from aprilsched.types import Float32Array, Int32Array, SamplingParams
 
-__all__ = [
-    "ContextState",
-    "ToyModel",
-    "adapted_key",
-    "sampling_key",
-    "weights_key_of_version",
-]
-
 UInt64Array: TypeAlias = NDArray[np.uint64]
 
 _MASK = (1 << 64) - 1

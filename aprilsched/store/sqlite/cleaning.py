@@ -19,8 +19,6 @@ from aprilsched.core.state.saved import Saved, Snapshot, TokenPage
 from aprilsched.store.sqlite.file import COLUMNS, insert_page, page_from
 from aprilsched.types import Float32Array, Int32Array
 
-__all__ = ["Cleaner"]
-
 _SLACK_TOKENS = 1 << 20
 """Number of dead tokens (8 MB) that are always tolerated."""
 _MANY_PAGES = 1024

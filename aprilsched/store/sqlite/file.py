@@ -22,20 +22,6 @@ from aprilsched.core.state.saved import TokenPage
 from aprilsched.errors import StoreError
 from aprilsched.store.codec import checksum
 
-__all__ = [
-    "APPLICATION",
-    "COLUMNS",
-    "SCRIPTS",
-    "Marker",
-    "Progress",
-    "connect",
-    "insert_page",
-    "migrate",
-    "page_from",
-    "safe_path",
-    "said_by",
-]
-
 _ENDS = ("-wal", "-journal", "-last")
 """What the names of the files end in that belong to a store."""
 _WAIT_SECONDS = 1.0

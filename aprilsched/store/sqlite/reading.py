@@ -36,8 +36,6 @@ from aprilsched.store.codec import (
 )
 from aprilsched.store.sqlite.file import COLUMNS, page_from
 
-__all__ = ["read_saved"]
-
 log = logging.getLogger("aprilsched")
 
 T = TypeVar("T")

@@ -44,8 +44,6 @@ from aprilsched.store.sqlite.file import (
 )
 from aprilsched.store.sqlite.reading import read_saved
 
-__all__ = ["SqliteStore", "read_checkpoint", "write_checkpoint"]
-
 log = logging.getLogger("aprilsched")
 
 _TABLES = (

@@ -27,8 +27,6 @@ from aprilsched.telemetry.event_log.writing import EventLog
 from aprilsched.telemetry.run_folder import EVENTS
 from aprilsched.telemetry.run_state import RunState
 
-__all__ = ["SHARDS", "SLOTS", "merge_logs", "qualified_engine", "qualified_id", "shard_log"]
-
 SHARDS = "shards"
 """Name of the folder of the shards' logs."""
 SLOTS = 4096

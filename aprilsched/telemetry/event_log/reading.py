@@ -16,23 +16,6 @@ from aprilsched.core.messages.facts import Fact, by_delivery
 from aprilsched.errors import RunFolderError
 from aprilsched.telemetry.base import Listener
 
-__all__ = [
-    "ANY_FACT",
-    "FORMAT_VERSION",
-    "KINDS",
-    "Follower",
-    "LogBegun",
-    "LogReader",
-    "LogResumed",
-    "News",
-    "Tail",
-    "read_facts",
-    "read_tail",
-    "replay",
-    "whole_lines",
-]
-
-
 # The format of events.jsonl: each line is a fact of the run, with its time.
 #
 # A line has ``t`` (seconds since the run began, on the run's clock), ``fact`` with the name of the

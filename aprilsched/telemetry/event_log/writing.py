@@ -41,8 +41,6 @@ from aprilsched.telemetry.event_log.reading import (
 )
 from aprilsched.telemetry.worker import FileWriter
 
-__all__ = ["EventLog", "to_microseconds"]
-
 _FLUSH_SECONDS = 1.0
 _LOOK_SECONDS = 0.25
 """Seconds of the run's clock between two looks at the wall clock. The time of the run's clock is

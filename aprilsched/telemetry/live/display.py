@@ -26,13 +26,6 @@ from aprilsched.telemetry.live.live_model import RECENT_BATCHES, LiveModel, RunF
 from aprilsched.telemetry.live.view import ASCII, BLOCKS, frame, one_line
 from aprilsched.telemetry.live_figures import LiveFigures
 
-__all__ = [
-    "LiveView",
-    "PlainLines",
-    "can_draw",
-]
-
-
 log = logging.getLogger("aprilsched")
 
 _REFRESH_SECONDS = 1.0

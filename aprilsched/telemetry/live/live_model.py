@@ -24,22 +24,6 @@ from aprilsched.telemetry.engine_time import BUSY, EngineState, EngineUsage, Par
 from aprilsched.telemetry.figures import ForecastFigures
 from aprilsched.telemetry.live_figures import LiveFigures
 
-__all__ = [
-    "COLUMN_SECONDS",
-    "RECENT_BATCHES",
-    "EngineRow",
-    "Faults",
-    "History",
-    "LatestBatch",
-    "LiveModel",
-    "Mishap",
-    "Mishaps",
-    "Phase",
-    "RunFacts",
-    "Snapshot",
-]
-
-
 # The data that the live view shows of a run at one moment.
 
 RECENT_BATCHES = 20

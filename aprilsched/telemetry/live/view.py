@@ -16,29 +16,6 @@ from rich.text import Text
 from aprilsched.telemetry.engine_time import Part
 from aprilsched.telemetry.live.live_model import COLUMN_SECONDS, EngineRow, Faults, Phase, Snapshot
 
-__all__ = [
-    "ASCII",
-    "BLOCKS",
-    "CAUSES",
-    "Glyphs",
-    "all_lines",
-    "any_fault",
-    "bar",
-    "chosen",
-    "clock_time",
-    "cut",
-    "divided",
-    "engine_lines",
-    "frame",
-    "host",
-    "one_line",
-    "percent",
-    "plural",
-    "sparkline",
-    "thousands",
-]
-
-
 # Short forms of names and figures for the live view.
 
 CAUSES: dict[Part, str] = {

@@ -15,13 +15,6 @@ from typing import Protocol
 from aprilsched.engines.load import EngineLoad, ReportsLoad
 from aprilsched.telemetry.sampling.sample_log import EngineLine
 
-__all__ = [
-    "EngineLoads",
-    "HasEngines",
-    "Rates",
-]
-
-
 log = logging.getLogger("aprilsched")
 
 _ANSWER_SECONDS = 10.0

@@ -17,8 +17,6 @@ from aprilsched.errors import ConfigError
 from aprilsched.extras import extra
 from aprilsched.telemetry.sampling.sample_log import DeviceLine, GpuLine
 
-__all__ = ["GpuThread", "Nvml"]
-
 log = logging.getLogger("aprilsched")
 
 _T = TypeVar("_T")

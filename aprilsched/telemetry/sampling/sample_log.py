@@ -14,22 +14,6 @@ import msgspec
 
 from aprilsched.telemetry.worker import FileWriter
 
-__all__ = [
-    "EVENT_LOG_UTILIZATION",
-    "FIELDS",
-    "LABELS",
-    "NVML_UTILIZATION",
-    "STEP_SHARE",
-    "DescriptionLine",
-    "DeviceLine",
-    "EngineLine",
-    "GpuLine",
-    "ResumedLine",
-    "SampleLine",
-    "SampleLog",
-]
-
-
 _PENDING_BYTES = 1 << 22
 _CLOSE_SECONDS = 5.0
 _TAIL_BYTES = 1 << 16

@@ -18,8 +18,6 @@ from aprilsched.telemetry.sampling.engine_loads import EngineLoads, HasEngines
 from aprilsched.telemetry.sampling.nvml import GpuThread, Nvml
 from aprilsched.telemetry.sampling.sample_log import DeviceLine, EngineLine, GpuLine, SampleLog
 
-__all__ = ["Sampler"]
-
 log = logging.getLogger("aprilsched")
 
 _TIME_DIGITS = 6

@@ -40,16 +40,6 @@ from aprilsched.testing.faults.script import (
 )
 from aprilsched.testing.faults.stream_faults import Items, dribbled, flood, spoiled
 
-__all__ = [
-    "EngineFaults",
-    "Server",
-    "after",
-    "instead",
-    "spoil",
-    "spoiling",
-]
-
-
 # Carries out the faults of whole answers: before the call is carried out, and after.
 #
 # Before the call, a fault may wait, break the connection, or answer instead of the server. After

@@ -22,57 +22,6 @@ import numpy as np
 
 from aprilsched.errors import ConfigError
 
-__all__ = [
-    "ABORT",
-    "GENERATE",
-    "GROUPS",
-    "KINDS",
-    "PATHS",
-    "STEERING",
-    "UPDATES",
-    "Broken",
-    "Delay",
-    "Die",
-    "Drop",
-    "DuplicateEvents",
-    "DuplicateFinish",
-    "EngineWide",
-    "ErrorEvent",
-    "Fault",
-    "FaultScript",
-    "Faults",
-    "FewLogprobs",
-    "Fired",
-    "FloodAnswer",
-    "FloodComments",
-    "FloodEvent",
-    "FloodTokens",
-    "Garbage",
-    "Hang",
-    "IgnoredAbort",
-    "InStream",
-    "Met",
-    "NanLogprob",
-    "NoLogprobs",
-    "OtherIds",
-    "OutOfOrder",
-    "RefitFails",
-    "Reset",
-    "Silence",
-    "Slow",
-    "SlowLoris",
-    "Stall",
-    "Status",
-    "StuckVersion",
-    "Truncate",
-    "faults_of",
-    "parse_faults",
-    "paths_of",
-    "reset",
-    "wait",
-]
-
-
 # Broken connections, and waits that may be endless.
 
 _NO_LINGER = struct.pack("ii", 1, 0)

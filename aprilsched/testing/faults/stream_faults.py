@@ -34,18 +34,6 @@ from aprilsched.testing.faults.script import (
     wait,
 )
 
-__all__ = [
-    "CHANGES",
-    "dribbled",
-    "error_event",
-    "finishes",
-    "flood",
-    "has_all_its_tokens",
-    "has_logprobs",
-    "more_tokens",
-    "spoiled",
-]
-
 _TOKENS_A_TIME = 64
 _MADE_UP = (-1.0, 0, None)
 

@@ -25,8 +25,6 @@ from aprilsched.errors import (
     EngineRejected,
 )
 
-__all__ = ["ERROR_CODE", "TARGET", "Roster", "Worker"]
-
 TARGET = "x-smg-target-worker"
 ERROR_CODE = "x-smg-error-code"
 """Header of an answer that comes from the router itself and not from a worker."""

@@ -29,8 +29,6 @@ from aprilsched.engines.sglang.router.roster import ERROR_CODE, TARGET, Roster
 from aprilsched.engines.sglang.wire import generate_body
 from aprilsched.errors import EngineError, EngineProtocolError, EngineRejected, EngineUnreachable
 
-__all__ = ["RoutedEngine"]
-
 ROUTING_KEY = "x-smg-routing-key"
 _BAD_REQUEST = 400
 _SERVER_ERROR = 500

@@ -20,8 +20,6 @@ from aprilsched.engines.sglang.router.roster import Roster, Worker
 from aprilsched.engines.sglang.router.routed_engine import RoutedEngine
 from aprilsched.errors import ConfigError, EngineError, EngineUnreachable
 
-__all__ = ["SGLangRouterFleet"]
-
 
 class SGLangRouterFleet:
     """The workers of the router at `url`, which must have the policy consistent_hashing.
