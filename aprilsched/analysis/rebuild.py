@@ -18,7 +18,13 @@ from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.run_folder import CONFIG, EVENTS, SUMMARY
 from aprilsched.telemetry.run_state import RunState
 from aprilsched.telemetry.summary import Remainder, Summary
-from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel, load_model
+from aprilsched.timing.calibration import (
+    load_model,
+)
+from aprilsched.timing.model import (
+    H200_QWEN3_4B,
+    StepTimeModel,
+)
 from aprilsched.workload import LongTailWorkload
 
 __all__ = [

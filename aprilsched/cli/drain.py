@@ -17,7 +17,13 @@ from aprilsched.analysis.lengths_of_run import RecordedRun, read_record
 from aprilsched.cli.arguments import parsed
 from aprilsched.errors import ConfigError
 from aprilsched.runs.tables import signed_percent
-from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel, load_model
+from aprilsched.timing.calibration import (
+    load_model,
+)
+from aprilsched.timing.model import (
+    H200_QWEN3_4B,
+    StepTimeModel,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

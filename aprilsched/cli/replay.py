@@ -17,10 +17,13 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from aprilsched.analysis.lengths_of_run import RecordedRun, read_record
+from aprilsched.analysis.lengths_of_run import (
+    RecordedCosts,
+    RecordedRun,
+    read_record,
+)
 from aprilsched.analysis.prediction import (
     PredictionError,
-    RecordedCosts,
     prediction_error,
     recorded_summary,
 )

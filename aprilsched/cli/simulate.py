@@ -32,7 +32,12 @@ from aprilsched.runs.tables import Comparison, PolicyRow, compare, comparison_ta
 from aprilsched.simulation import NEVER
 from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.run_folder import REPORT, RunFolder, default_path, write_json
-from aprilsched.timing.model import H200_QWEN3_4B, load_model
+from aprilsched.timing.calibration import (
+    load_model,
+)
+from aprilsched.timing.model import (
+    H200_QWEN3_4B,
+)
 
 DEFAULT_POLICIES = "sync,april,slime,areal,copris,auto"
 

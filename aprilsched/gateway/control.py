@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from aprilsched import __version__
@@ -23,6 +24,7 @@ from aprilsched.serving import (
     JoinBody,
     LeaveBody,
     PauseBody,
+    Refused,
     TensorBody,
     VersionBody,
     as_json,
@@ -349,3 +351,58 @@ def _release(service: Service) -> str:
     """The oldest release among the engines, whose answers those of the gateway resemble."""
     found = [re.findall(r"\d+", engine.capabilities.server)[:3] for engine in service.fleet.engines]
     return ".".join(min(found, key=lambda parts: [int(part) for part in parts]))
+
+
+# --- tokenize ------------------------------------------------------------------------------------
+
+# POST /tokenize and /detokenize, with SGLang's bodies and answers.
+
+_LARGEST_ID = 2**31 - 1
+
+
+class _TokenizeBody(msgspec.Struct, frozen=True):
+    prompt: str | list[str]
+    add_special_tokens: bool = True
+
+
+class _DetokenizeBody(msgspec.Struct, frozen=True):
+    tokens: list[int | list[int]]
+    skip_special_tokens: bool = True
+
+
+async def tokenize(request: web.Request) -> web.Response:
+    """POST /tokenize: the token ids of a text, or of each of several."""
+    service = request.app[SERVICE]
+    body = await body_of(request, _TokenizeBody)
+    one = isinstance(body.prompt, str)
+    texts: Any = [body.prompt] if one else body.prompt
+    ids = await service.texts.encoded(
+        texts, service.context_tokens, special=body.add_special_tokens
+    )
+    counts = [len(each) for each in ids]
+    longest = service.context_tokens
+    return as_json(
+        {
+            "tokens": ids[0] if one else ids,
+            "count": counts[0] if one else counts,
+            "max_model_len": -1 if longest is None else longest,
+        }
+    )
+
+
+async def detokenize(request: web.Request) -> web.Response:
+    """POST /detokenize: the text of token ids, or of each of several lists of them."""
+    service = request.app[SERVICE]
+    body = await body_of(request, _DetokenizeBody)
+    tokenizer = service.texts.tokenizer
+    lists = [each for each in body.tokens if isinstance(each, list)]
+    if lists and len(lists) < len(body.tokens):
+        raise Refused("tokens has ids and lists of ids; give either.")
+    several: list[Any] = lists or [body.tokens]
+    if not all(0 <= i <= _LARGEST_ID for ids in several for i in ids):
+        raise Refused(f"tokens must be in [0, {_LARGEST_ID}].")
+    texts = await service.texts.prepared(
+        lambda: [tokenizer.decode(ids, skip_special=body.skip_special_tokens) for ids in several],
+        size=sum(map(len, several)),
+    )
+    return as_json({"text": texts if lists else texts[0]})

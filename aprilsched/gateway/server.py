@@ -11,7 +11,7 @@ from aiohttp.typedefs import Handler
 from aprilsched.core.config import SchedulerConfig
 from aprilsched.engines.base import Fleet
 from aprilsched.errors import AprilschedError
-from aprilsched.gateway import control, generate, openai, tokenizer
+from aprilsched.gateway import control, generate, openai
 from aprilsched.gateway.service import SERVICE, Service
 from aprilsched.gateway.settings import GatewaySettings
 from aprilsched.serving import BODIES, Bodies, Listener, asking_for, expect_later, refusing
@@ -118,10 +118,10 @@ _FREE: Sequence[tuple[str, str, Handler]] = (
 )
 _OPEN: Sequence[tuple[str, str, Handler]] = (
     ("POST", "/generate", generate.generate),
-    ("POST", "/tokenize", tokenizer.tokenize),
-    ("POST", "/v1/tokenize", tokenizer.tokenize),
-    ("POST", "/detokenize", tokenizer.detokenize),
-    ("POST", "/v1/detokenize", tokenizer.detokenize),
+    ("POST", "/tokenize", control.tokenize),
+    ("POST", "/v1/tokenize", control.tokenize),
+    ("POST", "/detokenize", control.detokenize),
+    ("POST", "/v1/detokenize", control.detokenize),
     ("POST", "/v1/completions", openai.completions),
     ("POST", "/v1/chat/completions", openai.chat_completions),
     ("GET", "/model_info", control.model_info),

@@ -27,7 +27,13 @@ from aprilsched.planning import Planner
 from aprilsched.runs.settings import CAP, VOCABULARY, RunSettings, WorkloadSettings, key_from
 from aprilsched.sampling import sampling_params
 from aprilsched.telemetry.batch_figures import Bound
-from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel, load_model
+from aprilsched.timing.calibration import (
+    load_model,
+)
+from aprilsched.timing.model import (
+    H200_QWEN3_4B,
+    StepTimeModel,
+)
 from aprilsched.types import Prompt
 from aprilsched.weights.base import WeightPublisher
 from aprilsched.weights.disk import DiskPublisher

@@ -10,10 +10,15 @@ from aprilsched.timing.calibration import (
     Fit,
     Residuals,
     fit,
+    load_model,
+    model_toml,
     predicted_seconds,
     residuals_of,
+    save_model,
 )
-from aprilsched.timing.model import StepTimeModel, load_model, model_toml, save_model
+from aprilsched.timing.model import (
+    StepTimeModel,
+)
 from aprilsched.timing.online import Observation, OnlineFit
 from aprilsched.timing.server_log import LogLine, Windows, read_log, windows_of
 

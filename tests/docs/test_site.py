@@ -218,8 +218,8 @@ def test_every_setting_is_there_with_its_default_and_what_it_does():
     assert '| `refill` | `"wave"` | When new groups are started: "wave" starts them once' in table
     assert rows(setting_parts()) >= {"max_in_flight", "interruptions", "stall_s", "refit_s"}
     assert rows(setting_policies()) == {
-        *("amount", "ratio", "target", "step", "back_off", "together", "until"),
-        *("store", "probes", "probe_after", "oldest", "mixed", "bound", "rule", "batches"),
+        *("amount", "ratio", "together", "until"),
+        *("store", "probes", "probe_after", "oldest", "mixed", "bound", "rule"),
         "responses",
     }
 
