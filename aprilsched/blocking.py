@@ -28,11 +28,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, Literal, Self, TypeVar, cast
+from typing import Any, Generic, Literal, Self, TypeVar
 
 from aprilsched.config import SchedulerConfig
 from aprilsched.coordinator import Accept, BiasNow, Episode, GroupReward, RefitReport, Reward
 from aprilsched.coordinator import RolloutScheduler as AsyncRolloutScheduler
+from aprilsched.coordinator.protocol import AsyncScheduler, FleetScheduler
 from aprilsched.coordinator.session import forked
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.engines.base import Fleet
@@ -56,44 +57,10 @@ _LOOK_SECONDS = 0.001
 usually needs some microseconds."""
 
 
-class RolloutScheduler:
-    """The blocking form of :class:`aprilsched.RolloutScheduler`, which describes the arguments.
+class BlockingScheduler:
+    """Every blocking scheduler: the calls of an asyncio one, without await."""
 
-    Use it as ``with RolloutScheduler(...) as rollouts``, and ``for batch in rollouts``.
-    """
-
-    def __init__(
-        self,
-        fleet: Fleet,
-        prompts: Iterable[Prompt] | AsyncIterable[Prompt],
-        *,
-        reward: Reward | GroupReward | None = None,
-        reward_scope: Literal["rollout", "group"] = "rollout",
-        accept: Accept | None = None,
-        episode: Episode | None = None,
-        config: SchedulerConfig | None = None,
-        planner: Planner | None = None,
-        listeners: Sequence[AnyListener] = (),
-        run_id: str | None = None,
-        store: Store | None = None,
-    ) -> None:
-        self._use(
-            AsyncRolloutScheduler(
-                fleet,
-                prompts,
-                reward=reward,
-                reward_scope=reward_scope,
-                accept=accept,
-                episode=episode,
-                config=config,
-                planner=planner,
-                listeners=listeners,
-                run_id=run_id,
-                store=store,
-            )
-        )
-
-    def _use(self, rollouts: AsyncRolloutScheduler) -> None:
+    def _use(self, rollouts: AsyncScheduler) -> None:
         """Call `rollouts`, on the loop of a thread that begins with the ``with`` block."""
         self._rollouts = rollouts
         self._thread: LoopThread | None = None
@@ -136,17 +103,6 @@ class RolloutScheduler:
     def version(self) -> int:
         """The trainer's policy version, which every engine in use has."""
         return self._rollouts.version
-
-    @property
-    def state(self) -> SchedulerState:
-        """The scheduler's state, to be read only, while no call is open."""
-        if self._thread is not None and not self._thread.current:
-            return self._wait(lambda: _called(lambda: self._rollouts.state))
-        return self._rollouts.state
-
-    def bias(self) -> BiasNow:
-        """How the delivered lengths differ so far from the law that lengths are drawn from."""
-        return self._wait(lambda: _called(self._rollouts.bias))
 
     def __iter__(self) -> Iterator[Batch]:
         while True:
@@ -258,23 +214,6 @@ class RolloutScheduler:
         self._rollouts.restore(path)
 
     @contextmanager
-    def paused_for_weights(
-        self, *, version: int | None = None, label: bool = False
-    ) -> Generator[tuple[str, ...]]:
-        """Pause the engines while the trainer loads new weights by calls of its own; see
-        :meth:`aprilsched.RolloutScheduler.paused_for_weights`."""
-        with self._entered(
-            self._rollouts.paused_for_weights(version=version, label=label)
-        ) as engines:
-            yield engines
-
-    @contextmanager
-    def asleep(self, *, tags: Sequence[str] = ("kv_cache", "weights")) -> Generator[None]:
-        """Release the engines' memory; see :meth:`aprilsched.RolloutScheduler.asleep`."""
-        with self._entered(self._rollouts.asleep(tags=tags)):
-            yield
-
-    @contextmanager
     def _entered(self, block: AbstractAsyncContextManager[T]) -> Generator[T]:
         """Enter and leave `block` on the loop, for a block of the trainer's thread."""
         entered: list[T] = []
@@ -331,9 +270,6 @@ class RolloutScheduler:
         finally:
             self._calls.discard(call)
 
-    async def _offered(self, within: float | None, *, streamed: bool) -> Batch:
-        return await offered(self._rollouts, within, streamed=streamed)
-
     async def _hand_over(self, handing: _Handing, within: float | None, *, streamed: bool) -> Batch:
         """Wait for a batch, or the next part of one, for at most `within` seconds, and let the
         trainer's thread take it."""
@@ -341,10 +277,10 @@ class RolloutScheduler:
             # Another thread's call has got a batch since this one was begun, and would share it.
             await asyncio.sleep(_LOOK_SECONDS)
         # The batch counts as taken when _hand_over_resolved() finds that the call has returned.
-        batch = await self._offered(within, streamed=streamed)
+        batch = await self._rollouts.offered(within, streamed=streamed)
         if not batch.groups:
             # A streamed batch ends without a further group. There is nothing that could be lost.
-            self._rollouts._take()  # pyright: ignore[reportPrivateUsage]
+            self._rollouts.take()
             return batch
         self._handing = handing
         asyncio.get_running_loop().call_soon(self._take_in_time)
@@ -373,9 +309,9 @@ class RolloutScheduler:
             return False
         self._handing = None
         if handing.done:
-            self._rollouts._take()  # pyright: ignore[reportPrivateUsage]
+            self._rollouts.take()
         else:
-            self._rollouts._hand_back()  # pyright: ignore[reportPrivateUsage]
+            self._rollouts.hand_back()
         return True
 
     def _take_in_time(self) -> None:
@@ -392,12 +328,81 @@ class RolloutScheduler:
                 call.close()
 
 
-class ShardedScheduler(RolloutScheduler):
+class RolloutScheduler(BlockingScheduler):
+    """The blocking form of :class:`aprilsched.RolloutScheduler`, which describes the arguments.
+
+    Use it as ``with RolloutScheduler(...) as rollouts``, and ``for batch in rollouts``.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        prompts: Iterable[Prompt] | AsyncIterable[Prompt],
+        *,
+        reward: Reward | GroupReward | None = None,
+        reward_scope: Literal["rollout", "group"] = "rollout",
+        accept: Accept | None = None,
+        episode: Episode | None = None,
+        config: SchedulerConfig | None = None,
+        planner: Planner | None = None,
+        listeners: Sequence[AnyListener] = (),
+        run_id: str | None = None,
+        store: Store | None = None,
+    ) -> None:
+        self._here = AsyncRolloutScheduler(
+            fleet,
+            prompts,
+            reward=reward,
+            reward_scope=reward_scope,
+            accept=accept,
+            episode=episode,
+            config=config,
+            planner=planner,
+            listeners=listeners,
+            run_id=run_id,
+            store=store,
+        )
+        self._use_fleet(self._here)
+
+    def _use_fleet(self, rollouts: FleetScheduler) -> None:
+        self._fleet_scheduler = rollouts
+        self._use(rollouts)
+
+    @property
+    def state(self) -> SchedulerState:
+        """The scheduler's state, to be read only, while no call is open."""
+        if self._thread is not None and not self._thread.current:
+            return self._wait(lambda: _called(lambda: self._here.state))
+        return self._here.state
+
+    def bias(self) -> BiasNow:
+        """How the delivered lengths differ so far from the law that lengths are drawn from."""
+        return self._wait(lambda: _called(self._here.bias))
+
+    @contextmanager
+    def paused_for_weights(
+        self, *, version: int | None = None, label: bool = False
+    ) -> Generator[tuple[str, ...]]:
+        """Pause the engines while the trainer loads new weights by calls of its own; see
+        :meth:`aprilsched.RolloutScheduler.paused_for_weights`."""
+        with self._entered(
+            self._fleet_scheduler.paused_for_weights(version=version, label=label)
+        ) as engines:
+            yield engines
+
+    @contextmanager
+    def asleep(self, *, tags: Sequence[str] = ("kv_cache", "weights")) -> Generator[None]:
+        """Release the engines' memory; see :meth:`aprilsched.RolloutScheduler.asleep`."""
+        with self._entered(self._fleet_scheduler.asleep(tags=tags)):
+            yield
+
+
+class ShardedScheduler(BlockingScheduler):
     """The blocking form of :class:`aprilsched.shards.ShardedScheduler`, which describes the
     arguments.
 
-    :attr:`state`, :meth:`bias`, :meth:`asleep` and :meth:`paused_for_weights` are those of one
-    scheduler, and raise ConfigError here.
+    The state, the bias, and the blocks in which engines sleep or the trainer loads weights itself
+    are those of one scheduler, and shards have no such thing together.
     """
 
     def __init__(
@@ -409,33 +414,11 @@ class ShardedScheduler(RolloutScheduler):
         listeners: Sequence[AnyListener] = (),
         folder: Path | str | None = None,
     ) -> None:
-        sharded = AsyncShardedScheduler(
-            shards, prompts, config=config, listeners=listeners, folder=folder
+        self._use(
+            AsyncShardedScheduler(
+                shards, prompts, config=config, listeners=listeners, folder=folder
+            )
         )
-        self._use(cast("AsyncRolloutScheduler", sharded))
-
-    @property
-    def state(self) -> SchedulerState:
-        raise _of_one_scheduler("state")
-
-    def bias(self) -> BiasNow:
-        raise _of_one_scheduler("bias()")
-
-    @contextmanager
-    def paused_for_weights(
-        self, *, version: int | None = None, label: bool = False
-    ) -> Generator[tuple[str, ...]]:
-        raise _of_one_scheduler("paused_for_weights()")
-        yield ()
-
-    @contextmanager
-    def asleep(self, *, tags: Sequence[str] = ("kv_cache", "weights")) -> Generator[None]:
-        raise _of_one_scheduler("asleep()")
-        yield
-
-
-def _of_one_scheduler(name: str) -> ConfigError:
-    return ConfigError(f"{name} is that of one scheduler; shards have no such thing together.")
 
 
 @dataclass(slots=True, eq=False)
@@ -531,29 +514,6 @@ class _Call(Generic[T]):
             self.outcome.set_exception(error)
         else:
             self.outcome.set_result(task.result())
-
-
-async def offered(
-    rollouts: AsyncRolloutScheduler, within: float | None, *, streamed: bool
-) -> Batch:
-    """Wait for a batch, or with `streamed` the next part of one, for at most `within` seconds;
-    returns it without taking it.
-
-    Raises:
-        TimeoutError: if none is complete by then.
-    """
-    limit = asyncio.timeout(within)
-    try:
-        async with limit:
-            batch = await rollouts._offered(streamed=streamed)  # pyright: ignore[reportPrivateUsage]
-    except TimeoutError:
-        if not limit.expired():
-            raise
-        raise TimeoutError(
-            f"no batch was complete within {within} s; the next call continues the wait."
-        ) from None
-    rollouts._hand_over()  # pyright: ignore[reportPrivateUsage]
-    return batch
 
 
 def _check_timeout(timeout: float | None) -> None:

@@ -52,14 +52,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from aprilsched.coordinator import RolloutScheduler as AsyncRolloutScheduler
 from aprilsched.coordinator.prompts import PromptQueue
 from aprilsched.errors import ConfigError, SchedulerClosed, closed_meanwhile
 from aprilsched.remote import (
     SILENT_S,
-    BlockingScheduler,
+    BlockingRemote,
     FromTrainer,
     Raised,
     RemoteScheduler,
@@ -93,7 +93,7 @@ _LOOK_S = 1.0
 """Seconds until the trainer's process is looked for again, where there is no pidfd."""
 
 
-class RolloutScheduler(BlockingScheduler):
+class RolloutScheduler(BlockingRemote):
     """The blocking scheduler with an interpreter of its own.
 
     Everything that `make` makes is in the scheduler's process: the fleet, the prompts, the reward
@@ -171,7 +171,7 @@ class _Remote(RemoteScheduler):
 
     # --- life ----------------------------------------------------------------------------------
 
-    async def __aenter__(self) -> None:
+    async def __aenter__(self) -> Self:
         if self._process is not None:
             raise SchedulerClosed("a RolloutScheduler is opened once; make a new one.")
         self._process = process = _Process(self._order)
@@ -187,6 +187,7 @@ class _Remote(RemoteScheduler):
             loop.create_task(self._forward(number, queue))
             for number, queue in enumerate(self._queues)
         ]
+        return self
 
     async def close(self) -> None:
         if self._process is None:
@@ -268,7 +269,7 @@ class _Remote(RemoteScheduler):
     async def _read(self, process: _Process) -> None:
         """Receive what the process says, until it has ended."""
         async for message in process.link.received():
-            self.version = message.version
+            self._version = message.version
             self._receive(message)
         code = await process.exit_code()
         hint = ", which its output explains" if code > 0 else ""
@@ -568,7 +569,7 @@ class _Served(Served):
         if order.restored is not None:
             made.restore(order.restored)
         await made.__aenter__()
-        self._scheduler = made
+        self.scheduler = made
 
     def _replaced(self, argument: object) -> object:
         if isinstance(argument, _QueueOf):

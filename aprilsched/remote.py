@@ -15,7 +15,7 @@ import asyncio
 import logging
 import pickle
 import traceback
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
@@ -26,6 +26,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 from aprilsched import blocking
 from aprilsched.coordinator import BiasNow, RefitReport
 from aprilsched.coordinator import RolloutScheduler as AsyncRolloutScheduler
+from aprilsched.coordinator.protocol import FleetScheduler
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.engines.base import Engine, Fleet
 from aprilsched.errors import (
@@ -177,13 +178,12 @@ class LastingPublisher(Protocol):
 # --- the trainer's side --------------------------------------------------------------------------
 
 
-class RemoteScheduler(ABC):
+class RemoteScheduler(FleetScheduler):
     """The scheduler as the trainer's side has it; its methods are those of
     :class:`aprilsched.RolloutScheduler`, which describes them."""
 
     def __init__(self) -> None:
-        self.version = 0
-        """The trainer's policy version, as of the last answer of the scheduler."""
+        self._version = 0
         self._offer: int | None = None
         """Number of the batch that was offered last."""
         self._offering = False
@@ -191,6 +191,11 @@ class RemoteScheduler(ABC):
         self._publishers: dict[int, FromTrainer] = {}
         """By identity: those that have engines to close."""
         self._updates: set[asyncio.Task[RefitReport]] = set()
+
+    @property
+    def version(self) -> int:
+        """The trainer's policy version, as of the last answer of the scheduler."""
+        return self._version
 
     # --- what connects the two sides -------------------------------------------------------------
 
@@ -242,9 +247,7 @@ class RemoteScheduler(ABC):
 
     # --- batches ---------------------------------------------------------------------------------
 
-    async def offered(self, within: float | None, *, streamed: bool = False) -> Batch:
-        """Wait for a batch, or with `streamed` the next part of one, for at most `within` seconds;
-        returns it without taking it."""
+    async def offered(self, within: float | None = None, *, streamed: bool = False) -> Batch:
         if self._offering:
             # Over there, an offer that is on its way to the other call would be offered again.
             raise ConfigError(
@@ -257,7 +260,7 @@ class RemoteScheduler(ABC):
                 batch: Batch = await self.call("offered", within, streamed=streamed)
         except BaseException as error:
             # It may have been on its way.
-            self._hand_back()
+            self.hand_back()
             if not limit.expired() or not isinstance(error, TimeoutError):
                 raise
             raise TimeoutError(
@@ -271,10 +274,10 @@ class RemoteScheduler(ABC):
             return batch
         return replace(batch, receipt=Receipt(partial(self._acknowledge, batch.index)))
 
-    def _take(self) -> None:
+    def take(self) -> None:
         self.tell("take", self._offer)
 
-    def _hand_back(self) -> None:
+    def hand_back(self) -> None:
         self.tell("hand_back")
 
     def _acknowledge(self, index: int) -> None:
@@ -377,12 +380,12 @@ class RemoteScheduler(ABC):
         await self.call("checkpoint", absolute(path), acknowledge=acknowledge)
 
 
-class BlockingScheduler(blocking.RolloutScheduler):
+class BlockingRemote(blocking.RolloutScheduler):
     """The blocking scheduler over a remote one; a subclass says what connects it."""
 
     def _use_remote(self, remote: RemoteScheduler) -> None:
         self._remote = remote
-        self._use(cast("AsyncRolloutScheduler", remote))
+        self._use_fleet(remote)
 
     @property
     def version(self) -> int:
@@ -397,9 +400,6 @@ class BlockingScheduler(blocking.RolloutScheduler):
     def bias(self) -> BiasNow:
         """How the delivered lengths differ so far from the law that lengths are drawn from."""
         return self._wait(lambda: self._remote.call("bias"))
-
-    async def _offered(self, within: float | None, *, streamed: bool) -> Batch:
-        return await self._remote.offered(within, streamed=streamed)
 
 
 def unsendable(what: str, error: Exception) -> ConfigError:
@@ -498,7 +498,8 @@ class Served:
     """Answers the calls of the trainer's side, on the event loop of the scheduler."""
 
     def __init__(self) -> None:
-        self._scheduler: AsyncRolloutScheduler | None = None
+        self.scheduler: AsyncRolloutScheduler | None = None
+        """The scheduler whose calls these are; None before it is open."""
         self._calls: dict[int, asyncio.Task[Any]] = {}
         self._on_its_way: Batch | None = None
         """The batch, or the part of one, that the trainer's side was sent and has not taken."""
@@ -509,7 +510,7 @@ class Served:
     @property
     def version(self) -> int:
         """The trainer's policy version."""
-        return 0 if self._scheduler is None else self._scheduler.version
+        return 0 if self.scheduler is None else self.scheduler.version
 
     def begin(
         self, number: int, name: str, arguments: Sequence[object], named: Mapping[str, object]
@@ -537,23 +538,23 @@ class Served:
     async def close(self) -> None:
         """Close the scheduler, which ends every call, or stop opening it."""
         others = [task for task in self._calls.values() if task is not asyncio.current_task()]
-        if self._scheduler is None and others:
+        if self.scheduler is None and others:
             for task in others:
                 task.cancel()
             await asyncio.wait(others)
-        if self._scheduler is not None:
-            await self._scheduler.close()
+        if self.scheduler is not None:
+            await self.scheduler.close()
 
     # --- calls -----------------------------------------------------------------------------------
 
     @property
     def _opened(self) -> AsyncRolloutScheduler:
-        if self._scheduler is None:
+        if self.scheduler is None:
             raise InvariantViolation("the scheduler's process was called before it was open")
-        return self._scheduler
+        return self.scheduler
 
     async def offered(self, within: float | None, *, streamed: bool = False) -> Batch:
-        batch = await blocking.offered(self._opened, within, streamed=streamed)
+        batch = await self._opened.offered(within, streamed=streamed)
         self._on_its_way = batch
         return batch
 
@@ -618,12 +619,11 @@ class Served:
         # What became of a batch may be known already when this arrives.
         if self._on_its_way is not None and index == self._on_its_way.index:
             self._on_its_way = None
-            self._opened._take()  # pyright: ignore[reportPrivateUsage]
+            self._opened.take()
 
     def hand_back(self) -> None:
         self._on_its_way = None
-        self._opened._hand_back()  # pyright: ignore[reportPrivateUsage]
+        self._opened.hand_back()
 
     def acknowledge(self, index: int) -> None:
-        session = self._opened._session  # pyright: ignore[reportPrivateUsage]
-        session.durability.acknowledge((index,))
+        self._opened.acknowledge(index)

@@ -13,9 +13,9 @@ from aprilsched.coordinator.episodes import Episode
 from aprilsched.coordinator.live_bias import BiasNow
 from aprilsched.coordinator.logprob_comparison import compared
 from aprilsched.coordinator.prompts import PromptSource, checked
+from aprilsched.coordinator.protocol import FleetScheduler, waited
 from aprilsched.coordinator.refits import RefitReport
 from aprilsched.coordinator.session import Session
-from aprilsched.coordinator.taking import TakesBatches
 from aprilsched.coordinator.updates import Updates
 from aprilsched.coordinator.work import Work
 from aprilsched.core.config import Caller, SchedulerConfig
@@ -33,7 +33,7 @@ from aprilsched.types import Batch, Prompt
 from aprilsched.weights.base import WeightPublisher
 
 
-class RolloutScheduler(TakesBatches):
+class RolloutScheduler(FleetScheduler):
     """Keeps a fleet of engines full and delivers batches of whole groups.
 
     Use it as ``async with RolloutScheduler(...) as rollouts``. In this block, ``async for batch in
@@ -157,32 +157,13 @@ class RolloutScheduler(TakesBatches):
         """The trainer's policy version, which every engine in use has."""
         return self.state.weights.versions.trainer
 
-    async def next_batch(self) -> Batch:
-        """Wait for the next batch.
-
-        A call that timed out or was cancelled has not ended the batch in work: the engines generate
-        for it as before, and the next call goes on with it. A batch is taken when the call returns;
-        until then it stays available for the next call. A timeout around the call may be
-        arbitrarily short, even shorter than the store needs to save a batch. If a batch is not
-        taken before the next update, a new batch is chosen after the update.
-
-        Raises:
-            PromptsExhausted: when the prompts have ended and everything was delivered, but for
-                groups that failed.
-            FleetLost: when no engine is left and none comes back within `health.fleet_wait_s`.
-            RefitError: when the remaining engines do not have the fleet's weights; an update
-                repairs this.
-            RunGivenUp: when `retries.failed_groups` groups in a row failed, and when the prompts
-                have ended and no group was delivered, or more than `retries.failed_share` failed.
-            SchedulerClosed: outside of the ``async with`` block.
-        """
-        await self._offered()
-        return self._take()
-
-    async def _offered(self, *, streamed: bool = False) -> Batch:
-        """Wait until a batch, or with `streamed` the next part of one, may be taken; returns it
-        without taking it."""
+    async def offered(self, within: float | None = None, *, streamed: bool = False) -> Batch:
         self._check_open()
+        batch = await waited(self._next_offer(streamed=streamed), within)
+        self._session.begin_hand_over()
+        return batch
+
+    async def _next_offer(self, *, streamed: bool) -> Batch:
         if self._waits.batch_requested:
             raise ConfigError(
                 "another next_batch() call is waiting already; await it before the next call."
@@ -202,42 +183,14 @@ class RolloutScheduler(TakesBatches):
             future.cancel()
         return self._waits.offer
 
-    def _take(self) -> Batch:
-        """Take the batch that is offered, for the trainer."""
+    def take(self) -> None:
         batch, self._waits.offer = self._waits.offer, None
         if batch is None:
             raise InvariantViolation("a batch was taken that is not offered")
         self._session.end_hand_over(ev.BatchTaken(index=batch.index))
-        return batch
 
-    def _hand_over(self) -> None:
-        """Say that the batch of :meth:`_offered` is on its way to another thread or process, until
-        :meth:`_take` or :meth:`_hand_back`."""
-        self._session.begin_hand_over()
-
-    def _hand_back(self) -> None:
-        """Say that the batch has not arrived: it is offered as before."""
+    def hand_back(self) -> None:
         self._session.end_hand_over()
-
-    @property
-    def _stored(self) -> bool:
-        """Whether there is a store."""
-        return self._session.durability.stored
-
-    @property
-    def _restores(self) -> bool:
-        """Whether it begins with a checkpoint."""
-        return self._session.durability.restores
-
-    def _suspect_weights(self) -> None:
-        """Say, before the scheduler is opened, that an update may have ended halfway: no engine is
-        used before the next update."""
-        self._session.weights_unknown = True
-
-    def _trainer_has(self, batches: Iterable[int], groups: Iterable[int] = ()) -> None:
-        """Say which batches the trainer has that were not acknowledged, and which groups of a batch
-        that it takes group by group. The others of them are delivered again."""
-        self._feed(ev.TrainerReturned(batches=tuple(batches), groups=tuple(groups)))
 
     async def evaluate(self, prompts: Iterable[Prompt], *, group_size: int = 1) -> Batch:
         """Generate all responses to `prompts` on the same engines, under one version.
@@ -309,6 +262,31 @@ class RolloutScheduler(TakesBatches):
         return alignment_of([comparison])
 
     # --- durability ----------------------------------------------------------------------------
+
+    @property
+    def stored(self) -> bool:
+        """Whether there is a store, so that what was not acknowledged is delivered again."""
+        return self._session.durability.stored
+
+    @property
+    def restores(self) -> bool:
+        """Whether it begins with a checkpoint."""
+        return self._session.durability.restores
+
+    def acknowledge(self, *batches: int) -> None:
+        """Acknowledge batches by their numbers, as :meth:`aprilsched.Batch.acknowledge` does; for
+        a trainer whose batches are copies, in another process."""
+        self._session.durability.acknowledge(batches)
+
+    def trainer_has(self, batches: Iterable[int], groups: Iterable[int] = ()) -> None:
+        """Say which batches the trainer has that were not acknowledged, and which groups of a batch
+        that it takes group by group. The others of them are delivered again."""
+        self._feed(ev.TrainerReturned(batches=tuple(batches), groups=tuple(groups)))
+
+    def suspect_weights(self) -> None:
+        """Say, before the scheduler is opened, that an update may have ended halfway: no engine is
+        used before the next update."""
+        self._session.weights_unknown = True
 
     async def checkpoint(self, path: Path | str, *, acknowledge: bool = True) -> None:
         """Write the scheduler's state to one file, for the trainer's own checkpoint.

@@ -139,7 +139,9 @@ class Waits:
 
     def begin_hand_over(self) -> None:
         """The offer is on its way to a thread or process, and must not be withdrawn meanwhile."""
-        self._handing = self._check().create_future()
+        # It does not raise the failure of a session that ended just now: the trainer's call has the
+        # batch already.
+        self._handing = asyncio.get_running_loop().create_future()
 
     def end_hand_over(self) -> None:
         """The trainer has the offer, or does not get it. Calling it again does nothing."""

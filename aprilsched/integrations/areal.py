@@ -448,7 +448,7 @@ class RolloutEngine:
             self._client.initialize(addr=[engine.name for engine in self._fleet.engines])
         # A server keeps the group of a trainer that was killed, and refuses its name; AReaL's
         # trainer would then wait for the server for ever.
-        self._rollouts._wait(lambda: leave(members, meta.nccl_group_name))  # pyright: ignore[reportPrivateUsage]
+        self._rollouts.on_loop(lambda: leave(members, meta.nccl_group_name))
         return self._client.init_weights_update_group(meta, xccl_group_ranks=xccl_group_ranks)
 
     def update_weights_from_distributed(

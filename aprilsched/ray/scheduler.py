@@ -56,7 +56,6 @@ from typing import Any, Self, TypeAlias, TypeVar
 
 from aprilsched.coordinator import BiasNow, RefitReport
 from aprilsched.coordinator import RolloutScheduler as AsyncRolloutScheduler
-from aprilsched.coordinator.taking import TakesBatches
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.errors import (
     AprilschedError,
@@ -69,7 +68,7 @@ from aprilsched.errors import (
 from aprilsched.loop_thread import LoopThread
 from aprilsched.ray.library import exceptions, named, ray
 from aprilsched.remote import (
-    BlockingScheduler,
+    BlockingRemote,
     FromTrainer,
     Raised,
     RemoteScheduler,
@@ -169,7 +168,7 @@ nobody has a handle."""
 # --- the trainer's side --------------------------------------------------------------------------
 
 
-class ActorScheduler(RemoteScheduler, TakesBatches):
+class ActorScheduler(RemoteScheduler):
     """The scheduler of an actor, with the methods of :class:`aprilsched.RolloutScheduler`.
 
     ::
@@ -322,7 +321,7 @@ class ActorScheduler(RemoteScheduler, TakesBatches):
     def _note(self, answer: _Answer, held: Sequence[int]) -> None:
         """Take what an answer says, to a call that was made when the trainer had the batches
         `held`."""
-        self.version = answer.version
+        self._version = answer.version
         if answer.unacknowledged is not None:
             for index in held:
                 if index not in answer.unacknowledged:
@@ -430,13 +429,7 @@ class ActorScheduler(RemoteScheduler, TakesBatches):
 
     # --- batches -------------------------------------------------------------------------------
 
-    async def next_batch(self) -> Batch:
-        """Wait for the next batch; a cancelled wait loses nothing."""
-        batch = await self.offered(None)
-        self._take()
-        return batch
-
-    async def offered(self, within: float | None, *, streamed: bool = False) -> Batch:
+    async def offered(self, within: float | None = None, *, streamed: bool = False) -> Batch:
         loop = asyncio.get_running_loop()
         until = None if within is None else loop.time() + within
         while True:
@@ -455,14 +448,11 @@ class ActorScheduler(RemoteScheduler, TakesBatches):
                         "being restarted; the next call continues the wait."
                     ) from None
 
-    async def _offered(self, *, streamed: bool = False) -> Batch:
-        return await self.offered(None, streamed=streamed)
-
     async def _offered_once(self, within: float | None, *, streamed: bool) -> Batch:
         self._part = await super().offered(within, streamed=streamed)
         return self._part
 
-    def _take(self) -> None:
+    def take(self) -> None:
         part = self._part
         if part is not None:
             if self._streamed and part.index != self._streamed_of:
@@ -475,7 +465,7 @@ class ActorScheduler(RemoteScheduler, TakesBatches):
             else:
                 self._streamed_of = part.index
                 self._streamed.update(group.group_id for group in part.groups)
-        super()._take()
+        super().take()
 
     def _acknowledge(self, index: int) -> None:
         """Acknowledge a batch from any thread of this process."""
@@ -487,6 +477,14 @@ class ActorScheduler(RemoteScheduler, TakesBatches):
         if index in self._held:
             self._held[index] = True
         super()._acknowledge(index)
+
+    def restore(self, path: Path | str) -> None:
+        """Refused, because the actor restores itself.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError("give start_scheduler() the checkpoint, as restore=path.")
 
     async def state(self) -> SchedulerState:
         """A copy of the scheduler's state."""
@@ -646,7 +644,7 @@ async def _awaited(reference: Any) -> Any:
     return await reference
 
 
-class RolloutScheduler(BlockingScheduler):
+class RolloutScheduler(BlockingRemote):
     """The scheduler of an actor for a trainer that is not asyncio code: the methods of
     :class:`aprilsched.blocking.RolloutScheduler`, over an :class:`ActorScheduler`, which describes
     the arguments.
@@ -656,14 +654,6 @@ class RolloutScheduler(BlockingScheduler):
 
     def __init__(self, name: str, *, namespace: str | None = None, wait_s: float = _WAIT_S) -> None:
         self._use_remote(ActorScheduler(name, namespace=namespace, wait_s=wait_s))
-
-    def restore(self, path: Path | str) -> None:
-        """Refused, because the actor restores itself.
-
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError("give start_scheduler() the checkpoint, as restore=path.")
 
 
 # --- between the two -----------------------------------------------------------------------------
@@ -794,10 +784,10 @@ class _Life(Served):
                     self._replaced.set()
                     self._replaced = asyncio.Event()
                     self._trainer = trainer
-                if self._scheduler is None:
+                if self.scheduler is None:
                     await self._open(held, streamed, unsure=unsure)
                 scheduler = self._opened
-                scheduler._trainer_has(held, streamed[1])  # pyright: ignore[reportPrivateUsage]
+                scheduler.trainer_has(held, streamed[1])
                 for index, acknowledged in held.items():
                     if acknowledged:
                         self.acknowledge(index)
@@ -832,7 +822,7 @@ class _Life(Served):
             part = self._on_its_way
             if has is None:
                 # With a store it is delivered again; without one it would be gone.
-                taken = self._opened._stored  # pyright: ignore[reportPrivateUsage]
+                taken = self._opened.stored
             else:
                 groups = {group.group_id for group in part.groups}
                 taken = part.index in has[0] or (not part.complete and groups <= has[1])
@@ -856,12 +846,12 @@ class _Life(Served):
                 f"the scheduler's function returned a {type(made).__name__}; return an "
                 "aprilsched.RolloutScheduler."
             )
-        if made._restores:  # pyright: ignore[reportPrivateUsage]
+        if made.restores:
             raise ConfigError(
                 "the scheduler's function restores a checkpoint, and would do so again after each "
                 "restart of the actor; give start_scheduler() the checkpoint, as restore=path."
             )
-        if self._restarted and not made._stored:  # pyright: ignore[reportPrivateUsage]
+        if self._restarted and not made.stored:
             raise SchedulerClosed(
                 f"the scheduler actor {order.name!r} has died, and its scheduler has no store to "
                 "go on from; give it store=SqliteStore(path) on a disk that every node has."
@@ -869,7 +859,7 @@ class _Life(Served):
         if order.restored is not None and not self._restarted:
             made.restore(order.restored)
         if unsure:
-            made._suspect_weights()  # pyright: ignore[reportPrivateUsage]
+            made.suspect_weights()
         await made.__aenter__()
         in_flight, (index, groups) = made.state.in_flight, streamed
         batches = in_flight.counters.batches
@@ -882,7 +872,7 @@ class _Life(Served):
                 f"actor {order.name!r} has no more than {batches} batches, or has not its groups; "
                 "give its scheduler a store that outlives the actor, on a disk that every node has."
             )
-        self._scheduler = made
+        self.scheduler = made
 
     def _another(self) -> _Replaced:
         return _Replaced(

@@ -231,7 +231,7 @@ class _Held(LocalShard):
 
     async def begin_update(self, version: int) -> tuple[str, ...] | RefitReport:
         """Pause the engines for a publisher of the collector's process; returns their names."""
-        self._serving._scheduler = self.scheduler  # pyright: ignore[reportPrivateUsage]
+        self._serving.scheduler = self.scheduler
         return await self._serving.begin_update(version, acknowledge=False)
 
     async def end_update(self, raised: Raised | None) -> RefitReport:

@@ -129,7 +129,7 @@ class LocalShard:
         if checkpoint is not None:
             rollouts.restore(checkpoint)
         if suspect:
-            rollouts._suspect_weights()  # pyright: ignore[reportPrivateUsage]
+            rollouts.suspect_weights()
         try:
             await rollouts.__aenter__()
         except BaseException:

@@ -23,8 +23,8 @@ from typing import Any, Self, TypeVar
 
 from aprilsched.coordinator.logprob_comparison import compared
 from aprilsched.coordinator.prompts import PromptSource, checked
+from aprilsched.coordinator.protocol import AsyncScheduler, waited
 from aprilsched.coordinator.refits import RefitReport
-from aprilsched.coordinator.taking import TakesBatches
 from aprilsched.coordinator.tasks import Waits
 from aprilsched.core.config import SchedulerConfig
 from aprilsched.core.messages import facts as of
@@ -153,7 +153,7 @@ class _Member:
                 await asyncio.wait([work], timeout=_AGAIN_S)
 
 
-class ShardedScheduler(TakesBatches):
+class ShardedScheduler(AsyncScheduler):
     """Delivers batches of whole groups from several schedulers, with the methods of
     :class:`~aprilsched.RolloutScheduler`.
 
@@ -304,24 +304,13 @@ class ShardedScheduler(TakesBatches):
         """The trainer's policy version, which every shard that takes part has."""
         return self._collector.version
 
-    async def next_batch(self) -> Batch:
-        """Wait for the next batch; see :meth:`aprilsched.RolloutScheduler.next_batch`.
-
-        Raises:
-            PromptsExhausted: when the prompts have ended and everything was delivered, but for
-                groups that failed.
-            FleetLost: when no shard is left and none comes back within `health.fleet_wait_s`.
-            RefitError: when no shard has the version of the run; an update repairs this.
-            RunGivenUp: when `retries.failed_groups` groups in a row failed in a shard, and when the
-                prompts have ended and no group was delivered, or more than `retries.failed_share`
-                failed.
-            SchedulerClosed: outside of the ``async with`` block.
-        """
-        await self._offered()
-        return self._take()
-
-    async def _offered(self, *, streamed: bool = False) -> Batch:
+    async def offered(self, within: float | None = None, *, streamed: bool = False) -> Batch:
         self._check_open()
+        batch = await waited(self._next_offer(streamed=streamed), within)
+        self._waits.begin_hand_over()
+        return batch
+
+    async def _next_offer(self, *, streamed: bool) -> Batch:
         if self._waits.batch_requested:
             raise ConfigError(
                 "another next_batch() call is waiting already; await it before the next call."
@@ -354,7 +343,7 @@ class ShardedScheduler(TakesBatches):
             self._tell_facts(of.BatchRequested())
         self._collector.request(streamed=streamed)
 
-    def _take(self) -> Batch:
+    def take(self) -> None:
         batch, self._waits.offer = self._waits.offer, None
         if batch is None:
             raise InvariantViolation("a batch was taken that is not offered")
@@ -365,7 +354,6 @@ class ShardedScheduler(TakesBatches):
         for group in () if batch.complete else batch.groups:
             self._tell_facts(of.GroupStreamed(batch=batch.index, group_id=group.group_id))
         self._act()
-        return batch
 
     def _withdraw_offer(self) -> None:
         if self._waits.offer is not None and self._waits.offer.complete:
@@ -391,10 +379,7 @@ class ShardedScheduler(TakesBatches):
             )
         )
 
-    def _hand_over(self) -> None:
-        self._waits.begin_hand_over()
-
-    def _hand_back(self) -> None:
+    def hand_back(self) -> None:
         self._waits.end_hand_over()
 
     async def evaluate(self, prompts: Iterable[Prompt], *, group_size: int = 1) -> Batch:

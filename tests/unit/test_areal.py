@@ -630,7 +630,7 @@ def test_an_engine_without_broadcasts_is_refused(parts: SimpleNamespace):
 def lose(made: RolloutEngine, name: str) -> None:
     from aprilsched.core.messages.events import EngineLost
 
-    asynchronous = made._rollouts._rollouts
+    asynchronous = made._rollouts._here
 
     async def feed() -> None:
         asynchronous._feed(EngineLost(engine=name, cause="given up by the test"))

@@ -168,7 +168,7 @@ def pairs() -> Iterator[tuple[str, str]]:
         yield name, names[(7 * place + 3) % len(names)]
     for name in ("buckets", "auto", "reward", "reward of groups", "accept", "large batch"):
         yield name, "plain"
-    for name in ("pool", "in place", "auto in place", "asynchronous", "ramp", "run"):
+    for name in ("pool", "in place", "auto in place", "asynchronous", "run"):
         yield "buckets", name
 
 

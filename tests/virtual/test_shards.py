@@ -1257,8 +1257,6 @@ def test_a_blocking_trainer_uses_shards(tmp_path: Path):
         assert rollouts.version == 1
         rollouts.checkpoint(tmp_path / "saved")
         assert len(rollouts.evaluate(list(workload(3)), group_size=4).groups) == 3
-        with pytest.raises(ConfigError, match="that of one scheduler"):
-            rollouts.bias()
         batches.append(joined(list(rollouts.stream())))
         batches += list(rollouts)
     check(batches)

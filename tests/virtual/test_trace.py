@@ -304,14 +304,14 @@ def test_engines_that_are_lost_asleep_or_inconsistent(tmp_path: Path):
 def test_a_log_that_cannot_be_read_is_said_and_nothing_is_written(tmp_path: Path):
     with pytest.raises(RunFolderError, match="is no whole run folder"):
         write_trace(tmp_path)
-    (tmp_path / EVENTS).write_text('{"t":"now"}\n{"t":1,"event":"Opened"}\n')
+    (tmp_path / EVENTS).write_text('{"t":"now"}\n{"t":1,"fact":"BatchRequested"}\n')
     with pytest.raises(RunFolderError, match="is damaged in line 1, before its end"):
         write_trace(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [EVENTS]
 
 
 def test_a_trace_that_cannot_be_written_is_said(tmp_path: Path):
-    (tmp_path / EVENTS).write_text('{"t":0,"event":"BatchRequested"}\n')
+    (tmp_path / EVENTS).write_text('{"t":0,"fact":"BatchRequested"}\n')
     with pytest.raises(RunFolderError, match=r"missing/t\.json cannot be written .*; name a file"):
         write_trace(tmp_path, tmp_path / "missing" / "t.json")
 
