@@ -323,7 +323,6 @@ class Session:
                 do.Launch: lambda _: None,
                 do.StartEpisode: work.start_episode,
                 do.ResolveTurn: work.resolve_turn,
-                do.DiscardTokens: lambda _: None,
                 do.ScoreRollout: work.score,
                 do.ScoreGroup: work.score_group,
                 do.Filter: work.filter,
@@ -351,7 +350,6 @@ class Session:
                 do.Offer: self.durability.offer,
                 do.WithdrawOffer: waits.withdraw,
                 do.Deliver: self.durability.deliver,
-                do.Redeliver: lambda _: None,
                 do.EndOfPrompts: self._end_prompts,
                 do.DeliverEvaluation: waits.deliver_evaluation,
             }

@@ -15,7 +15,7 @@ from aprilsched.config import SchedulerConfig
 from aprilsched.core.config import Caller, RewardScope
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
-from aprilsched.core.messages.facts import Fact, by_delivery
+from aprilsched.core.messages.facts import BatchDelivered, Fact, by_delivery
 from aprilsched.core.scheduler import Scheduler
 from aprilsched.core.state.engine_control import Mode
 from aprilsched.core.state.state import SchedulerState
@@ -171,9 +171,12 @@ class Driver:
     def feed(self, event: ev.Event) -> list[do.Command]:
         """Handle one event, check the invariants, and remember the commands."""
         self.now += 0.001
+        offer = self.state.delivery.offer
         commands = self.core.handle(event, self.now)
         self.core.check_invariants()
         for part in by_delivery(self.core.facts):
+            if offer is not None and any(isinstance(f, BatchDelivered) and f.again for f in part):
+                self.redelivered.append(offer.batch)
             self.run.on_facts(part, self.now)
             if self.hears is not None:
                 self.hears(part)
@@ -250,8 +253,6 @@ class Driver:
                 self.withdrawn.append(command.index)
             case do.Deliver():
                 self.batches.append(command.batch)
-            case do.Redeliver():
-                self.redelivered.append(command.batch)
             case do.DeliverEvaluation():
                 self.evaluations[command.evaluation_id] = command.batch
             case do.FinishUpdate():
@@ -273,7 +274,7 @@ class Driver:
                     ]
             case do.EndOfPrompts():
                 self.ended = True
-            case do.Launch() | do.ReportSlow() | do.DiscardTokens():
+            case do.Launch() | do.ReportSlow():
                 pass
             case do.AdmitEngine():
                 self.admitted.append(command)

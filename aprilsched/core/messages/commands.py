@@ -283,17 +283,6 @@ class ResolveTurn:
     withdrawn: bool = False
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DiscardTokens:
-    """The last tokens of the rollout are discarded: `sampled` ones, which the ledger counts under
-    `reason`, and `environment` ones. There is nothing to do for the shell."""
-
-    rollout_id: int
-    sampled: int
-    environment: int
-    reason: str
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ScoreRollout:
     """Ask the reward function about one rollout. The answer is Rewarded or RewardFailed."""
@@ -418,13 +407,6 @@ class Deliver:
     """It was taken group by group and has ended early, so no offer of it as a whole was saved."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Redeliver:
-    """The trainer has taken a batch that had been delivered before the run was resumed."""
-
-    batch: Batch
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EndOfPrompts:
     """Tell the trainer that the prompts have ended, and how the run has gone."""
@@ -463,7 +445,6 @@ Command: TypeAlias = (
     | FinishSleep
     | StartEpisode
     | ResolveTurn
-    | DiscardTokens
     | ScoreRollout
     | ScoreGroup
     | Filter
@@ -473,7 +454,6 @@ Command: TypeAlias = (
     | Offer
     | WithdrawOffer
     | Deliver
-    | Redeliver
     | EndOfPrompts
     | DeliverEvaluation
 )

@@ -27,7 +27,6 @@ from aprilsched.core.messages.commands import (
     DeliverEvaluation,
     EndOfPrompts,
     Offer,
-    Redeliver,
     WithdrawOffer,
 )
 from aprilsched.core.messages.events import (
@@ -410,7 +409,6 @@ def on_batch_taken(state: SchedulerState, event: BatchTaken) -> None:
         state.delivery.redelivery.popleft()
         state.delivery.streamed_again = set()
         _tell_delivery(state, offered.batch, again=True)
-        state.commands.append(Redeliver(batch=offered.batch))
     else:
         _deliver(state, offered)
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from aprilsched.core.messages.commands import (
-    DiscardTokens,
     Filter,
     ResolveTurn,
     ScoreGroup,
@@ -447,14 +446,6 @@ def truncate(state: SchedulerState, rollout: RolloutRecord, size: int, reason: R
             sampled=sampled,
             environment=environment,
             reason=reason.value,
-        )
-    )
-    state.commands.append(
-        DiscardTokens(
-            rollout_id=rollout.rollout_id,
-            sampled=sampled,
-            environment=environment,
-            reason=str(reason),
         )
     )
 
