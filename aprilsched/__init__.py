@@ -22,10 +22,9 @@ from aprilsched.sampling import sampling_params
 from aprilsched.store import MemoryStore, SqliteStore
 from aprilsched.types import Batch, Group, Prompt, Rollout, SamplingParams, Score, Segment
 from aprilsched.weights.checkpoint_engine import CheckpointEnginePublisher
-from aprilsched.weights.disk import DiskPublisher
+from aprilsched.weights.disk import DiskPublisher, LoraPublisher
 from aprilsched.weights.distributed import DistributedPublisher
 from aprilsched.weights.external import ExternalWeights, Handshake
-from aprilsched.weights.lora import LoraPublisher
 from aprilsched.weights.relay import RelayPublisher
 from aprilsched.weights.tensor import TensorPublisher
 from aprilsched.workload import LongTailWorkload

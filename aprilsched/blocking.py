@@ -46,7 +46,7 @@ from aprilsched.store import Store
 from aprilsched.telemetry.base import AnyListener
 from aprilsched.telemetry.figures import AlignmentFigures
 from aprilsched.types import Batch, Prompt, Receipt
-from aprilsched.weights.base import WeightPublisher
+from aprilsched.weights.publisher import WeightPublisher
 
 __all__ = ["RolloutScheduler", "ShardedScheduler"]
 

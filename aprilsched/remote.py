@@ -38,8 +38,8 @@ from aprilsched.errors import (
 )
 from aprilsched.telemetry.figures import AlignmentFigures
 from aprilsched.types import Batch, Prompt, Receipt
-from aprilsched.weights.base import AdapterPublisher, ConcludingPublisher, WeightPublisher
 from aprilsched.weights.external import ExternalWeights, Handshake
+from aprilsched.weights.publisher import AdapterPublisher, ConcludingPublisher, WeightPublisher
 
 log = logging.getLogger("aprilsched")
 

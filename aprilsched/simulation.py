@@ -51,7 +51,7 @@ from aprilsched.driver.forecasts import ForecastErrors
 from aprilsched.driver.loop import EventLoop, ending, progress
 from aprilsched.engines.base import Chunk, GenerationRequest
 from aprilsched.engines.sim.batcher import Batcher
-from aprilsched.engines.sim.config import SimConfig
+from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.errors import AprilschedError, ConfigError, FleetLost, RunGivenUp
 from aprilsched.planning import Planner
 from aprilsched.telemetry.base import AnyListener

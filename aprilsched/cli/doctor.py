@@ -14,7 +14,7 @@ from rich.text import Text
 
 from aprilsched.cli.arguments import parsed
 from aprilsched.doctor import Finding, Status, examine
-from aprilsched.engines.http.address import ServerAddress
+from aprilsched.engines.http import ServerAddress
 from aprilsched.errors import ConfigError, EngineError
 from aprilsched.runs.settings import key_from
 

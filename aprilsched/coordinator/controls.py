@@ -36,8 +36,7 @@ from aprilsched.core.messages.events import (
     Verified,
     Woken,
 )
-from aprilsched.engines.base import Engine
-from aprilsched.engines.refit import SleepingEngine
+from aprilsched.engines.base import Engine, SleepingEngine
 from aprilsched.engines.selfcheck import check_tokens
 from aprilsched.errors import EngineError, InconsistentWeights
 

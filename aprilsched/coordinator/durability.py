@@ -27,7 +27,7 @@ from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.steps.batch import handed_over
 from aprilsched.core.steps.snapshot import take_changes, take_checkpoint, take_full
 from aprilsched.errors import AprilschedError, ConfigError, SchedulerClosed, StoreError
-from aprilsched.store.base import Store
+from aprilsched.store.in_memory import Store
 from aprilsched.store.sqlite import read_checkpoint, write_checkpoint
 from aprilsched.types import Receipt
 

@@ -17,8 +17,7 @@ from typing import ClassVar
 from aprilsched.config import SchedulerConfig
 from aprilsched.core.messages.events import EngineInfo, Opened
 from aprilsched.core.policies.straggler import BEHAVIOURS
-from aprilsched.engines.base import Engine, HasAddress
-from aprilsched.engines.load import ReportsLoad
+from aprilsched.engines.base import Engine, HasAddress, ReportsLoad
 from aprilsched.engines.selfcheck import check, paused
 from aprilsched.errors import ConfigError, EngineError, InconsistentWeights
 

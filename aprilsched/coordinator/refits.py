@@ -20,8 +20,8 @@ from aprilsched.core.messages.events import ControlFailed, Event, Refitted
 from aprilsched.driver.callbacks import Overdue, called, raised
 from aprilsched.engines.base import Engine
 from aprilsched.errors import EngineError, InconsistentWeights
-from aprilsched.weights.base import AdapterPublisher, ConcludingPublisher, WeightPublisher
 from aprilsched.weights.external import FollowedWeights
+from aprilsched.weights.publisher import AdapterPublisher, ConcludingPublisher, WeightPublisher
 
 log = logging.getLogger("aprilsched")
 

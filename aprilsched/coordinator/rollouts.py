@@ -25,12 +25,12 @@ from aprilsched.driver.callbacks import Accept, GroupReward, Reward
 from aprilsched.engines.base import Fleet
 from aprilsched.errors import ConfigError, InvariantViolation
 from aprilsched.planning import Planner
-from aprilsched.store.base import Store
+from aprilsched.store.in_memory import Store
 from aprilsched.telemetry.alignment import alignment_of
 from aprilsched.telemetry.base import AnyListener
 from aprilsched.telemetry.figures import AlignmentFigures
 from aprilsched.types import Batch, Prompt
-from aprilsched.weights.base import WeightPublisher
+from aprilsched.weights.publisher import WeightPublisher
 
 
 class RolloutScheduler(FleetScheduler):
@@ -334,7 +334,7 @@ class RolloutScheduler(FleetScheduler):
     ) -> RefitReport:
         """Bring the trainer's new weights into every engine: pause, refit, verify, continue.
 
-        With an :class:`~aprilsched.weights.base.AdapterPublisher` nothing is paused: the new
+        With an :class:`~aprilsched.weights.publisher.AdapterPublisher` nothing is paused: the new
         adapter serves new requests, and requests that were sent before end under the old adapter.
 
         With ``refit="rolling"`` the call ends when the publisher has prepared the version, and the

@@ -31,11 +31,10 @@ from aprilsched.core.scheduler import Scheduler
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.driver.forecasts import ForecastErrors
 from aprilsched.driver.loop import EventLoop
-from aprilsched.engines.base import Engine, Fleet
-from aprilsched.engines.refit import RefitElsewhere
+from aprilsched.engines.base import Engine, Fleet, RefitElsewhere
 from aprilsched.errors import SchedulerClosed, closed_meanwhile
 from aprilsched.planning import Planner
-from aprilsched.store.base import Store
+from aprilsched.store.in_memory import Store
 from aprilsched.telemetry.base import AnyListener
 
 log = logging.getLogger("aprilsched")

@@ -18,16 +18,16 @@ from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
 from aprilsched.core.steps.engines import stranded
 from aprilsched.driver.callbacks import called, called_now
-from aprilsched.engines.refit import SleepingEngine
+from aprilsched.engines.base import SleepingEngine
 from aprilsched.errors import ConfigError, RefitError
-from aprilsched.weights.base import (
+from aprilsched.weights.external import ExternalWeights, Handshake
+from aprilsched.weights.publisher import (
     AdapterPublisher,
     ConcludingPublisher,
     RepublishingPublisher,
     WeightPublisher,
     WholePublisher,
 )
-from aprilsched.weights.external import ExternalWeights, Handshake
 
 log = logging.getLogger("aprilsched")
 

@@ -14,8 +14,7 @@ from datetime import datetime, timedelta
 from aprilsched.coordinator.tasks import Tasks, Waits
 from aprilsched.core.messages.commands import AwaitFleet, GiveUpFleet, ReportSlow, WantUpdate
 from aprilsched.core.messages.events import Event, LoadSeen, VersionSeen
-from aprilsched.engines.base import Engine, TellsPause
-from aprilsched.engines.load import ReportsLoad
+from aprilsched.engines.base import Engine, ReportsLoad, TellsPause
 from aprilsched.errors import EngineError, FleetLost, InconsistentWeights, RefitError
 
 _INTERVAL_S = 1.0

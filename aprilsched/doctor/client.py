@@ -11,11 +11,14 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from aprilsched.engines.http.failures import Answer
-from aprilsched.engines.http.limits import HttpLimits
-from aprilsched.engines.http.sockets import inflow_of
-from aprilsched.engines.http.sse import Allowance, EventSplitter
-from aprilsched.engines.http.transport import Transport
+from aprilsched.engines.http import (
+    Allowance,
+    Answer,
+    EventSplitter,
+    HttpLimits,
+    Transport,
+    inflow_of,
+)
 from aprilsched.engines.sglang.probe import ServerFacts
 from aprilsched.errors import EngineError
 

@@ -13,11 +13,9 @@ from aprilsched.doctor.checks import CHECKS
 from aprilsched.doctor.client import Client, Generation, until
 from aprilsched.doctor.findings import Finding, Notes, PauseNotes
 from aprilsched.engines.base import PauseMode
-from aprilsched.engines.http.address import ServerAddress
-from aprilsched.engines.http.limits import HttpLimits
-from aprilsched.engines.http.transport import Transport
+from aprilsched.engines.http import HttpLimits, ServerAddress, Transport
 from aprilsched.engines.sglang import SGLangEngine
-from aprilsched.engines.sglang.calls import despite_cancellation
+from aprilsched.engines.sglang.http_engine import despite_cancellation
 from aprilsched.engines.sglang.probe import release
 from aprilsched.errors import EngineError
 

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from aprilsched import __version__
 from aprilsched.coordinator.refits import RefitReport
-from aprilsched.engines.refit import RefitGroup, TensorMeta
+from aprilsched.engines.base import RefitGroup, TensorMeta
 from aprilsched.errors import AprilschedError, ConfigError
 from aprilsched.gateway.service import SERVICE, Service
 from aprilsched.gateway.updates import Bucket, Groups, broadcast, handles

@@ -27,8 +27,7 @@ from aprilsched.coordinator.rollouts import RolloutScheduler
 from aprilsched.core.config import SchedulerConfig
 from aprilsched.core.messages import events as ev
 from aprilsched.core.state.engine_control import Mode
-from aprilsched.engines.base import Engine, Fleet
-from aprilsched.engines.refit import RefitGroup
+from aprilsched.engines.base import Engine, Fleet, RefitGroup
 from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.errors import (
     AprilschedError,
@@ -45,8 +44,8 @@ from aprilsched.serving import Refused, Unavailable
 from aprilsched.store.codec import check_storable
 from aprilsched.store.sqlite import SqliteStore
 from aprilsched.telemetry.base import AnyListener
-from aprilsched.weights.base import WeightPublisher
 from aprilsched.weights.external import ExternalWeights
+from aprilsched.weights.publisher import WeightPublisher
 
 log = logging.getLogger("aprilsched")
 

@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar, cast
 
-from aprilsched.engines.base import Engine
-from aprilsched.engines.refit import (
+from aprilsched.engines.base import (
+    Engine,
     RefitFromDisk,
     RefitFromGroup,
     RefitFromTensors,

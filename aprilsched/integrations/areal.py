@@ -35,14 +35,13 @@ from aprilsched.blocking import RolloutScheduler
 from aprilsched.config import SchedulerConfig
 from aprilsched.coordinator import PromptQueue, RefitReport, Turn
 from aprilsched.core.policies.straggler import BEHAVIOURS
-from aprilsched.engines.base import Engine, Fleet
-from aprilsched.engines.refit import RefitFromGroup
+from aprilsched.engines.base import Engine, Fleet, RefitFromGroup
 from aprilsched.errors import ConfigError, MissingExtra, RefitError
 from aprilsched.telemetry.base import AnyListener
 from aprilsched.tensors import pad
 from aprilsched.types import NO_VERSION, Group, Prompt, SamplingParams, Score
-from aprilsched.weights.collective import GroupEngine, leave
 from aprilsched.weights.disk import DiskPublisher
+from aprilsched.weights.process_group import GroupEngine, leave
 
 if TYPE_CHECKING:
     from torch import Tensor

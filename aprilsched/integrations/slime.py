@@ -49,7 +49,7 @@ import numpy as np
 
 from aprilsched.blocking import RolloutScheduler
 from aprilsched.config import SchedulerConfig
-from aprilsched.engines.http.address import ServerAddress
+from aprilsched.engines.http import ServerAddress
 from aprilsched.engines.sglang.fleet import SGLangFleet
 from aprilsched.errors import ConfigError, EngineError
 from aprilsched.runs.config_tree import config_of

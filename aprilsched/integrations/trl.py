@@ -41,8 +41,8 @@ from aprilsched.extras import extra
 from aprilsched.store import MemoryStore
 from aprilsched.telemetry.base import AnyListener
 from aprilsched.types import Batch, Group, Prompt, Rollout, SamplingParams, Score
-from aprilsched.weights.base import WeightPublisher
 from aprilsched.weights.distributed import DistributedPublisher
+from aprilsched.weights.publisher import WeightPublisher
 
 if TYPE_CHECKING:
     from torch import Tensor

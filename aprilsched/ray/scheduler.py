@@ -77,7 +77,7 @@ from aprilsched.remote import (
     unsendable,
 )
 from aprilsched.types import Batch
-from aprilsched.weights.base import AdapterPublisher, WeightPublisher
+from aprilsched.weights.publisher import AdapterPublisher, WeightPublisher
 
 __all__ = ["ActorScheduler", "RolloutScheduler", "start_scheduler", "stop_scheduler"]
 

@@ -40,7 +40,7 @@ from typing import Any, Self, TypeVar
 
 import aiohttp
 
-from aprilsched.engines.http.limits import HttpLimits
+from aprilsched.engines.http import HttpLimits
 from aprilsched.engines.sglang.fleet import SGLangListedFleet
 from aprilsched.errors import AprilschedError, ConfigError, EngineUnreachable
 from aprilsched.loop_thread import LoopThread

@@ -35,8 +35,8 @@ from aprilsched.remote import FromTrainer, Raised, Served, absolute, unsendable
 from aprilsched.shards.base import News, Opened, Orders, Part, ShardLost
 from aprilsched.shards.local import LocalShard, ShardParts
 from aprilsched.types import Batch, Prompt
-from aprilsched.weights.base import WeightPublisher
 from aprilsched.weights.disk import DiskPublisher
+from aprilsched.weights.publisher import WeightPublisher
 
 log = logging.getLogger("aprilsched")
 

@@ -22,7 +22,7 @@ from aprilsched.runs.exporting import exporters, live_figures_of
 from aprilsched.runs.setup import Setup, run_on_clock
 from aprilsched.runs.showing import Screen
 from aprilsched.runs.summary import remainder, summary_of
-from aprilsched.store.base import Store
+from aprilsched.store.in_memory import Store
 from aprilsched.telemetry.base import AnyListener, Listener
 from aprilsched.telemetry.event_log import EventLog
 from aprilsched.telemetry.event_log.reading import replay

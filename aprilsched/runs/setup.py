@@ -35,8 +35,8 @@ from aprilsched.timing.model import (
     StepTimeModel,
 )
 from aprilsched.types import Prompt
-from aprilsched.weights.base import WeightPublisher
 from aprilsched.weights.disk import DiskPublisher
+from aprilsched.weights.publisher import WeightPublisher
 from aprilsched.workload import LongTailWorkload
 
 

@@ -26,7 +26,7 @@ from aprilsched.engines.base import Engine
 from aprilsched.errors import AprilschedError, ConfigError, RefitError
 from aprilsched.telemetry.event_log.merging import qualified_engine, qualified_id
 from aprilsched.types import Batch, Group, Prompt, Rollout, Segment
-from aprilsched.weights.base import RepublishingPublisher, WeightPublisher, WholePublisher
+from aprilsched.weights.publisher import RepublishingPublisher, WeightPublisher, WholePublisher
 
 SERIAL = "aprilsched.serial"
 """Key of a prompt's serial in its metadata, while a shard has the prompt."""
@@ -352,7 +352,7 @@ class Part:
 
     async def publish(self, version: int, engines: Sequence[Engine]) -> _Results:
         """Publish with the other shards; see
-        :meth:`~aprilsched.weights.base.WeightPublisher.publish`."""
+        :meth:`~aprilsched.weights.publisher.WeightPublisher.publish`."""
         return await self.joint.publish(self._shard, version, engines)
 
 

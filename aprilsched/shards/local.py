@@ -25,11 +25,11 @@ from aprilsched.driver.callbacks import Accept, GroupReward, Reward
 from aprilsched.engines.base import Fleet
 from aprilsched.errors import AprilschedError, FleetLost, RefitError, SchedulerClosed
 from aprilsched.shards.base import Complete, News, Opened, Orders, ShardLost, answer_s, serial_of
-from aprilsched.store.base import Store
+from aprilsched.store.in_memory import Store
 from aprilsched.telemetry.base import AnyListener, TokenChunks
 from aprilsched.telemetry.event_log import EventLog
 from aprilsched.types import Batch, Group, Prompt
-from aprilsched.weights.base import WeightPublisher
+from aprilsched.weights.publisher import WeightPublisher
 
 _AGAIN_S = 1.0
 """Seconds after which a group is asked for again where no engine can generate before an update."""

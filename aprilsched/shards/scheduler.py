@@ -63,13 +63,13 @@ from aprilsched.telemetry.event_log.merging import qualified_engine, shard_log
 from aprilsched.telemetry.figures import AlignmentFigures
 from aprilsched.telemetry.run_folder import EVENTS
 from aprilsched.types import Batch, Group, Prompt, RefusedPrompt
-from aprilsched.weights.base import (
+from aprilsched.weights.external import ExternalWeights
+from aprilsched.weights.publisher import (
     AdapterPublisher,
     ConcludingPublisher,
     RepublishingPublisher,
     WeightPublisher,
 )
-from aprilsched.weights.external import ExternalWeights
 
 log = logging.getLogger("aprilsched")
 

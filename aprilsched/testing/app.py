@@ -17,8 +17,8 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from aprilsched.engines.base import Chunk, GenerationRequest
-from aprilsched.engines.sim.config import SimConfig
-from aprilsched.engines.sim.resources import TAGS
+from aprilsched.engines.sim.settings import SimConfig
+from aprilsched.engines.sim.sim_engine import TAGS
 from aprilsched.errors import ConfigError, EngineError, EngineRejected
 from aprilsched.serving import (
     BODIES,

@@ -29,9 +29,15 @@ from pathlib import Path
 
 import numpy as np
 
-from aprilsched.engines.base import Chunk, Engine, GenerationRequest, PauseMode
-from aprilsched.engines.load import ReportsLoad
-from aprilsched.engines.refit import RefitFromDisk, SleepingEngine
+from aprilsched.engines.base import (
+    Chunk,
+    Engine,
+    GenerationRequest,
+    PauseMode,
+    RefitFromDisk,
+    ReportsLoad,
+    SleepingEngine,
+)
 from aprilsched.errors import EngineRejected
 from aprilsched.types import Float32Array, Int32Array, SamplingParams, VersionSpan
 
@@ -461,7 +467,7 @@ REFIT_CHECKS: tuple[Check, ...] = (
     spans_tell_the_version_of_every_token,
 )
 """For engines with ``flush_while_paused`` and ``version_spans`` that load weights from a disk
-(:class:`~aprilsched.engines.refit.RefitFromDisk`)."""
+(:class:`~aprilsched.engines.base.RefitFromDisk`)."""
 
 MEMORY_CHECKS: tuple[Check, ...] = (
     released_memory_comes_back,
@@ -469,12 +475,12 @@ MEMORY_CHECKS: tuple[Check, ...] = (
     memory_calls_in_a_wrong_order_are_refused,
 )
 """For engines that pass the `REFIT_CHECKS` and are a
-:class:`~aprilsched.engines.refit.SleepingEngine` with ``release_while_paused`` and
+:class:`~aprilsched.engines.base.SleepingEngine` with ``release_while_paused`` and
 ``keeps_released_weights``."""
 
 LOAD_CHECKS: tuple[Check, ...] = (the_load_tells_what_is_on_it,)
-"""For engines that report every figure of :class:`~aprilsched.engines.load.EngineLoad` that the
-scheduler's displays use (:class:`~aprilsched.engines.load.ReportsLoad`)."""
+"""For engines that report every figure of :class:`~aprilsched.engines.base.EngineLoad` that the
+scheduler's displays use (:class:`~aprilsched.engines.base.ReportsLoad`)."""
 
 ALL_CHECKS: tuple[Check, ...] = CHECKS + REFIT_CHECKS + MEMORY_CHECKS + LOAD_CHECKS
 

@@ -25,8 +25,8 @@ from typing import Literal
 from aiohttp import web
 
 from aprilsched.engines.base import Chunk, GenerationRequest
-from aprilsched.engines.sim.config import Counters, SimConfig
-from aprilsched.engines.sim.engine import SimEngine
+from aprilsched.engines.sim.settings import Counters, SimConfig
+from aprilsched.engines.sim.sim_engine import SimEngine
 from aprilsched.errors import EngineError, EngineRejected
 from aprilsched.serving import Refused
 from aprilsched.types import VersionSpan

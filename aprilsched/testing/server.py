@@ -7,8 +7,8 @@ from collections.abc import Coroutine
 from types import TracebackType
 from typing import Any, Self
 
-from aprilsched.engines.sim.config import SimConfig
-from aprilsched.engines.sim.engine import SimEngine
+from aprilsched.engines.sim.settings import SimConfig
+from aprilsched.engines.sim.sim_engine import SimEngine
 from aprilsched.loop_thread import LoopThread
 from aprilsched.serving import Listener
 from aprilsched.testing.app import make_app

@@ -24,11 +24,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol, cast
 
-from aprilsched.engines.base import Engine
-from aprilsched.engines.refit import RefitFromSockets
+from aprilsched.engines.base import Engine, RefitFromSockets
 from aprilsched.errors import ConfigError, RefitError
-from aprilsched.weights.tensor_buckets import check_weights
-from aprilsched.weights.threads import in_daemon, in_thread, to_the_end
+from aprilsched.weights.publisher import check_weights, in_daemon, in_thread, to_the_end
 
 if TYPE_CHECKING:
     from torch import Tensor

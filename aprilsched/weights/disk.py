@@ -1,20 +1,132 @@
-"""Publishes weights through a directory that the trainer writes and the engines read.
+"""Publishes weights or LoRA adapters by a directory that the trainer writes and the engines read.
 
-- An engine never sees an incomplete checkpoint.
-- The version that the engines got last is never deleted, nor one that an engine still loads.
+- An engine never sees an incomplete version: it is written to a temporary directory, synced to
+  the disk, and then renamed.
+- Versions are deleted by age and not by number, because a restored trainer counts again from a
+  lower one. A version that the engines got last is never deleted, nor one that an engine still
+  loads.
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
-from aprilsched.engines.base import Engine
-from aprilsched.engines.refit import RefitFromDisk
-from aprilsched.errors import ConfigError
-from aprilsched.weights.versions_on_disk import VersionsOnDisk
+from aprilsched.engines.base import Engine, RefitFromDisk, TakesAdapters
+from aprilsched.errors import ConfigError, EngineRejected
+from aprilsched.weights.publisher import in_thread
+
+# A directory of versions that the trainer writes and the engines read.
+#
+# - An engine never sees an incomplete version: it is written to a temporary directory, synced to
+#   the disk, and then renamed.
+# - Versions are deleted by age and not by number, because a restored trainer counts again from a
+#   lower one. A version that the caller declares in use is never deleted.
+
+_VERSION_DIRECTORY = re.compile(r"version-(\d{8,})")
+_WRITING = ".writing-"
+
+
+class VersionsOnDisk:
+    """The versions in a directory, such as ``directory/version-00000007``.
+
+    Args:
+        directory: directory on storage that the trainer and every engine see under the same path.
+        check: function that raises ConfigError if its path does not hold a version.
+        keep: number of versions that stay on the disk, including the newest.
+
+    Raises:
+        ConfigError: if `keep` is below 1.
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str], *, check: Callable[[Path], None], keep: int
+    ) -> None:
+        if keep < 1:
+            raise ConfigError(f"keep is {keep}; the engines need at least the version they load.")
+        # The path is absolute, because a server resolves it in its own working directory.
+        self.directory = Path(os.path.abspath(directory))
+        self._check = check
+        self._keep = keep
+
+    def path(self, version: int) -> Path:
+        """The path of `version`, which may not exist yet."""
+        return self.directory / f"version-{version:08d}"
+
+    async def write(self, version: int, save: Callable[[Path], object]) -> None:
+        """Let `save` fill an empty directory, and turn that into `version`.
+
+        A plain function runs in a thread; a coroutine function is awaited.
+
+        Raises:
+            ConfigError: if what `save` wrote is not a version.
+        """
+        writing = await in_thread(self._begin)
+        try:
+            pending = await in_thread(save, writing)
+            if inspect.isawaitable(pending):
+                await pending
+            await in_thread(self._commit, writing, self.path(version))
+        except BaseException:
+            shutil.rmtree(writing, ignore_errors=True)
+            raise
+
+    async def check(self, path: Path) -> None:
+        """Check that `path` holds a version.
+
+        Raises:
+            ConfigError: if it does not.
+        """
+        await in_thread(self._check, path)
+
+    async def forget(self, newest: int, in_use: Collection[int] = ()) -> None:
+        """Delete the oldest versions beyond `keep`, but neither `newest` nor one `in_use`."""
+        await in_thread(self._forget, self.path(newest), {self.path(v) for v in in_use})
+
+    def _begin(self) -> Path:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        for left_over in self.directory.glob(f"{_WRITING}*"):  # A killed trainer left it.
+            shutil.rmtree(left_over, ignore_errors=True)
+        writing = Path(tempfile.mkdtemp(prefix=_WRITING, dir=self.directory))
+        writing.chmod(0o755)  # mkdtemp's 0700 would hide it from a server of another user.
+        return writing
+
+    def _commit(self, writing: Path, final: Path) -> None:
+        self._check(writing)
+        for path in (*(path for path in writing.rglob("*") if path.is_file()), writing):
+            _sync(path)
+        if final.exists():  # The same version is prepared again after a failed refit.
+            shutil.rmtree(final)
+        writing.rename(final)
+        _sync(self.directory)
+
+    def _forget(self, newest: Path, in_use: Collection[Path]) -> None:
+        others = [
+            path
+            for path in self.directory.iterdir()
+            if _VERSION_DIRECTORY.fullmatch(path.name) and path != newest
+        ]
+        others.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
+        for path in others[self._keep - 1 :]:
+            if path not in in_use:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# --- disk ----------------------------------------------------------------------------------------
 
 
 class DiskPublisher:
@@ -43,7 +155,7 @@ class DiskPublisher:
         *,
         keep: int = 2,
     ) -> None:
-        self._versions = VersionsOnDisk(directory, check=_check, keep=keep)
+        self._versions = VersionsOnDisk(directory, check=_check_checkpoint, keep=keep)
         self._save = save
         self._loading: list[int] = []
         """The versions that engines load at the moment. With rolling refits one engine may still
@@ -103,8 +215,138 @@ async def _update(engine: Engine, path: Path, version: int) -> Exception | None:
     return None
 
 
-def _check(path: Path) -> None:
+def _check_checkpoint(path: Path) -> None:
     if not (path / "config.json").is_file() or not any(path.glob("*.safetensors")):
         raise ConfigError(
             f"{path} holds no checkpoint; it needs a config.json and at least one *.safetensors."
+        )
+
+
+# --- lora ----------------------------------------------------------------------------------------
+
+# Publishes LoRA adapters as versions, each under its own name and in addition to those in use.
+#
+# The trainer writes the adapter into a directory and the engines read it (megabytes, where weights
+# are gigabytes). The trainer holds the base model and the adapter in training; the engines hold the
+# same base model, which is never refitted. Nothing is paused: requests of an older adapter end with
+# that adapter, and its KV is never shared with another adapter's.
+#
+# - An adapter's directory stays for as long as an engine may read it: a server that keeps a limited
+#   number of adapters in memory loads an evicted one again from its path.
+# - A name stands for one adapter: if an earlier run left one under it, that is unloaded first.
+
+
+class LoraPublisher:
+    """Publishes LoRA adapters in the PEFT layout.
+
+    SGLang needs ``--enable-lora --max-lora-rank RANK --lora-target-modules MODULE…``, and
+    ``--max-loras-per-batch`` of at least 3: the base model, the new adapter, and the one with
+    which stragglers still sample; more where several versions may be in flight.
+
+    Args:
+        directory: directory on storage that the trainer and every engine see under the same path.
+            Each version becomes ``directory/version-00000007``.
+        save: function that writes adapter_config.json and adapter_model.safetensors into the empty
+            directory that it is given, as PEFT's ``model.save_pretrained`` does. A plain function
+            runs in a thread; a coroutine function is awaited.
+        keep: number of versions that stay on the disk, besides those that an engine has loaded.
+        name: prefix of the adapters' names on the engines; runs that share engines need different
+            ones.
+
+    Raises:
+        ConfigError: if `keep` is below 1 or `name` is empty.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        save: Callable[[Path], object],
+        *,
+        keep: int = 2,
+        name: str = "policy",
+    ) -> None:
+        if not name:
+            raise ConfigError("name is empty; adapters need one on the engines.")
+        self._versions = VersionsOnDisk(directory, check=_check_adapter, keep=keep)
+        self._save = save
+        self._name = name
+        self._loaded: dict[int, set[str]] = {}
+        """The names of the engines that may read each version."""
+
+    def adapter_name(self, version: int) -> str:
+        """The name of the adapter of `version` on the engines, such as "policy-v7"."""
+        return f"{self._name}-v{version}"
+
+    def path(self, version: int) -> Path:
+        """The path of the adapter of `version`, which may not exist yet."""
+        return self._versions.path(version)
+
+    def holds(self, version: int) -> bool:
+        """Whether `version` can still be published."""
+        return self.path(version).is_dir()
+
+    async def prepare(self, version: int) -> None:
+        """Write `version` while the engines generate.
+
+        Raises:
+            ConfigError: if what was written is not an adapter.
+        """
+        await self._versions.write(version, self._save)
+
+    async def publish(
+        self, version: int, engines: Sequence[Engine]
+    ) -> Mapping[str, Exception | None]:
+        """Let every engine load the adapter of `version`, in parallel, while it generates.
+
+        Raises:
+            ConfigError: if `version` was not prepared.
+        """
+        await self._versions.check(self.path(version))
+        outcomes = await asyncio.gather(*(self._load(engine, version) for engine in engines))
+        if not any(outcomes):
+            await self._versions.forget(version, self._loaded)
+        return {engine.name: outcome for engine, outcome in zip(engines, outcomes, strict=True)}
+
+    async def retire(self, version: int, engine: Engine) -> None:
+        """Unload the adapter of `version` from `engine`.
+
+        No request may sample with it any more: SGLang waits for an adapter's last request and
+        lets no other adapter be loaded meanwhile.
+
+        Raises:
+            EngineError: if the engine does not answer, or refuses.
+        """
+        if isinstance(engine, TakesAdapters):
+            await engine.unload_adapter(self.adapter_name(version))
+        engines = self._loaded.get(version, set())
+        engines.discard(engine.name)
+        if not engines:
+            self._loaded.pop(version, None)
+
+    async def _load(self, engine: Engine, version: int) -> Exception | None:
+        if not isinstance(engine, TakesAdapters) or not engine.capabilities.adapters:
+            return ConfigError(
+                f"{engine.name} does not serve LoRA adapters; start it with --enable-lora, or use "
+                "another publisher for it."
+            )
+        name, path = self.adapter_name(version), self.path(version)
+        self._loaded.setdefault(version, set()).add(engine.name)
+        try:
+            try:
+                await engine.load_adapter(name, path)
+            except EngineRejected:
+                # An earlier run, or an update that failed elsewhere, may have left this name.
+                await engine.unload_adapter(name)
+                await engine.load_adapter(name, path)
+        except Exception as error:  # One engine's failure must not hide the others' results.
+            return error
+        return None
+
+
+def _check_adapter(path: Path) -> None:
+    names = ("adapter_config.json", "adapter_model.safetensors")
+    if not all((path / name).is_file() for name in names):
+        raise ConfigError(
+            f"{path} holds no LoRA adapter; it needs {names[0]} and {names[1]}, as PEFT writes "
+            "them."
         )

@@ -30,27 +30,29 @@ import secrets
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
-from aprilsched.engines.base import Engine
-from aprilsched.engines.refit import RefitFromGroup, TensorMeta
+from aprilsched.engines.base import Engine, RefitFromGroup, TensorMeta
 from aprilsched.errors import ConfigError, EngineRejected
 from aprilsched.extras import extra
-from aprilsched.weights.collective import (
+from aprilsched.weights.process_group import (
+    DEVICES,
     BrokenOff,
     GroupEngine,
+    TrainerGroup,
+    address_towards,
     each,
     leave,
     read_only_once,
     together,
     unexplained,
 )
-from aprilsched.weights.process_group import DEVICES, TrainerGroup, address_towards
-from aprilsched.weights.tensor_buckets import (
+from aprilsched.weights.publisher import (
     Bucket,
     check_weights,
+    in_thread,
     iter_buckets,
     iter_buckets_async,
+    to_the_end,
 )
-from aprilsched.weights.threads import in_thread, to_the_end
 
 if TYPE_CHECKING:
     from torch import Tensor, device

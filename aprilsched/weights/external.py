@@ -18,8 +18,7 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Protocol, cast
 
-from aprilsched.engines.base import Engine
-from aprilsched.engines.refit import RefitElsewhere
+from aprilsched.engines.base import Engine, RefitElsewhere
 from aprilsched.errors import ConfigError, EngineError, EngineRejected, RefitError
 
 _OTHER_VERSION = 409

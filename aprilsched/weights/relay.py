@@ -24,9 +24,8 @@ from aprilsched.engines.base import Engine
 from aprilsched.errors import ConfigError
 from aprilsched.extras import extra
 from aprilsched.weights.distributed import DistributedPublisher, Weights
+from aprilsched.weights.publisher import check_weights, in_thread
 from aprilsched.weights.tensor import TensorPublisher
-from aprilsched.weights.tensor_buckets import check_weights
-from aprilsched.weights.threads import in_thread
 
 if TYPE_CHECKING:
     from torch import Tensor, device

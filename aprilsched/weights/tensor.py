@@ -18,17 +18,17 @@ import importlib
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from aprilsched.engines.base import Engine
-from aprilsched.engines.refit import RefitFromTensors
+from aprilsched.engines.base import Engine, RefitFromTensors
 from aprilsched.errors import ConfigError
-from aprilsched.weights.tensor_buckets import (
+from aprilsched.weights.publisher import (
     Bucket,
     Buckets,
     check_weights,
+    in_thread,
     iter_buckets,
     read_to_the_end,
+    to_the_end,
 )
-from aprilsched.weights.threads import in_thread, to_the_end
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from aprilsched.config import Objective, SchedulerConfig
 from aprilsched.core.messages.facts import BatchDelivered, BatchRequested, Fact, TokensReceived
-from aprilsched.engines.sim.config import SimConfig
+from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.errors import ConfigError
 from aprilsched.planning import Planner
 from aprilsched.presets import PRESETS

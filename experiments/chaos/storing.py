@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 
 from aprilsched.core.state.saved import Saved, Snapshot
 from aprilsched.errors import StoreError
-from aprilsched.store.base import Store
+from aprilsched.store.in_memory import Store
 
 __all__ = ["ChaosStore"]
 

@@ -31,7 +31,7 @@ from aprilsched.errors import (
     SchedulerClosed,
     StoreError,
 )
-from aprilsched.store.base import Store
+from aprilsched.store.in_memory import Store
 from experiments.chaos.callers import (
     Callers,
     ChaosAdapters,

@@ -33,7 +33,7 @@ from aprilsched.core.messages.facts import (  # noqa: E402
     Fact,
     TokensReceived,
 )
-from aprilsched.engines.http.address import ServerAddress  # noqa: E402
+from aprilsched.engines.http import ServerAddress  # noqa: E402
 from tests.sglang.proxy import CuttingProxy  # noqa: E402
 from tests.sglang.recorded import long_tail  # noqa: E402
 from tests.sglang.server import CpuServer, write_model  # noqa: E402

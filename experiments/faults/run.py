@@ -17,11 +17,10 @@ import numpy as np
 
 from aprilsched import LongTailWorkload, RolloutScheduler, SchedulerConfig, SGLangFleet
 from aprilsched.config import Health, Pool
-from aprilsched.engines.base import Engine
-from aprilsched.engines.http.limits import HttpLimits
-from aprilsched.engines.refit import RefitFromDisk
+from aprilsched.engines.base import Engine, RefitFromDisk
+from aprilsched.engines.http import HttpLimits
 from aprilsched.engines.sim import run_virtual
-from aprilsched.engines.sim.config import SimConfig
+from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.engines.sim.toy_model import ToyModel
 from aprilsched.errors import (
     ConfigError,

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from aprilsched.config import SchedulerConfig
 from aprilsched.core.messages.facts import BatchDelivered, Fact
-from aprilsched.engines.sim.config import SimConfig
+from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.planning import Planner
 from aprilsched.simulation import NEVER, ModelledEngine, Simulation
 from aprilsched.telemetry import batch_figures as of

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aprilsched.config import LengthBuckets, Pool, SchedulerConfig
-from aprilsched.engines.sim.config import SimConfig
+from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.planning import Planner
 from aprilsched.presets import PRESETS
 from aprilsched.simulation import NEVER, Costs, Simulation, rare_collections

@@ -26,7 +26,7 @@ from tests.support.tiny_tokenizer import bytes_tokenizer  # noqa: E402
 
 SERVER = """
 import asyncio, sys
-from aprilsched.engines.sim.config import SimConfig
+from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.testing import SimServer
 
 async def serve():

@@ -20,7 +20,7 @@ from aprilsched.config import SchedulerConfig
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages.facts import BatchDelivered, BatchRequested, Fact
 from aprilsched.core.policies.schedule import Schedule
-from aprilsched.engines.sim.config import SimConfig
+from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.planning import Planner, planner
 from aprilsched.planning.setting import Outcome, Setting
 from aprilsched.planning.trial import Trial

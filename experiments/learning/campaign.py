@@ -40,7 +40,7 @@ from aprilsched import Batch, DiskPublisher, Prompt, SchedulerConfig, SGLangFlee
 from aprilsched.analysis.rebuild import remainder_of
 from aprilsched.blocking import RolloutScheduler
 from aprilsched.core.messages import facts
-from aprilsched.engines.sglang.engine import SGLangEngine
+from aprilsched.engines.sglang.http_engine import SGLangEngine
 from aprilsched.planning import Planner
 from aprilsched.presets import PRESETS
 from aprilsched.store import SqliteStore

@@ -29,9 +29,9 @@ from aprilsched import DiskPublisher, Prompt, RolloutScheduler, SchedulerConfig,
 from aprilsched.config import Pool
 from aprilsched.engines.base import Fleet
 from aprilsched.engines.sim import SimFleet
-from aprilsched.engines.sim.publisher import SimPublisher
+from aprilsched.engines.sim.sim_fleet import SimPublisher
 from aprilsched.types import SamplingParams
-from aprilsched.weights.base import WeightPublisher
+from aprilsched.weights.publisher import WeightPublisher
 
 IN_FLIGHT = 8
 ANSWER_TOKENS = 1024

@@ -16,7 +16,7 @@ from aprilsched.core.messages.facts import EngineModeChanged, Fact, UpdateBegun
 from aprilsched.core.state.engine_control import Mode
 from aprilsched.engines.base import Engine
 from aprilsched.engines.sglang import SGLangEngine
-from aprilsched.weights.base import WeightPublisher
+from aprilsched.weights.publisher import WeightPublisher
 
 STEPS = {
     "pause": Mode.PAUSING,

@@ -31,7 +31,7 @@ from aprilsched.config import (
     Tokens,
 )
 from aprilsched.core.messages.facts import Fact
-from aprilsched.engines.sim.config import SimConfig
+from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.simulation import NEVER, Costs, Simulation
 from aprilsched.telemetry.run_state import RunState
 from aprilsched.workload import LongTailWorkload

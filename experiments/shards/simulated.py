@@ -16,7 +16,7 @@ from aprilsched.core.messages import events as ev
 from aprilsched.core.messages import facts as of
 from aprilsched.core.scheduler import Scheduler
 from aprilsched.driver.loop import EventLoop
-from aprilsched.engines.sim.config import SimConfig
+from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.shards.base import Opened, Orders, shard_config
 from aprilsched.shards.collector import Collector, Post
 from aprilsched.shards.local import Reporter

@@ -18,7 +18,7 @@ from typing import Any
 
 from aprilsched import LongTailWorkload, SchedulerConfig
 from aprilsched.core.messages.facts import BatchDelivered, Fact
-from aprilsched.engines.sim.config import SimConfig
+from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.presets import PRESETS
 from aprilsched.simulation import NEVER, Costs, Simulation, rare_collections
 from aprilsched.timing.model import H200_QWEN3_4B_LINEAR

@@ -13,12 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from aprilsched.engines.base import Engine, GenerationRequest
-from aprilsched.engines.refit import TakesAdapters
+from aprilsched.engines.base import Engine, GenerationRequest, TakesAdapters
 from aprilsched.errors import ConfigError, EngineRejected
 from aprilsched.testing.contract import ENDLESS, SETTLE_SECONDS, WAIT_SECONDS, Stream, greedy, whole
 from aprilsched.types import VersionSpan
-from aprilsched.weights.lora import LoraPublisher
+from aprilsched.weights.disk import LoraPublisher
 
 __all__ = ["ADAPTER_CHECKS", "AdapterCheck", "Adapting", "adapted", "fake_adapters"]
 

@@ -15,8 +15,8 @@ import pytest
 from aprilsched import Batch, LoraPublisher, RolloutScheduler, SchedulerConfig, SGLangFleet
 from aprilsched.core.messages.commands import Pause
 from aprilsched.engines.sglang import SGLangEngine
-from aprilsched.engines.sim.config import SimConfig
-from aprilsched.engines.sim.engine import SimEngine
+from aprilsched.engines.sim.settings import SimConfig
+from aprilsched.engines.sim.sim_engine import SimEngine
 from aprilsched.testing.contract import PROMPT, whole
 from tests.sglang.adapter_contract import (
     ADAPTER_CHECKS,

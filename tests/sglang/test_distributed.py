@@ -17,8 +17,7 @@ import pytest
 from torch import Tensor
 
 from aprilsched import SGLangFleet
-from aprilsched.engines.base import Engine
-from aprilsched.engines.refit import RefitFromGroup
+from aprilsched.engines.base import Engine, RefitFromGroup
 from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.errors import ControlTimeout, EngineRejected, InconsistentWeights
 from aprilsched.gateway import Gateway, GatewaySettings

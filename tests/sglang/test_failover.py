@@ -11,7 +11,7 @@ import pytest
 from aprilsched import Batch, RolloutScheduler, SchedulerConfig, SGLangFleet
 from aprilsched.config import Health, Timeouts
 from aprilsched.core.messages.commands import LoseEngine
-from aprilsched.engines.http.address import ServerAddress
+from aprilsched.engines.http import ServerAddress
 from aprilsched.errors import PromptsExhausted
 from aprilsched.testing.contract import until
 from tests.sglang.conftest import ADMIN_KEY

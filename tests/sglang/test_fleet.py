@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from aprilsched import LongTailWorkload, RolloutScheduler
-from aprilsched.engines.refit import RefitFromDisk
+from aprilsched.engines.base import RefitFromDisk
 from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.engines.sglang.fleet import SGLangFleet
 from aprilsched.errors import (

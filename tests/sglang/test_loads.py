@@ -5,7 +5,7 @@ from __future__ import annotations
 import aiohttp
 
 from aprilsched.engines.sglang import SGLangEngine
-from aprilsched.engines.sglang.loads import SERIES
+from aprilsched.engines.sglang.probe import SERIES
 from aprilsched.testing.contract import greedy, whole
 from tests.sglang.conftest import ADMIN_KEY
 from tests.sglang.loads_contract import check_loads

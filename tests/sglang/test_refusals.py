@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from aprilsched.engines.http.limits import HttpLimits
+from aprilsched.engines.http import HttpLimits
 from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.errors import EngineError, EngineProtocolError, EngineRejected
 from aprilsched.testing.contract import ENDLESS, PROMPT, Stream, greedy, whole

@@ -14,7 +14,7 @@ from aprilsched import Batch, DiskPublisher, Prompt, RolloutScheduler, Scheduler
 from aprilsched.config import Timeouts
 from aprilsched.core.messages.events import EngineLost
 from aprilsched.engines.base import Engine
-from aprilsched.engines.http.address import ServerAddress
+from aprilsched.engines.http import ServerAddress
 from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.testing.contract import until
 from tests.sglang.conftest import ADMIN_KEY

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from aprilsched.engines.http.limits import HttpLimits
-from aprilsched.engines.sglang.router import SGLangRouterFleet
-from aprilsched.engines.sglang.router.roster import Roster
+from aprilsched.engines.http import HttpLimits
+from aprilsched.engines.sglang.router import Roster, SGLangRouterFleet
 from aprilsched.errors import ConfigError, EngineError, EngineProtocolError, EngineUnreachable
 from aprilsched.testing.contract import until
 

@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from aprilsched.engines.base import Capabilities
-from aprilsched.engines.refit import RefitGroup, TensorMeta
+from aprilsched.engines.base import Capabilities, RefitGroup, TensorMeta
 from aprilsched.errors import EngineError, EngineRejected
 
 __all__ = ["GroupMember"]

@@ -8,7 +8,7 @@ import numpy as np
 
 from aprilsched.engines.base import Chunk, GenerationRequest
 from aprilsched.engines.sim.batcher import Batcher
-from aprilsched.engines.sim.config import SimConfig
+from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.engines.sim.toy_model import ContextState, ToyModel, sampling_key
 from aprilsched.types import Float32Array, Int32Array, SamplingParams
 

@@ -178,7 +178,7 @@ RULES: dict[str, Rule] = {
             "aprilsched.loop_thread",
             "aprilsched.timing.model",
             "aprilsched.types",
-            "aprilsched.weights.base",
+            "aprilsched.weights.publisher",
             "aprilsched.workload",
         )
     ),
@@ -204,7 +204,7 @@ RULES: dict[str, Rule] = {
     "aprilsched.weights": Rule(
         ours=(
             "aprilsched.engines.base",
-            "aprilsched.engines.refit",
+            "aprilsched.engines.base",
             "aprilsched.errors",
             "aprilsched.extras",
             "aprilsched.types",
@@ -230,7 +230,7 @@ RULES: dict[str, Rule] = {
             "aprilsched.core.policies.schedule",
             "aprilsched.core.lengths",
             # What an engine says of itself, as data; no engine is known here.
-            "aprilsched.engines.load",
+            "aprilsched.engines.base",
             "aprilsched.errors",
             "aprilsched.extras",
             "aprilsched.telemetry",
@@ -312,15 +312,15 @@ RULES: dict[str, Rule] = {
             "aprilsched.driver",
             "aprilsched.engines.selfcheck",
             "aprilsched.engines.base",
-            "aprilsched.engines.load",
-            "aprilsched.engines.refit",
+            "aprilsched.engines.base",
+            "aprilsched.engines.base",
             "aprilsched.errors",
             "aprilsched.planning",
             "aprilsched.sampling",
             "aprilsched.store",
             "aprilsched.telemetry",
             "aprilsched.types",
-            "aprilsched.weights.base",
+            "aprilsched.weights.publisher",
             "aprilsched.weights.external",
         )
     ),
@@ -407,7 +407,7 @@ RULES: dict[str, Rule] = {
             "aprilsched.store",
             "aprilsched.telemetry",
             "aprilsched.types",
-            "aprilsched.weights.base",
+            "aprilsched.weights.publisher",
             "aprilsched.weights.external",
         )
     ),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from aprilsched.errors import ConfigError
-from aprilsched.weights.tensor_buckets import Bucket, iter_buckets, iter_buckets_async
+from aprilsched.weights.publisher import Bucket, iter_buckets, iter_buckets_async
 
 
 def row(count: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -17,13 +17,11 @@ pytest.importorskip("torch")
 import torch
 from torch import Tensor
 
-from aprilsched.engines.base import Engine
-from aprilsched.engines.refit import TensorMeta
+from aprilsched.engines.base import Engine, TensorMeta
 from aprilsched.engines.sim import SimEngine
 from aprilsched.errors import ConfigError, EngineError, EngineRejected
-from aprilsched.weights.collective import behind
 from aprilsched.weights.distributed import DistributedPublisher, rank_offsets
-from aprilsched.weights.process_group import address_towards
+from aprilsched.weights.process_group import address_towards, behind
 from tests.support.group_engine import GroupMember
 
 WEIGHTS = {

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from aprilsched.engines.http.limits import HttpLimits
-from aprilsched.engines.load import EngineLoad
+from aprilsched.engines.base import EngineLoad
+from aprilsched.engines.http import HttpLimits
 from aprilsched.engines.sglang import SGLangEngine
-from aprilsched.engines.sglang.loads import Loads, load_of, read_series
-from aprilsched.engines.sglang.probe import decode
+from aprilsched.engines.sglang.probe import Loads, decode, load_of, read_series
 from aprilsched.errors import EngineError, EngineProtocolError, EngineRejected
 from tests.support.hostile import CHUNKED, Hostile, chunked, hostile
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from aprilsched.engines.sim.config import SimConfig
-from aprilsched.engines.sim.engine import SimEngine
+from aprilsched.engines.sim.settings import SimConfig
+from aprilsched.engines.sim.sim_engine import SimEngine
 from aprilsched.errors import ConfigError
 from aprilsched.testing.app import make_app
 from aprilsched.testing.faults import Faults, FaultScript, Fired, faults_of, parse_faults

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from aprilsched.engines.base import Chunk
-from aprilsched.engines.http.limits import HttpLimits
+from aprilsched.engines.http import HttpLimits
 from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.errors import EngineError, EngineProtocolError, EngineRejected
 from aprilsched.testing.contract import greedy, until

@@ -19,7 +19,7 @@ from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
 from aprilsched.core.policies.refill import LengthBuckets, Pool, Refill, TailBatching, Wave
 from aprilsched.core.policies.schedule import FixedRatio, Forecast, Objective, Pace, Schedule
-from aprilsched.engines.sim.config import SimConfig
+from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.planning import Planner
 from aprilsched.planning.planner import Space, Tried, candidates, choose, named, trials
 from aprilsched.planning.rolling import RollingTrial

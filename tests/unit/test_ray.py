@@ -18,7 +18,7 @@ import pytest
 
 from aprilsched import Batch, Prompt, RolloutScheduler, SamplingParams, SchedulerConfig
 from aprilsched.engines.sglang import SGLangEngine
-from aprilsched.engines.sim.config import SimConfig
+from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.errors import ConfigError, EngineUnreachable
 from aprilsched.ray import RayFleet
 from aprilsched.testing.contract import WAIT_SECONDS, until

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from aprilsched.analysis.samples import DeviceSamples, EngineSamples, gpu_utilization, read_samples
-from aprilsched.engines.load import EngineLoad
+from aprilsched.engines.base import EngineLoad
 from aprilsched.errors import RunFolderError
 from aprilsched.telemetry.sampling.engine_loads import Rates
 from aprilsched.telemetry.sampling.sample_log import (

@@ -12,8 +12,7 @@ import pytest
 from yarl import URL
 
 from aprilsched.checks import OWN
-from aprilsched.engines.http.limits import HttpLimits
-from aprilsched.engines.http.transport import Transport
+from aprilsched.engines.http import HttpLimits, Transport
 from aprilsched.errors import ConfigError, EngineRejected
 from aprilsched.sampling import REFUSED, SERVER, SYNONYMS, sampling_params
 from aprilsched.types import Prompt, SamplingParams

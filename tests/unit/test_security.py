@@ -20,7 +20,7 @@ import pytest
 from aprilsched import RolloutScheduler, SGLangFleet
 from aprilsched.cli.serve_sim import ServeSimCommand
 from aprilsched.engines.sglang import SGLangEngine
-from aprilsched.engines.sglang.router.router_fleet import SGLangRouterFleet
+from aprilsched.engines.sglang.router import SGLangRouterFleet
 from aprilsched.runs.settings import RunSettings
 from aprilsched.runs.setup import prepare
 from aprilsched.testing import SimServer

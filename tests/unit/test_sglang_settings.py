@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from aprilsched.engines.base import GenerationRequest
-from aprilsched.engines.http.failures import Answer, rejection
-from aprilsched.engines.http.limits import HttpLimits
+from aprilsched.engines.http import Answer, HttpLimits, rejection
 from aprilsched.engines.sglang import SGLangEngine, probe
 from aprilsched.engines.sglang.fleet import SGLangFleet
 from aprilsched.engines.sglang.probe import SPANS_SINCE, release

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from aprilsched.engines.base import Chunk
-from aprilsched.engines.http.sse import Allowance, EventSplitter, UnfinishedEvents
+from aprilsched.engines.http import Allowance, EventSplitter, UnfinishedEvents
 from aprilsched.engines.sglang.stream import ChunkAssembler, read_chunks
 from aprilsched.errors import EngineError, EngineProtocolError, EngineRejected
 from aprilsched.types import VersionSpan

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from aprilsched.engines.sim.batcher import Batcher
-from aprilsched.engines.sim.config import SimConfig
 from aprilsched.engines.sim.sequence import version_spans
+from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.engines.sim.toy_model import weights_key_of_version
 from aprilsched.errors import ConfigError
 from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel

@@ -27,7 +27,7 @@ from typing import Any
 
 import pytest
 
-from aprilsched.engines.sim.config import SimConfig
+from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.errors import ConfigError, RefitError, RunGivenUp, SchedulerClosed
 from aprilsched.integrations import slime
 from aprilsched.testing import SimServer

@@ -39,6 +39,7 @@ from aprilsched.core.state.saved import (
 )
 from aprilsched.core.steps.snapshot import full_snapshot, take_changes, take_full
 from aprilsched.errors import ConfigError, StoreError
+from aprilsched.store import sqlite
 from aprilsched.store.codec import (
     check_storable,
     group_from,
@@ -46,8 +47,8 @@ from aprilsched.store.codec import (
     schedule_from,
     schedule_record,
 )
-from aprilsched.store.sqlite import cleaning, read_checkpoint, write_checkpoint
-from aprilsched.store.sqlite.file import SCRIPTS, said_by
+from aprilsched.store.file import SCRIPTS, said_by
+from aprilsched.store.sqlite import read_checkpoint, write_checkpoint
 from tests.support.driver import Driver, config
 
 KEYS = ("a", 7, None, "a long key, " * 9)
@@ -470,7 +471,7 @@ def test_a_restarted_run_expects_of_each_prompt_what_the_prior_one_did(path: Pat
 
 
 def test_a_file_remembers_the_keys_that_were_seen_last(path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("aprilsched.store.sqlite.store.MOST_KEYS", 2)
+    monkeypatch.setattr("aprilsched.store.sqlite.MOST_KEYS", 2)
     filled(path, snapshots=6)
     saved = SqliteStore(path).open()
     assert saved is not None
@@ -480,7 +481,7 @@ def test_a_file_remembers_the_keys_that_were_seen_last(path: Path, monkeypatch: 
 def test_a_failed_migration_leaves_the_file_as_it_was(path: Path, monkeypatch: pytest.MonkeyPatch):
     filled(path, snapshots=2)
     broken = (*SCRIPTS, "CREATE TABLE new (a INTEGER); INSERT INTO nowhere VALUES (1)")
-    monkeypatch.setattr("aprilsched.store.sqlite.file.SCRIPTS", broken)
+    monkeypatch.setattr("aprilsched.store.file.SCRIPTS", broken)
     with pytest.raises(StoreError, match="nowhere"):
         SqliteStore(path).open()
     monkeypatch.undo()
@@ -512,9 +513,9 @@ def test_a_checkpoint_is_one_file_and_reading_leaves_it_alone(path: Path, tmp_pa
 
 @pytest.fixture
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cleaning, "_SLACK_TOKENS", 2_000)
-    monkeypatch.setattr(cleaning, "_AT_ONCE_TOKENS", 4_000)
-    monkeypatch.setattr(cleaning, "_SMALL_TOKENS", 500)
+    monkeypatch.setattr(sqlite, "_SLACK_TOKENS", 2_000)
+    monkeypatch.setattr(sqlite, "_AT_ONCE_TOKENS", 4_000)
+    monkeypatch.setattr(sqlite, "_SMALL_TOKENS", 500)
 
 
 @pytest.mark.usefixtures("small_steps")
@@ -557,7 +558,7 @@ def test_the_file_does_not_grow_with_the_run(path: Path, seed: int):
 
 @pytest.mark.usefixtures("small_steps")
 def test_many_small_pages_are_put_together(path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(cleaning, "_MANY_PAGES", 30)
+    monkeypatch.setattr(sqlite, "_MANY_PAGES", 30)
     store, memory = SqliteStore(path), MemoryStore()
     store.open()
     driver = Driver(config(), journal=True)
@@ -576,8 +577,8 @@ def test_many_small_pages_are_put_together(path: Path, monkeypatch: pytest.Monke
 
 
 def test_the_ledger_and_the_lengths_are_kept_up_to_a_bound(path: Path, monkeypatch: Any):
-    monkeypatch.setattr("aprilsched.store.sqlite.store.KEPT_ENTRIES", 20)
-    monkeypatch.setattr("aprilsched.store.sqlite.store.KEPT_LENGTHS", 10)
+    monkeypatch.setattr("aprilsched.store.sqlite.KEPT_ENTRIES", 20)
+    monkeypatch.setattr("aprilsched.store.sqlite.KEPT_LENGTHS", 10)
     driver = filled(path, snapshots=40)
     assert driver.state.in_flight.ledger.total > 20
     store = SqliteStore(path)

@@ -22,15 +22,13 @@ from hypothesis import example, given, note, settings
 from hypothesis import strategies as st
 
 from aprilsched.engines.base import Chunk
-from aprilsched.engines.http.failures import Answer, rejection
-from aprilsched.engines.http.limits import HttpLimits
-from aprilsched.engines.http.sse import Allowance, UnfinishedEvents
+from aprilsched.engines.http import Allowance, Answer, HttpLimits, UnfinishedEvents, rejection
 from aprilsched.engines.sglang.probe import (
     _capabilities,  # pyright: ignore[reportPrivateUsage]
     decode,
     release,
 )
-from aprilsched.engines.sglang.router.roster import (
+from aprilsched.engines.sglang.router import (
     Roster,
     _Listing,  # pyright: ignore[reportPrivateUsage]
 )

@@ -16,10 +16,8 @@ import pytest
 from aprilsched import LongTailWorkload, RolloutScheduler, SchedulerConfig, SGLangFleet
 from aprilsched.config import Dispatch
 from aprilsched.engines.base import Chunk, GenerationRequest, PauseMode
-from aprilsched.engines.http.failures import Answer
-from aprilsched.engines.http.limits import HttpLimits
-from aprilsched.engines.http.transport import Transport
-from aprilsched.engines.sglang.calls import despite_cancellation
+from aprilsched.engines.http import Answer, HttpLimits, Transport
+from aprilsched.engines.sglang.http_engine import despite_cancellation
 from aprilsched.engines.sim import SimConfig, SimEngine, run_virtual
 from aprilsched.errors import SchedulerClosed
 from aprilsched.testing import SimServer

@@ -15,7 +15,7 @@ import pytest
 from aprilsched.config import Dispatch, Pool, SchedulerConfig, Staleness
 from aprilsched.core.messages.commands import Command
 from aprilsched.core.messages.events import Event
-from aprilsched.engines.sim.config import SimConfig
+from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.simulation import Costs, Simulation
 from aprilsched.workload import LongTailWorkload
 

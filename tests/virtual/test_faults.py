@@ -22,10 +22,9 @@ import pytest
 from tenacity import wait_fixed
 
 from aprilsched.cli.main import main
+from aprilsched.engines import http
 from aprilsched.engines.base import Chunk
-from aprilsched.engines.http import transport
-from aprilsched.engines.http.failures import ConnectionDropped
-from aprilsched.engines.http.limits import HttpLimits
+from aprilsched.engines.http import ConnectionDropped, HttpLimits
 from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import (
@@ -371,7 +370,7 @@ def test_a_call_whose_engine_is_closed_before_it_is_repeated_ends_with_an_error_
     def fixed(**_: float) -> wait_fixed:
         return wait_fixed(5.0)
 
-    monkeypatch.setattr(transport, "wait_random_exponential", fixed)
+    monkeypatch.setattr(http, "wait_random_exponential", fixed)
 
     async def main() -> None:
         async with Setting({"kind": "reset", "routes": ["/abort_request"], "after": 2}) as setting:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from aprilsched import LongTailWorkload, RolloutScheduler, SchedulerConfig, SGLangFleet
-from aprilsched.engines.http.limits import HttpLimits
+from aprilsched.engines.http import HttpLimits
 from aprilsched.engines.sim import run_virtual
 from aprilsched.testing import SimServer
 from aprilsched.testing.contract import until

@@ -17,8 +17,7 @@ import pytest
 from aprilsched import LongTailWorkload, RolloutScheduler, SchedulerConfig, SGLangFleet
 from aprilsched.core.messages.events import EngineLost
 from aprilsched.core.state.engine_control import Mode
-from aprilsched.engines.base import Engine
-from aprilsched.engines.refit import RefitFromDisk
+from aprilsched.engines.base import Engine, RefitFromDisk
 from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import EngineRejected, SchedulerClosed
 from aprilsched.testing import SimServer

@@ -27,7 +27,7 @@ from aprilsched import (
 from aprilsched.config import Pool, Prices
 from aprilsched.engines.base import Engine
 from aprilsched.engines.sim import run_virtual
-from aprilsched.engines.sim.publisher import SimAdapterPublisher
+from aprilsched.engines.sim.sim_fleet import SimAdapterPublisher
 from aprilsched.engines.sim.toy_model import ContextState, ToyModel, weights_key_of_version
 from aprilsched.errors import ConfigError
 

@@ -15,7 +15,7 @@ from aprilsched import LongTailWorkload, RolloutScheduler, SchedulerConfig, SimF
 from aprilsched.analysis.samples import Samples, gpu_utilization, read_samples
 from aprilsched.analysis.usage import usage_of
 from aprilsched.cli.main import main
-from aprilsched.engines.load import EngineLoad
+from aprilsched.engines.base import EngineLoad
 from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import EngineError
 from aprilsched.telemetry.sampling import Sampler

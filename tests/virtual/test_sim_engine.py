@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from aprilsched.engines.base import Chunk, Engine, Fleet, GenerationRequest
-from aprilsched.engines.refit import RefitFromDisk
+from aprilsched.engines.base import Chunk, Engine, Fleet, GenerationRequest, RefitFromDisk
 from aprilsched.engines.sim import SimEngine, SimFleet, SimPublisher, run_virtual
 from aprilsched.errors import (
     ConfigError,
@@ -19,7 +18,7 @@ from aprilsched.errors import (
     EngineRejected,
     EngineUnreachable,
 )
-from aprilsched.weights.base import WeightPublisher
+from aprilsched.weights.publisher import WeightPublisher
 from aprilsched.workload import LongTailWorkload
 from tests.support.loop import PatientLoop
 from tests.support.sim_batcher import Outcome, request

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from aprilsched.engines.refit import SleepingEngine, TakesAdapters
+from aprilsched.engines.base import SleepingEngine, TakesAdapters
 from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.engines.sim import SimAdapterPublisher, SimEngine, run_virtual
 from aprilsched.errors import ConfigError, EngineProtocolError, EngineRejected
 from aprilsched.testing.contract import Stream, whole
-from aprilsched.weights.base import AdapterPublisher, RepublishingPublisher
-from aprilsched.weights.lora import LoraPublisher
+from aprilsched.weights.disk import LoraPublisher
+from aprilsched.weights.publisher import AdapterPublisher, RepublishingPublisher
 from tests.sglang.adapter_contract import (
     ADAPTER_CHECKS,
     AdapterCheck,

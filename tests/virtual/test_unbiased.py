@@ -40,7 +40,7 @@ from aprilsched.core.messages.events import Event
 from aprilsched.core.messages.facts import BatchDelivered, Fact, GroupLaunched
 from aprilsched.core.state.records import group_lengths
 from aprilsched.engines.sim import run_virtual
-from aprilsched.engines.sim.config import SimConfig
+from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.presets import PRESETS
 from aprilsched.runs.summary import remainder
 from aprilsched.simulation import Simulation

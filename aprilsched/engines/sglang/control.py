@@ -11,23 +11,41 @@ executed unless the server refused it or could not be reached.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
 
 from tenacity import AsyncRetrying, retry_if_result, wait_exponential
 
-from aprilsched.engines.base import Capabilities, GenerationRequest, PauseMode
-from aprilsched.engines.http.failures import Answer, quoted
-from aprilsched.engines.http.limits import HttpLimits
-from aprilsched.engines.http.transport import ControlCalls
-from aprilsched.engines.load import EngineLoad
-from aprilsched.engines.sglang.loads import read_load
-from aprilsched.engines.sglang.probe import ServerFacts, weight_label
-from aprilsched.engines.sglang.wire import version_number
-from aprilsched.errors import ControlTimeout, EngineRejected, EngineUnreachable
+from aprilsched.engines.base import (
+    Capabilities,
+    EngineLoad,
+    GenerationRequest,
+    PauseMode,
+    RefitGroup,
+    TensorMeta,
+)
+from aprilsched.engines.http import Answer, ControlCalls, HttpLimits, quoted
+from aprilsched.engines.sglang.probe import (
+    ServerFacts,
+    decode,
+    read_load,
+    server_process,
+    weight_label,
+)
+from aprilsched.engines.sglang.wire import UpdateAnswer, version_number
+from aprilsched.errors import (
+    ControlTimeout,
+    EngineError,
+    EngineRejected,
+    EngineRestarted,
+    EngineUnreachable,
+    InconsistentWeights,
+)
 
 _BAD_REQUEST = _BUSY = 400
 _PAUSED = 503
-_CONFLICT = 409
 _FLUSH_POLL_SECONDS = 0.05
 _LOAD_SECONDS = 5.0
 """The bound is short, because the caller asks for a load again soon."""
@@ -78,7 +96,7 @@ class ServerControl:
         return None if answer.status == 404 else answer.status == _PAUSED
 
     async def load(self, *, metrics: bool = False) -> EngineLoad:
-        """Ask for the server's load; see :class:`~aprilsched.engines.load.ReportsLoad`."""
+        """Ask for the server's load; see :class:`~aprilsched.engines.base.ReportsLoad`."""
         timeout = min(_LOAD_SECONDS, self._limits.control_timeout)
         enabled = self.facts.metrics
         return await read_load(self.name, self._server, timeout, enabled=enabled, metrics=metrics)
@@ -179,3 +197,255 @@ class ServerControl:
 
     async def _abort(self, request_id: str, timeout: float) -> None:  # noqa: ASYNC109
         await self._server.call("POST", "abort_request", {"rid": request_id}, timeout=timeout)
+
+
+# --- refit ---------------------------------------------------------------------------------------
+
+# The calls by which a server takes new weights; it must be paused, and its cache is left alone.
+#
+# - The weights count as *inconsistent* from the first byte of an update until it has succeeded. A
+#   server whose update failed half-way holds weights of two versions under its old label, so only
+#   the client's record shows it.
+# - A call of its own sets the version after all weights have arrived: a version that came with the
+#   last bucket would name weights that are not finalized yet.
+# - Weights are written in place. SGLang 0.5.21 says that it rolls back a failed load from disk, but
+#   it loads the same broken directory again (read in its source); only a load that failed before
+#   the first tensor leaves the old weights intact.
+
+_REFUSED = 400
+_CONFLICT = 409
+_UNTOUCHED = ("Failed to get",)
+"""Starts of the messages of a load from disk that failed before the first tensor."""
+
+
+class ServerRefit(ServerControl):
+    """The calls that change the weights of an engine."""
+
+    def __init__(
+        self, name: str, server: ControlCalls, limits: HttpLimits, *, first_version: int = 0
+    ) -> None:
+        super().__init__(name, server, limits, first_version=first_version)
+        self._open_update = ""
+        """Names the update that was begun and has not succeeded; empty if there is none."""
+        self._groups: set[str] = set()
+
+    async def version(self) -> int:
+        """Ask for the policy version; raise if the weights are inconsistent."""
+        # The server is asked in any case: that it is lost matters more than its weights.
+        version = await super().version()
+        if self._open_update:
+            raise InconsistentWeights(
+                self.name,
+                f"{self._open_update} failed, so its weights are a mixture of old and new; it "
+                "needs a complete refit.",
+            )
+        return version
+
+    async def verify(self) -> int:
+        """Ask for the policy version; raise if the process is not the one that was opened."""
+        await self._check_process()
+        return await self.version()
+
+    async def _check_process(self) -> None:
+        timeout = self._limits.control_timeout
+        process = await server_process(self.name, self._server, timeout)
+        if process != self.facts.process:
+            raise EngineRestarted(
+                self.name,
+                "was restarted since it was opened, so it has the weights that it was started "
+                "with; it is opened again.",
+            )
+
+    # --- from disk -----------------------------------------------------------------------------
+
+    async def update_from_disk(self, path: Path, version: int) -> None:
+        """Load `path` as `version`; the server itself reads the path."""
+        before = self._open_update
+        async with self._update(f"loading {path}"):
+            try:
+                # The default is the format that the server was started with: a server that
+                # was started with dummy weights would load nothing.
+                await self._load(
+                    "update_weights_from_disk",
+                    {
+                        "model_path": str(path),
+                        "load_format": "auto",
+                        "weight_version": self._name_of(version),
+                    },
+                )
+            except EngineRejected as error:
+                if any(message in str(error) for message in _UNTOUCHED):
+                    self._open_update = before
+                raise
+
+    # --- in buckets ----------------------------------------------------------------------------
+
+    async def begin_update(self) -> None:
+        """Begin an update. A session that a failure left open is closed first."""
+        self._open_update = "an update"
+        if not self.facts.update_sessions:
+            return
+        opened = await self._control(
+            "begin_weight_update", {"selector": "all"}, accept=(200, _REFUSED)
+        )
+        if opened.status == _REFUSED:
+            await self._control("end_weight_update", {})
+            await self._control("begin_weight_update", {"selector": "all"})
+
+    async def end_update(self, version: int) -> None:
+        """Finalize and label the weights; SGLang's default would abort all requests."""
+        if self.facts.update_sessions:
+            await self._control("end_weight_update", {})
+        await self._label(version)
+        self._open_update = ""
+
+    async def join_group(self, group: RefitGroup, *, rank_offset: int) -> None:
+        """Join the trainer's group; returns when all members have joined."""
+        if self.facts.pipelined:
+            raise EngineError(
+                self.name,
+                "cannot join a group: SGLang gives two stages of a pipeline the same rank; start "
+                "it with --pp-size 1, or publish from disk.",
+            )
+        await self._load(
+            "init_weights_update_group",
+            {
+                "master_address": group.address,
+                "master_port": group.port,
+                "rank_offset": rank_offset,
+                "world_size": group.world_size,
+                "group_name": group.name,
+                "backend": group.backend,
+            },
+            loads=False,
+        )
+        self._groups.add(group.name)
+
+    def in_group(self, name: str) -> bool:
+        """Whether the server joined the group and was not restarted since."""
+        return name in self._groups
+
+    async def leave_group(self, name: str) -> None:
+        """Leave a group; a group that the server does not know is ignored."""
+        self._groups.discard(name)
+        await self._control(
+            "destroy_weights_update_group", {"group_name": name}, accept=(200, _REFUSED)
+        )
+
+    async def receive(
+        self,
+        tensors: Sequence[TensorMeta],
+        *,
+        group: str,
+        load_format: str | None = "flattened_bucket",
+    ) -> None:
+        """Receive one bucket that rank 0 broadcasts."""
+        await self._load(
+            "update_weights_from_distributed",
+            {
+                "names": [tensor.name for tensor in tensors],
+                "dtypes": [tensor.dtype for tensor in tensors],
+                "shapes": [list(tensor.shape) for tensor in tensors],
+                "group_name": group,
+                "load_format": load_format,
+            },
+        )
+
+    async def update_from_tensors(
+        self, serialized: Sequence[str], *, load_format: str | None
+    ) -> None:
+        """Load one bucket from the trainer's own memory."""
+        await self._load(
+            "update_weights_from_tensor",
+            {"serialized_named_tensors": list(serialized), "load_format": load_format},
+        )
+
+    async def update_from_sockets(self, handles: Mapping[str, str], version: int) -> None:
+        """Load from a checkpoint-engine on the server's machine."""
+        async with self._update("an update from a checkpoint-engine"):
+            await self._load(
+                "update_weights_from_ipc",
+                {"zmq_handles": dict(handles), "weight_version": self._name_of(version)},
+            )
+
+    # --- by somebody else ----------------------------------------------------------------------
+
+    def expect_weights(self) -> None:
+        """Take the weights for inconsistent, because somebody else may begin to load some."""
+        self._open_update = "an update by the trainer"
+
+    async def accept_weights(self, version: int, *, label: bool = False) -> None:
+        """Take the weights for `version`; raise if the server does not name them so."""
+        await self._check_process()
+        if label:
+            await self._label(version)
+        timeout = self._limits.control_timeout
+        said = await weight_label(self.name, self._server, timeout)
+        if version_number(said, self._first_version) != version:
+            raise EngineRejected(
+                self.name,
+                f'names its weights "{quoted(said)}" and not "{self._name_of(version)}"; let the '
+                "trainer label them with the decimal version, or use label=True.",
+                status=_CONFLICT,
+            )
+        self._open_update = ""
+
+    # --- adapters ------------------------------------------------------------------------------
+
+    async def load_adapter(self, name: str, path: Path) -> None:
+        """Load a LoRA adapter in addition to the others, while requests generate."""
+        await self._load(
+            "load_lora_adapter", {"lora_name": name, "lora_path": str(path)}, loads=False
+        )
+
+    async def unload_adapter(self, name: str) -> None:
+        """Remove a LoRA adapter.
+
+        The server waits for the adapter's last request and loads no other adapter meanwhile. It
+        remembers the path: a request that names the adapter again would load it again.
+        """
+        await self._server.call(
+            "POST",
+            "unload_lora_adapter",
+            {"lora_name": name},
+            timeout=self._limits.update_timeout,
+            accept=(200, _REFUSED),
+        )
+
+    # --- calls ---------------------------------------------------------------------------------
+
+    def _name_of(self, version: int) -> str:
+        """The label of a version."""
+        return str(version - self._first_version)
+
+    async def _label(self, version: int) -> None:
+        await self._control(
+            "update_weight_version",
+            {"new_version": self._name_of(version), "abort_all_requests": False},
+        )
+
+    @asynccontextmanager
+    async def _update(self, what: str) -> AsyncGenerator[None, None]:
+        """One update by one call; the weights are inconsistent unless it succeeds."""
+        self._open_update = what
+        yield
+        self._open_update = ""
+
+    async def _load(self, path: str, body: Mapping[str, Any], *, loads: bool = True) -> None:
+        """Make a long call that is never repeated and whose answer says whether it succeeded."""
+        if loads:
+            # Flushing here would kill the scheduler if a request runs or waits, and aborting
+            # would end every straggler.
+            body = {**body, "flush_cache": False, "abort_all_requests": False}
+        answer = await self._server.call(
+            "POST",
+            path,
+            body,
+            timeout=self._limits.update_timeout,
+            accept=(200, _REFUSED),
+            repeatable=False,
+        )
+        outcome = decode(self.name, f"/{path}", answer.body, UpdateAnswer)
+        if not outcome.success:
+            message = quoted(outcome.message or outcome.error_message or "")
+            raise EngineRejected(self.name, f"{path} failed ({message}).", status=answer.status)

@@ -8,9 +8,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from typing import Any
 
 from aprilsched.engines.base import FleetChange
-from aprilsched.engines.http.address import ServerAddress
-from aprilsched.engines.http.limits import HttpLimits
-from aprilsched.engines.sglang.engine import SGLangEngine
+from aprilsched.engines.http import HttpLimits, ServerAddress
+from aprilsched.engines.sglang.http_engine import SGLangEngine
 from aprilsched.engines.sglang.probe import ServerFacts
 from aprilsched.engines.sglang.wire import version_number
 from aprilsched.errors import ConfigError, EngineError, EngineUnreachable

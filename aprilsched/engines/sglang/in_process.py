@@ -46,13 +46,11 @@ from weakref import WeakKeyDictionary
 
 import msgspec
 
-from aprilsched.engines.base import Chunk, GenerationRequest
-from aprilsched.engines.http.failures import Answer, quoted, rejection
-from aprilsched.engines.http.limits import HttpLimits
-from aprilsched.engines.load import EngineLoad
-from aprilsched.engines.sglang.calls import despite_cancellation
+from aprilsched.engines.base import Chunk, EngineLoad, GenerationRequest
+from aprilsched.engines.http import Answer, HttpLimits, quoted, rejection
+from aprilsched.engines.sglang.control import ServerRefit
+from aprilsched.engines.sglang.http_engine import despite_cancellation
 from aprilsched.engines.sglang.probe import probe
-from aprilsched.engines.sglang.refit import ServerRefit
 from aprilsched.engines.sglang.stream import ChunkAssembler, nothing
 from aprilsched.engines.sglang.wire import generate_body
 from aprilsched.errors import (

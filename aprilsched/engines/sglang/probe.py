@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import re
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 
-from aprilsched.engines.base import Capabilities
-from aprilsched.engines.http.failures import UNREADABLE, quoted
-from aprilsched.engines.http.transport import ControlCalls
+from aprilsched.engines.base import Capabilities, EngineLoad
+from aprilsched.engines.http import UNREADABLE, ControlCalls, quoted
 from aprilsched.engines.sglang.wire import Labelled, ModelInfo, OpenApi, ServerInfo, ServerProcess
 from aprilsched.errors import EngineProtocolError, EngineRejected
 
@@ -212,3 +214,198 @@ async def _vocab_size(engine: str, transport: ControlCalls, timeout: float) -> i
     )
     match = re.search(rb"\[0, (\d{1,9})\]", answer.body) if answer.status == 400 else None
     return None if match is None else int(match.group(1)) + 1
+
+
+# --- loads ---------------------------------------------------------------------------------------
+
+# The load of one server, from GET /v1/loads (older servers: /get_load) and from /metrics.
+#
+# SGLang's figures have pitfalls (seen on 0.5.21): it publishes them every 15 decode steps and never
+# in a pause, so each answer carries its age; throughput and hit rate stay 0 unless the server runs
+# with --enable-metrics. Counters of decode steps need no such flag.
+
+_T = TypeVar("_T", int, float)
+
+_ANSWER_BYTES = 2**20
+_SERIES_BYTES = 2**22
+_NOT_FOUND = 404
+_MICROSECONDS = 1e-6
+_REQUESTS, _STEP_MICROSECONDS, _TOKENS = 1, 2, 5
+"""Indices in decode_moments, which holds sums over decode steps of 1, b, us, b * b, b * us and
+tokens. SGLang leaves out a step that follows no other decode step, so all sums are a little low."""
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+Amount = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
+
+
+class RankLoad(msgspec.Struct, frozen=True):
+    """One data-parallel rank in /v1/loads."""
+
+    num_running_reqs: Count
+    num_waiting_reqs: Count
+    timestamp: Amount | None = None
+    num_used_tokens: Count | None = None
+    max_total_num_tokens: Count | None = None
+    max_running_requests: Count | None = None
+    gen_throughput: Amount | None = None
+    cache_hit_rate: Amount | None = None
+    total_prefill_busy_us: Count | None = None
+    decode_moments: Annotated[list[Amount], msgspec.Meta(min_length=3, max_length=64)] | None = None
+
+
+class Loads(msgspec.Struct, frozen=True):
+    """GET /v1/loads."""
+
+    loads: Annotated[list[RankLoad], msgspec.Meta(min_length=1, max_length=4096)]
+    timestamp: datetime | None = None
+
+
+class OlderLoad(msgspec.Struct, frozen=True):
+    """One rank in /get_load."""
+
+    num_reqs: Count
+    num_waiting_reqs: Count
+    num_tokens: Count | None = None
+
+
+async def read_load(
+    engine: str,
+    transport: ControlCalls,
+    timeout: float,  # noqa: ASYNC109 - of each of the calls, retries included
+    *,
+    enabled: bool,
+    metrics: bool,
+) -> EngineLoad:
+    """Ask a server for its load.
+
+    Args:
+        engine: name of the engine, for errors.
+        transport: the connections to the server.
+        timeout: seconds for each of the calls, retries included.
+        enabled: whether the server runs with --enable-metrics.
+        metrics: whether to ask for the gauges of its metrics endpoint too.
+
+    Raises:
+        EngineError: if the server does not report its load.
+    """
+    answer = await transport.call(
+        "GET",
+        "v1/loads",
+        timeout=timeout,
+        accept=(200, _NOT_FOUND),
+        admin=False,
+        at_most=_ANSWER_BYTES,
+    )
+    if answer.status == _NOT_FOUND:
+        answer = await transport.call(
+            "GET", "get_load", timeout=timeout, admin=False, at_most=_ANSWER_BYTES
+        )
+        load = older_load_of(decode(engine, "/get_load", answer.body, list[OlderLoad]))
+    else:
+        load = load_of(decode(engine, "/v1/loads", answer.body, Loads), enabled=enabled)
+    if not (metrics and enabled):
+        return load
+    text = await transport.call(
+        "GET", "metrics", timeout=timeout, admin=False, at_most=_SERIES_BYTES
+    )
+    return replace(load, series=read_series(text.body, SERIES))
+
+
+def load_of(answer: Loads, *, enabled: bool) -> EngineLoad:
+    """Sum up the ranks of an answer as one engine."""
+    ranks = answer.loads
+    # A rank that has not decoded yet leaves out its moments.
+    moments = [rank.decode_moments for rank in ranks if rank.decode_moments is not None]
+    prefill = _sum(rank.total_prefill_busy_us for rank in ranks)
+    counts = prefill is not None
+    decode_us = sum(m[_STEP_MICROSECONDS] for m in moments)
+    return EngineLoad(
+        running=sum(rank.num_running_reqs for rank in ranks),
+        queued=sum(rank.num_waiting_reqs for rank in ranks),
+        max_running=_sum(rank.max_running_requests for rank in ranks),
+        kv_tokens=_sum(rank.num_used_tokens for rank in ranks),
+        kv_capacity=_sum(rank.max_total_num_tokens for rank in ranks),
+        generated=int(sum(map(_tokens, moments))) if counts else None,
+        decode_seconds=decode_us * _MICROSECONDS / len(ranks) if counts else None,
+        prefill_seconds=prefill * _MICROSECONDS / len(ranks) if prefill is not None else None,
+        tokens_per_s=_sum(rank.gen_throughput for rank in ranks) if enabled else None,
+        cache_hit_rate=_mean([rank.cache_hit_rate for rank in ranks]) if enabled else None,
+        age_s=_age(answer),
+    )
+
+
+def older_load_of(ranks: Sequence[OlderLoad]) -> EngineLoad:
+    """Sum up the ranks of an older server's answer, which has fewer figures."""
+    queued = sum(rank.num_waiting_reqs for rank in ranks)
+    return EngineLoad(
+        running=max(0, sum(rank.num_reqs for rank in ranks) - queued),
+        queued=queued,
+        kv_tokens=_sum(rank.num_tokens for rank in ranks),
+    )
+
+
+def _tokens(moments: Sequence[float]) -> float:
+    # Without speculative decoding each request of a step yields one token.
+    return moments[_TOKENS] if len(moments) > _TOKENS else moments[_REQUESTS]
+
+
+def _sum(values: Iterable[_T | None]) -> _T | None:
+    """The sum, or None unless every rank reports the value."""
+    total: Any = 0
+    for value in values:
+        if value is None:
+            return None
+        total += value
+    return total
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    total = _sum(values)
+    return None if total is None else total / len(values)
+
+
+def _age(answer: Loads) -> float:
+    """The age of the oldest rank's figures; both times are of the server's own clock."""
+    told = [rank.timestamp for rank in answer.loads if rank.timestamp]
+    if answer.timestamp is None or not told:
+        return 0.0
+    return max(0.0, answer.timestamp.timestamp() - min(told))
+
+
+Over: TypeAlias = Literal["sum", "mean"]
+
+SERIES: Mapping[str, Over] = {
+    "num_running_reqs": "sum",
+    "num_queue_reqs": "sum",
+    "num_used_tokens": "sum",
+    "token_usage": "mean",
+    "gen_throughput": "sum",
+    "cache_hit_rate": "mean",
+    "utilization": "mean",
+}
+"""The gauges of SGLang that are sampled, and how the values of several ranks become one."""
+
+_LINE = re.compile(rb"^sglang:([a-z_]+)(?:\{[^\n]*\})? ([^ \n]{1,32})(?: \d+)?$", re.MULTILINE)
+
+
+def read_series(page: bytes, wanted: Mapping[str, Over] = SERIES) -> dict[str, float]:
+    """The `wanted` gauges of a page, without those that are missing or not finite."""
+    found: dict[str, list[float]] = {}
+    for match in _LINE.finditer(page):
+        name = match[1].decode()
+        if name in wanted and (value := _finite(match[2])) is not None:
+            found.setdefault(name, []).append(value)
+    return {name: _over(wanted[name], values) for name, values in found.items()}
+
+
+def _over(over: Over, values: Sequence[float]) -> float:
+    total = math.fsum(values)
+    return total if over == "sum" else total / len(values)
+
+
+def _finite(text: bytes) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None

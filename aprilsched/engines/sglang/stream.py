@@ -24,8 +24,7 @@ import msgspec
 import numpy as np
 
 from aprilsched.engines.base import Chunk
-from aprilsched.engines.http.failures import UNREADABLE, quoted
-from aprilsched.engines.http.sse import Allowance, EventSplitter
+from aprilsched.engines.http import UNREADABLE, Allowance, EventSplitter, quoted
 from aprilsched.engines.sglang.wire import (
     Finish,
     LabelSpan,

@@ -1,14 +1,13 @@
 """The embedded engine: SGLang's scheduling on a fitted time model, with a toy language model.
 
-``toy_model`` and ``batcher`` are pure and synchronous; ``engine`` runs them on an asyncio loop.
+``toy_model`` and ``batcher`` are pure and synchronous; ``sim_engine`` runs them on an asyncio loop.
 """
 
 from aprilsched.engines.sim.batcher import Batcher
 from aprilsched.engines.sim.clock import run_virtual
-from aprilsched.engines.sim.config import Counters, SimConfig
-from aprilsched.engines.sim.engine import SimEngine
-from aprilsched.engines.sim.fleet import SimFleet
-from aprilsched.engines.sim.publisher import SimAdapterPublisher, SimPublisher
+from aprilsched.engines.sim.settings import Counters, SimConfig
+from aprilsched.engines.sim.sim_engine import SimEngine
+from aprilsched.engines.sim.sim_fleet import SimAdapterPublisher, SimFleet, SimPublisher
 from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
 
 __all__ = [

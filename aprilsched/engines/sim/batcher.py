@@ -30,9 +30,8 @@ from typing import TypeAlias
 
 from aprilsched.engines.base import Chunk, GenerationRequest, PauseMode
 from aprilsched.engines.sim.cache import KvPool, PrefixCache
-from aprilsched.engines.sim.config import Counters, SimConfig
-from aprilsched.engines.sim.output import Ending, Output
-from aprilsched.engines.sim.sequence import Sequence
+from aprilsched.engines.sim.sequence import Ending, Output, Sequence
+from aprilsched.engines.sim.settings import Counters, SimConfig
 from aprilsched.engines.sim.toy_model import weights_key_of_version
 
 

@@ -7,8 +7,8 @@ from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
 
 from aprilsched.engines.base import GenerationRequest
-from aprilsched.engines.sim.config import SimConfig
 from aprilsched.engines.sim.sequence import Sequence
+from aprilsched.engines.sim.settings import SimConfig
 
 RESERVE_SHARE = 0.098
 """Share of the tokens still to come that admission keeps free for running requests: the lower

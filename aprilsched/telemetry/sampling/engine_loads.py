@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from aprilsched.engines.load import EngineLoad, ReportsLoad
+from aprilsched.engines.base import EngineLoad, ReportsLoad
 from aprilsched.telemetry.sampling.sample_log import EngineLine
 
 log = logging.getLogger("aprilsched")
@@ -32,7 +32,7 @@ class HasEngines(Protocol):
 
 
 class EngineLoads:
-    """Asks the engines that tell their load (:class:`~aprilsched.engines.load.ReportsLoad`).
+    """Asks the engines that tell their load (:class:`~aprilsched.engines.base.ReportsLoad`).
 
     Args:
         fleet: the fleet of the engines; it should be open.

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeAlias, cast
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from aprilsched.engines.sim.engine import SimEngine
+from aprilsched.engines.sim.sim_engine import SimEngine
 from aprilsched.errors import EngineError
 from aprilsched.serving import as_json
 from aprilsched.testing.faults.script import (

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import distributed
 
-from aprilsched.engines.refit import RefitGroup, TensorMeta
-from aprilsched.weights.tensor_buckets import iter_buckets
+from aprilsched.engines.base import RefitGroup, TensorMeta
+from aprilsched.weights.publisher import iter_buckets
 
 __all__ = ["ReferencePublisher"]
 

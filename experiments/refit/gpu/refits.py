@@ -30,7 +30,7 @@ if "aprilsched" not in sys.modules:
     sys.modules["aprilsched"] = _package
 
 from aprilsched.engines.base import GenerationRequest
-from aprilsched.engines.http.limits import HttpLimits
+from aprilsched.engines.http import HttpLimits
 from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.types import SamplingParams
 

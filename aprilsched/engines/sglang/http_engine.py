@@ -6,38 +6,178 @@
   the call can be repeated, because two copies of the request cannot decode.
 - Streams have no timeout; control calls always have one. The size of a stream is bounded by what
   was asked for; what follows the last chunk or an error status is bounded to a few KiB and seconds.
+
+A paused server holds a request before its scheduler knows of it. An abort of such a request is
+lost, and SGLang remembers that the request was aborted: it passes no later abort on, and after
+continue the request decodes to its end (0.5.21). While nothing has arrived, closing the
+connection always works: the server drops a held request and aborts a queued one. That loses no
+token, because none was received or on its way.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, aclosing, suppress
+from typing import Any
 
 import aiohttp
 
 from aprilsched.engines.base import Chunk, GenerationRequest
-from aprilsched.engines.http.address import ServerAddress
-from aprilsched.engines.http.failures import Answer, engine_error, rejection
-from aprilsched.engines.http.limits import HttpLimits
-from aprilsched.engines.http.sockets import inflow_of
-from aprilsched.engines.http.sse import Allowance, UnfinishedEvents
-from aprilsched.engines.http.transport import Transport
-from aprilsched.engines.sglang.calls import (
-    ABORTS_AT_ONCE,
-    Call,
-    EarlyAborts,
-    HungUp,
-    despite_cancellation,
+from aprilsched.engines.http import (
+    Allowance,
+    Answer,
+    HttpLimits,
+    ServerAddress,
+    Transport,
+    UnfinishedEvents,
+    engine_error,
+    inflow_of,
+    rejection,
 )
+from aprilsched.engines.sglang.control import ServerRefit
 from aprilsched.engines.sglang.probe import probe
-from aprilsched.engines.sglang.refit import ServerRefit
 from aprilsched.engines.sglang.stream import ChunkAssembler, nothing, read_chunks
 from aprilsched.engines.sglang.wire import generate_body
-from aprilsched.errors import ConfigError, EngineError, EngineRejected, EngineUnreachable
+from aprilsched.errors import (
+    ConfigError,
+    ControlTimeout,
+    EngineError,
+    EngineRejected,
+    EngineUnreachable,
+)
 
 _log = logging.getLogger(__name__)
+
+ABORTS_AT_ONCE = 16
+"""Number of abort calls that one server gets at a time. Hundreds of them would block the client's
+event loop for seconds, and a continue would wait behind them for a connection."""
+_ABORT_EACH_S = 0.02
+"""Time allowed for each further abort; a real server on its own machine takes 1.5 to 3 ms."""
+
+
+class HungUp(Exception):
+    """Ends the reading of a stream that was closed before anything had arrived from it."""
+
+
+class Call:
+    """One generation in flight."""
+
+    def __init__(self) -> None:
+        self.over = False
+        """Whether the server has nothing left of the request that an abort could end."""
+        self._response: aiohttp.ClientResponse | None = None
+        self._broken_off: Exception | None = None
+
+    def attach(self, response: aiohttp.ClientResponse) -> None:
+        """Record that the server took the request and streams its answer into `response`."""
+        self._response = response
+        if self._broken_off is not None:
+            raise self._broken_off
+
+    @property
+    def silent(self) -> bool:
+        """Whether no byte of the answer has arrived, neither read nor unread."""
+        return self._response is None or self._response.content.total_bytes == 0
+
+    def break_off(self, reason: Exception) -> None:
+        """Close the connection now; the reader of the stream gets `reason` as its error."""
+        self._broken_off = reason
+        if self._response is not None:
+            # The order matters: after close() first, the reader would wait for ever.
+            self._response.content.set_exception(reason)
+            self._response.close()
+
+
+class EarlyAborts:
+    """Tells one server to abort the generations that were left early, a few at a time.
+
+    Generations that are left together share a time bound, which grows with their number. When
+    ``ABORTS_AT_ONCE`` aborts in a row get no answer, the rest is given up. One log line says how
+    many were not aborted.
+
+    Args:
+        name: name of the server, for the log.
+        timeout: seconds for one abort.
+        aborts: semaphore that bounds the server's concurrent abort calls.
+    """
+
+    def __init__(self, name: str, timeout: float, aborts: asyncio.Semaphore) -> None:
+        self._name = name
+        self._timeout = timeout
+        self._aborts = aborts
+        self._waiting = 0
+        self._until = 0.0
+        self._unanswered = 0
+        """Number of aborts in a row that got no answer."""
+        self._gone = False
+        self._left = 0
+        self._not_aborted = 0
+        self._why = ""
+
+    async def send(self, abort: Callable[[], Awaitable[None]]) -> None:
+        """Make one abort call; its failure is logged and not raised."""
+        loop = asyncio.get_running_loop()
+        if self._waiting == 0:
+            self._until = loop.time() + self._timeout
+            self._unanswered = self._left = self._not_aborted = 0
+            self._gone, self._why = False, ""
+        self._waiting += 1
+        self._left += 1
+        self._until += _ABORT_EACH_S
+        try:
+            async with self._aborts:
+                if self._unanswered >= ABORTS_AT_ONCE or loop.time() > self._until:
+                    self._not_aborted += 1
+                elif not self._gone:
+                    await self._try(abort)
+        finally:
+            self._waiting -= 1
+            if self._waiting == 0 and self._not_aborted:
+                _log.warning(
+                    "%d of %d requests that were left early on %s may still decode: %s",
+                    self._not_aborted,
+                    self._left,
+                    self._name,
+                    self._why or "the aborts before them took too long",
+                )
+
+    async def _try(self, abort: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await abort()
+        except EngineUnreachable as error:
+            # The loss of the engine is reported once elsewhere, not for each request.
+            self._gone = True
+            _log.debug("a request on %s was not aborted: %s", self._name, error)
+        except EngineError as error:
+            self._not_aborted += 1
+            self._why = str(error)
+            self._unanswered += isinstance(error, ControlTimeout)
+        else:
+            self._unanswered = 0
+
+
+async def despite_cancellation(work: Coroutine[Any, Any, None]) -> None:
+    """Run bounded `work` to its end even if this task is cancelled, and then raise that."""
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if not task.cancelled() and isinstance(task.exception(), KeyboardInterrupt):
+        # The event loop has raised it already. Raised here again, it would end the loop that
+        # runs the cleanup of everything else.
+        raise asyncio.CancelledError
+    task.result()
+    if cancelled is not None:
+        raise cancelled
+
+
+# --- engine --------------------------------------------------------------------------------------
+
 _DRAIN_SECONDS = 1.0
 _DRAIN_BYTES = 2**16
 

@@ -1,1 +1,0 @@
-"""HTTP to an inference server: connections, bounds, retries and server-sent events."""

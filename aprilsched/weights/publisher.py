@@ -1,0 +1,280 @@
+"""The protocols of a publisher, which brings new weights or adapters to the engines, and what
+publishers share: waiting for work that cannot be stopped half-way, and buckets of tensors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import (
+    AsyncIterable,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import suppress
+from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeAlias, TypeVar, runtime_checkable
+
+from aprilsched.engines.base import Engine
+from aprilsched.errors import ConfigError
+
+__all__ = [
+    "AdapterPublisher",
+    "Bucket",
+    "Buckets",
+    "ConcludingPublisher",
+    "RepublishingPublisher",
+    "WeightPublisher",
+    "WholePublisher",
+    "check_weights",
+    "in_daemon",
+    "in_thread",
+    "iter_buckets",
+    "iter_buckets_async",
+    "read_to_the_end",
+    "to_the_end",
+]
+
+
+class WeightPublisher(Protocol):
+    """Brings a new policy version to a set of engines."""
+
+    async def prepare(self, version: int) -> None:
+        """Do what can be done while the engines generate, such as writing files."""
+        ...
+
+    async def publish(
+        self, version: int, engines: Sequence[Engine]
+    ) -> Mapping[str, Exception | None]:
+        """Bring `version` to all engines, which are paused, in parallel.
+
+        Returns for each engine's name None, or the error for which it did not take the weights.
+        The caller then asks each engine for its version and trusts only that.
+        """
+        ...
+
+
+@runtime_checkable
+class RepublishingPublisher(WeightPublisher, Protocol):
+    """A publisher that can publish a version again, as long as it is the fleet's version.
+
+    With it, an engine that comes back gets that version at once; otherwise it waits for the
+    trainer's next version.
+    """
+
+    def holds(self, version: int) -> bool:
+        """Whether `version` can still be published."""
+        ...
+
+
+@runtime_checkable
+class WholePublisher(WeightPublisher, Protocol):
+    """A publisher that tells whether an engine takes a version and its label in one call.
+
+    Where it is not so, a store notes each update before it begins. If the process is killed in the
+    middle, the next one uses no engine before another update.
+    """
+
+    @property
+    def loads_whole(self) -> bool:
+        """Whether an engine has either the old version or the new one at any time."""
+        ...
+
+
+@runtime_checkable
+class ConcludingPublisher(WeightPublisher, Protocol):
+    """A publisher that is told when a call of ``update_weights()`` is over."""
+
+    async def conclude(self) -> None:
+        """End what waits for the update, whatever became of it.
+
+        It is called once for each ``update_weights()`` call, after ``publish()`` has ended, and
+        also where nothing was published: the version was refused, ``prepare()`` raised, no
+        engine was there.
+        """
+        ...
+
+
+@runtime_checkable
+class AdapterPublisher(WeightPublisher, Protocol):
+    """A publisher whose versions are LoRA adapters, each loaded in addition to those in use.
+
+    `publish` is called while the engines generate. Requests of an older adapter end with that
+    adapter; then `retire` is called.
+    """
+
+    def adapter_name(self, version: int) -> str:
+        """The name of the adapter of `version` on the engines."""
+        ...
+
+    async def retire(self, version: int, engine: Engine) -> None:
+        """Unload the adapter of `version` from `engine`; no request samples with it any more."""
+        ...
+
+
+# --- threads -------------------------------------------------------------------------------------
+
+# Waits for work that cannot be stopped half-way: a thread, or calls that are already sent.
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+async def to_the_end(work: Awaitable[T]) -> T:
+    """Await `work`; on a cancellation, first wait for its end and then raise the cancellation."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        while not task.done():  # A second cancellation must not interrupt the work either.
+            try:
+                await asyncio.wait([task])
+            except asyncio.CancelledError:
+                continue
+        if not task.cancelled():
+            task.exception()  # This marks the exception as seen, so that asyncio does not warn.
+        raise
+
+
+async def in_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run `work` in a thread, to its end; only the caller keeps its result.
+
+    asyncio's own future of a thread refers to itself, so it keeps its result until the next
+    garbage collection, which is too long for a bucket of weights.
+    """
+    result: list[T] = []
+
+    def keep() -> None:
+        result.append(work(*args, **kwargs))
+
+    try:
+        await to_the_end(asyncio.to_thread(keep))
+        return result.pop()
+    finally:
+        result.clear()
+
+
+async def in_daemon(work: Callable[[], T], *, name: str) -> T:
+    """Run `work` in a daemon thread, which is abandoned on a cancellation.
+
+    The loop waits for its own threads when it ends, and so does the interpreter, however long
+    torch takes to give up. Neither waits for a daemon thread.
+    """
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[T] = loop.create_future()
+
+    def tell(result: Callable[[asyncio.Future[T]], None]) -> None:
+        def settle() -> None:
+            if not ended.done():
+                result(ended)
+
+        with suppress(RuntimeError):  # The loop is closed, so nobody waits any more.
+            loop.call_soon_threadsafe(settle)
+
+    def run() -> None:
+        try:
+            value = work()
+        except BaseException as error:
+            failure = error
+            tell(lambda future: future.set_exception(failure))
+        else:
+            tell(lambda future: future.set_result(value))
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return await ended
+
+
+# --- tensor buckets ------------------------------------------------------------------------------
+
+# Packs the trainer's tensors into buckets: few messages, and bounded memory.
+#
+# - Tensors keep their order; each is in exactly one bucket, and no bucket is empty.
+# - A bucket holds at most a given number of bytes, unless it holds a single larger tensor.
+# - An engine gets a bucket as one row of bytes and views each part of it as the tensor's own type.
+#   torch allows that only where the part begins at a multiple of its element size, so a tensor that
+#   would begin elsewhere begins the next bucket.
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+Bucket: TypeAlias = "Sequence[tuple[str, Tensor]]"
+
+
+class Buckets:
+    """Packs tensors that arrive one by one.
+
+    Raises:
+        ConfigError: if `bucket_bytes` is below 1.
+    """
+
+    def __init__(self, bucket_bytes: int) -> None:
+        if bucket_bytes < 1:
+            raise ConfigError(f"bucket_bytes is {bucket_bytes}; give 1 or more.")
+        self._limit = bucket_bytes
+        self._open: list[tuple[str, Tensor]] = []
+        self._bytes = 0
+
+    def add(self, name: str, tensor: Tensor) -> Bucket | None:
+        """Add a tensor; return the bucket before it, if that one is now full."""
+        size = tensor.numel() * tensor.element_size()
+        full = None
+        if self._open and (
+            self._bytes + size > self._limit or self._bytes % tensor.element_size() != 0
+        ):
+            full = self.rest()
+        self._open.append((name, tensor))
+        self._bytes += size
+        return full
+
+    def rest(self) -> Bucket | None:
+        """Return the open bucket and empty it; None if it is empty already."""
+        left, self._open, self._bytes = self._open, [], 0
+        return left or None
+
+
+def check_weights(weights: object) -> None:
+    """Refuse weights themselves, where a function that returns them is needed.
+
+    Raises:
+        ConfigError: if `weights` is no function.
+    """
+    if not callable(weights):
+        raise ConfigError(
+            f"weights is a {type(weights).__name__}; give a function that returns one, because it "
+            "is called for each version."
+        )
+
+
+def read_to_the_end(weights: Iterable[object]) -> None:
+    """Read what is left, so that every rank of a collective iteration comes to its end."""
+    for _ in weights:
+        pass
+
+
+def iter_buckets(weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[Bucket]:
+    """Yield the buckets of `weights`; each is made only when it is asked for."""
+    buckets = Buckets(bucket_bytes)
+    for name, tensor in weights:
+        if (full := buckets.add(name, tensor)) is not None:
+            yield full
+            del full  # Its memory can be freed before the next tensors are gathered.
+    if (last := buckets.rest()) is not None:
+        yield last
+
+
+async def iter_buckets_async(
+    weights: AsyncIterable[tuple[str, Tensor]], bucket_bytes: int
+) -> AsyncIterator[Bucket]:
+    """Like :func:`iter_buckets`, for weights that arrive asynchronously."""
+    buckets = Buckets(bucket_bytes)
+    async for name, tensor in weights:
+        if (full := buckets.add(name, tensor)) is not None:
+            yield full
+            del full
+    if (last := buckets.rest()) is not None:
+        yield last
