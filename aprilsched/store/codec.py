@@ -10,7 +10,7 @@ import uuid
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from decimal import Decimal
-from typing import Any, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -38,7 +38,7 @@ _TUPLE, _SET, _FROZENSET, _DICT, _INT, _COMPLEX, _BYTEARRAY, _ARRAY, _SCALAR = r
 _DECIMAL, _UUID, _DATETIME, _DATE, _TIME, _TIMEDELTA = range(10, 16)
 
 
-def packed(value: object) -> Any:
+def pack(value: object) -> Any:
     """Turn a value into one that msgspec encodes without loss.
 
     Raises:
@@ -47,16 +47,16 @@ def packed(value: object) -> Any:
     kind = type(value)
     if kind in _PLAIN:
         return value
-    pack = _PACK.get(kind)
-    if pack is not None:
-        return pack(value)
+    by_kind = _PACK.get(kind)
+    if by_kind is not None:
+        return by_kind(value)
     if isinstance(value, np.generic):
         return _scalar(cast("np.generic[Any]", value))
     raise TypeError(f"a value of type {kind.__module__}.{kind.__qualname__}")
 
 
-def unpacked(code: int, data: memoryview) -> Any:
-    """Restore a value that :func:`packed` wrapped; a decoder's hook for extension types."""
+def unpack(code: int, data: memoryview) -> Any:
+    """Restore a value that :func:`pack` wrapped; a decoder's hook for extension types."""
     if code not in _UNPACK:
         raise ValueError(f"a value of the unknown kind {code}")
     return _UNPACK[code](data)
@@ -67,7 +67,7 @@ def _ext(code: int, parts: object) -> msgspec.msgpack.Ext:
 
 
 def _parts(data: memoryview) -> Any:
-    return msgspec.msgpack.decode(data, ext_hook=unpacked)
+    return msgspec.msgpack.decode(data, ext_hook=unpack)
 
 
 def _integer(value: int) -> Any:
@@ -77,13 +77,13 @@ def _integer(value: int) -> Any:
 
 
 def _items(code: int) -> Callable[[Iterable[object]], Any]:
-    return lambda values: _ext(code, [packed(value) for value in values])
+    return lambda values: _ext(code, [pack(value) for value in values])
 
 
 def _dict(value: dict[object, object]) -> Any:
     if all(type(key) is str for key in value):
-        return {key: packed(each) for key, each in value.items()}
-    return _ext(_DICT, [(packed(key), packed(each)) for key, each in value.items()])
+        return {key: pack(each) for key, each in value.items()}
+    return _ext(_DICT, [(pack(key), pack(each)) for key, each in value.items()])
 
 
 def _storable(dtype: np.dtype[Any]) -> str:
@@ -161,7 +161,7 @@ def _duration(value: datetime.timedelta) -> tuple[int, int, int]:
 
 _PACK: dict[type, Callable[[Any], Any]] = {
     int: _integer,
-    list: lambda values: [packed(value) for value in values],
+    list: lambda values: [pack(value) for value in values],
     dict: _dict,
     tuple: _items(_TUPLE),
     set: _items(_SET),
@@ -207,7 +207,7 @@ class _Group(msgspec.Struct, array_like=True):
     sampling: SamplingParams | list[SamplingParams] | None
     key: Any
     metadata: Any
-    """The caller's own values, packed by :mod:`aprilsched.store.codec`."""
+    """The caller's own values, as :func:`pack` makes them."""
     members: list[tuple[int, int, int]]
     """For each member its rollout id, its index, and the index of its sampling in `samplings`."""
     samplings: list[SamplingParams]
@@ -217,17 +217,10 @@ class _Group(msgspec.Struct, array_like=True):
     size: int | None = None
 
 
-class _Lengths(msgspec.Struct, array_like=True):
-    launched: int
-    tokens: bytes
-    finished: bytes
-
-
-class _Remembered(msgspec.Struct, array_like=True):
-    key: str | int
-    responses: float
-    mean_log: float
-    version: int
+_Lengths: TypeAlias = tuple[int, bytes, bytes]
+"""Where the group was launched, its lengths, and which of them are finished."""
+_Remembered: TypeAlias = tuple[str | int, float, float, int]
+"""The fields of :class:`Remembered` in their order."""
 
 
 class _Schedule(msgspec.Struct, array_like=True):
@@ -261,7 +254,7 @@ def decode(body: bytes, kind: type[T]) -> T:
     Raises:
         msgspec.MsgspecError: if it is not a record of this kind.
     """
-    return msgspec.msgpack.decode(body, type=kind, ext_hook=unpacked)
+    return msgspec.msgpack.decode(body, type=kind, ext_hook=unpack)
 
 
 def checksum(*parts: bytes | memoryview) -> int:
@@ -319,7 +312,7 @@ def group_record(group: SavedGroup) -> bytes:
         size=group.size,
     )
     try:
-        record.key, record.metadata = packed(prompt.key), packed(prompt.metadata)
+        record.key, record.metadata = pack(prompt.key), pack(prompt.metadata)
         return encode(record)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         # RuntimeError includes RecursionError, and a dict that a reward changes meanwhile.
@@ -366,41 +359,36 @@ def group_from(body: bytes) -> SavedGroup:
 
 def lengths_record(group: GroupLengths) -> bytes:
     """Encode the lengths of a group."""
-    return encode(_Lengths(group.launched, group.tokens.tobytes(), group.finished.tobytes()))
+    return encode((group.launched, group.tokens.tobytes(), group.finished.tobytes()))
 
 
 def lengths_from(body: bytes) -> GroupLengths:
     """Decode the lengths of a group in `body`."""
-    record = decode(body, _Lengths)
+    launched, tokens, finished = decode(body, _Lengths)
     return GroupLengths(
-        launched=record.launched,
-        tokens=np.frombuffer(record.tokens, dtype=np.int64),
-        finished=np.frombuffer(record.finished, dtype=np.bool_),
+        launched=launched,
+        tokens=np.frombuffer(tokens, dtype=np.int64),
+        finished=np.frombuffer(finished, dtype=np.bool_),
     )
 
 
 def remembered_record(record: Remembered) -> bytes:
     """Encode what is remembered of a key."""
-    return encode(_Remembered(record.key, record.responses, record.mean_log, record.version))
+    return encode((record.key, record.responses, record.mean_log, record.version))
 
 
 def remembered_from(body: bytes) -> Remembered:
     """Decode what is remembered of a key."""
-    record = decode(body, _Remembered)
-    return Remembered(
-        key=record.key,
-        responses=record.responses,
-        mean_log=record.mean_log,
-        version=record.version,
-    )
+    key, responses, mean_log, version = decode(body, _Remembered)
+    return Remembered(key=key, responses=responses, mean_log=mean_log, version=version)
 
 
 def schedule_record(schedule: Schedule) -> bytes:
     """Encode a schedule: the names of its rules, and their settings."""
     return encode(
         _Schedule(
-            over_provision=_named(schedule.over_provision),
-            refill=_named(schedule.refill),
+            over_provision=_settings_of(schedule.over_provision),
+            refill=_settings_of(schedule.refill),
             why=schedule.why,
             forecast=schedule.forecast,
             pace=schedule.pace,
@@ -425,5 +413,5 @@ def schedule_from(body: bytes) -> Schedule | None:
     )
 
 
-def _named(rule: OverProvision | Refill) -> tuple[str, dict[str, Any]]:
+def _settings_of(rule: OverProvision | Refill) -> tuple[str, dict[str, Any]]:
     return rule.name, msgspec.to_builtins(rule)

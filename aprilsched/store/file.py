@@ -1,4 +1,4 @@
-"""The file of a store: opening and locking it, its tables, and its rows of tokens.
+"""The file of a store: opening and locking it, its tables, and the marker of its last save.
 
 A file of schema n has run the first n scripts; a new file runs all of them. A script that was
 released is never changed; a change of the schema is a new script.
@@ -15,21 +15,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
-import numpy as np
-
-from aprilsched.core.state.saved import TokenPage
 from aprilsched.errors import StoreError
 from aprilsched.store.codec import checksum
 
 _ENDS = ("-wal", "-journal", "-last")
 """What the names of the files end in that belong to a store."""
 _WAIT_SECONDS = 1.0
-_PAGE_BYTES = 16_384
-"""Blobs are large; in pages of 4 KiB each blob would be a long chain."""
+PAGE_BYTES = 4096
+"""A row of tokens has some KiB; in larger pages more of the room between rows stays empty."""
 _WAL_BYTES = 1 << 25
 _LOG_HEAD, _FRAME_HEAD = 32, 24
-_FRAME = _FRAME_HEAD + _PAGE_BYTES
+_FRAME = _FRAME_HEAD + PAGE_BYTES
 _MODE = 0o600
 _PROGRESS, _CRC = struct.Struct("<3q"), struct.Struct("<I")
 _DAMAGED = "restore a checkpoint, or move it away to start again"
@@ -68,7 +64,7 @@ def connect(path: Path) -> tuple[sqlite3.Connection, int]:
         StoreError: if it cannot be opened.
     """
     connection = None
-    with said_by(path, "opened"):
+    with store_errors(path, "opened"):
         safe_path(path)
         # SQLite gives the files that belong to it the same mode. Prompts and responses are for
         # nobody else to read. What fails here fails in SQLite too, which says more.
@@ -82,7 +78,7 @@ def connect(path: Path) -> tuple[sqlite3.Connection, int]:
             check_same_thread=False,
         )
     try:
-        with said_by(path, "opened"):
+        with store_errors(path, "opened"):
             frames = _prepare(connection, path)
     except BaseException:
         connection.close()
@@ -121,13 +117,15 @@ def _whole(head: bytes) -> bool:
 def _prepare(connection: sqlite3.Connection, path: Path) -> int:
     """Bring the file into the form that a store needs; returns the number of frames in its
     write-ahead log that SQLite takes."""
-    connection.execute(f"PRAGMA page_size = {_PAGE_BYTES}")
+    connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
     connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+    # Some builds of SQLite overwrite what is deleted. The mode of the file protects it already.
+    connection.execute("PRAGMA secure_delete = OFF")
     # The file stays locked: two schedulers would overwrite each other's rollouts.
     connection.execute("PRAGMA locking_mode = EXCLUSIVE")
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute(f"PRAGMA journal_size_limit = {_WAL_BYTES}")
-    connection.execute("PRAGMA wal_autocheckpoint = 1000")
+    connection.execute("PRAGMA wal_autocheckpoint = 4000")
     connection.execute("PRAGMA trusted_schema = OFF")
     _, frames, _ = connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
     migrate(connection, path)
@@ -137,7 +135,7 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> int:
 
 
 @contextmanager
-def said_by(path: Path, what: str) -> Generator[None]:
+def store_errors(path: Path, what: str) -> Generator[None]:
     """Turn failures of SQLite into one sentence about `path`.
 
     Raises:
@@ -158,7 +156,8 @@ def said_by(path: Path, what: str) -> Generator[None]:
 class Progress(NamedTuple):
     """How far a run had come at a save; none of the numbers ever falls."""
 
-    page: int
+    row: int
+    """The number of the last row of tokens."""
     launched: int
     batches: int
 
@@ -233,10 +232,11 @@ SCRIPTS: tuple[str, ...] = (
         body BLOB NOT NULL, crc INTEGER
     );
     CREATE INDEX rollouts_by_group ON rollouts (group_id);
-    CREATE TABLE pages (
-        seq INTEGER PRIMARY KEY AUTOINCREMENT, slices BLOB NOT NULL, engines BLOB NOT NULL,
+    CREATE TABLE tokens (
+        n INTEGER PRIMARY KEY AUTOINCREMENT, group_id INTEGER NOT NULL, slices BLOB NOT NULL,
         token_ids BLOB NOT NULL, logprobs BLOB NOT NULL, crc INTEGER
     );
+    CREATE INDEX tokens_by_group ON tokens (group_id);
     CREATE TABLE batches (batch INTEGER PRIMARY KEY, body BLOB NOT NULL, crc INTEGER);
     CREATE TABLE dropped (n INTEGER PRIMARY KEY AUTOINCREMENT, body BLOB NOT NULL, crc INTEGER);
     CREATE TABLE schedule (one INTEGER PRIMARY KEY CHECK (one = 1), body BLOB, crc INTEGER);
@@ -281,32 +281,3 @@ def migrate(connection: sqlite3.Connection, path: Path) -> None:
         if connection.in_transaction:
             connection.execute("ROLLBACK")
         raise
-
-
-COLUMNS = "slices, engines, token_ids, logprobs, crc"
-
-
-def insert_page(connection: sqlite3.Connection, page: TokenPage) -> None:
-    """Insert a page."""
-    engines = msgspec.json.encode(page.engines)
-    slices, ids, logprobs = page.slices.data, page.token_ids.data, page.logprobs.data
-    crc = checksum(slices, engines, ids, logprobs)
-    connection.execute(
-        f"INSERT INTO pages ({COLUMNS}) VALUES (?, ?, ?, ?, ?)",
-        (slices, engines, ids, logprobs, crc),
-    )
-
-
-def page_from(row: tuple[bytes, bytes, bytes, bytes, int]) -> TokenPage | None:
-    """The page in a row of :data:`COLUMNS`; None if it is damaged."""
-    slices, engines, ids, logprobs, crc = row
-    if not all(type(part) is bytes for part in row[:4]):
-        return None
-    if checksum(slices, engines, ids, logprobs) != crc:
-        return None
-    return TokenPage(
-        slices=np.frombuffer(slices, dtype=np.int32).reshape(-1, 5),
-        engines=tuple(msgspec.json.decode(engines, type=list[str])),
-        token_ids=np.frombuffer(ids, dtype=np.int32),
-        logprobs=np.frombuffer(logprobs, dtype=np.float32),
-    )

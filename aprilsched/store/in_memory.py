@@ -65,7 +65,7 @@ def slices_of(page: TokenPage) -> Iterable[tuple[int, Slice]]:
     """Yield each slice of a page with the rollout to which it belongs; slices are views."""
     at = 0
     rows: list[list[int]] = page.slices.tolist()
-    for rollout_id, start, length, version, place in rows:
+    for rollout_id, start, length, version, place, _ in rows:
         end = at + length
         engine = None if place < 0 else page.engines[place]
         yield (
@@ -172,7 +172,7 @@ class MemoryStore:
         for index in snapshot.acknowledged:
             self._batches.pop(index, None)
         self._batches.update((batch.index, batch) for batch in snapshot.batches)
-        for group_id, _ in snapshot.removed:
+        for group_id in snapshot.removed:
             self._remove(group_id)
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -39,7 +40,6 @@ from aprilsched.core.state.saved import (
 )
 from aprilsched.core.steps.snapshot import full_snapshot, take_changes, take_full
 from aprilsched.errors import ConfigError, StoreError
-from aprilsched.store import sqlite
 from aprilsched.store.codec import (
     check_storable,
     group_from,
@@ -47,7 +47,7 @@ from aprilsched.store.codec import (
     schedule_from,
     schedule_record,
 )
-from aprilsched.store.file import SCRIPTS, said_by
+from aprilsched.store.file import SCRIPTS, store_errors
 from aprilsched.store.sqlite import read_checkpoint, write_checkpoint
 from tests.support.driver import Driver, config
 
@@ -219,15 +219,15 @@ def restored(saved: Saved | None) -> Driver:
     return driver
 
 
-def test_tokens_behind_a_damaged_page_are_generated_again(
+def test_tokens_behind_a_damaged_row_are_generated_again(
     path: Path, caplog: pytest.LogCaptureFixture
 ):
     before = filled(path)
     held = {r.rollout_id: r.log.token_ids for r in before.state.in_flight.rollouts.values()}
-    damage(path, "UPDATE pages SET token_ids = zeroblob(length(token_ids)) WHERE seq > 4")
+    damage(path, "UPDATE tokens SET token_ids = zeroblob(length(token_ids)) WHERE n % 5 = 4")
     store = SqliteStore(path)
     driver = restored(store.open())
-    assert any("pages are damaged" in record.message for record in caplog.records)
+    assert any("rows of tokens are damaged" in record.message for record in caplog.records)
     shorter = 0
     for rollout in driver.state.in_flight.rollouts.values():
         if rollout.rollout_id in held:
@@ -444,7 +444,7 @@ def test_a_read_only_file_is_refused_with_what_to_do(path: Path):
     with pytest.raises(sqlite3.OperationalError) as raised:
         connection.execute("DELETE FROM run")
     connection.close()
-    with pytest.raises(StoreError, match="make it and its folder writable"), said_by(path, "read"):
+    with pytest.raises(StoreError, match="make it and its folder writable"), store_errors(path, "read"):
         raise raised.value
 
 
@@ -511,16 +511,11 @@ def test_a_checkpoint_is_one_file_and_reading_leaves_it_alone(path: Path, tmp_pa
 # --- growth ------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sqlite, "_SLACK_TOKENS", 2_000)
-    monkeypatch.setattr(sqlite, "_AT_ONCE_TOKENS", 4_000)
-    monkeypatch.setattr(sqlite, "_SMALL_TOKENS", 500)
-
-
-@pytest.mark.usefixtures("small_steps")
 @pytest.mark.parametrize("seed", range(4))
-def test_the_file_does_not_grow_with_the_run(path: Path, seed: int):
+def test_the_file_does_not_grow_with_the_run(
+    path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("aprilsched.store.sqlite._FREE_BYTES", 0 if seed % 2 else 1 << 24)
     store, memory = SqliteStore(path), MemoryStore()
     store.open()
     driver = Driver(config(batch_groups=4, group_size=4), journal=True)
@@ -537,15 +532,14 @@ def test_the_file_does_not_grow_with_the_run(path: Path, seed: int):
         store.save(snapshot, durable=False)
         connection = store._connection  # pyright: ignore[reportPrivateUsage]
         assert connection is not None
-        (stored,) = connection.execute("SELECT sum(length(token_ids)) / 4 FROM pages").fetchone()
+        (stored,) = connection.execute("SELECT sum(length(token_ids)) / 4 FROM tokens").fetchone()
         live = sum(len(r.log) for r in driver.state.in_flight.rollouts.values()) + sum(
             len(m.log)
             for b in driver.state.delivery.unacknowledged.values()
             for g in b.groups
             for m in g.members
         )
-        # What one cleaning leaves to the next is bounded by its step.
-        assert stored <= 2 * live + 2_000 + 3 * 4_000
+        assert stored <= live
         sizes.append(path.stat().st_size)
         if number % 60 == 0:
             same(store.open(), memory.open())
@@ -556,22 +550,22 @@ def test_the_file_does_not_grow_with_the_run(path: Path, seed: int):
     store.close()
 
 
-@pytest.mark.usefixtures("small_steps")
-def test_many_small_pages_are_put_together(path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sqlite, "_MANY_PAGES", 30)
+def test_the_chunks_of_a_group_between_two_saves_are_one_row(path: Path):
     store, memory = SqliteStore(path), MemoryStore()
     store.open()
     driver = Driver(config(), journal=True)
     driver.request_batch()
-    for number in range(120):
-        driver.progress(driver.attempts()[number % 3], 2, first=number)
+    for number in range(20):
+        for chunk in range(30):
+            driver.progress(driver.attempts()[chunk % 3], 1, first=30 * number + chunk)
         snapshot = take_changes(driver.state)
         store.save(snapshot, durable=False)
         memory.save(snapshot, durable=False)
     connection = store._connection  # pyright: ignore[reportPrivateUsage]
     assert connection is not None
-    (pages,) = connection.execute("SELECT count(*) FROM pages").fetchone()
-    assert pages <= 31
+    rows = connection.execute("SELECT group_id, slices FROM tokens").fetchall()
+    assert len(rows) == 20 * len({group_id for group_id, _ in rows})
+    assert sum(len(msgspec.msgpack.decode(slices)) for _, slices in rows) == 20 * 3
     same(store.open(), memory.open())
     store.close()
 

@@ -41,7 +41,7 @@ class PageBuilder:
 
     def add(
         self,
-        rollout_id: int,
+        rollout: RolloutRecord,
         start: int,
         ids: Int32Array,
         logprobs: Float32Array,
@@ -60,7 +60,9 @@ class PageBuilder:
         place = self._places.get(engine)
         if place is None:
             place = self._places[engine] = len(self._places) - 1
-        self._slices.extend((rollout_id, start, count, version, place))
+        self._slices.extend(
+            (rollout.rollout_id, start, count, version, place, rollout.group.group_id)
+        )
 
     def forget(self, rollouts: Collection[int]) -> None:
         """Take the tokens of these rollouts off the page."""
@@ -88,7 +90,7 @@ class PageBuilder:
         )
 
     def _table(self) -> Int32Array:
-        return np.array(self._slices, dtype=np.int32).reshape(-1, 5)
+        return np.array(self._slices, dtype=np.int32).reshape(-1, 6)
 
     def _grow(self, needed: int) -> None:
         room = max(needed, 2 * len(self._ids))
@@ -117,8 +119,8 @@ class Journal:
         """Batches that were offered. The trainer may have them by the time the snapshot is read."""
         self.acknowledged: list[int] = []
         """Batches that were acknowledged or withdrawn."""
-        self.removed: dict[int, int] = {}
-        """Groups that left, each with the number of its tokens."""
+        self.removed: dict[int, None] = {}
+        """Groups that left, in the order in which they did."""
         self.gone: set[int] = set()
         """Rollouts of the groups that left."""
         self.dropped: list[Entry] = []
@@ -153,7 +155,7 @@ class Journal:
         """Note tokens that were just appended to the rollout's log."""
         if self.active and len(ids) and _counts(rollout.group):
             start = len(rollout.log) - len(ids)
-            self.arrived.add(rollout.rollout_id, start, ids, logprobs, version, engine)
+            self.arrived.add(rollout, start, ids, logprobs, version, engine)
 
     def change(self, rollout: RolloutRecord) -> None:
         if self.active and _counts(rollout.group):
@@ -185,7 +187,7 @@ class Journal:
         """Note a rollout that was saved and does not go on in the resumed run."""
         if self.active:
             self.dropped.append(entry)
-            self.removed[entry.group_id] = self.removed.get(entry.group_id, 0) + entry.tokens
+            self.removed[entry.group_id] = None
 
     def deliver(self, batch: DeliveredBatch) -> None:
         if self.active:
@@ -214,12 +216,10 @@ class Journal:
                 self.remembered[remembered.key] = remembered
 
     def _forget(self, group_id: int, members: Iterable[RolloutRecord]) -> None:
-        tokens = 0
         for member in members:
             self.gone.add(member.rollout_id)
             self.changed.pop(member.rollout_id, None)
-            tokens += len(member.log)
-        self.removed[group_id] = tokens
+        self.removed[group_id] = None
         self.launched.pop(group_id, None)
         self.changed_groups.pop(group_id, None)
 

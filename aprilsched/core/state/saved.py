@@ -42,9 +42,9 @@ class TokenPage:
     """Tokens of many rollouts that arrived between two snapshots.
 
     Attributes:
-        slices: int32 [n, 5], one row for each run of tokens: rollout, position of the first token
+        slices: int32 [n, 6], one row for each run of tokens: rollout, position of the first token
             in the response, number of tokens, version, index of the engine in `engines` (-1 for
-            none).
+            none), group.
         engines: names of engines.
         token_ids: ids of all slices, one after the other, int32 [t].
         logprobs: float32 [t].
@@ -200,8 +200,7 @@ class Snapshot:
         batches: batches that the trainer has or may have.
         acknowledged: indexes of batches to forget, before `batches` are taken in: a withdrawn
             batch may be followed by another one with its index.
-        removed: groups that were dropped, or delivered and acknowledged, each with its number of
-            tokens.
+        removed: groups that were dropped, or delivered and acknowledged.
         remembered: what is known of the lengths of prompts by their keys, as far as it changed;
             those that were seen last come last.
     """
@@ -215,7 +214,7 @@ class Snapshot:
     rollouts: Sequence[RolloutState] = ()
     batches: Sequence[SavedBatch] = ()
     acknowledged: Sequence[int] = ()
-    removed: Sequence[tuple[int, int]] = ()
+    removed: Sequence[int] = ()
     dropped: Sequence[Entry] = ()
     lengths: Sequence[GroupLengths] = ()
     remembered: Sequence[Remembered] = ()

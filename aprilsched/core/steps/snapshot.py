@@ -39,7 +39,7 @@ def take_changes(state: SchedulerState) -> Snapshot:
         rollouts=tuple(_rollout(rollout) for rollout in journal.changed.values()),
         batches=tuple(_batch(batch) for batch in journal.delivered.values()),
         acknowledged=tuple(journal.acknowledged),
-        removed=tuple(journal.removed.items()),
+        removed=tuple(journal.removed),
         dropped=tuple(journal.dropped),
         lengths=tuple(journal.lengths),
         remembered=tuple(journal.remembered.values()),
@@ -125,9 +125,7 @@ def _add_all(builder: PageBuilder, rollouts: Iterable[RolloutRecord]) -> None:
         begin = 0
         ids, logprobs = rollout.log.since(0)
         for end, version, engine in rollout.log.runs:
-            builder.add(
-                rollout.rollout_id, begin, ids[begin:end], logprobs[begin:end], version, engine
-            )
+            builder.add(rollout, begin, ids[begin:end], logprobs[begin:end], version, engine)
             begin = end
 
 
