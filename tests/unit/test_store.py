@@ -444,7 +444,8 @@ def test_a_read_only_file_is_refused_with_what_to_do(path: Path):
     with pytest.raises(sqlite3.OperationalError) as raised:
         connection.execute("DELETE FROM run")
     connection.close()
-    with pytest.raises(StoreError, match="make it and its folder writable"), store_errors(path, "read"):
+    writable = "make it and its folder writable"
+    with pytest.raises(StoreError, match=writable), store_errors(path, "read"):
         raise raised.value
 
 

@@ -6,6 +6,17 @@ without waiting until it takes effect, but it keeps the order of later calls.
 The client remembers what was released, because the server does not check: it dies when it wakes
 memory that was not released, and continues without its memory when it is told to. A call counts as
 executed unless the server refused it or could not be reached.
+
+A server takes new weights while it is paused, and its cache is left alone:
+
+- The weights count as *inconsistent* from the first byte of an update until it has succeeded. A
+  server whose update failed half-way holds weights of two versions under its old label, so only
+  the client's record shows it.
+- A call of its own sets the version after all weights have arrived: a version that came with the
+  last bucket would name weights that are not finalized yet.
+- Weights are written in place. SGLang 0.5.21 says that it rolls back a failed load from disk, but
+  it loads the same broken directory again (read in its source); only a load that failed before
+  the first tensor leaves the old weights intact.
 """
 
 from __future__ import annotations
@@ -44,16 +55,19 @@ from aprilsched.errors import (
     InconsistentWeights,
 )
 
-_BAD_REQUEST = _BUSY = 400
+_BAD_REQUEST = _BUSY = _REFUSED = 400
 _PAUSED = 503
+_CONFLICT = 409
 _FLUSH_POLL_SECONDS = 0.05
 _LOAD_SECONDS = 5.0
 """The bound is short, because the caller asks for a load again soon."""
 _MESSAGE_BYTES = 1024
+_UNTOUCHED = ("Failed to get",)
+"""Starts of the messages of a load from disk that failed before the first tensor."""
 
 
 class ServerControl:
-    """The control calls of an engine."""
+    """The control calls of an engine, and those that change its weights."""
 
     def __init__(
         self, name: str, server: ControlCalls, limits: HttpLimits, *, first_version: int = 0
@@ -64,6 +78,9 @@ class ServerControl:
         self._first_version = first_version
         self._facts: ServerFacts | None = None
         self._released: frozenset[str] = frozenset()
+        self._open_update = ""
+        """Names the update that was begun and has not succeeded; empty if there is none."""
+        self._groups: set[str] = set()
 
     @property
     def name(self) -> str:
@@ -81,11 +98,6 @@ class ServerControl:
     def capabilities(self) -> Capabilities:
         """What the server can do; known after :meth:`open`."""
         return self.facts.capabilities
-
-    async def version(self) -> int:
-        """Ask for the policy version of the server's weights."""
-        label = await weight_label(self.name, self._server, self._limits.control_timeout)
-        return version_number(label, self._first_version)
 
     async def is_paused(self) -> bool | None:
         """Whether the server is paused; None where it cannot tell (before SGLang had /ready)."""
@@ -173,66 +185,13 @@ class ServerControl:
         if self._released and await self.is_paused() is False:
             self._released = frozenset()
 
-    def _check_ids(self, request: GenerationRequest) -> None:
-        vocab = self.facts.vocab_size
-        largest = int(request.input_ids.max(initial=0))
-        # SGLang 0.5.21 does not check: the lookup in the embedding fails and the server dies.
-        if vocab is not None and largest >= vocab:
-            raise EngineRejected(
-                self.name,
-                f"request {request.request_id} holds token id {largest}, and the model knows "
-                f"{vocab}; tokenize the prompt with this model's tokenizer.",
-                status=_BAD_REQUEST,
-            )
-
-    def _conflict(self, why: str) -> EngineRejected:
-        return EngineRejected(self.name, why, status=_CONFLICT)
-
-    async def _control(
-        self, path: str, body: object = None, *, accept: tuple[int, ...] = (200,)
-    ) -> Answer:
-        return await self._server.call(
-            "POST", path, body, timeout=self._limits.control_timeout, accept=accept
-        )
-
-    async def _abort(self, request_id: str, timeout: float) -> None:  # noqa: ASYNC109
-        await self._server.call("POST", "abort_request", {"rid": request_id}, timeout=timeout)
-
-
-# --- refit ---------------------------------------------------------------------------------------
-
-# The calls by which a server takes new weights; it must be paused, and its cache is left alone.
-#
-# - The weights count as *inconsistent* from the first byte of an update until it has succeeded. A
-#   server whose update failed half-way holds weights of two versions under its old label, so only
-#   the client's record shows it.
-# - A call of its own sets the version after all weights have arrived: a version that came with the
-#   last bucket would name weights that are not finalized yet.
-# - Weights are written in place. SGLang 0.5.21 says that it rolls back a failed load from disk, but
-#   it loads the same broken directory again (read in its source); only a load that failed before
-#   the first tensor leaves the old weights intact.
-
-_REFUSED = 400
-_CONFLICT = 409
-_UNTOUCHED = ("Failed to get",)
-"""Starts of the messages of a load from disk that failed before the first tensor."""
-
-
-class ServerRefit(ServerControl):
-    """The calls that change the weights of an engine."""
-
-    def __init__(
-        self, name: str, server: ControlCalls, limits: HttpLimits, *, first_version: int = 0
-    ) -> None:
-        super().__init__(name, server, limits, first_version=first_version)
-        self._open_update = ""
-        """Names the update that was begun and has not succeeded; empty if there is none."""
-        self._groups: set[str] = set()
+    # --- weights -------------------------------------------------------------------------------
 
     async def version(self) -> int:
         """Ask for the policy version; raise if the weights are inconsistent."""
         # The server is asked in any case: that it is lost matters more than its weights.
-        version = await super().version()
+        label = await weight_label(self.name, self._server, self._limits.control_timeout)
+        version = version_number(label, self._first_version)
         if self._open_update:
             raise InconsistentWeights(
                 self.name,
@@ -449,3 +408,28 @@ class ServerRefit(ServerControl):
         if not outcome.success:
             message = quoted(outcome.message or outcome.error_message or "")
             raise EngineRejected(self.name, f"{path} failed ({message}).", status=answer.status)
+
+    def _check_ids(self, request: GenerationRequest) -> None:
+        vocab = self.facts.vocab_size
+        largest = int(request.input_ids.max(initial=0))
+        # SGLang 0.5.21 does not check: the lookup in the embedding fails and the server dies.
+        if vocab is not None and largest >= vocab:
+            raise EngineRejected(
+                self.name,
+                f"request {request.request_id} holds token id {largest}, and the model knows "
+                f"{vocab}; tokenize the prompt with this model's tokenizer.",
+                status=_BAD_REQUEST,
+            )
+
+    def _conflict(self, why: str) -> EngineRejected:
+        return EngineRejected(self.name, why, status=_CONFLICT)
+
+    async def _control(
+        self, path: str, body: object = None, *, accept: tuple[int, ...] = (200,)
+    ) -> Answer:
+        return await self._server.call(
+            "POST", path, body, timeout=self._limits.control_timeout, accept=accept
+        )
+
+    async def _abort(self, request_id: str, timeout: float) -> None:  # noqa: ASYNC109
+        await self._server.call("POST", "abort_request", {"rid": request_id}, timeout=timeout)

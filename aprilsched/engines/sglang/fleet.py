@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from aprilsched.engines.base import FleetChange
@@ -51,11 +52,14 @@ class SGLangFleet:
             raise ConfigError(f"urls is the string {urls!r}; give a list of URLs.")
         if not urls:
             raise ConfigError("The list of servers is empty; give at least one URL.")
-        self._admin_key = admin_key
-        self._api_key = api_key
-        self._stream_interval = stream_interval
-        self._limits = limits
-        self._first_version = first_version
+        self._engine = partial(
+            SGLangEngine,
+            admin_key=admin_key,
+            api_key=api_key,
+            stream_interval=stream_interval,
+            limits=limits,
+            first_version=first_version,
+        )
         engines = [self._engine(url) for url in urls]
         names = [engine.name for engine in engines]
         twice = next((name for name in names if names.count(name) > 1), None)
@@ -114,18 +118,55 @@ class SGLangFleet:
             if change is not None:
                 yield change
 
-    def _engine(self, url: str) -> SGLangEngine:
-        return SGLangEngine(
-            url,
-            admin_key=self._admin_key,
-            api_key=self._api_key,
-            stream_interval=self._stream_interval,
-            limits=self._limits,
-            first_version=self._first_version,
-        )
+
+class PolledFleet:
+    """A fleet that follows a list which somebody else keeps; the base of those that do.
+
+    Args:
+        model_path: refuse servers that serve another model; None accepts any one model.
+        poll_s: seconds between two looks at the list.
+
+    Raises:
+        ConfigError: if `poll_s` is not above 0.
+    """
+
+    def __init__(self, model_path: str | None, poll_s: float) -> None:
+        if not poll_s > 0:
+            raise ConfigError(f"poll_s is {poll_s}; give a number of seconds above 0.")
+        self._model_path = model_path
+        self._poll_s = poll_s
+        self._members = ListedMembers((), model_path)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({[engine.name for engine in self.engines]})"
+
+    @property
+    def engines(self) -> Sequence[SGLangEngine]:
+        """One engine for each server; known after :meth:`open`."""
+        return self._members.engines
+
+    async def close(self) -> None:
+        """Close every server's connections."""
+        await self._members.close()
+
+    async def watch(self) -> AsyncGenerator[FleetChange, None]:
+        """Yield the servers that have come into the list or are missing in it.
+
+        See :class:`aprilsched.engines.base.WatchesMembership`.
+        """
+        while True:
+            await asyncio.sleep(self._poll_s)
+            await self._look()
+            change = self._members.take()
+            if change is not None:
+                yield change
+
+    async def _look(self) -> None:
+        """Take in what is listed now."""
+        raise NotImplementedError
 
 
-class SGLangListedFleet:
+class SGLangListedFleet(PolledFleet):
     """The SGLang servers that a function lists, as they come and go.
 
     The function is asked when the fleet is opened, and again every `poll_s` seconds. A server that
@@ -157,26 +198,17 @@ class SGLangListedFleet:
         limits: HttpLimits | None = None,
         poll_s: float = 5.0,
     ) -> None:
-        if not poll_s > 0:
-            raise ConfigError(f"poll_s is {poll_s}; give a number of seconds above 0.")
+        super().__init__(model_path, poll_s)
         self._list_urls = list_urls
-        self._admin_key = admin_key
-        self._api_key = api_key
-        self._model_path = model_path
-        self._stream_interval = stream_interval
-        self._limits = limits
-        self._poll_s = poll_s
-        self._listed = ListedMembers((), model_path)
+        self._engine = partial(
+            SGLangEngine,
+            admin_key=admin_key,
+            api_key=api_key,
+            stream_interval=stream_interval,
+            limits=limits,
+        )
         self._apart: dict[str, SGLangEngine] = {}
         """Engines of :meth:`listed`, by name."""
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({[engine.name for engine in self.engines]})"
-
-    @property
-    def engines(self) -> Sequence[SGLangEngine]:
-        """One engine for each server; known after :meth:`open`."""
-        return self._listed.members.engines
 
     async def open(self) -> None:
         """Ask for the list and open each server; close all of them if anything is wrong.
@@ -192,12 +224,8 @@ class SGLangListedFleet:
         if not urls:
             raise EngineUnreachable("the list of servers", "is empty; start the servers first.")
         engines = {engine.name: engine for engine in map(self._engine, urls)}
-        self._listed = ListedMembers(tuple(engines.values()), self._model_path)
-        await self._listed.members.open()
-
-    async def close(self) -> None:
-        """Close every server's connections."""
-        await self._listed.members.close()
+        self._members = ListedMembers(tuple(engines.values()), self._model_path)
+        await self._members.open()
 
     async def listed(self) -> Sequence[SGLangEngine]:
         """Ask for the list; returns an engine for each server of it, which the caller opens and
@@ -209,88 +237,20 @@ class SGLangListedFleet:
         }
         return tuple(self._apart.values())
 
-    async def watch(self) -> AsyncGenerator[FleetChange, None]:
-        """Yield the servers that have come into the list or are missing in it.
-
-        See :class:`aprilsched.engines.base.WatchesMembership`.
-        """
-        while True:
-            await asyncio.sleep(self._poll_s)
-            await self._look()
-            change = self._listed.members.take()
-            if change is not None:
-                yield change
-
     async def _look(self) -> None:
         try:
             urls = await self._list_urls()
             listed = {ServerAddress.parse(url).name: url for url in urls}
         except Exception as error:  # The run goes on with the servers that it has.
-            self._listed.warn_once("", f"listing the servers failed: {error!r}")
+            self._members.warn_once("", f"listing the servers failed: {error!r}")
             return
         if not listed:
-            self._listed.warn_once("", "the list of servers is empty.")
+            self._members.warn_once("", "the list of servers is empty.")
             return
-        self._listed.fine("")
-        await self._listed.follow(
-            {name: lambda url=url: self._engine(url) for name, url in listed.items()}
+        self._members.fine("")
+        await self._members.follow(
+            {name: partial(self._engine, url) for name, url in listed.items()}
         )
-
-    def _engine(self, url: str) -> SGLangEngine:
-        return SGLangEngine(
-            url,
-            admin_key=self._admin_key,
-            api_key=self._api_key,
-            stream_interval=self._stream_interval,
-            limits=self._limits,
-        )
-
-
-class ListedMembers:
-    """Members of a fleet that follow a list which somebody else keeps."""
-
-    def __init__(self, engines: Sequence[SGLangEngine], model_path: str | None) -> None:
-        self.members = Members(engines, model_path)
-        self._missing: dict[str, int] = {}
-        """Number of lists in a row in which an engine was missing, by engine."""
-        self._warned: dict[str, str] = {}
-
-    async def follow(self, listed: Mapping[str, Callable[[], SGLangEngine] | None]) -> None:
-        """Take in what is listed, and let go what was missing in two lists in a row.
-
-        `listed` has a function that makes the engine for each name; None for an engine that is
-        listed and must not join now.
-        """
-        for name, engine in listed.items():
-            if engine is not None and not self._has(name):
-                await self._take_in(name, engine)
-        for engine in self.members.engines:
-            times = 0 if engine.name in listed else self._missing.get(engine.name, 0) + 1
-            self._missing[engine.name] = times
-            if times >= _LISTINGS_UNTIL_GONE and len(self.members.engines) > 1:
-                del self._missing[engine.name]
-                self.members.leave(engine.name)
-
-    async def _take_in(self, name: str, engine: Callable[[], SGLangEngine]) -> None:
-        try:
-            await self.members.join(engine())
-        except (EngineError, ConfigError) as error:
-            self.warn_once(name, str(error))
-        else:
-            self.fine(name)
-
-    def _has(self, name: str) -> bool:
-        return any(name == engine.name for engine in self.members.engines)
-
-    def warn_once(self, about: str, what: str) -> None:
-        """Log a problem once, not at every list."""
-        if self._warned.get(about) != what:
-            self._warned[about] = what
-            _log.warning("the fleet stays as it is: %s", what)
-
-    def fine(self, about: str) -> None:
-        """Note that a problem is over, so that the next one is logged again."""
-        self._warned.pop(about, None)
 
 
 class Members:
@@ -380,6 +340,50 @@ class Members:
     def _check_new(self, engine: SGLangEngine) -> None:
         if engine.name in self._engines:
             raise ConfigError(f"The server {engine.name} is in the fleet already.")
+
+
+class ListedMembers(Members):
+    """Members of a fleet that follow a list which somebody else keeps."""
+
+    def __init__(self, engines: Sequence[SGLangEngine], model_path: str | None) -> None:
+        super().__init__(engines, model_path)
+        self._missing: dict[str, int] = {}
+        """Number of lists in a row in which an engine was missing, by engine."""
+        self._warned: dict[str, str] = {}
+
+    async def follow(self, listed: Mapping[str, Callable[[], SGLangEngine] | None]) -> None:
+        """Take in what is listed, and let go what was missing in two lists in a row.
+
+        `listed` has a function that makes the engine for each name; None for an engine that is
+        listed and must not join now.
+        """
+        for name, engine in listed.items():
+            if engine is not None and name not in self._engines:
+                await self._take_in(name, engine)
+        for engine in self.engines:
+            times = 0 if engine.name in listed else self._missing.get(engine.name, 0) + 1
+            self._missing[engine.name] = times
+            if times >= _LISTINGS_UNTIL_GONE and len(self.engines) > 1:
+                del self._missing[engine.name]
+                self.leave(engine.name)
+
+    async def _take_in(self, name: str, engine: Callable[[], SGLangEngine]) -> None:
+        try:
+            await self.join(engine())
+        except (EngineError, ConfigError) as error:
+            self.warn_once(name, str(error))
+        else:
+            self.fine(name)
+
+    def warn_once(self, about: str, what: str) -> None:
+        """Log a problem once, not at every list."""
+        if self._warned.get(about) != what:
+            self._warned[about] = what
+            _log.warning("the fleet stays as it is: %s", what)
+
+    def fine(self, about: str) -> None:
+        """Note that a problem is over, so that the next one is logged again."""
+        self._warned.pop(about, None)
 
 
 Trait = tuple[str, Callable[[ServerFacts], Any], str]

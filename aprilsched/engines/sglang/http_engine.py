@@ -36,7 +36,7 @@ from aprilsched.engines.http import (
     inflow_of,
     rejection,
 )
-from aprilsched.engines.sglang.control import ServerRefit
+from aprilsched.engines.sglang.control import ServerControl
 from aprilsched.engines.sglang.probe import probe
 from aprilsched.engines.sglang.stream import ChunkAssembler, nothing, read_chunks
 from aprilsched.engines.sglang.wire import generate_body
@@ -182,7 +182,7 @@ _DRAIN_SECONDS = 1.0
 _DRAIN_BYTES = 2**16
 
 
-class SGLangEngine(ServerRefit):
+class SGLangEngine(ServerControl):
     """One SGLang server.
 
     Args:

@@ -48,7 +48,7 @@ import msgspec
 
 from aprilsched.engines.base import Chunk, EngineLoad, GenerationRequest
 from aprilsched.engines.http import Answer, HttpLimits, quoted, rejection
-from aprilsched.engines.sglang.control import ServerRefit
+from aprilsched.engines.sglang.control import ServerControl
 from aprilsched.engines.sglang.http_engine import despite_cancellation
 from aprilsched.engines.sglang.probe import probe
 from aprilsched.engines.sglang.stream import ChunkAssembler, nothing
@@ -153,7 +153,7 @@ class SGLangInProcessFleet:
         await self._engine.close()
 
 
-class SGLangInProcessEngine(ServerRefit):
+class SGLangInProcessEngine(ServerControl):
     """The engine of :class:`SGLangInProcessFleet`."""
 
     _holder: ClassVar[SGLangInProcessEngine | None] = None

@@ -16,13 +16,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 
 import aiohttp
 import msgspec
 
-from aprilsched.engines.base import FleetChange, GenerationRequest
+from aprilsched.engines.base import GenerationRequest
 from aprilsched.engines.http import HttpLimits, ServerAddress, Transport, engine_error, quoted
-from aprilsched.engines.sglang.fleet import ListedMembers
+from aprilsched.engines.sglang.fleet import ListedMembers, PolledFleet
 from aprilsched.engines.sglang.http_engine import HungUp, SGLangEngine, despite_cancellation
 from aprilsched.engines.sglang.probe import decode
 from aprilsched.engines.sglang.wire import generate_body
@@ -381,7 +382,7 @@ class RoutedEngine(SGLangEngine):
 # --- router fleet --------------------------------------------------------------------------------
 
 
-class SGLangRouterFleet:
+class SGLangRouterFleet(PolledFleet):
     """The workers of the router at `url`, which must have the policy consistent_hashing.
 
     Args:
@@ -406,23 +407,20 @@ class SGLangRouterFleet:
         limits: HttpLimits | None = None,
         poll_s: float = 5.0,
     ) -> None:
-        if not poll_s > 0:
-            raise ConfigError(f"poll_s is {poll_s}; give a number of seconds above 0.")
-        self._admin_key = admin_key
-        self._api_key = api_key
-        self._model_path = model_path
-        self._limits = limits or HttpLimits()
-        self._poll_s = poll_s
-        self._roster = Roster(url, api_key=api_key, limits=self._limits)
-        self._listed = ListedMembers((), model_path)
+        super().__init__(model_path, poll_s)
+        limits = limits or HttpLimits()
+        self._roster = Roster(url, api_key=api_key, limits=limits)
+        self._engine = partial(
+            RoutedEngine,
+            roster=self._roster,
+            peers=lambda: self.engines,
+            admin_key=admin_key,
+            api_key=api_key,
+            limits=limits,
+        )
 
     def __repr__(self) -> str:
         return f"SGLangRouterFleet({str(self._roster.url)!r})"
-
-    @property
-    def engines(self) -> Sequence[SGLangEngine]:
-        """One engine for each worker; known after :meth:`open`."""
-        return self._listed.members.engines
 
     async def open(self) -> None:
         """Ask the router for its workers and open each; close all of them if anything is wrong.
@@ -441,58 +439,40 @@ class SGLangRouterFleet:
                     "found them.",
                 )
             await self._roster.check_pins()
-            self._listed = ListedMembers(
-                [self._engine(worker) for worker in _unique(workers)], self._model_path
+            self._members = ListedMembers(
+                [self._engine(worker.url) for worker in _unique(workers)], self._model_path
             )
-            await self._listed.members.open()
+            await self._members.open()
         except BaseException:
             await self._roster.close()
             raise
 
     async def close(self) -> None:
         """Close the connections to the router and to every worker."""
-        await self._listed.members.close()
+        await super().close()
         await self._roster.close()
 
-    async def watch(self) -> AsyncGenerator[FleetChange, None]:
-        """Yield the workers that the router has found or no longer lists.
-
-        See :class:`aprilsched.engines.base.WatchesMembership`. An unhealthy worker that is still
-        listed has not left. An empty list changes nothing: the router has just been started.
-        """
-        while True:
-            await asyncio.sleep(self._poll_s)
-            await self._look()
-            change = self._listed.members.take()
-            if change is not None:
-                yield change
-
     async def _look(self) -> None:
+        """Take in the workers that the router lists now.
+
+        An unhealthy worker that is still listed has not left. An empty list changes nothing: the
+        router has just been started.
+        """
         try:
             workers = await self._roster.workers()
         except EngineError as error:
-            self._listed.warn_once(self._roster.name, str(error))
+            self._members.warn_once(self._roster.name, str(error))
             return
         if not workers:
-            self._listed.warn_once(self._roster.name, f"the {self._roster.name} lists no worker.")
+            self._members.warn_once(self._roster.name, f"the {self._roster.name} lists no worker.")
             return
-        self._listed.fine(self._roster.name)
+        self._members.fine(self._roster.name)
         listed = {ServerAddress.parse(worker.url).name: worker for worker in workers}
-        await self._listed.follow(
+        await self._members.follow(
             {
-                name: (lambda worker=worker: self._engine(worker)) if worker.is_healthy else None
+                name: partial(self._engine, worker.url) if worker.is_healthy else None
                 for name, worker in listed.items()
             }
-        )
-
-    def _engine(self, worker: Worker) -> RoutedEngine:
-        return RoutedEngine(
-            worker.url,
-            self._roster,
-            lambda: self.engines,
-            admin_key=self._admin_key,
-            api_key=self._api_key,
-            limits=self._limits,
         )
 
 
