@@ -224,9 +224,7 @@ SCRIPTS: tuple[str, ...] = (
     """
     CREATE TABLE run (one INTEGER PRIMARY KEY CHECK (one = 1), body BLOB NOT NULL, crc INTEGER);
     CREATE TABLE groups (group_id INTEGER PRIMARY KEY, body BLOB NOT NULL, crc INTEGER);
-    CREATE TABLE group_states (
-        group_id INTEGER PRIMARY KEY, accepted INTEGER, first_run INTEGER
-    );
+    CREATE TABLE group_states (group_id INTEGER PRIMARY KEY, body BLOB NOT NULL, crc INTEGER);
     CREATE TABLE rollouts (
         rollout_id INTEGER PRIMARY KEY, group_id INTEGER NOT NULL, since INTEGER NOT NULL,
         body BLOB NOT NULL, crc INTEGER

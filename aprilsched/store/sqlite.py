@@ -317,9 +317,10 @@ def _write_groups(connection: sqlite3.Connection, snapshot: Snapshot) -> None:
         "REPLACE INTO groups VALUES (?, ?, ?)",
         ((group_id, body, checksum(body)) for group_id, body in bodies),
     )
+    states = ((state.group_id, encode(state)) for state in snapshot.group_states)
     connection.executemany(
         "REPLACE INTO group_states VALUES (?, ?, ?)",
-        ((state.group_id, state.accepted, state.first_run) for state in snapshot.group_states),
+        ((group_id, body, checksum(body)) for group_id, body in states),
     )
 
 
@@ -505,17 +506,12 @@ def _groups(connection: sqlite3.Connection, damaged: dict[int, str]) -> Iterator
 
 def _group_states(connection: sqlite3.Connection, damaged: dict[int, str]) -> dict[int, GroupState]:
     states: dict[int, GroupState] = {}
-    for group_id, *row in connection.execute(
-        "SELECT group_id, accepted, first_run FROM group_states"
-    ):
-        accepted, first_run = row
-        if not all(value is None or type(value) is int for value in row):
+    for group_id, body, crc in connection.execute("SELECT group_id, body, crc FROM group_states"):
+        state = _record(body, crc, lambda body: decode(body, GroupState))
+        if state is None or state.group_id != group_id:
             damaged[group_id] = "its state in the store is damaged"
-        states[group_id] = GroupState(
-            group_id=group_id,
-            accepted=None if accepted is None else bool(accepted),
-            first_run=first_run,
-        )
+        else:
+            states[group_id] = state
     return states
 
 

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import os
 import re
@@ -20,7 +19,7 @@ from pathlib import Path
 
 from aprilsched.engines.base import Engine, RefitFromDisk, TakesAdapters
 from aprilsched.errors import ConfigError, EngineRejected
-from aprilsched.weights.publisher import in_thread
+from aprilsched.weights.publisher import call_each, in_thread
 
 # A directory of versions that the trainer writes and the engines read.
 #
@@ -195,24 +194,20 @@ class DiskPublisher:
         await self._versions.check(path)
         self._loading.append(version)
         try:
-            outcomes = await asyncio.gather(*(_update(engine, path, version) for engine in engines))
+            outcomes = await call_each(engines, lambda engine: _update(engine, path, version))
         finally:
             self._loading.remove(version)
-        if self._save is not None and not any(outcomes):
+        if self._save is not None and not any(outcomes.values()):
             await self._versions.forget(version, in_use=(*self._loading, self._newest))
-        return {engine.name: outcome for engine, outcome in zip(engines, outcomes, strict=True)}
+        return outcomes
 
 
-async def _update(engine: Engine, path: Path, version: int) -> Exception | None:
+async def _update(engine: Engine, path: Path, version: int) -> None:
     if not isinstance(engine, RefitFromDisk):
-        return ConfigError(
+        raise ConfigError(
             f"{engine.name} does not load weights from a disk; use another publisher for it."
         )
-    try:
-        await engine.update_from_disk(path, version)
-    except Exception as error:  # One engine's failure must not hide the others' results.
-        return error
-    return None
+    await engine.update_from_disk(path, version)
 
 
 def _check_checkpoint(path: Path) -> None:
@@ -302,10 +297,10 @@ class LoraPublisher:
             ConfigError: if `version` was not prepared.
         """
         await self._versions.check(self.path(version))
-        outcomes = await asyncio.gather(*(self._load(engine, version) for engine in engines))
-        if not any(outcomes):
+        outcomes = await call_each(engines, lambda engine: self._load(engine, version))
+        if not any(outcomes.values()):
             await self._versions.forget(version, self._loaded)
-        return {engine.name: outcome for engine, outcome in zip(engines, outcomes, strict=True)}
+        return outcomes
 
     async def retire(self, version: int, engine: Engine) -> None:
         """Unload the adapter of `version` from `engine`.
@@ -323,24 +318,20 @@ class LoraPublisher:
         if not engines:
             self._loaded.pop(version, None)
 
-    async def _load(self, engine: Engine, version: int) -> Exception | None:
+    async def _load(self, engine: Engine, version: int) -> None:
         if not isinstance(engine, TakesAdapters) or not engine.capabilities.adapters:
-            return ConfigError(
+            raise ConfigError(
                 f"{engine.name} does not serve LoRA adapters; start it with --enable-lora, or use "
                 "another publisher for it."
             )
         name, path = self.adapter_name(version), self.path(version)
         self._loaded.setdefault(version, set()).add(engine.name)
         try:
-            try:
-                await engine.load_adapter(name, path)
-            except EngineRejected:
-                # An earlier run, or an update that failed elsewhere, may have left this name.
-                await engine.unload_adapter(name)
-                await engine.load_adapter(name, path)
-        except Exception as error:  # One engine's failure must not hide the others' results.
-            return error
-        return None
+            await engine.load_adapter(name, path)
+        except EngineRejected:
+            # An earlier run, or an update that failed elsewhere, may have left this name.
+            await engine.unload_adapter(name)
+            await engine.load_adapter(name, path)
 
 
 def _check_adapter(path: Path) -> None:

@@ -20,6 +20,7 @@ from typing import Protocol, cast
 
 from aprilsched.engines.base import Engine, RefitElsewhere
 from aprilsched.errors import ConfigError, EngineError, EngineRejected, RefitError
+from aprilsched.weights.publisher import call_each
 
 _OTHER_VERSION = 409
 """Status of an engine's answer that it has another version."""
@@ -223,25 +224,19 @@ async def _accept_all(
     version: int, engines: Sequence[Engine], *, label: bool, timeout_s: float
 ) -> Mapping[str, Exception | None]:
     """Let every engine take its weights for `version`, within `timeout_s` seconds."""
-    outcomes = await asyncio.gather(
-        *(_accept(version, engine, label, timeout_s) for engine in engines)
-    )
-    return {engine.name: outcome for engine, outcome in zip(engines, outcomes, strict=True)}
+    return await call_each(engines, lambda engine: _accept(version, engine, label, timeout_s))
 
 
-async def _accept(version: int, engine: Engine, label: bool, timeout_s: float) -> Exception | None:
+async def _accept(version: int, engine: Engine, label: bool, timeout_s: float) -> None:
     now = asyncio.get_running_loop().time
     until, wait = now() + timeout_s, _FIRST_LOOK_SECONDS
     while True:
         try:
             await _taker(engine).accept_weights(version, label=label)
+            return
         except EngineRejected as error:
             if error.status != _OTHER_VERSION or now() + wait > until:
-                return error
-        except Exception as error:  # One engine's failure must not hide the others' results.
-            return error
-        else:
-            return None
+                raise
         await asyncio.sleep(wait)
         wait = min(2 * wait, _LAST_LOOK_SECONDS)
 

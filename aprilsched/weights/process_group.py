@@ -31,7 +31,7 @@ from aprilsched.errors import (
     EngineError,
     EngineRejected,
 )
-from aprilsched.weights.publisher import in_daemon
+from aprilsched.weights.publisher import call_each, in_daemon
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -406,18 +406,8 @@ async def each(
     timeout_s: float,
 ) -> dict[str, Exception]:
     """Call all engines in parallel; return the errors of those that failed."""
-    failures: dict[str, Exception] = {}
-
-    async def one(engine: GroupEngine) -> None:
-        try:
-            await _bounded(engine, call, timeout_s)
-        except Exception as error:  # One engine's failure must not hide the others' results.
-            failures[engine.name] = error
-
-    async with asyncio.TaskGroup() as tasks:
-        for engine in engines:
-            tasks.create_task(one(engine))
-    return failures
+    outcomes = await call_each(engines, lambda engine: _bounded(engine, call, timeout_s))
+    return {name: error for name, error in outcomes.items() if error is not None}
 
 
 async def leave(engines: Sequence[GroupEngine], name: str) -> None:

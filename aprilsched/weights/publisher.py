@@ -122,6 +122,25 @@ class AdapterPublisher(WeightPublisher, Protocol):
 
 P = ParamSpec("P")
 T = TypeVar("T")
+EngineT = TypeVar("EngineT", bound=Engine)
+
+
+async def call_each(
+    engines: Iterable[EngineT], call: Callable[[EngineT], Awaitable[object]]
+) -> dict[str, Exception | None]:
+    """Call all engines in parallel; returns None, or the error of the call, for each engine's name.
+
+    One engine's failure must not hide the others' results.
+    """
+
+    async def one(engine: EngineT) -> tuple[str, Exception | None]:
+        try:
+            await call(engine)
+        except Exception as error:
+            return engine.name, error
+        return engine.name, None
+
+    return dict(await asyncio.gather(*map(one, engines)))
 
 
 async def to_the_end(work: Awaitable[T]) -> T:

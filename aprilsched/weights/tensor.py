@@ -13,7 +13,6 @@ Every engine runs on the trainer's machine and sees the trainer's GPU; torch's a
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -23,6 +22,7 @@ from aprilsched.errors import ConfigError
 from aprilsched.weights.publisher import (
     Bucket,
     Buckets,
+    call_each,
     check_weights,
     in_thread,
     iter_buckets,
@@ -177,14 +177,8 @@ class _Takers:
 
     async def each(self, call: Callable[[_Target], Awaitable[None]]) -> None:
         """Call all engines in parallel, wait for every answer, and drop those that failed."""
-        await to_the_end(asyncio.gather(*(self._try(engine, call) for engine in self.left)))
+        self._outcomes.update(await to_the_end(call_each(self.left, call)))
         self.left = [engine for engine in self.left if self._outcomes[engine.name] is None]
-
-    async def _try(self, engine: _Target, call: Callable[[_Target], Awaitable[None]]) -> None:
-        try:
-            await call(engine)
-        except Exception as error:  # One engine's failure must not hide the others' results.
-            self._outcomes[engine.name] = error
 
 
 class _SGLang:

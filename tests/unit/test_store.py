@@ -126,6 +126,20 @@ def test_the_file_holds_what_the_memory_holds_after_every_snapshot(path: Path, s
     file.close()
 
 
+def test_the_file_holds_which_members_lost_a_race(path: Path):
+    driver = Driver(config(), journal=True)
+    driver.request_batch()
+    snapshot = take_full(driver.state)
+    states = [replace(state, first_run=3, left=(7, 8)) for state in snapshot.group_states]
+    assert states
+    memory, file = MemoryStore(), SqliteStore(path)
+    file.open()
+    for store in (memory, file):
+        store.save(replace(snapshot, group_states=states), durable=False)
+    same(file.open(), memory.open())
+    file.close()
+
+
 def filled(path: Path, *, snapshots: int = 10, seed: int = 1, steps: int = 40) -> Driver:
     """A store with a run in it, closed."""
     store = SqliteStore(path)
