@@ -18,7 +18,7 @@ from aprilsched.config import SchedulerConfig
 from aprilsched.core.messages.events import EngineInfo, Opened
 from aprilsched.core.policies.straggler import BEHAVIOURS
 from aprilsched.engines.base import Engine, HasAddress, ReportsLoad
-from aprilsched.engines.selfcheck import check, paused
+from aprilsched.engines.selfcheck import check, pause_during
 from aprilsched.errors import ConfigError, EngineError, InconsistentWeights
 
 
@@ -80,7 +80,7 @@ async def examine(engine: Engine, config: SchedulerConfig) -> EngineInfo:
 
 async def _flush(engine: Engine, config: SchedulerConfig) -> None:
     if config.cached_kv == "recompute":
-        async with paused(engine):
+        async with pause_during(engine):
             await engine.flush()
 
 

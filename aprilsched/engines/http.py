@@ -226,13 +226,13 @@ def engine_error(name: str, url: URL, error: Exception) -> EngineError:
         case aiohttp.ClientResponseError():
             _forget_keys(error)
             return EngineProtocolError(
-                name, f"does not speak HTTP ({quoted(error.message)}); is {url} right?"
+                name, f"does not speak HTTP ({quote(error.message)}); is {url} right?"
             )
         case _ if ENDLESS in str(error):
             return EngineProtocolError(name, f"was disconnected because {ENDLESS}; is {url} right?")
         case _:
             return ConnectionDropped(
-                name, f"the connection broke ({type(error).__name__}: {quoted(str(error))})."
+                name, f"the connection broke ({type(error).__name__}: {quote(str(error))})."
             )
 
 
@@ -246,7 +246,7 @@ def _forget_keys(error: aiohttp.ClientResponseError) -> None:
 
 def rejection(name: str, what: str, answer: Answer) -> EngineRejected:
     """The error of this package for an HTTP error status, with the server's own message."""
-    message = quoted(_message(answer.body))
+    message = quote(_message(answer.body))
     hint = ""
     if answer.status in (401, 403):
         hint = "; give the server's --admin-api-key as admin_key, or its --api-key as api_key"
@@ -268,7 +268,7 @@ def _message(body: bytes) -> str:
         return body[:_MESSAGE_BYTES].decode("utf-8", "replace")
 
 
-def quoted(text: str) -> str:
+def quote(text: str) -> str:
     """The server's words in a form that an error can hold: one line, printable, not too long."""
     words = " ".join(text[: 4 * _MESSAGE_LIMIT].split())
     return "".join(c if c.isprintable() else "?" for c in words[:_MESSAGE_LIMIT])
@@ -499,7 +499,7 @@ class Transport:
         except _UNWRITABLE as error:
             what = f"the request cannot be written as JSON ({error}); give plain data."
             raise EngineRejected(self._name, what, status=400) from error
-        return self._opened(self._streams).post(
+        return self._require_open(self._streams).post(
             self._url / path,
             data=data,
             headers=headers,
@@ -527,7 +527,7 @@ class Transport:
             EngineRejected: if the status is not one of `accept`.
             ControlTimeout: if the call, with its retries, takes longer than `timeout` seconds.
         """
-        session = self._opened(self._control if admin else self._streams)
+        session = self._require_open(self._control if admin else self._streams)
         retries = AsyncRetrying(
             retry=retry_if_exception(lambda error: _may_repeat(error, repeatable)),
             stop=stop_after_attempt(_ATTEMPTS),
@@ -591,7 +591,7 @@ class Transport:
                 )
         return bytes(body[:limit])
 
-    def _opened(self, session: aiohttp.ClientSession | None) -> aiohttp.ClientSession:
+    def _require_open(self, session: aiohttp.ClientSession | None) -> aiohttp.ClientSession:
         if session is None:
             raise EngineError(self._name, "is not open; call open() before using it.")
         return session

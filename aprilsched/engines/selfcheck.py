@@ -53,7 +53,7 @@ async def check(engine: Engine) -> int | None:
 
 
 @asynccontextmanager
-async def paused(engine: Engine) -> AsyncGenerator[None]:
+async def pause_during(engine: Engine) -> AsyncGenerator[None]:
     """Pause an engine by "retract" for the block; it continues however the block ends.
 
     Raises:
@@ -100,7 +100,7 @@ async def _check_pause_and_abort(engine: Engine) -> None:
         first = await anext(chunks, None)
         if first is None or first.finish is not None:
             return
-        async with paused(engine):
+        async with pause_during(engine):
             pass
         reading = asyncio.ensure_future(_read_to_end(chunks))
         try:

@@ -150,9 +150,7 @@ class SqliteStore:
                 if new:
                     self._marker.remove()
                 last = self._marker.open()
-                saved = self._compared(
-                    _read_saved(connection, self.path), connection, last, dropped
-                )
+                saved = self._compare(_read_saved(connection, self.path), connection, last, dropped)
                 connection.execute("COMMIT")
         except BaseException:
             connection.close()
@@ -171,7 +169,7 @@ class SqliteStore:
             StoreError: if it cannot be written; the store is then unchanged.
             ConfigError: if the metadata of a prompt cannot be stored.
         """
-        connection = self._opened()
+        connection = self._require_open()
         with store_errors(self.path, "written"):
             self._be_durable(connection, durable)
             connection.execute("BEGIN IMMEDIATE")
@@ -199,7 +197,7 @@ class SqliteStore:
             StoreError: if that fails.
         """
         with store_errors(self.path, "written"):
-            self._opened().execute("PRAGMA journal_mode = DELETE")
+            self._require_open().execute("PRAGMA journal_mode = DELETE")
 
     def close(self) -> None:
         """Close the file."""
@@ -209,7 +207,7 @@ class SqliteStore:
             with store_errors(self.path, "closed"):
                 connection.close()
 
-    def _compared(
+    def _compare(
         self,
         saved: Saved | None,
         connection: sqlite3.Connection,
@@ -245,7 +243,7 @@ class SqliteStore:
         )
         return replace(saved, given=last.batches)
 
-    def _opened(self) -> sqlite3.Connection:
+    def _require_open(self) -> sqlite3.Connection:
         if self._connection is None:
             raise StoreError(f"{self.path} is not open; a store is opened by its scheduler.")
         return self._connection

@@ -41,9 +41,9 @@ from aprilsched.weights.process_group import (
     address_towards,
     each,
     leave,
-    read_only_once,
+    read_once_error,
     together,
-    unexplained,
+    unexplained_error,
 )
 from aprilsched.weights.publisher import (
     Bucket,
@@ -223,12 +223,12 @@ class DistributedPublisher:
                 unexplained_left -= not broken.behind
                 if self._once and source.begun:
                     for engine in engines:
-                        outcomes[engine.name] = read_only_once(engine.name, str(broken))
+                        outcomes[engine.name] = read_once_error(engine.name, str(broken))
                     break
                 await source.start_again()
                 if unexplained_left == 0:
                     for engine in engines:
-                        outcomes[engine.name] = unexplained(engine.name, str(broken))
+                        outcomes[engine.name] = unexplained_error(engine.name, str(broken))
                     break
         return outcomes
 
@@ -236,7 +236,7 @@ class DistributedPublisher:
         self, version: int, engines: Sequence[GroupEngine], source: _Source
     ) -> Mapping[str, Exception]:
         """Broadcast all weights from the beginning; return the failures at the final step."""
-        group = await self._joined(engines)
+        group = await self._join(engines)
         # The first bucket comes before any begin, so that a caller's mistake harms no engine.
         bucket = await source.next()
         if bucket is None:
@@ -297,7 +297,7 @@ class DistributedPublisher:
     async def _row_of(self, bucket: Bucket) -> _Row:
         return await in_thread(_row_of, bucket, self._device, DEVICES[self._backend])
 
-    async def _joined(self, engines: Sequence[GroupEngine]) -> TrainerGroup:
+    async def _join(self, engines: Sequence[GroupEngine]) -> TrainerGroup:
         """The group of exactly these engines: the present one, or a new one."""
         whole = all(engine.in_group(self._name) for engine in engines)
         if self._group is not None and self._members == list(engines) and whole:

@@ -200,11 +200,11 @@ class FollowedWeights:
         """Wait until every engine reports `version`, or a newer one."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_FOLLOW_SECONDS):
-                await asyncio.gather(*(_reached(version, engine) for engine in engines))
+                await asyncio.gather(*(_wait_for(version, engine) for engine in engines))
         return {}
 
 
-async def _reached(version: int, engine: Engine) -> None:
+async def _wait_for(version: int, engine: Engine) -> None:
     wait = _FIRST_LOOK_SECONDS
     while True:
         try:

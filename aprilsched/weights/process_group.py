@@ -370,7 +370,7 @@ async def together(
 
     async def member(engine: GroupEngine) -> None:
         try:
-            await _bounded(engine, call, timeout_s)
+            await _call_in_time(engine, call, timeout_s)
         except Exception as error:  # One engine's failure must not hide the others' results.
             failures[engine.name] = error
 
@@ -406,7 +406,7 @@ async def each(
     timeout_s: float,
 ) -> dict[str, Exception]:
     """Call all engines in parallel; return the errors of those that failed."""
-    outcomes = await call_each(engines, lambda engine: _bounded(engine, call, timeout_s))
+    outcomes = await call_each(engines, lambda engine: _call_in_time(engine, call, timeout_s))
     return {name: error for name, error in outcomes.items() if error is not None}
 
 
@@ -415,7 +415,7 @@ async def leave(engines: Sequence[GroupEngine], name: str) -> None:
     await each(engines, lambda engine: engine.leave_group(name), timeout_s=_LEAVE_SECONDS)
 
 
-async def _bounded(
+async def _call_in_time(
     engine: GroupEngine, call: Callable[[GroupEngine], Awaitable[None]], seconds: float
 ) -> None:
     try:
@@ -427,7 +427,7 @@ async def _bounded(
         ) from error
 
 
-def unexplained(engine: str, cause: str) -> EngineError:
+def unexplained_error(engine: str, cause: str) -> EngineError:
     """The error of an engine that answers, in a group that breaks all the same."""
     return EngineError(
         engine,
@@ -436,7 +436,7 @@ def unexplained(engine: str, cause: str) -> EngineError:
     )
 
 
-def read_only_once(engine: str, cause: str) -> EngineError:
+def read_once_error(engine: str, cause: str) -> EngineError:
     """The error of an engine that misses the rest of weights which cannot be read again."""
     return EngineError(
         engine,

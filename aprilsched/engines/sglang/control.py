@@ -37,7 +37,7 @@ from aprilsched.engines.base import (
     RefitGroup,
     TensorMeta,
 )
-from aprilsched.engines.http import Answer, ControlCalls, HttpLimits, quoted
+from aprilsched.engines.http import Answer, ControlCalls, HttpLimits, quote
 from aprilsched.engines.sglang.probe import (
     ServerFacts,
     decode,
@@ -131,7 +131,7 @@ class ServerControl:
         async def attempt() -> Answer:
             nonlocal refused
             answer = await self._control("flush_cache", accept=(200, _BUSY))
-            refused = quoted(answer.body[:_MESSAGE_BYTES].decode("utf-8", "replace"))
+            refused = quote(answer.body[:_MESSAGE_BYTES].decode("utf-8", "replace"))
             return answer
 
         again = AsyncRetrying(
@@ -343,7 +343,7 @@ class ServerControl:
         if version_number(said, self._first_version) != version:
             raise EngineRejected(
                 self.name,
-                f'names its weights "{quoted(said)}" and not "{self._name_of(version)}"; let the '
+                f'names its weights "{quote(said)}" and not "{self._name_of(version)}"; let the '
                 "trainer label them with the decimal version, or use label=True.",
                 status=_CONFLICT,
             )
@@ -406,7 +406,7 @@ class ServerControl:
         )
         outcome = decode(self.name, f"/{path}", answer.body, UpdateAnswer)
         if not outcome.success:
-            message = quoted(outcome.message or outcome.error_message or "")
+            message = quote(outcome.message or outcome.error_message or "")
             raise EngineRejected(self.name, f"{path} failed ({message}).", status=answer.status)
 
     def _check_ids(self, request: GenerationRequest) -> None:

@@ -38,7 +38,7 @@ from aprilsched.engines.http import (
 )
 from aprilsched.engines.sglang.control import ServerControl
 from aprilsched.engines.sglang.probe import probe
-from aprilsched.engines.sglang.stream import ChunkAssembler, nothing, read_chunks
+from aprilsched.engines.sglang.stream import ChunkAssembler, empty_chunk, read_chunks
 from aprilsched.engines.sglang.wire import generate_body
 from aprilsched.errors import (
     ConfigError,
@@ -264,7 +264,7 @@ class SGLangEngine(ServerControl):
         self._check_ids(request)
         call = self._calls[request.request_id] = Call()
         try:
-            async with self._sent(request) as response:
+            async with self._send(request) as response:
                 call.attach(response)
                 await self._check_status(response)
                 async with aclosing(self._chunks(request, response)) as chunks:
@@ -274,7 +274,7 @@ class SGLangEngine(ServerControl):
                             await _drain(response)
                         yield chunk
         except HungUp:
-            yield nothing(spans_known=self.capabilities.version_spans)
+            yield empty_chunk(spans_known=self.capabilities.version_spans)
         except (EngineRejected, EngineUnreachable):
             # The server does not have the request. An abort could end another one of this id.
             call.over = True
@@ -304,7 +304,7 @@ class SGLangEngine(ServerControl):
         async with self._aborts:
             await self._abort(request_id, self._limits.control_timeout)
 
-    def _sent(
+    def _send(
         self, request: GenerationRequest
     ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         """The response to the one POST that asks for `request`."""

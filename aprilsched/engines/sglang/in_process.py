@@ -47,11 +47,11 @@ from weakref import WeakKeyDictionary
 import msgspec
 
 from aprilsched.engines.base import Chunk, EngineLoad, GenerationRequest
-from aprilsched.engines.http import Answer, HttpLimits, quoted, rejection
+from aprilsched.engines.http import Answer, HttpLimits, quote, rejection
 from aprilsched.engines.sglang.control import ServerControl
 from aprilsched.engines.sglang.http_engine import despite_cancellation
 from aprilsched.engines.sglang.probe import probe
-from aprilsched.engines.sglang.stream import ChunkAssembler, nothing
+from aprilsched.engines.sglang.stream import ChunkAssembler, empty_chunk
 from aprilsched.engines.sglang.wire import generate_body
 from aprilsched.errors import (
     ConfigError,
@@ -243,7 +243,7 @@ class SGLangInProcessEngine(ServerControl):
             while not finished:
                 output = await generation.next()
                 if output is None:
-                    yield nothing(spans_known=self.capabilities.version_spans)
+                    yield empty_chunk(spans_known=self.capabilities.version_spans)
                     return
                 chunk = assembler.convert(output)
                 finished = chunk.finish is not None
@@ -408,7 +408,7 @@ class _Started:
         if start is None:
             self._thread = thread = LoopThread("sglang")
             start = self._start = asyncio.run_coroutine_threadsafe(
-                self._started(thread), thread.loop
+                self._start_engine(thread), thread.loop
             )
         return await asyncio.shield(asyncio.wrap_future(start))
 
@@ -425,7 +425,7 @@ class _Started:
         else:
             await asyncio.to_thread(inside.end)
 
-    async def _started(self, thread: LoopThread) -> _Inside:
+    async def _start_engine(self, thread: LoopThread) -> _Inside:
         root = logging.getLogger()
         handlers, level = list(root.handlers), root.level
         started = False
@@ -438,9 +438,9 @@ class _Started:
         except (ConfigError, EngineError):
             raise
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"SGLang refuses its arguments: {quoted(str(error))}") from error
+            raise ConfigError(f"SGLang refuses its arguments: {quote(str(error))}") from error
         except Exception as error:
-            raise EngineError(_NAME, f"did not start ({quoted(str(error))}).") from error
+            raise EngineError(_NAME, f"did not start ({quote(str(error))}).") from error
         finally:
             if not started:
                 _kill_children_of_this_thread()
@@ -503,7 +503,7 @@ class _Application:
         at_most: int | None = None,
     ) -> Answer:
         """Make one control call; see :class:`~aprilsched.engines.sglang.wire.ControlCalls`."""
-        inside, lost = self._attached()
+        inside, lost = self._require_attached()
         data = b"" if body is None else msgspec.json.encode(body)
         work = inside.run(_answer(inside.application, method, path, data))
         await asyncio.wait((work, lost), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
@@ -518,14 +518,14 @@ class _Application:
 
     def generate(self, body: Mapping[str, Any]) -> _Generation:
         """Begin one response."""
-        return _Generation(self._attached()[0], body)
+        return _Generation(self._require_attached()[0], body)
 
     def abort(self, request_id: str) -> None:
         """Tell SGLang to abort one request."""
-        inside, _ = self._attached()
+        inside, _ = self._require_attached()
         inside.thread.loop.call_soon_threadsafe(inside.manager.abort_request, request_id)
 
-    def _attached(self) -> tuple[_Inside, asyncio.Future[str]]:
+    def _require_attached(self) -> tuple[_Inside, asyncio.Future[str]]:
         if self._inside is None or self._lost is None:
             raise EngineUnreachable(_NAME, "is not open; call open() before using it.")
         if self._lost.done():
@@ -634,10 +634,10 @@ class _Generation:
                 async for output in outputs:
                     self._give(output)
         except ValueError as error:  # Over HTTP it is a refusal with status 400.
-            text = f"request {rid}: {quoted(str(error))}"
+            text = f"request {rid}: {quote(str(error))}"
             end = EngineRejected(_NAME, text, status=getattr(error, "status_code", _BAD_REQUEST))
         except Exception as error:
-            what = f"{type(error).__name__}: {quoted(str(error))}"
+            what = f"{type(error).__name__}: {quote(str(error))}"
             end = EngineError(_NAME, f"request {rid}: SGLang failed ({what}).")
         self._give(end)
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 import msgspec
 
 from aprilsched.engines.base import Capabilities, EngineLoad
-from aprilsched.engines.http import UNREADABLE, ControlCalls, quoted
+from aprilsched.engines.http import UNREADABLE, ControlCalls, quote
 from aprilsched.engines.sglang.wire import Labelled, ModelInfo, OpenApi, ServerInfo, ServerProcess
 from aprilsched.errors import EngineProtocolError, EngineRejected
 
@@ -79,7 +79,7 @@ def decode(engine: str, what: str, body: bytes, kind: type[T]) -> T:
         return msgspec.json.decode(body, type=kind)
     except UNREADABLE as error:
         raise EngineProtocolError(
-            engine, f"does not answer {what} like SGLang ({quoted(str(error))})."
+            engine, f"does not answer {what} like SGLang ({quote(str(error))})."
         ) from error
 
 

@@ -22,7 +22,7 @@ import aiohttp
 import msgspec
 
 from aprilsched.engines.base import GenerationRequest
-from aprilsched.engines.http import HttpLimits, ServerAddress, Transport, engine_error, quoted
+from aprilsched.engines.http import HttpLimits, ServerAddress, Transport, engine_error, quote
 from aprilsched.engines.sglang.fleet import ListedMembers, PolledFleet
 from aprilsched.engines.sglang.http_engine import HungUp, SGLangEngine, despite_cancellation
 from aprilsched.engines.sglang.probe import decode
@@ -298,13 +298,13 @@ class RoutedEngine(SGLangEngine):
         except (EngineError, TimeoutError):
             return False
 
-    def _sent(
+    def _send(
         self, request: GenerationRequest
     ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        return self._routed(request)
+        return self._route(request)
 
     @asynccontextmanager
-    async def _routed(self, request: GenerationRequest) -> AsyncGenerator[aiohttp.ClientResponse]:
+    async def _route(self, request: GenerationRequest) -> AsyncGenerator[aiohttp.ClientResponse]:
         self._check_sampling(request)
         position = await self._position()
         headers = {TARGET: str(position), ROUTING_KEY: str(request.affinity)}
@@ -335,7 +335,7 @@ class RoutedEngine(SGLangEngine):
             # The worker may have the request all the same, so this does not count as a refusal.
             raise EngineError(
                 self.name,
-                f"the {self._roster.name} answered {response.status} ({quoted(code)}) "
+                f"the {self._roster.name} answered {response.status} ({quote(code)}) "
                 "in its place; is it up, and reached from there?",
             )
         if response.status == 200 and not await self._is_still_at(position):

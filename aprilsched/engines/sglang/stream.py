@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 
 from aprilsched.engines.base import Chunk
-from aprilsched.engines.http import UNREADABLE, Allowance, EventSplitter, quoted
+from aprilsched.engines.http import UNREADABLE, Allowance, EventSplitter, quote
 from aprilsched.engines.sglang.wire import (
     Finish,
     LabelSpan,
@@ -70,7 +70,7 @@ class ChunkAssembler:
             event = _decoder.decode(payload)
         except UNREADABLE as error:
             raise self._broken(
-                f"sent an event that cannot be read ({quoted(str(error))})"
+                f"sent an event that cannot be read ({quote(str(error))})"
             ) from error
         return self._of(event)
 
@@ -80,7 +80,7 @@ class ChunkAssembler:
             event = msgspec.convert(output, StreamEvent)
         except UNREADABLE as error:
             raise self._broken(
-                f"gave an output that cannot be read ({quoted(str(error))})"
+                f"gave an output that cannot be read ({quote(str(error))})"
             ) from error
         return self._of(event)
 
@@ -158,7 +158,7 @@ class ChunkAssembler:
                 # for an abort of ours, it would be sent again for ever.
                 raise self._rejected(reason.message or "aborted", reason.status_code)
             case other:
-                raise self._broken(f"finished with the unknown reason {quoted(other)!r}")
+                raise self._broken(f"finished with the unknown reason {quote(other)!r}")
 
     def _spans(self, spans: list[LabelSpan] | None) -> tuple[VersionSpan, ...] | None:
         """The spans over exactly the held tokens; None where the server reports none."""
@@ -185,11 +185,11 @@ class ChunkAssembler:
         return EngineProtocolError(self.engine, f"request {self.request_id}: {what}.")
 
     def _rejected(self, message: str, status: int | None) -> EngineRejected:
-        text = f"request {self.request_id}: {quoted(message)}"
+        text = f"request {self.request_id}: {quote(message)}"
         return EngineRejected(self.engine, text, status=status or 400)
 
 
-def nothing(*, spans_known: bool) -> Chunk:
+def empty_chunk(*, spans_known: bool) -> Chunk:
     """The only chunk of a request that was aborted before it gave a token."""
     return Chunk(
         token_ids=np.empty(0, np.int32),

@@ -210,7 +210,7 @@ class Batcher:
             return False
         if version != self.version:
             for sequence in (*self._batch.members, *self._pool.waiting):
-                if out := self._batch.sampled(sequence):
+                if out := self._batch.tokens_of(sequence):
                     sequence.changes.append((self.version, out))
         self.version = version
         self.weights_key = weights_key_of_version(version) if weights_key is None else weights_key
@@ -414,7 +414,7 @@ class RunningBatch:
         """The member that was admitted last."""
         return next(reversed(self._members.values()))
 
-    def sampled(self, sequence: Sequence) -> int:
+    def tokens_of(self, sequence: Sequence) -> int:
         """Number of output tokens so far, of a member or of another request."""
         return self.steps - sequence.joined if sequence.running else sequence.out
 
