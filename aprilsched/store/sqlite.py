@@ -259,10 +259,11 @@ class SqliteStore:
         if snapshot.full:
             for table in _TABLES:
                 connection.execute(f"DELETE FROM {table}")
-        _put(connection, "run", encode(snapshot.run))
+        _put(connection, "run", [(1, encode(snapshot.run))])
         if snapshot.schedule is not None:
-            _put(connection, "schedule", schedule_record(snapshot.schedule))
-        _write_groups(connection, snapshot)
+            _put(connection, "schedule", [(1, schedule_record(snapshot.schedule))])
+        _put(connection, "groups", ((g.group_id, group_record(g)) for g in snapshot.groups))
+        _put(connection, "group_states", ((g.group_id, encode(g)) for g in snapshot.group_states))
         _write_rollouts(connection, snapshot)
         _write_tokens(connection, snapshot)
         _write_lists(connection, snapshot)
@@ -291,8 +292,12 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_let_go)
 
 
-def _put(connection: sqlite3.Connection, table: str, body: bytes) -> None:
-    connection.execute(f"REPLACE INTO {table} VALUES (1, ?, ?)", (body, checksum(body)))
+def _put(connection: sqlite3.Connection, table: str, records: Iterable[tuple[int, bytes]]) -> None:
+    """Write records by their keys, each with its checksum."""
+    connection.executemany(
+        f"REPLACE INTO {table} VALUES (?, ?, ?)",
+        ((key, body, checksum(body)) for key, body in records),
+    )
 
 
 def _last_row(connection: sqlite3.Connection) -> int:
@@ -307,19 +312,6 @@ def _give_back_space(connection: sqlite3.Connection) -> None:
     (pages,) = connection.execute("PRAGMA page_count").fetchone()
     if free * PAGE_BYTES > _FREE_BYTES and 2 * free > pages:
         connection.execute(f"PRAGMA incremental_vacuum({_FREE_PAGES})").fetchall()
-
-
-def _write_groups(connection: sqlite3.Connection, snapshot: Snapshot) -> None:
-    bodies = ((group.group_id, group_record(group)) for group in snapshot.groups)
-    connection.executemany(
-        "REPLACE INTO groups VALUES (?, ?, ?)",
-        ((group_id, body, checksum(body)) for group_id, body in bodies),
-    )
-    states = ((state.group_id, encode(state)) for state in snapshot.group_states)
-    connection.executemany(
-        "REPLACE INTO group_states VALUES (?, ?, ?)",
-        ((group_id, body, checksum(body)) for group_id, body in states),
-    )
 
 
 def _write_rollouts(connection: sqlite3.Connection, snapshot: Snapshot) -> None:
@@ -397,11 +389,7 @@ def _write_lists(connection: sqlite3.Connection, snapshot: Snapshot) -> None:
     connection.executemany(
         "DELETE FROM batches WHERE batch = ?", ((index,) for index in snapshot.acknowledged)
     )
-    bodies = ((batch.index, encode(batch)) for batch in snapshot.batches)
-    connection.executemany(
-        "REPLACE INTO batches VALUES (?, ?, ?)",
-        ((index, body, checksum(body)) for index, body in bodies),
-    )
+    _put(connection, "batches", ((batch.index, encode(batch)) for batch in snapshot.batches))
 
 
 def _remember(connection: sqlite3.Connection, snapshot: Snapshot) -> None:
