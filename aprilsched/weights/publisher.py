@@ -24,19 +24,10 @@ from aprilsched.errors import ConfigError
 
 __all__ = [
     "AdapterPublisher",
-    "Bucket",
-    "Buckets",
     "ConcludingPublisher",
     "RepublishingPublisher",
     "WeightPublisher",
     "WholePublisher",
-    "check_weights",
-    "in_daemon",
-    "in_thread",
-    "iter_buckets",
-    "iter_buckets_async",
-    "read_to_the_end",
-    "to_the_end",
 ]
 
 
