@@ -21,7 +21,7 @@ from aprilsched.coordinator.refits import RefitReport
 from aprilsched.errors import PromptsExhausted
 from aprilsched.telemetry.figures import AlignmentFigures
 from aprilsched.types import Batch, Prompt
-from aprilsched.weights.base import WeightPublisher
+from aprilsched.weights.publisher import WeightPublisher
 
 
 class AsyncScheduler(ABC):
