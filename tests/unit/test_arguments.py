@@ -78,7 +78,7 @@ SENTENCES = {
     "options.",
     "run --stop foo": "--stop is 'foo'; give groups, samples or tokens.",
     "run --refill.together x": "--refill.together is 'x'; give a whole number.",
-    "run --over-provision x": "--over-provision is 'x'; give a number or auto or kv.",
+    "run --over-provision x": "--over-provision is 'x'; give a number or auto.",
     "run --sampling.stop-token-ids 1 x": "--sampling.stop-token-ids is '1 x'; give a whole number.",
     "run --max_staleness=1.5": "--max-staleness is '1.5'; give a whole number.",
     "gateway": "--engine is missing; aprilsched gateway --help says what it is.",
