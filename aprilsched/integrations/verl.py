@@ -51,6 +51,10 @@ from aprilsched.weights.external import ExternalWeights
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
+    _Worker = Any
+else:
+    _Worker = object
+
 log = logging.getLogger("aprilsched")
 
 Row: TypeAlias = dict[str, Any]
@@ -286,180 +290,185 @@ class _Client:
 
 
 def _scheduler() -> type[Any]:
-    """The class of the actor that schedules: verl's worker of agent loops, whose prompts go to a
-    RolloutScheduler."""
-    tq = _package("transfer_queue")
+    """The class of the actor that schedules: verl's worker of agent loops as a :class:`_Scheduler`.
 
-    class Scheduler(_plain(_package("verl.trainer.ppo.v1.agent_loop_tq").AgentLoopWorkerTQ)):
-        def __init__(
-            self,
-            config: Any,
-            load_balancer: Any,
-            teacher_client: Any,
-            reward_loop_worker_handles: Any,
-            settings: SchedulerConfig,
-            listeners: Callable[[], Sequence[AnyListener]],
-        ) -> None:
-            client = _Client(config.actor_rollout_ref.rollout)
-            super().__init__(config, client, teacher_client, reward_loop_worker_handles)
-            self._prompts = PromptQueue()
-            self._groups = _Groups(self._drop)
-            self._sessions: dict[str, set[asyncio.Task[Any]]] = {}
-            """What runs for each prompt, by its uid."""
-            self._tasks: set[asyncio.Task[Any]] = set()
-            self._paused: AbstractAsyncContextManager[Any] | None = None
-            self._delivery: asyncio.Task[None] | None = None
-            self._rollouts = RolloutScheduler(
-                SGLangListedFleet(lambda: _servers(load_balancer), poll_s=_POLL_S),
-                self._prompts,
-                episode=self._episode,
-                config=settings,
-                listeners=[self._groups, *listeners()],
-            )
+    It is made when it is needed, since the library is imported without verl.
+    """
+    worker = _plain(_package("verl.trainer.ppo.v1.agent_loop_tq").AgentLoopWorkerTQ)
+    return type("Scheduler", (_Scheduler, worker), {})
 
-        # --- called by the manager -------------------------------------------------------------
 
-        async def generate_sequences(self, batch: Any) -> None:
-            """Push the prompts of a step."""
-            if self._delivery is None:
-                await self._rollouts.__aenter__()
-                self._delivery = asyncio.create_task(self._deliver())
-            elif self._delivery.done():
-                self._delivery.result()
-            validate = bool(batch["validate"]) if "validate" in batch else False
-            # verl has the weights of the last step when it begins the next one.
-            version = int(batch["global_steps"]) - (not validate)
-            if version > self._rollouts.version:
-                await self._rollouts.update_weights(ExternalWeights(label=True), version=version)
-            await super().generate_sequences(batch)
+class _Scheduler(_Worker):
+    """What is added to verl's worker of agent loops: its prompts go to a RolloutScheduler."""
 
-        async def pause_for_weights(self, version: int) -> None:
-            """Pause the servers; the weights of `version` may be loaded then."""
-            if self._delivery is not None:
-                paused = self._rollouts.paused_for_weights(version=version, label=True)
-                await paused.__aenter__()
-                self._paused = paused
+    def __init__(
+        self,
+        config: Any,
+        load_balancer: Any,
+        teacher_client: Any,
+        reward_loop_worker_handles: Any,
+        settings: SchedulerConfig,
+        listeners: Callable[[], Sequence[AnyListener]],
+    ) -> None:
+        client = _Client(config.actor_rollout_ref.rollout)
+        super().__init__(config, client, teacher_client, reward_loop_worker_handles)
+        self._prompts = PromptQueue()
+        self._groups = _Groups(self._drop)
+        self._sessions: dict[str, set[asyncio.Task[Any]]] = {}
+        """What runs for each prompt, by its uid."""
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._paused: AbstractAsyncContextManager[Any] | None = None
+        self._delivery: asyncio.Task[None] | None = None
+        self._rollouts = RolloutScheduler(
+            SGLangListedFleet(lambda: _servers(load_balancer), poll_s=_POLL_S),
+            self._prompts,
+            episode=self._episode,
+            config=settings,
+            listeners=[self._groups, *listeners()],
+        )
 
-        async def weights_loaded(self, error: str | None = None) -> None:
-            """Let the servers continue, unless `error` says why the weights were not loaded."""
-            paused, self._paused = self._paused, None
-            if paused is None:
-                return
-            if error is None:
-                await paused.__aexit__(None, None, None)
-                return
-            failure = RuntimeError(f"verl did not load the weights: {error}")
-            try:
-                await paused.__aexit__(RuntimeError, failure, None)
-            except RuntimeError as raised:
-                if raised is not failure:
-                    raise
+    # --- called by the manager -------------------------------------------------------------
 
-        async def close(self) -> None:
-            """Stop the scheduler."""
-            if self._delivery is not None:
-                self._delivery.cancel()
-                await self._rollouts.close()
+    async def generate_sequences(self, batch: Any) -> None:
+        """Push the prompts of a step."""
+        if self._delivery is None:
+            await self._rollouts.__aenter__()
+            self._delivery = asyncio.create_task(self._deliver())
+        elif self._delivery.done():
+            self._delivery.result()
+        validate = bool(batch["validate"]) if "validate" in batch else False
+        # verl has the weights of the last step when it begins the next one.
+        version = int(batch["global_steps"]) - (not validate)
+        if version > self._rollouts.version:
+            await self._rollouts.update_weights(ExternalWeights(label=True), version=version)
+        await super().generate_sequences(batch)
 
-        # --- prompts and groups ----------------------------------------------------------------
+    async def pause_for_weights(self, version: int) -> None:
+        """Pause the servers; the weights of `version` may be loaded then."""
+        if self._delivery is not None:
+            paused = self._rollouts.paused_for_weights(version=version, label=True)
+            await paused.__aenter__()
+            self._paused = paused
 
-        async def _run_prompt(
-            self, prompt: Row, sampling_params: Row, trajectory: Row, trace: bool = False
-        ) -> None:
-            """Push one prompt; verl's worker calls this for each row."""
-            uid, validate = prompt["uid"], trajectory["validate"]
-            await self._tell(uid, validate, "running")
-            try:
-                await self._push(uid, prompt, sampling_params, trajectory, trace)
-            except Exception:
-                # verl awaits nothing here, and would wait for the group for ever.
-                log.exception("prompt %s was given up", uid)
-                await self._fail(uid, validate)
-
-        async def _push(
-            self, uid: str, prompt: Row, sampling: Row, trajectory: Row, trace: bool
-        ) -> None:
-            rollout, validate = self.config.actor_rollout_ref.rollout, trajectory["validate"]
-            usual = rollout.val_kwargs.n if validate else rollout.n
-            size = int(prompt.pop("__rollout_n__", usual))
-            if not prompt.pop("__do_sample__", True) and not validate:
-                sampling = {**sampling, "temperature": 0, "top_p": 1.0, "top_k": -1}
-            given = {"row": prompt, "sampling": sampling, "trajectory": trajectory, "trace": trace}
-            pushed = Prompt(input_ids=_NOT_TOKENIZED, key=uid, metadata=given, group_size=size)
-            if not validate:
-                self._prompts.put(pushed)
-                self._groups.pushed(uid)
-                return
-            evaluated = await self._rollouts.evaluate([pushed])
-            await (self._finish(uid, True) if evaluated.groups else self._fail(uid, True))
-
-        async def _episode(self, turn: Turn, prompt: Prompt) -> Score | None:
-            """Run verl's agent loop for one rollout, until it is in the TransferQueue."""
-            self.llm_client.enter(turn)
-            given = prompt.metadata
-            reward = await self._run_agent_loop(
-                given["sampling"],
-                trajectory=given["trajectory"],
-                trace=given["trace"],
-                session_id=turn.index,
-                **given["row"],
-            )
-            return None if reward is None else Score(reward=reward)
-
-        async def _agent_loop_postprocess(
-            self, output: Any, validate: bool, **kwargs: Any
-        ) -> float | None:
-            """Score a trajectory and put it into the TransferQueue; returns its reward.
-
-            It is never cut off: half of a trajectory in the queue would be worse than one of a
-            group that has failed, which is removed.
-            """
-            work = asyncio.create_task(super()._agent_loop_postprocess(output, validate, **kwargs))
-            sessions = self._sessions.setdefault(kwargs["uid"], set())
-            sessions.add(work)
-            await asyncio.shield(work)
-            outputs = output if isinstance(output, list) else [output]
-            return outputs[-1].reward_score if outputs else None
-
-        async def _deliver(self) -> None:
-            """Tell the TransferQueue of every group that is complete, until the scheduler ends."""
-            try:
-                while True:
-                    try:
-                        batch = await self._rollouts.next_batch()
-                    except RefitError:  # Until the next update, no server has whole weights.
-                        await asyncio.sleep(_POLL_S)
-                        continue
-                    for group in batch.groups:
-                        await self._finish(cast("str", group.prompt.key), False)
-            except Exception:
-                # verl would wait for ever for a group that is neither finished nor failed.
-                for uid in tuple(self._groups.open):
-                    await self._fail(uid, False)
+    async def weights_loaded(self, error: str | None = None) -> None:
+        """Let the servers continue, unless `error` says why the weights were not loaded."""
+        paused, self._paused = self._paused, None
+        if paused is None:
+            return
+        if error is None:
+            await paused.__aexit__(None, None, None)
+            return
+        failure = RuntimeError(f"verl did not load the weights: {error}")
+        try:
+            await paused.__aexit__(RuntimeError, failure, None)
+        except RuntimeError as raised:
+            if raised is not failure:
                 raise
 
-        def _drop(self, uid: str) -> None:
-            task = asyncio.get_running_loop().create_task(self._fail(uid, False))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+    async def close(self) -> None:
+        """Stop the scheduler."""
+        if self._delivery is not None:
+            self._delivery.cancel()
+            await self._rollouts.close()
 
-        async def _finish(self, uid: str, validate: bool) -> None:
-            self._sessions.pop(uid, None)
-            self._groups.open.discard(uid)
-            await self._tell(uid, validate, "finished")
+    # --- prompts and groups ----------------------------------------------------------------
 
-        async def _fail(self, uid: str, validate: bool) -> None:
-            # verl removes what a failed group has in the queue, and what came later would stay.
-            if sessions := self._sessions.pop(uid, None):
-                await asyncio.wait(sessions)
-            self._groups.open.discard(uid)
-            await self._tell(uid, validate, "failure")
+    async def _run_prompt(
+        self, prompt: Row, sampling_params: Row, trajectory: Row, trace: bool = False
+    ) -> None:
+        """Push one prompt; verl's worker calls this for each row."""
+        uid, validate = prompt["uid"], trajectory["validate"]
+        await self._tell(uid, validate, "running")
+        try:
+            await self._push(uid, prompt, sampling_params, trajectory, trace)
+        except Exception:
+            # verl awaits nothing here, and would wait for the group for ever.
+            log.exception("prompt %s was given up", uid)
+            await self._fail(uid, validate)
 
-        async def _tell(self, uid: str, validate: bool, status: str) -> None:
-            partition = "val" if validate else "train"
-            await tq.async_kv_put(key=uid, partition_id=partition, tag={"status": status})
+    async def _push(
+        self, uid: str, prompt: Row, sampling: Row, trajectory: Row, trace: bool
+    ) -> None:
+        rollout, validate = self.config.actor_rollout_ref.rollout, trajectory["validate"]
+        usual = rollout.val_kwargs.n if validate else rollout.n
+        size = int(prompt.pop("__rollout_n__", usual))
+        if not prompt.pop("__do_sample__", True) and not validate:
+            sampling = {**sampling, "temperature": 0, "top_p": 1.0, "top_k": -1}
+        given = {"row": prompt, "sampling": sampling, "trajectory": trajectory, "trace": trace}
+        pushed = Prompt(input_ids=_NOT_TOKENIZED, key=uid, metadata=given, group_size=size)
+        if not validate:
+            self._prompts.put(pushed)
+            self._groups.pushed(uid)
+            return
+        evaluated = await self._rollouts.evaluate([pushed])
+        await (self._finish(uid, True) if evaluated.groups else self._fail(uid, True))
 
-    return Scheduler
+    async def _episode(self, turn: Turn, prompt: Prompt) -> Score | None:
+        """Run verl's agent loop for one rollout, until it is in the TransferQueue."""
+        self.llm_client.enter(turn)
+        given = prompt.metadata
+        reward = await self._run_agent_loop(
+            given["sampling"],
+            trajectory=given["trajectory"],
+            trace=given["trace"],
+            session_id=turn.index,
+            **given["row"],
+        )
+        return None if reward is None else Score(reward=reward)
+
+    async def _agent_loop_postprocess(
+        self, output: Any, validate: bool, **kwargs: Any
+    ) -> float | None:
+        """Score a trajectory and put it into the TransferQueue; returns its reward.
+
+        It is never cut off: half of a trajectory in the queue would be worse than one of a
+        group that has failed, which is removed.
+        """
+        work = asyncio.create_task(super()._agent_loop_postprocess(output, validate, **kwargs))
+        sessions = self._sessions.setdefault(kwargs["uid"], set())
+        sessions.add(work)
+        await asyncio.shield(work)
+        outputs = output if isinstance(output, list) else [output]
+        return outputs[-1].reward_score if outputs else None
+
+    async def _deliver(self) -> None:
+        """Tell the TransferQueue of every group that is complete, until the scheduler ends."""
+        try:
+            while True:
+                try:
+                    batch = await self._rollouts.next_batch()
+                except RefitError:  # Until the next update, no server has whole weights.
+                    await asyncio.sleep(_POLL_S)
+                    continue
+                for group in batch.groups:
+                    await self._finish(cast("str", group.prompt.key), False)
+        except Exception:
+            # verl would wait for ever for a group that is neither finished nor failed.
+            for uid in tuple(self._groups.open):
+                await self._fail(uid, False)
+            raise
+
+    def _drop(self, uid: str) -> None:
+        task = asyncio.get_running_loop().create_task(self._fail(uid, False))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _finish(self, uid: str, validate: bool) -> None:
+        self._sessions.pop(uid, None)
+        self._groups.open.discard(uid)
+        await self._tell(uid, validate, "finished")
+
+    async def _fail(self, uid: str, validate: bool) -> None:
+        # verl removes what a failed group has in the queue, and what came later would stay.
+        if sessions := self._sessions.pop(uid, None):
+            await asyncio.wait(sessions)
+        self._groups.open.discard(uid)
+        await self._tell(uid, validate, "failure")
+
+    async def _tell(self, uid: str, validate: bool, status: str) -> None:
+        partition = "val" if validate else "train"
+        queue = _package("transfer_queue")
+        await queue.async_kv_put(key=uid, partition_id=partition, tag={"status": status})
 
 
 class _Groups:
