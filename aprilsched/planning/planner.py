@@ -218,7 +218,7 @@ def _tried(
     with which it is compared."""
     model, engines = setting.model, setting.engines * setting.share
     why = (
-        f"{named(schedule)}: {outcome.efficiency:.1%} of the bound with "
+        f"{in_words(schedule)}: {outcome.efficiency:.1%} of the bound with "
         f"{outcome.off_policy_share:.0%} of the tokens off-policy expected"
     )
     if waiting is not None and not _waits(schedule):
@@ -362,7 +362,7 @@ def _together(setting: Setting) -> int:
     return min(_TOGETHER * engines, setting.batch_groups)
 
 
-def named(schedule: Schedule) -> str:
+def in_words(schedule: Schedule) -> str:
     """The schedule in words."""
     pace = f", {schedule.pace} pace" if schedule.pace is not None else ""
     return schedule.refill.told(schedule.over_provision.told) + pace

@@ -21,7 +21,7 @@ from aprilsched.core.policies.refill import LengthBuckets, Pool, Refill, TailBat
 from aprilsched.core.policies.schedule import FixedRatio, Forecast, Objective, Pace, Schedule
 from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.planning import Planner
-from aprilsched.planning.planner import Space, Tried, candidates, choose, named, trials
+from aprilsched.planning.planner import Space, Tried, candidates, choose, in_words, trials
 from aprilsched.planning.rolling import RollingTrial
 from aprilsched.planning.setting import Outcome, Setting
 from aprilsched.planning.trial import Trial, drawn_again, try_out
@@ -724,7 +724,7 @@ def test_no_candidate_is_better_by_more_than_the_tolerance_nor_much_fresher_and_
 
 def test_a_choice_says_what_it_is() -> None:
     best = chosen("retract")
-    assert best.why.startswith(named(best))
+    assert best.why.startswith(in_words(best))
     assert best.forecast is not None
     assert f"{best.forecast.efficiency:.1%} of the bound" in best.why
 
