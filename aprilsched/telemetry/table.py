@@ -10,7 +10,7 @@ in the table is exposed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, get_args
 
@@ -142,146 +142,149 @@ def _share(*parts: Part) -> Callable[[Moment], float | None]:
 
 
 # fmt: off
-def _table() -> Iterator[Figure]:
+_FIGURES: tuple[Figure, ...] = (
     # --- rollouts and tokens -------------------------------------------------------------------
-    yield Figure(name="run/rollouts_launched", kind="counter", of=_count("launched"),
-                 help="Rollouts launched, those of evaluations included.")
-    yield Figure(name="run/rollouts_delivered", kind="counter", of=_count("delivered"),
-                 help="Rollouts handed to the trainer, in batches and evaluations.")
-    yield Figure(name="run/rollouts_dropped", kind="counter", labels=("reason",), of=_dropped,
-                 help="Rollouts dropped on purpose, by the ledger's reason.")
-    yield Figure(name="run/rollouts_in_flight", of=_in_flight,
-                 help="Rollouts launched, and neither delivered nor dropped yet.")
-    yield Figure(name="run/groups_ready", of=lambda m: m.figures.state.groups_ready,
-                 help="Complete groups that wait for their batch.")
-    yield Figure(name="run/request_retries", kind="counter", of=_count("retries"),
-                 help="Attempts sent again after one that failed.")
-    yield Figure(name="run/tokens_generated", kind="counter", of=_count("tokens_generated"),
-                 help="Tokens that arrived from engines.")
-    yield Figure(name="run/tokens_delivered", kind="counter", of=_count("tokens_delivered"),
-                 help="Sampled tokens of delivered rollouts.")
-    yield Figure(name="run/tokens_discarded", kind="counter", of=_count("tokens_discarded"),
-                 help="Sampled tokens of dropped rollouts.")
-    yield Figure(name="run/tokens_re_prefilled", kind="counter", of=_count("tokens_reprefilled"),
-                 help="Context tokens computed again after an interruption.")
-    yield Figure(name="run/tokens_masked", kind="counter", of=_count("tokens_masked"),
-                 help="Tokens delivered with loss mask 0, because they passed the staleness bound.")
+    Figure(name="run/rollouts_launched", kind="counter", of=_count("launched"),
+           help="Rollouts launched, those of evaluations included."),
+    Figure(name="run/rollouts_delivered", kind="counter", of=_count("delivered"),
+           help="Rollouts handed to the trainer, in batches and evaluations."),
+    Figure(name="run/rollouts_dropped", kind="counter", labels=("reason",), of=_dropped,
+           help="Rollouts dropped on purpose, by the ledger's reason."),
+    Figure(name="run/rollouts_in_flight", of=_in_flight,
+           help="Rollouts launched, and neither delivered nor dropped yet."),
+    Figure(name="run/groups_ready", of=lambda m: m.figures.state.groups_ready,
+           help="Complete groups that wait for their batch."),
+    Figure(name="run/request_retries", kind="counter", of=_count("retries"),
+           help="Attempts sent again after one that failed."),
+    Figure(name="run/tokens_generated", kind="counter", of=_count("tokens_generated"),
+           help="Tokens that arrived from engines."),
+    Figure(name="run/tokens_delivered", kind="counter", of=_count("tokens_delivered"),
+           help="Sampled tokens of delivered rollouts."),
+    Figure(name="run/tokens_discarded", kind="counter", of=_count("tokens_discarded"),
+           help="Sampled tokens of dropped rollouts."),
+    Figure(name="run/tokens_re_prefilled", kind="counter", of=_count("tokens_reprefilled"),
+           help="Context tokens computed again after an interruption."),
+    Figure(name="run/tokens_masked", kind="counter", of=_count("tokens_masked"),
+           help="Tokens delivered with loss mask 0, because they passed the staleness bound."),
     # --- batches -------------------------------------------------------------------------------
-    yield Figure(name="run/batches_delivered", kind="counter", of=_count("batches"),
-                 help="Batches handed to the trainer.")
-    yield Figure(name="batch/seconds", unit="seconds", of=_batch(lambda b: b.seconds),
-                 help="From the delivery before to this one, without the trainer's seconds.")
-    yield Figure(name="batch/trainer_seconds", unit="seconds",
-                 of=_batch(lambda b: b.trainer_seconds),
-                 help="In which the engines stood still for the trainer (synchronous pace only).")
-    yield Figure(name="batch/tokens_per_s", of=_of_batch(lambda b: delivered_tokens_per_s([b])),
-                 help="Sampled tokens over both.")
-    yield Figure(name="batch/efficiency", unit="share", of=_batch(lambda b: b.efficiency),
-                 help="T_bound over the seconds; absent without a step-time model.")
-    yield Figure(name="batch/forecast_seconds", unit="seconds",
-                 of=_forecast(lambda f: f.seconds_forecast),
-                 help="What automatic scheduling expected of the seconds; absent without a "
-                      "forecast, like the other ones.")
-    yield Figure(name="batch/forecast_efficiency", unit="share",
-                 of=_forecast(lambda f: f.efficiency_forecast),
-                 help="What it expected of the efficiency.")
-    yield Figure(name="batch/efficiency_beside_forecast", unit="share",
-                 of=_forecast(lambda f: f.efficiency),
-                 help="T_bound over the seconds, by the step times of the forecast.")
-    yield Figure(name="batch/forecast_off_policy_token_share", unit="share",
-                 of=_forecast(lambda f: f.off_policy_token_share_forecast),
-                 help="What it expected of the share of tokens that an older version sampled.")
-    yield Figure(name="batch/rollouts", of=_batch(lambda b: b.rollouts),
-                 help="Rollouts of the batch.")
-    yield Figure(name="batch/tokens", unit="tokens", of=_batch(lambda b: b.tokens),
-                 help="Sampled tokens of its rollouts.")
-    yield Figure(name="batch/mean_length", unit="tokens", of=_batch(lambda b: b.mean_length),
-                 help="Mean length of its responses.")
-    yield Figure(name="batch/max_length", unit="tokens", of=_of_batch(lambda b: b.lengths.max()),
-                 help="Length of its longest response.")
-    yield Figure(name="batch/length_distance", unit="share",
-                 of=_batch(lambda b: b.length_distance),
-                 help="Kolmogorov's distance of the response lengths from the law that all lengths "
-                      "are drawn from, 0 to 1.")
-    yield Figure(name="batch/iid_length_distance", unit="share",
-                 of=_batch(lambda b: b.iid_length_distance),
-                 help="That distance as expected of as many groups drawn at random.")
-    yield Figure(name="batch/version", of=_batch(lambda b: b.version),
-                 help="The policy version that consumes the batch.")
-    yield Figure(name="batch/off_policy_token_share", unit="share",
-                 of=_batch(lambda b: b.off_policy_token_share),
-                 help="Share of its tokens that an older version sampled.")
-    yield Figure(name="batch/staleness_mean", unit="versions",
-                 of=_batch(lambda b: b.staleness_mean),
-                 help="Consuming version minus sampling version, over tokens.")
-    yield Figure(name="batch/staleness_max", unit="versions", of=_batch(lambda b: b.staleness_max),
-                 help="Consuming version minus that of its oldest token.")
-    yield Figure(name="batch/reward", of=_batch(lambda b: b.rewards.mean),
-                 help="Mean reward of the rollouts; absent without rewards. A tracker has the mean "
-                      "of each named part of the reward beside it as `batch/reward/NAME`.")
-    yield Figure(name="batch/duration_seconds", kind="histogram", unit="seconds",
-                 buckets=_LONG_SECONDS,
-                 help="From one delivery to the next, without the time that the engines stood "
-                      "still for the trainer.")
-    yield Figure(name="batch/wait_seconds", kind="histogram", unit="seconds",
-                 buckets=_LONG_SECONDS,
-                 help="The trainer's wait for its batch, from the call to the delivery.")
-    yield Figure(name="run/response_length_tokens", kind="histogram", unit="tokens",
-                 buckets=_LENGTHS,
-                 help="Lengths of the responses delivered in batches.")
-    yield Figure(name="run/rollout_staleness_versions", kind="histogram", unit="versions",
-                 buckets=_VERSIONS,
-                 help="Of each rollout delivered in a batch: the consuming version minus that of "
-                      "its oldest token.")
+    Figure(name="run/batches_delivered", kind="counter", of=_count("batches"),
+           help="Batches handed to the trainer."),
+    Figure(name="batch/seconds", unit="seconds", of=_batch(lambda b: b.seconds),
+           help="From the delivery before to this one, without the trainer's seconds."),
+    Figure(name="batch/trainer_seconds", unit="seconds",
+           of=_batch(lambda b: b.trainer_seconds),
+           help="In which the engines stood still for the trainer (synchronous pace only)."),
+    Figure(name="batch/tokens_per_s", of=_of_batch(lambda b: delivered_tokens_per_s([b])),
+           help="Sampled tokens over both."),
+    Figure(name="batch/efficiency", unit="share", of=_batch(lambda b: b.efficiency),
+           help="T_bound over the seconds; absent without a step-time model."),
+    Figure(name="batch/forecast_seconds", unit="seconds",
+           of=_forecast(lambda f: f.seconds_forecast),
+           help="What automatic scheduling expected of the seconds; absent without a "
+                "forecast, like the other ones."),
+    Figure(name="batch/forecast_efficiency", unit="share",
+           of=_forecast(lambda f: f.efficiency_forecast),
+           help="What it expected of the efficiency."),
+    Figure(name="batch/efficiency_beside_forecast", unit="share",
+           of=_forecast(lambda f: f.efficiency),
+           help="T_bound over the seconds, by the step times of the forecast."),
+    Figure(name="batch/forecast_off_policy_token_share", unit="share",
+           of=_forecast(lambda f: f.off_policy_token_share_forecast),
+           help="What it expected of the share of tokens that an older version sampled."),
+    Figure(name="batch/rollouts", of=_batch(lambda b: b.rollouts),
+           help="Rollouts of the batch."),
+    Figure(name="batch/tokens", unit="tokens", of=_batch(lambda b: b.tokens),
+           help="Sampled tokens of its rollouts."),
+    Figure(name="batch/mean_length", unit="tokens", of=_batch(lambda b: b.mean_length),
+           help="Mean length of its responses."),
+    Figure(name="batch/max_length", unit="tokens", of=_of_batch(lambda b: b.lengths.max()),
+           help="Length of its longest response."),
+    Figure(name="batch/length_distance", unit="share",
+           of=_batch(lambda b: b.length_distance),
+           help="Kolmogorov's distance of the response lengths from the law that all lengths "
+                "are drawn from, 0 to 1."),
+    Figure(name="batch/iid_length_distance", unit="share",
+           of=_batch(lambda b: b.iid_length_distance),
+           help="That distance as expected of as many groups drawn at random."),
+    Figure(name="batch/version", of=_batch(lambda b: b.version),
+           help="The policy version that consumes the batch."),
+    Figure(name="batch/off_policy_token_share", unit="share",
+           of=_batch(lambda b: b.off_policy_token_share),
+           help="Share of its tokens that an older version sampled."),
+    Figure(name="batch/staleness_mean", unit="versions",
+           of=_batch(lambda b: b.staleness_mean),
+           help="Consuming version minus sampling version, over tokens."),
+    Figure(name="batch/staleness_max", unit="versions", of=_batch(lambda b: b.staleness_max),
+           help="Consuming version minus that of its oldest token."),
+    Figure(name="batch/reward", of=_batch(lambda b: b.rewards.mean),
+           help="Mean reward of the rollouts; absent without rewards. A tracker has the mean "
+                "of each named part of the reward beside it as `batch/reward/NAME`."),
+    Figure(name="batch/duration_seconds", kind="histogram", unit="seconds",
+           buckets=_LONG_SECONDS,
+           help="From one delivery to the next, without the time that the engines stood "
+                "still for the trainer."),
+    Figure(name="batch/wait_seconds", kind="histogram", unit="seconds",
+           buckets=_LONG_SECONDS,
+           help="The trainer's wait for its batch, from the call to the delivery."),
+    Figure(name="run/response_length_tokens", kind="histogram", unit="tokens",
+           buckets=_LENGTHS,
+           help="Lengths of the responses delivered in batches."),
+    Figure(name="run/rollout_staleness_versions", kind="histogram", unit="versions",
+           buckets=_VERSIONS,
+           help="Of each rollout delivered in a batch: the consuming version minus that of "
+                "its oldest token."),
     # --- updates -------------------------------------------------------------------------------
-    yield Figure(name="run/policy_version", of=lambda m: m.figures.state.version, tracked=False,
-                 help="The policy version of the fleet.")
-    yield Figure(name="run/updates", kind="counter", labels=("outcome",), tracked=False,
-                 of=lambda m: {(outcome,): n for outcome, n in m.updates.items()},
-                 help="Updates of the weights that ended; failed ones reached no engine.")
-    yield Figure(name="run/update_duration_seconds", kind="histogram", unit="seconds",
-                 buckets=_SHORT_SECONDS,
-                 help="From the call for a new version to its end.")
-    yield Figure(name="run/pause_duration_seconds", kind="histogram", unit="seconds",
-                 buckets=_SHORT_SECONDS,
-                 help="An engine's pause, from the call to the answer of the continue call.")
-    yield Figure(name="run/refit_duration_seconds", kind="histogram", unit="seconds",
-                 buckets=_SHORT_SECONDS,
-                 help="An engine's refit: new weights come in.")
+    Figure(name="run/policy_version", of=lambda m: m.figures.state.version, tracked=False,
+           help="The policy version of the fleet."),
+    Figure(name="run/updates", kind="counter", labels=("outcome",), tracked=False,
+           of=lambda m: {(outcome,): n for outcome, n in m.updates.items()},
+           help="Updates of the weights that ended; failed ones reached no engine."),
+    Figure(name="run/update_duration_seconds", kind="histogram", unit="seconds",
+           buckets=_SHORT_SECONDS,
+           help="From the call for a new version to its end."),
+    Figure(name="run/pause_duration_seconds", kind="histogram", unit="seconds",
+           buckets=_SHORT_SECONDS,
+           help="An engine's pause, from the call to the answer of the continue call."),
+    Figure(name="run/refit_duration_seconds", kind="histogram", unit="seconds",
+           buckets=_SHORT_SECONDS,
+           help="An engine's refit: new weights come in."),
     # --- engines -------------------------------------------------------------------------------
-    yield Figure(name="run/engine_up", labels=("engine",), tracked=False,
-                 of=_engines(lambda e: e.state != "lost"),
-                 help="1 while the engine is in use, 0 while it is lost or on standby.")
-    yield Figure(name="run/engine_state", labels=("engine", "state"), tracked=False, of=_states,
-                 help="1 for the state that the engine is in, 0 for the others.")
-    yield Figure(name="run/engine_version", labels=("engine",), tracked=False,
-                 of=_engines(lambda e: e.version),
-                 help="The policy version of the engine; absent while its weights are "
-                      "inconsistent.")
-    yield Figure(name="run/engine_losses", kind="counter", labels=("engine",),
-                 of=_engines(lambda e: e.losses),
-                 help="How often the engine was taken out of use.")
-    yield Figure(name="run/engine_tokens_generated", kind="counter", labels=("engine",),
-                 tracked=False, of=_engines(lambda e: e.tokens),
-                 help="Tokens that arrived from the engine.")
-    yield Figure(name="run/requests_in_flight", labels=("engine",),
-                 of=_engines(lambda e: e.in_flight),
-                 help="Requests that are with the engine.")
-    yield Figure(name="run/engine_peak_requests", labels=("engine",), tracked=False,
-                 of=_engines(lambda e: e.capacity),
-                 help="Requests that the engine had at once at most: the slots that its seconds "
-                      "are divided by.")
-    yield Figure(name="run/engine_seconds", kind="counter", unit="seconds", tracked=False,
-                 labels=("engine", "part"), of=lambda m: m.seconds,
-                 help="The engine's wall time by part: busy, or idle for a cause.")
-    yield Figure(name="engines/busy", unit="share", exposed=False, of=_share(*BUSY),
-                 help="Share of the engines' time since the batch before: decoding or reading "
-                      "prompts.")
-    for part, meaning in PARTS.items():
-        yield Figure(name=f"engines/{part}", unit="share", exposed=False, of=_share(part),
-                     help=f"Share of that time. {meaning}")
+    Figure(name="run/engine_up", labels=("engine",), tracked=False,
+           of=_engines(lambda e: e.state != "lost"),
+           help="1 while the engine is in use, 0 while it is lost or on standby."),
+    Figure(name="run/engine_state", labels=("engine", "state"), tracked=False, of=_states,
+           help="1 for the state that the engine is in, 0 for the others."),
+    Figure(name="run/engine_version", labels=("engine",), tracked=False,
+           of=_engines(lambda e: e.version),
+           help="The policy version of the engine; absent while its weights are "
+                "inconsistent."),
+    Figure(name="run/engine_losses", kind="counter", labels=("engine",),
+           of=_engines(lambda e: e.losses),
+           help="How often the engine was taken out of use."),
+    Figure(name="run/engine_tokens_generated", kind="counter", labels=("engine",),
+           tracked=False, of=_engines(lambda e: e.tokens),
+           help="Tokens that arrived from the engine."),
+    Figure(name="run/requests_in_flight", labels=("engine",),
+           of=_engines(lambda e: e.in_flight),
+           help="Requests that are with the engine."),
+    Figure(name="run/engine_peak_requests", labels=("engine",), tracked=False,
+           of=_engines(lambda e: e.capacity),
+           help="Requests that the engine had at once at most: the slots that its seconds "
+                "are divided by."),
+    Figure(name="run/engine_seconds", kind="counter", unit="seconds", tracked=False,
+           labels=("engine", "part"), of=lambda m: m.seconds,
+           help="The engine's wall time by part: busy, or idle for a cause."),
+    Figure(name="engines/busy", unit="share", exposed=False, of=_share(*BUSY),
+           help="Share of the engines' time since the batch before: decoding or reading "
+                "prompts."),
+    *(
+        Figure(name=f"engines/{part}", unit="share", exposed=False, of=_share(part),
+               help=f"Share of that time. {meaning}")
+        for part, meaning in PARTS.items()
+    ),
+)
 # fmt: on
 
 
-FIGURES: dict[str, Figure] = {figure.name: figure for figure in _table()}
+FIGURES: dict[str, Figure] = {figure.name: figure for figure in _FIGURES}
 """The figures by name, in the order in which they are shown."""
