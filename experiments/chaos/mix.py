@@ -124,6 +124,15 @@ class Mix:
         """The generator of one part of the run."""
         return random.Random(f"{self.seed}/{role}")
 
+    def described(self) -> str:
+        """The settings that matter most, in a line."""
+        names = ("stop", "refill", "over_provision", "straggler", "pace", "max_staleness")
+        said = [f"{name} {self.settings[name]}" for name in names]
+        if self.settings["max_staleness"] is not None:
+            said.append(self.settings["staleness_rule"])
+        said += [f"{self.engines} engines", f"store {self.store}", f"reward {self.reward}"]
+        return ", ".join(said + ["accept"] * self.accepts + ["episodes"] * self.episodes)
+
     def config(self) -> SchedulerConfig:
         settings = _tree(self.settings)
         if self.has("adapters"):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import random
 import tempfile
-import traceback
 from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
@@ -29,12 +28,11 @@ from aprilsched import (
 from aprilsched.config import Health
 from aprilsched.core.state.saved import Saved, Snapshot
 from aprilsched.engines.base import Engine
-from aprilsched.engines.sim import SimConfig, SimEngine, run_virtual
+from aprilsched.engines.sim import SimConfig, SimEngine
 from aprilsched.errors import AprilschedError, FleetLost, PromptsExhausted, RefitError, StoreError
 from aprilsched.shards import LocalShard, ShardedScheduler, ShardLost, ShardParts
 from aprilsched.types import NO_VERSION
-from experiments.chaos.history import History
-from experiments.chaos.trial import Outcome, logged
+from experiments.chaos.history import History, Outcome, recorded
 from experiments.chaos.truth import TruthModel, true_versions
 
 __all__ = ["run"]
@@ -180,15 +178,8 @@ def _reward(rollout: Rollout, prompt: Prompt) -> float:
 def run(seed: int, *, aloud: bool = False, lines: int = 200) -> Outcome:
     """Run a seed. Complaints are in the outcome; nothing is raised."""
     outcome, history = Outcome(seed), History(aloud=aloud)
-    with logged(history), tempfile.TemporaryDirectory() as folder:
-        try:
-            run_virtual(_lives(outcome, Path(folder)), idle_timeout=20.0)
-        except Exception as error:
-            text = "".join(traceback.format_exception(error)[-12:])
-            outcome.complaints.append(f"the run ended with {error!r}\n{text}")
-    if outcome.complaints:
-        outcome.history = history.last(lines)
-    return outcome
+    with tempfile.TemporaryDirectory() as folder:
+        return recorded(outcome, history, _lives(outcome, Path(folder)), lines=lines)
 
 
 async def _lives(outcome: Outcome, folder: Path) -> None:

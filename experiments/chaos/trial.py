@@ -5,21 +5,20 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
-import logging
 import random
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Coroutine, Generator, Iterable
-from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Coroutine, Iterable
+from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from aprilsched import Batch, MemoryStore, Prompt, RolloutScheduler, SamplingParams, SqliteStore
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
-from aprilsched.engines.sim import SimEngine, run_virtual
+from aprilsched.engines.sim import SimEngine
 from aprilsched.errors import (
     AprilschedError,
     CallbackError,
@@ -42,11 +41,11 @@ from experiments.chaos.callers import (
 from experiments.chaos.checks import Checks, Records
 from experiments.chaos.clockwork import VirtualThreads
 from experiments.chaos.fleet import ChaosFleet
-from experiments.chaos.history import History
+from experiments.chaos.history import History, Outcome, recorded
 from experiments.chaos.mix import Mix
 from experiments.chaos.storing import ChaosStore
 
-__all__ = ["Outcome", "logged", "run"]
+__all__ = ["run"]
 
 PATIENCE_S = 2 * 3600.0
 """Of virtual time: a call that takes longer hangs. Everything in the mix ends within 20 minutes."""
@@ -62,63 +61,14 @@ class Killed(BaseException):
     """The trainer's process is killed."""
 
 
-@dataclass
-class Outcome:
-    """What a seed did."""
-
-    seed: int
-    complaints: list[str] = field(default_factory=list[str])
-    ending: list[str] = field(default_factory=list[str])
-    """How each life ended."""
-    figures: dict[str, int] = field(default_factory=dict[str, int])
-    seconds: float = 0.0
-    """Virtual."""
-    history: list[str] = field(default_factory=list[str])
-
-
 def run(mix: Mix, *, aloud: bool = False, lines: int = 200) -> Outcome:
     """Run a seed. Complaints are in the outcome; nothing is raised."""
-    outcome = Outcome(mix.seed)
+    outcome = Outcome(mix.seed, kinds=sorted(mix.kinds), settings=mix.described())
     history = History(aloud=aloud)
     random.seed(mix.seed)
-    with logged(history), tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder:
         trial = _Trial(mix, outcome, history, Path(folder))
-        try:
-            run_virtual(trial.execute(), idle_timeout=20.0)
-        except Exception as error:
-            text = "".join(traceback.format_exception(error)[-12:])
-            outcome.complaints.append(f"the run ended with {error!r}\n{text}")
-    if outcome.complaints:
-        outcome.history = history.last(lines)
-    return outcome
-
-
-@contextmanager
-def logged(history: History) -> Generator[None]:
-    """Write what the library logs into a history, and nowhere else."""
-    handler = _Logged(history)
-    logger = logging.getLogger("aprilsched")
-    before = logger.level, logger.propagate, logging.root.manager.disable
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-    logging.disable(logging.NOTSET)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(before[0])
-        logger.propagate = before[1]
-        logging.disable(before[2])
-
-
-class _Logged(logging.Handler):
-    def __init__(self, history: History) -> None:
-        super().__init__()
-        self._history = history
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._history.note(f"LOG {record.levelname} {record.getMessage()}")
+        return recorded(outcome, history, trial.execute(), lines=lines)
 
 
 class _Trial:

@@ -9,7 +9,8 @@ changes all later ones.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import pairwise
 
@@ -24,9 +25,11 @@ from aprilsched.engines.sim.toy_model import (
 )
 from aprilsched.types import NO_VERSION, Float32Array, Int32Array, Prompt, Rollout, SamplingParams
 
-__all__ = ["MOST_VERSIONS", "TruthModel", "is_right", "sampling_of", "true_versions"]
+__all__ = ["CONTENT", "TruthModel", "file_key", "is_right", "sampling_of", "true_versions"]
 
 MOST_VERSIONS = 400
+CONTENT = "weights of version {}"
+"""Of the file of a version that servers load; version 0 is what they start with."""
 _UNIT = 64.0
 """Logprobs are -(version + 1) / 64, which float32 holds exactly."""
 
@@ -48,16 +51,24 @@ def true_versions(logprobs: Float32Array, sampled: np.ndarray) -> Int32Array:
     return np.where(sampled, found, NO_VERSION).astype(np.int32)
 
 
+def file_key(version: int) -> int:
+    """What the embedded engine calls the weights of `version` that were loaded from a file."""
+    if version == 0:
+        return weights_key_of_version(0)
+    return zlib.crc32(CONTENT.format(version).encode())
+
+
 @cache
-def _whole() -> dict[int, int]:
-    return {weights_key_of_version(version): version for version in range(MOST_VERSIONS)}
+def _versions(key: Callable[[int], int]) -> dict[int, int]:
+    return {key(version): version for version in range(MOST_VERSIONS)}
 
 
 @cache
 def _version_of(key: int) -> int:
-    whole = _whole()
-    if key in whole:
-        return whole[key]
+    whole = _versions(weights_key_of_version)
+    for known in (whole, _versions(file_key)):
+        if key in known:
+            return known[key]
     for adapter_key, adapter in whole.items():
         for base_key in whole:
             if adapted_key(base_key, adapter_key) == key:
@@ -75,8 +86,14 @@ def sampling_of(rollout: Rollout, prompt: Prompt) -> SamplingParams:
     return sampling
 
 
-def is_right(rollout: Rollout, sampling: SamplingParams, model: ToyModel) -> bool:
-    """Whether each token follows from its context under the weights of its true version.
+def is_right(
+    rollout: Rollout,
+    sampling: SamplingParams,
+    model: ToyModel,
+    key: Callable[[int], int] = weights_key_of_version,
+) -> bool:
+    """Whether each token follows from its context under the weights of its true version, which the
+    engine calls `key` of it.
 
     For schedules that compute a context again under new weights, without adapters. Every turn
     was sampled with the seed of `sampling`.
@@ -87,7 +104,7 @@ def is_right(rollout: Rollout, sampling: SamplingParams, model: ToyModel) -> boo
     for start, end in pairwise(edges):
         if start == end or versions[start] == NO_VERSION:
             continue
-        weights, known = weights_key_of_version(int(versions[start])), len(rollout.prompt_ids)
+        weights, known = key(int(versions[start])), len(rollout.prompt_ids)
         known += start
         state = ContextState(
             hash=model.absorb(0, context[: known - 1], weights),

@@ -1,10 +1,9 @@
-"""Kills the coordinator with -9 on a real server: a small campaign of experiments/crash."""
+"""Kills the coordinator with -9 on a real server: a small campaign of experiments/chaos."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib.util
 import json
 import os
 import signal
@@ -12,26 +11,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
+from experiments.chaos.kills import campaign
 from tests.sglang.helpers import settled
 from tests.sglang.server import CpuServer
 
-CAMPAIGN = Path(__file__).resolve().parents[2] / "experiments" / "crash" / "campaign.py"
 KILLS = 4
-
-
-def campaign() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("crash_campaign", CAMPAIGN)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.long
@@ -39,8 +27,8 @@ def campaign() -> ModuleType:
 async def test_a_run_that_is_killed_again_and_again_delivers_what_one_that_is_not_does(
     clean_server: CpuServer, tmp_path: Path, process: bool
 ):
-    options = argparse.Namespace(kills=KILLS, groups=80, longest=2.0, seed=3, process=process)
-    result = await asyncio.to_thread(campaign().campaign, clean_server.url, tmp_path, options)
+    options = argparse.Namespace(kills=KILLS, groups=80, longest=2.0, process=process)
+    result = await asyncio.to_thread(campaign, clean_server.url, tmp_path, options, 3)
     assert result["kills_of_an_open_scheduler"] >= 2
     assert result["rollouts_expected"] == 2 * options.groups
     for what in ("lost", "different_from_the_uninterrupted_run", "saved_and_generated_again"):

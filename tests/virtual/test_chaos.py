@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from types import ModuleType
 
 import pytest
 
-from experiments.chaos import shards
+from experiments.chaos import servers, shards
 from experiments.chaos.mix import Mix
 from experiments.chaos.trial import run
 
@@ -45,13 +46,14 @@ def test_nothing_is_lost_wrong_or_hangs_under_chaos(first: int):
 
 
 @pytest.mark.parametrize(
-    "first",
+    ("part", "first"),
     [
-        0,
-        *(pytest.param(n, marks=pytest.mark.long) for n in range(10, 300, SEEDS_AT_ONCE)),
+        (shards, 0),
+        *(pytest.param(shards, n, marks=pytest.mark.long) for n in range(10, 300, SEEDS_AT_ONCE)),
+        pytest.param(servers, 0, marks=pytest.mark.long),
     ],
 )
-def test_shards_that_hang_and_die_lose_nothing_and_keep_no_call(first: int):
-    outcomes = map(shards.run, range(first, first + SEEDS_AT_ONCE))
+def test_faults_of_shards_and_servers_lose_nothing_and_keep_no_call(part: ModuleType, first: int):
+    outcomes = map(part.run, range(first, first + SEEDS_AT_ONCE))
     found = [f"seed {each.seed}: {each.complaints}" for each in outcomes if each.complaints]
     assert not found, "\n".join(found)

@@ -1,6 +1,6 @@
 """Tests which faults of servers a run survives, with the real scheduler and the real adapters.
 
-Each test repeats what a seeded campaign (experiments/faults) once found. The sockets are real and
+Each test repeats what a seeded campaign (experiments/chaos) once found. The sockets are real and
 the clock is virtual.
 """
 

@@ -1,10 +1,7 @@
 """Kills the coordinator (-9) at random moments of a run on a real server, and resumes it each time.
 
-    python experiments/crash/campaign.py --kills 50 --out experiments/crash/result.json
-
 With --process, the scheduler has a process of its own, which is killed and stopped at random too,
-and the trainer has forked a child. It needs the CPU server of `make test`. See README.md in this
-folder.
+and the trainer has forked a child.
 """
 
 from __future__ import annotations
@@ -22,10 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+from experiments.chaos.history import Outcome
+from experiments.library import say
+from tests.sglang.server import CpuServer, write_model
 
-from tests.sglang.server import CpuServer, write_model  # noqa: E402
+__all__ = ["campaign", "run"]
 
 TRAINER = Path(__file__).with_name("trainer.py")
 SAVED_WITHIN = 0.7
@@ -131,9 +129,9 @@ def uninterrupted(url: str, folder: Path, options: argparse.Namespace) -> float:
     return time.monotonic() - began
 
 
-def killed_often(url: str, folder: Path, options: argparse.Namespace) -> Lives:
+def killed_often(url: str, folder: Path, options: argparse.Namespace, seed: int) -> Lives:
     """Kill at random moments until an open scheduler was met often enough, then let it end."""
-    draw = random.Random(options.seed)
+    draw = random.Random(seed)
     lives = Lives(logs=[], begun=[], killed_at=[], seconds_to_its_end=[])
     while True:
         life = len(lives.begun)
@@ -153,7 +151,7 @@ def killed_often(url: str, folder: Path, options: argparse.Namespace) -> Lives:
                 lives.killed_at.append(time.time())
                 kill(process, draw, lives)
                 lives.logs.append(log_of(folder, life))
-                print(f"life {life} was killed", file=sys.stderr, flush=True)
+                say(f"life {life} was killed")
                 continue
         if code:
             raise SystemExit(f"life {life} ended by itself with {code}")
@@ -222,12 +220,13 @@ def delivered(folder: Path) -> dict[str, list[int]]:
     return found
 
 
-def campaign(url: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+def campaign(url: str, folder: Path, options: argparse.Namespace, seed: int) -> dict[str, Any]:
+    """The figures of a run that is killed as `seed` says, beside one that is not."""
     whole, cut = folder / "whole", folder / "cut"
     whole.mkdir()
     cut.mkdir()
     seconds = uninterrupted(url, whole, options)
-    lives = killed_often(url, cut, options)
+    lives = killed_often(url, cut, options, seed)
     expected, got = delivered(whole), delivered(cut)
     end = end_of(lives.logs[-1])
     again = [line for log in lives.logs for line in log if line["what"] == "got" and line["again"]]
@@ -256,33 +255,19 @@ def campaign(url: str, folder: Path, options: argparse.Namespace) -> dict[str, A
     }
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--groups", type=int, default=400)
-    parser.add_argument("--longest", type=float, default=4.0, help="seconds of an open scheduler")
-    parser.add_argument("--process", action="store_true", help="in a process of its own")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path)
-    return parser.parse_args()
+ZERO = ("lost", "doubled", "different_from_the_uninterrupted_run", "saved_and_generated_again")
 
 
-def main() -> None:
-    options = arguments()
+def run(seed: int, *, options: argparse.Namespace, **_: Any) -> Outcome:
+    """Run a seed on a server of its own."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         server = CpuServer(write_model(folder / "model"), folder / "server.txt")
         server.start()
         try:
             server.wait_ready()
-            result = campaign(server.url, folder, options)
+            found = campaign(server.url, folder, options, seed)
         finally:
             server.stop()
-    text = json.dumps(result, indent=1)
-    print(text)
-    if options.out:
-        options.out.write_text(text + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    complaints = [f"{found[what]} rollouts are {what}" for what in ZERO if found[what]]
+    return Outcome(seed, complaints, ["done"], details=found)

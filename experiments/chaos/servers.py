@@ -1,0 +1,393 @@
+"""Runs one seed of faulty servers: the real scheduler and the real adapters, with the faults of a
+script that the seed draws, on the virtual clock.
+
+The servers are real HTTP over loopback. Every delivered token is held against the truth, and the
+figures say how long engines were away and how soon tokens came again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from aprilsched import LongTailWorkload, RolloutScheduler, SchedulerConfig, SGLangFleet
+from aprilsched.config import Dispatch, Health, Retries, Timeouts
+from aprilsched.core.invariants import check
+from aprilsched.core.messages import facts as of
+from aprilsched.core.state.state import SchedulerState
+from aprilsched.engines.base import Engine, RefitFromDisk
+from aprilsched.engines.http import HttpLimits
+from aprilsched.engines.sim.settings import SimConfig
+from aprilsched.errors import (
+    ConfigError,
+    EngineRejected,
+    FleetLost,
+    PromptsExhausted,
+    RefitError,
+    RunGivenUp,
+)
+from aprilsched.runs.summary import remainder
+from aprilsched.telemetry.summary import Summary
+from aprilsched.testing import SimServer
+from aprilsched.testing.faults import FaultScript, faults_of
+from aprilsched.testing.faults.script import KINDS
+from aprilsched.timing.model import H200_QWEN3_4B
+from aprilsched.types import NO_VERSION, Batch, Rollout
+from experiments.chaos.callers import ChaosPlanner
+from experiments.chaos.clockwork import VirtualThreads
+from experiments.chaos.history import History, Outcome, recorded
+from experiments.chaos.mix import Mix
+from experiments.chaos.scripts import random_script
+from experiments.chaos.truth import (
+    CONTENT,
+    TruthModel,
+    file_key,
+    is_right,
+    sampling_of,
+    true_versions,
+)
+from experiments.library import table
+
+__all__ = ["run", "tables"]
+
+ENGINES = 3
+BATCHES = 12
+VOCAB = 512
+INTERVAL = 16
+TRAIN_S = (1.0, 10.0, 60.0)
+REFUSALS = 300
+"""Updates in a row that reach no engine, a second apart, after which the trainer gives up."""
+BATCH_S = 8.0
+"""About what the engines need for a batch."""
+DEADLINE_S = 6 * 3600.0
+"""Of virtual time: whoever is not done by then hangs."""
+AFTERWARDS_S = 3600.0
+"""After closing: faults end, and nothing of ours may be left on an engine."""
+
+MACHINE = SimConfig(
+    # 25 tokens/s for each response, so that few tokens take as long as the scheduler's timeouts
+    # and the windows in which it looks for slow engines are made for.
+    timing=replace(H200_QWEN3_4B, t0=0.04),
+    stream_interval=INTERVAL,
+    vocab_size=VOCAB,
+    stream_at_pause=False,
+    model=TruthModel,
+)
+RECOMPUTES = ("retract", "abort", "run")
+"""Stragglers of these have every context computed under the weights that sample after it."""
+
+
+class Checkpoints:
+    """Publishes versions that were all written beforehand."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def write(self, versions: int) -> None:
+        for version in range(1, versions + 1):
+            path = self._path(version)
+            path.mkdir()
+            (path / "config.json").write_text("{}")
+            (path / "model.safetensors").write_text(CONTENT.format(version))
+
+    def holds(self, version: int) -> bool:
+        return self._path(version).is_dir()
+
+    async def prepare(self, version: int) -> None:
+        pass
+
+    async def publish(
+        self, version: int, engines: Sequence[Engine]
+    ) -> Mapping[str, Exception | None]:
+        answers = await asyncio.gather(
+            *(self._update(engine, version) for engine in engines), return_exceptions=True
+        )
+        return {
+            engine.name: answer if isinstance(answer, Exception) else None
+            for engine, answer in zip(engines, answers, strict=True)
+        }
+
+    async def _update(self, engine: Engine, version: int) -> None:
+        if not isinstance(engine, RefitFromDisk):
+            raise EngineRejected(engine.name, "does not load weights from a disk.", status=501)
+        await engine.update_from_disk(self._path(version), version)
+
+    def _path(self, version: int) -> Path:
+        return self._folder / f"version-{version:08d}"
+
+
+class Watch:
+    """A listener that checks invariants and times recoveries; `state` is given once the scheduler
+    is there."""
+
+    def __init__(self) -> None:
+        self.state: SchedulerState | None = None
+        self.lost = 0
+        self.standby = 0
+        self.recoveries: list[float] = []
+        """Seconds from an engine's loss to its readmission."""
+        self._lost_at: dict[str, float] = {}
+        self._engine_of: dict[int, str] = {}
+        self._tokens_at: dict[str, list[float]] = {}
+
+    def on_facts(self, facts: Sequence[of.Fact], now: float) -> None:
+        for fact in facts:
+            self._note(fact, now)
+        # Most facts are chunks of tokens, which come alone and change nothing that is checked.
+        if self.state is not None and not isinstance(facts[-1], of.TokensReceived):
+            check(self.state)
+
+    def _note(self, fact: of.Fact, now: float) -> None:
+        match fact:
+            case of.TokensReceived():
+                self._tokens_at.setdefault(self._engine_of[fact.request_id], []).append(now)
+            case of.AttemptSent():
+                self._engine_of[fact.request_id] = fact.engine
+            case of.EngineLost():
+                self.standby += fact.standby
+                self.lost += not fact.standby
+                self._lost_at.setdefault(fact.engine, now)
+            case of.EngineAdmitted():
+                lost_at = self._lost_at.pop(fact.engine, None)
+                if lost_at is not None:
+                    self.recoveries.append(round(now - lost_at, 3))
+            case _:
+                pass
+
+    def next_token(self, engine: str, after: float) -> float | None:
+        """Seconds to the next token of an engine."""
+        times = self._tokens_at.get(engine, [])
+        place = bisect_right(times, after)
+        return round(times[place] - after, 3) if place < len(times) else None
+
+
+def settings_of(mix: Mix) -> SchedulerConfig:
+    """What the mix has for the schedule; batches, bounds and timeouts are the same in each seed, so
+    that the seeds' times can be compared."""
+    return replace(
+        mix.config(),
+        batch_groups=4,
+        group_size=4,
+        dispatch=Dispatch(),
+        retries=Retries(),
+        timeouts=Timeouts(),
+        health=Health(fleet_wait_s=600.0),
+    )
+
+
+def run(seed: int, *, aloud: bool = False, lines: int = 200) -> Outcome:
+    """Run a seed. Complaints are in the outcome; nothing is raised."""
+    random.seed(seed)  # the adapter's retries draw their waits from it
+    mix = Mix.of(seed, only=(), without=(), repeatable=True)
+    train_s = TRAIN_S[seed % len(TRAIN_S)]
+    script = random_script(seed, engines=ENGINES, horizon_s=BATCHES * (BATCH_S + train_s))
+    kinds = [fault["kind"] for fault in script["fault"]]
+    outcome = Outcome(seed, kinds=kinds, settings=mix.described())
+    history = History(aloud=aloud)
+    history.note(f"{script}")
+    with TemporaryDirectory() as folder:
+        publisher = Checkpoints(Path(folder))
+        publisher.write(3 * BATCHES)
+        trial = _Run(mix, outcome, history, faults_of(script), publisher, train_s)
+        return recorded(outcome, history, trial.execute(), lines=lines)
+
+
+class _Run:
+    def __init__(
+        self,
+        mix: Mix,
+        outcome: Outcome,
+        history: History,
+        script: FaultScript,
+        checkpoints: Checkpoints,
+        train_s: float,
+    ) -> None:
+        self.mix = mix
+        self.config = settings_of(mix)
+        self.outcome = outcome
+        self.history = history
+        self.script = script
+        self.checkpoints = checkpoints
+        self.train_s = train_s
+        self.watch = Watch()
+        self.summary = Summary(trainer_waits=self.config.pace == "synchronous")
+        self.summary.warns = False
+        self.model = TruthModel(VOCAB)
+        self.servers: list[SimServer] = []
+        self.figures: Counter[str] = Counter()
+        self.refused = 0
+        """Updates in a row that no engine took."""
+
+    async def execute(self) -> None:
+        loop, seed = asyncio.get_running_loop(), self.outcome.seed
+        VirtualThreads(lambda name: 0.01).install(loop)
+        async with AsyncExitStack() as stack:
+            # An address of its own for each server: names, and so the run, do not depend on which
+            # ports are free.
+            net = f"127.{seed // 250 % 250 + 1}.{seed % 250 + 1}"
+            for index in range(ENGINES):
+                server = SimServer(
+                    MACHINE,
+                    host=f"{net}.{index + 1}",
+                    port=31000,
+                    faults=self.script.of_engine(index),
+                    refit_seconds=0.2,
+                )
+                self.servers.append(await stack.enter_async_context(server))
+            try:
+                async with asyncio.timeout(DEADLINE_S):
+                    self.outcome.ending.append(await self._with_scheduler())
+            except TimeoutError:
+                self.outcome.complaints.append(f"not done after {DEADLINE_S:g} s")
+            self.outcome.seconds = loop.time()
+            self._times()
+            await asyncio.sleep(AFTERWARDS_S)
+            for server in filter(lambda server: server.listening, self.servers):
+                batcher = server.engine.batcher
+                self.figures["left_paused"] += batcher.paused is not None
+                self.figures["left_running"] += batcher.running + batcher.waiting
+        self.outcome.figures = dict(self.figures)
+        for name in ("lost", "duplicated", "wrong", "left_running"):
+            if self.figures[name]:
+                self.outcome.complaints.append(f"{self.figures[name]} rollouts are {name}")
+
+    async def _with_scheduler(self) -> str:
+        """Returns how it ended."""
+        prompts = LongTailWorkload(
+            median=150,
+            sigma=0.8,
+            cap=1500,
+            group_size=4,
+            vocab_size=VOCAB,
+            seed=self.outcome.seed,
+        )
+        fleet = SGLangFleet(
+            [server.url for server in self.servers],
+            stream_interval=INTERVAL,
+            limits=HttpLimits(max_answer_bytes=2**20),
+        )
+        scheduler = RolloutScheduler(
+            fleet,
+            prompts,
+            config=self.config,
+            planner=ChaosPlanner(self.mix),
+            listeners=(self.summary, self.watch, self.history),
+            run_id=f"campaign{self.outcome.seed:08d}",
+        )
+        self.watch.state = scheduler.state
+        ending = "done"
+        try:
+            async with scheduler as rollouts:
+                await self._train(rollouts)
+        except (FleetLost, RefitError, RunGivenUp, PromptsExhausted, ConfigError) as error:
+            ending = f"{type(error).__name__}: {error}"
+        state = scheduler.state
+        self.figures["groups_dropped"] += sum(
+            entry.reason == "failed" for entry in state.in_flight.ledger.entries
+        )
+        result = self.summary.result(remainder(state), clock="virtual")
+        for name in ("launched", "delivered", "in_flight", "lost", "duplicated"):
+            self.figures[name] += getattr(result.rollouts, name)
+        self.figures["tokens"] += result.tokens.generated
+        self.figures["recomputed"] += result.tokens.reprefilled
+        self.figures["batches"] += result.batches
+        return ending
+
+    async def _train(self, rollouts: RolloutScheduler) -> None:
+        for _ in range(BATCHES):
+            while True:
+                try:
+                    self._check(await rollouts.next_batch())
+                    break
+                except RefitError:  # no engine has whole weights
+                    await self._update(rollouts)
+            await asyncio.sleep(self.train_s)
+            await self._update(rollouts)
+
+    async def _update(self, rollouts: RolloutScheduler) -> None:
+        try:
+            await rollouts.update_weights(self.checkpoints)
+            self.refused = 0
+        except RefitError:
+            self.refused += 1
+            if self.refused > REFUSALS:
+                raise
+            await asyncio.sleep(1.0)
+
+    def _check(self, batch: Batch) -> None:
+        for group in batch.groups:
+            for rollout in group.rollouts:
+                if rollout.versions_exact:
+                    sampling = sampling_of(rollout, group.prompt)
+                    self.figures["checked"] += 1
+                    self.figures["wrong"] += not self._is_true(rollout, sampling)
+
+    def _is_true(self, rollout: Rollout, sampling: Any) -> bool:
+        """Each version is that which sampled its token, and each token what it samples there."""
+        if len(rollout) != sampling.max_new_tokens or rollout.finish_reason != "length":
+            return False
+        truth = true_versions(rollout.logprobs, rollout.versions != NO_VERSION)
+        if (truth != rollout.versions).any():
+            return False
+        # Where keys are kept, those of later versions have them of several.
+        known = len(set(truth.tolist())) == 1 or self.config.straggler in RECOMPUTES
+        return not known or is_right(rollout, sampling, self.model, file_key)
+
+    def _times(self) -> None:
+        """From every fault to the next token of the engine that it happened to."""
+        fired: Counter[str] = Counter()
+        own: list[float] = []
+        for server in self.servers:
+            fired += server.faults.fired
+            for happened in server.faults.log:
+                name = server.url.removeprefix("http://")
+                seconds = self.watch.next_token(name, happened.at)
+                own += [] if seconds is None else [seconds]
+        self.figures["faults"] += fired.total()
+        self.figures["engines_lost"] += self.watch.lost
+        self.figures["standby"] += self.watch.standby
+        self.outcome.details = {
+            "fired": dict(fired),
+            "back_after_s": self.watch.recoveries,
+            "next_token_s": own,
+        }
+
+
+# --- the table of the README ---------------------------------------------------------------------
+
+_HEAD = (
+    *("faults", "runs", "happened", "engines lost", "on standby", "back after s: median, max"),
+    *("its next token after s: median, max", "groups dropped", "recomputed"),
+)
+
+
+def tables(results: Sequence[Mapping[str, Any]]) -> str:
+    """What happened by kind of fault: a row for each kind alone, and one for the mixed seeds."""
+    happened = [result for result in results if result["details"].get("fired")]
+    rows = [
+        _cells(f"`{kind}`", [result for result in happened if result["kinds"] == [kind]])
+        for kind in KINDS
+    ]
+    rows.append(_cells("two to five", [result for result in happened if len(result["kinds"]) > 1]))
+    return table(_HEAD, rows)
+
+
+def _cells(name: str, results: Sequence[Mapping[str, Any]]) -> list[object]:
+    sums: Counter[str] = Counter()
+    for result in results:
+        sums.update(result["figures"])
+    back = [seconds for result in results for seconds in result["details"]["back_after_s"]]
+    own = [seconds for result in results for seconds in result["details"]["next_token_s"]]
+    spreads = [f"{median(each):.1f}, {max(each):.0f}" if each else "" for each in (back, own)]
+    counts = (len(results), sums["faults"], sums["engines_lost"], sums["standby"])
+    again = f"{sums['recomputed'] / sums['tokens']:.0%}" if sums["tokens"] else ""
+    return [name, *counts, *spreads, sums["groups_dropped"], again]
