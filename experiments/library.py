@@ -9,13 +9,26 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
+import platform
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["arguments", "fresh", "pooled", "say", "seeds", "table", "write"]
+__all__ = [
+    "arguments",
+    "fresh",
+    "machine",
+    "measured",
+    "pooled",
+    "say",
+    "seeds",
+    "table",
+    "write",
+]
 
 
 def arguments(
@@ -51,6 +64,24 @@ def write(path: Path | None, result: object, *, shown: object = None, indent: in
     print(json.dumps(result if shown is None else shown, indent=indent))
     if path is not None:
         path.write_text(json.dumps(result, indent=indent) + "\n", encoding="utf-8")
+
+
+def machine() -> dict[str, Any]:
+    """Where the figures are from."""
+    return {
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+        "load": os.getloadavg(),
+    }
+
+
+def measured(script: str, *given: object) -> dict[str, Any]:
+    """What `script` prints as JSON, in a fresh process."""
+    command = [sys.executable, script, *map(str, given)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    return json.loads(done.stdout)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

@@ -9,7 +9,6 @@ checkout's own experiment. See README.md in this folder.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -20,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "client_cost"))
+sys.path[:0] = [str(HERE.parent / "client_cost"), str(HERE.parents[1])]
 
 from benchmark import server  # noqa: E402
-from processes import machine  # noqa: E402
+
+from experiments.library import arguments, machine, say  # noqa: E402
 
 POLICIES = ("sync", "april", "pool")
 _ROLLOUTS = 4096
@@ -96,12 +96,11 @@ MEASUREMENTS: dict[str, Callable[[Path], float]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = arguments(__doc__)
     parser.add_argument("--before", type=Path, required=True, help="the other checkout")
     parser.add_argument("--after", type=Path, default=HERE.parents[1])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--only", default="", help="measurements whose name has this")
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     checkouts = {"before": options.before.resolve(), "after": options.after.resolve()}
     rows: list[dict[str, Any]] = []
@@ -119,7 +118,7 @@ def main() -> None:
             "ratio_of_least": min(runs["after"]) / min(runs["before"]),
             "runs": runs,
         }
-        print({k: v for k, v in row.items() if k != "runs"}, file=sys.stderr, flush=True)
+        say({k: v for k, v in row.items() if k != "runs"})
         rows.append(row)
     if options.out:
         options.out.write_text(json.dumps({**machine(), "rows": rows}, indent=1) + "\n")

@@ -12,8 +12,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -22,8 +20,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+
 from clients import CLIENTS
 from memory import held, post
+
+from experiments.library import arguments, machine, say, write
 
 HERE = Path(__file__).parent
 LEVELS = (64, 512, 4096)
@@ -80,7 +82,7 @@ def compare(level: int, repeats: int, rollouts: int) -> tuple[list[dict[str, Any
     for repeat in range(repeats):
         order = list(CLIENTS)[:: 1 if repeat % 2 == 0 else -1]
         raw += [measure(client, level, max(rollouts, level)) for client in order]
-        print(f"{level} in flight: repeat {repeat} done", file=sys.stderr, flush=True)
+        say(f"{level} in flight: repeat {repeat} done")
     for other in ("bare", "tight"):
         ratios = [a / b for a, b in zip(_cpu(raw, "scheduled"), _cpu(raw, other), strict=True)]
         row[f"ratio_to_{other}"] = [f(ratios) for f in (min, statistics.median, max)]
@@ -94,13 +96,12 @@ def _cpu(raw: list[dict[str, Any]], client: str) -> list[float]:
     return [run["cpu"] / run["rollouts"] for run in raw if run["client"] == client]
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+def options_of() -> argparse.Namespace:
+    parser = arguments(__doc__)
     parser.add_argument("--levels", type=int, nargs="*", default=list(LEVELS))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--rollouts", type=int, default=1024, help="at least, for each run")
     parser.add_argument("--no-memory", action="store_true")
-    parser.add_argument("--out", type=Path)
     # What the measured processes are started with.
     parser.add_argument("--client", help=argparse.SUPPRESS)
     parser.add_argument("--url", help=argparse.SUPPRESS)
@@ -109,7 +110,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    options = arguments()
+    options = options_of()
     if options.client:
         print(json.dumps(asyncio.run(run_client(options))))
         return
@@ -120,17 +121,12 @@ def main() -> None:
         raw += measured
         rows.append(row)
     result: dict[str, Any] = {
-        "python": platform.python_version(),
-        "cores": os.cpu_count(),
-        "load": os.getloadavg(),
+        **machine(),
         "rows": rows,
         "memory": {} if options.no_memory else memory(max(options.levels)),
         "runs": raw,
     }
-    text = json.dumps(result, indent=1)
-    print(json.dumps({**result, "runs": len(raw)}, indent=1))
-    if options.out:
-        options.out.write_text(text + "\n")
+    write(options.out, result, shown={**result, "runs": len(raw)})
 
 
 def memory(level: int) -> dict[str, Any]:

@@ -12,8 +12,6 @@ import asyncio
 import contextlib
 import ctypes
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -24,6 +22,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 import aprilsched
 from aprilsched import (
@@ -37,6 +37,7 @@ from aprilsched import (
 from aprilsched.config import Pool
 from aprilsched.engines.sim import SimConfig
 from aprilsched.testing import SimServer
+from experiments.library import arguments, machine, say, write
 
 FORMS = ("thread", "process")
 SERVERS = 2
@@ -264,11 +265,10 @@ def rows(raw: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [row(form, trainer) for trainer in TRAINERS for form in FORMS]
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+def options_of() -> argparse.Namespace:
+    parser = arguments(__doc__)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--out", type=Path)
     # What the measured processes are started with.
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--form", help=argparse.SUPPRESS)
@@ -278,7 +278,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    options = arguments()
+    options = options_of()
     if options.serve:
         asyncio.run(serve())
         return
@@ -290,17 +290,13 @@ def main() -> None:
         order = [(form, trainer) for trainer in TRAINERS for form in FORMS]
         for form, trainer in order[:: 1 if repeat % 2 == 0 else -1]:
             raw.append(measure(form, trainer, options.seconds))
-            print(repeat, json.dumps({**raw[-1], "updates": "…"}), file=sys.stderr, flush=True)
+            say(repeat, json.dumps({**raw[-1], "updates": "…"}))
     result: dict[str, Any] = {
-        "python": platform.python_version(),
-        "cores": os.cpu_count(),
-        "load": os.getloadavg(),
+        **machine(),
         "rows": rows(raw),
         "runs": raw,
     }
-    print(json.dumps({**result, "runs": len(raw)}, indent=1))
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    write(options.out, result, shown={**result, "runs": len(raw)})
 
 
 if __name__ == "__main__":

@@ -7,11 +7,8 @@ See README.md in this folder.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
-import os
-import platform
 import statistics
 import sys
 import threading
@@ -23,6 +20,8 @@ from typing import Any
 
 import numpy as np
 
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+
 from aprilsched import LongTailWorkload, SchedulerConfig
 from aprilsched.coordinator.replanning import planned_apart
 from aprilsched.core.lengths.observed import GroupLengths
@@ -30,6 +29,7 @@ from aprilsched.core.messages.commands import Plan
 from aprilsched.core.policies.refill import Wave
 from aprilsched.core.policies.schedule import FixedRatio, Schedule
 from aprilsched.planning import Planner
+from experiments.library import arguments, machine, say, write
 
 CONFIG = SchedulerConfig(batch_groups=32, group_size=8, over_provision="auto")
 _BYTES = bytes(1 << 16)
@@ -168,28 +168,23 @@ def rows(raw: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = arguments(__doc__)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=3.0)
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     raw: list[dict[str, Any]] = []
     for repeat in range(options.repeats):
         order = [(trainer, place) for trainer in TRAINERS for place in PLACES]
         for trainer, place in order[:: 1 if repeat % 2 == 0 else -1]:
             raw.append(asyncio.run(measure(trainer, place, options.seconds)))
-            print(repeat, json.dumps(raw[-1]), file=sys.stderr, flush=True)
+            say(repeat, json.dumps(raw[-1]))
     result = {
-        "python": platform.python_version(),
+        **machine(),
         "numpy": np.__version__,
-        "cores": os.cpu_count(),
-        "load": os.getloadavg(),
         "rows": rows(raw),
         "runs": raw,
     }
-    print(json.dumps(result["rows"], indent=1))
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    write(options.out, result, shown=result["rows"])
 
 
 if __name__ == "__main__":

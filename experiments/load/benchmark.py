@@ -21,14 +21,15 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "client_cost"))
+sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 import benchmark as client_cost
 from clients import scheduler
 from memory import _resident as resident
 from memory import post
-from processes import machine, measured
 
 from aprilsched import RolloutScheduler
+from experiments.library import arguments, machine, measured, say, write
 
 ANSWER_TOKENS = 16_384
 EVENT_TOKENS = 64
@@ -103,7 +104,7 @@ def measure(in_flight: int, *, traced: bool) -> dict[str, Any]:
     with client_cost.server(ANSWER_TOKENS, event_tokens) as url:
         arguments = ("--url", url, "--in-flight", in_flight, *(("--traced",) if traced else ()))
         result = measured(__file__, *arguments)
-    print(result, file=sys.stderr, flush=True)
+    say(result)
     return result
 
 
@@ -117,10 +118,9 @@ def row(level: int, runs: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+def options_of() -> argparse.Namespace:
+    parser = arguments(__doc__)
     parser.add_argument("--levels", type=int, nargs="*", default=list(LEVELS))
-    parser.add_argument("--out", type=Path)
     # What the measured processes are started with.
     parser.add_argument("--url", help=argparse.SUPPRESS)
     parser.add_argument("--in-flight", type=int, help=argparse.SUPPRESS)
@@ -129,7 +129,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    options = arguments()
+    options = options_of()
     if options.url:
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
         found = asyncio.run(load(options.url, in_flight=options.in_flight, traced=options.traced))
@@ -146,9 +146,7 @@ def main() -> None:
         "rows": [row(n, [r for r in runs if r["in_flight"] == n]) for n in options.levels],
         "runs": runs,
     }
-    print(json.dumps({**result, "runs": len(runs)}, indent=1))
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    write(options.out, result, shown={**result, "runs": len(runs)})
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ server. See README.md in this folder.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -19,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path.append(str(HERE.parent / "client_cost"))
+sys.path.append(str(HERE.parents[1]))
 
-from processes import machine  # noqa: E402
+from experiments.library import arguments, machine, say  # noqa: E402
 
 EVENTS = 64
 """Events of a response."""
@@ -76,11 +75,10 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = arguments(__doc__)
     parser.add_argument("--before", type=Path, required=True, help="the other checkout")
     parser.add_argument("--after", type=Path, default=HERE.parents[1])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     checkouts = {"before": options.before.resolve(), "after": options.after.resolve()}
     found: dict[str, Any] = {"machine": machine(), "rows": [], "profiles": [], "control": []}
@@ -99,7 +97,7 @@ def main() -> None:
             "ratio": [f(ratios) for f in (min, statistics.median, max)],
             "runs": runs,
         }
-        print({k: v for k, v in row.items() if k != "runs"}, file=sys.stderr, flush=True)
+        say({k: v for k, v in row.items() if k != "runs"})
         found["rows"].append(row)
         write(options.out, found)
     after = checkouts["after"]

@@ -8,16 +8,11 @@ Every run is a fresh process, so that its peak memory is its own. See README.md 
 
 from __future__ import annotations
 
-import argparse
-import json
 import resource
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +23,7 @@ from aprilsched.core.messages.facts import BatchDelivered, BatchRequested, Fact,
 from aprilsched.simulation import Simulation, rare_collections
 from aprilsched.timing.model import H200_QWEN3_4B
 from aprilsched.workload import LongTailWorkload
+from experiments.library import arguments, fresh, write
 from experiments.shards.simulated import ShardedSimulation
 
 
@@ -195,24 +191,12 @@ def staleness(batches: Sequence[BatchDelivered]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path)
+    parser = arguments(__doc__)
     parser.add_argument("--bias", action="store_true")
-    parser.add_argument("--one", type=int)
     options = parser.parse_args()
-    runs = BIAS if options.bias else FLEETS
-    one: int | None = options.one
-    if one is not None:
-        print(json.dumps(measure(runs[one])))
-        return
-    rows: list[dict[str, Any]] = []
-    for place in range(len(runs)):
-        command = [sys.executable, "-m", "experiments.shards.fleets", "--one", str(place)]
-        command += ["--bias"] if options.bias else []
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        rows.append(json.loads(done.stdout))
-        if options.out is not None:
-            options.out.write_text(json.dumps({"runs": rows}, indent=1) + "\n")
+    write(
+        options.out, {"runs": [fresh(measure, run) for run in (BIAS if options.bias else FLEETS)]}
+    )
 
 
 if __name__ == "__main__":

@@ -10,9 +10,7 @@ folder.
 # Ray has no complete types.
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import os
 import subprocess
 import sys
@@ -25,7 +23,7 @@ from typing import Any
 
 from aprilsched import Prompt, RolloutScheduler, SamplingParams, SchedulerConfig, SGLangFleet
 from aprilsched.shards import LocalShard, ShardedScheduler, ShardParts
-from experiments.client_cost.processes import machine
+from experiments.library import arguments, fresh, machine, write
 
 ANSWER_TOKENS = 1024
 GROUP_SIZE = 8
@@ -143,27 +141,19 @@ async def measure(kind: str, count: int) -> dict[str, Any]:
 RUNS = (("one", 1), ("local", 1), ("ray", 1), ("ray", 2), ("ray", 4))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--one", type=int)
-    options = parser.parse_args()
-    if options.one is not None:
-        kind, count = RUNS[options.one]
-        if kind == "ray":
-            import ray
+def alone(kind: str, count: int) -> dict[str, Any]:
+    """A run, in a process that nothing else has used."""
+    if kind == "ray":
+        import ray
 
-            os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-            ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
-        print(json.dumps(asyncio.run(measure(kind, count))))
-        return
-    rows: list[dict[str, Any]] = []
-    for place in range(len(RUNS)):
-        command = [sys.executable, "-m", "experiments.shards.loopback", "--one", str(place)]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        rows.append(json.loads(done.stdout.splitlines()[-1]))
-        if options.out is not None:
-            options.out.write_text(json.dumps({"runs": rows}, indent=1) + "\n")
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    return asyncio.run(measure(kind, count))
+
+
+def main() -> None:
+    options = arguments(__doc__).parse_args()
+    write(options.out, {"runs": [fresh(alone, *run) for run in RUNS]})
 
 
 if __name__ == "__main__":

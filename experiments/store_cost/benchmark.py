@@ -21,13 +21,14 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "client_cost"))
+sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 import benchmark as client_cost
 from clients import scheduler
 from memory import post
-from processes import machine, measured
 
 from aprilsched import SqliteStore
+from experiments.library import arguments, machine, measured, say, write
 
 TOKENS_PER_SECOND = 100_000
 EVENT_TOKENS = 64
@@ -85,7 +86,7 @@ def compare(
         pair = {store: measure(level, rollouts, store=store) for store in order}
         raw += pair.values()
         ratios.append(pair[True]["cpu"] / pair[False]["cpu"])
-        print(f"{level} in flight, repeat {repeat}: {ratios[-1]:.3f}", file=sys.stderr, flush=True)
+        say(f"{level} in flight, repeat {repeat}: {ratios[-1]:.3f}")
     with_store = [r for r in raw if r["store"]]
     return raw, {
         "in_flight": level,
@@ -99,12 +100,11 @@ def compare(
     }
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+def options_of() -> argparse.Namespace:
+    parser = arguments(__doc__)
     parser.add_argument("--levels", type=int, nargs="*", default=list(LEVELS))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=20.0, help="of streaming, for each run")
-    parser.add_argument("--out", type=Path)
     # What the measured processes are started with.
     parser.add_argument("--url", help=argparse.SUPPRESS)
     parser.add_argument("--in-flight", type=int, help=argparse.SUPPRESS)
@@ -114,7 +114,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    options = arguments()
+    options = options_of()
     if options.url:
         done = run(
             options.url,
@@ -135,9 +135,7 @@ def main() -> None:
         "rows": rows,
         "runs": raw,
     }
-    print(json.dumps({**result, "runs": len(raw)}, indent=1))
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    write(options.out, result, shown={**result, "runs": len(raw)})
 
 
 if __name__ == "__main__":

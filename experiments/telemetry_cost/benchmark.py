@@ -24,19 +24,20 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "client_cost"))
+sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 import benchmark as client_cost
 from clients import scheduler
 from garbage import Garbage
 from memory import post
 from pieces import EVERYTHING, PIECES, together, with_needs
-from processes import machine, measured
 from replayed import Recorder, replayed
 
 from aprilsched import SGLangFleet
 from aprilsched.core.messages.facts import Fact
 from aprilsched.telemetry.base import BulkListener, Listener, TokenChunks
 from aprilsched.telemetry.sampling import Sampler
+from experiments.library import arguments, machine, measured, say, write
 
 TOKENS_PER_SECOND = 100_000
 EVENT_TOKENS = 64
@@ -167,7 +168,7 @@ def process(which: str, rollouts: int, *more: object) -> dict[str, Any]:
     with client_cost.server() as url:
         arguments = ("--url", url, "--run", which, "--rollouts", rollouts, *more)
         found = measured(__file__, *arguments)
-    print(which, *more, found, file=sys.stderr, flush=True)
+    say(which, *more, found)
     return found
 
 
@@ -223,13 +224,12 @@ def inside(repeats: int, rollouts: int, base_ms: float | None) -> dict[str, Any]
     }
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+def options_of() -> argparse.Namespace:
+    parser = arguments(__doc__)
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=3, help="of what is timed inside")
     parser.add_argument("--seconds", type=float, default=15.0, help="of streaming, for each run")
     parser.add_argument("--only", choices=sorted(RUNS), help="one run of this, and nothing else")
-    parser.add_argument("--out", type=Path)
     # What the measured processes are started with.
     parser.add_argument("--url", help=argparse.SUPPRESS)
     parser.add_argument("--run", help=argparse.SUPPRESS)
@@ -239,7 +239,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    options = arguments()
+    options = options_of()
     if options.url:
         print(json.dumps(run(options)))
         return
@@ -259,9 +259,7 @@ def main() -> None:
         "replayed": process("replayed", rollouts, "--repeats", 5),
         "runs": runs,
     }
-    print(json.dumps({**result, "runs": len(runs)}, indent=1))
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    write(options.out, result, shown={**result, "runs": len(runs)})
 
 
 if __name__ == "__main__":
