@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from aprilsched.analysis.colours import AGE_COLOURS, PART_LABELS
 from aprilsched.analysis.lengths_of_run import LawBand
-from aprilsched.analysis.run import Run
-from aprilsched.analysis.series import bars, in_flight, lengths_of, window_end
+from aprilsched.analysis.run import Run, bars, in_flight, lengths_of, window_end
 from aprilsched.analysis.usage import RunUsage
 from aprilsched.core.lengths.laws import KaplanMeier
 from aprilsched.extras import extra

@@ -35,9 +35,8 @@ from aprilsched.analysis.report.report_data import (
     TimelineEngine,
 )
 from aprilsched.analysis.report.words import amount, nats, percent, ran, seconds, signed_percent
-from aprilsched.analysis.run import History, Run, readable
+from aprilsched.analysis.run import History, Run, bars, readable
 from aprilsched.analysis.samples import gpu_utilization, read_samples
-from aprilsched.analysis.series import bars
 from aprilsched.analysis.usage import RunUsage, UsageRecorder
 from aprilsched.core.lengths.laws import KaplanMeier, kaplan_meier
 from aprilsched.core.messages import facts as of
