@@ -17,23 +17,10 @@ from aprilsched.core.lengths.laws import KaplanMeier, kaplan_meier
 from aprilsched.telemetry.bias_collector import (
     batches_until,
     bias_without,
-    deciles,
     law_figures,
     sample_law,
 )
 from aprilsched.telemetry.figures import LawFigures
-
-__all__ = [
-    "Conservation",
-    "DrainPlan",
-    "LawComparison",
-    "compare_laws",
-    "conservation",
-    "deciles",
-    "drawn_law",
-    "expected_longest_rest",
-    "plan_drain",
-]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -336,5 +336,5 @@ def test_the_picture_of_a_run_that_knows_nothing_and_of_one_that_knows_all():
         )
     )
     laws, _, stale = known.axes
-    assert len(laws.get_lines()) == 4
+    assert len(laws.get_lines()) == 2
     assert len(stale.patches) == 10
