@@ -20,7 +20,7 @@
 from pathlib import Path
 
 from aprilsched.analysis import plots
-from aprilsched.analysis.run import read_run
+from aprilsched.analysis.run import read_run, tokens_by_age
 from aprilsched.cli.simulate import SimulateCommand, simulated
 
 april = read_run(Path("data/april"))
@@ -79,7 +79,7 @@ print(
     f"With eviction it is {-lasting:.0%} short."
 )
 # What the answer below says:
-ages = plots.tokens_by_age(april)
+ages = tokens_by_age(april)
 assert (
     ages[0, 1:].sum() == 0 < ages[0, 0]
 )  # of the run at the top: its first batch is of one version

@@ -7,7 +7,7 @@ Lengths are in tokens. A bias is a share of the mean length: 0 for none, and -0.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,27 +17,10 @@ from aprilsched.core.lengths.laws import KaplanMeier, kaplan_meier
 from aprilsched.telemetry.bias_collector import (
     batches_until,
     bias_without,
-    deciles,
-    expected_lengths,
     law_figures,
     sample_law,
 )
 from aprilsched.telemetry.figures import LawFigures
-
-__all__ = [
-    "CensorEffect",
-    "Conservation",
-    "DrainPlan",
-    "LawComparison",
-    "censor_effect",
-    "compare_laws",
-    "conservation",
-    "deciles",
-    "drawn_law",
-    "expected_longest_rest",
-    "plan_drain",
-    "tokens_by_reason",
-]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,50 +102,6 @@ def compare_laws(delivered: NDArray[np.int64], drawn: KaplanMeier) -> LawCompari
         p90=ours.p90 / theirs.p90 - 1,
         p99=ours.p99 / theirs.p99 - 1,
     )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CensorEffect:
-    """The permanent effect of a policy that drops responses on the mean length of the others."""
-
-    dropped: int
-    shift: float
-    """For example -0.1, if the remaining responses are 10 % shorter than the drawn ones."""
-    warning: str | None
-
-
-def censor_effect(
-    law: KaplanMeier,
-    tokens: NDArray[np.int64],
-    finished: NDArray[np.bool_],
-    *,
-    kept: int,
-    threshold: float = 0.01,
-) -> CensorEffect:
-    """Compute the effect of dropping responses with `tokens` int64 [m], which had ended or not
-    (`finished`, bool [m]).
-
-    `kept` is the number of responses that were not dropped. Shifts smaller than `threshold` give no
-    warning. If the law has a tail without finished responses, the true effect is larger.
-    """
-    final = expected_lengths(law, tokens, finished)
-    mean = law.mean()
-    shift = bias_without(final.size, float(final.mean()), kept, mean) if final.size else 0.0
-    text = (
-        f"dropping {final.size} responses makes the other {kept} {abs(shift):.1%} "
-        f"{'shorter' if shift < 0 else 'longer'} on average, and more batches will not mend it"
-    )
-    return CensorEffect(
-        dropped=final.size, shift=shift, warning=text if abs(shift) >= threshold else None
-    )
-
-
-def tokens_by_reason(reasons: Sequence[str], tokens: Sequence[int]) -> Mapping[str, int]:
-    """Number of tokens of the dropped rollouts, by reason."""
-    totals: dict[str, int] = {}
-    for reason, count in zip(reasons, tokens, strict=True):
-        totals[reason] = totals.get(reason, 0) + count
-    return dict(sorted(totals.items()))
 
 
 # --- drain ---------------------------------------------------------------------------------------

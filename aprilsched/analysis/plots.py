@@ -8,25 +8,38 @@ A figure is shown by a notebook as the last thing in a cell, and written by :fun
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from aprilsched.analysis.chart_model import (
+    Axis,
+    Chart,
+    Series,
+    ages_by_batch,
+    bias_over_batches,
+    longer_than,
+    parts_over_time,
+    responses,
+    staleness_by_tenth,
+    survival_of,
+    tail_of,
+    time_by_part,
+)
 from aprilsched.analysis.colours import AGE_COLOURS, PART_LABELS
 from aprilsched.analysis.lengths_of_run import LawBand
-from aprilsched.analysis.run import Run
-from aprilsched.analysis.series import bars, in_flight, lengths_of, window_end
+from aprilsched.analysis.run import Run, bars, in_flight, lengths_of, tokens_by_class, window_end
 from aprilsched.analysis.usage import RunUsage
 from aprilsched.core.lengths.laws import KaplanMeier
 from aprilsched.extras import extra
 from aprilsched.telemetry.engine_time import BUSY, PART_INDEX, PARTS, Part
-from aprilsched.telemetry.figures import BiasFigures, DecileFigures, LawFigures, TransientFigures
+from aprilsched.telemetry.figures import BiasFigures
 
 with extra("plots"):
     from matplotlib.axes import Axes
-    from matplotlib.collections import LineCollection
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
@@ -36,6 +49,7 @@ with extra("plots"):
         GREY,
         PALETTE,
         PART_COLOURS,
+        draw,
         finish,
         ink_on,
         new_figure,
@@ -58,8 +72,6 @@ __all__ = [
     "staleness",
     "staleness_by_length",
     "timeline",
-    "tokens_by_age",
-    "utilization",
     "what_if",
     "where_time_goes",
 ]
@@ -83,92 +95,46 @@ def timeline(run: Run, *, title: str = "", batches: int = SHOWN_BATCHES) -> Figu
     figure = new_figure(10, 6)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3.2, 1))
     end = window_end(run, batches)
-    draw_bars(upper, run, end)
-    mark_batches(upper, run, end, labels=True)
-    finish(
+    shown = bars(run, end, at_most=_SHOWN_ROLLOUTS)
+    deliveries = [delivery.time for delivery in run.deliveries if delivery.time <= end]
+    chart = responses(
+        shown,
+        start=0.0,
+        end=end,
+        marks=deliveries,
+        pauses=[(pause.start, pause.end) for pause in run.pauses if pause.start <= end],
+        width=max(0.7, 250 / max(1, len(shown))),
+    )
+    words = f"{prefix(title)}each line is a response, its colour the policy that sampled it"
+    draw(
         upper,
-        title=f"{prefix(title)}each line is a response, its colour the policy that sampled it",
-        x="",
-        y="responses, in order of launch",
+        replace(chart, x=replace(chart.x, label="")),
+        title=words,
+        legend="",
         pad=ABOVE_LABELS,
     )
-    upper.set_yticks([])
-    _draw_in_flight(lower, run, end, GREY, "")
-    mark_batches(lower, run, end, labels=False)
-    finish(lower, title="", x="seconds", y="in flight")
-    return figure
-
-
-def utilization(run: Run, *, title: str = "", batches: int = SHOWN_BATCHES) -> Figure:
-    """Draw how many responses the engines work on, over time."""
-    figure = new_figure(9, 3.2)
-    axes = figure.subplots()
-    end = window_end(run, batches)
-    _draw_in_flight(axes, run, end, PALETTE[0], "")
-    mark_batches(axes, run, end, labels=True)
-    finish(axes, title=title, x="seconds", y="responses in flight", pad=ABOVE_LABELS)
-    return figure
-
-
-# --- parts ----------------------------------------------------------------------------------------
-
-
-def draw_bars(axes: Axes, run: Run, end: float) -> None:
-    shown = bars(run, end, at_most=_SHOWN_ROLLOUTS)
-    versions = sorted({version for bar in shown for _, _, version in bar})
-    colour = {version: PALETTE[version % len(PALETTE)] for version in versions}
-    rows = [(row, piece) for row, bar in enumerate(shown) for piece in bar]
-    axes.add_collection(
-        LineCollection(
-            [((start, row), (stop, row)) for row, (start, stop, _) in rows],
-            colors=[colour[version] for _, (_, _, version) in rows],
-            linewidths=max(0.7, 250 / max(1, len(shown))),
-            capstyle="butt",
-        )
+    handles = [Line2D([], [], color=key.css, linewidth=5, label=key.name) for key in chart.keys]
+    upper.legend(
+        handles=handles, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=10
     )
-    for pause in run.pauses:
-        if pause.start <= end:
-            axes.axvspan(pause.start, pause.end, color=GREY, alpha=0.35, linewidth=0)
-    axes.set_xlim(0, end)
-    axes.set_ylim(len(shown), -1)
-    handles = [Line2D([], [], color=colour[v], linewidth=5, label=str(v)) for v in versions]
-    axes.legend(
-        handles=handles,
-        title="policy version",
-        loc="center left",
-        bbox_to_anchor=(1.0, 0.5),
-        frameon=False,
-        fontsize=10,
-    )
-
-
-def mark_batches(axes: Axes, run: Run, end: float, *, labels: bool) -> None:
-    before = 0.0
-    for delivery in run.deliveries:
-        if delivery.time > end:
-            break
-        axes.axvline(delivery.time, color="black", linewidth=1, linestyle=(0, (4, 2)))
-        wide = delivery.time - before >= _LABEL_SHARE * end
-        before = delivery.time
-        if labels and wide:
-            axes.annotate(
-                f"batch {delivery.index + 1} full",
-                (delivery.time, 1.0),
-                xycoords=("data", "axes fraction"),
-                xytext=(0, 3),
-                textcoords="offset points",
-                fontsize=10,
-                horizontalalignment="right",
-                verticalalignment="bottom",
-            )
-
-
-def _draw_in_flight(axes: Axes, run: Run, end: float, colour: str, label: str) -> None:
+    _name_batches(upper, deliveries, end)
     times, counts = in_flight(run, end)
-    axes.fill_between(times, counts, step="post", color=colour, alpha=0.2, linewidth=0)
-    axes.step(times, counts, where="post", color=colour, linewidth=1.4, label=label)
-    axes.set_xlim(0, end)
-    axes.set_ylim(bottom=0)
+    lower.fill_between(times, counts, step="post", color=GREY, alpha=0.2, linewidth=0)
+    line = Series(name="", x=times, y=counts, colour=GREY, width=1.4, step=True)
+    seconds, count = Axis(label="seconds", range=(0, end)), Axis(label="in flight", from_zero=True)
+    draw(lower, Chart(series=[line], x=seconds, y=count, marks=deliveries, legend=False))
+    return figure
+
+
+def _name_batches(axes: Axes, deliveries: Sequence[float], end: float) -> None:
+    """Write the batches above their ends, where there is room."""
+    for index, time in enumerate(deliveries):
+        if time - (deliveries[index - 1] if index else 0.0) >= _LABEL_SHARE * end:
+            axes.annotate(
+                f"batch {index + 1} full", (time, 1.0), xycoords=("data", "axes fraction"),
+                xytext=(0, 3), textcoords="offset points", fontsize=10,
+                horizontalalignment="right", verticalalignment="bottom",
+            )  # fmt: skip
 
 
 # --- usage parts ---------------------------------------------------------------------------------
@@ -179,7 +145,7 @@ def _draw_in_flight(axes: Axes, run: Run, end: float, colour: str, label: str) -
 # on an engine with 32 slots fills a thirty-second of the picture, where NVML would show 100 %.
 
 
-TimeUnit: TypeAlias = Literal["share", "seconds", "gpu_minutes", "gpu_minutes_per_million"]
+TimeUnit: TypeAlias = Literal["share", "gpu_minutes_per_million"]
 
 _BINS = 240
 _NAMED_SHARE = 0.01
@@ -187,8 +153,6 @@ _NAMED_SHARE = 0.01
 seen."""
 _UNITS: dict[TimeUnit, str] = {
     "share": "share of the engines' time",
-    "seconds": "seconds of the run",
-    "gpu_minutes": "GPU-minutes",
     "gpu_minutes_per_million": "GPU-minutes for a million generated tokens",
 }
 """The label of the axis."""
@@ -256,18 +220,13 @@ def draw_causes(
     share = seconds / np.maximum(seconds.sum(axis=1, keepdims=True), 1e-12)
     edges = np.linspace(start, stop, _BINS + 1)
     shown = _shown(seconds.sum(axis=0))
+    shares = {part: share[:, PART_INDEX[part]].tolist() for part in shown}
+    draw(axes, parts_over_time(shares, start=start, stops=edges[1:].tolist()), legend="")
     below = np.zeros(_BINS)
     for part in shown:
         above = below + share[:, PART_INDEX[part]]
-        axes.fill_between(
-            edges, np.append(below, below[-1]), np.append(above, above[-1]),
-            step="post", color=PART_COLOURS[part], linewidth=0,
-        )  # fmt: skip
         _name(axes, part, below, above, edges)
         below = above
-    axes.set_xlim(start, stop)
-    axes.set_ylim(0, 1)
-    axes.yaxis.set_major_formatter("{x:.0%}")
     return shown
 
 
@@ -281,30 +240,25 @@ def draw_where(axes: Axes, usages: Mapping[str, RunUsage], *, unit: TimeUnit) ->
         for part, index in PART_INDEX.items()
         if any(row[index] > _NAMED_SHARE * row.sum() for row in rows)
     ]
-    widest = max((float(row.sum()) for row in rows), default=1.0)
-    for place, row in enumerate(rows):
-        left = 0.0
-        for part in PARTS:
-            width = float(row[PART_INDEX[part]])
-            axes.barh(place, width, left=left, color=PART_COLOURS[part], height=0.66)
-            if width > 0.055 * widest:
-                axes.annotate(
-                    _number(width, unit), (left + width / 2, place), fontsize=11,
-                    color=ink_on(PART_COLOURS[part]), horizontalalignment="center",
-                    verticalalignment="center",
-                )  # fmt: skip
-            left += width
-        if unit != "share":
-            axes.annotate(
-                _number(float(row.sum()), unit), (left, place), xytext=(6, 0),
-                textcoords="offset points", fontsize=11, fontweight="bold",
-                verticalalignment="center",
-            )  # fmt: skip
-    axes.set_yticks(range(len(rows)), list(usages))
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_xlim(0, widest * (1.0 if unit == "share" else 1.12))
-    if unit == "share":
-        axes.xaxis.set_major_formatter("{x:.0%}")
+    totals = [float(row.sum()) for row in rows]
+    chart = time_by_part(
+        {
+            name: {part: float(row[index]) for part, index in PART_INDEX.items()}
+            for name, row in zip(usages, rows, strict=True)
+        },
+        x=Axis(
+            label=_UNITS[unit],
+            unit="share" if unit == "share" else "",
+            range=(0, max(totals, default=1.0) * (1.0 if unit == "share" else 1.12)),
+        ),
+        written=lambda value: _number(value, unit),
+    )
+    draw(axes, chart, legend="")
+    for place, total in enumerate(totals if unit != "share" else []):
+        axes.annotate(
+            _number(total, unit), (total, place), xytext=(6, 0), textcoords="offset points",
+            fontsize=11, fontweight="bold", verticalalignment="center",
+        )  # fmt: skip
     return named
 
 
@@ -319,10 +273,6 @@ def _row(usage: RunUsage, unit: TimeUnit) -> NDArray[np.float64]:
     seconds = usage.seconds.sum(axis=0)
     if unit == "share":
         return seconds / (float(seconds.sum()) or 1.0)
-    if unit == "seconds":
-        return seconds / max(1, len(usage.engines))
-    if unit == "gpu_minutes":
-        return seconds / 60
     return seconds / 60 / max(1, sum(usage.tokens)) * 1e6
 
 
@@ -361,7 +311,7 @@ def _name(
     )  # fmt: skip
 
 
-def _legend(figure: Figure, shown: Sequence[Part]) -> None:
+def _legend(figure: Figure, shown: Collection[Part]) -> None:
     ordered: list[Part] = [part for part in PARTS if part in shown]
     figure.legend(
         handles=[Patch(color=PART_COLOURS[part], label=PART_LABELS[part]) for part in ordered],
@@ -400,11 +350,7 @@ def first_look(
     finish(where, title="What a million tokens cost in GPU-minutes", x="", y="")
     where.set_xticks([])
     where.spines["bottom"].set_visible(False)
-    parts: list[Part] = [part for part in PARTS if part in shown]
-    figure.legend(
-        handles=[Patch(color=PART_COLOURS[part], label=PART_LABELS[part]) for part in parts],
-        loc="outside lower center", ncols=min(4, len(parts)), frameon=False, fontsize=10,
-    )  # fmt: skip
+    _legend(figure, shown)
     if title:
         figure.suptitle(title, fontsize=13, x=0.01, horizontalalignment="left")
     return figure
@@ -456,59 +402,65 @@ def _draw_price(axes: Axes, runs: Mapping[str, Run], colours: Mapping[str, str])
             name, (share, efficiency), xytext=(0, 10), textcoords="offset points",
             fontsize=11, horizontalalignment="center",
         )  # fmt: skip
-    axes.set_xlim(-0.08, 1.05)
-    axes.set_ylim(0, 1.05)
-    axes.axhline(1, color=GREY, linewidth=1, linestyle=":")
+    _draw_plane(axes, title="Its price: up and to the left is better")
+
+
+def _draw_plane(axes: Axes, *, title: str) -> None:
+    """Draw the axes of speed and its price, and the bound of speed."""
+    plane = Chart(
+        series=[],
+        x=Axis(label="price: share of tokens that an older policy sampled", unit="share",
+               range=(-0.05, 1.05)),
+        y=Axis(label="speed: best possible time / time", unit="share", range=(0, 1.05)),
+        level=1,
+    )  # fmt: skip
+    draw(axes, plane, title=title, legend="")
     axes.annotate(
-        "what no schedule can pass", (1.04, 0.985), fontsize=9, color=GREY,
-        horizontalalignment="right", verticalalignment="top",
+        "what no schedule can pass", (0.99, 0.985), xycoords=("axes fraction", "data"),
+        fontsize=10, color=GREY, horizontalalignment="right", verticalalignment="top",
     )  # fmt: skip
     axes.grid(alpha=0.25)
-    finish(
-        axes,
-        title="Its price: up and to the left is better",
-        x="share of tokens that an older policy sampled",
-        y="efficiency (best possible time / time)",
-    )
 
 
 def _draw_activity(axes: Axes, runs: Mapping[str, Run], colours: Mapping[str, str]) -> None:
     end = min(window_end(run, SHOWN_BATCHES) for run in runs.values())
-    for name, run in runs.items():
-        times, counts = in_flight(run, end)
-        axes.step(times, counts, where="post", color=colours[name], linewidth=1.6, label=name)
-    axes.set_xlim(0, end)
-    # This leaves room for the legend above the lines.
-    axes.set_ylim(0, 1.25 * axes.get_ylim()[1])
-    axes.legend(frameon=False, fontsize=10, ncols=min(4, len(runs)), loc="upper right")
-    finish(
-        axes,
-        title="What the engine works on: low is idle",
-        x="seconds",
-        y="responses in flight",
+    lines = [(name, *in_flight(run, end)) for name, run in runs.items()]
+    # The axis leaves room for the legend above the lines.
+    most = 1.25 * max(float(counts.max()) for _, _, counts in lines)
+    chart = Chart(
+        series=[
+            Series(name=name, x=times, y=counts, colour=colours[name], width=1.6, step=True)
+            for name, times, counts in lines
+        ],
+        x=Axis(label="seconds", range=(0, end)),
+        y=Axis(label="responses in flight", range=(0, max(1.0, most))),
     )
+    draw(axes, chart, title="What the engine works on: low is idle", legend="upper right")
 
 
 def _draw_mean_lengths(axes: Axes, runs: Mapping[str, Run], colours: Mapping[str, str]) -> None:
-    for name, run in runs.items():
-        means = run.summary.bias.delivered_mean_length_by_batch
-        axes.plot(_running_mean(means), color=colours[name], linewidth=1.8, label=name)
+    means = {
+        name: _running_mean(run.summary.bias.delivered_mean_length_by_batch)
+        for name, run in runs.items()
+    }
     mean = next(iter(runs.values())).summary.bias.workload_mean_length
+    chart = Chart(
+        series=[
+            Series(name=name, x=np.arange(1, values.size + 1), y=values, colour=colours[name])
+            for name, values in means.items()
+        ],
+        x=Axis(label="batch", unit="whole"),
+        y=Axis(label="mean length of all so far", unit="tokens", from_zero=True),
+        level=mean,
+    )
+    words = "What the trainer gets: short answers first, then all of them"
+    draw(axes, chart, title=words, legend="lower right")
     if mean is not None:
-        axes.axhline(mean, color=GREY, linewidth=1, linestyle=":")
         axes.annotate(
             "the workload's mean", (0.99, mean), xycoords=("axes fraction", "data"),
             xytext=(0, 4), textcoords="offset points", fontsize=9, color=GREY,
             horizontalalignment="right",
         )  # fmt: skip
-    axes.set_ylim(bottom=0)
-    axes.legend(frameon=False, fontsize=10, ncols=len(runs), loc="lower right")
-    finish(
-        axes,
-        title="What the trainer gets: short answers first, then all of them",
-        x="batch",
-        y="mean length of all so far",
-    )
 
 
 def _running_mean(values: Sequence[float]) -> NDArray[np.float64]:
@@ -532,18 +484,12 @@ def _burn_in(runs: Mapping[str, Run]) -> int:
 def lengths(run: Run, *, title: str = "") -> Figure:
     """The tail of the delivered lengths: the first batch against all of them."""
     figure = new_figure(7, 4.5)
-    axes = figure.subplots()
-    _draw_tail(axes, lengths_of(run.deliveries), GREY, "all batches")
-    _draw_tail(axes, lengths_of(run.deliveries[:1]), PALETTE[5], "first batch")
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.legend(frameon=False, fontsize=10)
-    finish(
-        axes,
-        title=f"{prefix(title)}is the first batch too short?",
-        x="response length in tokens",
-        y="share of responses longer than that",
-    )
+    curves = {
+        "all batches": (tail_of(lengths_of(run.deliveries)), GREY, 2.0),
+        "first batch": (tail_of(lengths_of(run.deliveries[:1])), PALETTE[5], 2.0),
+    }
+    words = f"{prefix(title)}is the first batch too short?"
+    draw(figure.subplots(), longer_than(curves), title=words)
     return figure
 
 
@@ -566,27 +512,19 @@ def length_law(
         )  # fmt: skip
     times = np.append(law.lengths, [law.end] if law.tail > 0 else [])
     shares = np.append(law.survival, [law.survival[-1]] if law.tail > 0 else [])
-    axes.step(
-        times, shares, where="post", color=PALETTE[0], linewidth=2.2,
-        label=f"estimated from all that was started: mean {law.mean():,.0f}",
-    )  # fmt: skip
+    curves = {
+        f"estimated from all that was started: mean {law.mean():,.0f}": (
+            (times, shares), PALETTE[0], 2.2,
+        ),
+        f"delivered: mean {delivered.mean():,.0f}": (tail_of(delivered), PALETTE[5], 2.0),
+    }  # fmt: skip
+    drawn_from = "the law that lengths were drawn from"
     if truth is not None:
-        mean = f"the law that lengths were drawn from: mean {truth.mean():,.0f}"
-        _draw_tail(axes, truth, GREY, mean, style=":")
-    _draw_tail(axes, delivered, PALETTE[5], f"delivered: mean {delivered.mean():,.0f}")
-    axes.set_xscale("log")
-    axes.set_yscale("log")
+        drawn_from = f"{drawn_from}: mean {truth.mean():,.0f}"
+        curves[drawn_from] = (tail_of(truth), GREY, 2.0)
+    draw(axes, longer_than(curves, dotted=[drawn_from]), title=title, legend="lower left")
     axes.set_xlim(left=60)
     axes.set_ylim(bottom=2e-3)
-    axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.yaxis.set_major_formatter(lambda x, _: f"{x:.0%}" if x >= 0.01 else f"{x:.1%}")
-    axes.legend(frameon=False, fontsize=10, loc="lower left")
-    finish(
-        axes,
-        title=title,
-        x="response length in tokens",
-        y="share of responses longer than that",
-    )
     return figure
 
 
@@ -606,39 +544,32 @@ def estimate_by_batch(
         batches, [band.mean_low for band in bands], [band.mean_high for band in bands],
         color=PALETTE[0], alpha=0.2, linewidth=0,
     )  # fmt: skip
-    for values, colour, label in (
-        (estimated, PALETTE[0], "estimated from all that was started (with 90 % band)"),
-        (delivered, PALETTE[5], "mean of what was delivered"),
-    ):
-        axes.plot(batches, values, color=colour, linewidth=2.2, marker="o", label=label)
-    if truth is not None:
-        axes.axhline(truth, color=GREY, linestyle=":", linewidth=2, label="the true mean")
-    axes.set_xticks(batches)
-    axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter("{x:,.0f}")
-    axes.legend(frameon=False, fontsize=10, loc="lower right")
-    finish(axes, title=title, x="batches delivered", y="mean length in tokens")
-    return figure
-
-
-def _draw_tail(
-    axes: Axes, sample: NDArray[np.int64], colour: str, label: str, *, style: str = "-"
-) -> None:
-    ordered = np.sort(sample)
-    if ordered.size:
-        share = 1 - np.arange(ordered.size) / ordered.size
-        axes.step(
-            ordered, share, where="post", color=colour, linewidth=2, label=label, linestyle=style
+    series = [
+        Series(name=label, x=batches, y=values, colour=colour)
+        for values, colour, label in (
+            (estimated, PALETTE[0], "estimated from all that was started (with 90 % band)"),
+            (delivered, PALETTE[5], "mean of what was delivered"),
         )
+    ]
+    if truth is not None:
+        series.append(
+            Series(
+                name="the true mean", x=batches, y=[truth] * batches.size, colour=GREY, dash="dot"
+            )
+        )
+    chart = Chart(
+        series=series,
+        x=Axis(label="batches delivered", unit="whole"),
+        y=Axis(label="mean length in tokens", unit="tokens"),
+    )
+    draw(axes, chart, title=title, legend="lower right")
+    axes.set_ylim(bottom=0)
+    return figure
 
 
 # --- bias plots ----------------------------------------------------------------------------------
 
 # Draws one picture of a run's bias: are responses too short, does that go away, who is stale?
-
-
-with extra("plots"):
-    from aprilsched.analysis.style import GREY, PALETTE, finish, new_figure
 
 
 def bias(run: Run, *, title: str = "") -> Figure:
@@ -650,86 +581,29 @@ def figure_of(figures: BiasFigures, *, title: str = "") -> Figure:
     """Draw the same from the figures alone. A panel whose figures are unknown stays empty."""
     figure = new_figure(14, 4.4)
     laws, transient, stale = figure.subplots(1, 3)
-    draw_survival(laws, drawn=figures.drawn, delivered=figures.delivered)
-    draw_transient(transient, figures.transient)
-    draw_deciles(stale, figures.by_length_decile)
+    curves = {
+        f"{name}: mean {law.mean:,.0f}": (survival_of(law), colour, width)
+        for name, law, colour, width in (
+            ("drawn (estimate)", figures.drawn, GREY, 4.0),
+            ("delivered", figures.delivered, PALETTE[5], 1.8),
+        )
+        if law is not None
+    }
+    draw(laws, longer_than(curves), title="Are the responses too short?", legend="lower left")
+    over_batches = bias_over_batches({"": figures.transient}, colours=PALETTE, predicted=True)
+    words = "Does it go away? A lasting gap is a censor"
+    draw(transient, over_batches, title=words, legend="lower right")
+    draw_deciles(stale, figures)
     notes = [text for text in (title, _note(figures)) if text]
     if notes:
         figure.suptitle("\n".join(notes), fontsize=11, x=0.01, horizontalalignment="left")
     return figure
 
 
-def draw_survival(axes: Axes, *, drawn: LawFigures | None, delivered: LawFigures | None) -> None:
-    """Draw the share of responses that are longer than a length. Both axes are logarithmic."""
-    for law, colour, label, width in (
-        (drawn, GREY, "drawn (estimate)", 4.0),
-        (delivered, PALETTE[5], "delivered", 1.8),
-    ):
-        if law is None:
-            continue
-        # The last percentile is left out, because no response is longer. Percentiles in the
-        # unresolved tail are left out, because their length is not known.
-        share = 1 - np.arange(1, 100) / 100
-        known = int((share > law.unresolved).sum())
-        alpha = 0.5 if width > 2 else 1.0
-        axes.plot(
-            law.percentiles[:known],
-            share[:known],
-            color=colour,
-            linewidth=width,
-            alpha=alpha,
-            label=label,
-        )
-        axes.plot([law.mean] * 2, [0.01, 1], color=colour, linewidth=1.2, linestyle=":")
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    _legend_below(axes, "lower left")
-    finish(
-        axes,
-        title="Are the responses too short? (dotted: means)",
-        x="response length in tokens",
-        y="share of responses longer than that",
-    )
-
-
-def draw_transient(axes: Axes, figures: TransientFigures | None) -> None:
-    """Draw the bias of everything delivered so far, measured and predicted."""
-    if figures is not None:
-        batches = np.arange(1, len(figures.measured_by_batch) + 1)
-        for values, colour, label, style in (
-            (figures.measured_by_batch, PALETTE[0], "measured", "-"),
-            (figures.predicted_by_batch, PALETTE[1], "from what is in flight", "--"),
-        ):
-            axes.plot(
-                batches, np.asarray(values) * 100, color=colour, linewidth=1.8,
-                linestyle=style, label=label,
-            )  # fmt: skip
-    axes.axhline(0, color=GREY, linewidth=1, linestyle=":")
-    _legend_below(axes, "lower right")
-    finish(
-        axes,
-        title="Does it go away? A lasting gap is a censor",
-        x="batches delivered",
-        y="mean length so far, % off the law's",
-    )
-
-
-def draw_deciles(axes: Axes, figures: DecileFigures | None) -> None:
-    """Draw the mean staleness of ten classes of length, with their off-policy share above."""
-    if figures is not None:
-        places = np.arange(len(figures.staleness_mean))
-        bars = axes.bar(places, figures.staleness_mean, color=PALETTE[2], width=0.75)
-        labels = [f"{share:.0%}" for share in figures.off_policy_token_share]
-        axes.bar_label(bars, labels=labels, padding=2, fontsize=9)
-        axes.set_xticks(places, [f"{length:,.0f}" for length in figures.mean_length])
-        axes.tick_params(axis="x", labelsize=8)
-    axes.margins(y=0.12)
-    finish(
-        axes,
-        title="Who is stale? (above: off-policy share)",
-        x="mean length of each tenth of the responses",
-        y="mean staleness in versions",
-    )
+def draw_deciles(axes: Axes, figures: BiasFigures) -> None:
+    chart = staleness_by_tenth({"": figures.by_length_decile}, colours=[PALETTE[2]])
+    draw(axes, chart, title="Who is stale? (above: off-policy share)", legend="")
+    axes.tick_params(axis="x", labelsize=8)
 
 
 def _note(figures: BiasFigures) -> str:
@@ -737,59 +611,18 @@ def _note(figures: BiasFigures) -> str:
     return "" if warning is None else f"Warning: {warning.split(';')[0]}."
 
 
-def _legend_below(axes: Axes, where: Literal["lower left", "lower right"]) -> None:
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False, fontsize=10, loc=where)
-
-
 # --- stale ---------------------------------------------------------------------------------------
 
 # Draws how old the tokens are that a trainer gets, and whether its batches are too short.
 
 
-def tokens_by_age(run: Run) -> NDArray[np.int64]:
-    """Delivered tokens by batch and age in versions, int64 [batches, oldest + 1]. Tokens of the
-    environment have no version and are left out."""
-    ages = [
-        (place, max(0, delivery.version - segment.version), segment.end - segment.start)
-        for place, delivery in enumerate(run.deliveries)
-        for rollout in delivery.rollouts
-        for segment in rollout.segments
-        if segment.version >= 0
-    ]
-    counts = np.zeros((len(run.deliveries), 1 + max((a for _, a, _ in ages), default=0)), np.int64)
-    for place, age, tokens in ages:
-        counts[place, age] += tokens
-    return counts
-
-
 def staleness(run: Run, *, title: str = "") -> Figure:
     """Draw the ages of each batch's tokens in versions."""
-    counts = tokens_by_age(run)
-    shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    tokens = tokens_by_class(run, len(AGE_COLOURS))
+    shares = tokens / np.maximum(tokens.sum(axis=1, keepdims=True), 1)
     figure = new_figure(9, 4.2)
-    axes = figure.subplots()
-    places = np.arange(1, len(counts) + 1)
-    below = np.zeros(len(counts))
-    oldest = len(AGE_COLOURS) - 1
-    for age in range(min(counts.shape[1], oldest + 1)):
-        share = shares[:, age] if age < oldest else shares[:, age:].sum(axis=1)
-        colour = AGE_COLOURS[age]
-        drawn = axes.bar(places, share, bottom=below, color=colour, width=0.8, label=_age(age))
-        axes.bar_label(
-            drawn, labels=[f"{s:.0%}" if s >= 0.06 else "" for s in share],
-            label_type="center", fontsize=10, color=ink_on(colour),
-        )  # fmt: skip
-        below += share
-    axes.set_xticks(places)
-    axes.set_ylim(0, 1)
-    axes.yaxis.set_major_formatter("{x:.0%}")
-    handles, labels = axes.get_legend_handles_labels()
-    axes.legend(
-        handles[::-1], labels[::-1], title="sampled by", loc="center left",
-        bbox_to_anchor=(1, 0.5), frameon=False, fontsize=10,
-    )  # fmt: skip
-    finish(axes, title=title, x="batch", y="share of its tokens")
+    chart = ages_by_batch(range(1, len(shares) + 1), shares.T.tolist())
+    draw(figure.subplots(), chart, title=title, legend="right")
     return figure
 
 
@@ -797,7 +630,7 @@ def staleness_by_length(figures: BiasFigures, *, title: str = "") -> Figure:
     """Draw the mean age of the tokens for each tenth of the responses, the shortest first."""
     figure = new_figure(9, 3.8)
     axes = figure.subplots()
-    draw_deciles(axes, figures.by_length_decile)
+    draw_deciles(axes, figures)
     axes.set_title(title, fontsize=12, loc="left")
     return figure
 
@@ -813,31 +646,10 @@ def bias_by_batch(
             The difference between the two is chance or a censor.
     """
     figure = new_figure(9, 4.2)
-    axes = figure.subplots()
-    axes.axhline(0, color=GREY, linewidth=1, linestyle=":")
-    for place, (name, figures) in enumerate(runs.items()):
-        transient = figures.transient
-        if transient is None:
-            continue
-        colour = PALETTE[place % len(PALETTE)]
-        batches = np.arange(1, len(transient.measured_by_batch) + 1)
-        values = 100 * np.asarray(transient.measured_by_batch)
-        axes.plot(batches, values, color=colour, linewidth=2.2, label=name)
-        if predicted:
-            expected = 100 * np.asarray(transient.predicted_by_batch)
-            label = "what the responses in flight explain"
-            axes.plot(batches, expected, color=colour, linewidth=1.4, linestyle="--", label=label)
-    axes.legend(frameon=False, fontsize=10, loc="lower right")
-    finish(axes, title=title, x="batches delivered", y="mean length so far, % off the law's")
+    found = {name: figures.transient for name, figures in runs.items()}
+    chart = bias_over_batches(found, colours=PALETTE, predicted=predicted)
+    draw(figure.subplots(), chart, title=title, legend="lower right")
     return figure
-
-
-def _age(age: int) -> str:
-    if age == 0:
-        return "the newest policy"
-    if age == len(AGE_COLOURS) - 1:
-        return f"{age} or more versions before"
-    return "the one before" if age == 1 else f"{age} versions before"
 
 
 # --- plans ---------------------------------------------------------------------------------------
@@ -883,24 +695,9 @@ def frontier(
         if (spot := _place(row)) is not None:
             axes.scatter(*spot, s=150, marker="D", color=colour, zorder=3, label=label)
         _mark(axes, label, row, colour, above=True)
-    axes.axhline(1, color=GREY, linewidth=1, linestyle=":")
-    axes.annotate(
-        "what no schedule can pass", (0.99, 0.985), xycoords=("axes fraction", "data"),
-        fontsize=10, color=GREY, horizontalalignment="right", verticalalignment="top",
-    )  # fmt: skip
-    axes.set_xlim(-0.03, 1.0)
-    axes.set_ylim(0, 1.04)
-    axes.xaxis.set_major_formatter("{x:.0%}")
-    axes.yaxis.set_major_formatter("{x:.0%}")
-    axes.grid(alpha=0.25)
+    _draw_plane(axes, title=title)
     if name:
         axes.legend(frameon=False, fontsize=10, loc="lower right")
-    finish(
-        axes,
-        title=title,
-        x="price: share of tokens that an older policy sampled",
-        y="speed: best possible time / time",
-    )
     return figure
 
 

@@ -18,13 +18,11 @@ from rich.console import Console
 from rich.table import Table
 
 from aprilsched.analysis.lengths_of_run import (
+    PredictionError,
     RecordedCosts,
     RecordedRun,
-    read_record,
-)
-from aprilsched.analysis.prediction import (
-    PredictionError,
     prediction_error,
+    read_record,
     recorded_summary,
 )
 from aprilsched.cli.arguments import parsed

@@ -10,18 +10,17 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from aprilsched.analysis.bias import (
-    censor_effect,
     compare_laws,
     conservation,
     drawn_law,
     expected_longest_rest,
     plan_drain,
-    tokens_by_reason,
 )
 from aprilsched.analysis.plots import figure_of
 from aprilsched.core.lengths.laws import kaplan_meier
 from aprilsched.core.state.ledger import Entry, Ledger, Reason
 from aprilsched.telemetry.bias_collector import (
+    Drop,
     Drops,
     censoring,
     deciles,
@@ -175,16 +174,13 @@ def test_the_effect_of_a_censor_is_what_it_did():
     kept = lengths[~gone]
     tokens = np.full(int(gone.sum()), 200)
     law = drawn_law(kept, tokens)
-    found = censor_effect(law, tokens, np.zeros(tokens.size, dtype=np.bool_), kept=kept.size)
-    assert found.shift == pytest.approx(kept.mean() / lengths.mean() - 1, rel=0.05)
+    drops = [Drop(entry=entry(i, 200), finished=False) for i in range(tokens.size)]
+    found = censoring(drops, law, kept.size)
+    assert found.effect == pytest.approx(kept.mean() / lengths.mean() - 1, rel=0.05)
     assert found.warning is not None
     assert "shorter" in found.warning
-    nothing = censor_effect(law, tokens[:0], np.empty(0, dtype=np.bool_), kept=10)
-    assert (nothing.shift, nothing.warning) == (0, None)
-
-
-def test_tokens_by_reason():
-    assert tokens_by_reason(["stale", "failed", "stale"], [1, 2, 3]) == {"failed": 2, "stale": 4}
+    nothing = censoring([], law, 10)
+    assert (nothing.effect, nothing.warning) == (None, None)
 
 
 def entry(rollout_id: int, tokens: int, reason: Reason = Reason.STALE) -> Entry:
@@ -340,5 +336,5 @@ def test_the_picture_of_a_run_that_knows_nothing_and_of_one_that_knows_all():
         )
     )
     laws, _, stale = known.axes
-    assert len(laws.get_lines()) == 4
+    assert len(laws.get_lines()) == 2
     assert len(stale.patches) == 10

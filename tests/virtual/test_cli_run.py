@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from aprilsched.analysis.run import read_run
-from aprilsched.analysis.series import bars, in_flight
+from aprilsched.analysis.run import bars, in_flight, read_run
 from aprilsched.cli.main import main
 from aprilsched.engines.sim import SimFleet
 from aprilsched.runs.config_file import read_settings

@@ -1,8 +1,9 @@
-"""Makes charts as plotly's own JSON: data and layout, without plotly's Python objects.
+"""Makes the charts of a report, each with its finding in words, and draws them as plotly's own
+JSON: data and layout, without plotly's Python objects.
 
-Colours that depend on the theme are written as "@name", after the page's CSS variables (--name).
-The page inserts the colours and changes them with its theme. Numbers are typed arrays, which a
-browser reads without parsing. Text is escaped, because plotly interprets some HTML in it.
+The page inserts the colours of roles ("@name") and changes them with its theme. Numbers are typed
+arrays, which a browser reads without parsing. Text is escaped, because plotly interprets some HTML
+in it.
 """
 
 from __future__ import annotations
@@ -10,58 +11,163 @@ from __future__ import annotations
 import base64
 import html
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from aprilsched.analysis.colours import AGE_COLOURS, PALETTE, PART_COLOURS, PART_LABELS
+from aprilsched.analysis import chart_model
+from aprilsched.analysis.chart_model import OF_RUNS, Axis, Chart, Series, Values, evenly
+from aprilsched.analysis.colours import AGE_COLOURS, PALETTE
 from aprilsched.analysis.report.report_data import (
     MARKED,
     EngineTime,
-    LengthCurve,
     PartTime,
     ReportData,
     Timeline,
 )
 from aprilsched.analysis.report.words import amount, nats, percent, signed_percent
-from aprilsched.telemetry.engine_time import BUSY, PARTS, Part
+from aprilsched.telemetry.engine_time import BUSY, Part
 from aprilsched.telemetry.figures import DifferenceFigures, ForecastFigures
 
 Spec = dict[str, Any]
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Key:
-    """An entry of a chart's legend."""
-
-    label: str
-    colour: str
-    line: bool = False
-    dashed: bool = False
-
-    @property
-    def css(self) -> str:
-        """The colour as CSS."""
-        return f"var(--{self.colour[1:]})" if self.colour.startswith("@") else self.colour
+_FORMATS = {"share": "~%", "whole": "d", "tokens": ",.0f", "nats": ".2~e"}
+"""The d3 format of each unit."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Chart:
-    """A chart, with its finding in words."""
+def spec(chart: Chart) -> Spec:
+    """The chart as plotly draws it."""
+    layout: Spec = {
+        "xaxis": _axis(chart.x, fixedrange=chart.across or chart.x.categories),
+        "yaxis": _axis(chart.y, fixedrange=True),
+        "hovermode": "x unified" if chart.together else "closest",
+        "barmode": "stack" if chart.stacked else "group",
+        "bargap": 0.2,
+        "uniformtext": {"mode": "hide", "minsize": 10},
+        "shapes": [
+            {
+                "type": "rect", "xref": "x", "yref": "paper", "x0": start, "x1": stop, "y0": 0,
+                "y1": 1, "fillcolor": "@band", "line": {"width": 0}, "layer": "below",
+            }
+            for start, stop in chart.pauses
+        ],
+    }  # fmt: skip
+    if chart.across:
+        layout["yaxis"] |= {"autorange": "reversed", "automargin": True}
+    if chart.level is not None:
+        layout["yaxis"]["zeroline"] = True
+    if chart.rows:
+        layout |= _rows(chart)
+    data = [_trace(series, chart) for series in chart.series]
+    if chart.marks:
+        data += [_marks(chart, row) for row in range(max(1, len(chart.rows)))]
+    return {"id": chart.id, "title": chart.title, "data": data, "layout": layout}
 
-    id: str
-    title: str
-    """The finding, as the title of the chart."""
-    note: str
-    """How to read the chart."""
-    data: list[Spec]
-    layout: Spec
-    height: int
-    keys: list[Key] = field(default_factory=list[Key])
-    of: str = ""
-    """Name of the run that it is about; empty if it is about all runs."""
+
+def _axis(of: Axis, **more: Any) -> Spec:
+    found: Spec = {"title": {"text": text(of.label)}, **more}
+    if of.log:
+        found["type"] = "log"
+        if of.unit == "share":
+            found["dtick"] = 1
+    if of.range is not None:
+        found["range"] = [math.log10(end) if of.log else end for end in of.range]
+    if of.categories:
+        found |= {"type": "category", "tickangle": 0}
+    if of.from_zero:
+        found["rangemode"] = "tozero"
+    if of.ticks is not None:
+        found |= {"tickvals": list(of.ticks), "ticktext": list(of.ticks.values())}
+        found["showticklabels"] = bool(of.ticks)
+    elif of.unit:
+        found["tickformat"] = _FORMATS[of.unit]
+    return found
+
+
+def _rows(chart: Chart) -> Spec:
+    """Axes above each other, each with its name."""
+    height = 1 / len(chart.rows)
+    upper = [1 - (row + 0.34) * height for row in range(len(chart.rows))]
+    axes = {
+        f"yaxis{_place(row)}": {
+            **_axis(replace(chart.y, label=""), fixedrange=True),
+            "domain": [1 - (row + 1) * height, top],
+        }
+        for row, top in enumerate(upper)
+    }
+    names = [
+        {
+            "text": text(name), "x": 0, "xref": "paper", "xanchor": "left", "y": top,
+            "yref": "paper", "yanchor": "bottom", "showarrow": False,
+            "font": {"size": 12, "color": "@ink"},
+        }
+        for name, top in zip(chart.rows, upper, strict=True)
+    ]  # fmt: skip
+    below = f"y{_place(len(chart.rows) - 1)}"
+    return {**axes, "xaxis": _axis(chart.x, anchor=below), "annotations": names}
+
+
+def _place(row: int) -> str:
+    return str(row + 1) if row else ""
+
+
+def _trace(series: Series, chart: Chart) -> Spec:
+    x, y = _values(series.x), _values(series.y)
+    found: Spec = {"name": text(series.name), "yaxis": f"y{_place(series.row)}"}
+    found |= {"x": y, "y": x} if chart.across else {"x": x, "y": y}
+    found |= {"hovertemplate": series.hover} if series.hover else {"hoverinfo": "name"}
+    if series.told:
+        found["customdata"] = [text(each) for each in series.told]
+    colour = series.colour if isinstance(series.colour, str) else list(series.colour)
+    match series.kind:
+        case "bar":
+            width = 1 if chart.across else 0
+            found |= {
+                "type": "bar",
+                "orientation": "h" if chart.across else "v",
+                "marker": {"color": colour, "line": {"color": "@paper", "width": width}},
+                "text": list(series.texts),
+                "textposition": "inside" if chart.stacked else "outside",
+                "insidetextanchor": "middle",
+                "textangle": 0,
+                "cliponaxis": False,
+            }
+        case "area":
+            found |= {
+                "type": "scatter",
+                "mode": "lines",
+                "stackgroup": f"parts{_place(series.row)}",
+                "line": {"width": 0, "shape": "hv"},
+                "fillcolor": colour,
+            }
+        case "points":
+            found |= {"type": "scatter", "mode": "markers", "marker": {"size": 6, "color": colour}}
+        case "line":
+            shape = "hv" if series.step else "linear"
+            line = {"width": series.width, "color": colour, "dash": series.dash, "shape": shape}
+            found |= {"type": "scatter", "mode": "lines", "line": line}
+    return found
+
+
+def _values(values: Values) -> Any:
+    array = np.asarray(values)
+    return [text(str(each)) for each in array] if array.dtype.kind == "U" else numbers(array)
+
+
+def _marks(chart: Chart, row: int) -> Spec:
+    """Vertical lines over the whole range of the axes."""
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "x": numbers(np.repeat(np.asarray(chart.marks, dtype=np.float64), 3)),
+        "y": numbers(np.tile([0.0, max(chart.y.range or (1.0,)), np.nan], len(chart.marks))),
+        "line": {"width": 1.2, "color": "@ink", "dash": "dot"},
+        "name": "batch delivered",
+        "hoverinfo": "skip",
+        "yaxis": f"y{_place(row)}",
+    }
 
 
 def text(content: str) -> str:
@@ -73,75 +179,6 @@ def numbers(values: Sequence[float] | np.ndarray[Any, Any]) -> Spec:
     """A typed array of float32; None and NaN are gaps."""
     array = np.asarray(values, dtype="<f4")
     return {"dtype": "f4", "bdata": base64.b64encode(array.tobytes()).decode()}
-
-
-def axis(title: str, **more: Any) -> Spec:
-    """An axis with a title."""
-    return {"title": {"text": text(title)}, **more}
-
-
-def areas(
-    series: Mapping[str, Sequence[float]],
-    *,
-    start: float,
-    stops: Sequence[float],
-    place: str = "",
-    scale: float = 100.0,
-) -> list[Spec]:
-    """Shares of time as stacked areas, by part; `place` is the number of the axes."""
-    edges = numbers([start, *stops])
-    return [
-        {
-            "type": "scatter",
-            "mode": "lines",
-            "stackgroup": f"parts{place}",
-            "x": edges,
-            "y": numbers(scale * np.append(series[part], series[part][-1:])),
-            "line": {"width": 0, "shape": "hv"},
-            "fillcolor": PART_COLOURS[part],
-            "name": PART_LABELS[part],
-            "hovertemplate": "%{y:.1f} %",
-            "yaxis": f"y{place}",
-        }
-        for part in PARTS
-        if part in series
-    ]
-
-
-def marks(times: Sequence[float], top: float, *, name: str, place: str = "") -> Spec:
-    """Vertical lines from 0 to `top`."""
-    x = np.repeat(np.asarray(times, dtype=np.float64), 3)
-    y = np.tile([0.0, top, np.nan], len(times))
-    return {
-        "type": "scatter",
-        "mode": "lines",
-        "x": numbers(x),
-        "y": numbers(y),
-        "line": {"width": 1.2, "color": "@ink", "dash": "dot"},
-        "name": name,
-        "hoverinfo": "skip",
-        "yaxis": f"y{place}",
-    }
-
-
-def note_on(content: str, *, y: float) -> Spec:
-    """A line of text above axes whose upper edge is at `y` of the chart."""
-    return {
-        "text": text(content),
-        "x": 0,
-        "xref": "paper",
-        "xanchor": "left",
-        "y": y,
-        "yref": "paper",
-        "yanchor": "bottom",
-        "showarrow": False,
-        "font": {"size": 12, "color": "@ink"},
-    }
-
-
-def part_keys(parts: Sequence[Part]) -> list[Key]:
-    """The legend of parts."""
-    return [Key(label=PART_LABELS[part], colour=PART_COLOURS[part]) for part in parts]
 
 
 # --- time charts ---------------------------------------------------------------------------------
@@ -176,42 +213,23 @@ def lost_most(time: EngineTime) -> PartTime | None:
 
 def losses(runs: Sequence[ReportData]) -> Chart:
     """Draw one bar for each run, divided into the parts of all engines' time."""
-    there: list[Part] = [part for part in PARTS if any(_share(run, part) > 0 for run in runs)]
-    names = [text(label(place, runs)) for place in range(len(runs))]
-    data: list[Spec] = [
+    chart = chart_model.time_by_part(
         {
-            "type": "bar",
-            "orientation": "h",
-            "y": names,
-            "x": numbers([100 * _share(run, part) for run in runs]),
-            "name": key.label,
-            "marker": {"color": key.colour, "line": {"color": "@paper", "width": 1}},
-            "text": [percent(_share(run, part)) for run in runs],
-            "textposition": "inside",
-            "insidetextanchor": "middle",
-            "textangle": 0,
-            "hovertemplate": f"{text(key.label)}: %{{x:.1f}} %<extra></extra>",
-        }
-        for part, key in zip(there, part_keys(there), strict=True)
-    ]
-    layout: Spec = {
-        "barmode": "stack",
-        "bargap": 0.25,
-        "xaxis": axis("share of the engines' time, %", range=[0, 100], fixedrange=True),
-        "yaxis": {
-            "autorange": "reversed", "fixedrange": True, "showticklabels": len(runs) > 1,
-            "automargin": True,
+            label(place, runs): {part.part: part.share for part in run.time.parts}
+            for place, run in enumerate(runs)
         },
-        "uniformtext": {"mode": "hide", "minsize": 10},
-    }  # fmt: skip
-    return Chart(
+        x=Axis(label="share of the engines' time", unit="share", range=(0, 1)),
+        written=percent,
+    )
+    return replace(
+        chart,
         id="losses",
         title=" ".join(_lost(place, runs) for place in range(len(runs))),
         note="All of the engines' time, by what it was spent on. Each slot of an engine counts for "
         "itself: an engine with half of its slots empty is half idle.",
-        data=data,
-        layout=layout,
+        y=chart.y if len(runs) > 1 else replace(chart.y, ticks={}),
         height=72 + 56 * len(runs),
+        legend=False,
     )
 
 
@@ -219,10 +237,10 @@ def utilization(run: ReportData, end: float, prefix: str = "") -> Chart:
     """Draw all engines together over the run; the axis goes to `end`."""
     time = run.time
     tenths = [100 * share for share in _tenths(time)]
-    data = areas(time.series, start=0.0, stops=time.stops)
     few = time.batches <= MARKED
-    if few and time.deliveries:
-        data.append(marks(time.deliveries, 100, name="batch delivered"))
+    chart = chart_model.parts_over_time(
+        time.series, start=0.0, stops=time.stops, end=end, marks=time.deliveries if few else ()
+    )
     if tenths:
         title = (
             f"Engines were busy for {percent(time.utilization)} of the time: between "
@@ -230,7 +248,8 @@ def utilization(run: ReportData, end: float, prefix: str = "") -> Chart:
         )
     else:
         title = "Nothing ran."
-    return Chart(
+    return replace(
+        chart,
         id=f"utilization{prefix}",
         title=title,
         note="Blue is busy, every other colour a cause of idleness."
@@ -239,14 +258,6 @@ def utilization(run: ReportData, end: float, prefix: str = "") -> Chart:
             if few
             else f" Each step is the mean of about {_per_step(time)} batches."
         ),
-        data=data,
-        layout={
-            "xaxis": axis("seconds", range=[0, end]),
-            "yaxis": axis("% of the engines' time", range=[0, 100], fixedrange=True),
-            "hovermode": "x unified",
-        },
-        height=300,
-        keys=_keys(time.series),
         of=run.name,
     )
 
@@ -254,43 +265,24 @@ def utilization(run: ReportData, end: float, prefix: str = "") -> Chart:
 def engine_timeline(run: ReportData, prefix: str = "") -> Chart:
     """Draw a few batches, with a row for each engine."""
     near = run.timeline
-    count = max(1, len(near.engines))
-    height = 1 / count
-    data: list[Spec] = []
-    layout: Spec = {
-        "xaxis": axis(
-            "seconds", range=[near.start, near.end], anchor=f"y{count}" if count > 1 else "y"
-        ),
-        "hovermode": "x unified",
-        "annotations": [],
-    }
-    seen: dict[str, Sequence[float]] = {}
-    for row, engine in enumerate(near.engines):
-        place = "" if row == 0 else str(row + 1)
-        top = 1 - row * height
-        layout[f"yaxis{place}"] = {
-            "domain": [top - height, top - 0.34 * height],
-            "range": [0, 100],
-            "fixedrange": True,
-            "tickvals": [0, 100],
-            "ticksuffix": " %",
-        }
-        layout["annotations"].append(
-            note_on(f"{engine.name}: busy {percent(engine.utilization)}", y=top - 0.34 * height)
-        )
-        data += areas(engine.series, start=near.start, stops=near.stops, place=place)
-        data.append(marks(near.deliveries, 100, name="batch delivered", place=place))
-        seen.update(engine.series)
-    busy = [engine.utilization for engine in near.engines]
     return Chart(
         id=f"engines{prefix}",
-        title=_engines_title(near, busy),
+        title=_engines_title(near, [engine.utilization for engine in near.engines]),
         note=f"{_shown(len(near.engines), near.engines_in_all, 'engines')}The shares of each "
-        "engine's slots over time, in %. Dotted: a batch is delivered.",
-        data=data,
-        layout=layout,
-        height=76 + _ROW * count,
-        keys=_keys(seen),
+        "engine's slots over time. Dotted: a batch is delivered.",
+        series=[
+            series
+            for row, engine in enumerate(near.engines)
+            for series in chart_model.areas(
+                engine.series, start=near.start, stops=near.stops, row=row
+            )
+        ],
+        x=Axis(label="seconds", range=(near.start, near.end)),
+        y=Axis(label="", range=(0, 1), ticks={0: "0%", 1: "100%"}),
+        rows=[f"{engine.name}: busy {percent(engine.utilization)}" for engine in near.engines],
+        marks=near.deliveries,
+        height=76 + _ROW * max(1, len(near.engines)),
+        together=True,
         of=run.name,
     )
 
@@ -299,60 +291,24 @@ def responses(run: ReportData, prefix: str = "") -> Chart:
     """Draw a few batches: each response is a line, and its colour is the version that sampled
     it."""
     near = run.timeline
-    versions = sorted({v for bar in near.responses for _, _, v in bar.pieces})
-    data: list[Spec] = []
-    for version in versions:
-        x: list[float] = []
-        y: list[float] = []
-        for row, bar in enumerate(near.responses):
-            for start, stop, of in bar.pieces:
-                if of == version:
-                    x += [start, stop, float("nan")]
-                    y += [row, row, float("nan")]
-        data.append(
-            {
-                "type": "scatter",
-                "mode": "lines",
-                "x": numbers(x),
-                "y": numbers(y),
-                "line": {"width": 1.6, "color": PALETTE[version % len(PALETTE)]},
-                "name": f"version {version}",
-                "hoverinfo": "name",
-            }
-        )
-    rows = max(1, len(near.responses))
-    data.append(marks(near.deliveries, rows, name="batch delivered"))
+    chart = chart_model.responses(
+        [bar.pieces for bar in near.responses],
+        start=near.start,
+        end=near.end,
+        marks=near.deliveries,
+        pauses=near.pauses,
+    )
     mixed = sum(1 for bar in near.responses if len({v for _, _, v in bar.pieces}) > 1)
-    pieces = max(1, len(near.responses))
-    return Chart(
+    return replace(
+        chart,
         id=f"responses{prefix}",
-        title=f"{percent(mixed / pieces)} of the responses in {_batches(near)} were under way "
-        "while the policy changed.",
+        title=f"{percent(mixed / max(1, len(near.responses)))} of the responses in "
+        f"{_batches(near)} were under way while the policy changed.",
         note=f"{_shown(len(near.responses), near.responses_in_all, 'responses')}Each line is a "
         "response, in order of launch, its colour the policy version that samples it. Grey: an "
         "engine stands still. Dotted: a batch is delivered.",
-        data=data,
-        layout={
-            "xaxis": axis("seconds", range=[near.start, near.end]),
-            "yaxis": axis(
-                "responses", range=[rows + 1, -1], showticklabels=False, fixedrange=True
-            ),
-            "shapes": [
-                {
-                    "type": "rect", "xref": "x", "yref": "paper", "x0": start, "x1": stop,
-                    "y0": 0, "y1": 1, "fillcolor": "@band", "line": {"width": 0}, "layer": "below",
-                }
-                for start, stop in near.pauses
-            ],
-            "hovermode": "closest",
-        },
-        height=420,
-        keys=[
-            Key(label=f"version {v}", colour=PALETTE[v % len(PALETTE)], line=True)
-            for v in versions[:16]
-        ],
         of=run.name,
-    )  # fmt: skip
+    )
 
 
 def gpu(run: ReportData, end: float, prefix: str = "") -> Chart:
@@ -363,37 +319,22 @@ def gpu(run: ReportData, end: float, prefix: str = "") -> Chart:
         title=f"Samplers saw {np.mean(means):.0f} % on average, where the slots were "
         f"{percent(run.time.utilization)} busy.",
         note=run.gpu_label,
-        data=[
-            {
-                "type": "scatter",
-                "mode": "lines",
-                "x": numbers(line.times),
-                "y": numbers(line.percent),
-                "line": {
-                    "width": 1.6,
-                    "color": PALETTE[i % len(PALETTE)],
-                    "dash": "solid" if i < len(PALETTE) else "dot",
-                },
-                "name": text(line.name),
-                "hovertemplate": "%{y:.0f} %",
-            }
-            for i, line in enumerate(run.gpu)
-        ],
-        layout={
-            "xaxis": axis("seconds", range=[0, end]),
-            "yaxis": axis("%", range=[0, 102], fixedrange=True),
-            "hovermode": "x unified",
-        },
-        height=260,
-        keys=[
-            Key(
-                label=line.name,
+        series=[
+            Series(
+                name=line.name,
+                x=line.times,
+                y=np.asarray(line.percent) / 100,
                 colour=PALETTE[i % len(PALETTE)],
-                line=True,
-                dashed=i >= len(PALETTE),
+                width=1.6,
+                dash="solid" if i < len(PALETTE) else "dot",
+                hover="%{y:.0%}",
             )
             for i, line in enumerate(run.gpu)
         ],
+        x=Axis(label="seconds", range=(0, end)),
+        y=Axis(label="share", unit="share", range=(0, 1.02)),
+        height=260,
+        together=True,
         of=run.name,
     )
 
@@ -409,7 +350,7 @@ def label(place: int, runs: Sequence[ReportData]) -> str:
 def _lost(place: int, runs: Sequence[ReportData]) -> str:
     run = runs[place]
     most, busy = lost_most(run.time), percent(run.time.utilization)
-    who = f"{'AB'[place]}: " if len(runs) > 1 else ""
+    who = _who(place, runs)
     if most is None:
         return (
             f"{who}Engines were busy for {busy} of their time, and no cause of idleness stands out."
@@ -443,14 +384,6 @@ def _per_step(time: EngineTime) -> str:
     return f"{time.batches / max(1, len(time.stops)):.0f}"
 
 
-def _share(run: ReportData, part: Part) -> float:
-    return next(found.share for found in run.time.parts if found.part == part)
-
-
-def _keys(series: dict[str, Sequence[float]] | dict[str, list[float]]) -> list[Key]:
-    return part_keys([part for part in PART_COLOURS if part in series])
-
-
 def _tenths(time: EngineTime) -> list[float]:
     there = [np.array(time.series[part]) for part in BUSY if part in time.series]
     if not there:
@@ -462,8 +395,6 @@ def _tenths(time: EngineTime) -> list[float]:
 
 # Draws the charts about batches: how long, how old and how biased their responses are.
 
-_OF_RUN = (PALETTE[5], PALETTE[0])
-"""The colours of the runs A and B."""
 _DRAWN = ("@muted", PALETTE[4])
 _EQUAL = 0.01
 """A bias below this share of the mean length counts as none."""
@@ -471,40 +402,28 @@ _EQUAL = 0.01
 
 def lengths(runs: Sequence[ReportData]) -> Chart:
     """Draw delivered lengths and the law that they are drawn from. Both axes are logarithmic."""
-    data: list[Spec] = []
-    keys: list[Key] = []
+    curves: dict[str, tuple[chart_model.Curve, str, float]] = {}
+    firsts: list[str] = []
     for place, run in enumerate(runs):
-        who = f"{'AB'[place]}: " if len(runs) > 1 else ""
-        curves = [
-            ("drawn", "drawn (estimated)", _DRAWN[place], 5.0, "solid"),
-            ("delivered", "delivered", _OF_RUN[place], 2.2, "solid"),
-            ("first", "of these, the first batch", _OF_RUN[place], 1.4, "dot"),
-        ]
-        for name, what, colour, width, dash in curves:
+        firsts.append(f"{_who(place, runs)}of these, the first batch")
+        for name, what, colour, width in (
+            ("drawn", f"{_who(place, runs)}drawn (estimated)", _DRAWN[place], 5.0),
+            ("delivered", f"{_who(place, runs)}delivered", OF_RUNS[place], 2.2),
+            ("first", firsts[-1], OF_RUNS[place], 1.4),
+        ):
             curve = run.lengths.get(name)
             if curve is not None:
-                data.append(_survival(curve, f"{who}{what}", colour, width, dash))
-                keys.append(
-                    Key(label=f"{who}{what}", colour=colour, line=True, dashed=dash == "dot")
-                )
-    return Chart(
+                curves[what] = ((curve.lengths, curve.longer), colour, width)
+    chart = chart_model.longer_than(curves, dotted=firsts)
+    return replace(
+        chart,
         id="lengths",
         title=" ".join(_law(place, runs) for place in range(len(runs))),
         note="The share of responses that are longer than a length; both axes are logarithmic. "
         "Drawn is what the policy would have produced: an estimate (Kaplan and Meier) that counts "
         "what never finished. Where delivered lies below drawn, long responses are missing.",
-        data=data,
-        layout={
-            "xaxis": _length_axis(runs),
-            "yaxis": axis(
-                "share of longer responses, %", type="log", fixedrange=True, dtick=1,
-                tickformat="~g",
-            ),
-            "hovermode": "closest",
-        },
-        height=400,
-        keys=keys,
-    )  # fmt: skip
+        x=_length_axis(runs, chart.x),
+    )
 
 
 def ages(runs: Sequence[ReportData]) -> Chart:
@@ -527,10 +446,10 @@ def ages(runs: Sequence[ReportData]) -> Chart:
         title=title,
         note="Staleness: policy versions between the one that sampled a token and the one that "
         "trains on it. 0 is on-policy.",
-        data=_grouped(runs, [run.staleness.tokens_by_age for run in runs], names, AGE_COLOURS),
-        layout=_grouped_layout("staleness, versions", "delivered tokens, %"),
-        height=300,
-        keys=_run_keys(runs),
+        series=_grouped(runs, [run.staleness.tokens_by_age for run in runs], names),
+        x=Axis(label="staleness, versions", categories=True),
+        y=Axis(label="delivered tokens", unit="share", from_zero=True),
+        legend=len(runs) > 1,
     )
 
 
@@ -547,10 +466,10 @@ def versions(runs: Sequence[ReportData]) -> Chart:
         title=f"{' and '.join(said)} were sampled by more than one policy version.",
         note="A response that is carried over an update goes on under new weights; each of its "
         "tokens knows its own version.",
-        data=_grouped(runs, counts, names, AGE_COLOURS),
-        layout=_grouped_layout("versions that sampled the response", "delivered responses, %"),
-        height=300,
-        keys=_run_keys(runs),
+        series=_grouped(runs, counts, names),
+        x=Axis(label="versions that sampled the response", categories=True),
+        y=Axis(label="delivered responses", unit="share", from_zero=True),
+        legend=len(runs) > 1,
     )
 
 
@@ -567,34 +486,14 @@ def ages_by_batch(run: ReportData, prefix: str = "") -> Chart:
         )
     together = run.staleness.batches
     some = len(together) > 1 and together[1] - together[0] > 1
-    names = _numbered(_last([sum(row) for row in ledger.by_batch]), first=0, last=5)
-    return Chart(
+    chart = chart_model.ages_by_batch([batch + 1 for batch in together], ledger.by_batch)
+    return replace(
+        chart,
         id=f"batches{prefix}",
         title=title,
         note="Each bar is a batch, divided by the staleness of its tokens."
         if not some
         else "Each bar is some batches together, divided by the staleness of their tokens.",
-        data=[
-            {
-                "type": "bar",
-                "x": numbers([batch + 1 for batch in together]),
-                "y": numbers([100 * share for share in ledger.by_batch[age]]),
-                "name": _age(name),
-                "marker": {"color": AGE_COLOURS[age], "line": {"width": 0}},
-                "hovertemplate": "%{y:.1f} %",
-            }
-            for age, name in enumerate(names)
-            if ledger.by_batch
-        ],
-        layout={
-            "barmode": "stack",
-            "bargap": 0.12,
-            "xaxis": axis("batch", tickformat="d"),
-            "yaxis": axis("% of its tokens", range=[0, 100], fixedrange=True),
-            "hovermode": "x unified",
-        },
-        height=300,
-        keys=[Key(label=_age(name), colour=AGE_COLOURS[a]) for a, name in enumerate(names)],
         of=run.name,
     )
 
@@ -602,55 +501,26 @@ def ages_by_batch(run: ReportData, prefix: str = "") -> Chart:
 def bias(runs: Sequence[ReportData]) -> Chart:
     """Draw the length bias of everything delivered so far, by batch: as measured, and as the
     responses in flight predict it."""
-    data: list[Spec] = []
-    keys: list[Key] = []
-    for place, run in enumerate(runs):
-        found = run.bias.transient
-        if found is None:
-            continue
-        who = f"{'AB'[place]}: " if len(runs) > 1 else ""
-        one = PALETTE[0] if len(runs) == 1 else _OF_RUN[place]
-        for name, values, colour, dash in (
-            ("measured", found.measured_by_batch, one, "solid"),
-            ("foretold by what is in flight", found.predicted_by_batch, PALETTE[1], "dash"),
-        ):
-            if dash == "dash" and len(runs) > 1:
-                continue
-            at = _evenly(len(values))
-            data.append(
-                {
-                    "type": "scatter",
-                    "mode": "lines",
-                    "x": numbers(at + 1),
-                    "y": numbers(100 * np.asarray(values, dtype=np.float64)[at]),
-                    "line": {"width": 2.2, "color": colour, "dash": dash},
-                    "name": f"{who}{name}",
-                    "hovertemplate": "%{y:+.1f} %",
-                }
-            )
-            keys.append(Key(label=f"{who}{name}", colour=colour, line=True, dashed=dash == "dash"))
-    return Chart(
+    chart = chart_model.bias_over_batches(
+        {_letter(place, runs): run.bias.transient for place, run in enumerate(runs)},
+        colours=PALETTE if len(runs) == 1 else OF_RUNS,
+        predicted=len(runs) == 1,
+    )
+    return replace(
+        chart,
         id="bias",
         title=" ".join(_transient(place, runs) for place in range(len(runs))),
         note=f"The mean length of everything delivered so far, against {_mean(runs)}. "
         "Short responses finish first, so a run begins below 0; what is in flight brings it back. "
         "A gap that stays is a censor.",
-        data=data,
-        layout={
-            "xaxis": axis("batches delivered", tickformat="d"),
-            "yaxis": axis("off the mean length, %", fixedrange=True, zeroline=True),
-            "hovermode": "x unified",
-        },
         height=320,
-        keys=keys,
     )
 
 
 def distances(runs: Sequence[ReportData]) -> list[Chart]:
     """Draw the distance of each batch's lengths from the drawn law, with what is expected of a
     batch drawn at random. Older logs do not have it; there is no chart then."""
-    data: list[Spec] = []
-    keys: list[Key] = []
+    series: list[Series] = []
     said: list[str] = []
     for place, run in enumerate(runs):
         own = run.bias.length_distance_by_batch
@@ -663,22 +533,18 @@ def distances(runs: Sequence[ReportData]) -> list[Chart]:
             f"the lengths of {_whose(place, runs)} batches are {mean:.2f} off the drawn law on "
             f"average, where batches drawn at random would be {expected:.2f} off"
         )
-        who = f"{'AB'[place]}: " if len(runs) > 1 else ""
-        one = PALETTE[0] if len(runs) == 1 else _OF_RUN[place]
-        for name, values, dash in (("batch", own, "solid"), ("drawn at random", usual, "dash")):
-            at = [i for i in _evenly(len(values)).tolist() if values[i] is not None]
-            data.append(
-                {
-                    "type": "scatter",
-                    "mode": "lines",
-                    "x": numbers([i + 1 for i in at]),
-                    "y": numbers([values[i] or 0.0 for i in at]),
-                    "line": {"width": 2.2, "color": one, "dash": dash},
-                    "name": f"{who}{name}",
-                    "hovertemplate": "%{y:.3f}",
-                }
+        for name, values in (("batch", own), ("drawn at random", usual)):
+            at = [i for i in evenly(len(values)).tolist() if values[i] is not None]
+            series.append(
+                Series(
+                    name=f"{_who(place, runs)}{name}",
+                    x=[i + 1 for i in at],
+                    y=np.array([values[i] for i in at], dtype=np.float64),
+                    colour=_colour(place, runs),
+                    dash="solid" if values is own else "dash",
+                    hover="%{y:.3f}",
+                )
             )
-            keys.append(Key(label=f"{who}{name}", colour=one, line=True, dashed=dash == "dash"))
     if not said:
         return []
     title = "; ".join(said)
@@ -688,14 +554,10 @@ def distances(runs: Sequence[ReportData]) -> list[Chart]:
         note="Kolmogorov's distance: the largest difference between the shares of responses up to "
         "a length, in the batch and in the law that all lengths are drawn from (estimated when the "
         "batch was delivered). Batches that are all short or all long are far from it.",
-        data=data,
-        layout={
-            "xaxis": axis("batch", tickformat="d"),
-            "yaxis": axis("distance from the drawn law", fixedrange=True, rangemode="tozero"),
-            "hovermode": "x unified",
-        },
-        height=300,
-        keys=keys,
+        series=series,
+        x=Axis(label="batch", unit="whole"),
+        y=Axis(label="distance from the drawn law", from_zero=True),
+        together=True,
     )
     return [chart]
 
@@ -706,7 +568,6 @@ def forecasts(run: ReportData, who: str, prefix: str = "") -> Chart | None:
     ledger = run.forecasts
     if ledger is None:
         return None
-    at = numbers([index + 1 for index in ledger.batches])
     outcomes = [figures.efficiency for figures in ledger.by_batch]
     known = [(n, e) for n, e in zip(ledger.batches, outcomes, strict=True) if e is not None]
     return Chart(
@@ -715,37 +576,28 @@ def forecasts(run: ReportData, who: str, prefix: str = "") -> Chart | None:
         note="The line is the forecast of the schedule in force, which changes with each choice of "
         "a schedule. A point is a batch. A forecast is for the mean of many batches, whose single "
         "ones scatter; where points lie below the line on average, it was too good.",
-        data=[
-            {
-                "type": "scatter",
-                "mode": "lines",
-                "x": at,
-                "y": numbers([100 * figures.efficiency_forecast for figures in ledger.by_batch]),
-                "line": {"width": 2.2, "color": PALETTE[0], "shape": "hv"},
-                "name": "forecast",
-                "text": [text(figures.schedule) for figures in ledger.by_batch],
-                "hovertemplate": "%{y:.1f} %<br>%{text}",
-            },
-            {
-                "type": "scatter",
-                "mode": "markers",
-                "x": numbers([index + 1 for index, _ in known]),
-                "y": numbers([100 * efficiency for _, efficiency in known]),
-                "marker": {"size": 6, "color": PALETTE[5]},
-                "name": "outcome",
-                "hovertemplate": "%{y:.1f} %",
-            },
+        series=[
+            Series(
+                name="forecast",
+                x=[index + 1 for index in ledger.batches],
+                y=[figures.efficiency_forecast for figures in ledger.by_batch],
+                colour=PALETTE[0],
+                step=True,
+                told=[figures.schedule for figures in ledger.by_batch],
+                hover="%{y:.1%}<br>%{customdata}",
+            ),
+            Series(
+                kind="points",
+                name="outcome",
+                x=[index + 1 for index, _ in known],
+                y=[efficiency for _, efficiency in known],
+                colour=PALETTE[5],
+                hover="%{y:.1%}",
+            ),
         ],
-        layout={
-            "xaxis": axis("batch", tickformat="d"),
-            "yaxis": axis("T_bound / time, %", fixedrange=True, rangemode="tozero"),
-            "hovermode": "x unified",
-        },
-        height=300,
-        keys=[
-            Key(label="forecast", colour=PALETTE[0], line=True),
-            Key(label="outcome", colour=PALETTE[5]),
-        ],
+        x=Axis(label="batch", unit="whole"),
+        y=Axis(label="T_bound / time", unit="share", from_zero=True),
+        together=True,
     )
 
 
@@ -770,82 +622,42 @@ def deciles(runs: Sequence[ReportData]) -> Chart:
         for short, long in [(figures.staleness_mean[0], figures.staleness_mean[-1])]
     ]
     title = "; ".join(said) or "too few responses were delivered to tell"
-    return Chart(
+    chart = chart_model.staleness_by_tenth(
+        {label(place, runs): figures for place, figures in found},
+        colours=[PALETTE[2]] if len(runs) == 1 else OF_RUNS,
+    )
+    return replace(
+        chart,
         id="deciles",
         title=f"{title[0].upper()}{title[1:]}.",
-        note="Delivered responses in ten classes of equal number by their length.",
-        data=[
-            {
-                "type": "bar",
-                "x": list(range(1, 11)),
-                "y": numbers(figures.staleness_mean),
-                "name": text(label(place, runs)),
-                "marker": {"color": PALETTE[2] if len(runs) == 1 else _OF_RUN[place]},
-                "customdata": [amount(length) for length in figures.mean_length],
-                "hovertemplate": "%{y:.2f} versions; mean length %{customdata} tokens",
-            }
-            for place, figures in known
-        ],
-        layout={
-            "barmode": "group",
-            "xaxis": axis("tenths of the responses, shortest first", dtick=1),
-            "yaxis": axis("mean staleness, versions", fixedrange=True),
-        },
+        note="Delivered responses in ten classes of equal number by their length. Above: the "
+        "share of their tokens that an older policy sampled.",
         height=320,
-        keys=_run_keys(runs),
     )
 
 
 # --- parts ---------------------------------------------------------------------------------------
 
 
-def _survival(curve: LengthCurve, name: str, colour: str, width: float, dash: str) -> Spec:
-    return {
-        "type": "scatter",
-        "mode": "lines",
-        "x": numbers(curve.lengths),
-        "y": numbers([100 * share for share in curve.longer]),
-        "line": {"width": width, "color": colour, "shape": "hv", "dash": dash},
-        "name": text(name),
-        "hovertemplate": "%{y:.3g} % are longer than %{x:,.0f} tokens",
-    }
-
-
 def _grouped(
-    runs: Sequence[ReportData],
-    shares: Sequence[Sequence[float]],
-    names: Sequence[str],
-    colours: Sequence[str],
-) -> list[Spec]:
+    runs: Sequence[ReportData], shares: Sequence[Sequence[float]], names: Sequence[str]
+) -> list[Series]:
     return [
-        {
-            "type": "bar",
-            "x": list(names),
-            "y": numbers([100 * share for share in shares[place][: len(names)]]),
-            "name": text(label(place, runs)),
-            "marker": {"color": list(colours[: len(names)]) if len(runs) == 1 else _OF_RUN[place]},
-            "text": [percent(share) for share in shares[place][: len(names)]],
-            "textposition": "outside",
-            "cliponaxis": False,
-            "hovertemplate": "%{x}: %{y:.1f} %",
-        }
-        for place in range(len(runs))
+        Series(
+            kind="bar",
+            name=label(place, runs),
+            x=names,
+            y=share[: len(names)],
+            colour=AGE_COLOURS[: len(names)] if len(runs) == 1 else OF_RUNS[place],
+            texts=[percent(each) for each in share[: len(names)]],
+            hover="%{x}: %{y:.1%}",
+        )
+        for place, share in enumerate(shares)
     ]
 
 
-def _grouped_layout(x: str, y: str) -> Spec:
-    return {
-        "barmode": "group",
-        "xaxis": axis(x, type="category", fixedrange=True),
-        "yaxis": axis(y, fixedrange=True, rangemode="tozero"),
-        "uniformtext": {"mode": "hide", "minsize": 9},
-    }
-
-
-def _run_keys(runs: Sequence[ReportData]) -> list[Key]:
-    if len(runs) == 1:
-        return []
-    return [Key(label=label(i, runs), colour=_OF_RUN[i]) for i in range(len(runs))]
+def _colour(place: int, runs: Sequence[ReportData]) -> str:
+    return PALETTE[0] if len(runs) == 1 else OF_RUNS[place]
 
 
 def _numbered(count: int, *, first: int, last: int) -> list[str]:
@@ -858,31 +670,27 @@ def _last(shares: Sequence[float]) -> int:
     return max((i + 1 for i, share in enumerate(shares) if share), default=1)
 
 
-def _evenly(count: int, at_most: int = 240) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    return np.unique(np.linspace(0, max(0, count - 1), min(count, at_most)).astype(np.int64))
-
-
-def _length_axis(runs: Sequence[ReportData]) -> Spec:
+def _length_axis(runs: Sequence[ReportData], axis: Axis) -> Axis:
     """The axis from the shortest response to the longest, with ticks at 1, 2, 5, 10, …"""
     curves = [curve for run in runs for curve in run.lengths.values() if len(curve.lengths) > 1]
     least = min((curve.lengths[1] for curve in curves), default=1.0)
     most = max((curve.lengths[-1] for curve in curves), default=10.0)
     ticks = [digit * 10**power for power in range(9) for digit in (1, 2, 5)]
     shown = [tick for tick in ticks if 0.8 * least <= tick <= 1.2 * most]
-    return axis(
-        "response length, tokens",
-        type="log",
-        range=[math.log10(0.8 * least), math.log10(1.15 * most)],
-        tickvals=shown,
-        ticktext=[amount(tick) for tick in shown],
+    return replace(
+        axis, range=(0.8 * least, 1.15 * most), ticks={tick: amount(tick) for tick in shown}
     )
 
 
-def _age(name: str) -> str:
-    return {"0": "on-policy", "1": "1 version old"}.get(name, f"{name} versions old")
-
-
 # --- words ---------------------------------------------------------------------------------------
+
+
+def _letter(place: int, runs: Sequence[ReportData]) -> str:
+    return "AB"[place] if len(runs) > 1 else ""
+
+
+def _who(place: int, runs: Sequence[ReportData]) -> str:
+    return f"{'AB'[place]}: " if len(runs) > 1 else ""
 
 
 def _whose(place: int, runs: Sequence[ReportData]) -> str:
@@ -891,7 +699,7 @@ def _whose(place: int, runs: Sequence[ReportData]) -> str:
 
 def _law(place: int, runs: Sequence[ReportData]) -> str:
     run = runs[place]
-    who = f"{'AB'[place]}: " if len(runs) > 1 else ""
+    who = _who(place, runs)
     drawn, delivered = run.lengths.get("drawn"), run.lengths.get("delivered")
     if drawn is None or delivered is None:
         return f"{who}Nothing was delivered, so there are no lengths to compare."
@@ -913,7 +721,7 @@ def _mean(runs: Sequence[ReportData]) -> str:
 
 def _transient(place: int, runs: Sequence[ReportData]) -> str:
     run = runs[place]
-    who = f"{'AB'[place]}: " if len(runs) > 1 else ""
+    who = _who(place, runs)
     found, censored = run.bias.transient, run.bias.censoring.policies
     if found is None:
         return f"{who}No batch was delivered, so there is no bias to speak of."
@@ -936,7 +744,7 @@ def _transient(place: int, runs: Sequence[ReportData]) -> str:
 # All of them show k3, the mean of exp(d) - 1 - d over tokens, where d is the trainer's
 # log-probability minus the engine's.
 
-"""The colours of A and B."""
+_MISMATCH = Axis(label="k3, nats", unit="nats", from_zero=True)
 _SHOWN_ENGINES = 12
 
 
@@ -952,10 +760,10 @@ def by_staleness(runs: Sequence[ReportData]) -> Chart:
         note="At staleness 0 the engine and the trainer have the same weights, so this bar is the "
         "mismatch of two programs. The other bars contain it, together with what the policy has "
         "moved since. No bound on staleness makes the first bar smaller.",
-        data=_bars(runs, rows, names),
-        layout=_layout("staleness, versions"),
-        height=300,
-        keys=_alignment_keys(runs),
+        series=_bars(runs, rows, names),
+        x=Axis(label="staleness, versions", categories=True),
+        y=_MISMATCH,
+        legend=len(runs) > 1,
     )
 
 
@@ -984,10 +792,10 @@ def by_position(runs: Sequence[ReportData]) -> Chart:
         note="Tokens of staleness 0. Each bar begins at its position in the response, and ends "
         "where the next one begins. A mismatch that grows along the response points to positions "
         "or to the KV cache.",
-        data=_bars(runs, rows, names),
-        layout=_layout("position in the response, from"),
-        height=300,
-        keys=_alignment_keys(runs),
+        series=_bars(runs, rows, names),
+        x=Axis(label="position in the response, from", categories=True),
+        y=_MISMATCH,
+        legend=len(runs) > 1,
     )
 
 
@@ -1008,9 +816,12 @@ def by_engine(run: ReportData, prefix: str = "") -> Chart:
         title=title,
         note="Tokens of staleness 0, by the engine that sampled them. An engine that stands out "
         f"may have other weights, other kernels or another card.{fewer}",
-        data=[_bar([name for name, _ in shown], [each for _, each in shown], run.name, PALETTE[0])],
-        layout=_layout("engine"),
-        height=300,
+        series=[
+            _bar([name for name, _ in shown], [each for _, each in shown], run.name, PALETTE[0])
+        ],
+        x=Axis(label="engine", categories=True),
+        y=_MISMATCH,
+        legend=False,
         of=run.name,
     )
 
@@ -1024,45 +835,26 @@ def _reported(runs: Sequence[ReportData]) -> list[tuple[int, ReportData]]:
 
 def _bars(
     runs: Sequence[ReportData], rows: Sequence[Sequence[DifferenceFigures]], names: Sequence[str]
-) -> list[Spec]:
+) -> list[Series]:
     return [
-        _bar(
-            names,
-            row[: len(names)],
-            label(place, runs),
-            PALETTE[0] if len(runs) == 1 else _OF_RUN[place],
-        )
+        _bar(names, row[: len(names)], label(place, runs), _colour(place, runs))
         for (place, _), row in zip(_reported(runs), rows, strict=True)
     ]
 
 
-def _bar(names: Sequence[str], row: Sequence[DifferenceFigures], name: str, colour: str) -> Spec:
-    return {
-        "type": "bar",
-        "x": [text(each) for each in names[: len(row)]],
-        "y": numbers([float("nan") if each.k3 is None else each.k3 for each in row]),
-        "name": text(name),
-        "marker": {"color": colour},
-        "customdata": [
+def _bar(names: Sequence[str], row: Sequence[DifferenceFigures], name: str, colour: str) -> Series:
+    return Series(
+        kind="bar",
+        name=name,
+        x=names[: len(row)],
+        y=[float("nan") if each.k3 is None else each.k3 for each in row],
+        colour=colour,
+        told=[
             f"{each.tokens:,} tokens, {percent(each.beyond_share)} of them beyond the bound"
             for each in row
         ],
-        "hovertemplate": "%{y:.2~g} nats; %{customdata}",
-    }
-
-
-def _layout(x: str) -> Spec:
-    return {
-        "barmode": "group",
-        "xaxis": axis(x, type="category", fixedrange=True, tickangle=0),
-        "yaxis": axis("k3, nats", fixedrange=True, rangemode="tozero", tickformat=".2~e"),
-    }
-
-
-def _alignment_keys(runs: Sequence[ReportData]) -> list[Key]:
-    if len(runs) == 1:
-        return []
-    return [Key(label=label(place, runs), colour=_OF_RUN[place]) for place, _ in _reported(runs)]
+        hover="%{y:.2~g} nats; %{customdata}",
+    )
 
 
 # --- words ---------------------------------------------------------------------------------------
@@ -1074,7 +866,7 @@ def _whose_tokens(place: int, runs: Sequence[ReportData]) -> str:
 
 def _finding(place: int, runs: Sequence[ReportData]) -> str:
     found = runs[place].alignment
-    who = f"{'AB'[place]}: " if len(runs) > 1 else ""
+    who = _who(place, runs)
     if found is None or found.whole.k3 is None:
         return f"{who}No token of staleness 0 was compared."
     return (

@@ -35,9 +35,8 @@ from aprilsched.analysis.report.report_data import (
     TimelineEngine,
 )
 from aprilsched.analysis.report.words import amount, nats, percent, ran, seconds, signed_percent
-from aprilsched.analysis.run import History, Run, readable
+from aprilsched.analysis.run import History, Run, bars, readable, tokens_by_class
 from aprilsched.analysis.samples import gpu_utilization, read_samples
-from aprilsched.analysis.series import bars
 from aprilsched.analysis.usage import RunUsage, UsageRecorder
 from aprilsched.core.lengths.laws import KaplanMeier, kaplan_meier
 from aprilsched.core.messages import facts as of
@@ -272,16 +271,13 @@ def _steps(law: KaplanMeier) -> tuple[list[float], list[float]]:
 
 
 def _staleness(run: Run) -> StalenessLedger:
-    by_batch = np.zeros((len(run.deliveries), _AGES))
+    by_batch = tokens_by_class(run, _AGES)
     versions = np.zeros(_AGES)
-    for row, delivery in enumerate(run.deliveries):
+    for delivery in run.deliveries:
         for rollout in delivery.rollouts:
-            sampled = [s for s in rollout.segments if s.version != NO_VERSION]
-            for segment in sampled:
-                age = min(max(0, delivery.version - segment.version), _AGES - 1)
-                by_batch[row, age] += segment.end - segment.start
+            sampled = {s.version for s in rollout.segments if s.version != NO_VERSION}
             if sampled:
-                versions[min(len({s.version for s in sampled}), _AGES) - 1] += 1
+                versions[min(len(sampled), _AGES) - 1] += 1
     pieces = np.array_split(np.arange(len(run.deliveries)), min(_BATCH_BARS, len(by_batch)) or 1)
     sums = np.array([by_batch[piece].sum(axis=0) for piece in pieces])
     return StalenessLedger(
@@ -292,7 +288,7 @@ def _staleness(run: Run) -> StalenessLedger:
     )
 
 
-def _normal(counts: NDArray[np.float64]) -> list[float]:
+def _normal(counts: NDArray[np.float64] | NDArray[np.int64]) -> list[float]:
     total = float(counts.sum()) or 1.0
     return [_figure(count / total) for count in counts]
 

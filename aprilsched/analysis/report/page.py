@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from aprilsched.analysis.chart_model import Chart
 from aprilsched.analysis.colours import PART_COLOURS
 from aprilsched.analysis.report import charts
-from aprilsched.analysis.report.charts import Chart
 from aprilsched.analysis.report.gather import report_data
 from aprilsched.analysis.report.report_data import FaultLedger, Headline, ReportData
 from aprilsched.analysis.report.words import amount, percent, seconds, signed_percent
@@ -69,11 +69,7 @@ def page(runs: Sequence[ReportData], *, library: str) -> str:
             title=", ".join(charts.label(place, runs) for place in range(len(runs))),
             verdict=_verdict(runs),
             charts=by_section,
-            specs=[
-                {"id": c.id, "data": c.data, "layout": c.layout, "title": c.title}
-                for group in by_section.values()
-                for c in group
-            ],
+            specs=[charts.spec(chart) for group in by_section.values() for chart in group],
             figures=_figures(runs),
             differences=differences(runs[0], runs[1]) if len(runs) > 1 else [],
             parts=part_rows(runs),
