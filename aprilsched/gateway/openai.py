@@ -19,7 +19,7 @@ from collections.abc import (
 )
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 from aiohttp import web
 
@@ -34,27 +34,26 @@ from aprilsched.gateway.openai_bodies import (
     in_openai_form,
     sampling_of,
 )
-from aprilsched.gateway.reading import Part, Reading, TextRules, labelled, parts_of
+from aprilsched.gateway.reading import Part, Reading, TextRules, parts_of
 from aprilsched.gateway.responses import Asked
 from aprilsched.gateway.service import SERVICE, Service
 from aprilsched.gateway.tokenizer import ModelTokenizer
 from aprilsched.serving import (
     BODIES,
     DONE,
-    STREAM_HEADERS,
+    Event,
+    Item,
     Refusal,
     as_json,
     body_of,
     decode,
-    framed,
+    streamed,
 )
 from aprilsched.types import Prompt
 
 # --- choices -------------------------------------------------------------------------------------
 
 # The choices of one request: they begin, are read and are left together.
-
-Event: TypeAlias = dict[str, Any]
 
 
 class Failed(Refusal):
@@ -177,34 +176,27 @@ async def parts_until_failure(
             yield choices[at], part
 
 
-async def streamed(
-    request: web.Request,
+async def items_of(
     choices: Sequence[Choice],
     events: Callable[[Choice, Part], Iterable[Event]],
     *,
     first: Iterable[Event] = (),
     last: Callable[[], Event | None],
-) -> web.StreamResponse:
-    """A stream of the events `first`, then of the `events` of all parts, and then of `last`."""
-    stream = web.StreamResponse(headers=STREAM_HEADERS)
+) -> AsyncGenerator[Item]:
+    """The items of a stream: the events `first`, the `events` of all parts, and that of `last`."""
+    for event in first:
+        yield event
     try:
-        await stream.prepare(request)
-        for event in first:
-            await stream.write(framed(event))
-        try:
-            async with aclosing(parts_until_failure(choices)) as parts:
-                async for choice, part in parts:
-                    for event in events(choice, part):
-                        await stream.write(framed(event))
-            final = last()
-        except Failed as failed:
-            final = error_content(str(failed), failed.status)
-        if final is not None:
-            await stream.write(framed(final))
-        await stream.write(DONE)
-    except ConnectionResetError:  # The client is gone.
-        pass
-    return stream
+        async with aclosing(parts_until_failure(choices)) as parts:
+            async for choice, part in parts:
+                for event in events(choice, part):
+                    yield event
+        final = last()
+    except Failed as failed:
+        final = error_content(str(failed), failed.status)
+    if final is not None:
+        yield final
+    yield DONE
 
 
 def told_at_end(service: Service, choice: Choice) -> dict[str, Any]:
@@ -217,7 +209,7 @@ def told_at_end(service: Service, choice: Choice) -> dict[str, Any]:
     return {
         "finish_reason": reading.finish,
         "matched_stop": matched if stopped else None,
-        "weight_versions": labelled(reading.segments, service.label_of),
+        "weight_versions": reading.labelled(service.label_of),
         "weight_versions_exact": reading.response.versions_exact,
     }
 
@@ -323,9 +315,8 @@ async def completions(request: web.Request) -> web.StreamResponse:
     ) as (name, choices):
         answer.name = name
         if body.stream:
-            return await streamed(
-                request, choices, answer.events, last=lambda: answer.last(choices)
-            )
+            items = items_of(choices, answer.events, last=lambda: answer.last(choices))
+            return await streamed(request, items)
         return as_json(await answer.whole(choices))
 
 
@@ -439,13 +430,13 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     ) as (name, choices):
         answer.name = name
         if body.stream:
-            return await streamed(
-                request,
+            items = items_of(
                 choices,
                 answer.events,
                 first=answer.first(choices),
                 last=lambda: answer.last(choices),
             )
+            return await streamed(request, items)
         return as_json(await answer.whole(choices))
 
 
