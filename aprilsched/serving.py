@@ -11,8 +11,8 @@ import asyncio
 import hmac
 import os
 import zlib
-from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
 from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import msgspec
@@ -412,6 +412,39 @@ def finish_reason(reason: str | None, *, tokens: int, last: int) -> dict[str, An
 def token_logprobs(ids: Sequence[int], logprobs: Sequence[float]) -> list[tuple[float, int, None]]:
     """The field ``output_token_logprobs``: for each token its logprob, its id, and no text."""
     return [(p, i, None) for p, i in zip(logprobs, ids, strict=True)]
+
+
+def labelled(
+    spans: Iterable[tuple[int, int, int]], label_of: Callable[[int], str]
+) -> list[dict[str, str | int]]:
+    """The field ``weight_versions``: the label of each token, where adjacent tokens of one label
+    are one span.
+
+    Args:
+        spans: the version, the first token and the end of each span, in order.
+        label_of: the label of a version.
+    """
+    found: list[dict[str, str | int]] = []
+    for version, start, end in spans:
+        label = label_of(version)
+        if found and found[-1]["version"] == label:
+            found[-1]["end"] = end
+        elif start < end:
+            found.append({"version": label, "start": start, "end": end})
+    return found
+
+
+async def streamed(request: web.Request, items: AsyncGenerator[Item]) -> web.StreamResponse:
+    """The answer that streams `items`, which are closed when it ends or the client is gone."""
+    stream = web.StreamResponse(headers=STREAM_HEADERS)
+    try:
+        await stream.prepare(request)
+        async with aclosing(items):
+            async for item in items:
+                await stream.write(framed(item))
+    except ConnectionResetError:  # The client is gone.
+        pass
+    return stream
 
 
 def openapi_answer(

@@ -8,7 +8,7 @@ of the weights that sampled each token.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, cast
 
@@ -16,21 +16,21 @@ import msgspec
 from aiohttp import web
 
 from aprilsched.errors import ConfigError
-from aprilsched.gateway.reading import Part, Reading, TextRules, labelled, parts_of
+from aprilsched.gateway.reading import Part, Reading, TextRules, parts_of
 from aprilsched.gateway.responses import Asked, Response
 from aprilsched.gateway.service import SERVICE, Service
 from aprilsched.gateway.tokenizer import Detokenizer
 from aprilsched.sampling import sampling_params
 from aprilsched.serving import (
     DONE,
-    STREAM_HEADERS,
+    Item,
     PromptsBody,
     Refused,
     Unavailable,
     as_json,
     body_of,
     finish_reason,
-    framed,
+    streamed,
     token_logprobs,
 )
 from aprilsched.types import Prompt, SamplingParams
@@ -62,7 +62,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
         answers = _Answers(service, readings, several=several, logprobs=body.return_logprob)
         if body.stream:
             # A client that sends text knows SGLang's default form, which repeats everything.
-            return await _streamed(request, answers, repeating=by_text)
+            return await streamed(request, _items(answers, repeating=by_text))
         return await answers.whole()
     finally:
         for response in responses:
@@ -276,21 +276,11 @@ def _check_vocabulary(size: int | None, input_ids: Sequence[int], sampling: Samp
             raise Refused(f"stop_token_ids must be in [0, {size - 1}], got {token_id}.")
 
 
-async def _streamed(
-    request: web.Request, answers: _Answers, *, repeating: bool
-) -> web.StreamResponse:
-    stream = web.StreamResponse(headers=STREAM_HEADERS)
-    try:
-        await stream.prepare(request)
-        async with aclosing(parts_of(answers.readings)) as parts:
-            async for at, part in parts:
-                if repeating:
-                    part = answers.so_far(at, part)
-                await stream.write(framed(answers.event(at, part)))
-        await stream.write(DONE)
-    except ConnectionResetError:  # The client is gone.
-        pass
-    return stream
+async def _items(answers: _Answers, *, repeating: bool) -> AsyncGenerator[Item]:
+    async with aclosing(parts_of(answers.readings)) as parts:
+        async for at, part in parts:
+            yield answers.event(at, answers.so_far(at, part) if repeating else part)
+    yield DONE
 
 
 class _Answers:
@@ -366,6 +356,6 @@ class _Answers:
         meta["completion_tokens"] = total
         meta["cached_tokens"] = 0
         if part.over:
-            meta["weight_versions"] = labelled(reading.segments, self._service.label_of)
+            meta["weight_versions"] = reading.labelled(self._service.label_of)
             meta["weight_versions_exact"] = reading.response.versions_exact
         return meta

@@ -19,7 +19,7 @@ from collections.abc import (
 )
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 from aiohttp import web
 
@@ -34,27 +34,26 @@ from aprilsched.gateway.openai_bodies import (
     in_openai_form,
     sampling_of,
 )
-from aprilsched.gateway.reading import Part, Reading, TextRules, labelled, parts_of
+from aprilsched.gateway.reading import Part, Reading, TextRules, parts_of
 from aprilsched.gateway.responses import Asked
 from aprilsched.gateway.service import SERVICE, Service
 from aprilsched.gateway.tokenizer import ModelTokenizer
 from aprilsched.serving import (
     BODIES,
     DONE,
-    STREAM_HEADERS,
+    Event,
+    Item,
     Refusal,
     as_json,
     body_of,
     decode,
-    framed,
+    streamed,
 )
 from aprilsched.types import Prompt
 
 # --- choices -------------------------------------------------------------------------------------
 
 # The choices of one request: they begin, are read and are left together.
-
-Event: TypeAlias = dict[str, Any]
 
 
 class Failed(Refusal):
@@ -177,34 +176,27 @@ async def parts_until_failure(
             yield choices[at], part
 
 
-async def streamed(
-    request: web.Request,
+async def items_of(
     choices: Sequence[Choice],
     events: Callable[[Choice, Part], Iterable[Event]],
     *,
     first: Iterable[Event] = (),
     last: Callable[[], Event | None],
-) -> web.StreamResponse:
-    """A stream of the events `first`, then of the `events` of all parts, and then of `last`."""
-    stream = web.StreamResponse(headers=STREAM_HEADERS)
+) -> AsyncGenerator[Item]:
+    """The items of a stream: the events `first`, the `events` of all parts, and that of `last`."""
+    for event in first:
+        yield event
     try:
-        await stream.prepare(request)
-        for event in first:
-            await stream.write(framed(event))
-        try:
-            async with aclosing(parts_until_failure(choices)) as parts:
-                async for choice, part in parts:
-                    for event in events(choice, part):
-                        await stream.write(framed(event))
-            final = last()
-        except Failed as failed:
-            final = error_content(str(failed), failed.status)
-        if final is not None:
-            await stream.write(framed(final))
-        await stream.write(DONE)
-    except ConnectionResetError:  # The client is gone.
-        pass
-    return stream
+        async with aclosing(parts_until_failure(choices)) as parts:
+            async for choice, part in parts:
+                for event in events(choice, part):
+                    yield event
+        final = last()
+    except Failed as failed:
+        final = error_content(str(failed), failed.status)
+    if final is not None:
+        yield final
+    yield DONE
 
 
 def told_at_end(service: Service, choice: Choice) -> dict[str, Any]:
@@ -217,7 +209,7 @@ def told_at_end(service: Service, choice: Choice) -> dict[str, Any]:
     return {
         "finish_reason": reading.finish,
         "matched_stop": matched if stopped else None,
-        "weight_versions": labelled(reading.segments, service.label_of),
+        "weight_versions": reading.labelled(service.label_of),
         "weight_versions_exact": reading.response.versions_exact,
     }
 
@@ -232,6 +224,60 @@ def usage(choices: Sequence[Choice], n: int) -> dict[str, Any]:
         "total_tokens": asked + given,
         "prompt_tokens_details": None,
     }
+
+
+class _Answer:
+    """What the answers of both calls have, whole or event by event.
+
+    Args:
+        service: tells the label of the weights, and the model.
+        tokenizer: writes the tokens of the logprobs.
+        body: what was asked.
+        kind: the field ``object`` of an event.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        tokenizer: ModelTokenizer,
+        body: CompletionBody | ChatBody,
+        kind: str,
+    ) -> None:
+        self.name = ""
+        self._service = service
+        self._tokenizer = tokenizer
+        self._asked = body
+        self._kind = kind
+        self._created = int(time.time())
+        self._logprobs = body.wants_logprobs
+
+    def last(self, choices: Sequence[Choice]) -> Event | None:
+        """The event behind all choices."""
+        return (
+            self._frame([], usage=usage(choices, self._asked.choices))
+            if self._asked.usage
+            else None
+        )
+
+    def _frame(
+        self, choices: Sequence[Event], kind: str | None = None, usage: Event | None = None
+    ) -> Event:
+        return {
+            "id": self.name,
+            "object": kind or self._kind,
+            "created": self._created,
+            "model": self._asked.model or self._service.model_path,
+            "choices": choices,
+            "usage": usage,
+            "metadata": {"weight_version": self._service.label},
+        }
+
+    def _ids(self, choice: Choice, part: Part) -> Event:
+        """The token ids of a part and, with the first, those of the prompt, if they are wanted."""
+        if not self._asked.return_token_ids:
+            return {}
+        prompt = {"prompt_token_ids": choice.prompt} if part.start == 0 else {}
+        return {"token_ids": part.token_ids, **prompt}
 
 
 # --- completions ---------------------------------------------------------------------------------
@@ -269,9 +315,8 @@ async def completions(request: web.Request) -> web.StreamResponse:
     ) as (name, choices):
         answer.name = name
         if body.stream:
-            return await streamed(
-                request, choices, answer.events, last=lambda: answer.last(choices)
-            )
+            items = items_of(choices, answer.events, last=lambda: answer.last(choices))
+            return await streamed(request, items)
         return as_json(await answer.whole(choices))
 
 
@@ -296,18 +341,13 @@ async def _prompts(service: Service, body: CompletionBody) -> Sequence[Sequence[
     return given
 
 
-class _CompletionAnswer:
+class _CompletionAnswer(_Answer):
     """Makes the answer, whole or event by event."""
 
     def __init__(self, service: Service, tokenizer: ModelTokenizer, body: CompletionBody) -> None:
-        self._service = service
-        self._tokenizer = tokenizer
-        self._body = body
-        self._created = int(time.time())
-        self._logprobs = body.wants_logprobs
+        super().__init__(service, tokenizer, body, "text_completion")
         self._offsets: dict[int, int] = {}
         """Characters of the tokens that each choice has told."""
-        self.name = ""
 
     async def whole(self, choices: Sequence[Choice]) -> Event:
         """The answer with all choices at their end.
@@ -319,7 +359,7 @@ class _CompletionAnswer:
         async for choice, part in parts_until_failure(choices):
             texts[choice.index] += part.text
         told = [self._whole(choice, texts[choice.index]) for choice in choices]
-        return {**self._frame(told), "usage": usage(choices, self._body.choices)}
+        return self._frame(told, usage=usage(choices, self._asked.choices))
 
     def _whole(self, choice: Choice, text: str) -> Event:
         ids, logprobs = choice.reading.token_ids, choice.reading.logprobs
@@ -330,23 +370,6 @@ class _CompletionAnswer:
         """The event of a part."""
         return [self._frame([self._choice(choice, part)])]
 
-    def last(self, choices: Sequence[Choice]) -> Event | None:
-        """The event behind all choices."""
-        if not self._body.usage:
-            return None
-        return {**self._frame([]), "usage": usage(choices, self._body.choices)}
-
-    def _frame(self, choices: Sequence[Event]) -> Event:
-        return {
-            "id": self.name,
-            "object": "text_completion",
-            "created": self._created,
-            "model": self._body.model or self._service.model_path,
-            "choices": choices,
-            "usage": None,
-            "metadata": {"weight_version": self._service.label},
-        }
-
     def _choice(self, choice: Choice, part: Part) -> Event:
         told: Event = {
             "index": choice.index,
@@ -354,10 +377,7 @@ class _CompletionAnswer:
             "logprobs": self._told_logprobs(choice, part) if self._logprobs else None,
             "finish_reason": None,
         }
-        if self._body.return_token_ids:
-            told["token_ids"] = part.token_ids
-            if part.start == 0:
-                told["prompt_token_ids"] = choice.prompt
+        told |= self._ids(choice, part)
         if part.over:
             told |= told_at_end(self._service, choice)
         return told
@@ -410,13 +430,13 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     ) as (name, choices):
         answer.name = name
         if body.stream:
-            return await streamed(
-                request,
+            items = items_of(
                 choices,
                 answer.events,
                 first=answer.first(choices),
                 last=lambda: answer.last(choices),
             )
+            return await streamed(request, items)
         return as_json(await answer.whole(choices))
 
 
@@ -458,20 +478,16 @@ def _new_tokens(free: int | None, body: ChatBody) -> int:
     return asked
 
 
-class _ChatAnswer:
+class _ChatAnswer(_Answer):
     """Makes the answer, whole or event by event."""
 
     def __init__(
         self, service: Service, tokenizer: ModelTokenizer, body: ChatBody, prompt: str
     ) -> None:
-        self._service = service
-        self._tokenizer = tokenizer
-        self._body = body
+        super().__init__(service, tokenizer, body, "chat.completion.chunk")
+        self._tools = body.used_tools
         self._prompt = prompt
-        self._created = int(time.time())
-        self._logprobs = body.wants_logprobs
         self._messages: dict[int, Message] = {}
-        self.name = ""
 
     async def whole(self, choices: Sequence[Choice]) -> Event:
         """The answer with all choices at their end.
@@ -482,10 +498,7 @@ class _ChatAnswer:
         async for choice, part in parts_until_failure(choices):
             self._changes(choice, part)
         told = [self._whole(choice) for choice in choices]
-        return {
-            **self._frame("chat.completion", told),
-            "usage": usage(choices, self._body.choices),
-        }
+        return self._frame(told, "chat.completion", usage(choices, self._asked.choices))
 
     def _whole(self, choice: Choice) -> Event:
         reading = choice.reading
@@ -495,7 +508,7 @@ class _ChatAnswer:
             "logprobs": self._told_logprobs(reading.token_ids, reading.logprobs),
             **self._at_end(choice),
         }
-        if self._body.return_token_ids:
+        if self._asked.return_token_ids:
             told |= {"token_ids": reading.token_ids, "prompt_token_ids": choice.prompt}
         return told
 
@@ -509,25 +522,13 @@ class _ChatAnswer:
         *changes, last = self._changes(choice, part) or [{}]
         for change in changes:
             yield self._event(choice, change)
-        more: Event = {"logprobs": self._told_logprobs(part.token_ids, part.logprobs)}
-        if self._body.return_token_ids:
-            more["token_ids"] = part.token_ids
-            if part.start == 0:
-                more["prompt_token_ids"] = choice.prompt
+        logprobs = self._told_logprobs(part.token_ids, part.logprobs)
+        more: Event = {"logprobs": logprobs, **self._ids(choice, part)}
         if part.over:
             more |= self._at_end(choice)
         # Tokens whose text is held back say nothing to a client that wants text alone.
-        if last or part.over or self._logprobs or self._body.return_token_ids:
+        if last or part.over or self._logprobs or self._asked.return_token_ids:
             yield self._event(choice, last, more)
-
-    def last(self, choices: Sequence[Choice]) -> Event | None:
-        """The event behind all choices."""
-        if not self._body.usage:
-            return None
-        return {
-            **self._frame("chat.completion.chunk", []),
-            "usage": usage(choices, self._body.choices),
-        }
 
     def _changes(self, choice: Choice, part: Part) -> list[dict[str, Any]]:
         message = self._message(choice)
@@ -536,7 +537,7 @@ class _ChatAnswer:
 
     def _message(self, choice: Choice) -> Message:
         if choice.index not in self._messages:
-            parser = self._tokenizer.parser(self._prompt, self._body.used_tools)
+            parser = self._tokenizer.parser(self._prompt, self._tools)
             self._messages[choice.index] = Message(parser)
         return self._messages[choice.index]
 
@@ -546,22 +547,11 @@ class _ChatAnswer:
             told["finish_reason"] = "tool_calls"
         return told
 
-    def _frame(self, kind: str, choices: Sequence[Event]) -> dict[str, Any]:
-        return {
-            "id": self.name,
-            "object": kind,
-            "created": self._created,
-            "model": self._body.model or self._service.model_path,
-            "choices": choices,
-            "usage": None,
-            "metadata": {"weight_version": self._service.label},
-        }
-
     def _event(
         self, choice: Choice, delta: Mapping[str, Any], more: Mapping[str, Any] | None = None
     ) -> Event:
         told = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
-        return self._frame("chat.completion.chunk", [{**told, **(more or {})}])
+        return self._frame([{**told, **(more or {})}])
 
     def _told_logprobs(
         self, token_ids: Sequence[int], logprobs: Sequence[float]

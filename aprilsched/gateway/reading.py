@@ -11,7 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 from aprilsched.errors import ConfigError
 from aprilsched.gateway.responses import Response, Responses
 from aprilsched.gateway.tokenizer import Detokenizer
+from aprilsched.serving import labelled
 from aprilsched.types import FinishReason, Segment
 
 _MOST_STOPS = 64
@@ -167,6 +168,10 @@ class Reading:
             if each.start < end
         ]
 
+    def labelled(self, label_of: Callable[[int], str]) -> list[dict[str, str | int]]:
+        """The field ``weight_versions`` of what was read; known at the end."""
+        return labelled(((s.version, s.start, s.end) for s in self.segments), label_of)
+
     async def more(self) -> Part:
         """Wait for new tokens, or for the end; nothing follows a part that is the last."""
         start, pieces = len(self.token_ids), list[str]()
@@ -224,17 +229,3 @@ async def parts_of(readings: Sequence[Reading]) -> AsyncGenerator[tuple[int, Par
     finally:
         for task in waiting:
             task.cancel()
-
-
-def labelled(
-    segments: Iterable[Segment], label_of: Callable[[int], str]
-) -> list[dict[str, str | int]]:
-    """The label of each token, as SGLang writes it: adjacent tokens of one label are one span."""
-    found: list[dict[str, str | int]] = []
-    for part in segments:
-        label = label_of(part.version)
-        if found and found[-1]["version"] == label:
-            found[-1]["end"] = part.end
-        elif part.start < part.end:
-            found.append({"version": label, "start": part.start, "end": part.end})
-    return found

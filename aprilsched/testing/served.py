@@ -28,7 +28,7 @@ from aprilsched.engines.base import Chunk, GenerationRequest
 from aprilsched.engines.sim.settings import Counters, SimConfig
 from aprilsched.engines.sim.sim_engine import SimEngine
 from aprilsched.errors import EngineError, EngineRejected
-from aprilsched.serving import Refused
+from aprilsched.serving import Refused, labelled
 from aprilsched.types import VersionSpan
 
 MODEL = "aprilsched-sim"
@@ -109,14 +109,8 @@ class ServedRequests:
 
     def labelled(self, spans: tuple[VersionSpan, ...], tokens: int) -> list[dict[str, str | int]]:
         """The `spans` over the first `tokens` tokens, with labels instead of versions."""
-        found: list[dict[str, str | int]] = []
-        for span in spans:
-            label, end = self._labels[span.version], min(span.end, tokens)
-            if found and found[-1]["version"] == label:
-                found[-1]["end"] = end
-            elif span.start < end:
-                found.append({"version": label, "start": span.start, "end": end})
-        return found
+        clipped = ((span.version, span.start, min(span.end, tokens)) for span in spans)
+        return labelled(clipped, self._labels.__getitem__)
 
     # -- requests ---------------------------------------------------------------------------
 
