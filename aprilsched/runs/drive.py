@@ -19,9 +19,8 @@ from aprilsched.core.state.state import SchedulerState
 from aprilsched.errors import AprilschedError, ConfigError, PromptsExhausted, RunFolderError
 from aprilsched.runs.config_file import as_toml
 from aprilsched.runs.exporting import exporters, live_figures_of
-from aprilsched.runs.setup import Setup, run_on_clock
+from aprilsched.runs.setup import Setup, remainder, run_on_clock, summary_of
 from aprilsched.runs.showing import Screen
-from aprilsched.runs.summary import remainder, summary_of
 from aprilsched.store.in_memory import Store
 from aprilsched.telemetry.base import AnyListener, Listener
 from aprilsched.telemetry.event_log import EventLog

@@ -17,6 +17,8 @@ import msgspec
 from aprilsched.checks import nearest
 from aprilsched.config import SchedulerConfig
 from aprilsched.coordinator.prompts import checked
+from aprilsched.core.state.records import group_lengths
+from aprilsched.core.state.state import SchedulerState
 from aprilsched.engines.base import Fleet
 from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.engines.sglang.fleet import SGLangFleet
@@ -27,6 +29,7 @@ from aprilsched.planning import Planner
 from aprilsched.runs.settings import CAP, VOCABULARY, RunSettings, WorkloadSettings, key_from
 from aprilsched.sampling import sampling_params
 from aprilsched.telemetry.batch_figures import Bound
+from aprilsched.telemetry.summary import Remainder, Summary
 from aprilsched.timing.calibration import (
     load_model,
 )
@@ -364,3 +367,27 @@ def _load(folder: Path) -> _Tokenizer:
     except Exception as error:
         # The package raises Exception itself for any file that it cannot read.
         raise ConfigError(f"{file} is no tokenizer: {error}.") from error
+
+
+def summary_of(setup: Setup) -> Summary:
+    """The listener that sums up the run which `setup` describes."""
+    return Summary(
+        trainer_waits=setup.config.trainer_waits,
+        bound=setup.bound,
+        workload_mean=setup.workload_mean,
+        burn_in=setup.settings.burn_in,
+    )
+
+
+def remainder(state: SchedulerState) -> Remainder:
+    """What the scheduler still holds when its run ends.
+
+    These are the rollouts in flight, the counters, the ledger, and the lengths in open groups.
+    """
+    in_flight = state.in_flight
+    return Remainder(
+        in_flight=list(in_flight.rollouts),
+        counters=in_flight.counters,
+        ledger=in_flight.ledger,
+        open_groups=[group_lengths(group) for group in in_flight.training_groups()],
+    )

@@ -10,9 +10,8 @@ from aprilsched.engines.sim import H200_QWEN3_4B, SimConfig
 from aprilsched.errors import PromptsExhausted
 from aprilsched.planning import Planner
 from aprilsched.runs.config_file import as_toml
-from aprilsched.runs.setup import Setup
+from aprilsched.runs.setup import Setup, remainder, summary_of
 from aprilsched.runs.showing import Screen
-from aprilsched.runs.summary import remainder, summary_of
 from aprilsched.simulation import Costs, Simulation, rare_collections
 from aprilsched.telemetry.base import AnyListener, TokenChunks
 from aprilsched.telemetry.event_log import EventLog

@@ -19,8 +19,7 @@ from aprilsched.config import SchedulerConfig
 from aprilsched.core.messages.facts import Fact
 from aprilsched.engines.sim import SimConfig
 from aprilsched.runs.settings import RunSettings, SimSettings
-from aprilsched.runs.setup import prepare
-from aprilsched.runs.summary import summary_of
+from aprilsched.runs.setup import prepare, summary_of
 from aprilsched.simulation import Costs, Simulation
 from aprilsched.telemetry.base import TokenChunks
 from aprilsched.telemetry.live.live_model import LiveModel, RunFacts, Snapshot

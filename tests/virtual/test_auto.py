@@ -32,7 +32,7 @@ from aprilsched.errors import ConfigError, PromptsExhausted
 from aprilsched.planning import Planner
 from aprilsched.presets import PRESETS
 from aprilsched.runs.policies import chosen
-from aprilsched.runs.summary import remainder
+from aprilsched.runs.setup import remainder
 from aprilsched.simulation import Costs, Simulation
 from aprilsched.telemetry.figures import RunSummary, SteadyState
 from aprilsched.telemetry.summary import Summary

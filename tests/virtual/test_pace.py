@@ -26,7 +26,7 @@ from aprilsched.core.policies.refill import Pool, Refill, Wave
 from aprilsched.core.policies.schedule import FixedRatio, Pace, Schedule
 from aprilsched.engines.sim import run_virtual
 from aprilsched.planning import Planner
-from aprilsched.runs.summary import remainder
+from aprilsched.runs.setup import remainder
 from aprilsched.simulation import Costs, Simulation
 from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.summary import Summary

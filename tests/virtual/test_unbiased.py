@@ -42,7 +42,7 @@ from aprilsched.core.state.records import group_lengths
 from aprilsched.engines.sim import run_virtual
 from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.presets import PRESETS
-from aprilsched.runs.summary import remainder
+from aprilsched.runs.setup import remainder
 from aprilsched.simulation import Simulation
 from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.summary import Summary
