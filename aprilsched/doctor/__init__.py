@@ -7,7 +7,7 @@ line is derived from the version, the arguments or the schema. A line that is no
 if the scheduler avoids the hazard on every server; if it depends on the server, it warns.
 """
 
-from aprilsched.doctor.findings import Finding, Status
+from aprilsched.doctor.checks import Finding, Status
 from aprilsched.doctor.scenarios import examine
 
 __all__ = ["Finding", "Status", "examine"]

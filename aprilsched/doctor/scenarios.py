@@ -9,9 +9,8 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
-from aprilsched.doctor.checks import CHECKS
+from aprilsched.doctor.checks import CHECKS, Finding, Notes, PauseNotes
 from aprilsched.doctor.client import Client, Generation, until
-from aprilsched.doctor.findings import Finding, Notes, PauseNotes
 from aprilsched.engines.base import PauseMode
 from aprilsched.engines.http import HttpLimits, ServerAddress, Transport
 from aprilsched.engines.sglang import SGLangEngine

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from aprilsched.doctor.checks import CHECKS
-from aprilsched.doctor.findings import Finding, Notes
+from aprilsched.doctor.checks import CHECKS, Finding, Notes
 from aprilsched.engines.base import Capabilities
 from aprilsched.engines.sglang.probe import ServerFacts
 from aprilsched.engines.sglang.wire import ServerProcess
