@@ -63,7 +63,23 @@ class TokensOfRollout(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class PaddedTensors:
+class _BatchTensors:
+    """The fields that both forms have; :class:`PaddedTensors` explains each."""
+
+    input_ids: Tensor
+    position_ids: Tensor
+    response_mask: Tensor
+    loss_mask: Tensor
+    logprobs: Tensor
+    versions: Tensor
+    prompt_lengths: Tensor
+    response_lengths: Tensor
+    rewards: Tensor
+    group_ids: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PaddedTensors(_BatchTensors):
     """Tensors [B, S]: each row is a rollout, its prompt before its response, padded on the right.
 
     Attributes:
@@ -82,21 +98,11 @@ class PaddedTensors:
         group_ids: int64 [B], equal for the rollouts of one prompt.
     """
 
-    input_ids: Tensor
     attention_mask: Tensor
-    position_ids: Tensor
-    response_mask: Tensor
-    loss_mask: Tensor
-    logprobs: Tensor
-    versions: Tensor
-    prompt_lengths: Tensor
-    response_lengths: Tensor
-    rewards: Tensor
-    group_ids: Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class PackedTensors:
+class PackedTensors(_BatchTensors):
     """Tensors [N]: all rollouts in one row without padding, N tokens in total.
 
     The fields are those of :class:`PaddedTensors` without the attention mask, with shape [N]
@@ -108,18 +114,8 @@ class PackedTensors:
         max_seqlen: tokens of the longest rollout.
     """
 
-    input_ids: Tensor
-    position_ids: Tensor
-    response_mask: Tensor
-    loss_mask: Tensor
-    logprobs: Tensor
-    versions: Tensor
     cu_seqlens: Tensor
     max_seqlen: int
-    prompt_lengths: Tensor
-    response_lengths: Tensor
-    rewards: Tensor
-    group_ids: Tensor
 
 
 def pad(rollouts: Sequence[TokensOfRollout], *, pad_id: int, no_version: int) -> PaddedTensors:
