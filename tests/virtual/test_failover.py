@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from itertools import pairwise
 
@@ -24,10 +24,11 @@ from aprilsched import (
 from aprilsched.config import Health, Timeouts
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
-from aprilsched.engines.base import Chunk, Engine, GenerationRequest
+from aprilsched.engines.base import Chunk, GenerationRequest
 from aprilsched.engines.sim import SimEngine, run_virtual
 from aprilsched.errors import EngineError, FleetLost, RefitError
 from aprilsched.telemetry.base import ProtocolListener
+from tests.support.publishers import Once
 
 
 def workload() -> LongTailWorkload:
@@ -377,21 +378,6 @@ def test_an_update_in_an_outage_reaches_the_engine_that_comes_back():
             check_whole(rollouts, [await rollouts.next_batch()])
 
     run_virtual(main())
-
-
-class Once:
-    """A publisher that publishes a version once and cannot publish it again."""
-
-    def __init__(self) -> None:
-        self._sim = SimPublisher()
-
-    async def prepare(self, version: int) -> None:
-        await self._sim.prepare(version)
-
-    async def publish(
-        self, version: int, engines: Sequence[Engine]
-    ) -> Mapping[str, Exception | None]:
-        return await self._sim.publish(version, engines)
 
 
 def test_engines_that_come_back_without_the_weights_have_the_trainer_publish_them():

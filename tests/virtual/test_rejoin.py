@@ -27,6 +27,7 @@ from aprilsched.engines.base import Chunk, Engine, FleetChange, GenerationReques
 from aprilsched.engines.selfcheck import check
 from aprilsched.engines.sim import SimEngine, run_virtual
 from aprilsched.errors import ConfigError, EngineError, InconsistentWeights, RefitError
+from tests.support.publishers import Once
 from tests.support.sim_http import Raw, served, two_weights
 
 
@@ -71,21 +72,6 @@ async def test_a_resumed_run_takes_a_server_that_was_restarted_meanwhile(tmp_pat
             assert set(rollouts.state.weights.versions.engines.values()) == {2}
             assert len(control.engines) == 2
             await rollouts.next_batch()
-
-
-class Once:
-    """A publisher that publishes a version once and cannot publish it again."""
-
-    def __init__(self) -> None:
-        self._sim = SimPublisher()
-
-    async def prepare(self, version: int) -> None:
-        await self._sim.prepare(version)
-
-    async def publish(
-        self, version: int, engines: Sequence[Engine]
-    ) -> Mapping[str, Exception | None]:
-        return await self._sim.publish(version, engines)
 
 
 def test_a_lost_engine_is_back_at_the_fleets_version(caplog: pytest.LogCaptureFixture):
