@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-__all__ = ["listening_process", "local_cluster", "pid_of", "two_nodes"]
+__all__ = ["listening_process", "local_cluster", "pid_of", "runs", "two_nodes"]
 
 
 @contextmanager
@@ -61,6 +61,14 @@ def pid_of(actor: Any) -> int:
 
     known: Any = actors(actor_id=actor._actor_id.hex())
     return known["Pid"]
+
+
+def runs(pid: int) -> bool:
+    """Whether the process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def listening_process(url: str | None) -> int:

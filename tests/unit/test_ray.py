@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import os
 import signal
+import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -43,6 +44,9 @@ class Server:
     def pid(self) -> int:
         return os.getpid()
 
+    def work(self, seconds: float) -> None:
+        time.sleep(seconds)
+
 
 class Addressed(Server):
     """An actor that tells host and port, as those of verl do."""
@@ -54,17 +58,41 @@ class Addressed(Server):
         return host, int(port)
 
 
-class NoServer:
-    """An actor on a further node of a server that spans several."""
+class Told:
+    """An actor that answers what it was told last: first nothing, as one on a further node of a
+    server that spans several does."""
 
-    def get_url(self) -> None:
-        return None
+    answer: Any = None
+
+    def tell(self, answer: Any) -> None:
+        self.answer = answer
+
+    def get_url(self) -> Any:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+class Mute:
+    """An actor that has no way to tell an address."""
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     with local_cluster():
         yield
+
+
+@pytest.fixture(scope="module")
+def servers(cluster: None) -> list[Any]:
+    """Two servers, each of which Ray starts again in a new process. Starting an actor takes
+    seconds, so the tests of this file share them."""
+    return [start(Server, max_restarts=-1, name=f"engine-{number}") for number in range(2)]
+
+
+@pytest.fixture(scope="module")
+def told(cluster: None) -> Any:
+    return start(Told)
 
 
 def start(kind: type[Any], **options: Any) -> Any:
@@ -112,10 +140,13 @@ def prompts(tokens: int) -> Iterator[Prompt]:
         yield Prompt(input_ids=ids, key=key, sampling=sampling)
 
 
-async def test_actors_are_asked_for_their_addresses_in_the_ways_that_they_have(cluster: None):
-    slime, verl, other = start(Server), start(Addressed), start(NoServer)
-    named = start(Server, name="engine-3")
-    async with opened(RayFleet([slime, verl, other, "engine-3"])) as fleet:
+async def test_actors_are_asked_for_their_addresses_in_the_ways_that_they_have(
+    servers: list[Any], told: Any
+):
+    slime, named = servers
+    verl = start(Addressed)
+    await told.tell.remote(None)
+    async with opened(RayFleet([slime, verl, told, "engine-1"])) as fleet:
         addresses = [address_of(engine) for engine in fleet.engines]
         host, port = await verl.get_server_address.remote()
         assert addresses == [await url_of(slime), f"http://{host}:{port}", await url_of(named)]
@@ -123,43 +154,24 @@ async def test_actors_are_asked_for_their_addresses_in_the_ways_that_they_have(c
         assert len(fleet.engines) == 1
 
 
-async def test_actors_that_tell_no_address_are_refused_with_a_sentence(cluster: None):
+async def test_actors_that_tell_no_address_are_refused_with_a_sentence(told: Any):
     with pytest.raises(ConfigError, match="give at least one"):
         RayFleet([])
     with pytest.raises(ConfigError, match="give a list of names"):
         RayFleet("engine-3")
+    await told.tell.remote(None)
     with pytest.raises(EngineUnreachable, match="start the servers first"):
-        await RayFleet([start(NoServer), "nobody"]).open()
-
-    class Mute:
-        pass
-
+        await RayFleet([told, "nobody"]).open()
     with pytest.raises(ConfigError, match="say by address="):
         await RayFleet([start(Mute)]).open()
-
-    class Odd:
-        def get_url(self) -> int:
-            return 30000
-
+    await told.tell.remote(30000)
     with pytest.raises(ConfigError, match="gave 30000"):
-        await RayFleet([start(Odd)]).open()
+        await RayFleet([told]).open()
 
 
-async def test_an_actor_that_has_no_server_yet_is_asked_again(cluster: None):
-    class Late(Server):
-        def __init__(self) -> None:
-            super().__init__()
-            self.ready = False
-
-        def get_url(self) -> str:
-            if not self.ready:
-                raise RuntimeError("no port yet")
-            return super().get_url()
-
-        def get_ready(self) -> None:
-            self.ready = True
-
-    late, early = start(Late), start(Server)
+async def test_an_actor_that_has_no_server_yet_is_asked_again(servers: list[Any], told: Any):
+    early, late = servers[0], told
+    await late.tell.remote(RuntimeError("no port yet"))
     with pytest.raises(RuntimeError, match="no port yet"):
         await RayFleet([late]).open()
     addresses = {"early": early}
@@ -175,19 +187,18 @@ async def test_an_actor_that_has_no_server_yet_is_asked_again(cluster: None):
         addresses["late"] = late
         await fleet._look()
         assert len(fleet.engines) == 1
-        await late.get_ready.remote()
+        await late.tell.remote(await url_of(servers[1]))
         await fleet._look()
         assert len(fleet.engines) == 2
 
 
 async def test_an_actor_is_killed_and_restarted_in_mid_generation_and_nothing_is_lost(
-    cluster: None,
+    servers: list[Any],
 ):
     """Ray restarts the actor in a new process, whose server has another address."""
-    actors = [start(Server, max_restarts=-1) for _ in range(2)]
-    before = [await url_of(actor) for actor in actors]
+    before = [await url_of(server) for server in servers]
     config = SchedulerConfig(batch_groups=4, group_size=2, over_provision=2.0, straggler="abort")
-    fleet = RayFleet(actors, poll_s=POLL_S)
+    fleet = RayFleet(servers, poll_s=POLL_S)
     async with (
         asyncio.timeout(WAIT_SECONDS),
         RolloutScheduler(fleet, prompts(400), config=config) as rollouts,
@@ -195,13 +206,14 @@ async def test_an_actor_is_killed_and_restarted_in_mid_generation_and_nothing_is
         batches = [await rollouts.next_batch()]
         for number in range(2):
             asked = await generating(rollouts, batches)
-            os.kill(await actors[number].pid.remote(), signal.SIGKILL)
+            os.kill(await servers[number].pid.remote(), signal.SIGKILL)
             batches.append(await asked)
             await until(lambda number=number: has_moved(fleet, before[number]))
             await until(lambda: len(rollouts.state.fleet.control.engines) == 2)
         batches += [await rollouts.next_batch() for _ in range(2)]
-        assert {address_of(engine) for engine in fleet.engines} == {await url_of(a) for a in actors}
-        assert not set(before) & {address_of(engine) for engine in fleet.engines}
+        after = {address_of(engine) for engine in fleet.engines}
+        assert after == {await url_of(server) for server in servers}
+        assert not set(before) & after
         counters, in_flight = rollouts.state.in_flight.counters, rollouts.state.in_flight
         assert in_flight.ledger.total == 0
         delivered = [rollout for batch in batches for rollout in batch.rollouts]
@@ -210,17 +222,10 @@ async def test_an_actor_is_killed_and_restarted_in_mid_generation_and_nothing_is
 
 
 async def test_a_busy_actor_keeps_its_server_in_the_fleet(
-    cluster: None, monkeypatch: pytest.MonkeyPatch
+    servers: list[Any], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("aprilsched.ray.servers._ANSWER_S", 0.2)
-
-    class Busy(Server):
-        def work(self, seconds: float) -> None:
-            import time
-
-            time.sleep(seconds)
-
-    busy, free = start(Busy), start(Server)
+    busy, free = start(Server), servers[0]
     async with opened(RayFleet([busy, free], poll_s=POLL_S)) as fleet:
         names = [engine.name for engine in fleet.engines]
         work = busy.work.remote(60.0)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from aprilsched.errors import ConfigError
-from tests.support.ray_cluster import pid_of, two_nodes
+from tests.support.ray_cluster import pid_of, runs, two_nodes
 
 ray = pytest.importorskip("ray")
 
@@ -42,13 +42,6 @@ def meeting(folder: Path) -> tuple[str, list[int]]:
         return "", []
     assert all(rest == ["2", "2"] for _, *rest in texts)
     return place, [int(pid) for pid, *_ in texts]
-
-
-def runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def until(ready: Callable[[], Any]) -> None:

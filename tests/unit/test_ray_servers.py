@@ -20,7 +20,7 @@ import pytest
 from aprilsched import Prompt, RolloutScheduler, SamplingParams, SchedulerConfig
 from aprilsched.errors import ConfigError, EngineUnreachable
 from aprilsched.testing.contract import WAIT_SECONDS, until
-from tests.support.ray_cluster import listening_process, local_cluster, pid_of
+from tests.support.ray_cluster import listening_process, local_cluster, pid_of, runs
 
 ray = pytest.importorskip("ray")
 
@@ -40,14 +40,6 @@ def cluster() -> Iterator[None]:
 def servers(logs: Path, count: int = 1, **changes: Any) -> SGLangServers:
     settings: dict[str, Any] = {"command": SERVE, "arguments": ["--time-scale", "0.05"]}
     return SGLangServers(count, **(settings | {"gpus": 0, "cpus": 0.1, "logs": logs} | changes))
-
-
-def runs(pid: int) -> bool:
-    """Whether the process is there and no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def prompts() -> Iterator[Prompt]:
@@ -131,19 +123,16 @@ def test_a_server_that_does_not_start_says_why(cluster: None, tmp_path: Path):
         pass
 
 
-def test_servers_that_cannot_be_placed_are_refused_in_time(cluster: None, tmp_path: Path):
+def test_servers_that_cannot_be_placed_are_refused_and_leave_their_names_to_others(
+    cluster: None, tmp_path: Path
+):
     refused = pytest.raises(ConfigError, match=r"no room for sglang-0 within 1 s, .* 1000 CPU on")
     with refused, servers(tmp_path, 2, cpus=1000, place_s=1.0):
         pass
     with servers(tmp_path):
-        pass
-
-
-def test_a_name_that_is_taken(cluster: None, tmp_path: Path):
-    with servers(tmp_path, name="taken"):
-        with pytest.raises(ConfigError, match="there is an actor 'taken-0' already; end it"):
-            servers(tmp_path, name="taken").start()
-        assert ray.get_actor("taken-0")
+        with pytest.raises(ConfigError, match="there is an actor 'sglang-0' already; end it"):
+            servers(tmp_path).start()
+        assert ray.get_actor("sglang-0")
 
 
 @pytest.mark.parametrize(

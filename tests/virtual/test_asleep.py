@@ -18,6 +18,7 @@ from aprilsched import (
 from aprilsched.engines.sim import SimAdapterPublisher, run_virtual
 from aprilsched.errors import ConfigError, RefitError
 from aprilsched.types import Batch, Prompt, SamplingParams
+from tests.support.virtual_time import in_virtual_time
 
 
 def workload() -> LongTailWorkload:
@@ -35,91 +36,84 @@ def carried_over(batch: Batch) -> int:
 
 @pytest.mark.parametrize("straggler", ["retract", "in_place", "abort", "run"])
 @pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
-def test_a_colocated_trainer_sleeps_refits_and_goes_on_with_its_stragglers(
+@in_virtual_time
+async def test_a_colocated_trainer_sleeps_refits_and_goes_on_with_its_stragglers(
     straggler: str, pace: str
 ):
-    async def main() -> None:
-        settings = config(straggler=straggler, pace=pace)
-        async with RolloutScheduler(SimFleet(2), workload(), config=settings) as rollouts:
-            carried = 0
-            for step in range(4):
-                batch = await rollouts.next_batch()
-                carried += carried_over(batch)
+    settings = config(straggler=straggler, pace=pace)
+    async with RolloutScheduler(SimFleet(2), workload(), config=settings) as rollouts:
+        carried = 0
+        for step in range(4):
+            batch = await rollouts.next_batch()
+            carried += carried_over(batch)
+            async with rollouts.asleep():
+                await asyncio.sleep(10)
+                assert all(c.released for c in rollouts.state.fleet.control.engines.values())
+                await rollouts.update_weights(SimPublisher())
+            assert rollouts.version == step + 1
+        if straggler != "run":
+            assert carried > 0
+        in_flight = rollouts.state.in_flight
+        assert in_flight.ledger.total == 0
+
+
+@in_virtual_time
+async def test_what_cannot_be_done_asleep_is_refused():
+    async with RolloutScheduler(SimFleet(1), workload(), config=config()) as rollouts:
+        async with rollouts.asleep(tags=["kv_cache"]):
+            with pytest.raises(ConfigError, match="the engines are asleep"):
+                await rollouts.next_batch()
+            with pytest.raises(ConfigError, match="asleep already"):
                 async with rollouts.asleep():
-                    await asyncio.sleep(10)
-                    assert all(c.released for c in rollouts.state.fleet.control.engines.values())
-                    await rollouts.update_weights(SimPublisher())
-                assert rollouts.version == step + 1
-            if straggler != "run":
-                assert carried > 0
-            in_flight = rollouts.state.in_flight
-            assert in_flight.ledger.total == 0
-
-    run_virtual(main())
-
-
-def test_what_cannot_be_done_asleep_is_refused():
-    async def main() -> None:
-        async with RolloutScheduler(SimFleet(1), workload(), config=config()) as rollouts:
-            async with rollouts.asleep(tags=["kv_cache"]):
-                with pytest.raises(ConfigError, match="the engines are asleep"):
-                    await rollouts.next_batch()
-                with pytest.raises(ConfigError, match="asleep already"):
-                    async with rollouts.asleep():
-                        pass
-                with pytest.raises(ConfigError, match="outside of asleep"):
-                    await rollouts.update_weights(SimAdapterPublisher())
-            with pytest.raises(ConfigError, match="give some of kv_cache"):
-                async with rollouts.asleep(tags=["kv"]):
                     pass
-            await rollouts.next_batch()
-
-    run_virtual(main())
+            with pytest.raises(ConfigError, match="outside of asleep"):
+                await rollouts.update_weights(SimAdapterPublisher())
+        with pytest.raises(ConfigError, match="give some of kv_cache"):
+            async with rollouts.asleep(tags=["kv"]):
+                pass
+        await rollouts.next_batch()
 
 
 @pytest.mark.parametrize("cancelled", ["falling asleep", "asleep"])
-def test_a_trainer_that_is_cancelled_leaves_the_engines_awake(cancelled: str):
-    async def main() -> None:
-        fleet = SimFleet(2, pause_seconds=2.0)
-        async with RolloutScheduler(fleet, workload(), config=config()) as rollouts:
-            await rollouts.next_batch()
-            await asyncio.sleep(10)
+@in_virtual_time
+async def test_a_trainer_that_is_cancelled_leaves_the_engines_awake(cancelled: str):
+    fleet = SimFleet(2, pause_seconds=2.0)
+    async with RolloutScheduler(fleet, workload(), config=config()) as rollouts:
+        await rollouts.next_batch()
+        await asyncio.sleep(10)
 
-            async def train() -> None:
-                async with rollouts.asleep(tags=["kv_cache"]):
-                    await asyncio.sleep(1_000)
+        async def train() -> None:
+            async with rollouts.asleep(tags=["kv_cache"]):
+                await asyncio.sleep(1_000)
 
-            task = asyncio.create_task(train())
-            await asyncio.sleep(1 if cancelled == "falling asleep" else 100)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            assert not any(c.released for c in rollouts.state.fleet.control.engines.values())
-            await rollouts.next_batch()
-
-    run_virtual(main())
+        task = asyncio.create_task(train())
+        await asyncio.sleep(1 if cancelled == "falling asleep" else 100)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not any(c.released for c in rollouts.state.fleet.control.engines.values())
+        await rollouts.next_batch()
 
 
-def test_weights_that_were_not_brought_back_are_an_error_and_an_update_mends_it(
+@in_virtual_time
+async def test_weights_that_were_not_brought_back_are_an_error_and_an_update_mends_it(
     monkeypatch: pytest.MonkeyPatch,
 ):
     fleet = SimFleet(1)
 
-    async def main() -> None:
-        async with RolloutScheduler(fleet, workload(), config=config()) as rollouts:
-            await rollouts.next_batch()
-            for control in rollouts.state.fleet.control.engines.values():
-                control.keeps_weights = False
-            with pytest.raises(RefitError, match="call update_weights"):
-                async with rollouts.asleep():
-                    pass
-            await rollouts.update_weights(SimPublisher())
-            await rollouts.next_batch()
-
-    run_virtual(main())
+    async with RolloutScheduler(fleet, workload(), config=config()) as rollouts:
+        await rollouts.next_batch()
+        for control in rollouts.state.fleet.control.engines.values():
+            control.keeps_weights = False
+        with pytest.raises(RefitError, match="call update_weights"):
+            async with rollouts.asleep():
+                pass
+        await rollouts.update_weights(SimPublisher())
+        await rollouts.next_batch()
 
 
-def test_closing_a_scheduler_that_sleeps_wakes_its_engines():
+@in_virtual_time
+async def test_closing_a_scheduler_that_sleeps_wakes_its_engines():
     fleet = SimFleet(2)
 
     async def fall_asleep_and_close() -> None:
@@ -127,12 +121,9 @@ def test_closing_a_scheduler_that_sleeps_wakes_its_engines():
             await rollouts.next_batch()
             await rollouts.asleep().__aenter__()
 
-    async def main() -> None:
-        await fall_asleep_and_close()
-        async with RolloutScheduler(fleet, workload(), config=config()) as rollouts:
-            await rollouts.next_batch()
-
-    run_virtual(main())
+    await fall_asleep_and_close()
+    async with RolloutScheduler(fleet, workload(), config=config()) as rollouts:
+        await rollouts.next_batch()
 
 
 def test_adapters_come_in_without_a_pause_and_leave_with_their_last_request():
@@ -173,54 +164,50 @@ def test_adapters_come_in_without_a_pause_and_leave_with_their_last_request():
 
 @pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
 @pytest.mark.parametrize("straggler", ["retract", "in_place", "abort", "run", "choose"])
-def test_a_full_model_comes_after_adapters_and_no_request_has_both(straggler: str, pace: str):
+@in_virtual_time
+async def test_a_full_model_comes_after_adapters_and_no_request_has_both(straggler: str, pace: str):
     fleet = SimFleet(2)
 
-    async def main() -> None:
-        settings = config(straggler=straggler, pace=pace)
-        async with RolloutScheduler(fleet, workload(), config=settings) as rollouts:
-            for publisher in (SimAdapterPublisher, SimPublisher) * 3:
-                batch = await rollouts.next_batch()
-                if straggler == "run":
-                    assert all(len(set(r.versions.tolist())) == 1 for r in batch.rollouts)
-                await rollouts.update_weights(publisher())
-                adapter = rollouts.state.weights.adapter
-                assert (adapter is not None) == (publisher is SimAdapterPublisher)
-            await rollouts.next_batch()
-            assert rollouts.state.weights.adapters == {"sim-0": set(), "sim-1": set()}
-            # One token under the newest full model has the law of that version alone.
-            greedy = SamplingParams(max_new_tokens=4, temperature=0)
-            prompts = [Prompt(input_ids=np.array([1, 2, 3]), sampling=greedy)]
-            own = next((await rollouts.evaluate(prompts)).rollouts)
-        async with RolloutScheduler(SimFleet(1), [], config=settings) as other:
-            await other.update_weights(SimPublisher(), version=6)
-            fresh = next((await other.evaluate(prompts)).rollouts)
-            assert own.token_ids.tolist() == fresh.token_ids.tolist()
-
-    run_virtual(main())
+    settings = config(straggler=straggler, pace=pace)
+    async with RolloutScheduler(fleet, workload(), config=settings) as rollouts:
+        for publisher in (SimAdapterPublisher, SimPublisher) * 3:
+            batch = await rollouts.next_batch()
+            if straggler == "run":
+                assert all(len(set(r.versions.tolist())) == 1 for r in batch.rollouts)
+            await rollouts.update_weights(publisher())
+            adapter = rollouts.state.weights.adapter
+            assert (adapter is not None) == (publisher is SimAdapterPublisher)
+        await rollouts.next_batch()
+        assert rollouts.state.weights.adapters == {"sim-0": set(), "sim-1": set()}
+        # One token under the newest full model has the law of that version alone.
+        greedy = SamplingParams(max_new_tokens=4, temperature=0)
+        prompts = [Prompt(input_ids=np.array([1, 2, 3]), sampling=greedy)]
+        own = next((await rollouts.evaluate(prompts)).rollouts)
+    async with RolloutScheduler(SimFleet(1), [], config=settings) as other:
+        await other.update_weights(SimPublisher(), version=6)
+        fresh = next((await other.evaluate(prompts)).rollouts)
+        assert own.token_ids.tolist() == fresh.token_ids.tolist()
 
 
-def test_a_full_model_leads_on_when_every_engine_came_back_with_another_base():
+@in_virtual_time
+async def test_a_full_model_leads_on_when_every_engine_came_back_with_another_base():
     fleet = SimFleet(1)
 
-    async def main() -> None:
-        settings = config(straggler="abort")
-        async with RolloutScheduler(fleet, workload(), config=settings) as rollouts:
+    settings = config(straggler="abort")
+    async with RolloutScheduler(fleet, workload(), config=settings) as rollouts:
+        await rollouts.next_batch()
+        await rollouts.update_weights(SimPublisher())
+        await rollouts.update_weights(SimAdapterPublisher())
+        await rollouts.next_batch()
+        fleet.engines[0].crash()
+        await fleet.engines[0].restart()
+        with pytest.raises(RefitError, match="as a full model where an engine does not have"):
             await rollouts.next_batch()
-            await rollouts.update_weights(SimPublisher())
+        with pytest.raises(RefitError, match=r"no engine has version 1.*publish a full model"):
             await rollouts.update_weights(SimAdapterPublisher())
-            await rollouts.next_batch()
-            fleet.engines[0].crash()
-            await fleet.engines[0].restart()
-            with pytest.raises(RefitError, match="as a full model where an engine does not have"):
-                await rollouts.next_batch()
-            with pytest.raises(RefitError, match=r"no engine has version 1.*publish a full model"):
-                await rollouts.update_weights(SimAdapterPublisher())
-            report = await rollouts.update_weights(SimPublisher())
-            assert report.version == 3
-            batch = await rollouts.next_batch()
-            assert {int(v) for rollout in batch.rollouts for v in rollout.versions} <= {0, 1, 2, 3}
-            await rollouts.update_weights(SimAdapterPublisher())
-            await rollouts.next_batch()
-
-    run_virtual(main())
+        report = await rollouts.update_weights(SimPublisher())
+        assert report.version == 3
+        batch = await rollouts.next_batch()
+        assert {int(v) for rollout in batch.rollouts for v in rollout.versions} <= {0, 1, 2, 3}
+        await rollouts.update_weights(SimAdapterPublisher())
+        await rollouts.next_batch()

@@ -24,6 +24,7 @@ from aprilsched.testing import SimServer
 from aprilsched.testing.contract import until
 from aprilsched.testing.faults import faults_of
 from tests.support.sim_http import CONFIG, INTERVAL
+from tests.support.virtual_time import in_virtual_time
 
 
 def workload() -> LongTailWorkload:
@@ -95,17 +96,17 @@ HANG = float("inf")
 
 @pytest.mark.parametrize("abort_s", [0.0, 0.5, HANG])
 @pytest.mark.parametrize("resume_s", [0.6, 5.0])
-def test_a_slow_continue_is_waited_for_whatever_the_aborts_do(abort_s: float, resume_s: float):
-    async def main() -> None:
-        engines = [Slow("slow", abort_s=abort_s), Slow("other")]
-        settings = config(pace="synchronous")
-        async with RolloutScheduler(Fleet(*engines), workload(), config=settings) as rollouts:
-            await rollouts.next_batch()
-            await until(lambda: all(engine.batcher.paused for engine in engines))
-            engines[0].seconds["resume"] = resume_s
-        await left_as_they_were(engines)
-
-    run_virtual(main())
+@in_virtual_time
+async def test_a_slow_continue_is_waited_for_whatever_the_aborts_do(
+    abort_s: float, resume_s: float
+):
+    engines = [Slow("slow", abort_s=abort_s), Slow("other")]
+    settings = config(pace="synchronous")
+    async with RolloutScheduler(Fleet(*engines), workload(), config=settings) as rollouts:
+        await rollouts.next_batch()
+        await until(lambda: all(engine.batcher.paused for engine in engines))
+        engines[0].seconds["resume"] = resume_s
+    await left_as_they_were(engines)
 
 
 def test_an_engine_that_hangs_is_named_and_holds_up_no_other(caplog: pytest.LogCaptureFixture):
@@ -137,58 +138,52 @@ def test_an_engine_that_hangs_is_named_and_holds_up_no_other(caplog: pytest.LogC
 
 @pytest.mark.parametrize("when", ["closing", "pausing"])
 @pytest.mark.parametrize("times", [1, 2, 3])
-def test_a_cancellation_does_not_cut_the_release_short(when: str, times: int):
+@in_virtual_time
+async def test_a_cancellation_does_not_cut_the_release_short(when: str, times: int):
     """The second Ctrl-C cancels every task."""
+    engines = [Slow("a", pause=0.3), Slow("b")]
+    scheduler = RolloutScheduler(Fleet(*engines), workload(), config=config())
 
-    async def main() -> None:
-        engines = [Slow("a", pause=0.3), Slow("b")]
-        scheduler = RolloutScheduler(Fleet(*engines), workload(), config=config())
-
-        async def train() -> None:
-            async with scheduler as rollouts:
-                await rollouts.next_batch()
-                if when == "closing":
-                    await until(lambda: all(engine.batcher.paused for engine in engines))
-                for engine in engines:
-                    engine.seconds["resume"] = 0.5
-
-        task = asyncio.create_task(train())
-        await until(lambda: bool(engines[0].seconds.get("resume")))
-        for _ in range(times):
-            await asyncio.sleep(0.1)
-            task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        await until(lambda: len(asyncio.all_tasks()) == 1)
-        await left_as_they_were(engines)
-
-    run_virtual(main())
-
-
-def test_every_task_is_cancelled_while_the_engines_are_released():
-    """asyncio.run cancels every task after the second Ctrl-C."""
-
-    async def main() -> None:
-        engines = [Slow("a"), Slow("b")]
-
-        async def train() -> None:
-            async with RolloutScheduler(Fleet(*engines), workload(), config=config()) as rollouts:
-                await rollouts.next_batch()
+    async def train() -> None:
+        async with scheduler as rollouts:
+            await rollouts.next_batch()
+            if when == "closing":
                 await until(lambda: all(engine.batcher.paused for engine in engines))
-                for engine in engines:
-                    engine.seconds["resume"] = 0.5
+            for engine in engines:
+                engine.seconds["resume"] = 0.5
 
-        task = asyncio.create_task(train())
-        await until(lambda: bool(engines[0].seconds.get("resume")))
+    task = asyncio.create_task(train())
+    await until(lambda: bool(engines[0].seconds.get("resume")))
+    for _ in range(times):
         await asyncio.sleep(0.1)
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for other in others:
-            other.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
-        assert task.cancelled()
-        await left_as_they_were(engines)
+        task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await until(lambda: len(asyncio.all_tasks()) == 1)
+    await left_as_they_were(engines)
 
-    run_virtual(main())
+
+@in_virtual_time
+async def test_every_task_is_cancelled_while_the_engines_are_released():
+    """asyncio.run cancels every task after the second Ctrl-C."""
+    engines = [Slow("a"), Slow("b")]
+
+    async def train() -> None:
+        async with RolloutScheduler(Fleet(*engines), workload(), config=config()) as rollouts:
+            await rollouts.next_batch()
+            await until(lambda: all(engine.batcher.paused for engine in engines))
+            for engine in engines:
+                engine.seconds["resume"] = 0.5
+
+    task = asyncio.create_task(train())
+    await until(lambda: bool(engines[0].seconds.get("resume")))
+    await asyncio.sleep(0.1)
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for other in others:
+        other.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+    assert task.cancelled()
+    await left_as_they_were(engines)
 
 
 class Interrupted(Slow):
@@ -257,65 +252,58 @@ async def _end(task: asyncio.Task[None]) -> None:
     await asyncio.wait([task])
 
 
-def test_close_called_twice_and_at_once():
-    async def main() -> None:
-        engines = [Slow("a", resume=0.2)]
-        async with RolloutScheduler(Fleet(*engines), workload(), config=config()) as rollouts:
+@in_virtual_time
+async def test_close_called_twice_and_at_once():
+    engines = [Slow("a", resume=0.2)]
+    async with RolloutScheduler(Fleet(*engines), workload(), config=config()) as rollouts:
+        await rollouts.next_batch()
+        await asyncio.gather(rollouts.close(), rollouts.close())
+        await rollouts.close()
+        with pytest.raises(SchedulerClosed):
             await rollouts.next_batch()
-            await asyncio.gather(rollouts.close(), rollouts.close())
-            await rollouts.close()
-            with pytest.raises(SchedulerClosed):
-                await rollouts.next_batch()
-        await left_as_they_were(engines)
-
-    run_virtual(main())
+    await left_as_they_were(engines)
 
 
 @pytest.mark.parametrize("how", ["cancelled", "closed"])
 @pytest.mark.parametrize("seconds", [0.0, 0.5, 1.0])
-def test_leaving_while_it_is_opened(how: str, seconds: float):
-    async def main() -> None:
-        engines = [Slow("a", resume=0.5)]
-        fleet = Fleet(*engines, open_s=0.5)
-        scheduler = RolloutScheduler(fleet, workload(), config=config(pace="asynchronous"))
-        opening = asyncio.create_task(scheduler.__aenter__())
-        await asyncio.sleep(seconds)
-        if how == "cancelled":
-            opening.cancel()
-            await asyncio.wait([opening])
-        else:
-            await scheduler.close()
+@in_virtual_time
+async def test_leaving_while_it_is_opened(how: str, seconds: float):
+    engines = [Slow("a", resume=0.5)]
+    fleet = Fleet(*engines, open_s=0.5)
+    scheduler = RolloutScheduler(fleet, workload(), config=config(pace="asynchronous"))
+    opening = asyncio.create_task(scheduler.__aenter__())
+    await asyncio.sleep(seconds)
+    if how == "cancelled":
+        opening.cancel()
         await asyncio.wait([opening])
-        with pytest.raises(SchedulerClosed):
-            await scheduler.next_batch()
-        await left_as_they_were(engines)
-        assert not [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
-
-    run_virtual(main())
+    else:
+        await scheduler.close()
+    await asyncio.wait([opening])
+    with pytest.raises(SchedulerClosed):
+        await scheduler.next_batch()
+    await left_as_they_were(engines)
+    assert not [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.05, 0.35, 0.8, 3.0])
 @pytest.mark.parametrize("leaves", [True, False])
-def test_memory_on_its_way_out_is_taken_back(seconds: float, leaves: bool):
+@in_virtual_time
+async def test_memory_on_its_way_out_is_taken_back(seconds: float, leaves: bool):
     """The scheduler is closed while the engine pauses, releases, sleeps, or wakes."""
+    engines = [Slow("a", pause=0.1, release=0.5, wake=0.5)]
+    async with RolloutScheduler(Fleet(*engines), workload(), config=config()) as rollouts:
+        await rollouts.next_batch()
+        await until(lambda: engines[0].batcher.paused is not None)
 
-    async def main() -> None:
-        engines = [Slow("a", pause=0.1, release=0.5, wake=0.5)]
-        async with RolloutScheduler(Fleet(*engines), workload(), config=config()) as rollouts:
-            await rollouts.next_batch()
-            await until(lambda: engines[0].batcher.paused is not None)
+        async def sleep() -> None:
+            async with rollouts.asleep():
+                await asyncio.sleep(1.0 if leaves else 100.0)
 
-            async def sleep() -> None:
-                async with rollouts.asleep():
-                    await asyncio.sleep(1.0 if leaves else 100.0)
-
-            task = asyncio.create_task(sleep())
-            await asyncio.sleep(seconds)
-            await rollouts.close()
-            await asyncio.wait([task])
-        await left_as_they_were(engines)
-
-    run_virtual(main())
+        task = asyncio.create_task(sleep())
+        await asyncio.sleep(seconds)
+        await rollouts.close()
+        await asyncio.wait([task])
+    await left_as_they_were(engines)
 
 
 # --- on a server, over HTTP -------------------------------------------------------------------
@@ -388,46 +376,42 @@ def test_hundreds_of_requests_are_aborted_a_few_at_a_time(
     assert not caplog.messages
 
 
-def test_a_server_that_answers_no_abort_is_continued_and_costs_one_line(
+@in_virtual_time
+async def test_a_server_that_answers_no_abort_is_continued_and_costs_one_line(
     caplog: pytest.LogCaptureFixture,
 ):
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        async with holding(REQUESTS) as (rollouts, server):
-            held = rollouts.state.in_flight.open_attempts
-            served = server._served
-            assert served is not None
+    loop = asyncio.get_running_loop()
+    async with holding(REQUESTS) as (rollouts, server):
+        held = rollouts.state.in_flight.open_attempts
+        served = server._served
+        assert served is not None
 
-            async def never(rid: str) -> None:
-                await asyncio.Event().wait()
+        async def never(rid: str) -> None:
+            await asyncio.Event().wait()
 
-            served.abort = never  # type: ignore[method-assign]
-            began = loop.time()
-            await rollouts.close()
-            assert loop.time() - began <= 15.0
-            assert server.engine.batcher.paused is None
-            lines = [m for m in caplog.messages if "still decode" in m]
-            assert len(lines) == 1
-            assert f"of {held} requests that were left early" in lines[0]
-
-    run_virtual(main())
+        served.abort = never  # type: ignore[method-assign]
+        began = loop.time()
+        await rollouts.close()
+        assert loop.time() - began <= 15.0
+        assert server.engine.batcher.paused is None
+        lines = [m for m in caplog.messages if "still decode" in m]
+        assert len(lines) == 1
+        assert f"of {held} requests that were left early" in lines[0]
 
 
-def test_requests_that_are_called_back_together_are_aborted_a_few_at_a_time(
+@in_virtual_time
+async def test_requests_that_are_called_back_together_are_aborted_a_few_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """An update with straggler="abort" does this too, not only closing."""
     peaks = slow_aborts(monkeypatch, 0.01)
 
-    async def main() -> None:
-        prompts = LongTailWorkload(median=300, sigma=1.0, cap=2_000, group_size=4, vocab_size=512)
-        settings = config(batch_groups=30, straggler="abort", dispatch=Dispatch(rate=100_000))
-        async with SimServer(CONFIG) as server:
-            fleet = SGLangFleet([server.url], stream_interval=INTERVAL)
-            async with RolloutScheduler(fleet, prompts, config=settings) as rollouts:
-                await rollouts.next_batch()
-                await until(lambda: not rollouts.state.in_flight.open_attempts)
-                assert len(peaks) > 30
-                assert max(peaks) <= 16
-
-    run_virtual(main())
+    prompts = LongTailWorkload(median=300, sigma=1.0, cap=2_000, group_size=4, vocab_size=512)
+    settings = config(batch_groups=30, straggler="abort", dispatch=Dispatch(rate=100_000))
+    async with SimServer(CONFIG) as server:
+        fleet = SGLangFleet([server.url], stream_interval=INTERVAL)
+        async with RolloutScheduler(fleet, prompts, config=settings) as rollouts:
+            await rollouts.next_batch()
+            await until(lambda: not rollouts.state.in_flight.open_attempts)
+            assert len(peaks) > 30
+            assert max(peaks) <= 16

@@ -33,6 +33,7 @@ from aprilsched.errors import (
     SchedulerClosed,
 )
 from tests.support.checking import Checking
+from tests.support.virtual_time import in_virtual_time
 
 ONE = SamplingParams(max_new_tokens=1, ignore_eos=True)
 STRAGGLERS = ["retract", "in_place", "abort", "run"]
@@ -163,32 +164,26 @@ def test_asynchronous_generation_goes_on_while_the_trainer_trains():
     assert run_virtual(seconds("asynchronous")) < run_virtual(seconds("synchronous")) - 1.0
 
 
-def test_a_synchronous_trainer_generates_nothing_while_it_trains():
-    async def main() -> None:
-        fleet = SimFleet(1)
-        async with RolloutScheduler(fleet, workload(), config=config()) as rollouts:
-            await rollouts.next_batch()
-            await asyncio.sleep(0.1)
-            before = rollouts.state.in_flight.counters.tokens_generated
-            await asyncio.sleep(60)
-            assert rollouts.state.in_flight.counters.tokens_generated == before
-
-    run_virtual(main())
+@in_virtual_time
+async def test_a_synchronous_trainer_generates_nothing_while_it_trains():
+    fleet = SimFleet(1)
+    async with RolloutScheduler(fleet, workload(), config=config()) as rollouts:
+        await rollouts.next_batch()
+        await asyncio.sleep(0.1)
+        before = rollouts.state.in_flight.counters.tokens_generated
+        await asyncio.sleep(60)
+        assert rollouts.state.in_flight.counters.tokens_generated == before
 
 
-def test_rewards_run_beside_generation_and_are_in_the_batch():
+@in_virtual_time
+async def test_rewards_run_beside_generation_and_are_in_the_batch():
     async def score(rollout: Rollout, prompt: Prompt) -> float:
         await asyncio.sleep(0.5)
         return float(len(rollout))
 
-    async def main() -> None:
-        async with RolloutScheduler(
-            SimFleet(1), workload(), reward=score, config=config()
-        ) as rollouts:
-            batch = await rollouts.next_batch()
-        assert all(r.reward == len(r) for r in batch.rollouts)
-
-    run_virtual(main())
+    async with RolloutScheduler(SimFleet(1), workload(), reward=score, config=config()) as rollouts:
+        batch = await rollouts.next_batch()
+    assert all(r.reward == len(r) for r in batch.rollouts)
 
 
 async def test_plain_functions_group_rewards_and_accept():
@@ -215,7 +210,8 @@ async def test_plain_functions_group_rewards_and_accept():
         assert rollouts.state.in_flight.ledger.rollouts[Reason.REJECTED] > 0
 
 
-def test_a_reward_that_raises_costs_its_group_and_says_why():
+@in_virtual_time
+async def test_a_reward_that_raises_costs_its_group_and_says_why():
     calls = 0
 
     async def score(rollout: Rollout, prompt: Prompt) -> float:
@@ -225,30 +221,23 @@ def test_a_reward_that_raises_costs_its_group_and_says_why():
             raise ZeroDivisionError("no words")
         return 0.0
 
-    async def main() -> None:
-        async with RolloutScheduler(
-            SimFleet(1), workload(), reward=score, config=config()
-        ) as rollouts:
-            await rollouts.next_batch()
-            ledger = rollouts.state.in_flight.ledger
-            assert ledger.rollouts == {"reward_failed": 4}
-            assert "no words" in ledger.entries[0].cause
-
-    run_virtual(main())
+    async with RolloutScheduler(SimFleet(1), workload(), reward=score, config=config()) as rollouts:
+        await rollouts.next_batch()
+        ledger = rollouts.state.in_flight.ledger
+        assert ledger.rollouts == {"reward_failed": 4}
+        assert "no words" in ledger.entries[0].cause
 
 
-def test_a_reward_that_always_raises_ends_the_wait_with_its_reason():
+@in_virtual_time
+async def test_a_reward_that_always_raises_ends_the_wait_with_its_reason():
     async def score(rollout: Rollout, prompt: Prompt) -> float:
         raise KeyError("answer")
 
-    async def main() -> None:
-        async with RolloutScheduler(
-            SimFleet(1), workload(), reward=score, config=config(retries=Retries(failed_groups=9))
-        ) as rollouts:
-            with pytest.raises(RunGivenUp, match=r"9 groups in a row failed.*KeyError"):
-                await rollouts.next_batch()
-
-    run_virtual(main())
+    async with RolloutScheduler(
+        SimFleet(1), workload(), reward=score, config=config(retries=Retries(failed_groups=9))
+    ) as rollouts:
+        with pytest.raises(RunGivenUp, match=r"9 groups in a row failed.*KeyError"):
+            await rollouts.next_batch()
 
 
 def test_the_reward_of_a_dropped_rollout_is_cancelled():
@@ -277,51 +266,45 @@ def test_the_reward_of_a_dropped_rollout_is_cancelled():
     assert cancelled, "siblings that were scoring when the first one failed"
 
 
-def test_a_cancelled_wait_loses_nothing():
-    async def main() -> None:
-        async with RolloutScheduler(SimFleet(1), workload(), config=config()) as rollouts:
-            batches: list[Batch] = []
-            while len(batches) < 4:
-                try:
-                    async with asyncio.timeout(0.5):
-                        batches.append(await rollouts.next_batch())
-                except TimeoutError:
-                    pass
-            check(batches, rollouts)
-            assert [batch.index for batch in batches] == [0, 1, 2, 3]
-
-    run_virtual(main())
+@in_virtual_time
+async def test_a_cancelled_wait_loses_nothing():
+    async with RolloutScheduler(SimFleet(1), workload(), config=config()) as rollouts:
+        batches: list[Batch] = []
+        while len(batches) < 4:
+            try:
+                async with asyncio.timeout(0.5):
+                    batches.append(await rollouts.next_batch())
+            except TimeoutError:
+                pass
+        check(batches, rollouts)
+        assert [batch.index for batch in batches] == [0, 1, 2, 3]
 
 
-def test_an_evaluation_between_batches():
-    async def main() -> None:
-        async with RolloutScheduler(SimFleet(2), workload(), config=config()) as rollouts:
-            await rollouts.next_batch()
-            prompts = list(workload(count=5))
-            result = await rollouts.evaluate(prompts, group_size=4)
-            assert [g.prompt for g in result.groups] == prompts
-            assert len({int(r.versions[0]) for r in result.rollouts}) == 1
-            await rollouts.update_weights(SimPublisher())
-            await rollouts.next_batch()
-
-    run_virtual(main())
+@in_virtual_time
+async def test_an_evaluation_between_batches():
+    async with RolloutScheduler(SimFleet(2), workload(), config=config()) as rollouts:
+        await rollouts.next_batch()
+        prompts = list(workload(count=5))
+        result = await rollouts.evaluate(prompts, group_size=4)
+        assert [g.prompt for g in result.groups] == prompts
+        assert len({int(r.versions[0]) for r in result.rollouts}) == 1
+        await rollouts.update_weights(SimPublisher())
+        await rollouts.next_batch()
 
 
-def test_a_cancelled_update_runs_to_its_end_and_the_engines_go_on():
-    async def main() -> None:
-        async with RolloutScheduler(
-            SimFleet(1, refit_seconds=5.0), workload(), config=config(pace="asynchronous")
-        ) as rollouts:
-            await rollouts.next_batch()
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(1.0):
-                    await rollouts.update_weights(SimPublisher())
-            await rollouts.next_batch()
-            report = await rollouts.update_weights(SimPublisher())
-            assert report.version == 2
-            await rollouts.next_batch()
-
-    run_virtual(main())
+@in_virtual_time
+async def test_a_cancelled_update_runs_to_its_end_and_the_engines_go_on():
+    async with RolloutScheduler(
+        SimFleet(1, refit_seconds=5.0), workload(), config=config(pace="asynchronous")
+    ) as rollouts:
+        await rollouts.next_batch()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await rollouts.update_weights(SimPublisher())
+        await rollouts.next_batch()
+        report = await rollouts.update_weights(SimPublisher())
+        assert report.version == 2
+        await rollouts.next_batch()
 
 
 class Broken:
@@ -335,18 +318,16 @@ class Broken:
         raise OSError("no space left on device")
 
 
-def test_a_publisher_that_raises_leaves_the_fleet_generating_under_the_old_version():
-    async def main() -> None:
-        async with RolloutScheduler(SimFleet(2), workload(), config=config()) as rollouts:
-            await rollouts.next_batch()
-            with pytest.raises(RefitError, match="no space left"):
-                await rollouts.update_weights(Broken())
-            assert rollouts.version == 0
-            await rollouts.next_batch()
-            await rollouts.update_weights(SimPublisher())
-            assert rollouts.version == 1
-
-    run_virtual(main())
+@in_virtual_time
+async def test_a_publisher_that_raises_leaves_the_fleet_generating_under_the_old_version():
+    async with RolloutScheduler(SimFleet(2), workload(), config=config()) as rollouts:
+        await rollouts.next_batch()
+        with pytest.raises(RefitError, match="no space left"):
+            await rollouts.update_weights(Broken())
+        assert rollouts.version == 0
+        await rollouts.next_batch()
+        await rollouts.update_weights(SimPublisher())
+        assert rollouts.version == 1
 
 
 class Hanging(Broken):
@@ -357,17 +338,15 @@ class Hanging(Broken):
         return {}
 
 
-def test_a_publisher_that_hangs_is_given_up_at_its_deadline():
-    async def main() -> None:
-        async with RolloutScheduler(
-            SimFleet(1), workload(), config=config(timeouts=Timeouts(refit_s=30))
-        ) as rollouts:
-            await rollouts.next_batch()
-            with pytest.raises(RefitError, match="did not finish within 30 s"):
-                await rollouts.update_weights(Hanging())
-            await rollouts.next_batch()
-
-    run_virtual(main())
+@in_virtual_time
+async def test_a_publisher_that_hangs_is_given_up_at_its_deadline():
+    async with RolloutScheduler(
+        SimFleet(1), workload(), config=config(timeouts=Timeouts(refit_s=30))
+    ) as rollouts:
+        await rollouts.next_batch()
+        with pytest.raises(RefitError, match="did not finish within 30 s"):
+            await rollouts.update_weights(Hanging())
+        await rollouts.next_batch()
 
 
 class LastingFleet(SimFleet):
@@ -407,48 +386,42 @@ def test_closing_from_any_state_leaves_no_engine_paused_and_nothing_decoding():
             run_virtual(main(float(seconds), straggler))
 
 
-def test_used_outside_of_its_block():
-    async def main() -> None:
-        scheduler = RolloutScheduler(SimFleet(1), workload(), config=config())
-        with pytest.raises(SchedulerClosed):
-            await scheduler.next_batch()
+@in_virtual_time
+async def test_used_outside_of_its_block():
+    scheduler = RolloutScheduler(SimFleet(1), workload(), config=config())
+    with pytest.raises(SchedulerClosed):
+        await scheduler.next_batch()
+    async with scheduler:
+        pass
+    with pytest.raises(SchedulerClosed):
+        await scheduler.next_batch()
+    with pytest.raises(SchedulerClosed):
         async with scheduler:
             pass
-        with pytest.raises(SchedulerClosed):
-            await scheduler.next_batch()
-        with pytest.raises(SchedulerClosed):
-            async with scheduler:
-                pass
-
-    run_virtual(main())
 
 
-def test_prompts_that_are_none_end_the_run_with_the_reason():
-    async def main() -> None:
-        async with RolloutScheduler(
-            SimFleet(1),
-            itertools.repeat(np.array([1, 2, 3])),  # type: ignore[arg-type]
-            config=config(),
-        ) as rollouts:
-            with pytest.raises(RunGivenUp, match="wrap token ids in Prompt"):
-                await rollouts.next_batch()
-            with pytest.raises(RunGivenUp):
-                await rollouts.next_batch()
-
-    run_virtual(main())
+@in_virtual_time
+async def test_prompts_that_are_none_end_the_run_with_the_reason():
+    async with RolloutScheduler(
+        SimFleet(1),
+        itertools.repeat(np.array([1, 2, 3])),  # type: ignore[arg-type]
+        config=config(),
+    ) as rollouts:
+        with pytest.raises(RunGivenUp, match="wrap token ids in Prompt"):
+            await rollouts.next_batch()
+        with pytest.raises(RunGivenUp):
+            await rollouts.next_batch()
 
 
-def test_the_loss_of_the_last_engine_is_raised():
-    async def main() -> None:
-        settings = config(health=Health(fleet_wait_s=0))
-        async with RolloutScheduler(SimFleet(1), workload(), config=settings) as rollouts:
-            waiting = asyncio.create_task(rollouts.next_batch())
-            await asyncio.sleep(0.1)
-            rollouts._feed(EngineLost(engine="sim-0", cause="burnt"))
-            with pytest.raises(FleetLost, match="burnt"):
-                await waiting
-
-    run_virtual(main())
+@in_virtual_time
+async def test_the_loss_of_the_last_engine_is_raised():
+    settings = config(health=Health(fleet_wait_s=0))
+    async with RolloutScheduler(SimFleet(1), workload(), config=settings) as rollouts:
+        waiting = asyncio.create_task(rollouts.next_batch())
+        await asyncio.sleep(0.1)
+        rollouts._feed(EngineLost(engine="sim-0", cause="burnt"))
+        with pytest.raises(FleetLost, match="burnt"):
+            await waiting
 
 
 def test_the_same_seed_gives_the_same_run():

@@ -50,6 +50,7 @@ from aprilsched.errors import (
     StoreError,
 )
 from aprilsched.store import Store
+from tests.support.virtual_time import in_virtual_time
 
 PROMPTS = 24
 
@@ -328,15 +329,13 @@ def test_a_batch_is_acknowledged_from_the_trainers_thread(tmp_path: Path):
         assert [batch.index for batch in rollouts] == [1]
 
 
-def test_a_copy_of_a_batch_in_another_process_says_where_to_acknowledge_it():
-    async def main() -> None:
-        async with scheduler(MemoryStore()) as rollouts:
-            copy = pickle.loads(pickle.dumps(await rollouts.next_batch()))  # noqa: S301 - our own
-            assert copy.tokens > 0
-            with pytest.raises(ConfigError, match="in the process of the scheduler"):
-                copy.acknowledge()
-
-    run_virtual(main())
+@in_virtual_time
+async def test_a_copy_of_a_batch_in_another_process_says_where_to_acknowledge_it():
+    async with scheduler(MemoryStore()) as rollouts:
+        copy = pickle.loads(pickle.dumps(await rollouts.next_batch()))  # noqa: S301 - our own
+        assert copy.tokens > 0
+        with pytest.raises(ConfigError, match="in the process of the scheduler"):
+            copy.acknowledge()
 
 
 # --- checkpoints -----------------------------------------------------------------------------
@@ -438,22 +437,20 @@ def test_an_update_may_leave_acknowledging_to_a_trainer_that_takes_batches_ahead
     assert run_virtual(second()) == [(1, True), (2, False)]
 
 
-def test_restoring_comes_before_the_block_and_needs_a_checkpoint(tmp_path: Path):
-    async def main() -> None:
-        rollouts = scheduler(None)
-        with pytest.raises(StoreError, match="is not there"):
-            rollouts.restore(tmp_path / "nothing")
-        (tmp_path / "text").write_text("not a database, but long enough to look at" * 40)
-        with pytest.raises(StoreError, match="could not be read"):
-            rollouts.restore(tmp_path / "text")
-        async with rollouts:
-            await rollouts.checkpoint(tmp_path / "good")
-            with pytest.raises(SchedulerClosed, match="before the"):
-                rollouts.restore(tmp_path / "good")
-            with pytest.raises(StoreError, match="not a folder"):
-                await rollouts.checkpoint(tmp_path / "no" / "where")
-
-    run_virtual(main())
+@in_virtual_time
+async def test_restoring_comes_before_the_block_and_needs_a_checkpoint(tmp_path: Path):
+    rollouts = scheduler(None)
+    with pytest.raises(StoreError, match="is not there"):
+        rollouts.restore(tmp_path / "nothing")
+    (tmp_path / "text").write_text("not a database, but long enough to look at" * 40)
+    with pytest.raises(StoreError, match="could not be read"):
+        rollouts.restore(tmp_path / "text")
+    async with rollouts:
+        await rollouts.checkpoint(tmp_path / "good")
+        with pytest.raises(SchedulerClosed, match="before the"):
+            rollouts.restore(tmp_path / "good")
+        with pytest.raises(StoreError, match="not a folder"):
+            await rollouts.checkpoint(tmp_path / "no" / "where")
 
 
 # --- engines of another version --------------------------------------------------------------
@@ -482,30 +479,28 @@ def test_engines_that_were_restarted_wait_for_the_runs_version():
     assert {v for r in batch.rollouts for v in r.versions.tolist()} <= {0, 1, 2}
 
 
-def test_engines_that_took_an_update_which_nobody_noted_keep_it():
+@in_virtual_time
+async def test_engines_that_took_an_update_which_nobody_noted_keep_it():
     store = MemoryStore()
     fleet = SimFleet(2, stream_interval=8)
 
-    async def main() -> None:
-        async with scheduler(store, fleet=fleet) as rollouts:
-            await rollouts.next_batch()
-            saved = store.open()
-            assert saved is not None
-            await rollouts.update_weights(SimPublisher())
-        older = MemoryStore()
-        old = store.open()
-        assert old is not None
-        assert old.run.version == 1
-        # The process was killed between the engines' answer and its snapshot.
-        snapshot = store._latest  # pyright: ignore[reportPrivateUsage]
-        assert snapshot is not None
-        older.__dict__.update(store.__dict__)
-        older._latest = replace(snapshot, run=structs.replace(snapshot.run, version=0, base=0))  # pyright: ignore[reportPrivateUsage]
-        async with scheduler(older, fleet=fleet) as rollouts:
-            assert rollouts.version == 1
-            await rollouts.next_batch()
-
-    run_virtual(main())
+    async with scheduler(store, fleet=fleet) as rollouts:
+        await rollouts.next_batch()
+        saved = store.open()
+        assert saved is not None
+        await rollouts.update_weights(SimPublisher())
+    older = MemoryStore()
+    old = store.open()
+    assert old is not None
+    assert old.run.version == 1
+    # The process was killed between the engines' answer and its snapshot.
+    snapshot = store._latest  # pyright: ignore[reportPrivateUsage]
+    assert snapshot is not None
+    older.__dict__.update(store.__dict__)
+    older._latest = replace(snapshot, run=structs.replace(snapshot.run, version=0, base=0))  # pyright: ignore[reportPrivateUsage]
+    async with scheduler(older, fleet=fleet) as rollouts:
+        assert rollouts.version == 1
+        await rollouts.next_batch()
 
 
 # --- episodes --------------------------------------------------------------------------------
@@ -817,16 +812,14 @@ def test_a_full_disk_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCapt
     assert "disk is full: free some of it" in said[0]
 
 
-def test_what_cannot_be_stored_is_refused_before_it_is_launched():
+@in_virtual_time
+async def test_what_cannot_be_stored_is_refused_before_it_is_launched():
     def prompts() -> Iterator[Prompt]:
         yield Prompt(input_ids=np.array([1]), metadata={"f": print})
 
-    async def main() -> None:
-        async with scheduler(MemoryStore(), prompts=prompts()) as rollouts:
-            with pytest.raises(ConfigError, match="cannot be stored"):
-                await rollouts.next_batch()
-
-    run_virtual(main())
+    async with scheduler(MemoryStore(), prompts=prompts()) as rollouts:
+        with pytest.raises(ConfigError, match="cannot be stored"):
+            await rollouts.next_batch()
 
 
 def test_other_prompts_than_those_of_the_saved_run_are_noticed():

@@ -26,6 +26,7 @@ from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import EpisodeError, RunGivenUp
 from aprilsched.types import NO_VERSION
 from tests.support.checking import Checking
+from tests.support.virtual_time import in_virtual_time
 
 TOOL = np.array([7, 7, 7], dtype=np.int32)
 
@@ -73,48 +74,44 @@ async def two_turns(turn: Turn, prompt: Prompt) -> float:
 
 
 @pytest.mark.parametrize("straggler", ["retract", "in_place", "abort"])
-def test_a_two_turn_episode_is_interrupted_inside_each_turn_and_goes_on(straggler: str):
-    async def main() -> None:
-        async with RolloutScheduler(
-            SimFleet(2, stream_interval=8),
-            prompts(4),
-            episode=two_turns,
-            config=config(straggler),
-        ) as rollouts:
-            for _ in range(12):
-                # Each turn takes about 1.2 s, so every one meets several refits.
-                await asyncio.sleep(0.25)
-                await rollouts.update_weights(SimPublisher())
-            batch = await rollouts.next_batch()
-            for rollout in batch.rollouts:
-                assert rollout.turns == 2
-                assert rollout.reward == 600
-                assert rollout.token_ids[300:303].tolist() == TOOL.tolist()
-                assert rollout.versions[300:303].tolist() == [NO_VERSION] * 3
-                assert rollout.loss_mask.tolist() == [True] * 300 + [False] * 3 + [True] * 300
-                assert len(set(rollout.versions[:300].tolist())) >= 2, "inside the first turn"
-                assert len(set(rollout.versions[303:].tolist())) >= 2, "inside the second turn"
-                assert rollout.versions_exact
-
-    run_virtual(main())
+@in_virtual_time
+async def test_a_two_turn_episode_is_interrupted_inside_each_turn_and_goes_on(straggler: str):
+    async with RolloutScheduler(
+        SimFleet(2, stream_interval=8),
+        prompts(4),
+        episode=two_turns,
+        config=config(straggler),
+    ) as rollouts:
+        for _ in range(12):
+            # Each turn takes about 1.2 s, so every one meets several refits.
+            await asyncio.sleep(0.25)
+            await rollouts.update_weights(SimPublisher())
+        batch = await rollouts.next_batch()
+        for rollout in batch.rollouts:
+            assert rollout.turns == 2
+            assert rollout.reward == 600
+            assert rollout.token_ids[300:303].tolist() == TOOL.tolist()
+            assert rollout.versions[300:303].tolist() == [NO_VERSION] * 3
+            assert rollout.loss_mask.tolist() == [True] * 300 + [False] * 3 + [True] * 300
+            assert len(set(rollout.versions[:300].tolist())) >= 2, "inside the first turn"
+            assert len(set(rollout.versions[303:].tolist())) >= 2, "inside the second turn"
+            assert rollout.versions_exact
 
 
-def test_a_rewritten_context_is_refused_in_one_sentence():
+@in_virtual_time
+async def test_a_rewritten_context_is_refused_in_one_sentence():
     async def rewrite(turn: Turn, prompt: Prompt) -> None:
         sampling = SamplingParams(max_new_tokens=5, ignore_eos=True)
         await turn.generate(prompt.input_ids, sampling)
         await turn.generate([9, 9, 9, 9, 9, 9, 9, 9], sampling)
 
-    async def main() -> None:
-        async with RolloutScheduler(
-            SimFleet(1), prompts(1), episode=rewrite, config=config("retract")
-        ) as rollouts:
-            with pytest.raises(RunGivenUp, match="append to them"):
-                await rollouts.next_batch()
-            (first, *_) = rollouts.state.in_flight.ledger.entries
-            assert "append to them" in first.cause
-
-    run_virtual(main())
+    async with RolloutScheduler(
+        SimFleet(1), prompts(1), episode=rewrite, config=config("retract")
+    ) as rollouts:
+        with pytest.raises(RunGivenUp, match="append to them"):
+            await rollouts.next_batch()
+        (first, *_) = rollouts.state.in_flight.ledger.entries
+        assert "append to them" in first.cause
 
 
 async def with_timeouts(turn: Turn, prompt: Prompt) -> float:
@@ -136,34 +133,35 @@ async def with_timeouts(turn: Turn, prompt: Prompt) -> float:
 
 @pytest.mark.parametrize("straggler", ["retract", "in_place", "abort", "run", "choose"])
 @pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
-def test_a_turn_that_timed_out_is_called_back_and_its_tokens_are_kept(straggler: str, pace: Any):
-    async def main() -> None:
-        async with checked(
-            SimFleet(2, stream_interval=8),
-            prompts(12),
-            with_timeouts,
-            replace(config(straggler), pace=pace),
-        ) as rollouts:
-            count = 0
-            async for batch in rollouts:
-                for rollout in batch.rollouts:
-                    count += 1
-                    assert rollout.turns == 3
-                    assert rollout.reward is not None
-                    kept = int(rollout.reward) - 100
-                    assert len(rollout) == 100 + 3 + kept + 3 + 100
-                    sampled = [True] * 100 + [False] * 3 + [True] * kept + [False] * 3
-                    assert rollout.loss_mask.tolist() == sampled + [True] * 100
-                    assert rollout.versions_exact
-                await rollouts.update_weights(SimPublisher())
-            assert count == 24
-            check_tokens(rollouts)
-
-    run_virtual(main())
+@in_virtual_time
+async def test_a_turn_that_timed_out_is_called_back_and_its_tokens_are_kept(
+    straggler: str, pace: Any
+):
+    async with checked(
+        SimFleet(2, stream_interval=8),
+        prompts(12),
+        with_timeouts,
+        replace(config(straggler), pace=pace),
+    ) as rollouts:
+        count = 0
+        async for batch in rollouts:
+            for rollout in batch.rollouts:
+                count += 1
+                assert rollout.turns == 3
+                assert rollout.reward is not None
+                kept = int(rollout.reward) - 100
+                assert len(rollout) == 100 + 3 + kept + 3 + 100
+                sampled = [True] * 100 + [False] * 3 + [True] * kept + [False] * 3
+                assert rollout.loss_mask.tolist() == sampled + [True] * 100
+                assert rollout.versions_exact
+            await rollouts.update_weights(SimPublisher())
+        assert count == 24
+        check_tokens(rollouts)
 
 
 @pytest.mark.parametrize("straggler", ["retract", "in_place", "abort", "run", "choose"])
-def test_a_turn_that_timed_out_and_was_not_looked_at_is_dropped_and_counted(straggler: str):
+@in_virtual_time
+async def test_a_turn_that_timed_out_and_was_not_looked_at_is_dropped_and_counted(straggler: str):
     async def asks_again(turn: Turn, prompt: Prompt) -> float:
         sampling = SamplingParams(max_new_tokens=100, temperature=0, ignore_eos=True)
         for _ in range(3):
@@ -177,25 +175,20 @@ def test_a_turn_that_timed_out_and_was_not_looked_at_is_dropped_and_counted(stra
                 await turn.generate(context, sampling)
         return 1.0
 
-    async def main() -> None:
-        async with checked(
-            SimFleet(1, stream_interval=4), prompts(6), asks_again, config(straggler)
-        ) as rollouts:
-            async for batch in rollouts:
-                for rollout in batch.rollouts:
-                    assert (rollout.turns, len(rollout)) == (1, 100)
-                    assert rollout.loss_mask.all()
-                # Timeouts fall into the pause of a trainer at work, too.
-                await asyncio.sleep(1)
-                await rollouts.update_weights(SimPublisher())
-            in_flight = rollouts.state.in_flight
-            assert (
-                in_flight.ledger.tokens[Reason.WITHDRAWN] == in_flight.counters.tokens_discarded > 0
-            )
-            assert in_flight.ledger.total == 0
-            check_tokens(rollouts)
-
-    run_virtual(main())
+    async with checked(
+        SimFleet(1, stream_interval=4), prompts(6), asks_again, config(straggler)
+    ) as rollouts:
+        async for batch in rollouts:
+            for rollout in batch.rollouts:
+                assert (rollout.turns, len(rollout)) == (1, 100)
+                assert rollout.loss_mask.all()
+            # Timeouts fall into the pause of a trainer at work, too.
+            await asyncio.sleep(1)
+            await rollouts.update_weights(SimPublisher())
+        in_flight = rollouts.state.in_flight
+        assert in_flight.ledger.tokens[Reason.WITHDRAWN] == in_flight.counters.tokens_discarded > 0
+        assert in_flight.ledger.total == 0
+        check_tokens(rollouts)
 
 
 def test_an_answer_that_meets_the_timeout_is_kept_or_dropped_like_any_other():
@@ -237,7 +230,8 @@ def test_an_answer_that_meets_the_timeout_is_kept_or_dropped_like_any_other():
         assert run_virtual(at(step / 400, keep=False)) == 0
 
 
-def test_a_turn_that_nobody_waits_for_is_called_back_when_its_episode_returns():
+@in_virtual_time
+async def test_a_turn_that_nobody_waits_for_is_called_back_when_its_episode_returns():
     async def leaves(turn: Turn, prompt: Prompt) -> float:
         sampling = SamplingParams(max_new_tokens=50, ignore_eos=True)
         first = await turn.generate(prompt.input_ids, sampling)
@@ -250,21 +244,19 @@ def test_a_turn_that_nobody_waits_for_is_called_back_when_its_episode_returns():
 
     tasks: list[asyncio.Task[TurnOutput]] = []
 
-    async def main() -> None:
-        fleet = SimFleet(1, stream_interval=4)
-        async with checked(fleet, prompts(2), leaves, config("run")) as rollouts:
-            batch = await rollouts.next_batch()
-            assert [len(rollout) for rollout in batch.rollouts] == [50] * 4
-            assert not rollouts.state.in_flight.open_attempts
-            check_tokens(rollouts)
-        for task in tasks:
-            with pytest.raises(EpisodeError, match="has ended"):
-                await task
-
-    run_virtual(main())
+    fleet = SimFleet(1, stream_interval=4)
+    async with checked(fleet, prompts(2), leaves, config("run")) as rollouts:
+        batch = await rollouts.next_batch()
+        assert [len(rollout) for rollout in batch.rollouts] == [50] * 4
+        assert not rollouts.state.in_flight.open_attempts
+        check_tokens(rollouts)
+    for task in tasks:
+        with pytest.raises(EpisodeError, match="has ended"):
+            await task
 
 
-def test_an_episode_that_gave_every_turn_up_keeps_what_had_come_of_the_last():
+@in_virtual_time
+async def test_an_episode_that_gave_every_turn_up_keeps_what_had_come_of_the_last():
     async def times_out(turn: Turn, prompt: Prompt) -> float:
         sampling = SamplingParams(max_new_tokens=100_000, temperature=0, ignore_eos=True)
         for _ in range(2):
@@ -273,39 +265,35 @@ def test_an_episode_that_gave_every_turn_up_keeps_what_had_come_of_the_last():
                     await turn.generate(prompt.input_ids, sampling)
         return 0.25
 
-    async def main() -> None:
-        async with checked(
-            SimFleet(1, stream_interval=4), prompts(4), times_out, config("retract")
-        ) as rollouts:
-            batch = await rollouts.next_batch()
-            for rollout in batch.rollouts:
-                assert (rollout.turns, rollout.finish_reason) == (1, "length")
-                assert rollout.reward == 0.25
-                assert len(rollout) >= 4
-                assert rollout.loss_mask.all()
-            in_flight = rollouts.state.in_flight
-            assert in_flight.ledger.total == 0
-            assert in_flight.ledger.tokens[Reason.WITHDRAWN] > 0, "those of the first turn"
-            check_tokens(rollouts)
-
-    run_virtual(main())
+    async with checked(
+        SimFleet(1, stream_interval=4), prompts(4), times_out, config("retract")
+    ) as rollouts:
+        batch = await rollouts.next_batch()
+        for rollout in batch.rollouts:
+            assert (rollout.turns, rollout.finish_reason) == (1, "length")
+            assert rollout.reward == 0.25
+            assert len(rollout) >= 4
+            assert rollout.loss_mask.all()
+        in_flight = rollouts.state.in_flight
+        assert in_flight.ledger.total == 0
+        assert in_flight.ledger.tokens[Reason.WITHDRAWN] > 0, "those of the first turn"
+        check_tokens(rollouts)
 
 
-def test_partial_output_without_a_turn_that_was_given_up_is_refused():
+@in_virtual_time
+async def test_partial_output_without_a_turn_that_was_given_up_is_refused():
     async def asks(turn: Turn, prompt: Prompt) -> None:
         await turn.partial()
 
-    async def main() -> None:
-        async with checked(SimFleet(1), prompts(1), asks, config("retract")) as rollouts:
-            with pytest.raises(RunGivenUp, match=r"no generate\(\) call was cancelled"):
-                await rollouts.next_batch()
-            (entry, *_) = rollouts.state.in_flight.ledger.entries
-            assert "no generate() call was cancelled" in entry.cause
-
-    run_virtual(main())
+    async with checked(SimFleet(1), prompts(1), asks, config("retract")) as rollouts:
+        with pytest.raises(RunGivenUp, match=r"no generate\(\) call was cancelled"):
+            await rollouts.next_batch()
+        (entry, *_) = rollouts.state.in_flight.ledger.entries
+        assert "no generate() call was cancelled" in entry.cause
 
 
-def test_kept_turns_and_evaluations_and_dropped_groups():
+@in_virtual_time
+async def test_kept_turns_and_evaluations_and_dropped_groups():
     """A group is dropped before its cancelled turn has ended; an evaluation times out too."""
 
     async def episode(turn: Turn, prompt: Prompt) -> float:
@@ -320,20 +308,16 @@ def test_kept_turns_and_evaluations_and_dropped_groups():
             assert len(part.token_ids)
         return 1.0
 
-    async def main() -> None:
-        source = [
-            Prompt(input_ids=p.input_ids, metadata={"fails": i % 2})
-            for i, p in enumerate(prompts(8))
-        ]
-        async with checked(
-            SimFleet(1, stream_interval=4), source, episode, config("in_place")
-        ) as rollouts:
-            scores = await rollouts.evaluate(prompts(2), group_size=2)
-            assert all(0 < len(rollout) < 200 for rollout in scores.rollouts)
-            async for batch in rollouts:
-                assert all(0 < len(rollout) < 200 for rollout in batch.rollouts)
-                await rollouts.update_weights(SimPublisher())
-            assert rollouts.state.in_flight.ledger.rollouts[Reason.EPISODE_FAILED] == 4
-            check_tokens(rollouts)
-
-    run_virtual(main())
+    source = [
+        Prompt(input_ids=p.input_ids, metadata={"fails": i % 2}) for i, p in enumerate(prompts(8))
+    ]
+    async with checked(
+        SimFleet(1, stream_interval=4), source, episode, config("in_place")
+    ) as rollouts:
+        scores = await rollouts.evaluate(prompts(2), group_size=2)
+        assert all(0 < len(rollout) < 200 for rollout in scores.rollouts)
+        async for batch in rollouts:
+            assert all(0 < len(rollout) < 200 for rollout in batch.rollouts)
+            await rollouts.update_weights(SimPublisher())
+        assert rollouts.state.in_flight.ledger.rollouts[Reason.EPISODE_FAILED] == 4
+        check_tokens(rollouts)

@@ -34,6 +34,7 @@ from aprilsched.engines.sim import SimEngine, run_virtual
 from aprilsched.engines.sim.toy_model import ContextState, ToyModel, weights_key_of_version
 from aprilsched.errors import ConfigError, RefitError, SchedulerClosed
 from aprilsched.telemetry.base import ProtocolListener
+from tests.support.virtual_time import in_virtual_time
 
 MODEL = ToyModel(32_000)
 
@@ -141,117 +142,105 @@ def versions(batches: Sequence[Batch]) -> set[int]:
 # --- after the fact ------------------------------------------------------------------------------
 
 
-def test_a_trainer_that_updates_between_two_batches_says_so_afterwards():
+@in_virtual_time
+async def test_a_trainer_that_updates_between_two_batches_says_so_afterwards():
     fleet, calls = SimFleet(2), Calls()
 
-    async def main() -> None:
-        async with running(fleet, calls, straggler="abort") as rollouts:
-            batches: list[Batch] = []
-            for version in (1, 2, 5):
-                batches.append(await rollouts.next_batch())
-                made = len(calls.made)
-                await move(fleet.engines, version)
-                report = await rollouts.update_weights(ExternalWeights(), version=version)
-                assert (report.version, report.quarantined) == (version, {})
-                assert calls.made[made:] == []
+    async with running(fleet, calls, straggler="abort") as rollouts:
+        batches: list[Batch] = []
+        for version in (1, 2, 5):
             batches.append(await rollouts.next_batch())
-            assert [batch.version for batch in batches] == [0, 1, 2, 5]
-            assert versions(batches) == {0, 1, 2, 5}
-            assert not calls.lost
-            check_whole(rollouts, batches)
-
-    run_virtual(main())
+            made = len(calls.made)
+            await move(fleet.engines, version)
+            report = await rollouts.update_weights(ExternalWeights(), version=version)
+            assert (report.version, report.quarantined) == (version, {})
+            assert calls.made[made:] == []
+        batches.append(await rollouts.next_batch())
+        assert [batch.version for batch in batches] == [0, 1, 2, 5]
+        assert versions(batches) == {0, 1, 2, 5}
+        assert not calls.lost
+        check_whole(rollouts, batches)
 
 
 @pytest.mark.parametrize("straggler", ["retract", "abort", "run", "choose"])
 @pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
-def test_requests_that_the_foreign_pause_met_are_carried_over_three_updates(
+@in_virtual_time
+async def test_requests_that_the_foreign_pause_met_are_carried_over_three_updates(
     straggler: str, pace: str
 ):
     fleet = SimFleet(2)
 
-    async def main() -> None:
-        async with running(fleet, straggler=straggler, pace=pace) as rollouts:
-            batches: list[Batch] = []
-            for version in (1, 2, 3):
-                batches.append(await rollouts.next_batch())
-                await move(fleet.engines, version, seconds=0.2)
-                await rollouts.update_weights(ExternalWeights(), version=version)
-                assert set(rollouts.state.weights.versions.engines.values()) == {version}
-            for _ in range(3):
-                batches.append(await rollouts.next_batch())
-            assert versions(batches) == {0, 1, 2, 3}
-            check_whole(rollouts, batches)
-
-    run_virtual(main())
-
-
-def test_one_engine_that_the_trainer_missed_stands_by_and_its_requests_go_on():
-    fleet = SimFleet(2)
-
-    async def main() -> None:
-        async with running(fleet) as rollouts:
-            batches = [await rollouts.next_batch()]
-            await move(fleet.engines[:1], 1)
-            report = await rollouts.update_weights(ExternalWeights(timeout_s=1.0), version=1)
-            assert "has version 0 and not 1" in report.quarantined["sim-1"]
+    async with running(fleet, straggler=straggler, pace=pace) as rollouts:
+        batches: list[Batch] = []
+        for version in (1, 2, 3):
             batches.append(await rollouts.next_batch())
-            await move(fleet.engines, 2)
-            await rollouts.update_weights(ExternalWeights(), version=2)
+            await move(fleet.engines, version, seconds=0.2)
+            await rollouts.update_weights(ExternalWeights(), version=version)
+            assert set(rollouts.state.weights.versions.engines.values()) == {version}
+        for _ in range(3):
             batches.append(await rollouts.next_batch())
-            assert rollouts.state.weights.versions.engines == {"sim-0": 2, "sim-1": 2}
-            check_whole(rollouts, batches)
-
-    run_virtual(main())
+        assert versions(batches) == {0, 1, 2, 3}
+        check_whole(rollouts, batches)
 
 
-def test_a_label_that_comes_a_little_later_is_waited_for():
+@in_virtual_time
+async def test_one_engine_that_the_trainer_missed_stands_by_and_its_requests_go_on():
     fleet = SimFleet(2)
 
-    async def main() -> None:
-        async with running(fleet) as rollouts:
-            await rollouts.next_batch()
-            async with asyncio.TaskGroup() as group:
-                update = group.create_task(rollouts.update_weights(ExternalWeights(), version=1))
-                await asyncio.sleep(3)
-                await move(fleet.engines, 1)
-            assert not update.result().quarantined
-            batch = await rollouts.next_batch()
-            assert batch.version == 1
+    async with running(fleet) as rollouts:
+        batches = [await rollouts.next_batch()]
+        await move(fleet.engines[:1], 1)
+        report = await rollouts.update_weights(ExternalWeights(timeout_s=1.0), version=1)
+        assert "has version 0 and not 1" in report.quarantined["sim-1"]
+        batches.append(await rollouts.next_batch())
+        await move(fleet.engines, 2)
+        await rollouts.update_weights(ExternalWeights(), version=2)
+        batches.append(await rollouts.next_batch())
+        assert rollouts.state.weights.versions.engines == {"sim-0": 2, "sim-1": 2}
+        check_whole(rollouts, batches)
 
-    run_virtual(main())
 
-
-def test_a_version_that_no_engine_has_is_refused_and_the_run_goes_on():
+@in_virtual_time
+async def test_a_label_that_comes_a_little_later_is_waited_for():
     fleet = SimFleet(2)
 
-    async def main() -> None:
-        async with running(fleet) as rollouts:
-            batches = [await rollouts.next_batch()]
-            with pytest.raises(RefitError, match="has version 0 and not 7; use label=True"):
-                await rollouts.update_weights(ExternalWeights(timeout_s=0), version=7)
-            batches.append(await rollouts.next_batch())
-            assert rollouts.version == 0
-            check_whole(rollouts, batches)
-
-    run_virtual(main())
-
-
-def test_an_engine_that_dies_while_it_is_asked_is_lost_and_the_others_take_the_version():
-    fleet = SimFleet(2)
-
-    async def main() -> None:
-        async with running(fleet) as rollouts:
-            batches = [await rollouts.next_batch()]
+    async with running(fleet) as rollouts:
+        await rollouts.next_batch()
+        async with asyncio.TaskGroup() as group:
+            update = group.create_task(rollouts.update_weights(ExternalWeights(), version=1))
+            await asyncio.sleep(3)
             await move(fleet.engines, 1)
-            fleet.engines[1].crash()
-            await rollouts.update_weights(ExternalWeights(), version=1)
-            assert rollouts.state.weights.versions.engines == {"sim-0": 1}
-            await fleet.engines[1].restart()
-            batches.append(await rollouts.next_batch())
-            check_whole(rollouts, batches)
+        assert not update.result().quarantined
+        batch = await rollouts.next_batch()
+        assert batch.version == 1
 
-    run_virtual(main())
+
+@in_virtual_time
+async def test_a_version_that_no_engine_has_is_refused_and_the_run_goes_on():
+    fleet = SimFleet(2)
+
+    async with running(fleet) as rollouts:
+        batches = [await rollouts.next_batch()]
+        with pytest.raises(RefitError, match="has version 0 and not 7; use label=True"):
+            await rollouts.update_weights(ExternalWeights(timeout_s=0), version=7)
+        batches.append(await rollouts.next_batch())
+        assert rollouts.version == 0
+        check_whole(rollouts, batches)
+
+
+@in_virtual_time
+async def test_an_engine_that_dies_while_it_is_asked_is_lost_and_the_others_take_the_version():
+    fleet = SimFleet(2)
+
+    async with running(fleet) as rollouts:
+        batches = [await rollouts.next_batch()]
+        await move(fleet.engines, 1)
+        fleet.engines[1].crash()
+        await rollouts.update_weights(ExternalWeights(), version=1)
+        assert rollouts.state.weights.versions.engines == {"sim-0": 1}
+        await fleet.engines[1].restart()
+        batches.append(await rollouts.next_batch())
+        check_whole(rollouts, batches)
 
 
 def test_a_trainer_that_sets_no_label_has_it_set_and_the_requests_in_flight_are_inexact(
@@ -284,17 +273,15 @@ def test_a_trainer_that_sets_no_label_has_it_set_and_the_requests_in_flight_are_
     assert said.startswith("version 1 is labelled after it was loaded: ")
 
 
-def test_it_is_refused_in_a_sleep_in_which_only_the_scheduler_may_wake_the_engines():
+@in_virtual_time
+async def test_it_is_refused_in_a_sleep_in_which_only_the_scheduler_may_wake_the_engines():
     fleet = SimFleet(1)
 
-    async def main() -> None:
-        async with running(fleet) as rollouts:
-            await rollouts.next_batch()
-            async with rollouts.asleep():
-                with pytest.raises(ConfigError, match="the engines are asleep"):
-                    await rollouts.update_weights(ExternalWeights(), version=1)
-
-    run_virtual(main())
+    async with running(fleet) as rollouts:
+        await rollouts.next_batch()
+        async with rollouts.asleep():
+            with pytest.raises(ConfigError, match="the engines are asleep"):
+                await rollouts.update_weights(ExternalWeights(), version=1)
 
 
 def test_a_wrong_timeout_is_refused():
@@ -316,63 +303,59 @@ async def load(engines: Sequence[SimEngine], version: int, *, seconds: float = 0
 
 @pytest.mark.parametrize("straggler", ["retract", "abort", "run", "choose"])
 @pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
-def test_the_trainer_loads_in_a_block_in_which_the_engines_are_paused(straggler: str, pace: str):
+@in_virtual_time
+async def test_the_trainer_loads_in_a_block_in_which_the_engines_are_paused(
+    straggler: str, pace: str
+):
     fleet = SimFleet(2)
 
-    async def main() -> None:
-        async with running(fleet, straggler=straggler, pace=pace) as rollouts:
-            batches: list[Batch] = []
-            for version in (1, 2, 4):
-                batches.append(await rollouts.next_batch())
-                async with rollouts.paused_for_weights(version=version) as engines:
-                    assert engines == ("sim-0", "sim-1")
-                    await load(fleet.engines, version)
-                assert rollouts.version == version
-            for _ in range(3):
-                batches.append(await rollouts.next_batch())
-            assert {0, 4} <= versions(batches) <= {0, 1, 2, 4}
-            check_whole(rollouts, batches)
-
-    run_virtual(main())
-
-
-def test_pause_and_continue_may_be_two_functions():
-    fleet = SimFleet(2)
-
-    async def main() -> None:
-        async with running(fleet) as rollouts:
-            await rollouts.next_batch()
-            handshake = Handshake(label=True)
-            update = asyncio.create_task(rollouts.update_weights(handshake))
-            with pytest.raises(ConfigError, match="the engines are not paused yet"):
-                handshake.done()
-            assert await handshake.paused() == ("sim-0", "sim-1")
-            for engine in fleet.engines:  # without a label, so under the old version
-                await engine.refit(0, weights_key_of_version(1))
-            handshake.done()
-            assert (await update).version == 1
-            batch = await rollouts.next_batch()
-            assert true_to_its_versions(next(batch.rollouts))
-            with pytest.raises(ConfigError, match="this handshake was used already"):
-                await rollouts.update_weights(handshake)
-
-    run_virtual(main())
-
-
-def test_inside_of_a_sleep_the_engines_have_the_memory_of_their_weights():
-    fleet = SimFleet(2)
-
-    async def main() -> None:
-        async with running(fleet) as rollouts:
-            batches = [await rollouts.next_batch()]
-            async with rollouts.asleep(), rollouts.paused_for_weights():
-                for engine in fleet.engines:
-                    assert await engine.released() == {"kv_cache"}
-                    await engine.refit(1)
+    async with running(fleet, straggler=straggler, pace=pace) as rollouts:
+        batches: list[Batch] = []
+        for version in (1, 2, 4):
             batches.append(await rollouts.next_batch())
-            check_whole(rollouts, batches)
+            async with rollouts.paused_for_weights(version=version) as engines:
+                assert engines == ("sim-0", "sim-1")
+                await load(fleet.engines, version)
+            assert rollouts.version == version
+        for _ in range(3):
+            batches.append(await rollouts.next_batch())
+        assert {0, 4} <= versions(batches) <= {0, 1, 2, 4}
+        check_whole(rollouts, batches)
 
-    run_virtual(main())
+
+@in_virtual_time
+async def test_pause_and_continue_may_be_two_functions():
+    fleet = SimFleet(2)
+
+    async with running(fleet) as rollouts:
+        await rollouts.next_batch()
+        handshake = Handshake(label=True)
+        update = asyncio.create_task(rollouts.update_weights(handshake))
+        with pytest.raises(ConfigError, match="the engines are not paused yet"):
+            handshake.done()
+        assert await handshake.paused() == ("sim-0", "sim-1")
+        for engine in fleet.engines:  # without a label, so under the old version
+            await engine.refit(0, weights_key_of_version(1))
+        handshake.done()
+        assert (await update).version == 1
+        batch = await rollouts.next_batch()
+        assert true_to_its_versions(next(batch.rollouts))
+        with pytest.raises(ConfigError, match="this handshake was used already"):
+            await rollouts.update_weights(handshake)
+
+
+@in_virtual_time
+async def test_inside_of_a_sleep_the_engines_have_the_memory_of_their_weights():
+    fleet = SimFleet(2)
+
+    async with running(fleet) as rollouts:
+        batches = [await rollouts.next_batch()]
+        async with rollouts.asleep(), rollouts.paused_for_weights():
+            for engine in fleet.engines:
+                assert await engine.released() == {"kv_cache"}
+                await engine.refit(1)
+        batches.append(await rollouts.next_batch())
+        check_whole(rollouts, batches)
 
 
 class Failing(Exception):
@@ -386,7 +369,8 @@ async def take_all(rollouts: RolloutScheduler, batches: list[Batch]) -> None:
 
 
 @pytest.mark.parametrize("moved", [0, 1, 2])
-def test_a_trainer_that_raises_leaves_engines_that_only_the_next_update_repairs(moved: int):
+@in_virtual_time
+async def test_a_trainer_that_raises_leaves_engines_that_only_the_next_update_repairs(moved: int):
     fleet = SimFleet(2)
 
     async def fail(rollouts: RolloutScheduler) -> None:
@@ -394,195 +378,176 @@ def test_a_trainer_that_raises_leaves_engines_that_only_the_next_update_repairs(
             await load(fleet.engines[:moved], 1)
             raise Failing
 
-    async def main() -> None:
-        async with running(fleet, pace="asynchronous") as rollouts:
-            batches = [await rollouts.next_batch()]
-            with pytest.raises(Failing):
-                await fail(rollouts)
-            assert rollouts.version == 0
-            assert not rollouts.state.weights.versions.engines
-            with pytest.raises(RefitError, match="no engine has the fleet's weights"):
-                await take_all(rollouts, batches)  # what was complete before is delivered
-            async with rollouts.paused_for_weights():
-                await load(fleet.engines, 1)
-            batches.append(await rollouts.next_batch())
-            check_whole(rollouts, batches)
-
-    run_virtual(main())
+    async with running(fleet, pace="asynchronous") as rollouts:
+        batches = [await rollouts.next_batch()]
+        with pytest.raises(Failing):
+            await fail(rollouts)
+        assert rollouts.version == 0
+        assert not rollouts.state.weights.versions.engines
+        with pytest.raises(RefitError, match="no engine has the fleet's weights"):
+            await take_all(rollouts, batches)  # what was complete before is delivered
+        async with rollouts.paused_for_weights():
+            await load(fleet.engines, 1)
+        batches.append(await rollouts.next_batch())
+        check_whole(rollouts, batches)
 
 
-def test_a_trainer_that_never_says_done_is_given_up():
+@in_virtual_time
+async def test_a_trainer_that_never_says_done_is_given_up():
     fleet = SimFleet(2)
 
-    async def main() -> None:
-        async with running(fleet, timeouts=Timeouts(refit_s=30.0)) as rollouts:
-            batches = [await rollouts.next_batch()]
-            with pytest.raises(RefitError, match="the publisher did not finish within 30 s"):
-                async with rollouts.paused_for_weights():
-                    await asyncio.sleep(60)
-            handshake = Handshake()
-            with pytest.raises(RefitError, match="the publisher did not finish within 30 s"):
-                await rollouts.update_weights(handshake)
-            with pytest.raises(RefitError, match="the update of this handshake is over"):
-                handshake.done()
-            with pytest.raises(RefitError, match="the update of this handshake is over"):
-                handshake.fail(Failing())
+    async with running(fleet, timeouts=Timeouts(refit_s=30.0)) as rollouts:
+        batches = [await rollouts.next_batch()]
+        with pytest.raises(RefitError, match="the publisher did not finish within 30 s"):
             async with rollouts.paused_for_weights():
-                await load(fleet.engines, 1)
-            batches.append(await rollouts.next_batch())
-            check_whole(rollouts, batches)
+                await asyncio.sleep(60)
+        handshake = Handshake()
+        with pytest.raises(RefitError, match="the publisher did not finish within 30 s"):
+            await rollouts.update_weights(handshake)
+        with pytest.raises(RefitError, match="the update of this handshake is over"):
+            handshake.done()
+        with pytest.raises(RefitError, match="the update of this handshake is over"):
+            handshake.fail(Failing())
+        async with rollouts.paused_for_weights():
+            await load(fleet.engines, 1)
+        batches.append(await rollouts.next_batch())
+        check_whole(rollouts, batches)
 
-    run_virtual(main())
 
-
-def test_one_engine_that_the_trainer_did_not_load_stands_by_with_inconsistent_weights():
+@in_virtual_time
+async def test_one_engine_that_the_trainer_did_not_load_stands_by_with_inconsistent_weights():
     fleet = SimFleet(2)
 
-    async def main() -> None:
-        async with running(fleet) as rollouts:
-            batches = [await rollouts.next_batch()]
-            async with rollouts.paused_for_weights():
-                await load(fleet.engines[1:], 1)
-            assert rollouts.state.weights.versions.engines == {"sim-1": 1}
-            assert rollouts.state.fleet.control.standby["sim-0"].inconsistent
-            batches.append(await rollouts.next_batch())
-            async with rollouts.paused_for_weights():
-                await load(fleet.engines, 2)
-            batches.append(await rollouts.next_batch())
-            assert rollouts.state.weights.versions.engines == {"sim-0": 2, "sim-1": 2}
-            check_whole(rollouts, batches)
-
-    run_virtual(main())
+    async with running(fleet) as rollouts:
+        batches = [await rollouts.next_batch()]
+        async with rollouts.paused_for_weights():
+            await load(fleet.engines[1:], 1)
+        assert rollouts.state.weights.versions.engines == {"sim-1": 1}
+        assert rollouts.state.fleet.control.standby["sim-0"].inconsistent
+        batches.append(await rollouts.next_batch())
+        async with rollouts.paused_for_weights():
+            await load(fleet.engines, 2)
+        batches.append(await rollouts.next_batch())
+        assert rollouts.state.weights.versions.engines == {"sim-0": 2, "sim-1": 2}
+        check_whole(rollouts, batches)
 
 
-def test_a_label_of_another_version_is_not_taken():
+@in_virtual_time
+async def test_a_label_of_another_version_is_not_taken():
     fleet = SimFleet(2)
 
-    async def main() -> None:
-        async with running(fleet) as rollouts:
-            await rollouts.next_batch()
-            with pytest.raises(RefitError, match="has version 3 and not 1"):
-                async with rollouts.paused_for_weights(version=1):
-                    await load(fleet.engines, 3)
-            async with rollouts.paused_for_weights(version=3):
-                pass  # the engines have it already
-            await rollouts.next_batch()
-            assert rollouts.version == 3
-
-    run_virtual(main())
+    async with running(fleet) as rollouts:
+        await rollouts.next_batch()
+        with pytest.raises(RefitError, match="has version 3 and not 1"):
+            async with rollouts.paused_for_weights(version=1):
+                await load(fleet.engines, 3)
+        async with rollouts.paused_for_weights(version=3):
+            pass  # the engines have it already
+        await rollouts.next_batch()
+        assert rollouts.version == 3
 
 
 @pytest.mark.parametrize("back", [False, True])
 @pytest.mark.parametrize("label", [False, True])
-def test_an_engine_that_dies_while_the_trainer_loads_costs_nothing(back: bool, label: bool):
+@in_virtual_time
+async def test_an_engine_that_dies_while_the_trainer_loads_costs_nothing(back: bool, label: bool):
     """If it is back at once, its weights are those that it was first started with, whatever label
     it is given."""
     fleet = SimFleet(2)
 
-    async def main() -> None:
-        async with running(fleet) as rollouts:
-            batches = [await rollouts.next_batch()]
-            async with rollouts.paused_for_weights(label=label):
-                fleet.engines[0].crash()
-                if back:
-                    await fleet.engines[0].restart()
-                await load(fleet.engines[1:], 1)
-            assert rollouts.state.weights.versions.engines == {"sim-1": 1}
-            batches.append(await rollouts.next_batch())
-            if not back:
+    async with running(fleet) as rollouts:
+        batches = [await rollouts.next_batch()]
+        async with rollouts.paused_for_weights(label=label):
+            fleet.engines[0].crash()
+            if back:
                 await fleet.engines[0].restart()
-            await asyncio.sleep(200)
-            async with rollouts.paused_for_weights(label=label):
-                await load(fleet.engines, 2)
-            batches.append(await rollouts.next_batch())
-            assert rollouts.state.weights.versions.engines == {"sim-0": 2, "sim-1": 2}
-            check_whole(rollouts, batches)
+            await load(fleet.engines[1:], 1)
+        assert rollouts.state.weights.versions.engines == {"sim-1": 1}
+        batches.append(await rollouts.next_batch())
+        if not back:
+            await fleet.engines[0].restart()
+        await asyncio.sleep(200)
+        async with rollouts.paused_for_weights(label=label):
+            await load(fleet.engines, 2)
+        batches.append(await rollouts.next_batch())
+        assert rollouts.state.weights.versions.engines == {"sim-0": 2, "sim-1": 2}
+        check_whole(rollouts, batches)
 
-    run_virtual(main())
 
-
-def test_a_trainer_that_is_cancelled_before_the_pause_changes_nothing():
+@in_virtual_time
+async def test_a_trainer_that_is_cancelled_before_the_pause_changes_nothing():
     fleet = SimFleet(2)
 
     async def block(rollouts: RolloutScheduler) -> None:
         async with rollouts.paused_for_weights():
             raise AssertionError("the engines were paused")
 
-    async def main() -> None:
-        async with running(fleet, straggler="run", pace="asynchronous") as rollouts:
-            batches = [await rollouts.next_batch()]
-            with pytest.raises(TimeoutError):  # the stragglers have not ended by then
-                await asyncio.wait_for(block(rollouts), 0.1)
-            batches.append(await rollouts.next_batch())
-            assert rollouts.state.weights.versions.engines == {"sim-0": 0, "sim-1": 0}
-            check_whole(rollouts, batches)
-
-    run_virtual(main())
+    async with running(fleet, straggler="run", pace="asynchronous") as rollouts:
+        batches = [await rollouts.next_batch()]
+        with pytest.raises(TimeoutError):  # the stragglers have not ended by then
+            await asyncio.wait_for(block(rollouts), 0.1)
+        batches.append(await rollouts.next_batch())
+        assert rollouts.state.weights.versions.engines == {"sim-0": 0, "sim-1": 0}
+        check_whole(rollouts, batches)
 
 
 @pytest.mark.parametrize("step", range(12))
-def test_a_trainer_that_is_cancelled_at_any_moment_can_go_on_with_the_next_update(step: int):
+@in_virtual_time
+async def test_a_trainer_that_is_cancelled_at_any_moment_can_go_on_with_the_next_update(step: int):
     fleet = SimFleet(2)
 
     async def block(rollouts: RolloutScheduler) -> None:
         async with rollouts.paused_for_weights(version=1):
             await load(fleet.engines, 1, seconds=0.004)
 
-    async def main() -> None:
-        async with running(fleet) as rollouts:
-            batches = [await rollouts.next_batch()]
-            with suppress(TimeoutError):
-                async with asyncio.timeout(step * 0.001):
-                    await block(rollouts)
-            version = 1 if rollouts.version == 0 else 2
-            async with rollouts.paused_for_weights(version=version):
-                await load(fleet.engines, version)
-            batches.append(await rollouts.next_batch())
-            check_whole(rollouts, batches)
-
-    run_virtual(main())
+    async with running(fleet) as rollouts:
+        batches = [await rollouts.next_batch()]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(step * 0.001):
+                await block(rollouts)
+        version = 1 if rollouts.version == 0 else 2
+        async with rollouts.paused_for_weights(version=version):
+            await load(fleet.engines, version)
+        batches.append(await rollouts.next_batch())
+        check_whole(rollouts, batches)
 
 
-def test_who_waits_for_the_pause_hears_of_an_update_that_was_refused():
+@in_virtual_time
+async def test_who_waits_for_the_pause_hears_of_an_update_that_was_refused():
     fleet = SimFleet(1)
 
-    async def main() -> None:
-        async with running(fleet) as rollouts:
-            await rollouts.next_batch()
-            handshake = Handshake()
-            waiting = asyncio.create_task(handshake.paused())
-            with pytest.raises(ConfigError, match="version 0 is not newer"):
-                await rollouts.update_weights(handshake, version=0)
-            with pytest.raises(RefitError, match="ended before the engines were paused"):
-                await waiting
-            with pytest.raises(RefitError, match="ended before the engines were paused"):
-                handshake.wait_paused(1)
-            with pytest.raises(ConfigError, match="version 0 is not newer"):
-                async with rollouts.paused_for_weights(version=0):
-                    raise AssertionError("the engines were paused")
-        with pytest.raises(SchedulerClosed):
-            async with rollouts.paused_for_weights():
+    async with running(fleet) as rollouts:
+        await rollouts.next_batch()
+        handshake = Handshake()
+        waiting = asyncio.create_task(handshake.paused())
+        with pytest.raises(ConfigError, match="version 0 is not newer"):
+            await rollouts.update_weights(handshake, version=0)
+        with pytest.raises(RefitError, match="ended before the engines were paused"):
+            await waiting
+        with pytest.raises(RefitError, match="ended before the engines were paused"):
+            handshake.wait_paused(1)
+        with pytest.raises(ConfigError, match="version 0 is not newer"):
+            async with rollouts.paused_for_weights(version=0):
                 raise AssertionError("the engines were paused")
-
-    run_virtual(main())
+    with pytest.raises(SchedulerClosed):
+        async with rollouts.paused_for_weights():
+            raise AssertionError("the engines were paused")
 
 
 @pytest.mark.parametrize("straggler", ["retract", "in_place", "abort", "choose"])
-def test_engines_that_the_trainer_has_continued_are_paused_again_for_the_next_update(
+@in_virtual_time
+async def test_engines_that_the_trainer_has_continued_are_paused_again_for_the_next_update(
     straggler: str,
 ):
     fleet = SimFleet(2)
 
-    async def main() -> None:
-        async with running(fleet, straggler=straggler) as rollouts:
-            for version in (1, 3, 5):
-                await rollouts.next_batch()
-                await move(fleet.engines, version)
-                await rollouts.update_weights(ExternalWeights(), version=version)
-                await rollouts.update_weights(SimPublisher(), version=version + 1)
-                assert set(rollouts.state.weights.versions.engines.values()) == {version + 1}
-
-    run_virtual(main())
+    async with running(fleet, straggler=straggler) as rollouts:
+        for version in (1, 3, 5):
+            await rollouts.next_batch()
+            await move(fleet.engines, version)
+            await rollouts.update_weights(ExternalWeights(), version=version)
+            await rollouts.update_weights(SimPublisher(), version=version + 1)
+            assert set(rollouts.state.weights.versions.engines.values()) == {version + 1}
 
 
 # --- following -----------------------------------------------------------------------------------
@@ -604,7 +569,8 @@ async def until_at(rollouts: RolloutScheduler, version: int) -> None:
         *((rule, "synchronous") for rule in ("abort", "run")),
     ],
 )
-def test_foreign_updates_are_followed_without_a_word(straggler: str, pace: str):
+@in_virtual_time
+async def test_foreign_updates_are_followed_without_a_word(straggler: str, pace: str):
     """They come when batches are complete, and in the middle of them."""
     fleet, calls = SimFleet(2), Calls()
 
@@ -613,179 +579,158 @@ def test_foreign_updates_are_followed_without_a_word(straggler: str, pace: str):
             await asyncio.sleep(1.5)
             await move(fleet.engines, version, seconds=0.7)
 
-    async def main() -> None:
-        changes = {"straggler": straggler, "pace": pace, "follow_weights": True}
-        async with running(fleet, calls, **changes) as rollouts, asyncio.TaskGroup() as group:
-            moving = group.create_task(trainer())
-            batches: list[Batch] = []
-            while not moving.done():
-                batches.append(await rollouts.next_batch())
-                await asyncio.sleep(0.3)
-            await until_at(rollouts, 6)
+    changes = {"straggler": straggler, "pace": pace, "follow_weights": True}
+    async with running(fleet, calls, **changes) as rollouts, asyncio.TaskGroup() as group:
+        moving = group.create_task(trainer())
+        batches: list[Batch] = []
+        while not moving.done():
             batches.append(await rollouts.next_batch())
-            assert not calls.lost
-            assert len(versions(batches)) > 3
-            check_whole(rollouts, batches)
+            await asyncio.sleep(0.3)
+        await until_at(rollouts, 6)
+        batches.append(await rollouts.next_batch())
+        assert not calls.lost
+        assert len(versions(batches)) > 3
+        check_whole(rollouts, batches)
 
-    run_virtual(main())
 
-
-def test_a_fleet_that_waits_for_the_next_version_is_watched():
+@in_virtual_time
+async def test_a_fleet_that_waits_for_the_next_version_is_watched():
     """With this bound nothing is launched before the next version, so no token shows it."""
     fleet = SimFleet(2)
 
-    async def main() -> None:
-        async with running(
-            fleet, straggler="abort", follow_weights=True, max_staleness=0
-        ) as rollouts:
-            batches: list[Batch] = []
-            for version in (1, 2, 3):
-                batches.append(await rollouts.next_batch())
-                await move(fleet.engines, version)
-                await until_at(rollouts, version)
+    async with running(fleet, straggler="abort", follow_weights=True, max_staleness=0) as rollouts:
+        batches: list[Batch] = []
+        for version in (1, 2, 3):
             batches.append(await rollouts.next_batch())
-            assert [batch.version for batch in batches] == [0, 1, 2, 3]
-            check_whole(rollouts, batches)
+            await move(fleet.engines, version)
+            await until_at(rollouts, version)
+        batches.append(await rollouts.next_batch())
+        assert [batch.version for batch in batches] == [0, 1, 2, 3]
+        check_whole(rollouts, batches)
 
-    run_virtual(main())
 
-
-def test_engines_that_are_moved_one_after_the_other_are_followed_together():
+@in_virtual_time
+async def test_engines_that_are_moved_one_after_the_other_are_followed_together():
     fleet, calls = SimFleet(4), Calls()
 
-    async def main() -> None:
-        async with running(fleet, calls, pace="asynchronous", follow_weights=True) as rollouts:
-            batches = [await rollouts.next_batch()]
-            for engine in fleet.engines:
-                await move([engine], 1)
-                await asyncio.sleep(5)
-            await until_at(rollouts, 1)
-            batches.append(await rollouts.next_batch())
-            assert not calls.lost
-            check_whole(rollouts, batches)
-
-    run_virtual(main())
+    async with running(fleet, calls, pace="asynchronous", follow_weights=True) as rollouts:
+        batches = [await rollouts.next_batch()]
+        for engine in fleet.engines:
+            await move([engine], 1)
+            await asyncio.sleep(5)
+        await until_at(rollouts, 1)
+        batches.append(await rollouts.next_batch())
+        assert not calls.lost
+        check_whole(rollouts, batches)
 
 
 @pytest.mark.parametrize(("engines", "leads"), [(2, True), (3, False)])
-def test_one_engine_that_moves_alone(engines: int, leads: bool):
+@in_virtual_time
+async def test_one_engine_that_moves_alone(engines: int, leads: bool):
     """The other of two stands by until it moves too; of three engines, it stands by itself."""
     fleet = SimFleet(engines)
 
-    async def main() -> None:
-        async with running(fleet, pace="asynchronous", follow_weights=True) as rollouts:
-            batches = [await rollouts.next_batch()]
-            await move(fleet.engines[:1], 1)
-            await asyncio.sleep(90)
-            assert rollouts.version == leads
-            assert ("sim-0" in rollouts.state.weights.versions.engines) is leads
-            assert len(rollouts.state.fleet.control.standby) == 1
-            batches.append(await rollouts.next_batch())
-            await move(fleet.engines[1:], 1)
-            await until_at(rollouts, 1)
-            await asyncio.sleep(2)
-            assert len(rollouts.state.weights.versions.engines) == engines
-            batches.append(await rollouts.next_batch())
-            check_whole(rollouts, batches)
-
-    run_virtual(main())
+    async with running(fleet, pace="asynchronous", follow_weights=True) as rollouts:
+        batches = [await rollouts.next_batch()]
+        await move(fleet.engines[:1], 1)
+        await asyncio.sleep(90)
+        assert rollouts.version == leads
+        assert ("sim-0" in rollouts.state.weights.versions.engines) is leads
+        assert len(rollouts.state.fleet.control.standby) == 1
+        batches.append(await rollouts.next_batch())
+        await move(fleet.engines[1:], 1)
+        await until_at(rollouts, 1)
+        await asyncio.sleep(2)
+        assert len(rollouts.state.weights.versions.engines) == engines
+        batches.append(await rollouts.next_batch())
+        check_whole(rollouts, batches)
 
 
-def test_a_restart_is_not_taken_for_an_update():
+@in_virtual_time
+async def test_a_restart_is_not_taken_for_an_update():
     fleet, calls = SimFleet(2), Calls()
 
-    async def main() -> None:
-        async with running(fleet, calls, pace="asynchronous", follow_weights=True) as rollouts:
-            batches = [await rollouts.next_batch()]
-            await move(fleet.engines, 1)
-            await until_at(rollouts, 1)
-            fleet.engines[0].crash()
-            await fleet.engines[0].restart()
-            await asyncio.sleep(30)
-            assert rollouts.state.weights.versions.engines == {"sim-1": 1}
-            assert [lost.engine for lost in calls.lost] == ["sim-0"]
-            batches.append(await rollouts.next_batch())
-            await move(fleet.engines, 2)
-            await until_at(rollouts, 2)
-            await asyncio.sleep(2)
-            assert rollouts.state.weights.versions.engines == {"sim-0": 2, "sim-1": 2}
-            check_whole(rollouts, batches, crashed="sim-0")
-
-    run_virtual(main())
+    async with running(fleet, calls, pace="asynchronous", follow_weights=True) as rollouts:
+        batches = [await rollouts.next_batch()]
+        await move(fleet.engines, 1)
+        await until_at(rollouts, 1)
+        fleet.engines[0].crash()
+        await fleet.engines[0].restart()
+        await asyncio.sleep(30)
+        assert rollouts.state.weights.versions.engines == {"sim-1": 1}
+        assert [lost.engine for lost in calls.lost] == ["sim-0"]
+        batches.append(await rollouts.next_batch())
+        await move(fleet.engines, 2)
+        await until_at(rollouts, 2)
+        await asyncio.sleep(2)
+        assert rollouts.state.weights.versions.engines == {"sim-0": 2, "sim-1": 2}
+        check_whole(rollouts, batches, crashed="sim-0")
 
 
-def test_a_long_foreign_pause_is_no_stall():
+@in_virtual_time
+async def test_a_long_foreign_pause_is_no_stall():
     fleet, calls = SimFleet(2), Calls()
 
-    async def main() -> None:
-        async with running(
-            fleet,
-            calls,
-            pace="asynchronous",
-            follow_weights=True,
-            health=Health(stall_s=20.0),
-            timeouts=Timeouts(refit_s=300.0),
-        ) as rollouts:
-            batches = [await rollouts.next_batch()]
-            await move(fleet.engines, 1, seconds=250)
-            await until_at(rollouts, 1)
-            await asyncio.sleep(120)
-            assert not calls.lost
-            assert rollouts.state.weights.versions.engines == {"sim-0": 1, "sim-1": 1}
-            batches.append(await rollouts.next_batch())
-            check_whole(rollouts, batches)
-
-    run_virtual(main())
+    async with running(
+        fleet,
+        calls,
+        pace="asynchronous",
+        follow_weights=True,
+        health=Health(stall_s=20.0),
+        timeouts=Timeouts(refit_s=300.0),
+    ) as rollouts:
+        batches = [await rollouts.next_batch()]
+        await move(fleet.engines, 1, seconds=250)
+        await until_at(rollouts, 1)
+        await asyncio.sleep(120)
+        assert not calls.lost
+        assert rollouts.state.weights.versions.engines == {"sim-0": 1, "sim-1": 1}
+        batches.append(await rollouts.next_batch())
+        check_whole(rollouts, batches)
 
 
-def test_a_trainer_may_say_what_it_has_loaded_although_it_is_followed():
+@in_virtual_time
+async def test_a_trainer_may_say_what_it_has_loaded_although_it_is_followed():
     fleet = SimFleet(2)
 
-    async def main() -> None:
-        async with running(fleet, pace="asynchronous", follow_weights=True) as rollouts:
-            for version, pause in ((1, 0.0), (2, 5.0)):
-                await rollouts.next_batch()
-                await move(fleet.engines, version)
-                await asyncio.sleep(pause)
-                report = await rollouts.update_weights(ExternalWeights(), version=version)
-                assert report.version == version
-                assert set(rollouts.state.weights.versions.engines.values()) == {version}
+    async with running(fleet, pace="asynchronous", follow_weights=True) as rollouts:
+        for version, pause in ((1, 0.0), (2, 5.0)):
             await rollouts.next_batch()
+            await move(fleet.engines, version)
+            await asyncio.sleep(pause)
+            report = await rollouts.update_weights(ExternalWeights(), version=version)
+            assert report.version == version
+            assert set(rollouts.state.weights.versions.engines.values()) == {version}
+        await rollouts.next_batch()
 
-    run_virtual(main())
 
-
-def test_an_engine_that_dies_while_it_is_followed_costs_nothing():
+@in_virtual_time
+async def test_an_engine_that_dies_while_it_is_followed_costs_nothing():
     fleet = SimFleet(2)
 
-    async def main() -> None:
-        async with running(fleet, pace="asynchronous", follow_weights=True) as rollouts:
-            batches = [await rollouts.next_batch()]
-            await move(fleet.engines[:1], 1)
-            await asyncio.sleep(3)
-            assert rollouts.state.weights.update is not None
-            fleet.engines[1].crash()
-            await asyncio.sleep(5)
-            assert rollouts.state.weights.versions.engines == {"sim-0": 1}
-            await fleet.engines[1].restart()
-            batches.append(await rollouts.next_batch())
-            check_whole(rollouts, batches)
-
-    run_virtual(main())
+    async with running(fleet, pace="asynchronous", follow_weights=True) as rollouts:
+        batches = [await rollouts.next_batch()]
+        await move(fleet.engines[:1], 1)
+        await asyncio.sleep(3)
+        assert rollouts.state.weights.update is not None
+        fleet.engines[1].crash()
+        await asyncio.sleep(5)
+        assert rollouts.state.weights.versions.engines == {"sim-0": 1}
+        await fleet.engines[1].restart()
+        batches.append(await rollouts.next_batch())
+        check_whole(rollouts, batches)
 
 
-def test_an_evaluation_that_a_foreign_update_meets_is_of_one_version():
+@in_virtual_time
+async def test_an_evaluation_that_a_foreign_update_meets_is_of_one_version():
     fleet = SimFleet(2)
 
-    async def main() -> None:
-        async with running(fleet, pace="asynchronous", follow_weights=True) as rollouts:
-            await rollouts.next_batch()
-            evaluation = asyncio.create_task(rollouts.evaluate(list(islice(prompts(), 12))))
-            await asyncio.sleep(1.0)
-            await move(fleet.engines, 1)
-            batch = await evaluation
-            assert batch.version == 1
-            assert versions([batch]) == {1}
-            assert len(batch.groups) == 12
-
-    run_virtual(main())
+    async with running(fleet, pace="asynchronous", follow_weights=True) as rollouts:
+        await rollouts.next_batch()
+        evaluation = asyncio.create_task(rollouts.evaluate(list(islice(prompts(), 12))))
+        await asyncio.sleep(1.0)
+        await move(fleet.engines, 1)
+        batch = await evaluation
+        assert batch.version == 1
+        assert versions([batch]) == {1}
+        assert len(batch.groups) == 12

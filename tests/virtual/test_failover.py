@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from itertools import pairwise
 
@@ -24,10 +24,12 @@ from aprilsched import (
 from aprilsched.config import Health, Timeouts
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
-from aprilsched.engines.base import Chunk, Engine, GenerationRequest
+from aprilsched.engines.base import Chunk, GenerationRequest
 from aprilsched.engines.sim import SimEngine, run_virtual
 from aprilsched.errors import EngineError, FleetLost, RefitError
 from aprilsched.telemetry.base import ProtocolListener
+from tests.support.publishers import Once
+from tests.support.virtual_time import in_virtual_time
 
 
 def workload() -> LongTailWorkload:
@@ -192,23 +194,21 @@ def test_an_engine_that_hangs_is_lost_and_comes_back_when_it_goes_on():
     assert ev.Tick not in losses.events
 
 
-def test_an_engine_that_slows_to_a_tenth_is_lost_and_its_rollouts_go_on_elsewhere():
+@in_virtual_time
+async def test_an_engine_that_slows_to_a_tenth_is_lost_and_its_rollouts_go_on_elsewhere():
     fleet, losses = Servers(3), Losses()
 
-    async def main() -> None:
-        async with running(fleet, losses) as rollouts:
-            batches = [await rollouts.next_batch()]
-            assert not losses.lost
-            fleet.engines[2].decode_at(0.1)
-            batches += [await rollouts.next_batch() for _ in range(2)]
-            assert losses.lost[0][0] == "sim-2"
-            assert losses.lost[0][1].startswith("slow: ")
-            fleet.engines[2].decode_at(1)
-            batches += [await rollouts.next_batch() for _ in range(3)]
-            assert set(rollouts.state.weights.versions.engines) == {"sim-0", "sim-1", "sim-2"}
-            check_whole(rollouts, batches)
-
-    run_virtual(main())
+    async with running(fleet, losses) as rollouts:
+        batches = [await rollouts.next_batch()]
+        assert not losses.lost
+        fleet.engines[2].decode_at(0.1)
+        batches += [await rollouts.next_batch() for _ in range(2)]
+        assert losses.lost[0][0] == "sim-2"
+        assert losses.lost[0][1].startswith("slow: ")
+        fleet.engines[2].decode_at(1)
+        batches += [await rollouts.next_batch() for _ in range(3)]
+        assert set(rollouts.state.weights.versions.engines) == {"sim-0", "sim-1", "sim-2"}
+        check_whole(rollouts, batches)
 
 
 def test_a_fleet_that_slows_as_a_whole_loses_nobody():
@@ -278,25 +278,23 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("fault", ["nan", "short", "stuck", "hung", "deaf"])
-def test_an_engine_that_answers_but_does_not_work_stays_out_until_it_does(fault: str):
+@in_virtual_time
+async def test_an_engine_that_answers_but_does_not_work_stays_out_until_it_does(fault: str):
     fleet = Servers(2)
 
-    async def main() -> None:
-        async with running(fleet, timeouts=Timeouts(control_s=15.0)) as rollouts:
-            rollouts._feed(ev.EngineLost(engine="sim-1", cause="unplugged"))
-            fleet.spoilt.fault = fault
-            if fault == "hung":
-                fleet.spoilt.decode_at(0)
-            # A quarter of a second a token: what cannot be aborted is not soon over by itself.
-            fleet.spoilt.decode_at(0.02) if fault == "deaf" else None
-            await asyncio.sleep(200)
-            assert set(rollouts.state.weights.versions.engines) == {"sim-0"}
-            fleet.spoilt.fault = ""
-            fleet.spoilt.decode_at(1)
-            await asyncio.sleep(200)
-            assert set(rollouts.state.weights.versions.engines) == {"sim-0", "sim-1"}
-
-    run_virtual(main())
+    async with running(fleet, timeouts=Timeouts(control_s=15.0)) as rollouts:
+        rollouts._feed(ev.EngineLost(engine="sim-1", cause="unplugged"))
+        fleet.spoilt.fault = fault
+        if fault == "hung":
+            fleet.spoilt.decode_at(0)
+        # A quarter of a second a token: what cannot be aborted is not soon over by itself.
+        fleet.spoilt.decode_at(0.02) if fault == "deaf" else None
+        await asyncio.sleep(200)
+        assert set(rollouts.state.weights.versions.engines) == {"sim-0"}
+        fleet.spoilt.fault = ""
+        fleet.spoilt.decode_at(1)
+        await asyncio.sleep(200)
+        assert set(rollouts.state.weights.versions.engines) == {"sim-0", "sim-1"}
 
 
 # --- all of them ---------------------------------------------------------------------------------
@@ -328,32 +326,28 @@ def test_the_only_engine_dies_and_is_restarted_in_time(caplog: pytest.LogCapture
     )
 
 
-def test_a_fleet_that_does_not_come_back_ends_every_call_in_the_end():
+@in_virtual_time
+async def test_a_fleet_that_does_not_come_back_ends_every_call_in_the_end():
     fleet = Servers(2)
 
-    async def main() -> None:
-        async with running(fleet, health=Health(stall_s=20.0, fleet_wait_s=300.0)) as rollouts:
-            calls: list[asyncio.Task[object]] = [
-                asyncio.create_task(rollouts.next_batch()),
-                asyncio.create_task(rollouts.evaluate(prompts())),
-            ]
-            for server in fleet.servers:
-                server.kill()
-            await asyncio.sleep(100)
-            calls.append(asyncio.create_task(rollouts.update_weights(SimPublisher())))
-            await asyncio.sleep(150)
-            assert not any(call.done() for call in calls)
-            began = asyncio.get_running_loop().time()
-            for call in calls:
-                with pytest.raises(
-                    FleetLost, match=r"none came back within 30\d s .*sim-0: .*sim-1"
-                ):
-                    await call
-            assert asyncio.get_running_loop().time() - began < 100
-            with pytest.raises(FleetLost):
-                await rollouts.next_batch()
-
-    run_virtual(main())
+    async with running(fleet, health=Health(stall_s=20.0, fleet_wait_s=300.0)) as rollouts:
+        calls: list[asyncio.Task[object]] = [
+            asyncio.create_task(rollouts.next_batch()),
+            asyncio.create_task(rollouts.evaluate(prompts())),
+        ]
+        for server in fleet.servers:
+            server.kill()
+        await asyncio.sleep(100)
+        calls.append(asyncio.create_task(rollouts.update_weights(SimPublisher())))
+        await asyncio.sleep(150)
+        assert not any(call.done() for call in calls)
+        began = asyncio.get_running_loop().time()
+        for call in calls:
+            with pytest.raises(FleetLost, match=r"none came back within 30\d s .*sim-0: .*sim-1"):
+                await call
+        assert asyncio.get_running_loop().time() - began < 100
+        with pytest.raises(FleetLost):
+            await rollouts.next_batch()
 
 
 def prompts() -> list[Prompt]:
@@ -361,78 +355,57 @@ def prompts() -> list[Prompt]:
     return [Prompt(input_ids=np.array([i], dtype=np.int32), sampling=sampling) for i in range(3)]
 
 
-def test_an_update_in_an_outage_reaches_the_engine_that_comes_back():
+@in_virtual_time
+async def test_an_update_in_an_outage_reaches_the_engine_that_comes_back():
     fleet = Servers(1)
 
-    async def main() -> None:
-        async with running(fleet) as rollouts:
-            fleet.servers[0].kill()
-            await asyncio.sleep(30)
-            update = asyncio.create_task(rollouts.update_weights(SimPublisher()))
-            await asyncio.sleep(60)
-            assert not update.done()
-            await fleet.servers[0].start_again()
-            await update
-            assert rollouts.state.weights.versions.engines == {"sim-0": 1}
-            check_whole(rollouts, [await rollouts.next_batch()])
-
-    run_virtual(main())
+    async with running(fleet) as rollouts:
+        fleet.servers[0].kill()
+        await asyncio.sleep(30)
+        update = asyncio.create_task(rollouts.update_weights(SimPublisher()))
+        await asyncio.sleep(60)
+        assert not update.done()
+        await fleet.servers[0].start_again()
+        await update
+        assert rollouts.state.weights.versions.engines == {"sim-0": 1}
+        check_whole(rollouts, [await rollouts.next_batch()])
 
 
-class Once:
-    """A publisher that publishes a version once and cannot publish it again."""
-
-    def __init__(self) -> None:
-        self._sim = SimPublisher()
-
-    async def prepare(self, version: int) -> None:
-        await self._sim.prepare(version)
-
-    async def publish(
-        self, version: int, engines: Sequence[Engine]
-    ) -> Mapping[str, Exception | None]:
-        return await self._sim.publish(version, engines)
-
-
-def test_engines_that_come_back_without_the_weights_have_the_trainer_publish_them():
+@in_virtual_time
+async def test_engines_that_come_back_without_the_weights_have_the_trainer_publish_them():
     fleet = Servers(2)
 
-    async def main() -> None:
-        async with running(fleet) as rollouts:
-            await rollouts.update_weights(Once())
-            waiting = asyncio.create_task(rollouts.next_batch())
-            evaluation = asyncio.create_task(rollouts.evaluate(prompts()))
-            await asyncio.sleep(5)
-            for server in fleet.servers:
-                server.kill()
-            await asyncio.sleep(5)
-            for server in fleet.servers:
-                await server.start_again()
-            for call in (waiting, evaluation):
-                with pytest.raises(RefitError, match=r"wait for them\); call update_weights"):
-                    await call
-            assert rollouts.state.in_flight.ledger.rollouts == {"abandoned": 3}
-            with pytest.raises(RefitError):
-                await rollouts.next_batch()
-            await rollouts.update_weights(Once())
-            batch = await rollouts.next_batch()
-            assert set(rollouts.state.weights.versions.engines) == {"sim-0", "sim-1"}
-            assert {0, 2} <= {s.version for r in batch.rollouts for s in r.segments}
-
-    run_virtual(main())
+    async with running(fleet) as rollouts:
+        await rollouts.update_weights(Once())
+        waiting = asyncio.create_task(rollouts.next_batch())
+        evaluation = asyncio.create_task(rollouts.evaluate(prompts()))
+        await asyncio.sleep(5)
+        for server in fleet.servers:
+            server.kill()
+        await asyncio.sleep(5)
+        for server in fleet.servers:
+            await server.start_again()
+        for call in (waiting, evaluation):
+            with pytest.raises(RefitError, match=r"wait for them\); call update_weights"):
+                await call
+        assert rollouts.state.in_flight.ledger.rollouts == {"abandoned": 3}
+        with pytest.raises(RefitError):
+            await rollouts.next_batch()
+        await rollouts.update_weights(Once())
+        batch = await rollouts.next_batch()
+        assert set(rollouts.state.weights.versions.engines) == {"sim-0", "sim-1"}
+        assert {0, 2} <= {s.version for r in batch.rollouts for s in r.segments}
 
 
-def test_engines_that_come_back_without_the_weights_get_them_where_they_are_held():
+@in_virtual_time
+async def test_engines_that_come_back_without_the_weights_get_them_where_they_are_held():
     fleet = Servers(1)
 
-    async def main() -> None:
-        async with running(fleet) as rollouts:
-            await rollouts.update_weights(SimPublisher())
-            waiting = asyncio.create_task(rollouts.next_batch())
-            fleet.servers[0].kill()
-            await asyncio.sleep(5)
-            await fleet.servers[0].start_again()
-            check_whole(rollouts, [await waiting])
-            assert rollouts.state.weights.versions.engines == {"sim-0": 1}
-
-    run_virtual(main())
+    async with running(fleet) as rollouts:
+        await rollouts.update_weights(SimPublisher())
+        waiting = asyncio.create_task(rollouts.next_batch())
+        fleet.servers[0].kill()
+        await asyncio.sleep(5)
+        await fleet.servers[0].start_again()
+        check_whole(rollouts, [await waiting])
+        assert rollouts.state.weights.versions.engines == {"sim-0": 1}

@@ -42,6 +42,7 @@ from aprilsched.testing.faults import FaultScript, faults_of
 from aprilsched.testing.faults.script import KINDS
 from aprilsched.types import VersionSpan
 from tests.support.sim_http import CONFIG, INTERVAL, Raw, asked, two_weights
+from tests.support.virtual_time import in_virtual_time
 
 T = TypeVar("T")
 Table = dict[str, Any]
@@ -180,23 +181,21 @@ BROKEN: list[tuple[Table, type[AprilschedError], str]] = [
 @pytest.mark.parametrize(
     ("fault", "error", "message"), BROKEN, ids=lambda value: str(value) if value else ""
 )
-def test_a_broken_stream_gives_right_tokens_and_then_an_error(
+@in_virtual_time
+async def test_a_broken_stream_gives_right_tokens_and_then_an_error(
     fault: Table, error: type[AprilschedError], message: str, after_tokens: int
 ):
-    async def main() -> None:
-        spoiled = {**fault, "after_tokens": after_tokens, "times": 1}
-        async with Setting(spoiled) as setting:
-            seen = await read(setting.engine)
-            assert setting.fired == {fault["kind"]: 1}
-            assert type(seen.error) is error
-            assert message in str(seen.error)
-            check(seen, whole=False)
-            assert after_tokens <= len(seen.ids) < TOKENS
-            after = await read(setting.engine)
-            check(after, whole=True)
-            assert setting.server.engine.batcher.running == 0, "nothing decodes unseen"
-
-    run_virtual(main())
+    spoiled = {**fault, "after_tokens": after_tokens, "times": 1}
+    async with Setting(spoiled) as setting:
+        seen = await read(setting.engine)
+        assert setting.fired == {fault["kind"]: 1}
+        assert type(seen.error) is error
+        assert message in str(seen.error)
+        check(seen, whole=False)
+        assert after_tokens <= len(seen.ids) < TOKENS
+        after = await read(setting.engine)
+        check(after, whole=True)
+        assert setting.server.engine.batcher.running == 0, "nothing decodes unseen"
 
 
 @pytest.mark.parametrize(
@@ -208,14 +207,12 @@ def test_a_broken_stream_gives_right_tokens_and_then_an_error(
     ],
     ids=str,
 )
-def test_repeated_events_are_read_once(fault: Table):
-    async def main() -> None:
-        async with Setting(fault) as setting:
-            for number in (1, 2):
-                check(await read(setting.engine), whole=True)
-                assert setting.fired == {fault["kind"]: number}
-
-    run_virtual(main())
+@in_virtual_time
+async def test_repeated_events_are_read_once(fault: Table):
+    async with Setting(fault) as setting:
+        for number in (1, 2):
+            check(await read(setting.engine), whole=True)
+            assert setting.fired == {fault["kind"]: number}
 
 
 @pytest.mark.parametrize(
@@ -230,16 +227,14 @@ def test_repeated_events_are_read_once(fault: Table):
     ],
     ids=str,
 )
-def test_a_late_stream_is_waited_for(fault: Table, gap: float, total: float):
-    async def main() -> None:
-        async with Setting(fault) as setting:
-            seen = await read(setting.engine)
-            check(seen, whole=True)
-            assert setting.fired == {fault["kind"]: 1}
-            assert seen.longest_gap >= gap
-            assert seen.seconds >= total
-
-    run_virtual(main())
+@in_virtual_time
+async def test_a_late_stream_is_waited_for(fault: Table, gap: float, total: float):
+    async with Setting(fault) as setting:
+        seen = await read(setting.engine)
+        check(seen, whole=True)
+        assert setting.fired == {fault["kind"]: 1}
+        assert seen.longest_gap >= gap
+        assert seen.seconds >= total
 
 
 @pytest.mark.parametrize(
@@ -252,23 +247,21 @@ def test_a_late_stream_is_waited_for(fault: Table, gap: float, total: float):
     ],
     ids=str,
 )
-def test_a_silent_stream_can_be_left_in_bounded_time(fault: Table):
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        async with Setting(fault) as setting:
-            task = asyncio.create_task(read(setting.engine))
-            await asyncio.sleep(600)
-            assert not task.done(), "streams have no time limit of their own"
-            left = loop.time()
-            task.cancel()
-            await asyncio.wait([task])
-            assert task.cancelled()
-            assert loop.time() - left <= LIMITS.abort_timeout
-            assert setting.fired == {fault["kind"]: 1}
-            if fault["kind"] != "hang":
-                await until(lambda: setting.server.engine.batcher.running == 0)
-
-    run_virtual(main())
+@in_virtual_time
+async def test_a_silent_stream_can_be_left_in_bounded_time(fault: Table):
+    loop = asyncio.get_running_loop()
+    async with Setting(fault) as setting:
+        task = asyncio.create_task(read(setting.engine))
+        await asyncio.sleep(600)
+        assert not task.done(), "streams have no time limit of their own"
+        left = loop.time()
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+        assert loop.time() - left <= LIMITS.abort_timeout
+        assert setting.fired == {fault["kind"]: 1}
+        if fault["kind"] != "hang":
+            await until(lambda: setting.server.engine.batcher.running == 0)
 
 
 def test_a_stream_that_gives_too_much_is_broken_off_at_what_was_asked_for():
@@ -285,53 +278,45 @@ def test_a_stream_that_gives_too_much_is_broken_off_at_what_was_asked_for():
         run_virtual(main(tokens))
 
 
-def test_a_dropped_stream_that_a_short_response_never_reaches_does_not_happen():
-    async def main() -> None:
-        async with Setting({"kind": "drop", "after_tokens": 10_000}) as setting:
-            check(await read(setting.engine), whole=True)
-            assert setting.fired == {}
-
-    run_virtual(main())
+@in_virtual_time
+async def test_a_dropped_stream_that_a_short_response_never_reaches_does_not_happen():
+    async with Setting({"kind": "drop", "after_tokens": 10_000}) as setting:
+        check(await read(setting.engine), whole=True)
+        assert setting.fired == {}
 
 
-def test_several_faults_happen_to_one_stream():
-    async def main() -> None:
-        late = {"kind": "delay", "seconds": 5, "every_event": True, "after": 2}
-        faults = [late, {"kind": "duplicate-events"}, {"kind": "drop", "after_tokens": 60}]
-        async with Setting(*faults) as setting:
-            seen = await read(setting.engine)
-            check(seen, whole=False)
-            assert setting.fired == {"delay": 1, "duplicate-events": 1, "drop": 1}
-            assert seen.seconds >= 15
-
-    run_virtual(main())
+@in_virtual_time
+async def test_several_faults_happen_to_one_stream():
+    late = {"kind": "delay", "seconds": 5, "every_event": True, "after": 2}
+    faults = [late, {"kind": "duplicate-events"}, {"kind": "drop", "after_tokens": 60}]
+    async with Setting(*faults) as setting:
+        seen = await read(setting.engine)
+        check(seen, whole=False)
+        assert setting.fired == {"delay": 1, "duplicate-events": 1, "drop": 1}
+        assert seen.seconds >= 15
 
 
 # -- whole answers ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 429, 500, 502, 503])
-def test_a_status_is_a_rejection_with_the_servers_message(status: int):
-    async def main() -> None:
-        fault = {"kind": "status", "status": status, "message": "not today", "times": 1, **SECOND}
-        async with Setting(fault) as setting:
-            seen = await read(setting.engine)
-            check(seen, whole=False)
-            assert type(seen.error) is EngineRejected
-            assert seen.error.status == status
-            assert "not today" in str(seen.error)
-            check(await read(setting.engine), whole=True)
-
-    run_virtual(main())
+@in_virtual_time
+async def test_a_status_is_a_rejection_with_the_servers_message(status: int):
+    fault = {"kind": "status", "status": status, "message": "not today", "times": 1, **SECOND}
+    async with Setting(fault) as setting:
+        seen = await read(setting.engine)
+        check(seen, whole=False)
+        assert type(seen.error) is EngineRejected
+        assert seen.error.status == status
+        assert "not today" in str(seen.error)
+        check(await read(setting.engine), whole=True)
 
 
-def test_the_body_of_a_status_is_sent_as_it_is():
-    async def main() -> None:
-        fault = {"kind": "status", "status": 502, "body": "<html>Bad Gateway</html>"}
-        async with SimServer(CONFIG, faults=script(fault)) as server, Raw(server.url) as raw:
-            assert await raw.post("/generate", asked(5)) == (502, "<html>Bad Gateway</html>")
-
-    run_virtual(main())
+@in_virtual_time
+async def test_the_body_of_a_status_is_sent_as_it_is():
+    fault = {"kind": "status", "status": 502, "body": "<html>Bad Gateway</html>"}
+    async with SimServer(CONFIG, faults=script(fault)) as server, Raw(server.url) as raw:
+        assert await raw.post("/generate", asked(5)) == (502, "<html>Bad Gateway</html>")
 
 
 def test_a_reset_before_the_answer_breaks_the_connection():
@@ -352,18 +337,17 @@ def test_a_reset_before_the_answer_breaks_the_connection():
     assert run_virtual(main(True)) == (3, 0)
 
 
-def test_a_generation_whose_connection_was_reset_is_not_sent_twice():
-    async def main() -> None:
-        async with Setting({"kind": "reset", **SECOND}) as setting:
-            seen = await read(setting.engine)
-            assert type(seen.error) is ConnectionDropped
-            assert not seen.ids
-            assert setting.fired == {"reset": 1}
-
-    run_virtual(main())
+@in_virtual_time
+async def test_a_generation_whose_connection_was_reset_is_not_sent_twice():
+    async with Setting({"kind": "reset", **SECOND}) as setting:
+        seen = await read(setting.engine)
+        assert type(seen.error) is ConnectionDropped
+        assert not seen.ids
+        assert setting.fired == {"reset": 1}
 
 
-def test_a_call_whose_engine_is_closed_before_it_is_repeated_ends_with_an_error_of_ours(
+@in_virtual_time
+async def test_a_call_whose_engine_is_closed_before_it_is_repeated_ends_with_an_error_of_ours(
     monkeypatch: pytest.MonkeyPatch,
 ):
     # The wait is drawn from [0, 0.1 s]: a short one was over before the engine was closed.
@@ -372,14 +356,11 @@ def test_a_call_whose_engine_is_closed_before_it_is_repeated_ends_with_an_error_
 
     monkeypatch.setattr(http, "wait_random_exponential", fixed)
 
-    async def main() -> None:
-        async with Setting({"kind": "reset", "routes": ["/abort_request"], "after": 2}) as setting:
-            call = asyncio.create_task(failure(setting.engine.abort("0" * 32)))
-            await until(lambda: setting.fired == {"reset": 1})
-            await setting.engine.close()
-            assert "was closed" in str(await call)
-
-    run_virtual(main())
+    async with Setting({"kind": "reset", "routes": ["/abort_request"], "after": 2}) as setting:
+        call = asyncio.create_task(failure(setting.engine.abort("0" * 32)))
+        await until(lambda: setting.fired == {"reset": 1})
+        await setting.engine.close()
+        assert "was closed" in str(await call)
 
 
 CALLS: dict[str, Callable[[SGLangEngine], Awaitable[object]]] = {
@@ -393,23 +374,21 @@ CALLS: dict[str, Callable[[SGLangEngine], Awaitable[object]]] = {
 
 @pytest.mark.parametrize("carried_out", [False, True])
 @pytest.mark.parametrize("route", CALLS)
-def test_a_control_call_that_never_answers_ends_in_its_time(route: str, carried_out: bool):
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        fault = {"kind": "silence", "routes": [route], "carried_out": carried_out, "at": 5}
-        async with Setting(fault) as setting:
-            await asyncio.sleep(5)
-            begun = loop.time()
-            error = await failure(_call(setting.engine, route))
-            assert type(error) is ControlTimeout
-            assert loop.time() - begun == pytest.approx(
-                20 if route == "/flush_cache" else LIMITS.control_timeout
-            )
-            assert setting.fired == {"silence": 1}
-            if route == "/pause_generation":
-                assert (setting.server.engine.batcher.paused is not None) == carried_out
-
-    run_virtual(main())
+@in_virtual_time
+async def test_a_control_call_that_never_answers_ends_in_its_time(route: str, carried_out: bool):
+    loop = asyncio.get_running_loop()
+    fault = {"kind": "silence", "routes": [route], "carried_out": carried_out, "at": 5}
+    async with Setting(fault) as setting:
+        await asyncio.sleep(5)
+        begun = loop.time()
+        error = await failure(_call(setting.engine, route))
+        assert type(error) is ControlTimeout
+        assert loop.time() - begun == pytest.approx(
+            20 if route == "/flush_cache" else LIMITS.control_timeout
+        )
+        assert setting.fired == {"silence": 1}
+        if route == "/pause_generation":
+            assert (setting.server.engine.batcher.paused is not None) == carried_out
 
 
 @pytest.mark.parametrize(
@@ -422,16 +401,14 @@ def test_a_control_call_that_never_answers_ends_in_its_time(route: str, carried_
     ],
     ids=str,
 )
-def test_an_answer_that_tells_nothing_is_an_error(fault: Table, error: type[AprilschedError]):
-    async def main() -> None:
-        async with Setting({**fault, "routes": ["info"], "at": 5, "times": 1}) as setting:
-            await asyncio.sleep(5)
-            found = await failure(setting.engine.version())
-            assert type(found) is error
-            assert await setting.engine.version() == 0
-            assert setting.fired == {fault["kind"]: 1}
-
-    run_virtual(main())
+@in_virtual_time
+async def test_an_answer_that_tells_nothing_is_an_error(fault: Table, error: type[AprilschedError]):
+    async with Setting({**fault, "routes": ["info"], "at": 5, "times": 1}) as setting:
+        await asyncio.sleep(5)
+        found = await failure(setting.engine.version())
+        assert type(found) is error
+        assert await setting.engine.version() == 0
+        assert setting.fired == {fault["kind"]: 1}
 
 
 def test_a_server_whose_answers_are_spoilt_cannot_be_opened():
@@ -461,16 +438,14 @@ def test_an_answer_that_dribbles_is_read_if_it_ends_in_time():
         run_virtual(main(2.0))
 
 
-def test_an_ignored_abort_aborts_nothing():
-    async def main() -> None:
-        async with Setting({"kind": "ignored-abort", "at": 0.1}) as setting:
-            task = asyncio.create_task(read(setting.engine))
-            request = await _begun(setting, 50)
-            await setting.engine.abort(request)
-            check(await task, whole=True)
-            assert setting.fired == {"ignored-abort": 1}
-
-    run_virtual(main())
+@in_virtual_time
+async def test_an_ignored_abort_aborts_nothing():
+    async with Setting({"kind": "ignored-abort", "at": 0.1}) as setting:
+        task = asyncio.create_task(read(setting.engine))
+        request = await _begun(setting, 50)
+        await setting.engine.abort(request)
+        check(await task, whole=True)
+        assert setting.fired == {"ignored-abort": 1}
 
 
 # -- weights ------------------------------------------------------------------------------------
@@ -502,42 +477,38 @@ def test_a_refit_that_fails_leaves_inconsistent_weights_unless_none_was_loaded(t
     assert after == 0
 
 
-def test_a_version_that_is_stuck_shows_in_the_label_and_in_the_spans(tmp_path: Path):
+@in_virtual_time
+async def test_a_version_that_is_stuck_shows_in_the_label_and_in_the_spans(tmp_path: Path):
     weights = two_weights(tmp_path)[0]
 
-    async def main() -> None:
-        async with Setting({"kind": "stuck-version", "times": 1}) as setting:
-            await setting.engine.update_from_disk(weights, 1)
-            assert setting.fired == {"stuck-version": 1}
-            assert await setting.engine.version() == 0
-            check(await read(setting.engine), whole=True)
-            await setting.engine.update_from_disk(weights, 2)
-            assert await setting.engine.version() == 2
-
-    run_virtual(main())
+    async with Setting({"kind": "stuck-version", "times": 1}) as setting:
+        await setting.engine.update_from_disk(weights, 1)
+        assert setting.fired == {"stuck-version": 1}
+        assert await setting.engine.version() == 0
+        check(await read(setting.engine), whole=True)
+        await setting.engine.update_from_disk(weights, 2)
+        assert await setting.engine.version() == 2
 
 
 # -- the whole engine ---------------------------------------------------------------------------
 
 
-def test_a_hanging_engine_accepts_connections_and_answers_nothing():
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        async with Setting({"kind": "hang", "at": 1, "seconds": 200}) as setting:
-            await asyncio.sleep(1)
-            for route in CALLS:
-                assert type(await failure(_call(setting.engine, route))) is ControlTimeout
-            generated = setting.server.engine.counters.generated
-            waiting = asyncio.create_task(read(setting.engine))
-            await asyncio.sleep(1)
-            assert setting.server.engine.counters.generated == generated
-            seen = await waiting
-            check(seen, whole=True)
-            assert 201 <= loop.time() < 205
-            assert await setting.engine.version() == 0
-            assert setting.fired == {"hang": 1}
-
-    run_virtual(main())
+@in_virtual_time
+async def test_a_hanging_engine_accepts_connections_and_answers_nothing():
+    loop = asyncio.get_running_loop()
+    async with Setting({"kind": "hang", "at": 1, "seconds": 200}) as setting:
+        await asyncio.sleep(1)
+        for route in CALLS:
+            assert type(await failure(_call(setting.engine, route))) is ControlTimeout
+        generated = setting.server.engine.counters.generated
+        waiting = asyncio.create_task(read(setting.engine))
+        await asyncio.sleep(1)
+        assert setting.server.engine.counters.generated == generated
+        seen = await waiting
+        check(seen, whole=True)
+        assert 201 <= loop.time() < 205
+        assert await setting.engine.version() == 0
+        assert setting.fired == {"hang": 1}
 
 
 def test_a_slow_engine_decodes_at_its_factor_for_its_time():
@@ -572,58 +543,52 @@ def test_faults_of_the_engine_that_overlap_add_up():
 
 
 @pytest.mark.parametrize("keeps", [False, True])
-def test_an_engine_that_dies_comes_back_at_the_same_address(tmp_path: Path, keeps: bool):
+@in_virtual_time
+async def test_an_engine_that_dies_comes_back_at_the_same_address(tmp_path: Path, keeps: bool):
     weights = two_weights(tmp_path)[0]
 
-    async def main() -> None:
-        death = {"kind": "die", "at": 5.2, "seconds": 30, "keeps_weights": keeps}
-        async with Setting(death) as setting:
-            await setting.engine.update_from_disk(weights, 3)
-            before = await read(setting.engine)
-            await asyncio.sleep(5 - asyncio.get_running_loop().time())
-            seen = await read(setting.engine)
-            assert type(seen.error) is ConnectionDropped
-            assert 0 < len(seen.ids) < TOKENS
-            assert seen.ids == before.ids[: len(seen.ids)]
-            for route in CALLS:
-                assert type(await failure(_call(setting.engine, route))) is EngineUnreachable
-            unsent = await read(setting.engine)
-            assert type(unsent.error) is EngineUnreachable
-            await asyncio.sleep(30)
-            assert setting.server.engine.counters.generated == 0, "a new process"
-            assert await setting.engine.version() == (3 if keeps else 0)
-            after = await read(setting.engine)
-            assert after.ids == (before.ids if keeps else reference().ids)
-            assert setting.fired == {"die": 1}
-
-    run_virtual(main())
+    death = {"kind": "die", "at": 5.2, "seconds": 30, "keeps_weights": keeps}
+    async with Setting(death) as setting:
+        await setting.engine.update_from_disk(weights, 3)
+        before = await read(setting.engine)
+        await asyncio.sleep(5 - asyncio.get_running_loop().time())
+        seen = await read(setting.engine)
+        assert type(seen.error) is ConnectionDropped
+        assert 0 < len(seen.ids) < TOKENS
+        assert seen.ids == before.ids[: len(seen.ids)]
+        for route in CALLS:
+            assert type(await failure(_call(setting.engine, route))) is EngineUnreachable
+        unsent = await read(setting.engine)
+        assert type(unsent.error) is EngineUnreachable
+        await asyncio.sleep(30)
+        assert setting.server.engine.counters.generated == 0, "a new process"
+        assert await setting.engine.version() == (3 if keeps else 0)
+        after = await read(setting.engine)
+        assert after.ids == (before.ids if keeps else reference().ids)
+        assert setting.fired == {"die": 1}
 
 
-def test_an_engine_can_die_of_a_call(tmp_path: Path):
-    async def main() -> None:
-        death = {"kind": "die", "seconds": 10, "routes": ["updates"], "times": 1}
-        async with Setting(death) as setting:
-            await setting.engine.pause("retract")
-            weights = two_weights(tmp_path)[0]
-            error = await failure(setting.engine.update_from_disk(weights, 1))
-            assert type(error) is ConnectionDropped
-            await asyncio.sleep(20)
-            assert setting.server.engine.batcher.paused is None, "a new process"
-            await setting.engine.update_from_disk(weights, 1)
-            assert setting.server.engine.batcher.version == 1
-
-    run_virtual(main())
+@in_virtual_time
+async def test_an_engine_can_die_of_a_call(tmp_path: Path):
+    death = {"kind": "die", "seconds": 10, "routes": ["updates"], "times": 1}
+    async with Setting(death) as setting:
+        await setting.engine.pause("retract")
+        weights = two_weights(tmp_path)[0]
+        error = await failure(setting.engine.update_from_disk(weights, 1))
+        assert type(error) is ConnectionDropped
+        await asyncio.sleep(20)
+        assert setting.server.engine.batcher.paused is None, "a new process"
+        await setting.engine.update_from_disk(weights, 1)
+        assert setting.server.engine.batcher.version == 1
 
 
-def test_a_dead_engine_can_be_stopped_and_one_that_dies_for_good_stays_away():
-    async def main() -> None:
-        async with Setting({"kind": "die", "at": 1}) as setting:
-            assert setting.server.listening
-            await asyncio.sleep(10**6)
-            assert not setting.server.listening
-            assert type(await failure(setting.engine.version())) is EngineUnreachable
-
-    run_virtual(main())
+@in_virtual_time
+async def test_a_dead_engine_can_be_stopped_and_one_that_dies_for_good_stays_away():
+    async with Setting({"kind": "die", "at": 1}) as setting:
+        assert setting.server.listening
+        await asyncio.sleep(10**6)
+        assert not setting.server.listening
+        assert type(await failure(setting.engine.version())) is EngineUnreachable
 
 
 # -- the command --------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from aprilsched.testing import SimServer
 from aprilsched.testing.contract import until
 from aprilsched.testing.faults import faults_of
 from tests.support.sim_http import CONFIG, INTERVAL
+from tests.support.virtual_time import in_virtual_time
 
 Table = dict[str, Any]
 
@@ -96,45 +97,37 @@ async def delivered(rollouts: RolloutScheduler, *, at_most: int = 0) -> None:
     ],
     ids=str,
 )
-def test_an_engine_that_refuses_everything_costs_no_rollout(fault: Table):
-    async def main() -> None:
-        async with fleet_with(fault) as (rollouts, servers):
-            await delivered(rollouts)
-            refusing = servers[0].url.removeprefix("http://")
-            assert refusing not in rollouts.state.fleet.control.engines
-
-    run_virtual(main())
+@in_virtual_time
+async def test_an_engine_that_refuses_everything_costs_no_rollout(fault: Table):
+    async with fleet_with(fault) as (rollouts, servers):
+        await delivered(rollouts)
+        refusing = servers[0].url.removeprefix("http://")
+        assert refusing not in rollouts.state.fleet.control.engines
 
 
 @pytest.mark.parametrize(
     "kind", ["no-logprobs", "drop", "truncate", "garbage", "reset", "flood-event"]
 )
-def test_two_faulty_engines_of_three_cost_no_rollout(kind: str):
-    async def main() -> None:
-        async with fleet_with({"kind": kind, "engines": [0, 1]}) as (rollouts, servers):
-            await delivered(rollouts)
-            assert all(server.faults.fired[kind] for server in servers[:2])
-
-    run_virtual(main())
+@in_virtual_time
+async def test_two_faulty_engines_of_three_cost_no_rollout(kind: str):
+    async with fleet_with({"kind": kind, "engines": [0, 1]}) as (rollouts, servers):
+        await delivered(rollouts)
+        assert all(server.faults.fired[kind] for server in servers[:2])
 
 
 @pytest.mark.parametrize("status", [401, 403, 404, 405, 410, 500])
-def test_a_fleet_that_lost_its_key_or_its_path_is_waited_for(status: int):
-    async def main() -> None:
-        fault = {"kind": "status", "status": status, "engines": [0, 1, 2], "until": 60}
-        async with fleet_with(fault) as (rollouts, _):
-            await delivered(rollouts, at_most=8)
-            assert asyncio.get_running_loop().time() > 60
-
-    run_virtual(main())
+@in_virtual_time
+async def test_a_fleet_that_lost_its_key_or_its_path_is_waited_for(status: int):
+    fault = {"kind": "status", "status": status, "engines": [0, 1, 2], "until": 60}
+    async with fleet_with(fault) as (rollouts, _):
+        await delivered(rollouts, at_most=8)
+        assert asyncio.get_running_loop().time() > 60
 
 
-def test_a_request_that_nobody_takes_is_dropped_and_costs_no_engine():
-    async def main() -> None:
-        fault = {"kind": "error-event", "code": 400, "every": 5, "engines": [0, 1, 2]}
-        async with fleet_with(fault) as (rollouts, _):
-            for _ in range(BATCHES):
-                await rollouts.next_batch()
-            assert len(rollouts.state.fleet.control.engines) == 3
-
-    run_virtual(main())
+@in_virtual_time
+async def test_a_request_that_nobody_takes_is_dropped_and_costs_no_engine():
+    fault = {"kind": "error-event", "code": 400, "every": 5, "engines": [0, 1, 2]}
+    async with fleet_with(fault) as (rollouts, _):
+        for _ in range(BATCHES):
+            await rollouts.next_batch()
+        assert len(rollouts.state.fleet.control.engines) == 3

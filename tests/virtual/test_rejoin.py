@@ -27,7 +27,9 @@ from aprilsched.engines.base import Chunk, Engine, FleetChange, GenerationReques
 from aprilsched.engines.selfcheck import check
 from aprilsched.engines.sim import SimEngine, run_virtual
 from aprilsched.errors import ConfigError, EngineError, InconsistentWeights, RefitError
+from tests.support.publishers import Once
 from tests.support.sim_http import Raw, served, two_weights
+from tests.support.virtual_time import in_virtual_time
 
 
 def workload() -> LongTailWorkload:
@@ -73,21 +75,6 @@ async def test_a_resumed_run_takes_a_server_that_was_restarted_meanwhile(tmp_pat
             await rollouts.next_batch()
 
 
-class Once:
-    """A publisher that publishes a version once and cannot publish it again."""
-
-    def __init__(self) -> None:
-        self._sim = SimPublisher()
-
-    async def prepare(self, version: int) -> None:
-        await self._sim.prepare(version)
-
-    async def publish(
-        self, version: int, engines: Sequence[Engine]
-    ) -> Mapping[str, Exception | None]:
-        return await self._sim.publish(version, engines)
-
-
 def test_a_lost_engine_is_back_at_the_fleets_version(caplog: pytest.LogCaptureFixture):
     async def main() -> None:
         async with RolloutScheduler(SimFleet(2), workload(), config=CONFIG) as rollouts:
@@ -110,16 +97,14 @@ def test_a_lost_engine_is_back_at_the_fleets_version(caplog: pytest.LogCaptureFi
     ]
 
 
-def test_it_catches_up_alone_with_a_publisher_that_still_holds_the_version():
-    async def main() -> None:
-        async with RolloutScheduler(SimFleet(2), workload(), config=CONFIG) as rollouts:
-            await rollouts.next_batch()
-            lose(rollouts, "sim-1")
-            await rollouts.update_weights(SimPublisher())
-            await asyncio.sleep(5)
-            assert rollouts.state.weights.versions.engines == {"sim-0": 1, "sim-1": 1}
-
-    run_virtual(main())
+@in_virtual_time
+async def test_it_catches_up_alone_with_a_publisher_that_still_holds_the_version():
+    async with RolloutScheduler(SimFleet(2), workload(), config=CONFIG) as rollouts:
+        await rollouts.next_batch()
+        lose(rollouts, "sim-1")
+        await rollouts.update_weights(SimPublisher())
+        await asyncio.sleep(5)
+        assert rollouts.state.weights.versions.engines == {"sim-0": 1, "sim-1": 1}
 
 
 class Late(Once):
@@ -134,20 +119,18 @@ class Late(Once):
         raise AssertionError("there is nothing to publish")
 
 
-def test_a_version_that_comes_back_while_it_is_prepared_once_more_is_not_published():
-    async def main() -> None:
-        async with RolloutScheduler(SimFleet(2), workload(), config=CONFIG) as rollouts:
-            await rollouts.next_batch()
-            lose(rollouts, "sim-1")
-            await rollouts.update_weights(Once())
-            lose(rollouts, "sim-0")
-            assert not rollouts.state.fleet.control.engines
-            report = await rollouts.update_weights(Late(), version=1)
-            assert (report.version, report.quarantined) == (1, {})
-            assert rollouts.state.weights.versions.engines == {"sim-0": 1}
-            await rollouts.next_batch()
-
-    run_virtual(main())
+@in_virtual_time
+async def test_a_version_that_comes_back_while_it_is_prepared_once_more_is_not_published():
+    async with RolloutScheduler(SimFleet(2), workload(), config=CONFIG) as rollouts:
+        await rollouts.next_batch()
+        lose(rollouts, "sim-1")
+        await rollouts.update_weights(Once())
+        lose(rollouts, "sim-0")
+        assert not rollouts.state.fleet.control.engines
+        report = await rollouts.update_weights(Late(), version=1)
+        assert (report.version, report.quarantined) == (1, {})
+        assert rollouts.state.weights.versions.engines == {"sim-0": 1}
+        await rollouts.next_batch()
 
 
 def test_one_that_keeps_failing_is_asked_ever_more_rarely(monkeypatch: pytest.MonkeyPatch):
@@ -201,25 +184,23 @@ def _raising(error: Exception) -> object:
     return version
 
 
-def test_a_fleet_with_inconsistent_weights_says_so_and_the_next_update_mends_it(
+@in_virtual_time
+async def test_a_fleet_with_inconsistent_weights_says_so_and_the_next_update_mends_it(
     monkeypatch: pytest.MonkeyPatch,
 ):
     fleet = SimFleet(2)
     publisher = FailsHalfway(fleet.engines, monkeypatch)
 
-    async def main() -> None:
-        async with RolloutScheduler(fleet, workload(), config=CONFIG) as rollouts:
-            await rollouts.next_batch()
-            with pytest.raises(RefitError, match=r"call update_weights\(\) again"):
-                await rollouts.update_weights(publisher)
-            with pytest.raises(RefitError, match="no engine has the fleet's weights"):
-                await rollouts.next_batch()
-            publisher.broken = False
+    async with RolloutScheduler(fleet, workload(), config=CONFIG) as rollouts:
+        await rollouts.next_batch()
+        with pytest.raises(RefitError, match=r"call update_weights\(\) again"):
             await rollouts.update_weights(publisher)
-            batch = await rollouts.next_batch()
-            assert {segment.version for r in batch.rollouts for segment in r.segments} <= {0, 1}
-
-    run_virtual(main())
+        with pytest.raises(RefitError, match="no engine has the fleet's weights"):
+            await rollouts.next_batch()
+        publisher.broken = False
+        await rollouts.update_weights(publisher)
+        batch = await rollouts.next_batch()
+        assert {segment.version for r in batch.rollouts for segment in r.segments} <= {0, 1}
 
 
 def test_a_call_cancelled_in_the_pause_leaves_the_fleet_at_the_old_version(
@@ -255,23 +236,21 @@ class Changing(SimFleet):
             yield await self.changes.get()
 
 
-def test_engines_join_and_leave_while_it_runs():
-    async def main() -> None:
-        fleet, other = Changing(), SimFleet(3)
-        await other.open()
-        joining = other.engines[2]
-        async with RolloutScheduler(fleet, workload(), config=CONFIG) as rollouts:
-            await rollouts.next_batch()
-            fleet.changes.put_nowait(FleetChange(left=("sim-0",), joined=(joining,)))
-            await asyncio.sleep(100)
-            assert set(rollouts.state.weights.versions.engines) == {"sim-1", "sim-2"}
-            batch = await rollouts.next_batch()
-            await rollouts.update_weights(SimPublisher())
-            await rollouts.next_batch()
-            engines = {segment.engine for r in batch.rollouts for segment in r.segments}
-            assert "sim-2" in engines
-
-    run_virtual(main())
+@in_virtual_time
+async def test_engines_join_and_leave_while_it_runs():
+    fleet, other = Changing(), SimFleet(3)
+    await other.open()
+    joining = other.engines[2]
+    async with RolloutScheduler(fleet, workload(), config=CONFIG) as rollouts:
+        await rollouts.next_batch()
+        fleet.changes.put_nowait(FleetChange(left=("sim-0",), joined=(joining,)))
+        await asyncio.sleep(100)
+        assert set(rollouts.state.weights.versions.engines) == {"sim-1", "sim-2"}
+        batch = await rollouts.next_batch()
+        await rollouts.update_weights(SimPublisher())
+        await rollouts.next_batch()
+        engines = {segment.engine for r in batch.rollouts for segment in r.segments}
+        assert "sim-2" in engines
 
 
 class Slow(SimPublisher):
@@ -289,20 +268,18 @@ class Slow(SimPublisher):
         return await super().publish(version, engines)
 
 
-def test_an_engine_that_leaves_the_fleet_in_its_refit_does_not_end_the_run():
-    async def main() -> None:
-        fleet, publisher = Changing(), Slow()
-        async with RolloutScheduler(fleet, workload(), config=CONFIG) as rollouts:
-            await rollouts.next_batch()
-            updating = asyncio.create_task(rollouts.update_weights(publisher))
-            await publisher.begun.wait()
-            fleet.changes.put_nowait(FleetChange(left=("sim-0",)))
-            report = await updating
-            assert report.version == 1
-            assert set(rollouts.state.weights.versions.engines) == {"sim-1"}
-            await rollouts.next_batch()
-
-    run_virtual(main())
+@in_virtual_time
+async def test_an_engine_that_leaves_the_fleet_in_its_refit_does_not_end_the_run():
+    fleet, publisher = Changing(), Slow()
+    async with RolloutScheduler(fleet, workload(), config=CONFIG) as rollouts:
+        await rollouts.next_batch()
+        updating = asyncio.create_task(rollouts.update_weights(publisher))
+        await publisher.begun.wait()
+        fleet.changes.put_nowait(FleetChange(left=("sim-0",)))
+        report = await updating
+        assert report.version == 1
+        assert set(rollouts.state.weights.versions.engines) == {"sim-1"}
+        await rollouts.next_batch()
 
 
 class Noting(SimEngine):
@@ -332,7 +309,8 @@ class Noted(Changing):
 @pytest.mark.parametrize(
     ("straggler", "flushes"), [("retract", True), ("abort", True), ("in_place", False)]
 )
-def test_an_engine_is_flushed_before_its_first_request_where_no_old_keys_may_stay(
+@in_virtual_time
+async def test_an_engine_is_flushed_before_its_first_request_where_no_old_keys_may_stay(
     straggler: StragglerRule, flushes: bool
 ):
     """Whoever had the engine before may have left prefixes of other weights in its cache. In its
@@ -343,27 +321,24 @@ def test_an_engine_is_flushed_before_its_first_request_where_no_old_keys_may_sta
         before = noted[: noted.index("request")]
         return (before[-1:] == ["flush"]) is flushes
 
-    async def main() -> None:
-        first, second, third = (Noting(f"sim-{index}") for index in range(3))
-        fleet = Noted(first, second)
-        await third.open()
-        async with RolloutScheduler(fleet, workload(), config=config) as rollouts:
-            await rollouts.next_batch()
-            assert begins_clean(first.noted)
-            assert begins_clean(second.noted)
+    first, second, third = (Noting(f"sim-{index}") for index in range(3))
+    fleet = Noted(first, second)
+    await third.open()
+    async with RolloutScheduler(fleet, workload(), config=config) as rollouts:
+        await rollouts.next_batch()
+        assert begins_clean(first.noted)
+        assert begins_clean(second.noted)
 
-            second.noted.clear()
-            lose(rollouts, "sim-1")
-            await asyncio.sleep(100)
-            fleet.changes.put_nowait(FleetChange(joined=(third,)))
-            await asyncio.sleep(100)
-            assert len(rollouts.state.fleet.control.engines) == 3
-            await rollouts.next_batch()
-            assert second.noted.count("check") == third.noted.count("check") == 2
-            assert begins_clean(second.noted)
-            assert begins_clean(third.noted)
-
-    run_virtual(main())
+        second.noted.clear()
+        lose(rollouts, "sim-1")
+        await asyncio.sleep(100)
+        fleet.changes.put_nowait(FleetChange(joined=(third,)))
+        await asyncio.sleep(100)
+        assert len(rollouts.state.fleet.control.engines) == 3
+        await rollouts.next_batch()
+        assert second.noted.count("check") == third.noted.count("check") == 2
+        assert begins_clean(second.noted)
+        assert begins_clean(third.noted)
 
 
 class Stuck(Noting):
@@ -373,47 +348,41 @@ class Stuck(Noting):
         raise EngineError(self.name, "has its cache in use.")
 
 
-def test_an_engine_that_cannot_be_flushed_ends_the_opening_and_all_of_them_run():
-    async def main() -> None:
-        stuck, other = Stuck("sim-0"), Noting("sim-1")
-        with pytest.raises(EngineError, match="sim-0: has its cache in use"):
-            async with RolloutScheduler(Noted(stuck, other), workload(), config=CONFIG):
-                pass
-        assert other.noted == ["flush"]
-        for engine in (stuck, other):
-            assert engine.batcher.paused is None
-
-    run_virtual(main())
-
-
-def test_an_opening_that_is_cancelled_in_the_flush_leaves_no_engine_paused():
-    async def main() -> None:
-        fleet = SimFleet(pause_seconds=1.0)
-        (engine,) = fleet.engines
-        scheduler = RolloutScheduler(fleet, workload(), config=CONFIG)
-        opening = asyncio.create_task(scheduler.__aenter__())
-        while engine.batcher.paused is None:  # noqa: ASYNC110 - a pause tells nobody
-            await asyncio.sleep(0.01)
-        opening.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await opening
+@in_virtual_time
+async def test_an_engine_that_cannot_be_flushed_ends_the_opening_and_all_of_them_run():
+    stuck, other = Stuck("sim-0"), Noting("sim-1")
+    with pytest.raises(EngineError, match="sim-0: has its cache in use"):
+        async with RolloutScheduler(Noted(stuck, other), workload(), config=CONFIG):
+            pass
+    assert other.noted == ["flush"]
+    for engine in (stuck, other):
         assert engine.batcher.paused is None
 
-    run_virtual(main())
+
+@in_virtual_time
+async def test_an_opening_that_is_cancelled_in_the_flush_leaves_no_engine_paused():
+    fleet = SimFleet(pause_seconds=1.0)
+    (engine,) = fleet.engines
+    scheduler = RolloutScheduler(fleet, workload(), config=CONFIG)
+    opening = asyncio.create_task(scheduler.__aenter__())
+    while engine.batcher.paused is None:  # noqa: ASYNC110 - a pause tells nobody
+        await asyncio.sleep(0.01)
+    opening.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    assert engine.batcher.paused is None
 
 
-def test_an_engine_that_leaves_while_it_is_examined_is_not_left_paused():
-    async def main() -> None:
-        engine = SimEngine(pause_seconds=1.0)
-        await engine.open()
-        examining = asyncio.create_task(check(engine))
-        while engine.batcher.paused is None:  # noqa: ASYNC110 - a pause tells nobody
-            await asyncio.sleep(0.01)
-        examining.cancel()
-        await asyncio.wait([examining])
-        await asyncio.sleep(10)
-        assert engine.batcher.paused is None
-        assert not engine.batcher.running
-        await engine.close()
-
-    run_virtual(main())
+@in_virtual_time
+async def test_an_engine_that_leaves_while_it_is_examined_is_not_left_paused():
+    engine = SimEngine(pause_seconds=1.0)
+    await engine.open()
+    examining = asyncio.create_task(check(engine))
+    while engine.batcher.paused is None:  # noqa: ASYNC110 - a pause tells nobody
+        await asyncio.sleep(0.01)
+    examining.cancel()
+    await asyncio.wait([examining])
+    await asyncio.sleep(10)
+    assert engine.batcher.paused is None
+    assert not engine.batcher.running
+    await engine.close()

@@ -30,6 +30,7 @@ from aprilsched.engines.sim import run_virtual
 from aprilsched.engines.sim.sim_fleet import SimAdapterPublisher
 from aprilsched.engines.sim.toy_model import ContextState, ToyModel, weights_key_of_version
 from aprilsched.errors import ConfigError
+from tests.support.virtual_time import in_virtual_time
 
 
 def workload() -> LongTailWorkload:
@@ -219,24 +220,20 @@ def test_files_stay_until_the_last_engine_has_loaded_them(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("publisher", [SimAdapterPublisher(), ExternalWeights()])
-def test_publishers_for_all_engines_at_once_are_refused(publisher: Any) -> None:
-    async def main() -> None:
-        async with RolloutScheduler(SimFleet(2), workload(), config=config()) as rollouts:
-            with pytest.raises(ConfigError, match='refit="rolling" gives a version to each engine'):
-                await rollouts.update_weights(publisher)
-            await rollouts.update_weights(SimPublisher())
-
-    run_virtual(main())
+@in_virtual_time
+async def test_publishers_for_all_engines_at_once_are_refused(publisher: Any) -> None:
+    async with RolloutScheduler(SimFleet(2), workload(), config=config()) as rollouts:
+        with pytest.raises(ConfigError, match='refit="rolling" gives a version to each engine'):
+            await rollouts.update_weights(publisher)
+        await rollouts.update_weights(SimPublisher())
 
 
-def test_a_handshake_is_refused() -> None:
-    async def main() -> None:
-        async with RolloutScheduler(SimFleet(2), workload(), config=config()) as rollouts:
-            with pytest.raises(ConfigError, match='or refit="together"'):
-                async with rollouts.paused_for_weights():
-                    pass
-
-    run_virtual(main())
+@in_virtual_time
+async def test_a_handshake_is_refused() -> None:
+    async with RolloutScheduler(SimFleet(2), workload(), config=config()) as rollouts:
+        with pytest.raises(ConfigError, match='or refit="together"'):
+            async with rollouts.paused_for_weights():
+                pass
 
 
 def greedy() -> Iterator[Prompt]:

@@ -15,6 +15,7 @@ from aprilsched.errors import ConfigError
 from aprilsched.testing import SimServer
 from aprilsched.testing.contract import greedy, until
 from tests.support.sim_http import CONFIG, INTERVAL
+from tests.support.virtual_time import in_virtual_time
 
 
 def scheduler(fleet: Fleet, run_id: str) -> RolloutScheduler:
@@ -26,46 +27,40 @@ def scheduler(fleet: Fleet, run_id: str) -> RolloutScheduler:
     )
 
 
-def test_a_second_scheduler_on_a_fleet_is_refused_and_does_the_first_no_harm():
-    async def main() -> None:
-        fleet = SimFleet(2)
-        async with scheduler(fleet, "first") as first:
-            await first.next_batch()
+@in_virtual_time
+async def test_a_second_scheduler_on_a_fleet_is_refused_and_does_the_first_no_harm():
+    fleet = SimFleet(2)
+    async with scheduler(fleet, "first") as first:
+        await first.next_batch()
+        with pytest.raises(ConfigError, match="in use by the open scheduler of run first"):
+            async with scheduler(fleet, "second"):
+                pass
+        await first.next_batch()
+    async with scheduler(fleet, "third") as third:
+        await third.next_batch()
+
+
+@in_virtual_time
+async def test_a_second_fleet_object_for_the_same_server_is_refused():
+    async with SimServer(CONFIG) as server:
+        async with scheduler(SGLangFleet([server.url]), "first") as first:
             with pytest.raises(ConfigError, match="in use by the open scheduler of run first"):
-                async with scheduler(fleet, "second"):
+                async with scheduler(SGLangFleet([server.url]), "second"):
                     pass
             await first.next_batch()
-        async with scheduler(fleet, "third") as third:
+        async with scheduler(SGLangFleet([server.url]), "third") as third:
             await third.next_batch()
 
-    run_virtual(main())
 
-
-def test_a_second_fleet_object_for_the_same_server_is_refused():
-    async def main() -> None:
-        async with SimServer(CONFIG) as server:
-            async with scheduler(SGLangFleet([server.url]), "first") as first:
-                with pytest.raises(ConfigError, match="in use by the open scheduler of run first"):
-                    async with scheduler(SGLangFleet([server.url]), "second"):
-                        pass
-                await first.next_batch()
-            async with scheduler(SGLangFleet([server.url]), "third") as third:
-                await third.next_batch()
-
-    run_virtual(main())
-
-
-def test_a_scheduler_that_could_not_be_opened_holds_no_engine():
-    async def main() -> None:
-        fleet = SimFleet(1)
-        opening = asyncio.create_task(scheduler(fleet, "first").__aenter__())
-        await asyncio.sleep(0)
-        opening.cancel()
-        await asyncio.wait([opening])
-        async with scheduler(fleet, "second") as second:
-            await second.next_batch()
-
-    run_virtual(main())
+@in_virtual_time
+async def test_a_scheduler_that_could_not_be_opened_holds_no_engine():
+    fleet = SimFleet(1)
+    opening = asyncio.create_task(scheduler(fleet, "first").__aenter__())
+    await asyncio.sleep(0)
+    opening.cancel()
+    await asyncio.wait([opening])
+    async with scheduler(fleet, "second") as second:
+        await second.next_batch()
 
 
 def test_a_scheduler_whose_loop_was_closed_under_it_holds_no_engine():

@@ -49,6 +49,7 @@ from aprilsched.errors import (
 from aprilsched.planning import Planner
 from aprilsched.remote import Raised
 from aprilsched.store import MemoryStore
+from tests.support.virtual_time import in_virtual_time
 
 SHORT = SamplingParams(max_new_tokens=20, ignore_eos=True)
 ONE = np.array([1], dtype=np.int32)
@@ -254,42 +255,41 @@ class Publisher(SimPublisher):
 
 @pytest.mark.parametrize("error", STRANGE)
 @pytest.mark.parametrize("method", ["prepare", "holds", "publish"])
-def test_a_publisher_that_raises_anything_fails_its_update(error: type[BaseException], method: str):
-    async def main() -> None:
-        async with RolloutScheduler(SimFleet(1), workload(), config=config()) as rollouts:
-            async with asyncio.timeout(LONG_S):
-                await rollouts.next_batch()
-                with pytest.raises(Exception, match=r".") as caught:
-                    await rollouts.update_weights(Publisher(method, error("of the user's")))
-                assert isinstance(
-                    caught.value, CallbackError | RefitError | RuntimeError | StopAsyncIteration
-                )
-                assert rollouts.version == 0
-                await rollouts.update_weights(SimPublisher())
-                assert rollouts.version == 1
-                assert (await rollouts.next_batch()).version == 1
+@in_virtual_time
+async def test_a_publisher_that_raises_anything_fails_its_update(
+    error: type[BaseException], method: str
+):
+    async with RolloutScheduler(SimFleet(1), workload(), config=config()) as rollouts:
+        async with asyncio.timeout(LONG_S):
+            await rollouts.next_batch()
+            with pytest.raises(Exception, match=r".") as caught:
+                await rollouts.update_weights(Publisher(method, error("of the user's")))
+            assert isinstance(
+                caught.value, CallbackError | RefitError | RuntimeError | StopAsyncIteration
+            )
+            assert rollouts.version == 0
+            await rollouts.update_weights(SimPublisher())
+            assert rollouts.version == 1
+            assert (await rollouts.next_batch()).version == 1
 
-    run_virtual(main())
 
-
-def test_a_publisher_that_returns_nothing_is_told_what_to_return():
+@in_virtual_time
+async def test_a_publisher_that_returns_nothing_is_told_what_to_return():
     class Silent(SimPublisher):
         async def publish(self, version: int, engines: Sequence[Engine]) -> Any:
             await super().publish(version, engines)
 
-    async def main() -> None:
-        async with RolloutScheduler(SimFleet(1), workload(), config=config()) as rollouts:
-            await rollouts.next_batch()
-            with pytest.raises(RefitError, match="return a mapping from each engine's name"):
-                await rollouts.update_weights(Silent())
-            await rollouts.update_weights(SimPublisher())
-            await rollouts.next_batch()
-
-    run_virtual(main())
+    async with RolloutScheduler(SimFleet(1), workload(), config=config()) as rollouts:
+        await rollouts.next_batch()
+        with pytest.raises(RefitError, match="return a mapping from each engine's name"):
+            await rollouts.update_weights(Silent())
+        await rollouts.update_weights(SimPublisher())
+        await rollouts.next_batch()
 
 
 @pytest.mark.parametrize("error", STRANGE)
-def test_a_listener_that_raises_anything_is_detached(error: type[BaseException]):
+@in_virtual_time
+async def test_a_listener_that_raises_anything_is_detached(error: type[BaseException]):
     class Listener:
         calls = 0
 
@@ -300,20 +300,18 @@ def test_a_listener_that_raises_anything_is_detached(error: type[BaseException])
         def on_command(self, command: Any, now: float) -> None:
             self.calls += 1
 
-    async def main() -> None:
-        listener = Listener()
-        async with RolloutScheduler(
-            SimFleet(1), workload(), config=config(), listeners=[listener]
-        ) as rollouts:
-            async with asyncio.timeout(LONG_S):
-                await rollouts.next_batch()
-        assert listener.calls == 1
-
-    run_virtual(main())
+    listener = Listener()
+    async with RolloutScheduler(
+        SimFleet(1), workload(), config=config(), listeners=[listener]
+    ) as rollouts:
+        async with asyncio.timeout(LONG_S):
+            await rollouts.next_batch()
+    assert listener.calls == 1
 
 
 @pytest.mark.parametrize("error", [*STRANGE, None])
-def test_a_planner_that_raises_anything_keeps_the_schedule(error: type[BaseException] | None):
+@in_virtual_time
+async def test_a_planner_that_raises_anything_keeps_the_schedule(error: type[BaseException] | None):
     class Raising(Planner):
         calls = 0
 
@@ -322,47 +320,40 @@ def test_a_planner_that_raises_anything_keeps_the_schedule(error: type[BaseExcep
             if error is not None:
                 raise error("of the user's")
 
-    async def main() -> None:
-        planner = Raising()
-        planner.inline = True
-        async with RolloutScheduler(
-            SimFleet(1), workload(), config=config(over_provision="auto"), planner=planner
-        ) as rollouts:
-            async with asyncio.timeout(LONG_S):
-                for _ in range(6):
-                    await rollouts.next_batch()
-        assert planner.calls
-
-    run_virtual(main())
+    planner = Raising()
+    planner.inline = True
+    async with RolloutScheduler(
+        SimFleet(1), workload(), config=config(over_provision="auto"), planner=planner
+    ) as rollouts:
+        async with asyncio.timeout(LONG_S):
+            for _ in range(6):
+                await rollouts.next_batch()
+    assert planner.calls
 
 
 @pytest.mark.parametrize("reward", [{0: 1.0, 1: 2.0}, "12", {1.0, 2.0}])
-def test_a_group_reward_that_is_no_sequence_is_refused(reward: Any):
+@in_virtual_time
+async def test_a_group_reward_that_is_no_sequence_is_refused(reward: Any):
     async def wrong(group: Any) -> Any:
         return reward
 
-    async def main() -> None:
-        async with RolloutScheduler(
-            SimFleet(1), workload(), reward=wrong, reward_scope="group", config=config()
-        ) as rollouts:
-            with pytest.raises(RunGivenUp, match="return one reward for each rollout, in order"):
-                await rollouts.next_batch()
-
-    run_virtual(main())
+    async with RolloutScheduler(
+        SimFleet(1), workload(), reward=wrong, reward_scope="group", config=config()
+    ) as rollouts:
+        with pytest.raises(RunGivenUp, match="return one reward for each rollout, in order"):
+            await rollouts.next_batch()
 
 
-def test_an_array_is_a_group_reward():
+@in_virtual_time
+async def test_an_array_is_a_group_reward():
     async def scores(group: Any) -> Any:
         return np.array([1.0, 2.0], dtype=np.float32)
 
-    async def main() -> None:
-        async with RolloutScheduler(
-            SimFleet(1), workload(), reward=scores, reward_scope="group", config=config()
-        ) as rollouts:
-            batch = await rollouts.next_batch()
-            assert [rollout.reward for rollout in batch.rollouts] == [1.0, 2.0] * 2
-
-    run_virtual(main())
+    async with RolloutScheduler(
+        SimFleet(1), workload(), reward=scores, reward_scope="group", config=config()
+    ) as rollouts:
+        batch = await rollouts.next_batch()
+        assert [rollout.reward for rollout in batch.rollouts] == [1.0, 2.0] * 2
 
 
 def test_ctrl_c_inside_user_code_releases_the_engines():
@@ -410,19 +401,17 @@ def test_user_code_that_ignores_its_cancellation_is_left_behind(
     assert "the reward function ignores that it was cancelled" in caplog.text
 
 
-def test_whoever_cancels_the_schedulers_tasks_ends_the_run_with_a_word():
-    async def main() -> None:
-        async with RolloutScheduler(SimFleet(1), workload(), config=config()) as rollouts:
-            waiting = asyncio.create_task(rollouts.next_batch())
-            await asyncio.sleep(0.01)
-            for task in asyncio.all_tasks() - {asyncio.current_task(), waiting}:
-                if task.get_name() != "aprilsched":
-                    task.cancel()
-            with pytest.raises((InvariantViolation, CallbackError, SchedulerClosed)):
-                async with asyncio.timeout(LONG_S):
-                    await waiting
-
-    run_virtual(main())
+@in_virtual_time
+async def test_whoever_cancels_the_schedulers_tasks_ends_the_run_with_a_word():
+    async with RolloutScheduler(SimFleet(1), workload(), config=config()) as rollouts:
+        waiting = asyncio.create_task(rollouts.next_batch())
+        await asyncio.sleep(0.01)
+        for task in asyncio.all_tasks() - {asyncio.current_task(), waiting}:
+            if task.get_name() != "aprilsched":
+                task.cancel()
+        with pytest.raises((InvariantViolation, CallbackError, SchedulerClosed)):
+            async with asyncio.timeout(LONG_S):
+                await waiting
 
 
 async def test_a_key_that_is_in_use_is_not_given_twice():
@@ -447,7 +436,8 @@ def bad_prompts() -> list[Any]:
 
 
 @pytest.mark.parametrize("plain", [True, False])
-def test_a_bad_prompt_is_one_entry_of_the_ledger_and_the_run_goes_on(plain: bool):
+@in_virtual_time
+async def test_a_bad_prompt_is_one_entry_of_the_ledger_and_the_run_goes_on(plain: bool):
     good = Prompt(input_ids=ONE, sampling=SHORT)
     source = [item for bad in bad_prompts() for item in (good, bad, good)]
 
@@ -455,44 +445,39 @@ def test_a_bad_prompt_is_one_entry_of_the_ledger_and_the_run_goes_on(plain: bool
         for item in source:
             yield item
 
-    async def main() -> None:
-        async with RolloutScheduler(
-            SimFleet(1), source if plain else slowly(), config=config()
-        ) as rollouts:
-            assert sum([len(batch.groups) async for batch in rollouts]) == 10
-            ledger = rollouts.state.in_flight.ledger
-            assert ledger.rollouts == {Reason.BAD_PROMPT: 5}
-            causes = [entry.cause for entry in ledger.entries]
-            for cause, said in zip(
-                causes,
-                ("wrap token ids", "3 sampling", "give SamplingParams", "group_size", "outside"),
-                strict=True,
-            ):
-                assert said in cause
-
-    run_virtual(main())
+    async with RolloutScheduler(
+        SimFleet(1), source if plain else slowly(), config=config()
+    ) as rollouts:
+        assert sum([len(batch.groups) async for batch in rollouts]) == 10
+        ledger = rollouts.state.in_flight.ledger
+        assert ledger.rollouts == {Reason.BAD_PROMPT: 5}
+        causes = [entry.cause for entry in ledger.entries]
+        for cause, said in zip(
+            causes,
+            ("wrap token ids", "3 sampling", "give SamplingParams", "group_size", "outside"),
+            strict=True,
+        ):
+            assert said in cause
 
 
-def test_a_prompt_that_cannot_be_made_is_one_entry_where_the_source_goes_on():
+@in_virtual_time
+async def test_a_prompt_that_cannot_be_made_is_one_entry_where_the_source_goes_on():
     def made(row: Any) -> Prompt:
         sampling = SamplingParams(max_new_tokens=row, ignore_eos=True)
         return Prompt(input_ids=ONE, sampling=sampling)
 
     rows: list[Any] = [20, 20.5, 20, float("nan"), np.int64(20), np.int32(20)]
 
-    async def main() -> None:
-        async with RolloutScheduler(SimFleet(1), map(made, rows), config=config()) as rollouts:
-            assert sum([len(batch.groups) async for batch in rollouts]) == 4
-            assert rollouts.state.in_flight.ledger.rollouts == {Reason.BAD_PROMPT: 2}
-        # A generator has ended with what it raised: the prompts behind it are lost, and it is said.
-        async with RolloutScheduler(
-            SimFleet(1), (made(row) for row in rows), config=config()
-        ) as rollouts:
-            with pytest.raises(ConfigError, match=r"max_new_tokens is 20\.5"):
-                async for _ in rollouts:
-                    pass
-
-    run_virtual(main())
+    async with RolloutScheduler(SimFleet(1), map(made, rows), config=config()) as rollouts:
+        assert sum([len(batch.groups) async for batch in rollouts]) == 4
+        assert rollouts.state.in_flight.ledger.rollouts == {Reason.BAD_PROMPT: 2}
+    # A generator has ended with what it raised: the prompts behind it are lost, and it is said.
+    async with RolloutScheduler(
+        SimFleet(1), (made(row) for row in rows), config=config()
+    ) as rollouts:
+        with pytest.raises(ConfigError, match=r"max_new_tokens is 20\.5"):
+            async for _ in rollouts:
+                pass
 
 
 def test_a_resumed_run_passes_over_bad_prompts_too():
@@ -586,14 +571,12 @@ def test_a_cancelled_evaluation_ends_and_no_update_waits_for_it():
             run_virtual(main(straggler, delay))
 
 
-def test_an_evaluation_of_empty_groups_is_refused():
-    async def main() -> None:
-        async with RolloutScheduler(SimFleet(1), workload(), config=config()) as rollouts:
-            for size in (0, -1):
-                with pytest.raises(ConfigError, match="group_size"):
-                    await rollouts.evaluate([Prompt(input_ids=ONE)], group_size=size)
-
-    run_virtual(main())
+@in_virtual_time
+async def test_an_evaluation_of_empty_groups_is_refused():
+    async with RolloutScheduler(SimFleet(1), workload(), config=config()) as rollouts:
+        for size in (0, -1):
+            with pytest.raises(ConfigError, match="group_size"):
+                await rollouts.evaluate([Prompt(input_ids=ONE)], group_size=size)
 
 
 # --- functions that cannot be called, and runs that must not end well ----------------------------
@@ -778,35 +761,31 @@ def numbered(count: int) -> list[Prompt]:
     ]
 
 
-def test_the_counts_of_a_resumed_run_are_those_of_the_whole_run():
+@in_virtual_time
+async def test_the_counts_of_a_resumed_run_are_those_of_the_whole_run():
     async def fails(rollout: Any, prompt: Any) -> float:
         raise KeyError("answer")
 
     async def scores(rollout: Any, prompt: Any) -> float:
         return 1.0
 
-    async def main() -> None:
-        store, settings = MemoryStore(), config()
-        source = numbered(10)
-        async with RolloutScheduler(
-            SimFleet(1), source, reward=scores, config=settings, store=store
-        ) as rollouts:
-            (await rollouts.next_batch()).acknowledge()
-        scheduler = RolloutScheduler(
-            SimFleet(1), source, reward=fails, config=settings, store=store
-        )
-        async with scheduler as rollouts:
-            with pytest.raises(RunGivenUp, match=r"4 groups in a row.*2 groups were delivered"):
-                await rollouts.next_batch()
-        async with RolloutScheduler(
-            SimFleet(1), source, reward=scores, config=settings, store=store
-        ) as rollouts:
-            assert sum([len(batch.groups) async for batch in rollouts]) == 4
-            with pytest.raises(PromptsExhausted) as raised:
-                await rollouts.next_batch()
-            assert (raised.value.delivered, raised.value.failed) == (6, 4)
-
-    run_virtual(main())
+    store, settings = MemoryStore(), config()
+    source = numbered(10)
+    async with RolloutScheduler(
+        SimFleet(1), source, reward=scores, config=settings, store=store
+    ) as rollouts:
+        (await rollouts.next_batch()).acknowledge()
+    scheduler = RolloutScheduler(SimFleet(1), source, reward=fails, config=settings, store=store)
+    async with scheduler as rollouts:
+        with pytest.raises(RunGivenUp, match=r"4 groups in a row.*2 groups were delivered"):
+            await rollouts.next_batch()
+    async with RolloutScheduler(
+        SimFleet(1), source, reward=scores, config=settings, store=store
+    ) as rollouts:
+        assert sum([len(batch.groups) async for batch in rollouts]) == 4
+        with pytest.raises(PromptsExhausted) as raised:
+            await rollouts.next_batch()
+        assert (raised.value.delivered, raised.value.failed) == (6, 4)
 
 
 class Lies(Exception):
