@@ -16,9 +16,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.analysis.colours import AGE_COLOURS, PALETTE, PART_COLOURS, PART_LABELS
+from aprilsched.analysis.colours import AGE_COLOURS, PALETTE, PART_COLOURS
 from aprilsched.analysis.run import Bar
-from aprilsched.telemetry.engine_time import Part
+from aprilsched.telemetry.engine_time import PART_LABELS, Part
 from aprilsched.telemetry.figures import DecileFigures, LawFigures, TransientFigures
 
 Values = Sequence[float] | Sequence[str] | NDArray[Any]

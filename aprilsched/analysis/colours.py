@@ -30,19 +30,3 @@ Okabe and Ito, and two of Tol."""
 
 AGE_COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#F0E442", "#E69F00", "#D55E00")
 """Colours of tokens by their staleness, 0 versions first. The last one is for all older tokens."""
-
-PART_LABELS: dict[Part, str] = {
-    "decode": "generating",
-    "prefill": "reading prompts",
-    "re_prefill": "recomputing contexts",
-    "tail": "waiting for the last responses",
-    "pause": "paused",
-    "refit": "new weights",
-    "trainer": "waiting for the trainer",
-    "prompts": "waiting for prompts",
-    "rewards": "waiting for rewards",
-    "environment": "tools of episodes",
-    "asleep": "asleep",
-    "lost": "out of use",
-}
-"""A name for each part that can be understood without the definitions of the parts."""

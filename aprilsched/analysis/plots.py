@@ -29,13 +29,13 @@ from aprilsched.analysis.chart_model import (
     tail_of,
     time_by_part,
 )
-from aprilsched.analysis.colours import AGE_COLOURS, PART_LABELS
+from aprilsched.analysis.colours import AGE_COLOURS
 from aprilsched.analysis.lengths_of_run import LawBand
 from aprilsched.analysis.run import Run, bars, in_flight, lengths_of, tokens_by_class, window_end
 from aprilsched.analysis.usage import RunUsage
 from aprilsched.core.lengths.laws import KaplanMeier
 from aprilsched.extras import extra
-from aprilsched.telemetry.engine_time import BUSY, PART_INDEX, PARTS, Part
+from aprilsched.telemetry.engine_time import BUSY, PART_INDEX, PART_LABELS, PARTS, Part
 from aprilsched.telemetry.figures import BiasFigures
 
 with extra("plots"):

@@ -56,6 +56,22 @@ PARTS: dict[Part, str] = {
 }
 """Each part with its meaning, in the order in which they are shown: the useful parts come first."""
 
+PART_LABELS: dict[Part, str] = {
+    "decode": "generating",
+    "prefill": "reading prompts",
+    "re_prefill": "recomputing contexts",
+    "tail": "waiting for the last responses",
+    "pause": "paused",
+    "refit": "new weights",
+    "trainer": "waiting for the trainer",
+    "prompts": "waiting for prompts",
+    "rewards": "waiting for rewards",
+    "environment": "tools of episodes",
+    "asleep": "asleep",
+    "lost": "out of use",
+}
+"""A name for each part that can be understood without the definitions of the parts."""
+
 PART_INDEX: dict[Part, int] = {part: index for index, part in enumerate(PARTS)}
 BUSY: tuple[Part, ...] = ("decode", "prefill")
 """The parts in which an engine does work that no schedule could avoid."""

@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from aprilsched.telemetry.figures import ForecastFigures
-from aprilsched.telemetry.live.live_model import EngineRow, Faults, LatestBatch, RunFacts, Snapshot
+from aprilsched.telemetry.figures import BatchFigures, ForecastFigures
+from aprilsched.telemetry.live.live_model import EngineRow, Faults, RunFacts, Snapshot
 from aprilsched.telemetry.live.view import ASCII, chosen, frame, one_line
 
 
@@ -36,6 +36,21 @@ FAULTS = Faults(
     latest="http://10.0.0.2:30000 lost: it answers no more",
     ago=31.0,
 )
+LATEST = BatchFigures(
+    index=7,
+    version=7,
+    seconds=10.0,
+    trainer_seconds=0.0,
+    groups=32,
+    rollouts=256,
+    tokens=256_000,
+    mean_length=1000.0,
+    off_policy_token_share=0.3,
+    staleness_mean=0.41,
+    staleness_max=2,
+    t_bound=6.8,
+    efficiency=0.68,
+)
 SNAPSHOT = Snapshot(
     facts=RunFacts(title="run", where="runs/x", batches=40, batch_groups=64),
     elapsed=754.0,
@@ -50,7 +65,7 @@ SNAPSHOT = Snapshot(
     idle=(("tail", 0.21), ("refit", 0.09), ("re_prefill", 0.05), ("pause", 0.02)),
     tokens_per_s=152_310.0,
     efficiency=0.71,
-    latest=LatestBatch(efficiency=0.68, staleness_mean=0.41, staleness_max=2),
+    latest=LATEST,
     faults=Faults(),
     engines=(
         row("http://10.0.0.1:30000"),
@@ -244,13 +259,7 @@ def test_lines_give_way_to_engines():
 
 
 def test_the_distance_of_the_latest_batch_from_the_law_is_shown_with_what_is_usual() -> None:
-    latest = LatestBatch(
-        efficiency=0.68,
-        staleness_mean=0.41,
-        staleness_max=2,
-        length_distance=0.19,
-        iid_length_distance=0.08,
-    )
+    latest = replace(LATEST, length_distance=0.19, iid_length_distance=0.08)
     snapshot = replace(SNAPSHOT, latest=latest)
     assert "lengths 0.19 off the law (at random 0.08)" in "\n".join(shown(snapshot, 140))
     # It must not push the efficiency off a narrow terminal.

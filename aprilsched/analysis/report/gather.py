@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.analysis.colours import AGE_COLOURS, PART_LABELS
+from aprilsched.analysis.colours import AGE_COLOURS
 from aprilsched.analysis.lengths_of_run import Launches
 from aprilsched.analysis.rebuild import Rebuilding, written_summary
 from aprilsched.analysis.report.report_data import (
@@ -42,7 +42,7 @@ from aprilsched.core.lengths.laws import KaplanMeier, kaplan_meier
 from aprilsched.core.messages import facts as of
 from aprilsched.core.state.ledger import Reason
 from aprilsched.telemetry.base import DispatchingListener, Listener
-from aprilsched.telemetry.engine_time import BUSY, PART_INDEX, PARTS
+from aprilsched.telemetry.engine_time import BUSY, PART_INDEX, PART_LABELS, PARTS
 from aprilsched.telemetry.event_log.reading import replay
 from aprilsched.telemetry.figures import AlignmentFigures, RunSummary
 from aprilsched.telemetry.run_folder import CONFIG, EVENTS

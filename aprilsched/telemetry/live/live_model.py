@@ -21,7 +21,7 @@ from aprilsched.core.state.ledger import Reason
 from aprilsched.telemetry.base import DispatchingListener, TokenChunks
 from aprilsched.telemetry.batch_figures import Measured, efficiency, forecasts
 from aprilsched.telemetry.engine_time import BUSY, EngineState, EngineUsage, Part, utilization_of
-from aprilsched.telemetry.figures import ForecastFigures
+from aprilsched.telemetry.figures import BatchFigures, ForecastFigures
 from aprilsched.telemetry.live_figures import LiveFigures
 
 # The data that the live view shows of a run at one moment.
@@ -86,23 +86,6 @@ class EngineRow:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LatestBatch:
-    """The batch that was delivered last.
-
-    Attributes:
-        efficiency: T_bound over its time; None if unknown.
-        length_distance: distance of its lengths from the drawn law; None if unknown.
-        iid_length_distance: what is expected of a batch drawn at random.
-    """
-
-    efficiency: float | None
-    staleness_mean: float
-    staleness_max: int
-    length_distance: float | None = None
-    iid_length_distance: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Faults:
     """Counts of faults. `latest` is the latest fault as text, `ago` the seconds since then."""
 
@@ -126,6 +109,7 @@ class Snapshot:
         utilization: busy share of all engines' time so far; `columns` has that of the last minutes.
         idle: shares of the other parts, the largest first.
         efficiency: T_bound over the time of the latest batches; None if no model is known.
+        latest: the figures of the batch that was delivered last; None before the first.
         forecast: forecast and outcome of those batches; None if no schedule was forecast.
         note: an additional text, for example that the run has written nothing for some time.
     """
@@ -143,7 +127,7 @@ class Snapshot:
     idle: tuple[tuple[Part, float], ...]
     tokens_per_s: float
     efficiency: float | None
-    latest: LatestBatch | None
+    latest: BatchFigures | None
     faults: Faults
     engines: tuple[EngineRow, ...]
     forecast: ForecastFigures | None = None
@@ -385,7 +369,7 @@ class LiveModel:
             idle=_idle(seconds),
             tokens_per_s=sum(row.tokens_per_s for row in rows),
             efficiency=efficiency(list(self._recent)) if self._recent else None,
-            latest=self._latest(),
+            latest=self._recent[-1].figures if self._recent else None,
             forecast=forecasts(list(self._recent)),
             faults=self._faults(now),
             engines=rows,
@@ -439,18 +423,6 @@ class LiveModel:
         figures = [measured.figures for measured in self._recent]
         mean = sum(f.seconds + f.trainer_seconds for f in figures) / len(figures)
         return max(0.0, mean * remaining - min(mean, now - self._batch_began))
-
-    def _latest(self) -> LatestBatch | None:
-        if not self._recent:
-            return None
-        figures = self._recent[-1].figures
-        return LatestBatch(
-            efficiency=figures.efficiency,
-            staleness_mean=figures.staleness_mean,
-            staleness_max=figures.staleness_max,
-            length_distance=figures.length_distance,
-            iid_length_distance=figures.iid_length_distance,
-        )
 
     def _faults(self, now: float) -> Faults:
         latest = self._mishaps.latest

@@ -13,24 +13,13 @@ from typing import TypeVar
 
 from rich.text import Text
 
-from aprilsched.telemetry.engine_time import Part
+from aprilsched.telemetry.engine_time import PART_LABELS
 from aprilsched.telemetry.live.live_model import COLUMN_SECONDS, EngineRow, Faults, Phase, Snapshot
 
 # Short forms of names and figures for the live view.
 
-CAUSES: dict[Part, str] = {
-    "re_prefill": "re-prefill",
-    "tail": "tail of the batch",
-    "pause": "paused",
-    "refit": "new weights",
-    "trainer": "waiting for trainer",
-    "prompts": "waiting for prompts",
-    "rewards": "waiting for rewards",
-    "environment": "tools of episodes",
-    "asleep": "asleep",
-    "lost": "out of use",
-}
-"""Names of the parts in which engines are not busy."""
+CAUSES = {**PART_LABELS, "re_prefill": "re-prefill", "tail": "tail of the batch"}
+"""Names of the parts, shorter for the two whose names would not fit into 80 columns with others."""
 
 _MINUTE, _HOUR = 60, 3600
 
