@@ -60,10 +60,12 @@ def workload(count: int | None = None, median: int = 9) -> LongTailWorkload:
     return LongTailWorkload(median=median, cap=40, group_size=2, count=count, seed=1)
 
 
-def parts(count: int | None = None, *, stored: bool = False, **changes: Any) -> dict[str, Any]:
+def parts(
+    count: int | None = None, *, stored: bool = False, time_scale: float = 0.002, **changes: Any
+) -> dict[str, Any]:
     """The parts of a scheduler with simulated engines, in real time."""
     return {
-        "fleet": SimFleet(1, time_scale=0.002),
+        "fleet": SimFleet(1, time_scale=time_scale),
         "prompts": workload(count),
         "config": replace(CONFIG, **changes),
         "store": MemoryStore() if stored else None,

@@ -425,7 +425,10 @@ async def test_an_actor_that_is_not_there():
     stop_scheduler("nobody")
 
 
-async def test_an_actor_that_cannot_be_placed(server: ThreadedServer):
+async def test_an_actor_that_cannot_be_placed(
+    server: ThreadedServer, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("aprilsched.ray.scheduler._READY_S", 0.5)
     start_scheduler(NAME, partial(in_an_actor.served, server.url), num_cpus=1000)
     with pytest.raises(SchedulerClosed, match=r"does not answer.*look at `ray status`"):
         async with ActorScheduler(NAME, wait_s=2.0):
