@@ -57,7 +57,7 @@ def _place(path: Path) -> tuple[bool, ...]:
         SERVERS not in path.parents,
         not path.name.startswith("test_gateway"),
         UNIT in path.parents,
-        not path.name.startswith("test_ray"),
+        not path.name.startswith(("test_fronts", "test_ray")),
     )
 
 

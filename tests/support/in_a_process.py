@@ -1,4 +1,4 @@
-"""Schedulers that the tests of :mod:`aprilsched.process` have in a process of their own.
+"""Schedulers that tests have in a process or an actor of their own, and their parts.
 
 They are functions of a module, because the other process imports them.
 """
@@ -9,7 +9,8 @@ import asyncio
 import itertools
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from aprilsched import (
     SimFleet,
 )
 from aprilsched.engines.base import Engine
+from aprilsched.shards import ShardParts
 
 __all__ = [
     "Raising",
@@ -37,13 +39,17 @@ __all__ = [
     "forking",
     "hostile",
     "long",
+    "made",
+    "parts",
     "pushed",
+    "pushed_parts",
+    "raised_parts",
     "raising",
     "secretive",
     "served",
+    "shard_of",
     "simple",
-    "slow",
-    "stored",
+    "slow_parts",
     "wrong",
 ]
 
@@ -54,15 +60,51 @@ def workload(count: int | None = None, median: int = 9) -> LongTailWorkload:
     return LongTailWorkload(median=median, cap=40, group_size=2, count=count, seed=1)
 
 
+def parts(
+    count: int | None = None, *, stored: bool = False, time_scale: float = 0.002, **changes: Any
+) -> dict[str, Any]:
+    """The parts of a scheduler with simulated engines, in real time."""
+    return {
+        "fleet": SimFleet(1, time_scale=time_scale),
+        "prompts": workload(count),
+        "config": replace(CONFIG, **changes),
+        "store": MemoryStore() if stored else None,
+    }
+
+
+def pushed_parts(queue: PromptQueue) -> dict[str, Any]:
+    """They have the prompts that the trainer pushes."""
+    return {**parts(over_provision=1.0), "prompts": queue}
+
+
+def slow_parts() -> dict[str, Any]:
+    """They take an hour to open."""
+
+    class Fleet(SimFleet):
+        async def open(self) -> None:
+            await asyncio.sleep(3600)
+
+    return {**parts(), "fleet": Fleet(1)}
+
+
+def raised_parts() -> dict[str, Any]:
+    """There are none: the function of the user raises."""
+    raise FileNotFoundError(2, "No such file", "prompts.jsonl")
+
+
+def made(make: Callable[..., dict[str, Any]], *arguments: Any, **named: Any) -> RolloutScheduler:
+    """The scheduler of these parts."""
+    return RolloutScheduler(**make(*arguments, **named))
+
+
+def shard_of(make: Callable[..., dict[str, Any]], *arguments: Any, **named: Any) -> ShardParts:
+    """A shard of these parts, but for what all shards have together."""
+    own = make(*arguments, **named)
+    return ShardParts(fleet=own["fleet"], store=own["store"])
+
+
 def simple(count: int | None = None, **changes: Any) -> RolloutScheduler:
-    config = SchedulerConfig(batch_groups=2, group_size=2, over_provision=1.5, **changes)
-    return RolloutScheduler(SimFleet(1, time_scale=0.002), workload(count), config=config)
-
-
-def stored() -> RolloutScheduler:
-    return RolloutScheduler(
-        SimFleet(1, time_scale=0.002), workload(), config=CONFIG, store=MemoryStore()
-    )
+    return made(parts, count, **changes)
 
 
 def long() -> RolloutScheduler:
@@ -130,10 +172,8 @@ def hostile(kind: str) -> RolloutScheduler:
     raise error
 
 
-def raising(kind: str) -> RolloutScheduler:
-    if kind == "odd":
-        raise Odd(7, where="here")
-    raise FileNotFoundError(2, "No such file", kind)
+def raising() -> RolloutScheduler:
+    raise Odd(7, where="here")
 
 
 def wrong() -> Any:
@@ -190,16 +230,6 @@ def blocked(sign: Path) -> RolloutScheduler:
             time.sleep(3600)  # noqa: ASYNC251
 
     return RolloutScheduler(SimFleet(1, time_scale=0.001), workload(), reward=score, config=CONFIG)
-
-
-def slow() -> RolloutScheduler:
-    """It takes an hour to open."""
-
-    class Fleet(SimFleet):
-        async def open(self) -> None:
-            await asyncio.sleep(3600)
-
-    return RolloutScheduler(Fleet(1), workload(), config=CONFIG)
 
 
 class Raising:

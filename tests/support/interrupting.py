@@ -5,20 +5,24 @@ from __future__ import annotations
 import gc
 import random
 import signal
+from collections.abc import Callable
 
-from aprilsched import blocking
-
-__all__ = ["InterruptingLoop", "taken_under_interrupts"]
-
+__all__ = ["InterruptingLoop", "raise_interrupt"]
 
 _LONGEST_S = 0.02
 """Longest time to an interrupt, after a call that was not interrupted."""
 
 
-class InterruptingLoop:
-    """Raises KeyboardInterrupt in the trainer's thread, at random moments, until it is closed."""
+def raise_interrupt() -> None:
+    """What Ctrl-C does in the trainer's thread."""
+    raise KeyboardInterrupt
 
-    def __init__(self, seed: int) -> None:
+
+class InterruptingLoop:
+    """Interrupts the trainer's thread, at random moments, until it is closed."""
+
+    def __init__(self, seed: int, interrupt: Callable[[], None] = raise_interrupt) -> None:
+        self._interrupt = interrupt
         self._random = random.Random(seed)
         self._before = signal.getsignal(signal.SIGALRM)
         self._longest = _LONGEST_S
@@ -45,31 +49,4 @@ class InterruptingLoop:
     def _raise(self, *_: object) -> None:
         # On a busy machine no call was ever over in 20 ms, so that a test had no end.
         self._longest *= 1.1
-        raise KeyboardInterrupt
-
-
-def taken_under_interrupts(
-    rollouts: blocking.RolloutScheduler, batches: int, *, seed: int
-) -> tuple[list[int], int]:
-    """Open `rollouts` and take so many batches, in calls that are interrupted at random moments.
-
-    Returns the indexes of the batches that the calls returned, and the number of batches that the
-    scheduler has delivered. Some calls were interrupted, or there is an assertion.
-    """
-    got: list[int] = []
-    interrupts = 0
-    with InterruptingLoop(seed) as alarm, rollouts:
-        while len(got) < batches:
-            batch = None
-            try:
-                alarm.start()
-                batch = rollouts.next_batch()
-                alarm.stop()
-            except KeyboardInterrupt:
-                interrupts += 1
-            if batch is not None:
-                got.append(batch.index)
-        alarm.stop()
-        delivered = rollouts.state.in_flight.counters.batches
-    assert interrupts
-    return got, delivered
+        self._interrupt()

@@ -6,11 +6,9 @@ import asyncio
 import contextlib
 import gc
 import itertools
-import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 from typing import Any
@@ -31,26 +29,15 @@ from aprilsched import (
 )
 from aprilsched.core.messages.events import VersionSeen
 from aprilsched.engines.sim import run_virtual
-from aprilsched.errors import ConfigError, SchedulerClosed
-from tests.support.interrupting import InterruptingLoop, taken_under_interrupts
+from aprilsched.errors import SchedulerClosed
+from tests.support.fronts import in_a_fork
+from tests.support.interrupting import InterruptingLoop
 
 
 def make(count: int | None = None) -> blocking.RolloutScheduler:
     workload = LongTailWorkload(median=20, cap=100, group_size=2, count=count, seed=1)
     config = SchedulerConfig(batch_groups=2, group_size=2, over_provision=1.5)
     return blocking.RolloutScheduler(SimFleet(1, time_scale=0.01), workload, config=config)
-
-
-def test_batches_updates_and_evaluation_without_await():
-    with make(count=6) as rollouts:
-        versions = []
-        for batch in rollouts:
-            versions.append(batch.version)
-            rollouts.update_weights(SimPublisher())
-        result = rollouts.evaluate(list(LongTailWorkload(median=9, group_size=1, count=2)))
-    assert versions == [0, 1, 2]
-    assert len(result.groups) == 2
-    assert not [t for t in threading.enumerate() if t.name == "aprilsched-loop"]
 
 
 def test_asynchronous_functions_can_be_called_on_the_schedulers_loop():
@@ -66,21 +53,6 @@ def test_asynchronous_functions_can_be_called_on_the_schedulers_loop():
         assert rollouts.on_loop(seen) == ("aprilsched-loop", 3)
     with pytest.raises(SchedulerClosed):
         rollouts.on_loop(seen)
-
-
-def test_a_call_that_waits_when_another_thread_closes_is_told_so():
-    began = threading.Event()
-
-    async def endless() -> None:
-        began.set()
-        await asyncio.Event().wait()
-
-    with make() as rollouts, ThreadPoolExecutor() as threads:
-        call = threads.submit(rollouts.on_loop, endless)
-        began.wait()
-        rollouts.close()
-        with pytest.raises(SchedulerClosed):
-            call.result()
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["the loop stops", "the loop is closed"])
@@ -116,13 +88,6 @@ def test_a_call_that_begins_while_another_thread_closes_is_told_so(
             calls[0].result()
 
 
-def test_errors_arrive_in_the_calling_thread():
-    with make() as rollouts, pytest.raises(ConfigError, match="at least one"):
-        rollouts.evaluate([])
-    with pytest.raises(SchedulerClosed):
-        rollouts.next_batch()
-
-
 @pytest.mark.parametrize("store", [False, True])
 def test_a_timeout_loses_no_batch(store: bool):
     may_score = threading.Event()
@@ -155,12 +120,6 @@ def test_a_timeout_loses_no_batch(store: bool):
     assert delivered == 20
 
 
-@pytest.mark.parametrize("timeout", [-1, float("nan")])
-def test_a_timeout_that_is_no_duration_is_refused(timeout: float):
-    with make() as rollouts, pytest.raises(ConfigError, match="give seconds, 0 or more"):
-        rollouts.next_batch(timeout=timeout)
-
-
 def test_it_has_every_public_name_of_the_other():
     def public(cls: type) -> set[str]:
         return {name for name in dir(cls) if not name.startswith("_")}
@@ -169,46 +128,6 @@ def test_it_has_every_public_name_of_the_other():
     fronts = {"acknowledge", "hand_back", "offered", "restores", "stored", "suspect_weights"}
     fronts |= {"take", "trainer_has"}
     assert public(aprilsched.RolloutScheduler) - fronts <= public(blocking.RolloutScheduler)
-
-
-@pytest.mark.parametrize("store", [False, True])
-def test_a_wait_that_is_interrupted_loses_no_batch(store: bool):
-    workload = LongTailWorkload(median=9, cap=40, group_size=2, seed=1)
-    config = SchedulerConfig(batch_groups=2, group_size=2, over_provision=1.5)
-    rollouts = blocking.RolloutScheduler(
-        SimFleet(1, time_scale=0.002),
-        workload,
-        config=config,
-        store=MemoryStore() if store else None,
-    )
-    got, delivered = taken_under_interrupts(rollouts, 60, seed=3)
-    assert got == list(range(60))
-    assert delivered == 60
-
-
-def test_a_stream_that_is_interrupted_loses_no_group():
-    """Each loop takes one group, and the next loop goes on."""
-    got: list[tuple[int, int]] = []
-    interrupts = 0
-    with InterruptingLoop(seed=5) as alarm, make() as rollouts:
-        while len(got) < 60:
-            part = None
-            try:
-                alarm.start()
-                for part in rollouts.stream():  # noqa: B007
-                    break
-                alarm.stop()
-            except KeyboardInterrupt:
-                interrupts += 1
-            if part is not None:
-                got.append((part.index, part.groups[0].group_id))
-        alarm.stop()
-        delivered = rollouts.state.in_flight.counters.batches
-    assert interrupts
-    assert len({group_id for _, group_id in got}) == 60
-    sizes = [len(list(groups)) for _, groups in itertools.groupby(got, lambda taken: taken[0])]
-    assert sizes == [sizes[0]] * len(sizes)
-    assert delivered == len(sizes)
 
 
 class InterruptAt:
@@ -383,24 +302,6 @@ def test_a_second_interrupt_ends_the_wait_for_a_call_that_is_withdrawn():
 # --- forks -----------------------------------------------------------------------------------
 
 
-def in_a_fork(work: Callable[[], str]) -> str:
-    """The result of `work` in a forked child, which then ends as a program does."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            said = work()
-        except BaseException as error:
-            said = f"{type(error).__name__}: {error}"
-        os.write(writing, said.encode())
-        os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading, "rb") as pipe:
-        said = pipe.read().decode()
-    os.waitpid(child, 0)
-    return said
-
-
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_forked_process_is_told_that_the_scheduler_is_not_there():
     workload = LongTailWorkload(median=9, cap=40, group_size=2, seed=1)
@@ -415,11 +316,11 @@ def test_a_forked_process_is_told_that_the_scheduler_is_not_there():
             lambda: rollouts.checkpoint("unused"),
             lambda: rollouts.state,
         ):
-            said = in_a_fork(lambda call=call: repr(call()))
+            said = in_a_fork(call)
             assert said.startswith("SchedulerClosed: this process was forked"), said
-        assert "another process" in in_a_fork(lambda: repr(batch.acknowledge()))
+        assert "another process" in in_a_fork(batch.acknowledge)
         # Leaving the block there is nothing, and what the child looks at is its own copy.
-        assert in_a_fork(lambda: f"{rollouts.close()} {batch.tokens}") == f"None {batch.tokens}"
+        assert in_a_fork(lambda: (rollouts.close(), batch.tokens)) == f"(None, {batch.tokens})"
         assert rollouts.next_batch().index == 1
 
 
@@ -445,7 +346,7 @@ def test_a_forked_process_is_told_so_by_the_asyncio_scheduler_too():
                     return "left"
                 return "a wait"
 
-            assert in_a_fork(leave) == "left"
+            assert in_a_fork(leave) == "'left'"
             said = in_a_fork(ask)
             assert (await rollouts.next_batch()).index == 1
             return said
@@ -454,21 +355,6 @@ def test_a_forked_process_is_told_so_by_the_asyncio_scheduler_too():
 
 
 # --- weights that the trainer moves itself -------------------------------------------------------
-
-
-def test_the_trainers_thread_loads_weights_in_a_block():
-    with make() as rollouts:
-        rollouts.next_batch()
-        with rollouts.paused_for_weights(label=True) as engines:
-            assert engines == ("sim-0",)
-        assert rollouts.version == 1
-        with pytest.raises(ZeroDivisionError), rollouts.paused_for_weights():
-            raise ZeroDivisionError
-        assert rollouts.version == 1
-        with rollouts.paused_for_weights(label=True):
-            pass  # the engine that was left with inconsistent weights is repaired
-        assert rollouts.version == 2
-        assert rollouts.next_batch().version == 2
 
 
 def test_another_thread_shakes_hands():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import multiprocessing
 import os
 import random
@@ -36,7 +35,7 @@ from aprilsched.engines.base import Engine
 from aprilsched.errors import AprilschedError, ConfigError, RefitError, SchedulerClosed
 from aprilsched.testing import ThreadedServer
 from tests.support import in_a_process
-from tests.support.interrupting import InterruptingLoop, taken_under_interrupts
+from tests.support.interrupting import InterruptingLoop
 
 
 @pytest.fixture(autouse=True)
@@ -56,32 +55,6 @@ def prompt(ids: list[int], **more: Any) -> Prompt:
 def child() -> Any:
     (only,) = multiprocessing.active_children()
     return only
-
-
-def test_batches_updates_and_everything_else():
-    with process.RolloutScheduler(in_a_process.simple, count=6) as rollouts:
-        assert child().pid != os.getpid()
-        first = rollouts.next_batch()
-        figures = rollouts.report_logprobs(first, [each.logprobs for each in first.rollouts])
-        assert (figures.whole.tokens, figures.whole.largest) == (first.tokens, 0)
-        report = rollouts.update_weights(SimPublisher())
-        assert (report.version, rollouts.version, report.quarantined) == (1, 1, {})
-        rest = list(rollouts)
-        assert [batch.version for batch in rest] == [1, 1]
-        groups = [group.group_id for batch in (first, *rest) for group in batch.groups]
-        assert len(set(groups)) == len(groups) == 6
-        assert rollouts.state.in_flight.counters.batches == 3
-        assert rollouts.bias().warning is None
-        with rollouts.paused_for_weights(version=9, label=True) as engines:
-            assert engines == ("sim-0",)
-        assert rollouts.version == 9
-        with rollouts.asleep(tags=["kv_cache"]):
-            rollouts.update_weights(SimPublisher())
-        prompts = (prompt([number]) for number in (1, 2))
-        evaluated = rollouts.evaluate(prompts, group_size=3)
-        assert [len(group.rollouts) for group in evaluated.groups] == [3, 3]
-    with pytest.raises(SchedulerClosed, match="inside its `with` block"):
-        rollouts.next_batch()
 
 
 def test_a_large_batch_goes_through_a_file():
@@ -112,102 +85,10 @@ def test_a_folder_that_cannot_be_written_loses_no_batch():
 # --- waits that end early ------------------------------------------------------------------------
 
 
-def test_a_timeout_loses_no_batch():
-    got: list[int] = []
-    with process.RolloutScheduler(in_a_process.simple) as rollouts:
-        with pytest.raises(TimeoutError, match="the next call continues the wait"):
-            rollouts.next_batch(timeout=0)
-        while len(got) < 10:
-            try:
-                got.append(rollouts.next_batch(timeout=0.001).index)
-            except TimeoutError:
-                continue
-        while True:
-            try:
-                # With 0 a batch is taken that is complete already.
-                got.append(rollouts.next_batch(timeout=0).index)
-                break
-            except TimeoutError:
-                continue
-    assert got == list(range(11))
-
-
-@pytest.mark.parametrize("make", [in_a_process.simple, in_a_process.stored])
-def test_an_interrupted_wait_loses_no_batch(make: Any):
-    got, delivered = taken_under_interrupts(process.RolloutScheduler(make), 40, seed=3)
-    assert got == list(range(40))
-    assert delivered == 40
-
-
-def test_an_update_of_another_thread_withdraws_no_batch_on_its_way():
-    """The way to the trainer's process is long, so that this would happen often."""
-    over = threading.Event()
-    with process.RolloutScheduler(in_a_process.simple, pace="asynchronous") as rollouts:
-
-        def update() -> None:
-            while not over.is_set():
-                rollouts.update_weights(SimPublisher())
-
-        updates = threading.Thread(target=update)
-        updates.start()
-        batches = list(itertools.islice(rollouts, 100))
-        over.set()
-        updates.join()
-    assert [batch.index for batch in batches] == list(range(100))
-    trained = [group.group_id for batch in batches for group in batch.groups]
-    assert len(set(trained)) == len(trained)
-
-
-def test_threads_that_call_at_once_share_no_batch():
-    """A call that was refused had given back the batch that was on its way to another one."""
-    got: list[int] = []
-    with process.RolloutScheduler(in_a_process.simple, pace="asynchronous") as rollouts:
-
-        def take() -> None:
-            while len(got) < 200:
-                with suppress(ConfigError):
-                    got.append(rollouts.next_batch().index)
-
-        threads = [threading.Thread(target=take) for _ in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert sorted(got) == list(range(len(got)))
-
-
 def test_ctrl_c_of_a_terminal_leaves_the_schedulers_process_to_the_trainer():
     with process.RolloutScheduler(in_a_process.simple) as rollouts:
         os.kill(child().pid, signal.SIGINT)
         assert rollouts.next_batch().index == 0
-
-
-def test_batches_are_acknowledged_in_the_other_process(tmp_path: Path):
-    with process.RolloutScheduler(in_a_process.stored) as rollouts:
-        trained, untrained = rollouts.next_batch(), rollouts.next_batch()
-        trained.acknowledge()
-        rollouts.checkpoint(tmp_path / "checkpoint", acknowledge=False)
-    resumed = process.RolloutScheduler(in_a_process.stored)
-    resumed.restore(tmp_path / "checkpoint")
-    with resumed as rollouts:
-        again = rollouts.next_batch()
-        assert (again.index, again.redelivered) == (untrained.index, True)
-        pairs = zip(again.rollouts, untrained.rollouts, strict=True)
-        assert all(np.array_equal(a.token_ids, b.token_ids) for a, b in pairs)
-        assert rollouts.next_batch().index == untrained.index + 1
-
-
-def test_the_trainer_pushes_prompts():
-    queue = PromptQueue()
-    queue.put(prompt([1, 2]))
-    with process.RolloutScheduler(in_a_process.pushed, queue, batch_groups=2) as rollouts:
-        with pytest.raises(TimeoutError):
-            rollouts.next_batch(timeout=0.2)
-        queue.put(prompt([3, 4], key="second"))
-        assert {group.prompt.key for group in rollouts.next_batch().groups} == {None, "second"}
-        queue.put(prompt([5, 6]))
-        queue.close()
-        assert [len(batch.groups) for batch in rollouts] == [1]
 
 
 # --- what goes wrong -----------------------------------------------------------------------------
@@ -215,14 +96,8 @@ def test_the_trainer_pushes_prompts():
 
 def test_errors_of_the_users_code_arrive():
     with (
-        pytest.raises(FileNotFoundError, match=r"prompts\.jsonl") as raised,
-        process.RolloutScheduler(in_a_process.raising, "prompts.jsonl"),
-    ):
-        pass
-    assert "in raising" in raised.value.__notes__[0]
-    with (
         pytest.raises(AprilschedError, match="process raised Odd: code 7 in here"),
-        process.RolloutScheduler(in_a_process.raising, "odd"),
+        process.RolloutScheduler(in_a_process.raising),
     ):
         pass
     with (
@@ -263,15 +138,6 @@ def test_what_cannot_be_sent_is_refused():
         process.RolloutScheduler(lambda: in_a_process.simple()),
     ):
         pass
-    with process.RolloutScheduler(in_a_process.simple) as rollouts:
-        rollouts.next_batch()
-        with pytest.raises(ConfigError, match=r"as FromTrainer\(publisher, fleet\)"):
-            rollouts.update_weights(Handshake())
-        with pytest.raises(ConfigError, match=r"as FromTrainer\(publisher, fleet\)"):
-            rollouts.update_weights(SimPublisher(lambda version: 0))
-        with pytest.raises(ConfigError, match="give seconds, 0 or more"):
-            rollouts.next_batch(timeout=-1)
-        assert rollouts.next_batch().index == 1
 
 
 @pytest.mark.parametrize("raises", [True, False])
@@ -281,33 +147,6 @@ def test_what_cannot_come_back_is_named(raises: bool):
             with pytest.raises(ConfigError, match="give prompts only metadata that pickle can"):
                 rollouts.next_batch()
         assert rollouts.update_weights(SimPublisher()).version == 1
-
-
-def test_a_publisher_that_raises_has_its_cause():
-    with process.RolloutScheduler(in_a_process.simple) as rollouts:
-        rollouts.next_batch()
-        with pytest.raises(RefitError, match="No space left") as raised:
-            rollouts.update_weights(in_a_process.Raising())
-        assert isinstance(raised.value.__cause__, OSError)
-        with pytest.raises(ZeroDivisionError), rollouts.paused_for_weights():
-            raise ZeroDivisionError
-        with rollouts.paused_for_weights(label=True):
-            pass  # what the trainer had left is repaired
-        assert rollouts.next_batch().version == rollouts.version == 1
-
-
-def test_a_process_that_is_killed_is_noticed():
-    with process.RolloutScheduler(in_a_process.simple, straggler="run") as rollouts:
-        rollouts.next_batch()
-        killer = threading.Timer(0.2, os.kill, (child().pid, signal.SIGKILL))
-        killer.start()
-        with pytest.raises(SchedulerClosed, match=r"has ended with exit code -9; open a new"):
-            list(rollouts)
-        killer.join()
-        with pytest.raises(SchedulerClosed, match="exit code -9"):
-            rollouts.update_weights(SimPublisher())
-        with pytest.raises(SchedulerClosed, match="exit code -9"), rollouts.asleep():
-            pass
 
 
 def test_a_process_that_does_not_react_is_killed_with_the_second_interrupt(tmp_path: Path):
@@ -345,17 +184,6 @@ def test_a_process_that_does_not_react_is_killed_with_the_second_interrupt(tmp_p
     helper.join()
     signal.signal(signal.SIGUSR1, before)
     assert calls > 1
-
-
-def test_an_interrupt_while_it_opens():
-    with InterruptingLoop(seed=0):
-        timer = threading.Timer(
-            2.0, signal.pthread_kill, (threading.main_thread().ident, signal.SIGALRM)
-        )
-        timer.start()
-        with pytest.raises(KeyboardInterrupt), process.RolloutScheduler(in_a_process.slow):
-            pass
-        timer.join()
 
 
 @pytest.fixture
@@ -522,25 +350,6 @@ def runs(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
-
-
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_a_forked_process_leaves_everything_alone():
-    with process.RolloutScheduler(in_a_process.simple) as rollouts:
-        rollouts.next_batch()
-        forked = os.fork()
-        if forked == 0:
-            code = 1
-            try:
-                rollouts.close()
-                try:
-                    rollouts.next_batch()
-                except SchedulerClosed as error:
-                    code = 0 if "forked" in str(error) else 2
-            finally:
-                os._exit(code)
-        assert os.waitpid(forked, 0)[1] == 0
-        assert rollouts.next_batch().index == 1
 
 
 # --- weights in the trainer's memory --------------------------------------------------------------

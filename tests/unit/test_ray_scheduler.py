@@ -17,12 +17,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aprilsched import Batch, DiskPublisher, Handshake, Prompt, SGLangFleet
+from aprilsched import Batch, DiskPublisher, SGLangFleet
 from aprilsched.errors import ConfigError, RefitError, SchedulerClosed
 from aprilsched.testing.contract import WAIT_SECONDS
 from aprilsched.testing.server import ThreadedServer
 from tests.support import in_an_actor
-from tests.support.interrupting import InterruptingLoop
 from tests.support.ray_cluster import local_cluster, pid_of
 
 ray = pytest.importorskip("ray")
@@ -30,7 +29,6 @@ ray = pytest.importorskip("ray")
 from aprilsched.ray import (  # noqa: E402
     ActorScheduler,
     FromTrainer,
-    RolloutScheduler,
     start_scheduler,
     stop_scheduler,
 )
@@ -97,54 +95,6 @@ def assert_nothing_is_lost_or_doubled(batches: list[Batch], in_flight: set[Any])
 async def in_flight(rollouts: ActorScheduler) -> set[Any]:
     state = await rollouts.state()
     return {group.prompt.key for group in state.in_flight.groups.values()}
-
-
-def test_a_trainer_without_asyncio(server: ThreadedServer, store: Path, weights: Path):
-    start(in_an_actor.served, server.url, store)
-    with RolloutScheduler(NAME, wait_s=60) as rollouts:
-        with pytest.raises(TimeoutError, match="the next call continues the wait"):
-            rollouts.next_batch(timeout=0)
-        first = rollouts.next_batch()
-        figures = rollouts.report_logprobs(first, [each.logprobs for each in first.rollouts])
-        assert (figures.whole.tokens, figures.whole.largest) == (first.tokens, 0)
-        report = rollouts.update_weights(DiskPublisher(weights))
-        assert (report.version, rollouts.version, report.quarantined) == (1, 1, {})
-        second = rollouts.next_batch()
-        assert (second.index, second.version) == (1, 1)
-        assert rollouts.state.in_flight.counters.batches == 2
-        assert rollouts.bias().warning is None
-        with rollouts.paused_for_weights(version=9, label=True) as engines:
-            assert engines == (server.url.removeprefix("http://"),)
-        assert rollouts.version == 9
-        prompts = (Prompt(input_ids=np.array([number])) for number in (1, 2))
-        evaluated = rollouts.evaluate(prompts, group_size=3)
-        assert [len(group.rollouts) for group in evaluated.groups] == [3, 3]
-        rollouts.checkpoint(store.with_name("checkpoint"))
-        assert store.with_name("checkpoint").exists()
-    with pytest.raises(SchedulerClosed, match="inside its `with` block"):
-        rollouts.next_batch()
-
-
-def test_an_interrupted_wait_loses_no_batch(server: ThreadedServer, store: Path):
-    got: list[int] = []
-    interrupts = 0
-    start(in_an_actor.served, server.url, store)
-    with InterruptingLoop(seed=5) as alarm, RolloutScheduler(NAME, wait_s=60) as rollouts:
-        while len(got) < 20:
-            batch = None
-            try:
-                alarm.start()
-                batch = rollouts.next_batch()
-                alarm.stop()
-            except KeyboardInterrupt:
-                interrupts += 1
-            if batch is not None:
-                got.append(batch.index)
-        alarm.stop()
-        delivered = rollouts.state.in_flight.counters.batches
-    assert got == list(range(20))
-    assert delivered == 20
-    assert interrupts
 
 
 def mapped(array: np.ndarray) -> str:
@@ -365,16 +315,6 @@ async def test_batches_that_were_acknowledged_never_come_again(server: ThreadedS
     assert [batch.redelivered for batch in again] == [True, True, False]
 
 
-async def test_without_a_store_an_actor_that_dies_is_lost(server: ThreadedServer):
-    start(in_an_actor.served, server.url)
-    async with asyncio.timeout(WAIT_SECONDS), ActorScheduler(NAME, wait_s=60) as rollouts:
-        await rollouts.next_batch()
-        kill()
-        for _ in range(2):
-            with pytest.raises(SchedulerClosed, match="has no store to go on from; give it store="):
-                await rollouts.next_batch()
-
-
 @pytest.mark.long
 async def test_a_store_that_died_with_the_actor_is_noticed(server: ThreadedServer, store: Path):
     start(in_an_actor.served, server.url, store)
@@ -485,20 +425,15 @@ async def test_an_actor_that_is_not_there():
     stop_scheduler("nobody")
 
 
-async def test_an_actor_that_cannot_be_placed(server: ThreadedServer):
+async def test_an_actor_that_cannot_be_placed(
+    server: ThreadedServer, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("aprilsched.ray.scheduler._READY_S", 0.5)
     start_scheduler(NAME, partial(in_an_actor.served, server.url), num_cpus=1000)
     with pytest.raises(SchedulerClosed, match=r"does not answer.*look at `ray status`"):
         async with ActorScheduler(NAME, wait_s=2.0):
             pass
     stop_scheduler(NAME)
-
-
-async def test_a_function_that_cannot_make_a_scheduler(server: ThreadedServer, store: Path):
-    start(in_an_actor.unmade)
-    with pytest.raises(FileNotFoundError, match=r"prompts\.jsonl") as raised:
-        async with ActorScheduler(NAME, wait_s=60):
-            pass
-    assert "in unmade" in raised.value.__notes__[0]
 
 
 @pytest.mark.long
@@ -524,26 +459,3 @@ async def test_a_function_that_the_actor_cannot_import(
     with pytest.raises(ConfigError, match="No module named 'only_here'"):
         async with ActorScheduler(NAME, wait_s=60):
             pass
-
-
-async def test_what_cannot_be_sent_is_refused(server: ThreadedServer):
-    start(in_an_actor.served, server.url)
-    async with ActorScheduler(NAME, wait_s=60) as rollouts:
-        await rollouts.next_batch()
-        with pytest.raises(ConfigError, match=r"as FromTrainer\(publisher, fleet\)"):
-            await rollouts.update_weights(Handshake())
-        assert (await rollouts.next_batch()).index == 1
-
-
-async def test_a_cancelled_wait_loses_no_batch(server: ThreadedServer, store: Path):
-    start(in_an_actor.served, server.url, store)
-    batches: list[Batch] = []
-    async with asyncio.timeout(WAIT_SECONDS), ActorScheduler(NAME, wait_s=60) as rollouts:
-        cancelled = 0
-        while len(batches) < 10 or not cancelled:
-            try:
-                async with asyncio.timeout(0.02 * (cancelled % 3)):
-                    batches.append(await rollouts.next_batch())
-            except TimeoutError:
-                cancelled += 1
-        assert_nothing_is_lost_or_doubled(batches, await in_flight(rollouts))

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import aprilsched.blocking
 from aprilsched import (
     Batch,
     Group,
@@ -1246,23 +1245,6 @@ def test_metrics_of_shards_have_their_names():
     assert set(found) == {"a", "b"}
 
 
-def test_a_blocking_trainer_uses_shards(tmp_path: Path):
-    members = shards(2, fleet=None)
-    for member in members:
-        member.more = {"fleet": SimFleet(1, stream_interval=8, time_scale=0.05)}
-    settings = config()
-    with aprilsched.blocking.ShardedScheduler(members, workload(), config=settings) as rollouts:
-        batches = [rollouts.next_batch()]
-        rollouts.update_weights(SimPublisher())
-        assert rollouts.version == 1
-        rollouts.checkpoint(tmp_path / "saved")
-        assert len(rollouts.evaluate(list(workload(3)), group_size=4).groups) == 3
-        batches.append(joined(list(rollouts.stream())))
-        batches += list(rollouts)
-    check(batches)
-    assert sorted(keys(batches)) == list(range(COUNT))
-
-
 # --- what is refused, and what ends ---------------------------------------------------------------
 
 
@@ -1313,26 +1295,6 @@ def test_bad_prompts_are_passed_over():
 
     batches = run_virtual(run())
     assert sorted(keys(batches)) == list(range(20))
-
-
-def test_prompts_can_be_pushed():
-    queue = PromptQueue()
-
-    async def run() -> list[Batch]:
-        async with ShardedScheduler(shards(), queue, config=config()) as rollouts:
-            waiting = asyncio.create_task(rollouts.next_batch())
-            await asyncio.sleep(1)
-            queue.put(*list(workload(3)))
-            await asyncio.sleep(100)
-            assert not waiting.done()
-            queue.put(*list(workload(9))[3:])
-            batches = [await waiting]
-            queue.close()
-            return batches + [batch async for batch in rollouts]
-
-    batches = run_virtual(run())
-    check(batches)
-    assert sorted(keys(batches)) == list(range(9))
 
 
 def test_calls_end_with_the_scheduler():

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,11 +14,9 @@ from aprilsched import (
     SchedulerConfig,
     SimFleet,
     SimPublisher,
-    blocking,
-    process,
 )
 from aprilsched.engines.sim import run_virtual
-from aprilsched.errors import ConfigError, PromptsExhausted
+from aprilsched.errors import PromptsExhausted
 from aprilsched.simulation import Costs, Simulation
 from aprilsched.store import SqliteStore
 from tests.support.checking import Checking
@@ -154,53 +150,6 @@ def test_a_run_that_goes_on_gives_the_batch_again_from_its_first_group(tmp_path:
     parts_again = run_virtual(go_on())
     assert [group.group_id for part in parts_again for group in part.groups] == again
     assert all(part.redelivered for part in parts_again)
-
-
-def test_the_blocking_form_gives_the_same_groups():
-    with blocking.RolloutScheduler(
-        SimFleet(1, time_scale=0.01), workload(), config=config()
-    ) as rollouts:
-        for number in range(3):
-            parts = list(rollouts.stream())
-            assert {part.index for part in parts} == {number}
-            assert [part.complete for part in parts] == [False] * 3 + [True]
-            rollouts.update_weights(SimPublisher())
-        for _ in rollouts.stream():
-            break
-        assert rollouts.next_batch().index == 4
-
-
-def test_a_wait_for_a_group_may_time_out_and_loses_nothing():
-    with blocking.RolloutScheduler(
-        SimFleet(1, time_scale=0.01), workload(), config=config()
-    ) as rollouts:
-        with pytest.raises(ConfigError, match="timeout is -1"):
-            next(rollouts.stream(timeout=-1))
-        with pytest.raises(TimeoutError, match="within 0 s"):
-            next(rollouts.stream(timeout=0))
-        got: list[Batch] = []
-        while not got or not got[-1].complete:
-            with suppress(TimeoutError):
-                got += itertools.islice(rollouts.stream(timeout=0.01), 1)
-        groups = [group.group_id for part in got for group in part.groups]
-        assert len(set(groups)) == len(groups) == 4
-        assert {part.index for part in got} == {0}
-        # The waits that were given up have launched no wave of their own.
-        assert rollouts.state.in_flight.counters.launched == 8 * 4
-
-
-def make() -> RolloutScheduler:
-    return RolloutScheduler(SimFleet(1, time_scale=0.01), workload(count=8), config=config())
-
-
-def test_a_scheduler_in_its_own_process_gives_the_same_groups():
-    with process.RolloutScheduler(make) as rollouts:
-        for number in range(2):
-            parts = list(rollouts.stream())
-            assert [len(part.groups) for part in parts] == [1] * 4
-            assert {part.index for part in parts} == {number}
-        with pytest.raises(PromptsExhausted):
-            list(rollouts.stream())
 
 
 def test_streams_hide_the_trainer_behind_the_tail_without_a_stale_token():

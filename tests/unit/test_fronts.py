@@ -1,0 +1,545 @@
+"""Tests what every front of a scheduler promises to a trainer, with simulated engines: whatever
+ends a call early, no batch is lost, none comes twice, and nobody waits for ever.
+
+What only one of them has is in the tests of that one.
+"""
+
+# pyright: basic
+# Ray has no complete types, and the fronts have no common one.
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import signal
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aprilsched import Batch, Handshake, Prompt, PromptQueue, SimPublisher
+from aprilsched.errors import ConfigError, PromptsExhausted, RefitError, SchedulerClosed
+from tests.support import fronts, in_a_process
+from tests.support.fronts import FRONTS, Front, in_a_fork
+from tests.support.interrupting import InterruptingLoop
+from tests.support.ray_cluster import local_cluster, pid_of
+
+HERE = "it is in the trainer's process"
+ITS_OWN = "the trainer makes it, and gets the error itself"
+NO_ASYNCIO = "asyncio has timeouts of its own"
+ONE_SHARED = "leaving it leaves the actor as it is"
+IN_ACTOR = "its prompts are made in the actor"
+AS_SHARDS = "the same scheduler as `blocking shards`, of which each has its actors"
+ALL_AT_ONCE = "weights get into all shards at once, so there is no such block"
+GROUPS = {
+    "in this process": ("asyncio", "blocking", "shards", "blocking shards"),
+    "with asyncio": ("asyncio", "actor", "shards"),
+    "of an actor": ("actor", "ray"),
+    "of shards": ("shards", "blocking shards", "ray shards"),
+}
+LACKS = {
+    "the_trainer_loads_weights_in_a_block": {"of shards": ALL_AT_ONCE},
+    "a_timeout_that_is_no_duration_is_refused": {"with asyncio": NO_ASYNCIO},
+    "a_store_changes_nothing_of_it": {
+        "of an actor": "the tests of actors that die have a store",
+        "ray shards": AS_SHARDS,
+    },
+    "a_forked_process_is_told_that_the_scheduler_is_not_there": {
+        "of an actor": "Ray itself does not work in a forked process",
+        "shards": "nothing asks it, but for `blocking shards`",
+    },
+    "what_was_acknowledged_does_not_come_again": {
+        "of an actor": "the tests of actors that die have it, with their stores",
+        "of shards": "a checkpoint of shards acknowledges everything",
+    },
+    "the_trainer_pushes_prompts": {"of an actor": IN_ACTOR, "ray shards": AS_SHARDS},
+    "threads_that_call_at_once_share_no_batch": {
+        "with asyncio": "the tasks of one loop agree on who takes",
+        "in this process": "one thread takes: two that wait may get one batch",
+        "ray shards": "one thread takes: two that wait may get one batch",
+    },
+    "an_interrupt_while_it_opens": {
+        "of an actor": ONE_SHARED,
+        "ray shards": AS_SHARDS,
+    },
+    "a_run_goes_on_from_a_checkpoint": {"ray shards": "their stores are files, see their tests"},
+    "errors_of_the_users_function_arrive": {
+        "in this process": ITS_OWN,
+        "ray shards": "see what cannot be opened in the tests of shards",
+    },
+    "what_cannot_be_sent_is_refused": {"in this process": HERE},
+    "a_death_ends_every_call": {
+        "in this process": HERE,
+        "ray shards": "another actor takes its place, see the tests of shards in actors",
+    },
+    "close_ends_a_call_in_each_phase": {"ray shards": AS_SHARDS},
+}
+"""Which front has no such promise, and why."""
+
+
+# --- what is made once ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    with local_cluster():
+        yield
+
+
+@pytest.fixture(scope="module")
+def actor(cluster: None) -> None:
+    """The actor to which `actor` and `ray` attach, one after the other."""
+    fronts.start_actor(fronts.ACTOR, in_a_process.parts)
+
+
+@pytest.fixture(scope="module")
+def ray_shards(cluster: None) -> Iterator[Any]:
+    """Shards in actors that no test closes, or kills."""
+    make = next(front.make for front in FRONTS if front.name == "ray shards")
+    with make(in_a_process.parts) as rollouts:
+        yield rollouts
+
+
+@pytest.fixture(params=FRONTS, ids=lambda front: front.name)
+def front(request: pytest.FixtureRequest) -> Front:
+    name = request.function.__name__.removeprefix("test_")
+    for group, reason in LACKS.get(name, {}).items():
+        if request.param.name in GROUPS.get(group, (group,)):
+            pytest.skip(reason)
+    if request.param.actors:
+        request.getfixturevalue("cluster")
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """No process, no thread and no file outlives a scheduler."""
+    if "rollouts" in request.fixturenames and "ray shards" in request.node.name:
+        request.getfixturevalue("ray_shards")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = set(threading.enumerate())
+    yield
+    assert not multiprocessing.active_children()
+    new = set(threading.enumerate()) - before
+    assert not [each for each in new if each.name == "aprilsched-loop"]
+    assert not list(tmp_path.glob("aprilsched-*"))
+
+
+@pytest.fixture
+def rollouts(front: Front, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """An open front with prompts that do not end. It may have delivered batches before."""
+    if front.name == "ray shards":
+        yield request.getfixturevalue("ray_shards")
+        return
+    if front.actors:
+        request.getfixturevalue("actor")
+    # With threads, so that offers and updates come at once. Calls that are to end early must wait.
+    pace = "asynchronous" if "thread" in request.node.name else "synchronous"
+    # A task that never waits for its engines is over before it is cancelled.
+    scale = 0.02 if "interrupt" in request.node.name else 0.002
+    with front.make(in_a_process.parts, pace=pace, time_scale=scale) as opened:
+        yield opened
+
+
+def prompt(*ids: int, **more: Any) -> Prompt:
+    return Prompt(input_ids=np.array(ids, dtype=np.int32), **more)
+
+
+def check(batches: list[Batch]) -> None:
+    """Each batch has come once, in order, and so has each group."""
+    indexes = [batch.index for batch in batches]
+    assert indexes == list(range(indexes[0], indexes[0] + len(indexes)))
+    groups = [group.group_id for batch in batches for group in batch.groups]
+    assert len(set(groups)) == len(groups)
+
+
+# --- what a trainer asks for ---------------------------------------------------------------------
+
+
+def test_batches_updates_evaluations_and_log_probabilities(rollouts: Any):
+    base, batches = rollouts.version, [rollouts.next_batch()]
+    figures = rollouts.report_logprobs(batches[0], [r.logprobs for r in batches[0].rollouts])
+    assert (figures.whole.tokens, figures.whole.largest) == (batches[0].tokens, 0)
+    for version in (base + 1, base + 2):
+        report = rollouts.update_weights(SimPublisher())
+        assert (report.version, rollouts.version, report.quarantined) == (version, version, {})
+        batches.append(rollouts.next_batch())
+    assert [batch.version for batch in batches] == [base, base + 1, base + 2]
+    evaluated = rollouts.evaluate((prompt(number) for number in (1, 2)), group_size=3)
+    assert [len(group.rollouts) for group in evaluated.groups] == [3, 3]
+    batches += itertools.islice(rollouts, 2)
+    check(batches)
+
+
+def test_the_trainer_loads_weights_in_a_block(rollouts: Any):
+    base = rollouts.version
+    with rollouts.paused_for_weights(label=True) as engines:
+        assert engines == ("sim-0",)
+    assert rollouts.version == base + 1
+    with pytest.raises(ZeroDivisionError), rollouts.paused_for_weights():
+        raise ZeroDivisionError
+    assert rollouts.version == base + 1
+    with rollouts.paused_for_weights(version=base + 9, label=True):
+        pass  # the engine that was left with inconsistent weights is repaired
+    assert rollouts.version == rollouts.next_batch().version == base + 9
+    with rollouts.asleep(tags=["kv_cache"]):
+        rollouts.update_weights(SimPublisher())
+    assert rollouts.next_batch().version == base + 10
+
+
+def test_streams_are_batches_whose_groups_come_one_by_one(rollouts: Any):
+    whole = rollouts.next_batch()
+    for number in (1, 2):
+        parts = list(rollouts.stream())
+        assert {part.index for part in parts} == {whole.index + number}
+        assert [part.complete for part in parts] == [False, True]
+        assert [len(part.groups) for part in parts] == [1, 1]
+        rollouts.update_weights(SimPublisher())
+    for _ in rollouts.stream():
+        break
+    # A whole batch ends the one that was left in the middle.
+    assert rollouts.next_batch().index == whole.index + 4
+
+
+def test_the_prompts_end(front: Front):
+    start(front, "ending", in_a_process.parts, 5)
+    with front.make(in_a_process.parts, 5, **named(front, "ending")) as rollouts:
+        assert [len(batch.groups) for batch in rollouts] == [2, 2, 1]
+        for ended in (rollouts.next_batch, lambda: list(rollouts.stream())):
+            with pytest.raises(PromptsExhausted):
+                ended()
+        with pytest.raises(ConfigError, match="at least one"):
+            rollouts.evaluate([])
+    stop(front, "ending")
+
+
+def test_the_trainer_pushes_prompts(front: Front):
+    queue = PromptQueue()
+    queue.put(prompt(1, 2))
+    with front.make(in_a_process.pushed_parts, queue) as rollouts:
+        with pytest.raises(TimeoutError):
+            rollouts.next_batch(timeout=0.2)
+        queue.put(prompt(3, 4, key="second"))
+        assert {group.prompt.key for group in rollouts.next_batch().groups} >= {"second"}
+        queue.put(prompt(5, 6))
+        queue.close()
+        assert [len(batch.groups) for batch in rollouts] == [1]
+
+
+def test_a_run_goes_on_from_a_checkpoint(front: Front, tmp_path: Path):
+    path = tmp_path / "checkpoint"
+    start(front, "saved", in_a_process.parts, stored=True)
+    with front.make(in_a_process.parts, stored=True, **named(front, "saved")) as rollouts:
+        first = rollouts.next_batch()
+        rollouts.checkpoint(path)
+        check([first, rollouts.next_batch()])
+    start(front, "restored", in_a_process.parts, stored=True, restore=path)
+    resumed = front.make(in_a_process.parts, stored=True, **named(front, "restored"))
+    if front.name not in GROUPS["of an actor"]:
+        resumed.restore(path)
+    with resumed as rollouts:
+        # Its groups have ids of their own, because it may be another scheduler's.
+        assert rollouts.next_batch().index == first.index + 1
+    stop(front, "saved", "restored")
+
+
+def test_what_was_acknowledged_does_not_come_again(front: Front, tmp_path: Path):
+    with front.make(in_a_process.parts, stored=True) as rollouts:
+        trained, untrained = rollouts.next_batch(), rollouts.next_batch()
+        trained.acknowledge()
+        rollouts.checkpoint(tmp_path / "checkpoint", acknowledge=False)
+    resumed = front.make(in_a_process.parts, stored=True)
+    resumed.restore(tmp_path / "checkpoint")
+    with resumed as rollouts:
+        again = rollouts.next_batch()
+        assert (again.index, again.redelivered) == (untrained.index, True)
+        pairs = zip(again.rollouts, untrained.rollouts, strict=True)
+        assert all(np.array_equal(a.token_ids, b.token_ids) for a, b in pairs)
+        assert rollouts.next_batch().index == untrained.index + 1
+
+
+# --- waits that end early ------------------------------------------------------------------------
+
+
+def test_a_timeout_loses_no_batch(rollouts: Any):
+    batches: list[Batch] = []
+    timeouts = 0
+    for seconds in itertools.cycle((0, 0.0001, 0.01, 0.1)):
+        try:
+            batches.append(rollouts.next_batch(timeout=seconds))
+        except TimeoutError:
+            timeouts += 1
+        if len(batches) >= 12 and timeouts:
+            break
+    check(batches)
+
+
+def test_a_timeout_of_a_stream_loses_no_group(rollouts: Any):
+    parts: list[Batch] = []
+    patience = itertools.cycle((0, 0.001, 0.1))
+    while len(parts) < 10:
+        with suppress(TimeoutError):
+            parts += itertools.islice(rollouts.stream(timeout=next(patience)), 1)
+    check_parts(parts)
+
+
+def test_a_timeout_that_is_no_duration_is_refused(rollouts: Any):
+    for timeout in (-1, float("nan")):
+        with pytest.raises(ConfigError, match="give seconds, 0 or more"):
+            rollouts.next_batch(timeout=timeout)
+        with pytest.raises(ConfigError, match="give seconds, 0 or more"):
+            next(rollouts.stream(timeout=timeout))
+
+
+def under_interrupts(front: Front, rollouts: Any, take: Callable[[], Any], least: int) -> list[Any]:
+    """What calls of `take` returned that were interrupted at random moments."""
+    got: list[Any] = []
+    interrupts = 0
+    with InterruptingLoop(seed=3, interrupt=front.interrupt(rollouts)) as alarm:
+        while len(got) < least or not interrupts:
+            taken = None
+            try:
+                alarm.start()
+                taken = take()
+                alarm.stop()
+            except KeyboardInterrupt:
+                interrupts += 1
+            if taken is not None:
+                got.append(taken)
+        alarm.stop()
+    return got
+
+
+def test_an_interrupt_loses_no_batch(front: Front, rollouts: Any):
+    batches = under_interrupts(front, rollouts, rollouts.next_batch, 30)
+    check([*batches, rollouts.next_batch()])
+
+
+def test_a_store_changes_nothing_of_it(front: Front):
+    with front.make(in_a_process.parts, stored=True, time_scale=0.02) as rollouts:
+        batches = under_interrupts(front, rollouts, rollouts.next_batch, 30)
+        check([*batches, rollouts.next_batch()])
+
+
+def test_an_interrupt_of_a_stream_loses_no_group(front: Front, rollouts: Any):
+    """Each loop takes one group, and the next loop goes on."""
+    parts: list[Batch] = []
+
+    def take() -> None:
+        for part in rollouts.stream():
+            parts.append(part)
+            break
+
+    def taken() -> int | None:
+        # What was taken counts, although the loop that took it was interrupted when it was left.
+        before = len(parts)
+        with suppress(KeyboardInterrupt):
+            take()
+            return 1
+        if len(parts) == before:
+            raise KeyboardInterrupt
+        return 1
+
+    under_interrupts(front, rollouts, taken, 30)
+    check_parts(parts)
+
+
+def check_parts(parts: list[Batch]) -> None:
+    """Each group has come once, and each batch is whole, but for the first and the last."""
+    groups = [group.group_id for part in parts for group in part.groups]
+    assert len(set(groups)) == len(groups) == len(parts)
+    sizes = [(at, len(list(some))) for at, some in itertools.groupby(p.index for p in parts)]
+    assert [at for at, _ in sizes] == list(range(parts[0].index, parts[-1].index + 1))
+    assert {size for _, size in sizes[1:-1]} == {2}
+
+
+def test_an_update_of_another_thread_withdraws_no_batch_on_its_way(rollouts: Any):
+    """It had: the trainer got a batch whose groups were offered again."""
+    over = threading.Event()
+
+    def update() -> None:
+        while not over.is_set():
+            rollouts.update_weights(SimPublisher())
+
+    with ThreadPoolExecutor() as threads:
+        updates = threads.submit(update)
+        batches = list(itertools.islice(rollouts, 60))
+        over.set()
+        updates.result()
+    check(batches)
+
+
+def test_threads_that_call_at_once_share_no_batch(rollouts: Any):
+    """A call that was refused had given back the batch that was on its way to another one."""
+    batches: list[Batch] = []
+
+    def take() -> None:
+        while len(batches) < 60:
+            with suppress(ConfigError):
+                batches.append(rollouts.next_batch())
+
+    with ThreadPoolExecutor(6) as threads:
+        for call in [threads.submit(take) for _ in range(6)]:
+            call.result()
+    check(sorted(batches, key=lambda batch: batch.index))
+
+
+def test_an_interrupt_while_it_opens(front: Front):
+    rollouts = front.make(in_a_process.slow_parts)
+    with InterruptingLoop(seed=0, interrupt=front.interrupt(rollouts)):
+        timer = threading.Timer(
+            1.0, signal.pthread_kill, (threading.main_thread().ident, signal.SIGALRM)
+        )
+        timer.start()
+        with pytest.raises(KeyboardInterrupt), rollouts:
+            pass
+        timer.join()
+
+
+# --- what goes wrong -----------------------------------------------------------------------------
+
+
+def test_a_publisher_that_raises_is_named(front: Front, rollouts: Any):
+    base = rollouts.version
+    with pytest.raises(RefitError, match="No space left") as raised:
+        rollouts.update_weights(in_a_process.Raising())
+    if front.name not in GROUPS["of shards"]:  # which have one for each
+        assert isinstance(raised.value.__cause__, OSError)
+    assert rollouts.update_weights(SimPublisher()).version == rollouts.version > base
+    assert rollouts.next_batch().version == rollouts.version
+
+
+def test_errors_of_the_users_function_arrive(front: Front):
+    start(front, "raised", in_a_process.raised_parts)
+    with (
+        pytest.raises(FileNotFoundError, match=r"prompts\.jsonl") as raised,
+        front.make(in_a_process.raised_parts, **named(front, "raised")),
+    ):
+        pass
+    assert "in raised_parts" in raised.value.__notes__[0]
+    stop(front, "raised")
+
+
+def test_what_cannot_be_sent_is_refused(front: Front, rollouts: Any):
+    version, before = rollouts.version, rollouts.next_batch()
+    publishers: list[Any] = [Handshake()]
+    if not front.actors:  # Ray sends functions
+        publishers.append(SimPublisher(lambda version: 0))
+    refused = RefitError if front.name == "ray shards" else ConfigError
+    for publisher in publishers:
+        with pytest.raises(refused, match=r"as FromTrainer\(publisher, fleet\)"):
+            rollouts.update_weights(publisher)
+    assert rollouts.version == version
+    check([before, rollouts.next_batch()])
+
+
+def test_a_death_ends_every_call(front: Front):
+    """A scheduler without a store, whose process is killed."""
+    start(front, "mortal", in_a_process.parts)
+    with front.make(in_a_process.parts, **named(front, "mortal")) as rollouts:
+        rollouts.next_batch()
+        with ThreadPoolExecutor() as threads:
+            waiting = threads.submit(lambda: list(rollouts))
+            os.kill(process_of(front, "mortal"), signal.SIGKILL)
+            with pytest.raises(SchedulerClosed, match=r"-9; open a new|no store to go on from"):
+                waiting.result()
+        for call in (rollouts.next_batch, lambda: rollouts.update_weights(SimPublisher())):
+            with pytest.raises(SchedulerClosed):
+                call()
+        with pytest.raises(SchedulerClosed), rollouts.asleep():
+            pass
+    stop(front, "mortal")
+
+
+def process_of(front: Front, actor: str) -> int:
+    if front.actors:
+        import ray
+
+        return pid_of(ray.get_actor(actor))
+    (only,) = multiprocessing.active_children()
+    assert only.pid is not None
+    return only.pid
+
+
+def named(front: Front, actor: str) -> dict[str, Any]:
+    """What tells `actor` and `ray` which actor to attach to."""
+    return {"name": actor} if front.name in GROUPS["of an actor"] else {}
+
+
+def start(front: Front, actor: str, *parts: Any, **settings: Any) -> None:
+    """Start the actor that `actor` and `ray` attach to."""
+    if front.name in GROUPS["of an actor"]:
+        fronts.start_actor(actor, *parts, **settings)
+
+
+def stop(front: Front, *actors: str) -> None:
+    for actor in actors if front.name in GROUPS["of an actor"] else ():
+        from aprilsched.ray import stop_scheduler
+
+        stop_scheduler(actor)
+
+
+# --- forks ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_process_is_told_that_the_scheduler_is_not_there(rollouts: Any):
+    batch = rollouts.next_batch()
+    for call in (
+        rollouts.next_batch,
+        lambda: rollouts.update_weights(SimPublisher()),
+        lambda: rollouts.checkpoint("unused"),
+    ):
+        said = in_a_fork(call)
+        assert said.startswith("SchedulerClosed: this process was forked"), said
+    # Leaving the block there is nothing, and what the child looks at is its own copy.
+    assert in_a_fork(lambda: (rollouts.close(), batch.tokens)) == f"(None, {batch.tokens})"
+    check([batch, rollouts.next_batch()])
+
+
+# --- the end -------------------------------------------------------------------------------------
+
+
+def test_close_before_it_is_opened(front: Front):
+    rollouts = front.make(in_a_process.parts)
+    rollouts.close()
+    with pytest.raises(SchedulerClosed):
+        rollouts.next_batch()
+
+
+PHASES: dict[str, Callable[[Any], Any]] = {
+    "a batch": lambda rollouts: rollouts.next_batch(),
+    "a stream": lambda rollouts: list(rollouts.stream()),
+    "an update": lambda rollouts: rollouts.update_weights(SimPublisher()),
+    "an evaluation": lambda rollouts: rollouts.evaluate([prompt(1)]),
+}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_close_ends_a_call_in_each_phase(rollouts: Any, phase: str):
+    """Another thread calls again and again, and is told."""
+    call, begun = PHASES[phase], threading.Event()
+
+    def again_and_again() -> None:
+        while True:
+            call(rollouts)
+            begun.set()
+
+    with ThreadPoolExecutor() as threads:
+        calls = threads.submit(again_and_again)
+        begun.wait()
+        rollouts.close()
+        # The calls of a trainer that leaves an actor are cancelled there.
+        with pytest.raises((SchedulerClosed, CancelledError)):
+            calls.result()
+    rollouts.close()
+    with pytest.raises(SchedulerClosed):
+        rollouts.next_batch()
