@@ -164,7 +164,7 @@ class RolloutScheduler(FleetScheduler):
         return batch
 
     async def _next_offer(self, *, streamed: bool) -> Batch:
-        if self._waits.batch_requested:
+        if self._waits.batch_awaited:
             raise ConfigError(
                 "another next_batch() call is waiting already; await it before the next call."
             )
@@ -180,7 +180,7 @@ class RolloutScheduler(FleetScheduler):
             self._feed(ev.BatchWithdrawn())
             raise
         finally:
-            future.cancel()
+            self._waits.end_batch_wait()
         return self._waits.offer
 
     def take(self) -> None:

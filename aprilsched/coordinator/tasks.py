@@ -161,10 +161,22 @@ class Waits:
     def batch_requested(self) -> bool:
         return self._batch is not None and not self._batch.done()
 
+    @property
+    def batch_awaited(self) -> bool:
+        """Whether a call waits for a batch, or was shown one and has not woken up yet: another
+        call that took the offer in between got the same batch."""
+        return self._batch is not None
+
     def for_batch(self) -> asyncio.Future[None]:
         """A future that is done when a batch is offered."""
         self._batch = self._check().create_future()
         return self._batch
+
+    def end_batch_wait(self) -> None:
+        """The call that waited for a batch has ended."""
+        if self._batch is not None:
+            self._batch.cancel()
+            self._batch = None
 
     def for_update(self) -> asyncio.Future[FinishUpdate]:
         self._update = self._check().create_future()

@@ -311,7 +311,7 @@ class ShardedScheduler(AsyncScheduler):
         return batch
 
     async def _next_offer(self, *, streamed: bool) -> Batch:
-        if self._waits.batch_requested:
+        if self._waits.batch_awaited:
             raise ConfigError(
                 "another next_batch() call is waiting already; await it before the next call."
             )
@@ -334,7 +334,7 @@ class ShardedScheduler(AsyncScheduler):
                 self._tell_facts(of.BatchRequestWithdrawn())
             raise
         finally:
-            future.cancel()
+            self._waits.end_batch_wait()
         return self._waits.offer
 
     def _request(self, *, streamed: bool) -> None:

@@ -59,11 +59,6 @@ LACKS = {
         "of shards": "a checkpoint of shards acknowledges everything",
     },
     "the_trainer_pushes_prompts": {"of an actor": IN_ACTOR, "ray shards": AS_SHARDS},
-    "threads_that_call_at_once_share_no_batch": {
-        "with asyncio": "the tasks of one loop agree on who takes",
-        "in this process": "one thread takes: two that wait may get one batch",
-        "ray shards": "one thread takes: two that wait may get one batch",
-    },
     "an_interrupt_while_it_opens": {
         "of an actor": ONE_SHARED,
         "ray shards": AS_SHARDS,
