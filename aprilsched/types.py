@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aprilsched.checks import OWN, SYNONYMS, checked, converted, plain, suggesting
+from aprilsched.companions import CompanionRows
 from aprilsched.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -291,6 +292,8 @@ class Rollout:
         stale_keys: True if an engine kept the rollout's KV across a refit and sampled tokens
             after it. These tokens attend to keys that older weights computed, so their logprobs
             belong to no single version, although `versions` names one.
+        companions: what the engines returned beside the tokens, by name, if
+            ``SchedulerConfig.companions`` asks for it.
     """
 
     rollout_id: int
@@ -309,6 +312,7 @@ class Rollout:
     stale_keys: bool = False
     reward_parts: Mapping[str, float] = field(default_factory=dict[str, float])
     info: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    companions: Mapping[str, CompanionRows] = field(default_factory=dict[str, CompanionRows])
 
     def __len__(self) -> int:
         return len(self.token_ids)

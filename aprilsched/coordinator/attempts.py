@@ -149,6 +149,7 @@ class Attempts:
             affinity=send.group_id,
             adapter=self._adapter(send),
             cache_key=self._cache_key(send),
+            companions=send.companions,
         )
         try:
             async with aclosing(self._engines[send.engine].generate(request)) as chunks:

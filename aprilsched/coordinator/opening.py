@@ -95,7 +95,7 @@ async def _version(engine: Engine, resumed: bool) -> int | None:
 
 def _check_engine(engine: Engine, config: SchedulerConfig) -> None:
     """Raise ConfigError if the engine cannot do what `config` needs."""
-    able, behaviour = engine.capabilities, BEHAVIOURS[config.straggler]
+    able, behaviour = engine.capabilities, config.behaviour
     exact = able.version_spans or config.allow_inexact_versions
     if behaviour.needs_spans and not exact:
         raise ConfigError(
@@ -103,6 +103,12 @@ def _check_engine(engine: Engine, config: SchedulerConfig) -> None:
             f'straggler="{config.straggler}" would mix versions without a record; use '
             'straggler="abort", or set allow_inexact_versions.'
         )
+    for companion in config.policies.companions:
+        if companion.name not in able.companions:
+            raise ConfigError(
+                f"{engine.name} ({able.server}) does not return {companion.name}; start it with "
+                f"--enable-return-{companion.name.replace('_', '-')}, or leave it out of companions."
+            )
     if behaviour.needs_flush_while_paused(config.cached_kv) and not able.flush_while_paused:
         raise ConfigError(
             f"{engine.name} ({able.server}) cannot flush its cache between pause and continue, so "

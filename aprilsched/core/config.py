@@ -13,10 +13,11 @@ the table ``[scheduler.retries]``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal, TypeAlias
 
 from aprilsched.checks import suggesting
+from aprilsched.companions import Companion
 from aprilsched.core.policies.bounds import AT_LEAST_0, AT_LEAST_1, Bound, check_settings
 from aprilsched.core.policies.kinds import REFILLS, RefillRule, StopUnit
 from aprilsched.core.policies.placement import Placement, ResumeOrder
@@ -163,12 +164,14 @@ class Policies:
         over_provision: how many groups are kept open; None if that is chosen during the run.
         refill: when new groups are started, unless that is chosen during the run.
         staleness: bound on staleness, and what happens to the rollouts that would pass it.
+        companions: what engines return beside the tokens.
     """
 
     stop: Stop
     over_provision: OverProvision | None
     refill: Refill
     staleness: Staleness
+    companions: tuple[Companion, ...] = ()
 
 
 @suggesting()
@@ -235,6 +238,11 @@ class SchedulerConfig:
     """Whether the scheduler takes over newer weights that somebody else loads without telling it,
     as soon as half of the engines show their version. Without this setting such an engine stands
     by."""
+    companions: tuple[Companion | str, ...] = ()
+    """What engines return beside each token: Companion or its string, such as
+    "routed_experts=uint8[48,8]" or "sampling_mask". Rows of the context are those of the pass that
+    sampled each token, so where a refit would make engines compute contexts again ("retract" and
+    "choose" with recomputed KV), unfinished responses are called back as with "abort"."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     """Sampling parameters of prompts that have none of their own."""
     dispatch: Dispatch = field(default_factory=Dispatch)
@@ -255,6 +263,7 @@ class SchedulerConfig:
     version of each token."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "companions", tuple(map(Companion.of, self.companions)))
         check_settings(self)
         self._check_combinations()
 
@@ -274,6 +283,7 @@ class SchedulerConfig:
             over_provision=over_provision,
             refill=self.refill if isinstance(self.refill, Refill) else REFILLS[self.refill](),
             staleness=self._staleness(),
+            companions=tuple(map(Companion.of, self.companions)),
         )
 
     @property
@@ -293,8 +303,24 @@ class SchedulerConfig:
 
     @property
     def behaviour(self) -> Behaviour:
-        """How stragglers are treated."""
-        return BEHAVIOURS[self.straggler]
+        """How stragglers are treated.
+
+        An engine that recomputes a context under new weights returns the rows of that pass for all
+        older tokens, and says nothing of it. So with companions of the context no request waits
+        inside an engine for such a refit.
+        """
+        behaviour = BEHAVIOURS[self.straggler]
+        recomputes = behaviour.waits_inside and self.cached_kv == "recompute"
+        if recomputes and any(each.per == "context" for each in self.policies.companions):
+            told = BEHAVIOURS["abort"].told
+            return replace(
+                behaviour,
+                told=told,
+                waits_inside=False,
+                waits_asleep=False,
+                called_back="always",
+            )
+        return behaviour
 
     @property
     def may_defer(self) -> bool:
@@ -313,7 +339,7 @@ class SchedulerConfig:
     def cached_kv(self) -> CachedKV:
         """What happens to the cached KV at a refit, with "auto" resolved."""
         if self.kv_after_refit == "auto":
-            return self.behaviour.kv[0]
+            return BEHAVIOURS[self.straggler].kv[0]
         return self.kv_after_refit
 
     @property
@@ -368,6 +394,9 @@ class SchedulerConfig:
 
     def _check_combinations(self) -> None:
         behaviour, policies = self.behaviour, self.policies
+        names = [each.name for each in policies.companions]
+        if len(set(names)) < len(names):
+            raise ConfigError(f"companions has {', '.join(names)}; give each name once.")
         if self.cached_kv not in behaviour.kv:
             raise ConfigError(
                 f'kv_after_refit="{self.kv_after_refit}" is not possible with '

@@ -127,6 +127,7 @@ def progress(chunk: Chunk, request_id: int, attempt: int) -> Progress | None:
         token_ids=chunk.token_ids,
         logprobs=chunk.logprobs,
         label=chunk.label,
+        rows=chunk.token_rows,
     )
 
 
@@ -135,5 +136,13 @@ def ending(chunk: Chunk, request_id: int, attempt: int) -> Finished | Interrupte
     if chunk.finish is None:
         return None
     if chunk.finish == "abort":
-        return Interrupted(request_id=request_id, attempt=attempt, spans=chunk.spans)
-    return Finished(request_id=request_id, attempt=attempt, reason=chunk.finish, spans=chunk.spans)
+        return Interrupted(
+            request_id=request_id, attempt=attempt, spans=chunk.spans, rows=chunk.context_rows
+        )
+    return Finished(
+        request_id=request_id,
+        attempt=attempt,
+        reason=chunk.finish,
+        spans=chunk.spans,
+        rows=chunk.context_rows,
+    )

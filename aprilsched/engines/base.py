@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
+from aprilsched.companions import Companion, Rows
 from aprilsched.types import FinishReason, Float32Array, Int32Array, SamplingParams, VersionSpan
 
 __all__ = [
@@ -59,6 +60,8 @@ class Capabilities:
     """Released weights come back unchanged (a copy on the CPU, or they are not really freed)."""
     adapters: bool = False
     """Several LoRA adapters can be served at a time."""
+    companions: frozenset[str] = frozenset()
+    """The names of the companions that it returns when a request asks for them."""
     server: str = ""
     """Name and version of the server, for people to read."""
 
@@ -69,7 +72,9 @@ class GenerationRequest:
 
     All `request_id` of a run have the same length, because SGLang aborts by prefix.
     `affinity` is equal for requests that share a prompt prefix. `adapter` names the LoRA adapter
-    to sample with. Cached KV is shared only between requests of equal `cache_key`.
+    to sample with. Cached KV is shared only between requests of equal `cache_key`. `companions` has
+    what is to be returned beside the tokens, with the first position of the context whose row is
+    missing (for a companion of tokens it has no meaning).
     """
 
     request_id: str
@@ -78,6 +83,7 @@ class GenerationRequest:
     affinity: int = 0
     adapter: str | None = None
     cache_key: str | None = None
+    companions: tuple[tuple[Companion, int], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -89,7 +95,9 @@ class Chunk:
     `spans`, on the last chunk only, covers the request's whole output; None where the engine
     does not report it (``Capabilities.version_spans`` is False). `label` is the version of the
     base model that the engine has when it sends the chunk; None where it does not say, or where
-    `spans` gives the version of each token.
+    `spans` gives the version of each token. `token_rows` has the n rows of each companion of
+    tokens; `context_rows`, on the last chunk only, the rows of each companion of the context, from
+    the position that the request names to the last one that was forwarded, or fewer.
     """
 
     token_ids: Int32Array
@@ -98,6 +106,8 @@ class Chunk:
     spans: tuple[VersionSpan, ...] | None = None
     cached_tokens: int | None = None
     label: int | None = None
+    token_rows: Mapping[str, Rows] | None = None
+    context_rows: Mapping[str, Rows] | None = None
 
 
 class Engine(Protocol):

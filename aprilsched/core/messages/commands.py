@@ -7,6 +7,7 @@ from typing import Literal, TypeAlias
 
 from msgspec import Struct
 
+from aprilsched.companions import Companion
 from aprilsched.core.lengths.observed import GroupLengths
 from aprilsched.core.policies.schedule import Pace, Schedule
 from aprilsched.errors import RunEnded, RunGivenUp
@@ -48,6 +49,8 @@ class Send(Struct, frozen=True, kw_only=True, eq=False, gc=False):
         adapter: the version of the LoRA adapter to sample with; None for the model itself.
         cache_version: cached KV is shared only among requests with the same value; None shares
             with all.
+        companions: what the engine is to return beside the tokens, with the first position of the
+            context whose row is missing.
     """
 
     engine: str
@@ -59,6 +62,7 @@ class Send(Struct, frozen=True, kw_only=True, eq=False, gc=False):
     sampling: SamplingParams
     adapter: int | None = None
     cache_version: int | None = None
+    companions: tuple[tuple[Companion, int], ...] = ()
 
 
 class Abort(Struct, frozen=True, kw_only=True, gc=False):

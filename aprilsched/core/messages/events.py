@@ -5,11 +5,13 @@ The most frequent events are Structs, which are made in a quarter of a frozen da
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from msgspec import Struct
 
+from aprilsched.companions import Rows
 from aprilsched.core.policies.schedule import Schedule
 from aprilsched.types import (
     FinishReason,
@@ -259,6 +261,7 @@ class Progress(Struct, frozen=True, kw_only=True, eq=False, gc=False):
         logprobs: float32 [n].
         label: the version that the engine reported with them; None if it reported none, or if the
             spans at the attempt's end report the version of each token.
+        rows: the rows of these tokens, for each companion of tokens.
     """
 
     request_id: int
@@ -266,24 +269,28 @@ class Progress(Struct, frozen=True, kw_only=True, eq=False, gc=False):
     token_ids: Int32Array
     logprobs: Float32Array
     label: int | None = None
+    rows: Mapping[str, Rows] | None = None
 
 
 class Finished(Struct, frozen=True, kw_only=True, gc=False):
     """An attempt ran to its end. `spans` has the versions of the attempt's own output, as reported
-    by the engine."""
+    by the engine, and `rows` the new rows of each companion of the context."""
 
     request_id: int
     attempt: int
     reason: FinishReason
     spans: tuple[VersionSpan, ...] | None = None
+    rows: Mapping[str, Rows] | None = None
 
 
 class Interrupted(Struct, frozen=True, kw_only=True, gc=False):
-    """An attempt came back before its end: it was aborted, or never sent. Its tokens are known."""
+    """An attempt came back before its end: it was aborted, or never sent. Its tokens are known.
+    `spans` and `rows` are as in :class:`Finished`."""
 
     request_id: int
     attempt: int
     spans: tuple[VersionSpan, ...] | None = None
+    rows: Mapping[str, Rows] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,6 +19,10 @@ def rollout_of(record: RolloutRecord, *, oldest_unmasked: int | None = None) -> 
         oldest = record.log.oldest_version
         if oldest is not None and oldest < oldest_unmasked:
             mask &= versions >= oldest_unmasked
+    companions = record.log.companion_rows(prompt=len(record.prompt_ids))
+    for name, rows in companions.items():
+        if record.log.companions[name].companion.required:
+            mask &= rows.exact
     return Rollout(
         rollout_id=record.rollout_id,
         group_id=record.group.group_id,
@@ -37,6 +41,7 @@ def rollout_of(record: RolloutRecord, *, oldest_unmasked: int | None = None) -> 
         # A copy, so that nothing that the caller does to a rollout changes what is saved of it.
         info=deepcopy(record.info) if record.info else {},
         turns=record.turns,
+        companions=companions,
     )
 
 

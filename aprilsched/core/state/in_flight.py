@@ -7,10 +7,11 @@ carry out the moves of the life cycle and keep the counts. They decide nothing.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
+from aprilsched.companions import Companion, CompanionLog, Rows
 from aprilsched.core.policies.placement import Place
 from aprilsched.core.state.expectation import EngineWork
 from aprilsched.core.state.journal import Journal
@@ -42,10 +43,12 @@ class InFlight:
         version: Callable[[RequestRecord], int | None] = lambda _: None,
         changed: dict[str, None] | None = None,
         work: EngineWork | None = None,
+        companions: Sequence[Companion] = (),
     ) -> None:
         self.work = work
         """The expected work of the engines, where requests are placed by it."""
         self._changed = {} if changed is None else changed
+        self._companions = companions
         self.groups: dict[int, GroupRecord] = {}
         self.rollouts: dict[int, RolloutRecord] = {}
         self.requests: dict[int, RequestRecord] = {}
@@ -110,6 +113,7 @@ class InFlight:
                 prompt_ids=prompt.input_ids,
                 eligible=not deferred,
             )
+            self.carry_companions(rollout)
             group.members.append(rollout)
             self.rollouts[rollout.rollout_id] = rollout
             if not episodes:
@@ -124,6 +128,12 @@ class InFlight:
         self.journal.launch(group)
         return group
 
+    def carry_companions(self, rollout: RolloutRecord) -> None:
+        """Let the rollout keep the rows of the companions that the run asks for."""
+        if self._companions:
+            logs = {each.name: CompanionLog(each) for each in self._companions}
+            rollout.log.companions = logs
+
     def add_request(
         self,
         rollout: RolloutRecord,
@@ -136,6 +146,8 @@ class InFlight:
         output from there on is known already."""
         known = len(rollout.prompt_ids) + len(rollout.log)
         if rollout.turns == 0:
+            if not len(rollout.log) and rollout.log.companions:
+                rollout.log.truncate(0, prompt=0)  # rows of another prompt
             rollout.prompt_ids = input_ids
         elif output_start is None and len(input_ids) > known:
             added = input_ids[known:]
@@ -227,9 +239,14 @@ class InFlight:
             return None
         return request
 
-    def close_attempt(self, request: RequestRecord, spans: tuple[VersionSpan, ...] | None) -> None:
+    def close_attempt(
+        self,
+        request: RequestRecord,
+        spans: tuple[VersionSpan, ...] | None,
+        rows: Mapping[str, Rows] | None = None,
+    ) -> None:
         """End an attempt, which came back. `spans` has the versions of its tokens, as the engine
-        reports them."""
+        reports them, and `rows` the rows of the companions of the context."""
         request.open = request.unsure = False
         self.open[request.engine] -= 1
         self._changed[request.engine] = None
@@ -246,15 +263,30 @@ class InFlight:
             log.assign(request.attempt_start, spans, engine=request.engine)
         elif request.crossed and len(log) > request.attempt_start:
             log.exact = False
+        if rows is not None:
+            log.add_context_rows(
+                rows,
+                prompt=len(request.rollout.prompt_ids),
+                start=request.attempt_start,
+                recomputed=not request.kept_keys,
+            )
         self.journal.change(request.rollout)
 
-    def arrive(self, request: RequestRecord, ids: Int32Array, logprobs: Float32Array) -> None:
-        """Add new tokens of an open attempt."""
+    def arrive(
+        self,
+        request: RequestRecord,
+        ids: Int32Array,
+        logprobs: Float32Array,
+        rows: Mapping[str, Rows] | None = None,
+    ) -> None:
+        """Add new tokens of an open attempt, and their rows of the companions of tokens."""
         rollout, version, engine = request.rollout, request.version, request.engine
         self.hold(engine, len(ids))
         if self.work is not None:
             self.work.note(request)
         rollout.log.append(ids, logprobs, version=version, engine=engine)
+        if rows is not None:
+            rollout.log.add_token_rows(rows)
         if self.journal.active:
             self.journal.arrive(rollout, ids, logprobs, version=version, engine=engine)
         if request.crossed and not request.unsure:

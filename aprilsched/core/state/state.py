@@ -304,6 +304,7 @@ class SchedulerState:
             self.booked,
             changed,
             EngineWork(self.expectations) if config.dispatch.placement == "length" else None,
+            policies.companions,
         )
         self.delivery = Delivery(must_deliver=MustDeliver(self.staleness))
         self.prompts = PromptSupply(usual_size=float(config.group_size))

@@ -10,11 +10,12 @@ move everything to a new array.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
+from aprilsched.companions import CompanionLog, CompanionRows, Rows
 from aprilsched.types import (
     NO_VERSION,
     BoolArray,
@@ -28,6 +29,7 @@ _FIRST_ROOM = 64
 _GROWTH = 1.5
 _NO_IDS: Int32Array = np.empty(0, dtype=np.int32)
 _NO_LOGPROBS: Float32Array = np.empty(0, dtype=np.float32)
+_NO_COMPANIONS: dict[str, CompanionLog] = {}
 
 
 @dataclass(slots=True)
@@ -40,7 +42,7 @@ class _Run:
 class TokenLog:
     """Growable response tokens with the policy version of each."""
 
-    __slots__ = ("_ids", "_logprobs", "_runs", "_size", "exact", "stale_keys")
+    __slots__ = ("_ids", "_logprobs", "_runs", "_size", "companions", "exact", "stale_keys")
 
     def __init__(self) -> None:
         self._ids = _NO_IDS
@@ -51,6 +53,8 @@ class TokenLog:
         """False once the version of some token is unknown."""
         self.stale_keys = False
         """True once tokens have arrived that attend to keys which older weights computed."""
+        self.companions: dict[str, CompanionLog] = _NO_COMPANIONS
+        """What engines return beside the tokens, by name."""
 
     def __len__(self) -> int:
         return self._size
@@ -82,9 +86,13 @@ class TokenLog:
         """Ids and logprobs from `start` on: views, valid until the next token is added."""
         return self._ids[start : self._size], self._logprobs[start : self._size]
 
-    def truncate(self, size: int) -> None:
-        """Forget all tokens after the first `size`."""
+    def truncate(self, size: int, *, prompt: int) -> None:
+        """Forget all tokens after the first `size`, of a response after `prompt` tokens."""
         self._size = min(self._size, size)
+        for each in self.companions.values():
+            # A response that begins again may have another prompt.
+            context = prompt + self._size - 1 if self._size else 0
+            each.truncate(context if each.companion.per == "context" else self._size, self._size)
         # Copied, because the next tokens would overwrite the array, which may belong to others.
         self._ids = self._ids[: self._size].copy()
         self._logprobs = self._logprobs[: self._size].copy()
@@ -126,6 +134,63 @@ class TokenLog:
         """Add tokens of the environment, which no policy sampled."""
         self._extend(ids, np.zeros(len(ids), dtype=np.float32))
         self._mark(NO_VERSION, None)
+        for each in self.companions.values():
+            if each.companion.per == "token":
+                each.fill(self._size)
+
+    def add_token_rows(self, rows: Mapping[str, Rows]) -> None:
+        """Add the rows of the tokens that were added last."""
+        for name, added in rows.items():
+            each = self.companions.get(name)
+            if each is not None:
+                each.fill(self._size - len(added))
+                each.add(added)
+
+    def add_context_rows(
+        self, rows: Mapping[str, Rows], *, prompt: int, start: int, recomputed: bool
+    ) -> None:
+        """Add the rows that an attempt brought at its end.
+
+        Which of them are of the pass that sampled their token follows from the versions: where an
+        attempt has tokens of several versions and the context was `recomputed` in between, an
+        engine returns the rows of the last pass over each position, so those of older tokens are
+        of other weights. The same holds for tokens of an earlier attempt whose rows were lost:
+        they were forwarded again under the weights that this attempt began with.
+
+        Args:
+            rows: the new rows, by the name of their companion.
+            prompt: number of prompt tokens.
+            start: where the tokens of the attempt begin in the response.
+            recomputed: whether a refit during the attempt made the engine compute its context
+                again.
+        """
+        versions = self.versions()
+        own = versions[start:]
+        if own.size:
+            first, last = int(own[0]), int(own[-1])
+            passes = np.where(np.arange(self._size) < start, first, versions)
+            if recomputed:
+                passes.fill(last)
+            foreign = (passes != versions) & (versions != NO_VERSION)
+        else:
+            # Nobody says under which weights an attempt without a token read its context.
+            foreign = versions != NO_VERSION
+        for name, added in rows.items():
+            each = self.companions.get(name)
+            if each is not None:
+                begin = each.held - prompt + 1
+                each.add(added)
+                each.mark(foreign, max(0, begin), max(0, each.held - prompt + 1))
+
+    def companion_rows(self, *, prompt: int) -> dict[str, CompanionRows]:
+        """The rows of each companion, of a response after `prompt` tokens."""
+        if not self.companions:
+            return {}
+        sampled = self.sampled()
+        return {
+            name: each.whole(prompt=prompt, tokens=self._size, sampled=sampled)
+            for name, each in self.companions.items()
+        }
 
     def assign(self, start: int, spans: tuple[VersionSpan, ...], *, engine: str) -> None:
         """Replace the versions of all tokens from `start` on by the engine's own report.

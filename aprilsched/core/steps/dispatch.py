@@ -43,6 +43,8 @@ def interrupt(state: SchedulerState) -> None:
         return
     if state.evaluations.running or training_runs(state):
         return
+    if rule == "always" and state.stragglers.run_on:
+        return
     for request in in_flight.open_requests():
         abort(state, request)
 
@@ -282,6 +284,9 @@ def _send(state: SchedulerState, request: RequestRecord, engine: str) -> None:
             sampling=sampling,
             adapter=state.weights.adapter,
             cache_version=version if state.cached_kv == "apart" else None,
+            companions=tuple(
+                [(each.companion, each.held) for each in rollout.log.companions.values()]
+            ),
         )
     )
 

@@ -61,7 +61,7 @@ def on_progress(state: SchedulerState, event: Progress) -> None:
         _note_reported_version(state, request, foreign)
     elif not same:
         _note_newer_version(state, request)
-    state.in_flight.arrive(request, event.token_ids, event.logprobs)
+    state.in_flight.arrive(request, event.token_ids, event.logprobs, event.rows)
     if state.config.dispatch.migrate:
         note_crowding(state, request.engine)
     if state.staleness.finishes:
@@ -141,7 +141,7 @@ def on_finished(state: SchedulerState, event: Finished) -> None:
     control.consecutive_failures, control.version_seen_at = 0, state.now
     state.fleet.health.tokens_arrived(request.engine, 0)
     state.note_work(request.engine)
-    state.in_flight.close_attempt(request, event.spans)
+    state.in_flight.close_attempt(request, event.spans, event.rows)
     _tell_end(state, request, "finished", spans=event.spans)
     state.delivery.must_deliver.note(request.rollout.group, state.weights.versions.trainer)
     foreign = foreign_span(state, request, event.spans)
@@ -164,7 +164,7 @@ def on_interrupted(state: SchedulerState, event: Interrupted) -> None:
         if request.gained:
             request.failures, request.avoid = 0, frozenset()
         state.note_work(request.engine)
-        state.in_flight.close_attempt(request, event.spans)
+        state.in_flight.close_attempt(request, event.spans, event.rows)
         _tell_end(state, request, "interrupted", spans=event.spans)
         state.delivery.must_deliver.note(request.rollout.group, state.weights.versions.trainer)
         foreign = foreign_span(state, request, event.spans)

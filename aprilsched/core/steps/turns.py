@@ -434,7 +434,7 @@ def truncate(state: SchedulerState, rollout: RolloutRecord, size: int, reason: R
         return
     sampled = int((log.versions()[size:] != NO_VERSION).sum())
     environment = len(log) - size - sampled
-    log.truncate(size)
+    log.truncate(size, prompt=len(rollout.prompt_ids))
     # The tokens that were saved are void.
     rollout.rewritten = True
     state.in_flight.journal.change(rollout)

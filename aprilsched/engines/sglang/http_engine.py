@@ -39,7 +39,7 @@ from aprilsched.engines.http import (
 from aprilsched.engines.sglang.control import ServerControl
 from aprilsched.engines.sglang.probe import probe
 from aprilsched.engines.sglang.stream import ChunkAssembler, empty_chunk, read_chunks
-from aprilsched.engines.sglang.wire import generate_body
+from aprilsched.engines.sglang.wire import companion_bytes, generate_body
 from aprilsched.errors import (
     ConfigError,
     ControlTimeout,
@@ -328,16 +328,11 @@ class SGLangEngine(ServerControl):
         allowance = Allowance(
             self.name,
             name,
-            limits.max_answer_bytes,
+            limits.max_answer_bytes + companion_bytes(request),
             self._unfinished,
             inflow_of(response),
         )
-        assembler = ChunkAssembler(
-            self.name,
-            name,
-            request.sampling.max_new_tokens,
-            first_version=self._first_version,
-        )
+        assembler = ChunkAssembler(self.name, request, first_version=self._first_version)
         return read_chunks(response.content.readany, allowance, assembler)
 
 

@@ -232,12 +232,7 @@ class SGLangInProcessEngine(ServerControl):
         interval = self._stream_interval if self.facts.stream_interval else None
         generation = self._application.generate(generate_body(request, stream_interval=interval))
         self._generations[request.request_id] = generation
-        assembler = ChunkAssembler(
-            self.name,
-            request.request_id,
-            request.sampling.max_new_tokens,
-            first_version=self._first_version,
-        )
+        assembler = ChunkAssembler(self.name, request, first_version=self._first_version)
         finished = False
         try:
             while not finished:

@@ -123,7 +123,7 @@ async def probe(
     return ServerFacts(
         model_path=model.model_path,
         label=await weight_label(engine, transport, timeout),
-        capabilities=_capabilities(server),
+        capabilities=_capabilities(server, schema),
         vocab_size=vocab_size or await _vocab_size(engine, transport, timeout),
         incremental=server.incremental_streaming_output,
         stream_interval=found >= STREAM_INTERVAL_SINCE,
@@ -161,7 +161,7 @@ async def _model_info(engine: str, transport: ControlCalls, timeout: float) -> M
     return model
 
 
-def _capabilities(server: ServerInfo) -> Capabilities:
+def _capabilities(server: ServerInfo, schema: OpenApi) -> Capabilities:
     found = release(server.version)
     ranks = server.dp_size or 1
     running = server.max_running_requests
@@ -169,6 +169,11 @@ def _capabilities(server: ServerInfo) -> Capabilities:
         per_rank = server.internal_states[0].effective_max_running_requests_per_dp
         running = per_rank * ranks if per_rank is not None else running
     tokens = server.max_total_num_tokens
+    companions = {
+        "routed_experts": server.enable_return_routed_experts,
+        "indexer_topk": server.enable_return_indexer_topk,
+        "sampling_mask": "return_sampling_mask" in schema.properties("GenerateReqInput"),
+    }
     return Capabilities(
         version_spans=found >= SPANS_SINCE,
         flush_while_paused=found >= WAITING_SINCE,
@@ -179,6 +184,7 @@ def _capabilities(server: ServerInfo) -> Capabilities:
         keeps_released_weights=not server.enable_memory_saver
         or bool(server.enable_weights_cpu_backup),
         adapters=bool(server.enable_lora),
+        companions=frozenset(name for name, able in companions.items() if able),
         server=f"SGLang {server.version or '(unknown version)'}",
     )
 

@@ -15,6 +15,7 @@ Invariants:
 
 from __future__ import annotations
 
+from base64 import b64decode
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from operator import itemgetter
@@ -23,7 +24,8 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from aprilsched.engines.base import Chunk
+from aprilsched.companions import Rows, fitting
+from aprilsched.engines.base import Chunk, GenerationRequest
 from aprilsched.engines.http import UNREADABLE, Allowance, EventSplitter, quote
 from aprilsched.engines.sglang.wire import (
     Finish,
@@ -44,16 +46,17 @@ _LOGPROB, _ID = itemgetter(0), itemgetter(1)
 class ChunkAssembler:
     """Turns the events of one request into chunks, and counts the tokens that were given.
 
-    `max_tokens` is the largest number of tokens that the request asked for, and `first_version` the
-    version of weights that are labelled "0".
+    `first_version` is the version of weights that are labelled "0".
     """
 
     def __init__(
-        self, engine: str, request_id: str, max_tokens: int, *, first_version: int = 0
+        self, engine: str, request: GenerationRequest, *, first_version: int = 0
     ) -> None:
         self.engine = engine
-        self.request_id = request_id
-        self.max_tokens = max_tokens
+        self.request_id = request.request_id
+        self.max_tokens = request.sampling.max_new_tokens
+        self._context = len(request.input_ids)
+        self._companions = request.companions
         self.first_version = first_version
         self.held = 0
         self._label: tuple[str | None, int | None] = (None, None)
@@ -98,7 +101,7 @@ class ChunkAssembler:
         # An abort is exempt: its output_ids hold a repeat of the last one.
         if finish != "abort" and tokens != output_ids[len(output_ids) - len(tokens) :]:
             raise self._broken("sent output_ids that are not the tokens of its logprobs")
-        self.held += len(tokens)
+        begin, self.held = self.held, self.held + len(tokens)
         spans = self._spans(meta.weight_versions) if finish else None
         return Chunk(
             # np.array would pass twice over the elements, at three times the cost.
@@ -108,7 +111,49 @@ class ChunkAssembler:
             spans=spans,
             cached_tokens=meta.cached_tokens,
             label=self._version(meta.weight_version) if spans is None else None,
+            token_rows=self._token_rows(meta, begin) if self._companions else None,
+            context_rows=self._context_rows(meta) if finish and self._companions else None,
         )
+
+    def _token_rows(self, meta: MetaInfo, begin: int) -> dict[str, Rows]:
+        """The rows of the tokens from `begin` to `held`, for each companion of tokens."""
+        found: dict[str, Rows] = {}
+        for companion, _ in self._companions:
+            if companion.per != "token":
+                continue
+            masks = meta.output_token_sampling_mask or []
+            length = meta.output_token_sampling_mask_length
+            # As with log-probabilities, the end of the list is known, and not where it begins.
+            first = len(masks) - ((length or 0) - begin)
+            rows = masks[max(0, first) : first + self.held - begin]
+            if first < 0 or len(rows) < self.held - begin:
+                raise self._broken(
+                    f"sent sampling masks that do not cover its tokens {begin} to {self.held}"
+                )
+            found[companion.name] = Rows.ragged(rows, companion.dtype)
+        return found
+
+    def _context_rows(self, meta: MetaInfo) -> dict[str, Rows]:
+        """The rows from the first missing one on, for each companion of the context. The last
+        token was not forwarded, so it has none."""
+        found: dict[str, Rows] = {}
+        for companion, start in self._companions:
+            encoded = getattr(meta, companion.name, None)
+            if companion.per != "context" or encoded is None:
+                continue
+            first = start if companion.name == "routed_experts" else 0
+            try:
+                values = np.frombuffer(b64decode(encoded, validate=True), dtype="<i4")
+                rows = fitting(values.reshape(-1, *companion.shape), companion.dtype)
+            except (ValueError, OverflowError) as error:
+                raise self._broken(
+                    f"sent {companion.name} that are no rows of {companion.dtype} "
+                    f"{list(companion.shape)} ({error}); correct companions"
+                ) from error
+            # At an abort there may be one row more, of a token that came without its logprob.
+            upto = max(start, self._context + self.held - 1)
+            found[companion.name] = Rows(rows[start - first : upto - first])
+        return found
 
     def _version(self, label: str | None) -> int | None:
         if label != self._label[0]:

@@ -7,6 +7,7 @@ a server cannot send one that does not fit into our arrays.
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, TypeAlias
 
 import msgspec
@@ -49,7 +50,8 @@ class MetaInfo(msgspec.Struct, frozen=True):
 
     `completion_tokens` and `output_token_logprobs_length` count from the beginning of the
     response, whatever part of it the event carries. `weight_version` is the server's label at the
-    time of the event.
+    time of the event. `routed_experts` and `indexer_topk` are base64 of int32, in the last event.
+    The list of sampling masks ends at `output_token_sampling_mask_length`, counted as above.
     """
 
     completion_tokens: Count
@@ -59,6 +61,10 @@ class MetaInfo(msgspec.Struct, frozen=True):
     weight_versions: list[LabelSpan] | None = None
     weight_version: Name | None = None
     cached_tokens: Count | None = None
+    routed_experts: str | None = None
+    indexer_topk: str | None = None
+    output_token_sampling_mask: list[list[TokenId]] | None = None
+    output_token_sampling_mask_length: Count | None = None
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
@@ -120,6 +126,8 @@ class ServerInfo(msgspec.Struct, frozen=True):
     enable_memory_saver: bool | None = None
     enable_weights_cpu_backup: bool | None = None
     incremental_streaming_output: bool | None = None
+    enable_return_routed_experts: bool | None = None
+    enable_return_indexer_topk: bool | None = None
     internal_states: list[InternalState] = []
 
 
@@ -163,6 +171,21 @@ def version_number(label: str | None, first: int = 0) -> int:
     return number if (number := first + int(label)) <= _INT32_MAX else first
 
 
+_MASK_BYTES = 12 * 4096
+"""Largest size of one sampling mask as JSON: the server keeps at most 4,096 ids of a token."""
+
+
+def companion_bytes(request: GenerationRequest) -> int:
+    """The largest size of the companions in an answer: base64 of int32, or lists of ids."""
+    context = len(request.input_ids) + request.sampling.max_new_tokens
+    return sum(
+        request.sampling.max_new_tokens * _MASK_BYTES
+        if companion.ragged
+        else context * math.prod(companion.shape) * 6
+        for companion, _ in request.companions
+    )
+
+
 def generate_body(request: GenerationRequest, *, stream_interval: int | None) -> dict[str, Any]:
     """The body of POST /generate; with `stream_interval` None the server's own interval holds."""
     sampling = request.sampling
@@ -193,4 +216,8 @@ def generate_body(request: GenerationRequest, *, stream_interval: int | None) ->
         body["lora_path"] = request.adapter
     if request.cache_key is not None:
         body["extra_key"] = request.cache_key
+    for companion, start in request.companions:
+        body[f"return_{companion.name}"] = True
+        if companion.name == "routed_experts":
+            body["routed_experts_start_len"] = start
     return body

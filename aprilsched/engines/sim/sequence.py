@@ -17,9 +17,16 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
+from aprilsched.companions import Rows
 from aprilsched.engines.base import Chunk, GenerationRequest
 from aprilsched.engines.sim.settings import SimConfig
-from aprilsched.engines.sim.toy_model import ContextState, adapted_key, sampling_key
+from aprilsched.engines.sim.toy_model import (
+    ContextState,
+    adapted_key,
+    sampling_key,
+    toy_masks,
+    toy_rows,
+)
 from aprilsched.types import Float32Array, Int32Array, SamplingParams, VersionSpan
 
 
@@ -78,6 +85,9 @@ class Sequence:
         default_factory=list[tuple[Int32Array, Float32Array]]
     )
     changes: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    passes: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    """Where the positions end whose latest pass was under one weights key, and that key, if the
+    request asks for companions of the context."""
 
     def __post_init__(self) -> None:
         sampling = self.request.sampling
@@ -103,12 +113,18 @@ class Sequence:
         """Drop the KV: the context has to be prefilled again."""
         self.cached = 0
         self.state.hash = 0
+        self.passes.clear()
 
     def add(self, token_ids: Int32Array, logprobs: Float32Array) -> None:
         """Append tokens that the model has sampled."""
         self.made += len(token_ids)
         self.tokens.append(token_ids)
         self.unsent.append((token_ids, logprobs))
+
+    def forward(self, end: int, key: int) -> None:
+        """Note that the positions up to `end` have been forwarded, the last of them under `key`."""
+        if self.request.companions:
+            self.passes.append((end, key))
 
     def take_unsent(self) -> tuple[Int32Array, Float32Array]:
         """Return the unsent tokens and logprobs; they count as sent from now on."""
@@ -124,6 +140,31 @@ class Sequence:
         """Drop the unsent tokens, as an abort in the waiting queue does."""
         self.unsent = []
         self.out = self.made = self.sent
+
+
+# --- companions ----------------------------------------------------------------------------------
+
+
+def token_rows(sequence: Sequence, ids: Int32Array) -> dict[str, Rows] | None:
+    """The rows of new tokens for each companion of tokens; None where none is asked for."""
+    wanted = [each for each, _ in sequence.request.companions if each.per == "token"]
+    return {each.name: toy_masks(each, ids) for each in wanted} or None
+
+
+def context_rows(sequence: Sequence) -> dict[str, Rows] | None:
+    """The rows of what was forwarded, from the first missing position on; None where no companion
+    of the context is asked for. Like SGLang, it gives those of the latest pass over each
+    position."""
+    ends = np.array([end for end, _ in sequence.passes], dtype=np.int64)
+    keys = np.array([key for _, key in sequence.passes], dtype=np.uint64)
+    known = min(int(ends[-1]) if len(ends) else 0, sequence.prompt + sequence.sent - 1)
+    found: dict[str, Rows] = {}
+    for companion, start in sequence.request.companions:
+        if companion.per == "context" and known > start:
+            positions = np.arange(start, known)
+            passed = keys[np.searchsorted(ends, positions, side="right")]
+            found[companion.name] = toy_rows(companion, positions, passed)
+    return found or None
 
 
 # --- output --------------------------------------------------------------------------------------
@@ -172,6 +213,7 @@ class Output:
             state.hash = self._model.absorb(state.hash, ids[start : end - 1 if last else end], key)
             if last:
                 state.last, state.length = int(ids[-1]), len(ids)
+            sequence.forward(end - 1 if last else end, key)
         sequence.cached = end
         sequence.computed = max(sequence.computed, end)
 
@@ -183,6 +225,8 @@ class Output:
             blocks = self._sample(due, [s.state for s in due], counts, key)
             for sequence, (ids, logprobs) in zip(due, blocks, strict=True):
                 sequence.add(ids, logprobs)
+                weights = adapted_key(key, sequence.adapter)
+                sequence.forward(sequence.prompt + sequence.made - 1, weights)
 
     def predict(self, sequences: Iterable[Sequence], horizon: int, key: int) -> list[Sequence]:
         """Find the step of each request's last token; sets ``finish_at`` and ``stopped``.
@@ -223,13 +267,25 @@ class Output:
         for sequence in sequences:
             if sequence.unsent:
                 ids, logprobs = sequence.take_unsent()
-                self._put(sequence, Chunk(token_ids=ids, logprobs=logprobs, label=version))
+                rows = token_rows(sequence, ids)
+                self._put(
+                    sequence,
+                    Chunk(token_ids=ids, logprobs=logprobs, label=version, token_rows=rows),
+                )
 
     def end(self, sequence: Sequence, ending: Ending, version: int) -> None:
         """Put the last chunk of a request; its spans cover everything that was sent."""
         ids, logprobs = sequence.take_unsent()
         spans = version_spans(sequence.changes, version, sequence.sent)
-        chunk = Chunk(token_ids=ids, logprobs=logprobs, finish=ending, spans=spans, cached_tokens=0)
+        chunk = Chunk(
+            token_ids=ids,
+            logprobs=logprobs,
+            finish=ending,
+            spans=spans,
+            cached_tokens=0,
+            token_rows=token_rows(sequence, ids),
+            context_rows=context_rows(sequence),
+        )
         self._put(sequence, chunk)
 
     def take(self) -> list[tuple[str, Chunk]]:

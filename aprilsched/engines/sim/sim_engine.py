@@ -20,6 +20,7 @@ import zlib
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 
+from aprilsched.companions import KINDS
 from aprilsched.engines.base import Capabilities, Chunk, EngineLoad, GenerationRequest, PauseMode
 from aprilsched.engines.sim.batcher import Batcher
 from aprilsched.engines.sim.clock import Pacer
@@ -176,6 +177,7 @@ class SimEngine:
             release_while_paused=True,
             keeps_released_weights=True,
             adapters=True,
+            companions=frozenset(KINDS),
             server="aprilsched simulated engine",
         )
 

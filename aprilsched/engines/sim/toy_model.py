@@ -19,6 +19,7 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from aprilsched.companions import Companion, Rows
 from aprilsched.types import Float32Array, Int32Array, SamplingParams
 
 UInt64Array: TypeAlias = NDArray[np.uint64]
@@ -199,3 +201,22 @@ _NOTHING: tuple[Int32Array, Float32Array] = (
     np.empty(0, dtype=np.int32),
     np.empty(0, dtype=np.float32),
 )
+
+
+def toy_rows(companion: Companion, positions: NDArray[np.int64], keys: UInt64Array) -> Rows:
+    """The rows of a companion of the context at some positions, each forwarded under one of
+    `keys`. Rows of other positions and other weights differ, so a wrong join shows."""
+    values = np.arange(1, math.prod(companion.shape) + 1, dtype=np.uint64)
+    mixed = _mix_array(
+        keys[:, np.newaxis] + (positions.astype(np.uint64) * np.uint64(_PLACE))[:, np.newaxis]
+        + values * np.uint64(_TOKEN)
+    )
+    most = min(np.iinfo(companion.dtype).max, np.iinfo(np.int32).max)
+    rows = (mixed % np.uint64(most)).astype(companion.dtype)
+    return Rows(rows.reshape(-1, *companion.shape))
+
+
+def toy_masks(companion: Companion, ids: Int32Array) -> Rows:
+    """A sampling mask for each token: the token itself, and up to two more."""
+    rows = [list(range(token, token + 1 + token % 3)) for token in ids.tolist()]
+    return Rows.ragged(rows, companion.dtype)

@@ -1,0 +1,301 @@
+"""Companions: typed data that an engine returns beside token ids and log-probabilities.
+
+A :class:`Companion` says what the rows of one kind of data are, and which token each row belongs
+to. There are two kinds:
+
+- *context*: a row for each position of the context that the engine has forwarded, such as the
+  experts to which a mixture of experts routed the position. The pass over position i samples token
+  i + 1, so a rollout of P prompt and T response tokens has P + T - 1 rows, and response token t was
+  sampled by the pass of row P + t - 1. An attempt that continues a response is asked for the rows
+  from the first missing one on, so rows of the pass that sampled a token are never replaced by
+  those of a later pass over the same position.
+- *token*: a row for each response token, such as the ids that top-k and top-p left to sample from.
+  Tokens that an environment added have an empty row, or one of zeros.
+
+Data passes through the scheduler unread. Nothing here imports more than NumPy.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aprilsched.errors import ConfigError
+
+Per: TypeAlias = Literal["context", "token"]
+
+KINDS: Mapping[str, Per] = {
+    "routed_experts": "context",
+    "indexer_topk": "context",
+    "sampling_mask": "token",
+}
+"""What there is a row for, by the name of the companion."""
+_RAGGED = frozenset({"sampling_mask"})
+_WRITTEN = re.compile(r"(?P<name>\w+)(=(?P<dtype>\w+)(\[(?P<shape>[\d, ]*)\])?)?(?P<required>!)?")
+_ROW_BYTES = 1 << 20
+"""Largest size of one row. 1,000 layers with 256 experts of 4 bytes each fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Companion:
+    """What the rows of one companion are.
+
+    As a string, for flags and config files: ``"routed_experts=uint8[48,8]"``, ``"sampling_mask"``,
+    with ``!`` at the end for `required`.
+
+    Args:
+        name: what the engine calls it: "routed_experts" (int [layers, experts per token]),
+            "indexer_topk" (int [layers, positions]) or "sampling_mask" (int32, the kept ids of each
+            token, of any number).
+        dtype: NumPy's name of an integer type that holds every value; rows are stored in it.
+        shape: shape of a row; it is not given for "sampling_mask".
+        required: whether tokens without the row of the pass that sampled them are masked in the
+            loss. Without it the rollout says which tokens these are, and nothing else happens.
+
+    Raises:
+        ConfigError: if there is no such companion, or if its type or shape cannot be used.
+    """
+
+    name: str
+    dtype: str = "int32"
+    shape: tuple[int, ...] = ()
+    required: bool = False
+
+    def __post_init__(self) -> None:
+        if self.name not in KINDS:
+            raise ConfigError(
+                f"there is no companion {self.name!r}; choose one of {', '.join(KINDS)}."
+            )
+        try:
+            kind = np.dtype(self.dtype)
+        except TypeError:
+            kind = np.dtype(object)
+        if kind.kind not in "iu":
+            raise ConfigError(
+                f"the companion {self.name} has the type {self.dtype!r}; give an integer type, "
+                'such as "uint8".'
+            )
+        object.__setattr__(self, "dtype", kind.name)
+        object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
+        if self.ragged == bool(self.shape) or any(size < 1 for size in self.shape):
+            what = "no shape" if self.ragged else "the shape of a row, such as (48, 8)"
+            raise ConfigError(f"the companion {self.name} has the shape {self.shape}; give {what}.")
+        if self.row_bytes > _ROW_BYTES:
+            raise ConfigError(
+                f"a row of the companion {self.name} has {self.row_bytes} bytes; give a shape and "
+                f"a type of at most {_ROW_BYTES}."
+            )
+
+    @property
+    def per(self) -> Per:
+        """Whether there is a row for each position of the context, or for each response token."""
+        return KINDS[self.name]
+
+    @property
+    def ragged(self) -> bool:
+        """Whether rows have different numbers of values."""
+        return self.name in _RAGGED
+
+    @property
+    def row_bytes(self) -> int:
+        """Size of a row in bytes; 0 where rows differ."""
+        return 0 if self.ragged else int(np.prod(self.shape)) * np.dtype(self.dtype).itemsize
+
+    @staticmethod
+    def of(value: Companion | str | Mapping[str, Any]) -> Companion:
+        """A companion from its string, or from a table of its fields.
+
+        Raises:
+            ConfigError: if it is neither.
+        """
+        if isinstance(value, Companion):
+            return value
+        if isinstance(value, Mapping):
+            try:
+                return Companion(**{**value, "shape": tuple(value.get("shape", ()))})
+            except TypeError as error:
+                raise ConfigError(f"{dict(value)!r} is no companion ({error}).") from error
+        written = _WRITTEN.fullmatch(value)
+        if written is None:
+            raise ConfigError(
+                f'{value!r} is no companion; write its name, type and shape as in '
+                '"routed_experts=uint8[48,8]".'
+            )
+        sizes = [int(size) for size in (written["shape"] or "").split(",") if size.strip()]
+        return Companion(
+            written["name"], written["dtype"] or "int32", tuple(sizes), bool(written["required"])
+        )
+
+    def blank(self, rows: int) -> Rows:
+        """So many rows of zeros, or of no value where rows differ in length."""
+        values = np.zeros((0 if self.ragged else rows, *self.shape), dtype=self.dtype)
+        return Rows(values, np.zeros(rows, dtype=np.int64) if self.ragged else None)
+
+
+def routed_experts(
+    *, layers: int, per_token: int, experts: int, required: bool = False
+) -> Companion:
+    """The experts of every token in the smallest type: [layers, per_token], of `experts` in all.
+
+    Raises:
+        ConfigError: if a number is below 1.
+    """
+    dtype = np.min_scalar_type(max(0, experts - 1)).name
+    return Companion("routed_experts", dtype, (layers, per_token), required)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Some rows of a companion, one after the other.
+
+    Attributes:
+        values: [n, \\*shape] of n rows of one shape, or all values of n ragged rows in one row.
+        ends: int64 [n], where each ragged row ends in `values`; None for rows of one shape.
+    """
+
+    values: NDArray[Any]
+    ends: NDArray[np.int64] | None = None
+
+    def __len__(self) -> int:
+        return len(self.values if self.ends is None else self.ends)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the values in bytes."""
+        return self.values.nbytes
+
+    def part(self, begin: int, end: int | None = None) -> Rows:
+        """The rows `begin` to `end`, without a copy of the values."""
+        end = len(self) if end is None else end
+        if self.ends is None:
+            return Rows(self.values[begin:end])
+        at = int(self.ends[begin - 1]) if begin else 0
+        upto = int(self.ends[end - 1]) if end > begin else at
+        return Rows(self.values[at:upto], self.ends[begin:end] - at)
+
+    def row(self, index: int) -> NDArray[Any]:
+        """One row."""
+        return self.values[index] if self.ends is None else self.part(index, index + 1).values
+
+    @staticmethod
+    def join(parts: Sequence[Rows]) -> Rows:
+        """All rows of the parts, of which there is at least one; a copy."""
+        values = np.concatenate([part.values for part in parts])
+        if parts[0].ends is None:
+            return Rows(values)
+        ends: list[NDArray[np.int64]] = []
+        at = 0
+        for part in parts:
+            ends.append(cast("NDArray[np.int64]", part.ends) + at)
+            at += len(part.values)
+        return Rows(values, np.concatenate(ends))
+
+    @staticmethod
+    def ragged(rows: Sequence[Sequence[int]], dtype: str) -> Rows:
+        """Ragged rows from lists of whole numbers.
+
+        Raises:
+            OverflowError: if a number does not fit into the type.
+        """
+        ends = np.cumsum([len(row) for row in rows], dtype=np.int64)
+        values = np.array([value for row in rows for value in row], dtype=np.int64)
+        return Rows(fitting(values, dtype), ends)
+
+
+def fitting(values: NDArray[Any], dtype: str) -> NDArray[Any]:
+    """Whole numbers in another type.
+
+    Raises:
+        OverflowError: if a number does not fit into the type.
+    """
+    limits = np.iinfo(dtype)
+    if values.size and (values.min() < limits.min or values.max() > limits.max):
+        raise OverflowError(f"values from {values.min()} to {values.max()} do not fit {dtype}")
+    return values.astype(dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CompanionRows:
+    """The rows of one companion of one rollout with P prompt and T response tokens.
+
+    Attributes:
+        rows: P + T - 1 rows of a context companion, or T rows of a token companion. Missing rows
+            are zeros, or empty.
+        exact: bool [T], whether the row of the pass that sampled the token is there. It is False
+            where the row was lost with a connection, or where the context was computed again under
+            other weights before the engine gave the row. True for tokens of an environment.
+    """
+
+    rows: Rows
+    exact: NDArray[np.bool_]
+
+
+class CompanionLog:
+    """The growing rows of one companion of one rollout."""
+
+    __slots__ = ("_parts", "companion", "foreign", "held")
+
+    def __init__(self, companion: Companion) -> None:
+        self.companion = companion
+        self.held = 0
+        """Number of rows."""
+        self.foreign: list[tuple[int, int]] = []
+        """Response tokens, from the first to the one after the last, whose row is of another pass
+        than the one that sampled them."""
+        self._parts: list[Rows] = []
+
+    def add(self, rows: Rows) -> None:
+        """Add rows after those that are there."""
+        if len(rows):
+            self._parts.append(rows)
+            self.held += len(rows)
+
+    def fill(self, rows: int) -> None:
+        """Add rows of nothing until there are so many."""
+        if rows > self.held:
+            self.add(self.companion.blank(rows - self.held))
+
+    def mark(self, foreign: NDArray[np.bool_], begin: int, end: int) -> None:
+        """Note which of the response tokens from `begin` to `end` are `foreign`, bool [T]."""
+        edges = np.flatnonzero(np.diff(foreign[begin:end], prepend=False, append=False)) + begin
+        self.foreign += zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
+
+    def since(self, begin: int) -> Rows:
+        """The rows from `begin` on."""
+        found: list[Rows] = [self.companion.blank(0)]
+        at = 0
+        for part in self._parts:
+            if at + len(part) > begin:
+                found.append(part.part(max(0, begin - at)))
+            at += len(part)
+        return Rows.join(found)
+
+    def truncate(self, rows: int, tokens: int) -> None:
+        """Forget all but the first `rows` rows, and what is known of all but the first `tokens`
+        response tokens."""
+        if rows < self.held:
+            kept = self.since(0).part(0, max(0, rows))
+            self._parts = [kept] if len(kept) else []
+            self.held = len(kept)
+        self.foreign = [(a, min(b, tokens)) for a, b in self.foreign if a < tokens]
+
+    def whole(self, *, prompt: int, tokens: int, sampled: NDArray[np.bool_]) -> CompanionRows:
+        """The rows of a rollout with so many prompt and response tokens, of which a policy has
+        `sampled` some, bool [T]."""
+        per_context = self.companion.per == "context"
+        wanted = max(0, prompt + tokens - 1) if per_context else tokens
+        rows = self.since(0).part(0, min(wanted, self.held))
+        if len(rows) < wanted:
+            rows = Rows.join([rows, self.companion.blank(wanted - len(rows))])
+        exact = np.ones(tokens, dtype=np.bool_)
+        first = prompt - 1 if per_context else 0
+        exact[max(0, self.held - first) :] = False
+        for begin, end in self.foreign:
+            exact[begin:end] = False
+        exact |= ~sampled
+        return CompanionRows(rows, exact)

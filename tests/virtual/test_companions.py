@@ -1,0 +1,270 @@
+"""Tests that the rows beside the tokens are those of the pass that sampled each token.
+
+The toy model's rows depend on the position and on the weights that forwarded it, and the embedded
+engine returns those of the latest pass, as SGLang does. So a row that was joined wrongly, or was
+overwritten when a context was computed again, is another row.
+"""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aprilsched import (
+    Batch,
+    LongTailWorkload,
+    MemoryStore,
+    Prompt,
+    Rollout,
+    RolloutScheduler,
+    SamplingParams,
+    SchedulerConfig,
+    SimFleet,
+    SimPublisher,
+    Turn,
+)
+from aprilsched.companions import Companion, Rows, routed_experts
+from aprilsched.config import Retries
+from aprilsched.core.policies.straggler import BEHAVIOURS
+from aprilsched.engines.base import Capabilities, Chunk, GenerationRequest
+from aprilsched.engines.sim import SimEngine, sim_fleet
+from aprilsched.engines.sim.toy_model import toy_masks, toy_rows, weights_key_of_version
+from aprilsched.errors import ConfigError, EngineError
+from aprilsched.runs.config_tree import config_of, table_of
+from aprilsched.types import NO_VERSION
+from tests.support.virtual_time import in_virtual_time
+
+EXPERTS = Companion("routed_experts", "uint8", (3, 2))
+MASK = Companion("sampling_mask")
+
+RULES: dict[str, dict[str, Any]] = {
+    "retract": {},
+    "abort": {"straggler": "abort"},
+    "in place": {"straggler": "in_place"},
+    "run": {"straggler": "run"},
+    "choose": {"straggler": "choose"},
+    "choose apart": {"straggler": "choose", "kv_after_refit": "apart"},
+    "asynchronous": {"pace": "asynchronous"},
+    "asynchronous in place": {"pace": "asynchronous", "straggler": "in_place"},
+    "rolling": {"pace": "asynchronous", "straggler": "run", "refit": "rolling"},
+    "buckets": {"refill": "buckets"},
+    "tail": {"refill": "tail"},
+    "pool": {"refill": "pool"},
+    "auto": {"over_provision": "auto"},
+}
+
+
+def config(**changes: Any) -> SchedulerConfig:
+    values: dict[str, Any] = {
+        "batch_groups": 4,
+        "group_size": 4,
+        "over_provision": 2.0,
+        "companions": (EXPERTS, MASK),
+    }
+    return SchedulerConfig(**{**values, **changes})
+
+
+def workload(**changes: Any) -> LongTailWorkload:
+    return LongTailWorkload(median=60, cap=900, group_size=4, vocab_size=1000, seed=5, **changes)
+
+
+def check_rows(rollout: Rollout) -> None:
+    """Compare every row with that of the weights that sampled its token."""
+    prompt, tokens = len(rollout.prompt_ids), len(rollout)
+    experts, masks = rollout.companions["routed_experts"], rollout.companions["sampling_mask"]
+    assert len(experts.rows) == prompt + tokens - 1
+    assert len(masks.rows) == tokens
+    sampled = rollout.versions != NO_VERSION
+    assert experts.exact.all()
+    assert masks.exact.all()
+    keys = [weights_key_of_version(int(version)) for version in rollout.versions[sampled]]
+    positions = np.arange(prompt - 1, prompt + tokens - 1)[sampled]
+    expected = toy_rows(EXPERTS, positions, np.array(keys, dtype=np.uint64))
+    assert np.array_equal(experts.rows.values[prompt - 1 :][sampled], expected.values)
+    for index in range(tokens):
+        kept = toy_masks(MASK, rollout.token_ids[index : index + 1]).values
+        assert masks.rows.row(index).tolist() == (kept.tolist() if sampled[index] else [])
+
+
+async def batches(
+    rollouts: RolloutScheduler, count: int, *, update: bool = True
+) -> AsyncIterator[Batch]:
+    for _ in range(count):
+        batch = await rollouts.next_batch()
+        yield batch
+        if update:
+            await rollouts.update_weights(SimPublisher(), version=rollouts.version + 1)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@in_virtual_time
+async def test_rows_are_of_the_pass_that_sampled_their_token(rule: str) -> None:
+    mixed = 0
+    async with RolloutScheduler(SimFleet(2), workload(), config=config(**RULES[rule])) as rollouts:
+        async for batch in batches(rollouts, 6):
+            for rollout in batch.rollouts:
+                check_rows(rollout)
+                mixed += len(set(rollout.versions.tolist())) > 1
+    assert mixed or rule in ("run", "rolling")
+
+
+@pytest.mark.parametrize("required", [False, True])
+@in_virtual_time
+async def test_rows_that_a_recompute_has_overwritten_are_told_apart(
+    required: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The join that is wrong: if requests wait inside the engine for a refit that recomputes their
+    context, the rows of older tokens are of the new weights. They are not called exact, and their
+    tokens are masked where the rows are required."""
+    own = property(lambda config: BEHAVIOURS[config.straggler])
+    monkeypatch.setattr(SchedulerConfig, "behaviour", own)
+    asked = Companion("routed_experts", "uint8", (3, 2), required)
+    wrong = 0
+    scheduler = RolloutScheduler(SimFleet(1), workload(), config=config(companions=(asked,)))
+    async with scheduler as rollouts:
+        async for batch in batches(rollouts, 6):
+            wrong += sum(_wrong_rows(rollout, required=required) for rollout in batch.rollouts)
+    assert wrong > 100
+
+
+def _wrong_rows(rollout: Rollout, *, required: bool) -> int:
+    experts = rollout.companions["routed_experts"]
+    prompt = len(rollout.prompt_ids)
+    keys = np.array([weights_key_of_version(int(v)) for v in rollout.versions], dtype=np.uint64)
+    positions = np.arange(prompt - 1, prompt + len(rollout) - 1)
+    expected = toy_rows(EXPERTS, positions, keys).values
+    same = (experts.rows.values[prompt - 1 :] == expected).all((1, 2))
+    assert np.array_equal(same, experts.exact)
+    assert np.array_equal(rollout.loss_mask, experts.exact if required else np.ones_like(same))
+    return int((~same).sum())
+
+
+class Flaky(SimEngine):
+    """An engine whose streams break now and then, with everything that they would have brought."""
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
+        chunks, breaks = 0, zlib.crc32(request.request_id[-15:].encode()) % 3 == 0
+        async with aclosing(super().generate(request)) as stream:
+            async for chunk in stream:
+                yield chunk
+                chunks += 1
+                if breaks and chunks == 1 and chunk.finish is None:
+                    raise EngineError(self.name, "the stream broke.")
+
+
+@in_virtual_time
+async def test_rows_that_were_lost_are_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under the same version the prefill of the next attempt gives the same rows; under a later one
+    they are not those of the sampling pass, and the rollout says so."""
+    monkeypatch.setattr(sim_fleet, "SimEngine", Flaky)
+    retries = Retries(attempts=50, interruptions=50)
+    again = later = 0
+    async with RolloutScheduler(
+        SimFleet(2), workload(), config=config(pace="asynchronous", retries=retries)
+    ) as rollouts:
+        async for batch in batches(rollouts, 6):
+            for rollout in batch.rollouts:
+                again += len(rollout.segments) > 1
+                later += _wrong_rows(rollout, required=False)
+        assert rollouts.state.in_flight.counters.retries > 10
+    assert again > 10
+    assert later > 0
+
+
+@in_virtual_time
+async def test_an_episode_has_rows_for_every_turn() -> None:
+    async def episode(turn: Turn, prompt: Prompt) -> float:
+        ids = prompt.input_ids
+        for number in range(3):
+            tokens = int(ids.sum()) % 150 + 20 * number + 1
+            sampling = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
+            answer = await turn.generate(ids, sampling)
+            ids = np.concatenate((ids, answer.token_ids, np.array([7, 8, 9], dtype=np.int32)))
+        return 1.0
+
+    scheduler = RolloutScheduler(SimFleet(2), workload(), config=config(), episode=episode)
+    environment = 0
+    async with scheduler as rollouts:
+        async for batch in batches(rollouts, 4):
+            for rollout in batch.rollouts:
+                check_rows(rollout)
+                environment += int((rollout.versions == NO_VERSION).sum())
+    assert environment > 100
+
+
+@in_virtual_time
+async def test_a_killed_run_goes_on_with_its_rows() -> None:
+    store = MemoryStore()
+    first = RolloutScheduler(SimFleet(2), workload(), config=config(), store=store)
+    async with first as rollouts:
+        async for batch in batches(rollouts, 2):
+            batch.acknowledge()
+        kept = copy.deepcopy(store)
+    carried = 0
+    second = RolloutScheduler(SimFleet(2), workload(), config=config(), store=kept)
+    async with second as rollouts:  # its engines were started anew
+        await rollouts.update_weights(SimPublisher(), version=3)
+        async for batch in batches(rollouts, 3):
+            for rollout in batch.rollouts:
+                check_rows(rollout)
+                carried += rollout.segments[0].version < 2
+    assert carried
+
+
+async def test_engines_that_do_not_return_them_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Dense(SimEngine):
+        @property
+        def capabilities(self) -> Capabilities:
+            return replace(super().capabilities, companions=frozenset())
+
+    monkeypatch.setattr(sim_fleet, "SimEngine", Dense)
+    with pytest.raises(ConfigError, match="does not return routed_experts; start it with"):
+        await RolloutScheduler(SimFleet(1), workload(), config=config()).__aenter__()
+
+
+@pytest.mark.parametrize(
+    ("written", "advice"),
+    [
+        ("experts", "choose one of routed_experts, indexer_topk, sampling_mask"),
+        ("routed_experts", "give the shape of a row, such as \\(48, 8\\)"),
+        ("routed_experts=float32[3,2]", "give an integer type"),
+        ("routed_experts=nothing[3,2]", "give an integer type"),
+        ("routed_experts=uint8[3,0]", "give the shape of a row"),
+        ("routed_experts=uint8[3000,3000]", "at most 1048576"),
+        ("sampling_mask=int32[3]", "give no shape"),
+        ("routed_experts uint8", "write its name, type and shape as in"),
+    ],
+)
+def test_a_companion_that_cannot_be_is_refused(written: str, advice: str) -> None:
+    with pytest.raises(ConfigError, match=advice):
+        SchedulerConfig(companions=(written,))
+
+
+def test_a_companion_is_written_as_a_string_or_a_table() -> None:
+    asked = SchedulerConfig(companions=("routed_experts=uint8[48,8]!", "sampling_mask"))
+    assert asked.companions == (
+        routed_experts(layers=48, per_token=8, experts=128, required=True),
+        Companion("sampling_mask"),
+    )
+    assert routed_experts(layers=1, per_token=1, experts=257).dtype == "uint16"
+    assert config_of(table_of(asked)).companions == asked.companions
+    with pytest.raises(ConfigError, match="give each name once"):
+        SchedulerConfig(companions=("sampling_mask", "sampling_mask"))
+
+
+def test_ragged_rows_are_cut_and_joined() -> None:
+    rows = Rows.ragged([[1, 2], [], [3], [4, 5, 6]], "int32")
+    assert [rows.row(index).tolist() for index in range(4)] == [[1, 2], [], [3], [4, 5, 6]]
+    joined = Rows.join([rows.part(2), rows.part(0, 2), rows.part(1, 1)])
+    assert [joined.row(index).tolist() for index in range(4)] == [[3], [4, 5, 6], [1, 2], []]
+    with pytest.raises(OverflowError):
+        Rows.ragged([[300]], "uint8")
