@@ -224,6 +224,7 @@ class CompanionRows:
     """The rows of one companion of one rollout with P prompt and T response tokens.
 
     Attributes:
+        companion: what the rows are.
         rows: P + T - 1 rows of a context companion, or T rows of a token companion. Missing rows
             are zeros, or empty.
         exact: bool [T], whether the row of the pass that sampled the token is there. It is False
@@ -231,8 +232,17 @@ class CompanionRows:
             other weights before the engine gave the row. True for tokens of an environment.
     """
 
+    companion: Companion
     rows: Rows
     exact: NDArray[np.bool_]
+
+    def aligned(self, *, prompt: int) -> Rows:
+        """One row for each of `prompt` prompt tokens and for each response token. The last token
+        was not forwarded, and no token of the prompt was sampled: these have no row of their own,
+        and get one of zeros or of nothing."""
+        blank = self.companion.blank(prompt + len(self.exact) - len(self.rows))
+        before = self.companion.per == "token"
+        return Rows.join([blank, self.rows] if before else [self.rows, blank])
 
 
 class CompanionLog:
@@ -298,4 +308,4 @@ class CompanionLog:
         for begin, end in self.foreign:
             exact[begin:end] = False
         exact |= ~sampled
-        return CompanionRows(rows, exact)
+        return CompanionRows(self.companion, rows, exact)

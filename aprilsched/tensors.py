@@ -10,7 +10,7 @@ torch is imported only when a function is called, so that a scheduler runs witho
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from aprilsched.companions import CompanionRows, Rows
 from aprilsched.extras import extra
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["PackedTensors", "PaddedTensors", "TokensOfRollout", "pack", "pad"]
+__all__ = ["PackedTensors", "PaddedTensors", "RaggedTensor", "TokensOfRollout", "pack", "pad"]
 
 
 class TokensOfRollout(Protocol):
@@ -59,7 +60,25 @@ class TokensOfRollout(Protocol):
     def reward(self) -> float | None: ...
     @property
     def group_id(self) -> int: ...
+    @property
+    def companions(self) -> Mapping[str, CompanionRows]:
+        """P + T - 1 rows of each companion of the context, T of each companion of tokens."""
+        ...
+
     def __len__(self) -> int: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RaggedTensor:
+    """Rows of different lengths: row i is ``values[offsets[i]:offsets[i + 1]]``.
+
+    Attributes:
+        values: [n], the values of all rows.
+        offsets: int64 [R + 1], of R rows: one for each entry of ``input_ids``, row by row.
+    """
+
+    values: Tensor
+    offsets: Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -76,6 +95,8 @@ class _BatchTensors:
     response_lengths: Tensor
     rewards: Tensor
     group_ids: Tensor
+    companions: Mapping[str, Tensor | RaggedTensor]
+    companions_exact: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -96,6 +117,12 @@ class PaddedTensors(_BatchTensors):
         response_lengths: int64 [B], response tokens of each rollout.
         rewards: float32 [B], NaN for a rollout without a reward.
         group_ids: int64 [B], equal for the rollouts of one prompt.
+        companions: each companion by name. One of the context is [B, S, ...]: entry i belongs to
+            the pass over token i, which sampled token i + 1, and is 0 for the last token. One of
+            tokens has at entry i what belongs to token i; "sampling_mask" is a
+            :class:`RaggedTensor`.
+        companions_exact: bool [B, S] by name, False for response tokens without the row of the pass
+            that sampled them.
     """
 
     attention_mask: Tensor
@@ -132,7 +159,10 @@ def pad(rollouts: Sequence[TokensOfRollout], *, pad_id: int, no_version: int) ->
     flat = _flat(rollouts, no_version)
     tokens = {name: _rows(values, taken, fill.get(name, 0)) for name, values in flat.items()}
     arrays = {**tokens, "attention_mask": taken.astype(np.int64), **_per_rollout(rollouts)}
-    return PaddedTensors(**{name: torch.from_numpy(array) for name, array in arrays.items()})
+    return PaddedTensors(
+        **{name: torch.from_numpy(array) for name, array in arrays.items()},
+        **_companions(torch, rollouts, lambda flat: _rows(flat, taken, 0)),
+    )
 
 
 def pack(rollouts: Sequence[TokensOfRollout], *, no_version: int) -> PackedTensors:
@@ -146,7 +176,33 @@ def pack(rollouts: Sequence[TokensOfRollout], *, no_version: int) -> PackedTenso
     starts = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
     arrays = {**_flat(rollouts, no_version), "cu_seqlens": starts, **_per_rollout(rollouts)}
     tensors: dict[str, Tensor] = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    return PackedTensors(**tensors, max_seqlen=int(lengths.max(initial=0)))
+    companions = _companions(torch, rollouts, lambda flat: flat)
+    return PackedTensors(**tensors, **companions, max_seqlen=int(lengths.max(initial=0)))
+
+
+def _companions(
+    torch: ModuleType,
+    rollouts: Sequence[TokensOfRollout],
+    lay_out: Callable[[NDArray[Any]], NDArray[Any]],
+) -> dict[str, Any]:
+    """The fields of companions. `lay_out` gives an array with an entry for each token, one rollout
+    after the other, the shape of ``input_ids``."""
+    found: dict[str, Any] = {}
+    exact: dict[str, Tensor] = {}
+    for name in rollouts[0].companions if rollouts else ():
+        own = [(r, r.companions[name]) for r in rollouts]
+        rows = Rows.join([each.aligned(prompt=len(rollout.prompt_ids)) for rollout, each in own])
+        if rows.ends is None:
+            found[name] = torch.from_numpy(lay_out(rows.values))
+        else:
+            lengths = lay_out(np.diff(rows.ends, prepend=0))
+            offsets = np.concatenate(([0], np.cumsum(lengths)))
+            found[name] = RaggedTensor(
+                values=torch.from_numpy(rows.values), offsets=torch.from_numpy(offsets)
+            )
+        flat = _join((_after(rollout, each.exact, 1) for rollout, each in own), "?")
+        exact[name] = torch.from_numpy(lay_out(flat))
+    return {"companions": found, "companions_exact": exact}
 
 
 def _torch() -> ModuleType:
@@ -194,6 +250,6 @@ def _after(rollout: TokensOfRollout, values: NDArray[Any], prompt: int) -> NDArr
 
 def _rows(flat: NDArray[Any], taken: NDArray[np.bool_], fill: int) -> NDArray[Any]:
     """Rows that hold `flat` where `taken` is True, and `fill` elsewhere."""
-    rows = np.full(taken.shape, fill, flat.dtype)
+    rows = np.full((*taken.shape, *flat.shape[1:]), fill, flat.dtype)
     rows[taken] = flat
     return rows

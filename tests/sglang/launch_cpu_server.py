@@ -14,6 +14,9 @@ if __name__ == "__main__":
     stand_ins.doze()
     if "--enable-lora" in sys.argv:
         stand_ins.unpin()
+    if "--enable-return-routed-experts" in sys.argv:
+        stand_ins.unpin()
+        stand_ins.unregister()
 
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args

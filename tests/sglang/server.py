@@ -90,9 +90,9 @@ def run_with_server_packages(module: str, *arguments: object, purpose: str = "mo
         raise RuntimeError(f"{module} failed:\n{trouble}")
 
 
-def write_model(directory: Path, *, seed: int = 0) -> Path:
-    """Write a tiny random model into `directory` and return it."""
-    run_with_server_packages("tiny_model", directory, seed)
+def write_model(directory: Path, *, seed: int = 0, kind: str = "dense") -> Path:
+    """Write a tiny random model, "dense" or "moe", into `directory` and return it."""
+    run_with_server_packages("tiny_model", directory, seed, kind)
     return directory
 
 

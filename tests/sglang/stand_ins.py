@@ -1,7 +1,8 @@
 """Replaces what SGLang needs of a GPU on a machine without one: two modules, and pinned memory.
 
 Call :func:`install` before sglang or transformers' models are imported, :func:`fork` and
-:func:`doze` before a server boots, and :func:`unpin` before one with LoRA does.
+:func:`doze` before a server boots, :func:`unpin` before one with LoRA does, and that and :func:`unregister` before one that returns
+routed experts does.
 """
 
 # pyright: basic, reportMissingImports=false
@@ -14,7 +15,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["doze", "fork", "install", "unpin"]
+__all__ = ["doze", "fork", "install", "unpin", "unregister"]
 
 _PAUSED_MILLISECONDS = 20
 _VLLM_OPERATORS = ("rms_norm", "fused_add_rms_norm", "rotary_embedding", "awq_dequantize")
@@ -55,6 +56,13 @@ def unpin() -> None:
     for name in ("tensor", "empty", "zeros", "ones"):
         setattr(torch, name, plain(getattr(torch, name)))
     torch.Tensor.pin_memory = unpinned
+
+
+def unregister() -> None:
+    """Let SGLang keep its host memory as it is, where it would register it with CUDA."""
+    from sglang.srt.mem_cache.pool_host import common
+
+    common._cuda_host_register = lambda *_, **__: None
 
 
 def fork() -> None:

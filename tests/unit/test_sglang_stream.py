@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from base64 import b64encode
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
@@ -10,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aprilsched.engines.base import Chunk
+from aprilsched.companions import Companion
+from aprilsched.engines.base import Chunk, GenerationRequest
 from aprilsched.engines.http import Allowance, EventSplitter, UnfinishedEvents
 from aprilsched.engines.sglang.stream import ChunkAssembler, read_chunks
 from aprilsched.errors import EngineError, EngineProtocolError, EngineRejected
-from aprilsched.types import VersionSpan
+from aprilsched.types import SamplingParams, VersionSpan
 
 MAX_TOKENS = 100
 ROOM = 10_000
@@ -54,8 +56,17 @@ def event(
     return json.dumps({"output_ids": output_ids, "meta_info": meta}).encode()
 
 
+def asked(*companions: tuple[Companion, int], prompt: int = 4) -> GenerationRequest:
+    return GenerationRequest(
+        request_id="r",
+        input_ids=np.arange(prompt, dtype=np.int32),
+        sampling=SamplingParams(max_new_tokens=MAX_TOKENS),
+        companions=companions,
+    )
+
+
 def feed(*payloads: bytes) -> list[Chunk]:
-    assembler = ChunkAssembler("engine:1", "r", MAX_TOKENS)
+    assembler = ChunkAssembler("engine:1", asked())
     return [assembler.feed(payload) for payload in payloads]
 
 
@@ -71,7 +82,7 @@ def assert_tokens(chunks: list[Chunk], count: int) -> None:
 def test_an_event_may_be_an_object() -> None:
     """SGLang in this process gives what it would write as JSON."""
     payloads = event(0, 1), event(1, 5, finish=LENGTH, spans=[("7", 0, 5)])
-    assembler = ChunkAssembler("engine:1", "r", MAX_TOKENS)
+    assembler = ChunkAssembler("engine:1", asked())
     chunks = [assembler.convert(json.loads(payload)) for payload in payloads]
     assert_tokens(chunks, 5)
     assert chunks[1].spans == feed(*payloads)[1].spans == (VersionSpan(version=7, start=0, end=5),)
@@ -79,11 +90,11 @@ def test_an_event_may_be_an_object() -> None:
         broken = json.loads(event(0, 1))
         broken["meta_info"]["output_token_logprobs"] = [(logprob, 100, None)]
         with pytest.raises(EngineProtocolError, match="gave an output that cannot be read"):
-            ChunkAssembler("engine:1", "r", MAX_TOKENS).convert(broken)
+            ChunkAssembler("engine:1", asked()).convert(broken)
 
 
 def test_labels_may_count_from_another_version_than_0() -> None:
-    assembler = ChunkAssembler("engine:1", "r", MAX_TOKENS, first_version=40)
+    assembler = ChunkAssembler("engine:1", asked(), first_version=40)
     spans = [("default", 0, 2), ("7", 2, 5)]
     chunks = [
         assembler.feed(event(0, 1, weight_version="1")),
@@ -287,7 +298,7 @@ async def _read(*parts: bytes) -> list[Chunk]:
     reader = read_chunks(
         _stream(*parts),
         Allowance("engine:1", "r", ROOM, UNFINISHED),
-        ChunkAssembler("engine:1", "r", MAX_TOKENS),
+        ChunkAssembler("engine:1", asked()),
     )
     async with aclosing(reader) as chunks:
         return [chunk async for chunk in chunks]
@@ -317,7 +328,7 @@ async def _refused(parts: list[bytes], why: str) -> int:
     reader = read_chunks(
         read,
         Allowance("engine:1", "r", ROOM, UNFINISHED),
-        ChunkAssembler("engine:1", "r", MAX_TOKENS),
+        ChunkAssembler("engine:1", asked()),
     )
     with pytest.raises(EngineProtocolError, match=why) as caught:
         async with aclosing(reader) as chunks:
@@ -368,3 +379,69 @@ async def test_streams_together_hold_no_more_than_their_server_may_have_unfinish
         splitters[3].feed(b"x" * ROOM)
     splitters[0].feed(b"\n")
     assert unfinished.size == 3 * ROOM - 2
+
+
+EXPERTS = Companion("routed_experts", "uint8", (3, 2))
+MASK = Companion("sampling_mask")
+
+
+def encoded(rows: int, *, first: int = 0) -> str:
+    """Rows of base64, of which row i has the value i."""
+    values = np.repeat(np.arange(first, first + rows, dtype="<i4"), 6)
+    return b64encode(values.tobytes()).decode()
+
+
+@pytest.mark.parametrize("extra", [0, 1])
+def test_routed_experts_come_with_the_last_event(extra: int) -> None:
+    """At an abort a row more may come, of a token without a logprob."""
+    assembler = ChunkAssembler("engine:1", asked((EXPERTS, 3), prompt=4))
+    first = assembler.feed(event(0, 2))
+    rows = encoded(5 + extra, first=3)
+    ended = {"type": "abort", "message": "Abort"} if extra else LENGTH
+    last = assembler.feed(event(2, 5, finish=ended, spans=[("0", 0, 5)], routed_experts=rows))
+    assert first.context_rows is None
+    assert last.context_rows is not None
+    found = last.context_rows["routed_experts"].values
+    assert found.dtype == np.uint8
+    assert found[:, 0, 0].tolist() == [3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize(
+    ("rows", "complaint"),
+    [
+        (b64encode(bytes(20)).decode(), "are no rows of uint8"),
+        ("%%%", "are no rows of uint8"),
+        (encoded(5, first=300), "do not fit uint8"),
+    ],
+)
+def test_routed_experts_of_another_shape_are_refused(rows: str, complaint: str) -> None:
+    assembler = ChunkAssembler("engine:1", asked((EXPERTS, 0)))
+    with pytest.raises(EngineProtocolError, match=complaint):
+        assembler.feed(event(0, 5, finish=LENGTH, spans=[("0", 0, 5)], routed_experts=rows))
+
+
+@pytest.mark.parametrize("cumulative", [False, True])
+def test_sampling_masks_come_with_their_tokens(cumulative: bool) -> None:
+    def masks(start: int, end: int) -> dict[str, Any]:
+        begin = 0 if cumulative else start
+        kept = [[100 + i, *range(i % 3)] for i in range(begin, end)]
+        return {
+            "output_token_sampling_mask": kept,
+            "output_token_sampling_mask_length": end,
+        }
+
+    assembler = ChunkAssembler("engine:1", asked((MASK, 0)))
+    chunks = [
+        assembler.feed(event(0, 1, **masks(0, 1))),
+        assembler.feed(event(1, 4, **masks(1, 4))),
+        assembler.feed(event(4, 5, finish=LENGTH, spans=[("0", 0, 5)], **masks(4, 5))),
+    ]
+    rows = [chunk.token_rows["sampling_mask"] for chunk in chunks if chunk.token_rows]
+    found = [each.row(index).tolist() for each in rows for index in range(len(each))]
+    assert found == [[100 + i, *range(i % 3)] for i in range(5)]
+
+
+def test_tokens_without_their_sampling_mask_are_refused() -> None:
+    assembler = ChunkAssembler("engine:1", asked((MASK, 0)))
+    with pytest.raises(EngineProtocolError, match="sampling masks that do not cover its tokens"):
+        assembler.feed(event(0, 2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,9 @@ pytest.importorskip("torch")
 
 import torch
 
+from aprilsched.companions import Companion, CompanionRows, Rows
 from aprilsched.errors import ConfigError
-from aprilsched.tensors import PackedTensors, PaddedTensors
+from aprilsched.tensors import PackedTensors, PaddedTensors, RaggedTensor
 from aprilsched.types import Batch, Group, Prompt, Rollout, Segment
 
 PAD = 99
@@ -196,3 +198,63 @@ def test_without_torch_the_message_says_what_to_install(monkeypatch: pytest.Monk
         ConfigError, match=r"torch is not installed; pip install 'aprilsched\[torch\]'"
     ):
         RAGGED.to_torch()
+
+
+EXPERTS = Companion("routed_experts", "uint8", (3, 2))
+MASK = Companion("sampling_mask")
+
+
+def with_companions(given: Rollout) -> Rollout:
+    """Row i of the experts is i; the sampling mask of response token i has i % 3 ids of its own."""
+    prompt, tokens = len(given.prompt_ids), len(given)
+    values = np.arange(prompt + tokens - 1, dtype=np.uint8)[:, np.newaxis, np.newaxis]
+    exact = np.arange(tokens) % 4 != 3
+    return replace(
+        given,
+        companions={
+            "routed_experts": CompanionRows(
+                EXPERTS, Rows(np.broadcast_to(values, (len(values), 3, 2))), exact
+            ),
+            "sampling_mask": CompanionRows(
+                MASK,
+                Rows.ragged([[token] * (i % 3) for i, token in enumerate(given.token_ids)], "int32"),
+                np.ones(tokens, dtype=np.bool_),
+            ),
+        },
+    )
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_companions_are_aligned_to_the_tokens(packed: bool) -> None:
+    plain = batch([[(1, 6), (4, 3)], [(2, 1)]])
+    groups = tuple(
+        replace(group, rollouts=tuple(map(with_companions, group.rollouts))) for group in plain.groups
+    )
+    given = replace(plain, groups=groups)
+    tensors = pack(given) if packed else pad(given)
+    experts, masks = (tensors.companions[name] for name in ("routed_experts", "sampling_mask"))
+    assert isinstance(experts, torch.Tensor)
+    assert isinstance(masks, RaggedTensor)
+    assert experts.dtype == torch.uint8
+    assert experts.shape == (*tensors.input_ids.shape, 3, 2)
+    assert len(masks.offsets) == tensors.input_ids.numel() + 1
+    at = 0
+    for row, rollout in enumerate(given.rollouts):
+        prompt, size = len(rollout.prompt_ids), len(rollout.prompt_ids) + len(rollout)
+        begin = at if packed else row * tensors.input_ids.shape[1]
+        at += size
+        own = experts.reshape(-1, 3, 2)[begin : begin + size]
+        assert own[:, 0, 0].tolist() == [*range(size - 1), 0]
+        exact = tensors.companions_exact["routed_experts"].reshape(-1)[begin : begin + size]
+        expected = rollout.companions["routed_experts"].exact.tolist()
+        assert exact.tolist() == [True] * prompt + expected
+        for index in range(size):
+            first, last = masks.offsets[begin + index : begin + index + 2].tolist()
+            place = index - prompt
+            kept = [int(rollout.token_ids[place])] * (place % 3) if place >= 0 else []
+            assert masks.values[first:last].tolist() == kept
+
+
+def test_a_batch_without_companions_has_none() -> None:
+    assert pad(batch([[(1, 2)]])).companions == {}
+    assert pack(batch([])).companions_exact == {}

@@ -161,7 +161,14 @@ async def _read(recorded: Recorded, pieces: list[bytes], chunks: list[Chunk]) ->
     reader = read_chunks(
         read,
         Allowance("engine:1", "r", ROOM, UNFINISHED),
-        ChunkAssembler("engine:1", "r", recorded.asked),
+        ChunkAssembler(
+            "engine:1",
+            GenerationRequest(
+                request_id="r",
+                input_ids=np.zeros(1, dtype=np.int32),
+                sampling=SamplingParams(max_new_tokens=recorded.asked),
+            ),
+        ),
     )
     async with aclosing(reader) as found:
         async for chunk in found:

@@ -1,0 +1,170 @@
+"""Tests routed experts and sampling masks of a real server with a tiny mixture of experts.
+
+The weights of one version and the next are very different, and so are their routers. Every row is
+compared with the router of transformers under the version of its token, over the whole sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from aprilsched import Prompt, Rollout, SamplingParams
+from aprilsched.companions import Companion, routed_experts
+from aprilsched.config import Dispatch
+from aprilsched.core.policies.straggler import StragglerRule
+from tests.sglang.recorded import Run, long_tail, record, scores
+from tests.sglang.server import CpuServer, write_model
+from tests.sglang.test_scheduler import wait
+
+LAYERS, PER_TOKEN, EXPERTS = 2, 2, 8
+COMPANIONS = (
+    routed_experts(layers=LAYERS, per_token=PER_TOKEN, experts=EXPERTS),
+    Companion("sampling_mask"),
+)
+TOP_K, TOP_P = 12, 0.3
+CLOSE = 1e-4
+"""Largest difference of two numbers that differ by rounding."""
+
+RULES: dict[str, tuple[StragglerRule, dict[str, Any]]] = {
+    "retract": ("retract", {}),
+    "abort": ("abort", {}),
+    "in place": ("in_place", {}),
+    "run": ("run", {}),
+    "choose": ("choose", {"dispatch": Dispatch(order="longest")}),
+    "rolling": ("run", {"pace": "asynchronous", "refit": "rolling"}),
+}
+
+
+@pytest.fixture(scope="module")
+def mixtures(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two mixtures of experts of one shape with very different weights."""
+    folder = tmp_path_factory.mktemp("mixtures")
+    return (
+        write_model(folder / "first", seed=0, kind="moe"),
+        write_model(folder / "second", seed=1, kind="moe"),
+    )
+
+
+@pytest.fixture(scope="module")
+def servers(
+    mixtures: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[CpuServer, CpuServer]]:
+    """Two servers that return routed experts."""
+    folder = tmp_path_factory.mktemp("servers")
+    both = tuple(
+        CpuServer(mixtures[0], folder / f"{name}.txt", "--enable-return-routed-experts")
+        for name in ("first", "second")
+    )
+    try:
+        for server in both:
+            server.start()
+        for server in both:
+            server.wait_ready()
+        yield both[0], both[1]
+    finally:
+        for server in both:
+            server.stop()
+
+
+def prompts() -> list[Prompt]:
+    """Prompts whose responses are sampled from few tokens."""
+
+    def few(sampling: SamplingParams) -> SamplingParams:
+        return replace(sampling, top_k=TOP_K, top_p=TOP_P)
+
+    given = long_tail(60, longest=400)
+    return [replace(p, sampling=tuple(map(few, p.sampling or ()))) for p in given]  # type: ignore[arg-type]
+
+
+@dataclass
+class Truth:
+    """What transformers says of each rollout, for each model: experts [P + T, layers, experts per
+    token] and log-probabilities of the next token [P + T - 1, vocabulary]."""
+
+    experts: list[list[NDArray[np.uint8]]]
+    logprobs: list[list[NDArray[np.float32]]]
+
+
+def truth(models: Sequence[Path], rollouts: Sequence[Rollout], folder: Path) -> Truth:
+    scores(models, rollouts, folder)
+    found = Truth([], [])
+    for model in models:
+        with np.load(folder / f"{model.name}.npz") as arrays:
+            found.experts.append([arrays[f"experts-{i}"] for i in range(len(rollouts))])
+            found.logprobs.append([arrays[f"all-{i}"] for i in range(len(rollouts))])
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs(
+    servers: tuple[CpuServer, CpuServer], mixtures: tuple[Path, Path]
+) -> Callable[[str], Run]:
+    async def make(kind: str) -> Run:
+        rule, changes = RULES[kind]
+        return await record(
+            [server.url for server in servers],
+            mixtures,
+            rule,
+            prompts=prompts(),
+            batches=4,
+            changes={"companions": COMPANIONS, "batch_groups": 3, **changes},
+        )
+
+    return lambda kind: wait(make(kind))
+
+
+@pytest.mark.parametrize("kind", RULES)
+def test_rows_are_those_of_the_version_of_their_token(
+    kind: str, runs: Callable[[str], Run], mixtures: tuple[Path, Path], tmp_path: Path
+) -> None:
+    run = runs(kind)
+    chosen = sorted(run.rollouts, key=lambda rollout: len(rollout.segments), reverse=True)[:12]
+    says = truth(mixtures, chosen, tmp_path)
+    for index, rollout in enumerate(chosen):
+        # After an update in place, the keys are of one version and the weights of another.
+        upto = rollout.segments[0].end if kind == "in place" else len(rollout)
+        _check_experts(rollout, [own[index] for own in says.experts], upto)
+        _check_masks(rollout, [own[index] for own in says.logprobs], upto)
+    if kind not in ("run", "rolling"):
+        assert any(len(set(rollout.versions.tolist())) > 1 for rollout in chosen)
+
+
+def _check_experts(rollout: Rollout, says: Sequence[NDArray[np.uint8]], upto: int) -> None:
+    rows = rollout.companions["routed_experts"]
+    prompt = len(rollout.prompt_ids)
+    assert rows.rows.values.dtype == np.uint8
+    assert rows.rows.values.shape == (prompt + len(rollout) - 1, LAYERS, PER_TOKEN)
+    assert rows.exact.all()
+    own = np.sort(rows.rows.values[prompt - 1 :], -1)[:upto]
+    by_model = np.stack([each[prompt - 1 : -1] for each in says])
+    at = np.arange(upto)
+    expected = by_model[rollout.versions[:upto] % 2, at]
+    assert (own == expected).all((1, 2)).mean() == 1.0
+    other = by_model[(rollout.versions[:upto] + 1) % 2, at]
+    assert (own == other).all((1, 2)).mean() < 0.5, "both models route alike: this shows nothing"
+
+
+def _check_masks(rollout: Rollout, says: Sequence[NDArray[np.float32]], upto: int) -> None:
+    """Each mask has the likeliest tokens up to top-k and top-p under the token's version, but for
+    tokens so close to the edge that rounding decides."""
+    rows = rollout.companions["sampling_mask"]
+    assert rows.exact.all()
+    assert len(rows.rows) == len(rollout)
+    prompt = len(rollout.prompt_ids)
+    for index in range(0, upto, 7):
+        kept = set(rows.rows.row(index).tolist())
+        logprobs = says[int(rollout.versions[index]) % 2][prompt - 1 + index]
+        order = np.argsort(-logprobs)[:TOP_K]
+        share = np.exp(logprobs[order].astype(np.float64))
+        before = np.cumsum(share) - share
+        sure = set(order[before < TOP_P - CLOSE].tolist())
+        maybe = set(order[before < TOP_P + CLOSE].tolist())
+        assert int(rollout.token_ids[index]) in kept
+        assert sure <= kept <= maybe
