@@ -22,29 +22,6 @@ from numpy.typing import NDArray
 from aprilsched.core.config import Caller, SchedulerConfig
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
-from aprilsched.core.messages.commands import (
-    Abort,
-    Deliver,
-    EndOfPrompts,
-    FinishUpdate,
-    Flush,
-    Offer,
-    Pause,
-    Send,
-    WithdrawOffer,
-)
-from aprilsched.core.messages.events import (
-    BatchRequested,
-    BatchTaken,
-    ControlFailed,
-    Event,
-    Flushed,
-    Paused,
-    Refitted,
-    UpdateRequested,
-    Verified,
-)
-from aprilsched.core.messages.events import Continued as ContinuedEvent
 from aprilsched.core.scheduler import Scheduler
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.driver.forecasts import ForecastErrors
@@ -109,7 +86,7 @@ class ModelledEngine:
         name: str,
         config: SimConfig,
         agenda: Agenda,
-        feed: Callable[[Event], None],
+        feed: Callable[[ev.Event], None],
         *,
         pause_seconds: float,
     ) -> None:
@@ -123,7 +100,7 @@ class ModelledEngine:
 
     # --- commands ------------------------------------------------------------------------------
 
-    def send(self, command: Send) -> None:
+    def send(self, command: do.Send) -> None:
         key = (command.request_id, command.attempt)
         name = f"{key[0]}-{key[1]}"
         self._attempts[name] = key
@@ -136,13 +113,13 @@ class ModelledEngine:
         self.batcher.submit(request, self._agenda.now)
         self._arm()
 
-    def abort(self, command: Abort) -> None:
+    def abort(self, command: do.Abort) -> None:
         self.batcher.abort(f"{command.request_id}-{command.attempt}", self._agenda.now)
         # An attempt in the queue ends at once; the others end with the step in progress.
         self._agenda.at(self._agenda.now, self._look)
         self._arm()
 
-    def pause(self, command: Pause) -> None:
+    def pause(self, command: do.Pause) -> None:
         now = self._agenda.now
         self.batcher.pause(command.mode, now)
         stopped = self.batcher.next_event_time()
@@ -150,32 +127,32 @@ class ModelledEngine:
         stands = (now if stopped is None else stopped) + self._pause_seconds
         self._agenda.at(stands, self._confirm_pause)
 
-    def flush(self, _: Flush) -> None:
+    def flush(self, _: do.Flush) -> None:
         if self.batcher.flush():
-            self._feed(Flushed(engine=self.name))
+            self._feed(ev.Flushed(engine=self.name))
         else:
             cause = "the cache is in use"
-            self._feed(ControlFailed(engine=self.name, call="flush", cause=cause))
+            self._feed(ev.ControlFailed(engine=self.name, call="flush", cause=cause))
 
     def resume(self) -> None:
         self.batcher.resume(self._agenda.now)
         self._arm()
-        self._feed(ContinuedEvent(engine=self.name))
+        self._feed(ev.Continued(engine=self.name))
 
     def verify(self) -> None:
-        self._feed(Verified(engine=self.name, version=self.batcher.version))
+        self._feed(ev.Verified(engine=self.name, version=self.batcher.version))
 
     def refit(self, version: int, *, catch_up: bool = False) -> None:
         took = self.batcher.refit(version)
         has = version if took else self.batcher.version
         cause = "" if took else "it was not paused"
-        self._feed(Refitted(engine=self.name, version=has, cause=cause, catch_up=catch_up))
+        self._feed(ev.Refitted(engine=self.name, version=has, cause=cause, catch_up=catch_up))
 
     # --- time ----------------------------------------------------------------------------------
 
     def _confirm_pause(self) -> None:
         self._look()
-        self._feed(Paused(engine=self.name))
+        self._feed(ev.Paused(engine=self.name))
 
     def _arm(self) -> None:
         due = self.batcher.next_event_time()
@@ -221,7 +198,7 @@ class ModelledTrainer:
     def __init__(
         self,
         agenda: Agenda,
-        feed: Callable[[Event], None],
+        feed: Callable[[ev.Event], None],
         *,
         batches: int,
         update_every: int,
@@ -247,15 +224,15 @@ class ModelledTrainer:
     def begin(self) -> None:
         """Ask for a batch, or for the next group of one."""
         self._asks = True
-        self._feed(BatchRequested(streamed=self._streamed))
+        self._feed(ev.BatchRequested(streamed=self._streamed))
         self._take()
 
-    def take(self, command: Offer) -> None:
+    def take(self, command: do.Offer) -> None:
         """Take a batch, or the next part of a streamed one, as soon as it asks for it."""
         self._offered = command.offered
         self._take()
 
-    def withdraw(self, _: WithdrawOffer) -> None:
+    def withdraw(self, _: do.WithdrawOffer) -> None:
         self._offered = None
 
     def _take(self) -> None:
@@ -267,23 +244,23 @@ class ModelledTrainer:
             self._seconds = self._group_seconds * len(offered.groups)
         if not offered.complete:
             self._agenda.after(self._seconds, self.begin)
-        self._feed(BatchTaken(index=offered.index))
+        self._feed(ev.BatchTaken(index=offered.index))
 
-    def deliver(self, _: Deliver) -> None:
+    def deliver(self, _: do.Deliver) -> None:
         self.batches += 1
         self._agenda.after(self._seconds, self._trained)
 
-    def end(self, _: EndOfPrompts) -> None:
+    def end(self, _: do.EndOfPrompts) -> None:
         self.done = True
 
-    def finish_update(self, _: FinishUpdate) -> None:
+    def finish_update(self, _: do.FinishUpdate) -> None:
         # It waits for the agenda, because a trainer's next call is not part of the update's end.
         self._agenda.after(0.0, self._next)
 
     def _trained(self) -> None:
         if self._update_every and self.batches % self._update_every == 0:
             self._version += 1
-            self._feed(UpdateRequested(version=self._version, republishable=True))
+            self._feed(ev.UpdateRequested(version=self._version, republishable=True))
         else:
             self._next()
 

@@ -12,10 +12,10 @@ taken for answers of the process that comes back.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeAlias
 
-from aprilsched.coordinator.tasks import TaskKey, Tasks, watched
+from aprilsched.coordinator.tasks import Part, Shell, TaskKey, watched
 from aprilsched.core.messages.commands import (
     Continue,
     FinishSleep,
@@ -39,6 +39,7 @@ from aprilsched.core.messages.events import (
 from aprilsched.engines.base import Engine, SleepingEngine
 from aprilsched.engines.selfcheck import check_tokens
 from aprilsched.errors import EngineError, InconsistentWeights
+from aprilsched.weights.publisher import to_the_end
 
 Work: TypeAlias = Callable[[], Awaitable[Event]]
 """Makes a control call, and returns the event that reports its end."""
@@ -48,40 +49,29 @@ _VERIFY_S = 10.0
 it too, so an engine that hangs must not delay them for longer."""
 
 
-class EngineControls:
+class EngineControls(Part):
     """Carries out control commands."""
 
-    def __init__(
-        self, *, engines: Mapping[str, Engine], feed: Callable[[Event], None], timeout_s: float
-    ) -> None:
-        self._engines = engines
-        self._feed = feed
-        self._timeout_s = timeout_s
-        self._tasks: Tasks | None = None
-        self._calls = 0
+    def __init__(self, shell: Shell) -> None:
+        super().__init__(shell)
+        self._timeout_s = shell.config.timeouts.control_s
         self._memory_calls: dict[str, TaskKey] = {}
         """Task of the last release or wake of each engine."""
         self.memory_is_back = asyncio.Event()
         """Set while the trainer has no engine's memory."""
         self.memory_is_back.set()
 
-    def start(self, tasks: Tasks) -> None:
-        self._tasks = tasks
-
     def stop(self) -> None:
         """Cancel all calls except releases and wakes."""
-        if self._tasks is not None:
-            self._tasks.cancel_kind(("control",), but=self._memory_calls.values())
+        self._tasks.cancel_kind(("control",), but=self._memory_calls.values())
 
     def give_up(self, engine: str) -> None:
         """Cancel all calls of a lost engine except releases and wakes."""
-        if self._tasks is not None:
-            self._tasks.cancel_kind(("control", engine), but=self._memory_calls.values())
+        self._tasks.cancel_kind(("control", engine), but=self._memory_calls.values())
 
     async def ended(self, engine: str) -> None:
         """Wait until every call of the engine has ended, with or without success."""
-        if self._tasks is not None:
-            await self._tasks.ended(self._tasks.of_kind(("control", engine)))
+        await self._tasks.ended(self._tasks.of_kind(("control", engine)))
 
     async def released(self, engine: Engine) -> frozenset[str]:
         """The tags whose memory the engine has released.
@@ -103,31 +93,17 @@ class EngineControls:
             TimeoutError: if the engine does not answer.
         """
         call = self._memory_calls.get(engine.name)
-        if call is not None and self._tasks is not None:
+        if call is not None:
             await self._tasks.ended([call])
         tags = await self.released(engine)
         if tags:
-            await self._to_its_end(_sleeping(engine).wake(sorted(tags)))
+            # To its end, even if the caller is cancelled, because its effect must be known.
+            await to_the_end(self._wake(_sleeping(engine), sorted(tags)))
         return bool(tags)
 
-    async def _to_its_end(self, wake: Coroutine[Any, Any, None]) -> None:
-        """Run `wake` to its end, even if the caller is cancelled, because its effect must be
-        known."""
-
-        async def bounded() -> None:
-            async with asyncio.timeout(self._timeout_s):
-                await wake
-
-        task, cancelled = asyncio.ensure_future(bounded()), False
-        while not task.done():
-            try:
-                await asyncio.wait([task])
-            except asyncio.CancelledError:
-                cancelled = True
-        if cancelled and not task.cancelled():
-            task.exception()  # marks the error as retrieved, because the caller is cancelled
-            raise asyncio.CancelledError
-        task.result()
+    async def _wake(self, engine: SleepingEngine, tags: Sequence[str]) -> None:
+        async with asyncio.timeout(self._timeout_s):
+            await engine.wake(tags)
 
     # --- commands ------------------------------------------------------------------------------
 
@@ -171,7 +147,7 @@ class EngineControls:
             lambda: _verified(self._engines[command.engine], generates=command.generates),
             timeout_s=timeout_s,
         )
-        self._start(command.engine, work)
+        self._tasks.start_another(("control", command.engine), work)
 
     # --- work ----------------------------------------------------------------------------------
 
@@ -182,14 +158,8 @@ class EngineControls:
             await work()
             return done
 
-        return self._start(engine, self._call(engine, call, carried_out, timeout_s=self._timeout_s))
-
-    def _start(self, engine: str, work: Coroutine[Any, Any, None]) -> TaskKey:
-        self._calls += 1
-        key = ("control", engine, self._calls)
-        if self._tasks is not None:
-            self._tasks.start(key, work)
-        return key
+        called = self._call(engine, call, carried_out, timeout_s=self._timeout_s)
+        return self._tasks.start_another(("control", engine), called)
 
     async def _call(self, engine: str, call: ControlCall, work: Work, *, timeout_s: float) -> None:
         try:

@@ -11,10 +11,13 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Generator, Iterable
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from aprilsched.core.config import SchedulerConfig
 from aprilsched.core.messages.commands import DeliverEvaluation, FinishSleep, FinishUpdate
-from aprilsched.core.messages.events import Event, Tick
+from aprilsched.core.messages.events import Event
+from aprilsched.engines.base import Engine
 from aprilsched.errors import InvariantViolation
 from aprilsched.types import Batch
 
@@ -22,17 +25,21 @@ TaskKey: TypeAlias = str | tuple[Any, ...]
 
 
 class Tasks:
-    """The tasks of `group` by key. A task that raises ends the group, as in asyncio.TaskGroup.
+    """The tasks of a group by key. A task that raises ends the group, as in asyncio.TaskGroup.
+    Before :meth:`run_in` there is no group, and nothing that is started runs."""
 
-    Make it in the task that owns the group, inside the group's block.
-    """
-
-    def __init__(self, group: asyncio.TaskGroup) -> None:
-        self._group = group
-        self._owner = asyncio.current_task()
+    def __init__(self) -> None:
+        self._group: asyncio.TaskGroup | None = None
+        self._owner: asyncio.Task[Any] | None = None
+        self._count = 0
         self._tasks: dict[TaskKey, asyncio.Task[None]] = {}
         self._cancelled: set[asyncio.Task[None]] = set()
         self._ending = False
+
+    def run_in(self, group: asyncio.TaskGroup) -> None:
+        """Run what is started in `group`, which the current task owns."""
+        self._group = group
+        self._owner = asyncio.current_task()
 
     def start(self, key: TaskKey, work: Coroutine[Any, Any, None]) -> None:
         """Start `work` under a key that is not in use.
@@ -41,6 +48,9 @@ class Tasks:
             InvariantViolation: if the key is in use, because the older task could then not be
                 cancelled.
         """
+        if self._group is None:
+            work.close()
+            return
         if key in self._tasks:
             work.close()
             raise InvariantViolation(f"a task named {key} runs already")
@@ -48,12 +58,19 @@ class Tasks:
         self._tasks[key] = task
         task.add_done_callback(lambda ended: self._end(key, ended))
 
+    def start_another(self, kind: tuple[Any, ...], work: Coroutine[Any, Any, None]) -> TaskKey:
+        """Start `work` under a key that begins with `kind` and was not used before; returns it."""
+        self._count += 1
+        key = (*kind, self._count)
+        self.start(key, work)
+        return key
+
     def running(self, key: TaskKey) -> bool:
         return key in self._tasks
 
     def fail(self, error: BaseException) -> None:
         """End the whole group with `error`, which was raised outside of the group's tasks."""
-        if self._ending:
+        if self._ending or self._group is None:
             return
         self._ending = True
         work = _raise(error)
@@ -109,6 +126,28 @@ class Tasks:
 
 async def _raise(error: BaseException) -> None:
     raise error
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shell:
+    """What the parts of one session share."""
+
+    config: SchedulerConfig
+    engines: dict[str, Engine]
+    """The engines of the fleet, by name."""
+    feed: Callable[[Event], None]
+    """Gives an event to the core."""
+    tasks: Tasks
+
+
+class Part:
+    """A part of a session."""
+
+    def __init__(self, shell: Shell) -> None:
+        self._config = shell.config
+        self._engines = shell.engines
+        self._feed = shell.feed
+        self._tasks = shell.tasks
 
 
 # --- waits ---------------------------------------------------------------------------------------
@@ -257,7 +296,7 @@ def _fail(future: asyncio.Future[Any] | None, error: BaseException) -> None:
 
 # --- watchdog ------------------------------------------------------------------------------------
 
-# Sends the core a Tick each second, and logs calls to engines that take long.
+# Logs calls to engines that take long.
 
 log = logging.getLogger("aprilsched")
 
@@ -281,21 +320,3 @@ def watched(who: str, what: str, *, every_s: float = SLOW_CALL_S) -> Generator[N
         yield
     finally:
         timer.cancel()
-
-
-_INTERVAL_S = 1.0
-
-
-class Heartbeat:
-    """Sends a Tick each second from the start of a session to its end."""
-
-    def __init__(self, feed: Callable[[Event], None]) -> None:
-        self._feed = feed
-
-    def start(self, tasks: Tasks) -> None:
-        tasks.start("heartbeat", self._send_ticks())
-
-    async def _send_ticks(self) -> None:
-        while True:
-            await asyncio.sleep(_INTERVAL_S)
-            self._feed(Tick())

@@ -85,11 +85,10 @@ class Updates:
                 # the fleet has followed to it already.
                 seconds = asyncio.get_running_loop().time() - started
                 return RefitReport(version=new, quarantined={}, seconds=seconds)
-            self._check(publisher, new)  # The fleet may have followed to another version meanwhile.
             if _loads_in_parts(publisher):
                 await session.durability.note_parts()
                 session.check_open()
-                self._check(publisher, new)
+            self._check(publisher, new)  # Engines and versions may be others than before the waits.
             result = await self._run(publisher, new, acknowledge)
         if result.cause:
             raise self._error(result) from session.refits.failure

@@ -93,7 +93,7 @@ class Work:
         self._feed = feed
         self._runner = CallbackRunner()
         self._turns: dict[int, Turn] = {}
-        self._tasks: Tasks | None = None
+        self._tasks = Tasks()
         self._asked: deque[int] = deque()
         self._reads = asyncio.Event()
 
@@ -124,7 +124,7 @@ class Work:
         self._reads.set()
 
     def start_episode(self, command: StartEpisode) -> None:
-        self._start(("episode", command.rollout_id), self._run_episode(command))
+        self._tasks.start(("episode", command.rollout_id), self._run_episode(command))
 
     def resolve_turn(self, command: ResolveTurn) -> None:
         turn = self._turns.get(command.rollout_id)
@@ -132,13 +132,13 @@ class Work:
             turn.resolve(command)
 
     def score(self, command: ScoreRollout) -> None:
-        self._start(("reward", command.rollout.rollout_id), self._score(command))
+        self._tasks.start(("reward", command.rollout.rollout_id), self._score(command))
 
     def score_group(self, command: ScoreGroup) -> None:
-        self._start(("group", command.group.group_id), self._score_group(command))
+        self._tasks.start(("group", command.group.group_id), self._score_group(command))
 
     def filter(self, command: Filter) -> None:
-        self._start(("verdict", command.group.group_id), self._filter(command))
+        self._tasks.start(("verdict", command.group.group_id), self._filter(command))
 
     def cancel(self, command: CancelWork) -> None:
         cause, reason = command.cause, command.reason
@@ -151,8 +151,6 @@ class Work:
                 reason,
                 cause,
             )
-        if self._tasks is None:
-            return
         self._tasks.cancel([("group", command.group_id), ("verdict", command.group_id)])
         for rollout_id in command.rollout_ids:
             if rollout_id in self._turns:
@@ -167,10 +165,6 @@ class Work:
         return error
 
     # --- work ----------------------------------------------------------------------------------
-
-    def _start(self, key: Any, work: Any) -> None:
-        if self._tasks is not None:
-            self._tasks.start(key, work)
 
     async def _read(self) -> None:
         """Read prompts as they are requested, in one task for the whole run. So a source that
@@ -194,8 +188,7 @@ class Work:
         try:
             self._feed(event)
         except Exception as error:
-            if self._tasks is not None:
-                self._tasks.fail(error)
+            self._tasks.fail(error)
             raise
 
     async def _run_episode(self, command: StartEpisode) -> None:

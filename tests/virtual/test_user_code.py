@@ -415,8 +415,9 @@ async def test_whoever_cancels_the_schedulers_tasks_ends_the_run_with_a_word():
 
 
 async def test_a_key_that_is_in_use_is_not_given_twice():
+    tasks = Tasks()
     async with asyncio.TaskGroup() as group:
-        tasks = Tasks(group)
+        tasks.run_in(group)
         tasks.start("one", asyncio.sleep(0))
         with pytest.raises(InvariantViolation, match="runs already"):
             tasks.start("one", asyncio.sleep(0))
