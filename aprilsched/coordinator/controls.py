@@ -16,32 +16,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeAlias
 
 from aprilsched.coordinator.tasks import Part, Shell, TaskKey, watched
-from aprilsched.core.messages.commands import (
-    Continue,
-    FinishSleep,
-    Flush,
-    Pause,
-    Release,
-    Verify,
-    Wake,
-)
-from aprilsched.core.messages.events import (
-    Continued,
-    ControlCall,
-    ControlFailed,
-    Event,
-    Flushed,
-    Paused,
-    Released,
-    Verified,
-    Woken,
-)
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import events as ev
 from aprilsched.engines.base import Engine, SleepingEngine
 from aprilsched.engines.selfcheck import check_tokens
 from aprilsched.errors import EngineError, InconsistentWeights
 from aprilsched.weights.publisher import to_the_end
 
-Work: TypeAlias = Callable[[], Awaitable[Event]]
+Work: TypeAlias = Callable[[], Awaitable[ev.Event]]
 """Makes a control call, and returns the event that reports its end."""
 
 _VERIFY_S = 10.0
@@ -107,39 +89,39 @@ class EngineControls(Part):
 
     # --- commands ------------------------------------------------------------------------------
 
-    def pause(self, command: Pause) -> None:
+    def pause(self, command: do.Pause) -> None:
         engine = self._engines[command.engine]
-        done = Paused(engine=command.engine)
+        done = ev.Paused(engine=command.engine)
         self._begin(command.engine, "pause", lambda: engine.pause(command.mode), done)
 
-    def flush(self, command: Flush) -> None:
+    def flush(self, command: do.Flush) -> None:
         engine = self._engines[command.engine]
-        self._begin(command.engine, "flush", engine.flush, Flushed(engine=command.engine))
+        self._begin(command.engine, "flush", engine.flush, ev.Flushed(engine=command.engine))
 
-    def resume(self, command: Continue) -> None:
+    def resume(self, command: do.Continue) -> None:
         engine = self._engines[command.engine]
-        self._begin(command.engine, "continue", engine.resume, Continued(engine=command.engine))
+        self._begin(command.engine, "continue", engine.resume, ev.Continued(engine=command.engine))
 
-    def release(self, command: Release) -> None:
+    def release(self, command: do.Release) -> None:
         name, tags = command.engine, command.tags
-        engine, done = self._engines[name], Released(engine=name, tags=tags)
+        engine, done = self._engines[name], ev.Released(engine=name, tags=tags)
         self.memory_is_back.clear()
         self._memory_calls[name] = self._begin(
             name, "release", lambda: _sleeping(engine).release(tags), done
         )
 
-    def wake(self, command: Wake) -> None:
+    def wake(self, command: do.Wake) -> None:
         name, tags = command.engine, command.tags
-        engine, done = self._engines[name], Woken(engine=name, tags=tags)
+        engine, done = self._engines[name], ev.Woken(engine=name, tags=tags)
         self._memory_calls[name] = self._begin(
             name, "wake", lambda: _sleeping(engine).wake(tags), done
         )
 
-    def finish_sleep(self, command: FinishSleep) -> None:
+    def finish_sleep(self, command: do.FinishSleep) -> None:
         if not command.asleep:
             self.memory_is_back.set()
 
-    def verify(self, command: Verify) -> None:
+    def verify(self, command: do.Verify) -> None:
         timeout_s = min(_VERIFY_S, self._timeout_s)
         work = self._call(
             command.engine,
@@ -152,35 +134,37 @@ class EngineControls(Part):
     # --- work ----------------------------------------------------------------------------------
 
     def _begin(
-        self, engine: str, call: ControlCall, work: Callable[[], Awaitable[None]], done: Event
+        self, engine: str, call: ev.ControlCall, work: Callable[[], Awaitable[None]], done: ev.Event
     ) -> TaskKey:
-        async def carried_out() -> Event:
+        async def carried_out() -> ev.Event:
             await work()
             return done
 
         called = self._call(engine, call, carried_out, timeout_s=self._timeout_s)
         return self._tasks.start_another(("control", engine), called)
 
-    async def _call(self, engine: str, call: ControlCall, work: Work, *, timeout_s: float) -> None:
+    async def _call(
+        self, engine: str, call: ev.ControlCall, work: Work, *, timeout_s: float
+    ) -> None:
         try:
             with watched(engine, call):
                 async with asyncio.timeout(timeout_s):
                     done = await work()
         except (EngineError, TimeoutError) as error:
             cause = str(error) or f"no answer within {timeout_s:g} s"
-            self._feed(ControlFailed(engine=engine, call=call, cause=cause))
+            self._feed(ev.ControlFailed(engine=engine, call=call, cause=cause))
         else:
             self._feed(done)
 
 
-async def _verified(engine: Engine, *, generates: bool) -> Event:
+async def _verified(engine: Engine, *, generates: bool) -> ev.Event:
     try:
         version: int | None = await engine.verify()
     except InconsistentWeights:
         version = None
     if generates:
         await check_tokens(engine, finite=version is not None)
-    return Verified(engine=engine.name, version=version)
+    return ev.Verified(engine=engine.name, version=version)
 
 
 def _sleeping(engine: Engine) -> SleepingEngine:

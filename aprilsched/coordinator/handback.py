@@ -83,10 +83,6 @@ class HandBack(Part):
         work = self._hand_back(engine, before, aborts, requests)
         self._tasks.start_another(("hand back", name), work)
 
-    def under_way(self, name: str) -> bool:
-        """Whether an engine of this name is not handed back yet."""
-        return name in self.pending
-
     async def ended(self, name: str) -> None:
         """Wait until no engine of this name is being handed back, with or without success."""
         await self._tasks.ended(self._tasks.of_kind(("hand back", name)))

@@ -16,13 +16,7 @@ from numpy.typing import NDArray
 
 from aprilsched.core.lengths.laws import KaplanMeier, kaplan_meier
 from aprilsched.core.lengths.observed import NEVER, GroupLengths, entry_after, pooled
-from aprilsched.core.messages.facts import (
-    BatchDelivered,
-    Fact,
-    GroupDropped,
-    GroupLaunched,
-    PromptRefused,
-)
+from aprilsched.core.messages import facts as of
 from aprilsched.core.state.records import group_lengths
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.telemetry.base import TokenChunks
@@ -81,17 +75,17 @@ class LiveBias:
         self._tokens = 0
         self._warned = False
 
-    def on_facts(self, facts: Sequence[Fact], now: float) -> None:
+    def on_facts(self, facts: Sequence[of.Fact], now: float) -> None:
         for fact in facts:
-            if isinstance(fact, BatchDelivered) and not fact.again:
+            if isinstance(fact, of.BatchDelivered) and not fact.again:
                 lengths = np.array([rollout.tokens for rollout in fact.rollouts], dtype=np.int64)
                 self._recent.append(lengths)
                 self._delivered += lengths.size
                 self._tokens += int(lengths.sum())
-            elif isinstance(fact, GroupLaunched):
+            elif isinstance(fact, of.GroupLaunched):
                 if fact.again is not None:
                     self._again[fact.group_id] = fact.again
-            elif isinstance(fact, GroupDropped | PromptRefused) and not self._warned:
+            elif isinstance(fact, of.GroupDropped | of.PromptRefused) and not self._warned:
                 warning = self._warning()
                 if warning is not None:
                     self._warned = True

@@ -51,7 +51,7 @@ class Membership(Part):
 
     async def _join(self, engine: Engine) -> None:
         self._engines[engine.name] = engine
-        if self._hand_back.under_way(engine.name):
+        if engine.name in self._hand_back.pending:
             self._readmission.expect(engine.name)
             return
         try:

@@ -11,8 +11,8 @@ from contextlib import suppress
 from datetime import datetime, timedelta
 
 from aprilsched.coordinator.tasks import Part, Shell
-from aprilsched.core.messages.commands import AwaitFleet, GiveUpFleet, ReportSlow
-from aprilsched.core.messages.events import Event, LoadSeen, VersionSeen
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import events as ev
 from aprilsched.engines.base import Engine, ReportsLoad, TellsPause
 from aprilsched.errors import EngineError, FleetLost, InconsistentWeights, RefitError
 
@@ -25,7 +25,7 @@ _AT_ONCE = 32
 class Watch(Part):
     """Asks every engine something once a second, and tells the core the answers."""
 
-    def __init__(self, shell: Shell, ask: Callable[[Engine], Awaitable[Event | None]]) -> None:
+    def __init__(self, shell: Shell, ask: Callable[[Engine], Awaitable[ev.Event | None]]) -> None:
         super().__init__(shell)
         self._ask = ask
         self._limit = asyncio.Semaphore(_AT_ONCE)
@@ -46,7 +46,7 @@ class Watch(Part):
                     self._feed(seen)
 
 
-async def ask_version(engine: Engine, *, silent: bool) -> VersionSeen:
+async def ask_version(engine: Engine, *, silent: bool) -> ev.VersionSeen:
     """Ask an engine for its version, and whether it is paused if it is `silent`.
 
     The labels on tokens are not enough: an engine without requests sends none, and a trainer that
@@ -58,17 +58,17 @@ async def ask_version(engine: Engine, *, silent: bool) -> VersionSeen:
     version: int | None = None
     with suppress(InconsistentWeights):
         version = await engine.version()
-    return VersionSeen(engine=engine.name, version=version, paused=paused)
+    return ev.VersionSeen(engine=engine.name, version=version, paused=paused)
 
 
-async def ask_load(engine: Engine) -> LoadSeen | None:
+async def ask_load(engine: Engine) -> ev.LoadSeen | None:
     """Ask an engine that reports its load how full its KV pool is."""
     if not isinstance(engine, ReportsLoad):
         return None
     load = await engine.load()
     if load.kv_tokens is None or load.age_s > _INTERVAL_S:
         return None
-    return LoadSeen(engine=engine.name, used=load.kv_tokens, queued=load.queued)
+    return ev.LoadSeen(engine=engine.name, used=load.kv_tokens, queued=load.queued)
 
 
 # --- outages -------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ async def ask_load(engine: Engine) -> LoadSeen | None:
 log = logging.getLogger("aprilsched")
 
 
-def report_slow(command: ReportSlow) -> None:
+def report_slow(command: do.ReportSlow) -> None:
     """Log that an engine is slow."""
     log.warning(
         "engine %s is slow: %s; it stays in use, because there is no other engine to compare it "
@@ -88,7 +88,7 @@ def report_slow(command: ReportSlow) -> None:
     )
 
 
-def report_outage(command: AwaitFleet) -> None:
+def report_outage(command: do.AwaitFleet) -> None:
     """Log that no engine is left, and until when one may come back."""
     now = datetime.now().astimezone()
     log.error(
@@ -99,7 +99,7 @@ def report_outage(command: AwaitFleet) -> None:
     )
 
 
-def fleet_lost(command: GiveUpFleet) -> FleetLost:
+def fleet_lost(command: do.GiveUpFleet) -> FleetLost:
     """The error for every call, when no engine has come back."""
     return FleetLost(
         f"no engine is left and none came back within {command.waited_s:.0f} s "
