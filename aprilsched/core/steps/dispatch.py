@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence, Set
 
-from aprilsched.core.messages.commands import Send, Verify
-from aprilsched.core.messages.facts import AttemptSent
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import facts
 from aprilsched.core.state.engine_control import RUN, EngineControl, Goal, Mode
 from aprilsched.core.state.records import RequestRecord
 from aprilsched.core.state.state import SchedulerState
@@ -72,7 +72,7 @@ def dispatch(state: SchedulerState) -> None:
         if state.fleet.asking_since is None:
             state.fleet.asking_since = state.now
         state.fleet.control.enter(control, Mode.VERIFYING)
-        state.commands.append(Verify(engine=control.name, generates=control.suspect))
+        state.commands.append(do.Verify(engine=control.name, generates=control.suspect))
     if _awaited(state):
         return
     state.fleet.asking_since = None
@@ -257,7 +257,7 @@ def _send(state: SchedulerState, request: RequestRecord, engine: str) -> None:
     context = rollout.context()
     sampling = request.sampling.after(request.generated)
     state.tell(
-        AttemptSent(
+        facts.AttemptSent(
             engine=engine,
             request_id=request.request_id,
             attempt=request.attempt,
@@ -272,7 +272,7 @@ def _send(state: SchedulerState, request: RequestRecord, engine: str) -> None:
     )
     state.fleet.health.sent(engine, len(context), alone=state.in_flight.open[engine] == 1)
     state.commands.append(
-        Send(
+        do.Send(
             engine=engine,
             request_id=request.request_id,
             attempt=request.attempt,

@@ -9,38 +9,9 @@ out, and the engines stay paused after it.
 
 from __future__ import annotations
 
-from aprilsched.core.messages.commands import (
-    AdmitEngine,
-    AwaitFleet,
-    GiveUpFleet,
-    LoseEngine,
-    ReportSlow,
-    WantUpdate,
-)
-from aprilsched.core.messages.events import (
-    Continued,
-    ControlFailed,
-    EngineJoined,
-    EngineLost,
-    Flushed,
-    HoldEnded,
-    HoldRequested,
-    Opened,
-    Paused,
-    Tick,
-)
-from aprilsched.core.messages.facts import (
-    AttemptEnded,
-    ControlCallFailed,
-    EngineAdmitted,
-    EngineSlow,
-    FleetAwaited,
-    FleetGivenUp,
-    RunOpened,
-    UpdateWanted,
-)
-from aprilsched.core.messages.facts import EngineJoined as JoinedFact
-from aprilsched.core.messages.facts import EngineLost as LostFact
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import events as ev
+from aprilsched.core.messages import facts
 from aprilsched.core.state.engine_control import EngineControl, Mode
 from aprilsched.core.state.engine_health import (
     PREFILL_TOKENS_PER_S,
@@ -58,13 +29,13 @@ from aprilsched.core.steps.resume import call_again
 from aprilsched.core.steps.turns import take_back
 
 
-def on_opened(state: SchedulerState, event: Opened) -> None:
+def on_opened(state: SchedulerState, event: ev.Opened) -> None:
     if not state.resumed:
         _start(state, event.engines[0].version or 0)
     elif event.adopt and state.weights.adapter is None:
         _adopt(state, {engine.version for engine in event.engines})
     state.tell(
-        RunOpened(
+        facts.RunOpened(
             engines=event.engines, version=state.weights.versions.trainer, resumed=state.resumed
         )
     )
@@ -111,7 +82,7 @@ def _adopt(state: SchedulerState, versions: set[int | None]) -> None:
         _start(state, version)
 
 
-def on_engine_joined(state: SchedulerState, event: EngineJoined) -> None:
+def on_engine_joined(state: SchedulerState, event: ev.EngineJoined) -> None:
     """Add a new engine, or a lost one that is back. It is in use if it has the fleet's version."""
     engine = event.info
     if state.fleet.control.of(engine.name) is not None:
@@ -125,7 +96,7 @@ def on_engine_joined(state: SchedulerState, event: EngineJoined) -> None:
     current = engine.version == state.weights.versions.trainer and state.weights.adapter is None
     standby = not current or bool(refitting)
     state.fleet.control.join(engine, standby=True, now=state.now)
-    state.tell(JoinedFact(info=engine))
+    state.tell(facts.EngineJoined(info=engine))
     state.fleet.health.join(engine.name, engine.max_running, state.now)
     note_join(state, engine.name)
     if not standby:
@@ -142,23 +113,23 @@ def promote(state: SchedulerState, engine: str) -> None:
     state.fleet.control.engines[engine] = control
     state.fleet.control.touch(engine)
     state.weights.versions.join(engine, state.weights.versions.trainer)
-    state.tell(EngineAdmitted(engine=engine, version=state.weights.versions.trainer))
-    state.commands.append(AdmitEngine(engine=engine, version=state.weights.versions.trainer))
+    state.tell(facts.EngineAdmitted(engine=engine, version=state.weights.versions.trainer))
+    state.commands.append(do.AdmitEngine(engine=engine, version=state.weights.versions.trainer))
 
 
-def on_paused(state: SchedulerState, event: Paused) -> None:
+def on_paused(state: SchedulerState, event: ev.Paused) -> None:
     state.note_work(event.engine)
     if state.fleet.control.confirm(event.engine, Mode.PAUSING, Mode.PAUSED) is not None:
         _move_open(state, event.engine, State.RUNNING, Move.HOLD)
 
 
-def on_flushed(state: SchedulerState, event: Flushed) -> None:
+def on_flushed(state: SchedulerState, event: ev.Flushed) -> None:
     control = state.fleet.control.confirm(event.engine, Mode.FLUSHING, Mode.PAUSED)
     if control is not None:
         control.flushed = True
 
 
-def on_continued(state: SchedulerState, event: Continued) -> None:
+def on_continued(state: SchedulerState, event: ev.Continued) -> None:
     state.note_work(event.engine)
     control = state.fleet.control.confirm(event.engine, Mode.CONTINUING, Mode.RUNNING)
     if control is None:
@@ -172,23 +143,23 @@ def on_continued(state: SchedulerState, event: Continued) -> None:
             state.fleet.health.of(event.engine).pending_prefill += request.pending_prefill
 
 
-def on_hold_requested(state: SchedulerState, _: HoldRequested) -> None:
+def on_hold_requested(state: SchedulerState, _: ev.HoldRequested) -> None:
     state.fleet.held = True
 
 
-def on_hold_ended(state: SchedulerState, _: HoldEnded) -> None:
+def on_hold_ended(state: SchedulerState, _: ev.HoldEnded) -> None:
     state.fleet.held = False
 
 
-def on_control_failed(state: SchedulerState, event: ControlFailed) -> None:
+def on_control_failed(state: SchedulerState, event: ev.ControlFailed) -> None:
     control = state.fleet.control.of(event.engine)
     if control is not None:
-        state.tell(ControlCallFailed(engine=event.engine, call=event.call, cause=event.cause))
+        state.tell(facts.ControlCallFailed(engine=event.engine, call=event.call, cause=event.cause))
     before = f"{control.doubt}; then " if control is not None and control.doubt else ""
     lose(state, event.engine, f"{before}{event.call} failed: {event.cause}")
 
 
-def on_engine_lost(state: SchedulerState, event: EngineLost) -> None:
+def on_engine_lost(state: SchedulerState, event: ev.EngineLost) -> None:
     lose(state, event.engine, event.cause)
 
 
@@ -198,20 +169,20 @@ def lose(state: SchedulerState, engine: str, cause: str) -> None:
     if control.of(engine) is None:
         return
     last = not (control.engines.keys() | control.standby.keys()) - {engine}
-    state.tell(LostFact(engine=engine, cause=cause, last=last))
+    state.tell(facts.EngineLost(engine=engine, cause=cause, last=last))
     broken = _leave(state, engine, cause)
     del control.standby[engine]
     state.weights.adapters.pop(engine, None)
     note_loss(state, engine, cause)
-    state.commands.append(LoseEngine(engine=engine, cause=cause, standby=False, last=last))
+    state.commands.append(do.LoseEngine(engine=engine, cause=cause, standby=False, last=last))
     _count_interruptions(state, broken, f"{engine} was lost: {cause}")
 
 
 def demote(state: SchedulerState, engine: str, cause: str) -> None:
     """Put an engine on standby: it answers, but does not have the fleet's weights."""
-    state.tell(LostFact(engine=engine, cause=cause, standby=True))
+    state.tell(facts.EngineLost(engine=engine, cause=cause, standby=True))
     _leave(state, engine, cause)
-    state.commands.append(LoseEngine(engine=engine, cause=cause, standby=True, last=False))
+    state.commands.append(do.LoseEngine(engine=engine, cause=cause, standby=True, last=False))
 
 
 def _leave(state: SchedulerState, engine: str, cause: str) -> list[RequestRecord]:
@@ -225,7 +196,7 @@ def _leave(state: SchedulerState, engine: str, cause: str) -> list[RequestRecord
     requests = list(state.in_flight.open_requests(engine))
     for request in requests:
         state.in_flight.close_attempt(request, None)
-        state.tell(AttemptEnded(request_id=request.request_id, outcome="engine_lost"))
+        state.tell(facts.AttemptEnded(request_id=request.request_id, outcome="engine_lost"))
         request.shun(engine)
         take_back(state, request)
     if state.weights.update is not None:
@@ -260,7 +231,7 @@ def _move_open(state: SchedulerState, engine: str, where: State, move: Move) -> 
 # never lost for being slow, because going on slowly is better than not going on.
 
 
-def on_tick(state: SchedulerState, _: Tick) -> None:
+def on_tick(state: SchedulerState, _: ev.Tick) -> None:
     seconds = state.fleet.health.tick(state.now)
     for control in list(state.fleet.control.engines.values()):
         engine, health = control.name, state.fleet.health.of(control.name)
@@ -316,8 +287,8 @@ def _compare_rates(
         health.learn(window)
         if not health.reported:
             health.reported = True
-            state.tell(EngineSlow(engine=engine, cause=cause))
-            state.commands.append(ReportSlow(engine=engine, cause=cause))
+            state.tell(facts.EngineSlow(engine=engine, cause=cause))
+            state.commands.append(do.ReportSlow(engine=engine, cause=cause))
         return
     health.slow += 1
     if health.slow >= SLOW_WINDOWS:
@@ -401,12 +372,12 @@ def _await(state: SchedulerState, outage: Outage) -> None:
     )
     if left <= 0:
         outage.given_up = True
-        state.tell(FleetGivenUp(lost=lost, waited_s=now - outage.since))
-        state.commands.append(GiveUpFleet(lost=lost, waited_s=now - outage.since))
+        state.tell(facts.FleetGivenUp(lost=lost, waited_s=now - outage.since))
+        state.commands.append(do.GiveUpFleet(lost=lost, waited_s=now - outage.since))
     elif outage.said_at is None or now - outage.said_at >= _SAY_AGAIN_S:
         outage.said_at = now
-        state.tell(FleetAwaited(lost=lost, waited_s=now - outage.since, left_s=left))
-        state.commands.append(AwaitFleet(lost=lost, waited_s=now - outage.since, left_s=left))
+        state.tell(facts.FleetAwaited(lost=lost, waited_s=now - outage.since, left_s=left))
+        state.commands.append(do.AwaitFleet(lost=lost, waited_s=now - outage.since, left_s=left))
 
 
 def _want_update(state: SchedulerState) -> None:
@@ -424,7 +395,7 @@ def _want_update(state: SchedulerState) -> None:
     if batch:
         state.delivery.called = False
     state.tell(
-        UpdateWanted(
+        facts.UpdateWanted(
             engines=engines,
             version=state.weights.versions.trainer,
             batch=batch,
@@ -432,7 +403,7 @@ def _want_update(state: SchedulerState) -> None:
         )
     )
     state.commands.append(
-        WantUpdate(
+        do.WantUpdate(
             engines=engines,
             version=state.weights.versions.trainer,
             batch=batch,

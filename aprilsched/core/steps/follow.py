@@ -15,7 +15,7 @@ else makes counts as no silence of the engine, for as long as an update may take
 
 from __future__ import annotations
 
-from aprilsched.core.messages.events import Verified, VersionSeen
+from aprilsched.core.messages import events as ev
 from aprilsched.core.state.engine_control import EngineControl, Mode
 from aprilsched.core.state.ledger import Reason
 from aprilsched.core.state.records import RequestRecord
@@ -43,7 +43,7 @@ def follow(state: SchedulerState, engine: str, version: int | None) -> bool:
     return True
 
 
-def on_version_seen(state: SchedulerState, event: VersionSeen) -> None:
+def on_version_seen(state: SchedulerState, event: ev.VersionSeen) -> None:
     control = state.fleet.control.of(event.engine)
     if control is None:
         return
@@ -54,7 +54,7 @@ def on_version_seen(state: SchedulerState, event: VersionSeen) -> None:
         follow(state, event.engine, event.version)
 
 
-def _note_pause(state: SchedulerState, control: EngineControl, event: VersionSeen) -> None:
+def _note_pause(state: SchedulerState, control: EngineControl, event: ev.VersionSeen) -> None:
     """Note whether somebody else has paused an engine that should run."""
     if event.paused is None:
         return
@@ -93,7 +93,7 @@ def _join_in(state: SchedulerState, control: EngineControl) -> None:
 # group with such tokens is dropped, and the prompt is generated again.
 
 
-def on_verified(state: SchedulerState, event: Verified) -> None:
+def on_verified(state: SchedulerState, event: ev.Verified) -> None:
     control = state.fleet.control.confirm(event.engine, Mode.VERIFYING, Mode.RUNNING)
     if control is None:
         return

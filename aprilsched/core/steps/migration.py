@@ -18,7 +18,7 @@ that do not report it. Where requests wait, as many move as wait there, and none
 
 from __future__ import annotations
 
-from aprilsched.core.messages.events import LoadSeen
+from aprilsched.core.messages import events as ev
 from aprilsched.core.state.records import RequestRecord
 from aprilsched.core.state.state import PoolReport, SchedulerState
 from aprilsched.core.steps.batch import training_runs
@@ -37,7 +37,7 @@ _FRESH_S = 3.0
 """Seconds for which a report counts. An engine that is paused reports nothing."""
 
 
-def on_load_seen(state: SchedulerState, event: LoadSeen) -> None:
+def on_load_seen(state: SchedulerState, event: ev.LoadSeen) -> None:
     if event.engine in state.fleet.control.engines:
         state.fleet.pools[event.engine] = PoolReport(
             used=event.used,

@@ -16,29 +16,9 @@
 
 from __future__ import annotations
 
-from aprilsched.core.messages.commands import FinishSleep, FinishUpdate, Refit, Retire
-from aprilsched.core.messages.events import (
-    PartsFollow,
-    Refitted,
-    Released,
-    SleepRequested,
-    UpdateRequested,
-    UpdateWithdrawn,
-    WakeRequested,
-    Woken,
-)
-from aprilsched.core.messages.facts import (
-    AdapterRetired,
-    EngineRefitted,
-    RefitBegun,
-    SleepBegun,
-    SleepEnded,
-    UpdateBegun,
-    UpdateFinished,
-)
-from aprilsched.core.messages.facts import SleepRequested as SleepFact
-from aprilsched.core.messages.facts import UpdateWithdrawn as WithdrawnFact
-from aprilsched.core.messages.facts import WakeRequested as WakeFact
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import events as ev
+from aprilsched.core.messages import facts
 from aprilsched.core.state.engine_control import WEIGHTS, EngineControl, Mode
 from aprilsched.core.state.ledger import Reason
 from aprilsched.core.state.records import RequestRecord
@@ -52,7 +32,7 @@ from aprilsched.core.steps.replan import stay_synchronous
 from aprilsched.errors import InvariantViolation
 
 
-def on_update_requested(state: SchedulerState, event: UpdateRequested) -> None:
+def on_update_requested(state: SchedulerState, event: ev.UpdateRequested) -> None:
     # What the trainer itself says counts more, also where it says the same.
     end_following(state, f"version {event.version} was asked for meanwhile")
     # Where no engine has the fleet's version, as after a restart, it may be published once more.
@@ -79,14 +59,14 @@ def on_update_requested(state: SchedulerState, event: UpdateRequested) -> None:
     )
 
 
-def _may_roll(state: SchedulerState, event: UpdateRequested) -> bool:
+def _may_roll(state: SchedulerState, event: ev.UpdateRequested) -> bool:
     """Whether engines can take the version one by one, now and later. Engines that sleep take it
     together, because nothing runs in them."""
     full = not (event.adapter or event.external)
     return state.rolling and full and event.republishable and state.fleet.sleep is None
 
 
-def on_parts_follow(state: SchedulerState, _: PartsFollow) -> None:
+def on_parts_follow(state: SchedulerState, _: ev.PartsFollow) -> None:
     """Note it for the store. Only a process that goes on after this one has to know."""
     state.weights.in_parts = True
 
@@ -97,14 +77,14 @@ def end_following(state: SchedulerState, cause: str) -> None:
     update = state.weights.update
     if update is not None and update.followed:
         state.weights.update = None
-        state.tell(UpdateFinished(version=update.version, cause=cause))
+        state.tell(facts.UpdateFinished(version=update.version, cause=cause))
 
 
 def begin(state: SchedulerState, update: Update) -> None:
     """Begin an update; there must be none under way."""
     end_stream(state)
     state.tell(
-        UpdateBegun(version=update.version, adapter=update.adapter, external=update.external)
+        facts.UpdateBegun(version=update.version, adapter=update.adapter, external=update.external)
     )
     withdraw_offer(state)
     state.weights.update = update
@@ -118,23 +98,23 @@ def begin(state: SchedulerState, update: Update) -> None:
             _cross(state, request, update)
 
 
-def on_update_withdrawn(state: SchedulerState, event: UpdateWithdrawn) -> None:
+def on_update_withdrawn(state: SchedulerState, event: ev.UpdateWithdrawn) -> None:
     """End an update that the trainer gave up. An update whose weights are being loaded goes on."""
     update = state.weights.update
     if update is not None and update.version == event.version and not update.refitting:
-        state.tell(WithdrawnFact(version=event.version))
+        state.tell(facts.UpdateWithdrawn(version=event.version))
         cause = "the call was cancelled before any weights were loaded"
         _finish(state, update, cause=cause)
 
 
-def on_refitted(state: SchedulerState, event: Refitted) -> None:
+def on_refitted(state: SchedulerState, event: ev.Refitted) -> None:
     control, update = state.fleet.control.of(event.engine), state.weights.update
     if control is None or control.catching_up != event.catch_up:
         return
     if not event.catch_up and not _asked(update, event):
         return
     state.tell(
-        EngineRefitted(
+        facts.EngineRefitted(
             engine=event.engine,
             version=event.version,
             cause=event.cause,
@@ -153,7 +133,7 @@ def on_refitted(state: SchedulerState, event: Refitted) -> None:
         update.answers[event.engine] = (version, event.cause)
 
 
-def _asked(update: Update | None, event: Refitted) -> bool:
+def _asked(update: Update | None, event: ev.Refitted) -> bool:
     """Is this answer waited for? What an engine answers that was lost and is back, it was asked
     before, and counts for nothing. So does an answer to a version that was followed until the
     trainer asked for another."""
@@ -165,7 +145,7 @@ def _asked(update: Update | None, event: Refitted) -> bool:
     )
 
 
-def _note_consistency(control: EngineControl, event: Refitted, wanted: int) -> None:
+def _note_consistency(control: EngineControl, event: ev.Refitted, wanted: int) -> None:
     """Note whether the engine's weights are inconsistent. Only the wanted version, loaded without
     an error, makes inconsistent weights consistent again."""
     took = event.version == wanted and not event.cause
@@ -241,7 +221,7 @@ def refit(state: SchedulerState) -> None:
     update.loading_since = state.now
     names = tuple(control.name for control in targets)
     state.tell(
-        RefitBegun(
+        facts.RefitBegun(
             version=update.version,
             engines=names,
             adapter=update.adapter,
@@ -249,7 +229,7 @@ def refit(state: SchedulerState) -> None:
         )
     )
     state.commands.append(
-        Refit(
+        do.Refit(
             version=update.version,
             engines=names,
             adapter=update.adapter,
@@ -332,7 +312,7 @@ def _has_base(state: SchedulerState, control: EngineControl) -> bool:
 def _refit_alone(state: SchedulerState, control: EngineControl) -> None:
     control.loading, control.loading_since = state.weights.versions.trainer, state.now
     state.tell(
-        RefitBegun(
+        facts.RefitBegun(
             version=state.weights.versions.trainer,
             engines=(control.name,),
             adapter=state.weights.adapter is not None,
@@ -340,7 +320,7 @@ def _refit_alone(state: SchedulerState, control: EngineControl) -> None:
         )
     )
     state.commands.append(
-        Refit(
+        do.Refit(
             version=state.weights.versions.trainer,
             engines=(control.name,),
             adapter=state.weights.adapter is not None,
@@ -349,7 +329,7 @@ def _refit_alone(state: SchedulerState, control: EngineControl) -> None:
     )
 
 
-def _caught_up(state: SchedulerState, event: Refitted) -> None:
+def _caught_up(state: SchedulerState, event: ev.Refitted) -> None:
     control = state.fleet.control.of(event.engine)
     if control is None:
         return
@@ -531,8 +511,8 @@ def retire(state: SchedulerState) -> None:
             used = {request.adapter for request in state.in_flight.open_requests(engine)}
             for version in sorted(loaded - used - {state.weights.adapter}):
                 loaded.remove(version)
-                state.tell(AdapterRetired(engine=engine, version=version))
-                state.commands.append(Retire(engine=engine, version=version))
+                state.tell(facts.AdapterRetired(engine=engine, version=version))
+                state.commands.append(do.Retire(engine=engine, version=version))
 
 
 def _finish(
@@ -543,8 +523,8 @@ def _finish(
     failed: tuple[tuple[str, str], ...] = (),
 ) -> None:
     state.weights.update = None
-    state.tell(UpdateFinished(version=update.version, failed=failed, cause=cause))
-    state.commands.append(FinishUpdate(version=update.version, failed=failed, cause=cause))
+    state.tell(facts.UpdateFinished(version=update.version, failed=failed, cause=cause))
+    state.commands.append(do.FinishUpdate(version=update.version, failed=failed, cause=cause))
 
 
 def _enforce_bound(state: SchedulerState) -> None:
@@ -568,25 +548,25 @@ def _enforce_bound(state: SchedulerState) -> None:
 # generated: an engine that wakes without a refit goes on standby.
 
 
-def on_sleep_requested(state: SchedulerState, event: SleepRequested) -> None:
+def on_sleep_requested(state: SchedulerState, event: ev.SleepRequested) -> None:
     end_following(state, "the trainer asked for the engines' memory meanwhile")
     if state.fleet.sleep is not None or state.weights.update is not None:
         raise InvariantViolation("sleep was asked for during a sleep or an update")
-    state.tell(SleepFact(tags=event.tags))
+    state.tell(facts.SleepRequested(tags=event.tags))
     holds = all(control.holds_stragglers for control in state.fleet.control.engines.values())
     inside = state.behaviour.waits_asleep and holds
     stay_synchronous(state)
     state.fleet.sleep = Sleep(tags=frozenset(event.tags), inside=inside)
 
 
-def on_wake_requested(state: SchedulerState, _: WakeRequested) -> None:
+def on_wake_requested(state: SchedulerState, _: ev.WakeRequested) -> None:
     if state.fleet.sleep is None:
         raise InvariantViolation("the engines were woken without a sleep")
-    state.tell(WakeFact())
+    state.tell(facts.WakeRequested())
     state.fleet.sleep.waking = True
 
 
-def on_released(state: SchedulerState, event: Released) -> None:
+def on_released(state: SchedulerState, event: ev.Released) -> None:
     control = state.fleet.control.confirm(event.engine, Mode.RELEASING, Mode.PAUSED)
     if control is not None:
         control.released |= set(event.tags)
@@ -595,7 +575,7 @@ def on_released(state: SchedulerState, event: Released) -> None:
         )
 
 
-def on_woken(state: SchedulerState, event: Woken) -> None:
+def on_woken(state: SchedulerState, event: ev.Woken) -> None:
     control = state.fleet.control.confirm(event.engine, Mode.WAKING, Mode.PAUSED)
     if control is not None:
         control.released -= set(event.tags)
@@ -615,9 +595,9 @@ def advance_sleep(state: SchedulerState) -> None:
             demote(state, control.name, "its weights were released and not brought back")
         if not any(control.released for control in engines):
             state.fleet.sleep = None
-            state.tell(SleepEnded())
-            state.commands.append(FinishSleep(asleep=False))
+            state.tell(facts.SleepEnded())
+            state.commands.append(do.FinishSleep(asleep=False))
     elif sleep.may_pause and not sleep.asleep and all(sleep.tags <= c.released for c in engines):
         sleep.asleep = True
-        state.tell(SleepBegun())
-        state.commands.append(FinishSleep(asleep=True))
+        state.tell(facts.SleepBegun())
+        state.commands.append(do.FinishSleep(asleep=True))

@@ -6,8 +6,8 @@ answers are ignored, so that no token is counted twice.
 
 from __future__ import annotations
 
-from aprilsched.core.messages.events import Failed, Finished, Interrupted, Progress
-from aprilsched.core.messages.facts import AttemptEnded, Outcome, TokensReceived
+from aprilsched.core.messages import events as ev
+from aprilsched.core.messages import facts
 from aprilsched.core.state.ledger import Reason
 from aprilsched.core.state.lifecycle import State
 from aprilsched.core.state.records import Refusal, RequestRecord
@@ -23,7 +23,7 @@ _MOST_FAILURES = 3
 """Failed attempts in a row, without one that went well, after which an engine is lost."""
 
 
-def on_progress(state: SchedulerState, event: Progress) -> None:
+def on_progress(state: SchedulerState, event: ev.Progress) -> None:
     request = state.in_flight.attempt(event.request_id, event.attempt)
     if request is None:
         return
@@ -38,7 +38,7 @@ def on_progress(state: SchedulerState, event: Progress) -> None:
         state.facts.append(_with_tokens(request, event))
     else:
         state.facts.append(
-            TokensReceived(
+            facts.TokensReceived(
                 request_id=event.request_id,
                 tokens=tokens,
                 recomputed=request.pending_prefill,
@@ -74,8 +74,8 @@ def on_progress(state: SchedulerState, event: Progress) -> None:
         disown(state, request, foreign)
 
 
-def _with_tokens(request: RequestRecord, event: Progress) -> TokensReceived:
-    return TokensReceived(
+def _with_tokens(request: RequestRecord, event: ev.Progress) -> facts.TokensReceived:
+    return facts.TokensReceived(
         request_id=event.request_id,
         tokens=len(event.token_ids),
         recomputed=request.pending_prefill,
@@ -88,7 +88,7 @@ def _with_tokens(request: RequestRecord, event: Progress) -> TokensReceived:
 def _tell_end(
     state: SchedulerState,
     request: RequestRecord,
-    outcome: Outcome,
+    outcome: facts.Outcome,
     *,
     cause: str = "",
     retried: bool = False,
@@ -96,7 +96,7 @@ def _tell_end(
 ) -> None:
     rows = None if spans is None else tuple([(s.version, s.start, s.end) for s in spans])
     state.tell(
-        AttemptEnded(
+        facts.AttemptEnded(
             request_id=request.request_id,
             outcome=outcome,
             cause=cause,
@@ -133,7 +133,7 @@ def _note_newer_version(state: SchedulerState, request: RequestRecord) -> None:
             state.weights.update.met.discard(request.request_id)
 
 
-def on_finished(state: SchedulerState, event: Finished) -> None:
+def on_finished(state: SchedulerState, event: ev.Finished) -> None:
     request = state.in_flight.attempt(event.request_id, event.attempt)
     if request is None:
         return
@@ -158,7 +158,7 @@ def on_finished(state: SchedulerState, event: Finished) -> None:
     end_turn(state, request)
 
 
-def on_interrupted(state: SchedulerState, event: Interrupted) -> None:
+def on_interrupted(state: SchedulerState, event: ev.Interrupted) -> None:
     request = state.in_flight.attempt(event.request_id, event.attempt)
     if request is not None:
         if request.gained:
@@ -173,7 +173,7 @@ def on_interrupted(state: SchedulerState, event: Interrupted) -> None:
             disown(state, request, foreign)
 
 
-def on_failed(state: SchedulerState, event: Failed) -> None:
+def on_failed(state: SchedulerState, event: ev.Failed) -> None:
     request = state.in_flight.attempt(event.request_id, event.attempt)
     if request is None:
         return

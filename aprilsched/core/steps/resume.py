@@ -18,8 +18,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from aprilsched.core.messages.commands import Launch, ScoreGroup, ScoreRollout, StartEpisode
-from aprilsched.core.messages.facts import EpisodeStarted, GroupAccepted, RewardRequested
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import facts
 from aprilsched.core.policies.schedule import Schedule
 from aprilsched.core.state.assembly import batch_of, group_of, launched, rollout_of
 from aprilsched.core.state.ledger import Entry, Outcome, Reason
@@ -117,19 +117,19 @@ def call_again(state: SchedulerState) -> None:
         for member in group.members:
             _call_again(state, group, member)
         if group.complete and group.accepted:
-            state.tell(GroupAccepted(group_id=group.group_id))
+            state.tell(facts.GroupAccepted(group_id=group.group_id))
         if not group.complete or group.accepted:
             continue
         if group.unscored:
             if state.caller.reward_scope == "group":
-                state.tell(RewardRequested(group_id=group.group_id))
-                state.commands.append(ScoreGroup(group=group_of(group)))
+                state.tell(facts.RewardRequested(group_id=group.group_id))
+                state.commands.append(do.ScoreGroup(group=group_of(group)))
         else:
             filter_or_accept(state, group)
 
 
-def _launched_again(group: GroupRecord) -> Launch:
-    return Launch(
+def _launched_again(group: GroupRecord) -> do.Launch:
+    return do.Launch(
         group_id=group.group_id,
         rollout_ids=tuple(member.rollout_id for member in group.members),
         prompt=group.prompt,
@@ -139,9 +139,9 @@ def _launched_again(group: GroupRecord) -> Launch:
 
 def _call_again(state: SchedulerState, group: GroupRecord, member: RolloutRecord) -> None:
     if member.state is State.THINKING:
-        state.tell(EpisodeStarted(rollout_id=member.rollout_id))
+        state.tell(facts.EpisodeStarted(rollout_id=member.rollout_id))
         state.commands.append(
-            StartEpisode(
+            do.StartEpisode(
                 rollout_id=member.rollout_id,
                 index=member.index,
                 prompt=group.prompt,
@@ -152,8 +152,8 @@ def _call_again(state: SchedulerState, group: GroupRecord, member: RolloutRecord
         request = member.request
         leave_one(state, member, request.output_start, request.sampling.max_new_tokens)
     elif member.state is State.SCORING and state.caller.reward_scope == "rollout":
-        state.tell(RewardRequested(group_id=group.group_id, rollout_id=member.rollout_id))
-        state.commands.append(ScoreRollout(rollout=rollout_of(member), prompt=group.prompt))
+        state.tell(facts.RewardRequested(group_id=group.group_id, rollout_id=member.rollout_id))
+        state.commands.append(do.ScoreRollout(rollout=rollout_of(member), prompt=group.prompt))
 
 
 def _restore_run(state: SchedulerState, saved: Saved) -> None:
