@@ -18,7 +18,6 @@ from typing import Any, TypeAlias
 from aprilsched.coordinator.tasks import TaskKey, Tasks, watched
 from aprilsched.core.messages.commands import (
     Continue,
-    FinishSleep,
     Flush,
     Pause,
     Release,
@@ -158,10 +157,6 @@ class EngineControls:
         self._memory_calls[name] = self._begin(
             name, "wake", lambda: _sleeping(engine).wake(tags), done
         )
-
-    def finish_sleep(self, command: FinishSleep) -> None:
-        if not command.asleep:
-            self.memory_is_back.set()
 
     def verify(self, command: Verify) -> None:
         timeout_s = min(_VERIFY_S, self._timeout_s)

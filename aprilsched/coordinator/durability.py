@@ -19,8 +19,9 @@ from typing import TypeVar
 
 from aprilsched.coordinator.tasks import Tasks, Waits
 from aprilsched.coordinator.work import Work
-from aprilsched.core.messages.commands import Deliver, FinishUpdate, Offer
+from aprilsched.core.messages.commands import Deliver, Offer
 from aprilsched.core.messages.events import BatchesAcknowledged, Event, PartsFollow
+from aprilsched.core.messages.facts import UpdateFinished
 from aprilsched.core.scheduler import Scheduler
 from aprilsched.core.state.saved import Saved, Snapshot
 from aprilsched.core.state.state import SchedulerState
@@ -162,7 +163,7 @@ class Durability:
         if self._recorder is not None and command.unsaved:
             self._recorder.before(lambda: None)
 
-    def finish_update(self, command: FinishUpdate) -> None:
+    def finish_update(self, command: UpdateFinished) -> None:
         """Save the new version and that the batches before it are acknowledged."""
         if self._recorder is not None:
             self._safe = _saved(self._recorder)

@@ -12,7 +12,7 @@ from aprilsched.config import SchedulerConfig
 from aprilsched.coordinator.handback import HandBack
 from aprilsched.coordinator.opening import examine
 from aprilsched.coordinator.tasks import TaskKey, Tasks
-from aprilsched.core.messages.commands import LoseEngine
+from aprilsched.core.messages import facts
 from aprilsched.core.messages.events import EngineInfo, EngineJoined, EngineLost, Event
 from aprilsched.engines.base import Engine, Fleet, WatchesMembership
 from aprilsched.errors import AprilschedError
@@ -114,7 +114,7 @@ class Readmission:
     def start(self, tasks: Tasks) -> None:
         self._tasks = tasks
 
-    def lost(self, command: LoseEngine) -> None:
+    def lost(self, command: facts.EngineLost) -> None:
         """Wait for a lost engine to come back, unless it is on standby."""
         if not command.standby:
             self.expect(command.engine, last=command.last)

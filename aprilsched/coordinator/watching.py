@@ -12,8 +12,8 @@ from contextlib import suppress
 from datetime import datetime, timedelta
 
 from aprilsched.coordinator.tasks import Tasks, Waits
-from aprilsched.core.messages.commands import AwaitFleet, GiveUpFleet, ReportSlow, WantUpdate
 from aprilsched.core.messages.events import Event, LoadSeen, VersionSeen
+from aprilsched.core.messages.facts import EngineSlow, FleetAwaited, FleetGivenUp, UpdateWanted
 from aprilsched.engines.base import Engine, ReportsLoad, TellsPause
 from aprilsched.errors import EngineError, FleetLost, InconsistentWeights, RefitError
 
@@ -111,7 +111,7 @@ class Outages:
     def __init__(self, waits: Waits) -> None:
         self._waits = waits
 
-    def report_slow(self, command: ReportSlow) -> None:
+    def report_slow(self, command: EngineSlow) -> None:
         log.warning(
             "engine %s is slow: %s; it stays in use, because there is no other engine to compare "
             "it with",
@@ -119,7 +119,7 @@ class Outages:
             command.cause,
         )
 
-    def wait(self, command: AwaitFleet) -> None:
+    def wait(self, command: FleetAwaited) -> None:
         now = datetime.now().astimezone()
         log.error(
             "no engine is left since %s; the scheduler waits until %s for one to come back: %s",
@@ -128,7 +128,7 @@ class Outages:
             _causes(command.lost),
         )
 
-    def give_up(self, command: GiveUpFleet) -> None:
+    def give_up(self, command: FleetGivenUp) -> None:
         self._waits.fail(
             FleetLost(
                 f"no engine is left and none came back within {command.waited_s:.0f} s "
@@ -136,7 +136,7 @@ class Outages:
             )
         )
 
-    def want_update(self, command: WantUpdate) -> None:
+    def want_update(self, command: UpdateWanted) -> None:
         error = wants_update(command.engines, command.version, command.base)
         self._waits.refuse(error, batch=command.batch, evaluations=command.evaluations)
 

@@ -18,8 +18,6 @@ from aprilsched.coordinator.episodes import Episode, Turn
 from aprilsched.coordinator.prompts import PromptSource
 from aprilsched.coordinator.tasks import Tasks
 from aprilsched.core.messages.commands import (
-    CancelWork,
-    FetchPrompts,
     Filter,
     ResolveTurn,
     ScoreGroup,
@@ -36,6 +34,8 @@ from aprilsched.core.messages.events import (
     Rewarded,
     RewardFailed,
 )
+from aprilsched.core.messages.facts import GroupDropped, PromptRefused, PromptsRequested
+from aprilsched.core.state.ledger import Reason
 from aprilsched.driver.callbacks import (
     Accept,
     CallbackRunner,
@@ -119,7 +119,7 @@ class Work:
 
     # --- commands ------------------------------------------------------------------------------
 
-    def fetch(self, command: FetchPrompts) -> None:
+    def fetch(self, command: PromptsRequested) -> None:
         self._asked.append(command.count)
         self._reads.set()
 
@@ -140,17 +140,22 @@ class Work:
     def filter(self, command: Filter) -> None:
         self._start(("verdict", command.group.group_id), self._filter(command))
 
-    def cancel(self, command: CancelWork) -> None:
-        cause, reason = command.cause, command.reason
+    def refuse(self, command: PromptRefused) -> None:
+        self._note_failure(command.group_id, Reason.BAD_PROMPT.value, command.cause)
+
+    def _note_failure(self, group_id: int, reason: str, cause: str) -> None:
         failed = reason not in _EXPECTED and not cause.startswith(_NOTED)
         # Causes of one kind differ in ids, counts and names of engines.
         if failed and self._failures.first(reason, re.sub(r"\d+", "", cause)):
             log.error(
                 "group %d %s: %s; later failures of this kind are only counted",
-                command.group_id,
+                group_id,
                 reason,
                 cause,
             )
+
+    def cancel(self, command: GroupDropped) -> None:
+        self._note_failure(command.group_id, command.reason, command.cause)
         if self._tasks is None:
             return
         self._tasks.cancel([("group", command.group_id), ("verdict", command.group_id)])

@@ -1,4 +1,8 @@
-"""Commands: what the shell is to do. It reports back with events."""
+"""Commands: what the shell is to do. It reports back with events.
+
+Some facts are commands too (:data:`Order`): the shell acts on what has become true, and needs to
+know no more than the listeners do.
+"""
 
 from __future__ import annotations
 
@@ -8,34 +12,10 @@ from typing import Literal, TypeAlias
 from msgspec import Struct
 
 from aprilsched.core.lengths.observed import GroupLengths
+from aprilsched.core.messages import facts
 from aprilsched.core.policies.schedule import Pace, Schedule
 from aprilsched.errors import RunEnded, RunGivenUp
 from aprilsched.types import Batch, Float32Array, Group, Int32Array, Prompt, Rollout, SamplingParams
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FetchPrompts:
-    """Take `count` prompts from the source. The answer is PromptsArrived."""
-
-    count: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Launch:
-    """The group is in flight from now on. There is nothing to do for the shell.
-
-    Attributes:
-        rollout_ids: the group's members, in their order.
-        restored: the lengths of the members, where the group is in flight again after the run was
-            resumed.
-    """
-
-    group_id: int
-    rollout_ids: tuple[int, ...]
-    prompt: Prompt
-    evaluation_id: int | None = None
-    restored: GroupLengths | None = None
-
 
 # --- requests --------------------------------------------------------------------------------
 
@@ -106,35 +86,6 @@ class Verify:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Refit:
-    """Bring `version` into these engines. Each of them answers with Refitted.
-
-    Attributes:
-        adapter: the version is an adapter, which is loaded while the engines run.
-        external: somebody else has loaded the version; the engines are only asked for it. Without
-            `adapter` and `external` all of these engines are paused.
-        followed: with `external`, nobody has asked for the version: some engine has shown it.
-        catch_up: the version is the fleet's already, and is published again for an engine on
-            standby.
-    """
-
-    version: int
-    engines: tuple[str, ...]
-    adapter: bool = False
-    external: bool = False
-    followed: bool = False
-    catch_up: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Retire:
-    """Unload an adapter from the engine: nothing samples with it there any more."""
-
-    engine: str
-    version: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Release:
     """Release the memory of `tags`, which goes to the trainer. The engine is paused. The answer is
     Released."""
@@ -156,99 +107,6 @@ class Continue:
     """End the pause of the engine. The answer is Continued."""
 
     engine: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoseEngine:
-    """The engine is out of use: end its streams, and report the cause.
-
-    Attributes:
-        last: no engine is left, neither in use nor on standby.
-        standby: the engine answers, and comes back into use with the next refit that reaches it.
-            Otherwise it is quarantined.
-    """
-
-    engine: str
-    cause: str
-    last: bool
-    standby: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AdmitEngine:
-    """The engine is in use from now on, because it has the fleet's version."""
-
-    engine: str
-    version: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReportSlow:
-    """Report that the engine is slow. It stays in use, because there is no other engine to compare
-    it with."""
-
-    engine: str
-    cause: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AwaitFleet:
-    """No engine is left: wait for one of those that were lost last, which are named with causes."""
-
-    lost: tuple[tuple[str, str], ...]
-    waited_s: float
-    left_s: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GiveUpFleet:
-    """No engine came back in time: tell everybody who waits, now or later."""
-
-    lost: tuple[tuple[str, str], ...]
-    waited_s: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WantUpdate:
-    """Tell the caller to publish a version: only these engines are there, and none of them has the
-    fleet's weights.
-
-    Attributes:
-        version: the fleet's version.
-        batch: the caller waits for a batch, and is told.
-        evaluations: evaluations that are abandoned, whose callers are told.
-        base: the version of the full model that the fleet's adapters belong to; None if its
-            weights are no adapter.
-    """
-
-    engines: tuple[str, ...]
-    version: int
-    batch: bool
-    evaluations: tuple[int, ...]
-    base: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FinishUpdate:
-    """The update is over.
-
-    Attributes:
-        failed: engines that did not take the version, each with the cause.
-        cause: empty on success. Otherwise no engine took the version, and the engines that have
-            the old version go on under it.
-    """
-
-    version: int
-    failed: tuple[tuple[str, str], ...] = ()
-    cause: str = ""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FinishSleep:
-    """A sleep has begun (`asleep`): every engine's memory is the trainer's. Or it has ended: every
-    engine has its memory back."""
-
-    asleep: bool
 
 
 # --- episodes and rewards --------------------------------------------------------------------
@@ -309,25 +167,9 @@ class Filter:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CancelWork:
-    """Cancel the episodes and rewards of these rollouts: their group was dropped.
-
-    `culprit` is the rollout whose failure took the others along, if one did.
-    """
-
-    group_id: int
-    rollout_ids: tuple[int, ...]
-    reason: str
-    cause: str
-    culprit: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class GiveUp:
-    """Tell the caller that the run is given up, because `groups` groups failed in a row."""
+    """Tell the caller that the run is given up, because too many groups failed in a row."""
 
-    groups: int
-    cause: str
     error: RunGivenUp
 
 
@@ -422,33 +264,39 @@ class DeliverEvaluation:
     batch: Batch
 
 
+Order: TypeAlias = (
+    facts.PromptsRequested
+    | facts.GroupDropped
+    | facts.PromptRefused
+    | facts.RefitBegun
+    | facts.UpdateFinished
+    | facts.UpdateWanted
+    | facts.AdapterRetired
+    | facts.EngineLost
+    | facts.EngineAdmitted
+    | facts.EngineSlow
+    | facts.FleetAwaited
+    | facts.FleetGivenUp
+    | facts.SleepBegun
+    | facts.SleepEnded
+)
+"""A fact on which the shell acts too."""
+
 Command: TypeAlias = (
-    FetchPrompts
-    | Launch
+    Order
     | Send
     | Abort
     | Pause
     | Flush
-    | Refit
-    | Retire
     | Release
     | Wake
     | Continue
     | Verify
-    | LoseEngine
-    | AdmitEngine
-    | ReportSlow
-    | AwaitFleet
-    | GiveUpFleet
-    | WantUpdate
-    | FinishUpdate
-    | FinishSleep
     | StartEpisode
     | ResolveTurn
     | ScoreRollout
     | ScoreGroup
     | Filter
-    | CancelWork
     | GiveUp
     | Plan
     | Offer

@@ -2,8 +2,9 @@
 
 Events and commands are the protocol between the core and the shell that drives it. Facts are their
 outcome: an attempt was sent, tokens were received, a rollout was finished, an engine changed its
-mode. The core emits facts with its commands, in the order in which they come true, so that no
-listener has to work out again what the core knew.
+mode. A fact on which the shell acts is a command too
+(:data:`~aprilsched.core.messages.commands.Order`). The core emits facts with its commands, in the
+order in which they come true, so that no listener has to work out again what the core knew.
 
 A fact has counts and names only. Tokens, log-probabilities and prompt keys are added where a
 listener asks for them (:attr:`~aprilsched.core.state.state.SchedulerState.tells_tokens`). What the
@@ -140,7 +141,7 @@ class PromptsEnded(Fact, frozen=True):
 
 
 class PromptsRequested(Fact, frozen=True):
-    """The source was asked for `count` prompts."""
+    """The source is asked for `count` prompts. The answer is PromptsArrived."""
 
     count: int
 
@@ -442,13 +443,16 @@ class EngineModeChanged(Fact, frozen=True):
 class RefitBegun(Fact, frozen=True):
     """These engines get the version. `adapter`: it is an adapter, for which no engine is paused.
     `external`: somebody else loads it, and the engines are only asked for it, running or not.
-    `catch_up`: it is the fleet's version already, published again for an engine on standby."""
+    `followed`: it is external, and nobody has asked for it: some engine has shown it. `catch_up`:
+    it is the fleet's version already, published again for an engine on standby. Each engine
+    answers with Refitted."""
 
     version: int
     engines: tuple[str, ...]
     adapter: bool = False
     catch_up: bool = False
     external: bool = False
+    followed: bool = False
 
 
 class EngineRefitted(Fact, frozen=True):
@@ -507,6 +511,9 @@ class UpdateWanted(Fact, frozen=True):
     version: int
     batch: bool
     evaluations: tuple[int, ...]
+    base: int | None = None
+    """The version of the full model that the fleet's adapters belong to; None if its weights are no
+    adapter."""
 
 
 # --- shards ------------------------------------------------------------------------------------

@@ -366,6 +366,11 @@ class SchedulerState:
         """Tell listeners that something has become true in this event."""
         self.facts.append(fact)
 
+    def announce(self, fact: do.Order) -> None:
+        """Tell listeners something on which the shell acts too."""
+        self.facts.append(fact)
+        self.commands.append(fact)
+
     def note_lengths(self, group: GroupRecord) -> None:
         """Let the lengths of a group count as evidence, because it is complete or dropped."""
         lengths = group_lengths(group)

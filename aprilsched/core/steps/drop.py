@@ -53,7 +53,7 @@ def drop(
     if group.evaluation_id is None and not noted:
         state.note_lengths(group)
     entries = state.in_flight.drop(group, reason, cause, culprit=culprit, now=state.now)
-    state.tell(
+    state.announce(
         facts.GroupDropped(
             group_id=group.group_id,
             reason=reason.value,
@@ -64,15 +64,6 @@ def drop(
                 )
                 for entry in entries
             ),
-            culprit=culprit,
-        )
-    )
-    state.commands.append(
-        do.CancelWork(
-            group_id=group.group_id,
-            rollout_ids=tuple(member.rollout_id for member in group.members),
-            reason=str(reason),
-            cause=cause,
             culprit=culprit,
         )
     )
@@ -97,16 +88,8 @@ def refuse(state: SchedulerState, cause: str) -> None:
     """Enter a prompt that cannot be used into the ledger. It counts as a failure, so that a source
     of nothing but such prompts ends the run."""
     entry = state.in_flight.refuse(Reason.BAD_PROMPT, cause, now=state.now)
-    state.tell(
+    state.announce(
         facts.PromptRefused(rollout_id=entry.rollout_id, group_id=entry.group_id, cause=cause)
-    )
-    state.commands.append(
-        do.CancelWork(
-            group_id=entry.group_id,
-            rollout_ids=(entry.rollout_id,),
-            reason=str(entry.reason),
-            cause=cause,
-        )
     )
     state.prompts.outcome.fail(cause)
     _count_failure(state, cause)
@@ -122,8 +105,7 @@ def _count_failure(state: SchedulerState, cause: str) -> None:
     groups = state.prompts.consecutive_failures
     if groups == state.config.retries.failed_groups:
         state.tell(facts.GroupsFailed(groups=groups, cause=cause))
-        error = state.prompts.outcome.given_up(groups, cause)
-        state.commands.append(do.GiveUp(groups=groups, cause=cause, error=error))
+        state.commands.append(do.GiveUp(error=state.prompts.outcome.given_up(groups, cause)))
 
 
 def count_failure(request: RequestRecord, config: SchedulerConfig, event: ev.Failed) -> str:

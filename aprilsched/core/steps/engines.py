@@ -9,7 +9,6 @@ out, and the engines stay paused after it.
 
 from __future__ import annotations
 
-from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
 from aprilsched.core.messages import facts
 from aprilsched.core.state.engine_control import EngineControl, Mode
@@ -113,8 +112,7 @@ def promote(state: SchedulerState, engine: str) -> None:
     state.fleet.control.engines[engine] = control
     state.fleet.control.touch(engine)
     state.weights.versions.join(engine, state.weights.versions.trainer)
-    state.tell(facts.EngineAdmitted(engine=engine, version=state.weights.versions.trainer))
-    state.commands.append(do.AdmitEngine(engine=engine, version=state.weights.versions.trainer))
+    state.announce(facts.EngineAdmitted(engine=engine, version=state.weights.versions.trainer))
 
 
 def on_paused(state: SchedulerState, event: ev.Paused) -> None:
@@ -169,20 +167,23 @@ def lose(state: SchedulerState, engine: str, cause: str) -> None:
     if control.of(engine) is None:
         return
     last = not (control.engines.keys() | control.standby.keys()) - {engine}
-    state.tell(facts.EngineLost(engine=engine, cause=cause, last=last))
+    lost = facts.EngineLost(engine=engine, cause=cause, last=last)
+    state.tell(lost)
     broken = _leave(state, engine, cause)
     del control.standby[engine]
     state.weights.adapters.pop(engine, None)
     note_loss(state, engine, cause)
-    state.commands.append(do.LoseEngine(engine=engine, cause=cause, standby=False, last=last))
+    # After the commands for its requests: what has ended is not cancelled with its streams.
+    state.commands.append(lost)
     _count_interruptions(state, broken, f"{engine} was lost: {cause}")
 
 
 def demote(state: SchedulerState, engine: str, cause: str) -> None:
     """Put an engine on standby: it answers, but does not have the fleet's weights."""
-    state.tell(facts.EngineLost(engine=engine, cause=cause, standby=True))
+    lost = facts.EngineLost(engine=engine, cause=cause, standby=True)
+    state.tell(lost)
     _leave(state, engine, cause)
-    state.commands.append(do.LoseEngine(engine=engine, cause=cause, standby=True, last=False))
+    state.commands.append(lost)
 
 
 def _leave(state: SchedulerState, engine: str, cause: str) -> list[RequestRecord]:
@@ -287,8 +288,7 @@ def _compare_rates(
         health.learn(window)
         if not health.reported:
             health.reported = True
-            state.tell(facts.EngineSlow(engine=engine, cause=cause))
-            state.commands.append(do.ReportSlow(engine=engine, cause=cause))
+            state.announce(facts.EngineSlow(engine=engine, cause=cause))
         return
     health.slow += 1
     if health.slow >= SLOW_WINDOWS:
@@ -366,18 +366,14 @@ def _await(state: SchedulerState, outage: Outage) -> None:
     now = state.now
     if outage.since is None:
         outage.since = now
-    lost, left = (
-        tuple(state.fleet.lost.items()),
-        outage.since + state.config.health.fleet_wait_s - now,
-    )
+    lost, waited = tuple(state.fleet.lost.items()), now - outage.since
+    left = outage.since + state.config.health.fleet_wait_s - now
     if left <= 0:
         outage.given_up = True
-        state.tell(facts.FleetGivenUp(lost=lost, waited_s=now - outage.since))
-        state.commands.append(do.GiveUpFleet(lost=lost, waited_s=now - outage.since))
+        state.announce(facts.FleetGivenUp(lost=lost, waited_s=waited))
     elif outage.said_at is None or now - outage.said_at >= _SAY_AGAIN_S:
         outage.said_at = now
-        state.tell(facts.FleetAwaited(lost=lost, waited_s=now - outage.since, left_s=left))
-        state.commands.append(do.AwaitFleet(lost=lost, waited_s=now - outage.since, left_s=left))
+        state.announce(facts.FleetAwaited(lost=lost, waited_s=waited, left_s=left))
 
 
 def _want_update(state: SchedulerState) -> None:
@@ -394,16 +390,8 @@ def _want_update(state: SchedulerState) -> None:
                 drop(state, group, Reason.ABANDONED, cause)
     if batch:
         state.delivery.called = False
-    state.tell(
+    state.announce(
         facts.UpdateWanted(
-            engines=engines,
-            version=state.weights.versions.trainer,
-            batch=batch,
-            evaluations=abandoned,
-        )
-    )
-    state.commands.append(
-        do.WantUpdate(
             engines=engines,
             version=state.weights.versions.trainer,
             batch=batch,

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
 from aprilsched.core.messages import facts
 from aprilsched.core.policies.refill import PoolView
@@ -18,6 +17,7 @@ from aprilsched.core.state.records import GroupRecord
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.steps.batch import full, retarget
 from aprilsched.core.steps.drop import drop, refuse
+from aprilsched.core.steps.turns import start_episode
 from aprilsched.types import Prompt, RefusedPrompt, SamplingParams
 
 
@@ -109,8 +109,7 @@ def launch(state: SchedulerState) -> None:
     if missing > 0 and not state.prompts.exhausted:
         if not state.prompts.fetching:
             state.prompts.fetching = True
-            state.tell(facts.PromptsRequested(count=missing))
-            state.commands.append(do.FetchPrompts(count=missing))
+            state.announce(facts.PromptsRequested(count=missing))
         # A wave should reach the engines together. Where the source has no more prompts at the
         # moment, the prompts at hand must not wait for it: the wave stays pending and is completed
         # later. Bad prompts are not held either: a source of nothing else would fill the stock
@@ -226,26 +225,8 @@ def _launch_group(
         state.in_flight.journal.change_group(group)
     state.expectations.note_limit(max(m.sampling.max_new_tokens for m in group.members))
     state.tell(launched(group, tokens=state.tells_tokens))
-    if episodes:
-        state.facts.extend(facts.EpisodeStarted(rollout_id=m.rollout_id) for m in group.members)
-    state.commands.append(
-        do.Launch(
-            group_id=group.group_id,
-            rollout_ids=tuple(member.rollout_id for member in group.members),
-            prompt=prompt,
-            evaluation_id=evaluation_id,
-        )
-    )
-    if episodes:
-        state.commands.extend(
-            do.StartEpisode(
-                rollout_id=member.rollout_id,
-                index=member.index,
-                prompt=prompt,
-                sampling=member.sampling,
-            )
-            for member in group.members
-        )
+    for member in group.members if episodes else ():
+        start_episode(state, member)
     return group
 
 

@@ -16,7 +16,6 @@
 
 from __future__ import annotations
 
-from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
 from aprilsched.core.messages import facts
 from aprilsched.core.state.engine_control import WEIGHTS, EngineControl, Mode
@@ -220,16 +219,8 @@ def refit(state: SchedulerState) -> None:
     update.refitting = frozenset(control.name for control in targets)
     update.loading_since = state.now
     names = tuple(control.name for control in targets)
-    state.tell(
+    state.announce(
         facts.RefitBegun(
-            version=update.version,
-            engines=names,
-            adapter=update.adapter,
-            external=update.external,
-        )
-    )
-    state.commands.append(
-        do.Refit(
             version=update.version,
             engines=names,
             adapter=update.adapter,
@@ -311,16 +302,8 @@ def _has_base(state: SchedulerState, control: EngineControl) -> bool:
 
 def _refit_alone(state: SchedulerState, control: EngineControl) -> None:
     control.loading, control.loading_since = state.weights.versions.trainer, state.now
-    state.tell(
+    state.announce(
         facts.RefitBegun(
-            version=state.weights.versions.trainer,
-            engines=(control.name,),
-            adapter=state.weights.adapter is not None,
-            catch_up=True,
-        )
-    )
-    state.commands.append(
-        do.Refit(
             version=state.weights.versions.trainer,
             engines=(control.name,),
             adapter=state.weights.adapter is not None,
@@ -511,8 +494,7 @@ def retire(state: SchedulerState) -> None:
             used = {request.adapter for request in state.in_flight.open_requests(engine)}
             for version in sorted(loaded - used - {state.weights.adapter}):
                 loaded.remove(version)
-                state.tell(facts.AdapterRetired(engine=engine, version=version))
-                state.commands.append(do.Retire(engine=engine, version=version))
+                state.announce(facts.AdapterRetired(engine=engine, version=version))
 
 
 def _finish(
@@ -523,8 +505,7 @@ def _finish(
     failed: tuple[tuple[str, str], ...] = (),
 ) -> None:
     state.weights.update = None
-    state.tell(facts.UpdateFinished(version=update.version, failed=failed, cause=cause))
-    state.commands.append(do.FinishUpdate(version=update.version, failed=failed, cause=cause))
+    state.announce(facts.UpdateFinished(version=update.version, failed=failed, cause=cause))
 
 
 def _enforce_bound(state: SchedulerState) -> None:
@@ -595,9 +576,7 @@ def advance_sleep(state: SchedulerState) -> None:
             demote(state, control.name, "its weights were released and not brought back")
         if not any(control.released for control in engines):
             state.fleet.sleep = None
-            state.tell(facts.SleepEnded())
-            state.commands.append(do.FinishSleep(asleep=False))
+            state.announce(facts.SleepEnded())
     elif sleep.may_pause and not sleep.asleep and all(sleep.tags <= c.released for c in engines):
         sleep.asleep = True
-        state.tell(facts.SleepBegun())
-        state.commands.append(do.FinishSleep(asleep=True))
+        state.announce(facts.SleepBegun())

@@ -18,10 +18,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import facts
 from aprilsched.core.policies.schedule import Schedule
-from aprilsched.core.state.assembly import batch_of, group_of, launched, rollout_of
+from aprilsched.core.state.assembly import batch_of, launched
 from aprilsched.core.state.ledger import Entry, Outcome, Reason
 from aprilsched.core.state.lifecycle import GENERATING, State
 from aprilsched.core.state.records import (
@@ -30,7 +29,6 @@ from aprilsched.core.state.records import (
     Replay,
     RequestRecord,
     RolloutRecord,
-    group_lengths,
 )
 from aprilsched.core.state.saved import (
     RolloutState,
@@ -49,7 +47,13 @@ from aprilsched.core.state.token_log import TokenLog
 from aprilsched.core.steps.batch import retarget
 from aprilsched.core.steps.replan import fitting
 from aprilsched.core.steps.stragglers import release_all
-from aprilsched.core.steps.turns import filter_or_accept, leave_one
+from aprilsched.core.steps.turns import (
+    ask_for_reward,
+    ask_for_rewards,
+    filter_or_accept,
+    leave_one,
+    start_episode,
+)
 from aprilsched.errors import ConfigError
 
 _STATES = {
@@ -113,47 +117,26 @@ def call_again(state: SchedulerState) -> None:
     """Ask again for the rewards, answers and episodes that the prior run had asked for."""
     for group in state.in_flight.training_groups():
         state.tell(launched(group, restored=True, tokens=state.tells_tokens))
-        state.commands.append(_launched_again(group))
         for member in group.members:
-            _call_again(state, group, member)
+            _call_again(state, member)
         if group.complete and group.accepted:
             state.tell(facts.GroupAccepted(group_id=group.group_id))
         if not group.complete or group.accepted:
             continue
-        if group.unscored:
-            if state.caller.reward_scope == "group":
-                state.tell(facts.RewardRequested(group_id=group.group_id))
-                state.commands.append(do.ScoreGroup(group=group_of(group)))
-        else:
+        if not group.unscored:
             filter_or_accept(state, group)
+        elif state.caller.reward_scope == "group":
+            ask_for_rewards(state, group)
 
 
-def _launched_again(group: GroupRecord) -> do.Launch:
-    return do.Launch(
-        group_id=group.group_id,
-        rollout_ids=tuple(member.rollout_id for member in group.members),
-        prompt=group.prompt,
-        restored=group_lengths(group),
-    )
-
-
-def _call_again(state: SchedulerState, group: GroupRecord, member: RolloutRecord) -> None:
+def _call_again(state: SchedulerState, member: RolloutRecord) -> None:
     if member.state is State.THINKING:
-        state.tell(facts.EpisodeStarted(rollout_id=member.rollout_id))
-        state.commands.append(
-            do.StartEpisode(
-                rollout_id=member.rollout_id,
-                index=member.index,
-                prompt=group.prompt,
-                sampling=member.sampling,
-            )
-        )
+        start_episode(state, member)
     elif member.state is State.QUEUED and member.request is not None:
         request = member.request
         leave_one(state, member, request.output_start, request.sampling.max_new_tokens)
     elif member.state is State.SCORING and state.caller.reward_scope == "rollout":
-        state.tell(facts.RewardRequested(group_id=group.group_id, rollout_id=member.rollout_id))
-        state.commands.append(do.ScoreRollout(rollout=rollout_of(member), prompt=group.prompt))
+        ask_for_reward(state, member)
 
 
 def _restore_run(state: SchedulerState, saved: Saved) -> None:

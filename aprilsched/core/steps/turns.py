@@ -23,6 +23,19 @@ from aprilsched.core.steps.drop import abort, drop
 from aprilsched.types import NO_VERSION, FinishReason, Int32Array, Score
 
 
+def start_episode(state: SchedulerState, rollout: RolloutRecord) -> None:
+    """Start the episode that drives a rollout."""
+    state.tell(facts.EpisodeStarted(rollout_id=rollout.rollout_id))
+    state.commands.append(
+        do.StartEpisode(
+            rollout_id=rollout.rollout_id,
+            index=rollout.index,
+            prompt=rollout.group.prompt,
+            sampling=rollout.sampling,
+        )
+    )
+
+
 def end_turn(state: SchedulerState, request: RequestRecord) -> None:
     """End the turn of a request that has run to its end."""
     rollout = request.rollout
@@ -247,11 +260,22 @@ def finish(state: SchedulerState, rollout: RolloutRecord, score: Score | None) -
     if scope == "none" or rollout.reward is not None:
         _score(state, rollout)
     elif scope == "rollout":
-        state.tell(facts.RewardRequested(group_id=group.group_id, rollout_id=rollout.rollout_id))
-        state.commands.append(do.ScoreRollout(rollout=rollout_of(rollout), prompt=group.prompt))
+        ask_for_reward(state, rollout)
     if scope == "group" and group.complete and group.unscored:
-        state.tell(facts.RewardRequested(group_id=group.group_id))
-        state.commands.append(do.ScoreGroup(group=group_of(group)))
+        ask_for_rewards(state, group)
+
+
+def ask_for_reward(state: SchedulerState, rollout: RolloutRecord) -> None:
+    """Ask the reward function about one rollout."""
+    group = rollout.group
+    state.tell(facts.RewardRequested(group_id=group.group_id, rollout_id=rollout.rollout_id))
+    state.commands.append(do.ScoreRollout(rollout=rollout_of(rollout), prompt=group.prompt))
+
+
+def ask_for_rewards(state: SchedulerState, group: GroupRecord) -> None:
+    """Ask the reward function about a whole group."""
+    state.tell(facts.RewardRequested(group_id=group.group_id))
+    state.commands.append(do.ScoreGroup(group=group_of(group)))
 
 
 def _end_race(state: SchedulerState, group: GroupRecord) -> None:
