@@ -49,24 +49,18 @@ def _group(state: SchedulerState, group: GroupRecord) -> None:
     generating = sum(member.state in GENERATING for member in group.members)
     if group.unfinished != generating:
         raise InvariantViolation(f"{name} counts {group.unfinished} unfinished")
-    unscored = sum(member.state is not State.DONE for member in group.members)
-    if group.unscored != unscored:
-        raise InvariantViolation(f"{name} counts {group.unscored} unscored")
     listed = group in state.in_flight.ready
     if listed != (group.complete and group.evaluation_id is None and not group.offered):
         raise InvariantViolation(f"{name} is {'' if listed else 'not '}among the ready")
     own_size = group.prompt.group_size
     if own_size is not None and group.size != own_size:
         raise InvariantViolation(f"{name} delivers {group.size} members instead of {own_size}")
-    if len(group.members) < group.size or (group.racing and generating <= _spare(group)):
+    spare = len(group.members) - group.size
+    if spare < 0 or (spare and generating <= spare):
         raise InvariantViolation(f"{name} of {group.size} has {len(group.members)} members")
     left = [m for m in group.members if m.state in TERMINAL]
     if left:
         raise InvariantViolation(f"{name} is in flight and {len(left)} of its rollouts have left")
-
-
-def _spare(group: GroupRecord) -> int:
-    return len(group.members) - group.size
 
 
 def _counts(state: SchedulerState) -> None:
@@ -79,7 +73,7 @@ def _counts(state: SchedulerState) -> None:
         ("generating rollouts", in_flight.generating, generating),
         ("ready rollouts", in_flight.ready.samples, sum(len(g.members) for g in in_flight.ready)),
         ("ready tokens", in_flight.ready.tokens, sum(g.tokens for g in in_flight.ready)),
-        ("accepted", len(in_flight.ready.accepted), sum(map(_is_accepted, in_flight.ready))),
+        ("accepted", len(in_flight.ready.accepted), sum(bool(g.accepted) for g in in_flight.ready)),
         (
             "accepted tokens",
             in_flight.ready.accepted.tokens,
@@ -96,14 +90,10 @@ def _counts(state: SchedulerState) -> None:
             raise InvariantViolation(f"{what} are counted as {counted} and are {there}")
 
 
-def _is_accepted(group: GroupRecord) -> bool:
-    return bool(group.accepted)
-
-
 def _held_on(state: SchedulerState) -> dict[str, int]:
     held: dict[str, int] = {}
     for request in state.in_flight.open_requests():
-        held[request.engine] = held.get(request.engine, 0) + _context(request)
+        held[request.engine] = held.get(request.engine, 0) + request.rollout.context_tokens
     return held
 
 
@@ -127,10 +117,6 @@ def _batches(state: SchedulerState) -> None:
             raise InvariantViolation(
                 f"batch {batch.index} is not acknowledged and its groups are empty"
             )
-
-
-def _context(request: RequestRecord) -> int:
-    return len(request.rollout.prompt_ids) + len(request.rollout.log)
 
 
 def _queue(state: SchedulerState) -> None:

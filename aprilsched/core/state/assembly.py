@@ -7,7 +7,7 @@ from copy import deepcopy
 
 from aprilsched.core.messages import facts
 from aprilsched.core.state.lifecycle import GENERATING
-from aprilsched.core.state.records import GroupRecord, RolloutRecord
+from aprilsched.core.state.records import DeliveredBatch, GroupRecord, RolloutRecord
 from aprilsched.types import Batch, Group, Rollout
 
 
@@ -69,6 +69,17 @@ def batch_of(
             for record in records
         ),
         redelivered=redelivered,
+    )
+
+
+def batch_again(record: DeliveredBatch) -> Batch:
+    """A batch that was delivered before, to be delivered once more."""
+    return batch_of(
+        record.groups,
+        index=record.index,
+        version=record.version,
+        oldest_unmasked=record.oldest_unmasked,
+        redelivered=True,
     )
 
 

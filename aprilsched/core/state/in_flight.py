@@ -116,7 +116,7 @@ class InFlight:
                 self.add_request(rollout, prompt.input_ids, sampling)
             elif deferred:
                 self.journal.change(rollout)
-        group.unfinished = group.unscored = len(samplings)
+        group.unfinished = len(samplings)
         self.counters.launched += len(samplings)
         if evaluation_id is None:
             self.training += 1
@@ -134,7 +134,7 @@ class InFlight:
     ) -> RequestRecord:
         """Begin a rollout's next turn; `input_ids` is its whole context. With `output_start`, the
         output from there on is known already."""
-        known = len(rollout.prompt_ids) + len(rollout.log)
+        known = rollout.context_tokens
         if rollout.turns == 0:
             rollout.prompt_ids = input_ids
         elif output_start is None and len(input_ids) > known:
@@ -193,10 +193,10 @@ class InFlight:
         rollout.move(Move.SEND)
         rollout.group.engine = engine
         self._note_home(rollout.group.prompt.affinity, engine)
-        known = len(rollout.log)
-        request.pending_prefill = len(rollout.prompt_ids) + known if request.attempt else 0
+        context = rollout.context_tokens
+        request.pending_prefill = context if request.attempt else 0
         request.attempt += 1
-        request.attempt_start = known
+        request.attempt_start = len(rollout.log)
         request.engine = engine
         request.destination = ""
         request.version = request.sent_version = version
@@ -206,7 +206,7 @@ class InFlight:
         self.open[engine] += 1
         self._changed[engine] = None
         self.open_attempts += 1
-        self.hold(engine, len(rollout.prompt_ids) + known)
+        self.held_on[engine] += context
         self._open_on.setdefault(engine, {})[request.request_id] = request
         if self.work is not None:
             self.work.note(request)
@@ -234,8 +234,7 @@ class InFlight:
         self.open[request.engine] -= 1
         self._changed[request.engine] = None
         self.open_attempts -= 1
-        context = len(request.rollout.prompt_ids) + len(request.rollout.log)
-        self.held_on[request.engine] -= context
+        self.held_on[request.engine] -= request.rollout.context_tokens
         del self._open_on[request.engine][request.request_id]
         self.called_back -= request.aborting
         if self.work is not None:
@@ -251,7 +250,7 @@ class InFlight:
     def arrive(self, request: RequestRecord, ids: Int32Array, logprobs: Float32Array) -> None:
         """Add new tokens of an open attempt."""
         rollout, version, engine = request.rollout, request.version, request.engine
-        self.hold(engine, len(ids))
+        self.held_on[engine] += len(ids)
         if self.work is not None:
             self.work.note(request)
         rollout.log.append(ids, logprobs, version=version, engine=engine)
@@ -264,10 +263,6 @@ class InFlight:
         if request.kept_keys and not rollout.log.stale_keys:
             rollout.log.stale_keys = True
             self.journal.change(rollout)
-
-    def hold(self, engine: str, tokens: int) -> None:
-        """Count tokens that are with an engine in addition."""
-        self.held_on[engine] += tokens
 
     def requeue(self, request: RequestRecord) -> None:
         """Let the rest of a request wait to be sent, with all tokens known so far."""
@@ -309,14 +304,13 @@ class InFlight:
             group_id=self._next_id(), prompt=group.prompt, opened=group.opened, size=0
         )
         losers.members = [member for member in group.members if member.state in GENERATING]
-        losers.unfinished = losers.unscored = len(losers.members)
+        losers.unfinished = len(losers.members)
         group.members = [member for member in group.members if member.state not in GENERATING]
         group.left = tuple(member.rollout_id for member in losers.members)
         group.members.sort(key=lambda member: member.index)
         for member in losers.members:
             member.group = losers
         group.unfinished = 0
-        group.unscored -= losers.unfinished
         self.groups[losers.group_id] = losers
         self.training += 1
         self.ready.add(group)

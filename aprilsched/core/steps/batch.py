@@ -25,7 +25,7 @@ from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
 from aprilsched.core.messages import facts
 from aprilsched.core.policies.refill import stratified
-from aprilsched.core.state.assembly import batch_of
+from aprilsched.core.state.assembly import batch_again, batch_of
 from aprilsched.core.state.records import DeliveredBatch, GroupRecord, Offered, group_lengths
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.errors import InvariantViolation
@@ -83,27 +83,25 @@ def on_trainer_returned(state: SchedulerState, event: ev.TrainerReturned) -> Non
     # An offer that is a batch delivered again must stay the first of those that wait.
     withdraw_offer(state)
     delivery.redelivery = deque(
-        waiting.get(index) or _again(delivery.unacknowledged[index]) for index in missing
+        waiting.get(index) or batch_again(delivery.unacknowledged[index]) for index in missing
     )
     delivery.streamed_again = again
+    groups = _batch_in_work(state, streamed).groups
+    delivery.streamed = {group.group_id: group for group in groups}
+
+
+def _batch_in_work(
+    state: SchedulerState, groups: Sequence[GroupRecord], *, redelivered: bool = False
+) -> Batch:
+    """The batch in work with these groups, as the trainer's version consumes it."""
     version = state.weights.versions.trainer
-    part = batch_of(
-        streamed,
+    return batch_of(
+        groups,
         index=state.in_flight.counters.batches,
         version=version,
         oldest_unmasked=state.staleness.oldest_unmasked(version),
-        made=delivery.streamed,
-    )
-    delivery.streamed = {group.group_id: group for group in part.groups}
-
-
-def _again(record: DeliveredBatch) -> Batch:
-    return batch_of(
-        record.groups,
-        index=record.index,
-        version=record.version,
-        oldest_unmasked=record.oldest_unmasked,
-        redelivered=True,
+        redelivered=redelivered,
+        made=state.delivery.streamed,
     )
 
 
@@ -278,14 +276,7 @@ def _offer_next_group(state: SchedulerState) -> None:
         if (state.stop.take(then) is not None and not left) or drained:
             _offer_last_part(state, then)
         else:
-            version = state.weights.versions.trainer
-            part = batch_of(
-                fits[:1],
-                index=state.in_flight.counters.batches,
-                version=version,
-                oldest_unmasked=state.staleness.oldest_unmasked(version),
-                redelivered=_may_have(state, fits[:1]),
-            )
+            part = _batch_in_work(state, fits[:1], redelivered=_may_have(state, fits[:1]))
             _offer_part(state, replace(part, complete=False))
     elif (enough and not due) or _drained(state):
         # The groups that the batch still waited for were dropped.
@@ -328,31 +319,18 @@ def _may_have(state: SchedulerState, groups: Iterable[GroupRecord]) -> bool:
 
 def _composed(state: SchedulerState, groups: list[GroupRecord]) -> Offered:
     """Offer the batch of `groups`, which are not ready for another one any more."""
-    version = state.weights.versions.trainer
-    oldest_unmasked = state.staleness.oldest_unmasked(version)
-    batch = batch_of(
-        groups,
-        index=state.in_flight.counters.batches,
-        version=version,
-        oldest_unmasked=oldest_unmasked,
-        redelivered=_may_have(state, groups),
-        made=state.delivery.streamed,
-    )
+    batch = _batch_in_work(state, groups, redelivered=_may_have(state, groups))
     for group in groups:
         state.in_flight.ready.remove(group)
         group.offered = True
     record = DeliveredBatch(
         index=batch.index,
-        version=version,
-        oldest_unmasked=oldest_unmasked,
+        version=batch.version,
+        oldest_unmasked=state.staleness.oldest_unmasked(batch.version),
         groups=tuple(groups),
     )
     state.in_flight.journal.deliver(record)
-    offered = Offered(
-        batch=batch,
-        record=record,
-        target_groups=state.plan.target_groups,
-    )
+    offered = Offered(batch=batch, record=record, target_groups=state.plan.target_groups)
     # The next batch begins after it, and counts it among those before.
     state.delivery.offer = offered
     state.expectations.renew()

@@ -47,10 +47,8 @@ def on_opened(state: SchedulerState, event: ev.Opened) -> None:
         standby = not (current or finishes)
         state.fleet.control.join(engine, standby=standby, now=state.now)
         state.fleet.health.join(engine.name, engine.max_running, state.now)
-        if current:
-            state.weights.versions.join(engine.name, state.weights.versions.trainer)
-        elif finishes and engine.version is not None:
-            state.weights.versions.join_behind(engine.name, engine.version)
+        if not standby:
+            state.weights.versions.note(engine.name, engine.version)
     if state.resumed:
         call_again(state)
 
@@ -67,7 +65,7 @@ def _finishes_rollouts(state: SchedulerState, version: int | None) -> bool:
 
 
 def _start(state: SchedulerState, version: int) -> None:
-    state.weights.versions.start(version)
+    state.weights.versions.trainer = version
     state.weights.base = version
 
 
@@ -111,7 +109,7 @@ def promote(state: SchedulerState, engine: str) -> None:
         control.base = state.weights.versions.trainer
     state.fleet.control.engines[engine] = control
     state.fleet.control.touch(engine)
-    state.weights.versions.join(engine, state.weights.versions.trainer)
+    state.weights.versions.note(engine, state.weights.versions.trainer)
     state.announce(facts.EngineAdmitted(engine=engine, version=state.weights.versions.trainer))
 
 
@@ -136,8 +134,7 @@ def on_continued(state: SchedulerState, event: ev.Continued) -> None:
     state.fleet.health.of(event.engine).silence = 0.0
     if control.flushed:
         for request in state.in_flight.open_requests(event.engine):
-            rollout = request.rollout
-            request.pending_prefill = len(rollout.prompt_ids) + len(rollout.log)
+            request.pending_prefill = request.rollout.context_tokens
             state.fleet.health.of(event.engine).pending_prefill += request.pending_prefill
 
 
@@ -193,7 +190,7 @@ def _leave(state: SchedulerState, engine: str, cause: str) -> list[RequestRecord
     if control is not None:
         state.fleet.control.standby[engine] = control
         state.fleet.control.touch(engine)
-        state.weights.versions.leave(engine)
+        state.weights.versions.note(engine, None)
     requests = list(state.in_flight.open_requests(engine))
     for request in requests:
         state.in_flight.close_attempt(request, None)
@@ -259,7 +256,7 @@ def _stalled(state: SchedulerState, engine: str, health: EngineHealth) -> bool:
     """Whether the engine is silent for longer than the timeout and the prefill of all requests that
     it has not answered yet."""
     context = sum(
-        len(request.rollout.prompt_ids) + len(request.rollout.log)
+        request.rollout.context_tokens
         for request in state.in_flight.open_requests(engine)
         if request.pending_prefill or not request.gained
     )

@@ -326,7 +326,7 @@ def _caught_up(state: SchedulerState, event: ev.Refitted) -> None:
             demote(state, control.name, f"refit to version {control.loading} failed: {why}")
     elif control.name in state.fleet.control.engines:
         state.times.refits.add(state.now - control.loading_since)
-        state.weights.versions.refitted(control.name, control.loading)
+        state.weights.versions.note(control.name, control.loading)
         control.base = control.loading
         control.version_seen_at, control.doubt = state.now, ""
     elif control.loading == state.weights.versions.trainer:
@@ -367,7 +367,7 @@ def _roll_over(state: SchedulerState, update: Update) -> None:
     """Make the version the trainer's. Each engine takes it alone, in :func:`catch_up`."""
     versions = state.weights.versions
     changes = update.version != versions.trainer
-    versions.advance(update.version)
+    versions.trainer = update.version
     state.weights.base, state.weights.republishable = update.version, update.republishable
     if changes:
         state.delivery.batches_since_update = 0
@@ -415,7 +415,7 @@ def _publish(state: SchedulerState, update: Update, took: frozenset[str]) -> Non
     """Make the version the fleet's, and note it for every engine that took it."""
     old = state.weights.versions.trainer
     for engine in took & state.fleet.control.engines.keys():
-        state.weights.versions.refitted(engine, update.version)
+        state.weights.versions.note(engine, update.version)
         control = state.fleet.control.engines[engine]
         control.version_seen_at, control.doubt = state.now, ""
         if update.external:

@@ -20,7 +20,7 @@ import numpy as np
 
 from aprilsched.core.messages import facts
 from aprilsched.core.policies.schedule import Schedule
-from aprilsched.core.state.assembly import batch_of, launched
+from aprilsched.core.state.assembly import batch_again, launched
 from aprilsched.core.state.ledger import Entry, Outcome, Reason
 from aprilsched.core.state.lifecycle import GENERATING, State
 from aprilsched.core.state.records import (
@@ -123,7 +123,7 @@ def call_again(state: SchedulerState) -> None:
             state.tell(facts.GroupAccepted(group_id=group.group_id))
         if not group.complete or group.accepted:
             continue
-        if not group.unscored:
+        if group.scored:
             filter_or_accept(state, group)
         elif state.caller.reward_scope == "group":
             ask_for_rewards(state, group)
@@ -154,7 +154,7 @@ def _restore_run(state: SchedulerState, saved: Saved) -> None:
     state.prompts.outcome = Outcome(
         delivered=run.delivered_groups, causes=Counter(run.failed_groups)
     )
-    state.weights.versions.start(run.version)
+    state.weights.versions.trainer = run.version
     state.weights.base, state.weights.adapter = run.base, run.adapter
     state.weights.in_parts = run.in_parts
     state.delivery.batches_since_update = run.batches_since_update
@@ -210,7 +210,6 @@ def _group(state: SchedulerState, saved: Saved, group: SavedGroup) -> GroupRecor
     record.size = len(record.members) if left or group.size is None else group.size
     record.members.sort(key=lambda member: member.index if left else member.rollout_id)
     record.unfinished = sum(member.state in GENERATING for member in record.members)
-    record.unscored = sum(member.state is not State.DONE for member in record.members)
     return record
 
 
@@ -231,8 +230,7 @@ def _open_scores(state: SchedulerState, run: RunState, group: GroupRecord) -> No
             for member in generated:
                 member.state, member.reward = State.SCORING, None
                 member.reward_parts, member.info = {}, {}
-    group.unscored = sum(member.state is not State.DONE for member in group.members)
-    if group.unscored or (state.caller.accepts and not run.accepts):
+    if not group.scored or (state.caller.accepts and not run.accepts):
         group.accepted = None
 
 
@@ -353,20 +351,14 @@ def _restore_batch(
     for group in members:
         for member in group.members:
             member.state = State.DELIVERED
-    again = batch_of(
-        members,
-        index=batch.index,
-        version=batch.version,
-        oldest_unmasked=batch.oldest_unmasked,
-        redelivered=True,
-    )
-    state.delivery.redelivery.append(again)
-    state.delivery.unacknowledged[batch.index] = DeliveredBatch(
+    record = DeliveredBatch(
         index=batch.index,
         version=batch.version,
         oldest_unmasked=batch.oldest_unmasked,
         groups=tuple(members),
     )
+    state.delivery.redelivery.append(batch_again(record))
+    state.delivery.unacknowledged[batch.index] = record
 
 
 def _left(saved: Saved, group: GroupRecord) -> bool:

@@ -93,7 +93,7 @@ def _straggler(state: SchedulerState, request: RequestRecord) -> Straggler:
     group = rollout.group
     expected = state.expectations
     return Straggler(
-        context=len(rollout.prompt_ids) + len(rollout.log),
+        context=rollout.context_tokens,
         group_tokens=group.tokens if group.unfinished == 1 else 0,
         ends_within=lambda tokens: expected.ends_within(request, tokens),
         remaining=lambda: expected.remaining(request),

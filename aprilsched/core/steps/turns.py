@@ -7,8 +7,6 @@ dropped and counted as soon as the episode continues.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from aprilsched.core.messages import commands as do
@@ -17,7 +15,7 @@ from aprilsched.core.messages import facts
 from aprilsched.core.state.assembly import group_of, rollout_of
 from aprilsched.core.state.ledger import Reason
 from aprilsched.core.state.lifecycle import GENERATING, Move, State
-from aprilsched.core.state.records import GroupRecord, Replay, RequestRecord, RolloutRecord
+from aprilsched.core.state.records import GroupRecord, RequestRecord, RolloutRecord
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.steps.drop import abort, drop
 from aprilsched.types import NO_VERSION, FinishReason, Int32Array, Score
@@ -71,22 +69,17 @@ def on_turn_requested(state: SchedulerState, event: ev.TurnRequested) -> None:
     if rollout is None:
         return
     _drop_undecided(state, rollout)
-    known = ask_again(state, rollout, event.input_ids)
-    before = len(rollout.log)
-    if isinstance(known, AnsweredTurn):
+    begin, before = _known_begin(state, rollout, event.input_ids), len(rollout.log)
+    if rollout.replay is not None:
+        rollout.replay.answered += 1
         _tell_begun(state, rollout, before)
         rollout.turns += 1
-        _answer(state, rollout, known.turn)
+        _answer(state, rollout, rollout.replay.answered - 1)
         return
     sampling = event.sampling or rollout.sampling
-    if known is not None:
-        leave_one(state, rollout, known.begin, sampling.max_new_tokens)
-    state.in_flight.add_request(
-        rollout,
-        event.input_ids,
-        sampling,
-        output_start=None if known is None else known.begin,
-    )
+    if begin is not None:
+        leave_one(state, rollout, begin, sampling.max_new_tokens)
+    state.in_flight.add_request(rollout, event.input_ids, sampling, output_start=begin)
     _tell_begun(state, rollout, before)
 
 
@@ -261,7 +254,7 @@ def finish(state: SchedulerState, rollout: RolloutRecord, score: Score | None) -
         _score(state, rollout)
     elif scope == "rollout":
         ask_for_reward(state, rollout)
-    if scope == "group" and group.complete and group.unscored:
+    if scope == "group" and group.complete and not group.scored:
         ask_for_rewards(state, group)
 
 
@@ -332,8 +325,7 @@ def _score(state: SchedulerState, rollout: RolloutRecord) -> None:
             info=rollout.info,
         )
     )
-    rollout.group.unscored -= 1
-    if not rollout.group.unscored:
+    if rollout.group.scored:
         filter_or_accept(state, rollout.group)
 
 
@@ -368,36 +360,23 @@ def _accept(state: SchedulerState, group: GroupRecord) -> None:
 # counted.
 
 
-@dataclass(frozen=True, slots=True)
-class AnsweredTurn:
-    """The turn with this number has a saved answer."""
-
-    turn: int
-
-
-@dataclass(frozen=True, slots=True)
-class BegunTurn:
-    """The turn was saved in part; its output begins at position `begin` of the response."""
-
-    begin: int
-
-
-def ask_again(
+def _known_begin(
     state: SchedulerState, rollout: RolloutRecord, input_ids: Int32Array
-) -> AnsweredTurn | BegunTurn | None:
-    """Find the saved part of the turn that the episode asks for; None if there is none."""
+) -> int | None:
+    """Where the known output of the turn begins that the episode asks for; None if nothing of it is
+    known. The replay ends with the first turn whose answer is not known."""
     replay = rollout.replay
     if replay is None:
         return None
-    begin = _begin(rollout, replay)
-    if begin is None or not np.array_equal(input_ids, rollout.context()[: _known(rollout, begin)]):
+    is_answered = replay.answered < len(rollout.answered)
+    begin = rollout.answered[replay.answered][0] if is_answered else replay.partial
+    known = len(rollout.prompt_ids) + (begin or 0)
+    if begin is None or not np.array_equal(input_ids, rollout.context()[:known]):
         forget_rest(state, rollout)
         return None
-    if replay.answered == len(rollout.answered):
+    if not is_answered:
         rollout.replay = None
-        return BegunTurn(begin)
-    replay.answered += 1
-    return AnsweredTurn(replay.answered - 1)
+    return begin
 
 
 def forget_rest(state: SchedulerState, rollout: RolloutRecord) -> None:
@@ -448,14 +427,3 @@ def truncate(state: SchedulerState, rollout: RolloutRecord, size: int, reason: R
             reason=reason.value,
         )
     )
-
-
-def _begin(rollout: RolloutRecord, replay: Replay) -> int | None:
-    """Where the output of the next known turn begins; None if there is none."""
-    if replay.answered < len(rollout.answered):
-        return rollout.answered[replay.answered][0]
-    return replay.partial
-
-
-def _known(rollout: RolloutRecord, begin: int) -> int:
-    return len(rollout.prompt_ids) + begin
