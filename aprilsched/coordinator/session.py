@@ -10,7 +10,8 @@ import asyncio
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from aprilsched.coordinator.attempts import Attempts
 from aprilsched.coordinator.controls import EngineControls

@@ -1,26 +1,29 @@
 """Commands: what the shell is to do. It reports back with events.
 
-Some facts are commands too (:data:`Order`): the shell acts on what has become true, and needs to
-know no more than the listeners do.
+Some facts are commands too (:class:`~aprilsched.core.messages.facts.Order`): the shell acts on what
+has become true, and needs to know no more than the listeners do.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal
 
 from msgspec import Struct
 
 from aprilsched.core.lengths.observed import GroupLengths
-from aprilsched.core.messages import facts
 from aprilsched.core.policies.schedule import Pace, Schedule
 from aprilsched.errors import RunEnded, RunGivenUp
 from aprilsched.types import Batch, Float32Array, Group, Int32Array, Prompt, Rollout, SamplingParams
 
+
+class Command(Struct, frozen=True, kw_only=True):
+    """Something that the shell is to do."""
+
+
 # --- requests --------------------------------------------------------------------------------
 
 
-class Send(Struct, frozen=True, kw_only=True, eq=False, gc=False):
+class Send(Command, frozen=True, eq=False, gc=False):
     """Send an attempt of a request to an engine.
 
     Attributes:
@@ -41,7 +44,7 @@ class Send(Struct, frozen=True, kw_only=True, eq=False, gc=False):
     cache_version: int | None = None
 
 
-class Abort(Struct, frozen=True, kw_only=True, gc=False):
+class Abort(Command, frozen=True, gc=False):
     """End an attempt early. It comes back as Interrupted, or as Finished if it ended first."""
 
     engine: str
@@ -52,8 +55,7 @@ class Abort(Struct, frozen=True, kw_only=True, gc=False):
 # --- engine control --------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Pause:
+class Pause(Command, frozen=True):
     """Pause the engine. The answer is Paused.
 
     With "retract" the engine takes its requests out of the batch and recomputes them later; with
@@ -64,15 +66,13 @@ class Pause:
     mode: Literal["retract", "in_place"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Flush:
+class Flush(Command, frozen=True):
     """Flush the KV cache of a paused engine. The answer is Flushed."""
 
     engine: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Verify:
+class Verify(Command, frozen=True):
     """Ask the engine which version it has. The answer is Verified.
 
     The engine has been without requests for a while, or a connection to it broke. It may have been
@@ -85,8 +85,7 @@ class Verify:
     generates: bool = False
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Release:
+class Release(Command, frozen=True):
     """Release the memory of `tags`, which goes to the trainer. The engine is paused. The answer is
     Released."""
 
@@ -94,16 +93,14 @@ class Release:
     tags: tuple[str, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Wake:
+class Wake(Command, frozen=True):
     """Take the memory of `tags` back. The answer is Woken."""
 
     engine: str
     tags: tuple[str, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Continue:
+class Continue(Command, frozen=True):
     """End the pause of the engine. The answer is Continued."""
 
     engine: str
@@ -112,8 +109,7 @@ class Continue:
 # --- episodes and rewards --------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class StartEpisode:
+class StartEpisode(Command, frozen=True, eq=False):
     """Start the coroutine of an episode."""
 
     rollout_id: int
@@ -122,8 +118,7 @@ class StartEpisode:
     sampling: SamplingParams
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class ResolveTurn:
+class ResolveTurn(Command, frozen=True, eq=False):
     """Give an episode the answer to its turn.
 
     Attributes:
@@ -141,23 +136,20 @@ class ResolveTurn:
     withdrawn: bool = False
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class ScoreRollout:
+class ScoreRollout(Command, frozen=True, eq=False):
     """Ask the reward function about one rollout. The answer is Rewarded or RewardFailed."""
 
     rollout: Rollout
     prompt: Prompt
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class ScoreGroup:
+class ScoreGroup(Command, frozen=True, eq=False):
     """Ask the reward function about a whole group. The answer is GroupRewarded or RewardFailed."""
 
     group: Group
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Filter:
+class Filter(Command, frozen=True, eq=False):
     """Ask the user's accept function about a scored group.
 
     The answer is Filtered or RewardFailed.
@@ -166,15 +158,13 @@ class Filter:
     group: Group
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GiveUp:
+class GiveUp(Command, frozen=True):
     """Tell the caller that the run is given up, because too many groups failed in a row."""
 
     error: RunGivenUp
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Plan:
+class Plan(Command, frozen=True, eq=False):
     """Choose a schedule on this evidence. The answer is Planned.
 
     Attributes:
@@ -223,8 +213,7 @@ class Plan:
 # --- the trainer -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Offer:
+class Offer(Command, frozen=True, eq=False):
     """Save the batch, then let the trainer take it. The answer is BatchTaken. No other batch is
     offered before that, unless this one is withdrawn. A part of a batch that is not ``complete``
     need not be saved."""
@@ -232,16 +221,14 @@ class Offer:
     offered: Batch
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WithdrawOffer:
+class WithdrawOffer(Command, frozen=True):
     """Take the offer back: the trainer must not take the batch any more, because a new version
     comes."""
 
     index: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Deliver:
+class Deliver(Command, frozen=True, eq=False):
     """The trainer has taken the batch."""
 
     batch: Batch
@@ -249,59 +236,14 @@ class Deliver:
     """It was taken group by group and has ended early, so no offer of it as a whole was saved."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EndOfPrompts:
+class EndOfPrompts(Command, frozen=True):
     """Tell the trainer that the prompts have ended, and how the run has gone."""
 
     error: RunEnded
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class DeliverEvaluation:
+class DeliverEvaluation(Command, frozen=True, eq=False):
     """Give the caller the answers to its evaluation."""
 
     evaluation_id: int
     batch: Batch
-
-
-Order: TypeAlias = (
-    facts.PromptsRequested
-    | facts.GroupDropped
-    | facts.PromptRefused
-    | facts.RefitBegun
-    | facts.UpdateFinished
-    | facts.UpdateWanted
-    | facts.AdapterRetired
-    | facts.EngineLost
-    | facts.EngineAdmitted
-    | facts.EngineSlow
-    | facts.FleetAwaited
-    | facts.FleetGivenUp
-    | facts.SleepBegun
-    | facts.SleepEnded
-)
-"""A fact on which the shell acts too."""
-
-Command: TypeAlias = (
-    Order
-    | Send
-    | Abort
-    | Pause
-    | Flush
-    | Release
-    | Wake
-    | Continue
-    | Verify
-    | StartEpisode
-    | ResolveTurn
-    | ScoreRollout
-    | ScoreGroup
-    | Filter
-    | GiveUp
-    | Plan
-    | Offer
-    | WithdrawOffer
-    | Deliver
-    | EndOfPrompts
-    | DeliverEvaluation
-)

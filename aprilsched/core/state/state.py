@@ -366,7 +366,7 @@ class SchedulerState:
         """Tell listeners that something has become true in this event."""
         self.facts.append(fact)
 
-    def announce(self, fact: do.Order) -> None:
+    def announce(self, fact: facts.Order) -> None:
         """Tell listeners something on which the shell acts too."""
         self.facts.append(fact)
         self.commands.append(fact)

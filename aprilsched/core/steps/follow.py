@@ -15,6 +15,8 @@ else makes counts as no silence of the engine, for as long as an update may take
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from aprilsched.core.messages import events as ev
 from aprilsched.core.state.engine_control import EngineControl, Mode
 from aprilsched.core.state.ledger import Reason
@@ -25,7 +27,6 @@ from aprilsched.core.steps.drop import drop
 from aprilsched.core.steps.engines import demote, promote
 from aprilsched.core.steps.launch import launch_again
 from aprilsched.core.steps.refit import begin
-from aprilsched.types import VersionSpan
 
 
 def follow(state: SchedulerState, engine: str, version: int | None) -> bool:
@@ -120,22 +121,13 @@ def _stand_by_or_follow(
     return followed
 
 
-def foreign_label(state: SchedulerState, request: RequestRecord, label: int | None) -> int | None:
-    """The label, if the open attempt cannot have been sampled under its version; None otherwise."""
-    oldest, newest = _possible(state, request)
-    return label if label is not None and not oldest <= label <= newest else None
-
-
-def foreign_span(
-    state: SchedulerState, request: RequestRecord, spans: tuple[VersionSpan, ...] | None
+def foreign_version(
+    state: SchedulerState, request: RequestRecord, versions: Iterable[int]
 ) -> int | None:
-    """The first version in `spans` that the attempt cannot have been sampled under; None if there
-    is none."""
+    """The first of the `versions` that the attempt cannot have been sampled under; None if there is
+    none."""
     oldest, newest = _possible(state, request)
-    for span in spans or ():
-        if not oldest <= span.version <= newest:
-            return span.version
-    return None
+    return next((version for version in versions if not oldest <= version <= newest), None)
 
 
 def disown(state: SchedulerState, request: RequestRecord, version: int) -> None:

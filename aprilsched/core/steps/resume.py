@@ -296,15 +296,18 @@ def _request(
     state: SchedulerState, rollout: RolloutRecord, known: SavedRequest | None
 ) -> RequestRecord:
     state.in_flight.last_id += 1
-    return RequestRecord(
+    request = RequestRecord(
         request_id=state.in_flight.last_id,
         rollout=rollout,
-        sampling=rollout.sampling if known is None else known.sampling,
-        output_start=0 if known is None else known.output_start,
-        attempt=1 if known is None and len(rollout.log) else 0 if known is None else known.attempts,
-        failures=0 if known is None else known.failures,
-        interruptions=0 if known is None else known.interruptions,
+        sampling=rollout.sampling,
+        output_start=0,
+        attempt=1 if len(rollout.log) else 0,
     )
+    if known is not None:
+        request.sampling, request.output_start = known.sampling, known.output_start
+        request.attempt, request.failures = known.attempts, known.failures
+        request.interruptions = known.interruptions
+    return request
 
 
 def _runs(known: RolloutState, tokens: SavedTokens) -> list[SavedRun]:
