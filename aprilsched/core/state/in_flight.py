@@ -39,13 +39,13 @@ class InFlight:
     def __init__(
         self,
         place: Callable[[RequestRecord], Place],
-        version: Callable[[RequestRecord], int | None] = lambda _: None,
-        changed: dict[str, None] | None = None,
-        work: EngineWork | None = None,
+        version: Callable[[RequestRecord], int | None],
+        changed: dict[str, None],
+        work: EngineWork | None,
     ) -> None:
         self.work = work
         """The expected work of the engines, where requests are placed by it."""
-        self._changed = {} if changed is None else changed
+        self._changed = changed
         self.groups: dict[int, GroupRecord] = {}
         self.rollouts: dict[int, RolloutRecord] = {}
         self.requests: dict[int, RequestRecord] = {}
@@ -169,17 +169,25 @@ class InFlight:
 
     def refuse(self, reason: Reason, cause: str, *, now: float) -> Entry:
         """Enter a prompt that cannot be used into the ledger."""
+        self.counters.launched += 1
+        entry = self.enter(self._next_id(), self._next_id(), reason, cause, tokens=0, now=now)
+        self.journal.refuse(entry)
+        return entry
+
+    def enter(
+        self, rollout_id: int, group_id: int, reason: Reason, cause: str, *, tokens: int, now: float
+    ) -> Entry:
+        """Enter a rollout into the ledger, with the number of its sampled tokens."""
         entry = Entry(
-            rollout_id=self._next_id(),
-            group_id=self._next_id(),
+            rollout_id=rollout_id,
+            group_id=group_id,
             reason=reason,
             cause=cause,
-            tokens=0,
+            tokens=tokens,
             at=now,
         )
-        self.counters.launched += 1
+        self.counters.tokens_discarded += tokens
         self.ledger.add(entry)
-        self.journal.refuse(entry)
         return entry
 
     # --- attempts --------------------------------------------------------------------------
@@ -347,19 +355,11 @@ class InFlight:
         for member in group.members:
             member.move(Move.DROP)
             is_sibling = culprit is not None and member.rollout_id != culprit
+            why = Reason.SIBLING_FAILED if is_sibling else reason
             tokens = member.log.sampled_tokens
-            self.counters.tokens_discarded += tokens
             entries.append(
-                Entry(
-                    rollout_id=member.rollout_id,
-                    group_id=group.group_id,
-                    reason=Reason.SIBLING_FAILED if is_sibling else reason,
-                    cause=cause,
-                    tokens=tokens,
-                    at=now,
-                )
+                self.enter(member.rollout_id, group.group_id, why, cause, tokens=tokens, now=now)
             )
-            self.ledger.add(entries[-1])
         self.journal.drop(group, entries)
         if self.work is not None:
             self.work.note_group(group)

@@ -22,12 +22,12 @@ class PolicyVersionTracker:
     """The version of the trainer and the version of each engine in use, which is the trainer's or,
     with rolling refits, an older one."""
 
-    def __init__(self, changed: dict[str, None] | None = None) -> None:
+    def __init__(self, changed: dict[str, None]) -> None:
         self.trainer = 0
         self.engines: dict[str, int] = {}
         self._engines_of: Counter[int] = Counter()
         """Number of engines that have each version."""
-        self._changed = {} if changed is None else changed
+        self._changed = changed
 
     def note(self, engine: str, version: int | None) -> None:
         """Note that the engine is in use with `version`, or, with None, out of use."""
@@ -139,7 +139,7 @@ class Update:
 class Weights:
     """The policy versions of the run. Steps: ``refit``."""
 
-    versions: PolicyVersionTracker = field(default_factory=PolicyVersionTracker)
+    versions: PolicyVersionTracker
     """The version of the trainer and of each engine."""
     update: Update | None = None
     """The update that is under way."""

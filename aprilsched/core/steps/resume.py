@@ -21,7 +21,7 @@ import numpy as np
 from aprilsched.core.messages import facts
 from aprilsched.core.policies.schedule import Schedule
 from aprilsched.core.state.assembly import batch_again, launched
-from aprilsched.core.state.ledger import Entry, Outcome, Reason
+from aprilsched.core.state.ledger import Outcome, Reason
 from aprilsched.core.state.lifecycle import GENERATING, State
 from aprilsched.core.state.records import (
     DeliveredBatch,
@@ -405,14 +405,6 @@ def _drop_damaged(state: SchedulerState, saved: Saved, delivered: set[int]) -> N
 def _drop(
     state: SchedulerState, rollout_id: int, group_id: int, tokens: int, reason: Reason, cause: str
 ) -> None:
-    entry = Entry(
-        rollout_id=rollout_id,
-        group_id=group_id,
-        reason=reason,
-        cause=cause,
-        tokens=tokens,
-        at=state.now,
-    )
-    state.in_flight.counters.tokens_discarded += tokens
-    state.in_flight.ledger.add(entry)
-    state.in_flight.journal.drop_saved(entry)
+    in_flight = state.in_flight
+    entry = in_flight.enter(rollout_id, group_id, reason, cause, tokens=tokens, now=state.now)
+    in_flight.journal.drop_saved(entry)
