@@ -271,7 +271,9 @@ class FleetControl:
             rests = goal.kind == "pause" and not goal.away and control.mode is Mode.RUNNING
             if rests and idle(control.name):
                 return None
-            return self._next_call(control, goal, self._pause(goal), flush=flush)
+            # Requests that are held in place would lose their KV with the memory.
+            pause = "retract" if goal.away else self._pause_mode
+            return self._next_call(control, goal, pause, flush=flush)
         if control.mode is Mode.RUNNING and not idle(control.name):
             # Its requests are on their way to another engine, and end before any pause.
             return None
@@ -302,10 +304,6 @@ class FleetControl:
         self.enter(control, done)
         self.touch(engine)
         return control
-
-    def _pause(self, goal: Goal) -> PauseKind:
-        # Requests that are held in place would lose their KV with the memory.
-        return "retract" if goal.away else self._pause_mode
 
     def _flushes(self, control: EngineControl) -> bool:
         return self._flushes_cache and control.paused_by == "retract" and not control.flushed

@@ -204,6 +204,11 @@ class GroupRecord:
     """The group is in the batch that is offered."""
 
     @property
+    def in_training(self) -> bool:
+        """Whether it is a group of the trainer's batches, and was not dropped."""
+        return self.evaluation_id is None and self.dropped is None
+
+    @property
     def complete(self) -> bool:
         """Whether every member is generated to its end."""
         return self.unfinished == 0

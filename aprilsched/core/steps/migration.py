@@ -87,7 +87,7 @@ def migrate(state: SchedulerState) -> None:
                 break
             if not request.gained and waiting <= 0:
                 continue
-            if not _may_move(request):
+            if request.moved or not request.rollout.group.in_training:
                 continue
             rest = float(state.expectations.work([request])[0])
             if not _pays(state, request, rest):
@@ -139,11 +139,6 @@ def _rooms(state: SchedulerState) -> dict[str, float]:
         elif request.destination in rooms:
             rooms[request.destination] -= request.rollout.context_tokens
     return rooms
-
-
-def _may_move(request: RequestRecord) -> bool:
-    group = request.rollout.group
-    return not request.moved and group.evaluation_id is None and group.dropped is None
 
 
 def _pays(state: SchedulerState, request: RequestRecord, rest: float) -> bool:

@@ -318,7 +318,8 @@ def _caught_up(state: SchedulerState, event: ev.Refitted) -> None:
         return
     control.catching_up = False
     state.fleet.control.touch(control.name)
-    took = event.version == control.loading and not event.cause and not _loading(state)
+    loads = state.weights.update is not None and bool(state.weights.update.refitting)
+    took = event.version == control.loading and not event.cause and not loads
     if not took:
         control.failed_version = control.loading
         if control.name in state.fleet.control.engines:
@@ -333,10 +334,6 @@ def _caught_up(state: SchedulerState, event: ev.Refitted) -> None:
         promote(state, event.engine)
         if state.weights.adapter is not None:
             state.weights.adapters.setdefault(event.engine, set()).add(state.weights.adapter)
-
-
-def _loading(state: SchedulerState) -> bool:
-    return state.weights.update is not None and bool(state.weights.update.refitting)
 
 
 def _conclude(state: SchedulerState, update: Update) -> None:
@@ -394,7 +391,8 @@ def _leads_astray(state: SchedulerState, update: Update, took: frozenset[str]) -
                     f"{cause} where the fleet has {state.weights.base}, so it was loaded by mistake"
                 )
                 demote(state, control.name, why)
-        elif _answer(update, control.name) == state.weights.versions.trainer:
+        # One that joined later was not asked.
+        elif update.answers.get(control.name, (None,))[0] == state.weights.versions.trainer:
             _uncross(state, control.name, update)
         elif control.name in state.fleet.control.engines:
             demote(state, control.name, f"it did not say which version it has: {cause}")
@@ -403,12 +401,6 @@ def _leads_astray(state: SchedulerState, update: Update, took: frozenset[str]) -
     _evaluate_again(state, update)
     _finish(state, update, cause=cause)
     return True
-
-
-def _answer(update: Update, engine: str) -> int | None:
-    """The version that the engine said it has; None if it joined later and was not asked."""
-    version, _ = update.answers.get(engine, (None, ""))
-    return version
 
 
 def _publish(state: SchedulerState, update: Update, took: frozenset[str]) -> None:
