@@ -170,7 +170,7 @@ def lose(state: SchedulerState, engine: str, cause: str) -> None:
     del control.standby[engine]
     state.weights.adapters.pop(engine, None)
     note_loss(state, engine, cause)
-    # After the commands for its requests: what has ended is not cancelled with its streams.
+    # Its requests are back before the shell ends its streams.
     state.commands.append(lost)
     _count_interruptions(state, broken, f"{engine} was lost: {cause}")
 
