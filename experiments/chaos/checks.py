@@ -101,7 +101,9 @@ class Checks:
 
     def on_facts(self, facts: Sequence[Fact], now: float) -> None:
         launched = [fact for fact in facts if isinstance(fact, GroupLaunched)]
-        for fact in launched if self.state is not None else ():
+        if self.state is None:
+            return
+        for fact in launched:
             # What a killed process has not saved is launched again under the same ids.
             self.records.evaluated.discard(fact.group_id)
             group = self.state.in_flight.groups.get(fact.group_id)

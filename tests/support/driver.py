@@ -282,6 +282,8 @@ class Driver:
                 pass
             case facts.EngineAdmitted():
                 self.admitted.append(command)
+            case _:
+                raise AssertionError(f"nobody knows what to do about {command}")
 
     # --- durability ----------------------------------------------------------------------------
 
