@@ -498,9 +498,10 @@ class Simulation:
 
     def on_facts(self, facts: Sequence[Fact], now: float) -> None:
         """Give each group other lengths whose prompt is generated again."""
-        for fact in facts if self._redraws is not None else ():
-            if isinstance(fact, GroupLaunched) and fact.again is not None:
-                self._draw_again(self._redraws, fact.group_id)
+        redraws = self._redraws
+        for fact in facts:
+            if redraws is not None and isinstance(fact, GroupLaunched) and fact.again is not None:
+                self._draw_again(redraws, fact.group_id)
 
     def _draw_again(self, redraws: Redraws, group_id: int) -> None:
         """Give a group other lengths. A length is a limit here, so the group's record has it."""
