@@ -22,6 +22,8 @@ from numpy.typing import NDArray
 from aprilsched.core.config import Caller, SchedulerConfig
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
+from aprilsched.core.messages import facts
+from aprilsched.core.messages.facts import Fact, GroupLaunched
 from aprilsched.core.scheduler import Scheduler
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.driver.forecasts import ForecastErrors
@@ -253,7 +255,7 @@ class ModelledTrainer:
     def end(self, _: do.EndOfPrompts) -> None:
         self.done = True
 
-    def finish_update(self, _: do.FinishUpdate) -> None:
+    def finish_update(self, _: facts.UpdateFinished) -> None:
         # It waits for the agenda, because a trainer's next call is not part of the update's end.
         self._agenda.after(0.0, self._next)
 
@@ -386,6 +388,8 @@ class Simulation:
         if config.automatic:
             errors = ForecastErrors(self._planner, trainer_waits=config.trainer_waits)
             listeners = [*listeners, errors]
+        if self._redraws is not None:
+            listeners = [*listeners, self]
         self._loop = EventLoop(Scheduler(config, caller), listeners, clock=lambda: self.agenda.now)
         self.engines = {
             name: ModelledEngine(
@@ -439,25 +443,25 @@ class Simulation:
         engines, trainer = self.engines, self.trainer
         self._loop.performers.update(
             {
-                do.FetchPrompts: self._fetch,
-                do.Launch: self._launch,
+                facts.PromptsRequested: self._fetch,
                 do.Send: lambda c: engines[c.engine].send(c),
                 do.Abort: lambda c: engines[c.engine].abort(c),
                 do.Pause: lambda c: engines[c.engine].pause(c),
                 do.Flush: lambda c: engines[c.engine].flush(c),
                 do.Continue: lambda c: engines[c.engine].resume(),
                 do.Verify: lambda c: engines[c.engine].verify(),
-                do.Refit: self._refit,
+                facts.RefitBegun: self._refit,
                 do.ScoreRollout: self._score,
                 do.Filter: self._filter,
                 do.Plan: self._plan,
-                do.CancelWork: lambda _: None,
-                do.AdmitEngine: lambda _: None,
-                do.LoseEngine: self._lose_engine,
-                do.AwaitFleet: lambda _: None,
-                do.GiveUpFleet: lambda _: None,
+                facts.GroupDropped: lambda _: None,
+                facts.PromptRefused: lambda _: None,
+                facts.EngineAdmitted: lambda _: None,
+                facts.EngineLost: self._lose_engine,
+                facts.FleetAwaited: lambda _: None,
+                facts.FleetGivenUp: lambda _: None,
                 do.GiveUp: self._give_up,
-                do.FinishUpdate: trainer.finish_update,
+                facts.UpdateFinished: trainer.finish_update,
                 do.Offer: trainer.take,
                 do.WithdrawOffer: trainer.withdraw,
                 do.Deliver: trainer.deliver,
@@ -465,24 +469,30 @@ class Simulation:
             }
         )
 
-    def _fetch(self, command: do.FetchPrompts) -> None:
+    def _fetch(self, command: facts.PromptsRequested) -> None:
         prompts = tuple(islice(self._prompts, command.count))
         last = len(prompts) < command.count
         self._loop.feed(ev.PromptsArrived(prompts=prompts, last=last))
 
-    def _launch(self, command: do.Launch) -> None:
-        """Give the group other lengths if its prompt is generated again. A length is a limit here,
-        so the group's record has it."""
-        group = self.state.in_flight.groups.get(command.group_id)
-        if group is None or group.again is None or self._redraws is None:
+    def on_facts(self, facts: Sequence[Fact], now: float) -> None:
+        """Give each group other lengths whose prompt is generated again."""
+        redraws = self._redraws
+        for fact in facts:
+            if redraws is not None and isinstance(fact, GroupLaunched) and fact.again is not None:
+                self._draw_again(redraws, fact.group_id)
+
+    def _draw_again(self, redraws: Redraws, group_id: int) -> None:
+        """Give a group other lengths. A length is a limit here, so the group's record has it."""
+        group = self.state.in_flight.groups.get(group_id)
+        if group is None:
             return
-        lengths = self._redraws.lengths_again(group.prompt, group.group_id)[: group.size]
+        lengths = redraws.lengths_again(group.prompt, group.group_id)[: group.size]
         for member, length in zip(group.members, lengths, strict=True):
             member.sampling = replace(member.sampling, max_new_tokens=int(length))
             if member.request is not None:
                 member.request.sampling = member.sampling
 
-    def _refit(self, command: do.Refit) -> None:
+    def _refit(self, command: facts.RefitBegun) -> None:
         def loaded() -> None:
             for name in command.engines:
                 self.engines[name].refit(command.version, catch_up=command.catch_up)
@@ -503,7 +513,7 @@ class Simulation:
     def _plan(self, command: do.Plan) -> None:
         self._loop.feed(ev.Planned(schedule=self._planner.plan(command, self._config)))
 
-    def _lose_engine(self, command: do.LoseEngine) -> None:
+    def _lose_engine(self, command: facts.EngineLost) -> None:
         if command.last:
             self._failure = FleetLost(f"no engine is left: {command.cause}")
 

@@ -117,10 +117,6 @@ class EngineControls(Part):
             name, "wake", lambda: _sleeping(engine).wake(tags), done
         )
 
-    def finish_sleep(self, command: do.FinishSleep) -> None:
-        if not command.asleep:
-            self.memory_is_back.set()
-
     def verify(self, command: do.Verify) -> None:
         timeout_s = min(_VERIFY_S, self._timeout_s)
         work = self._call(

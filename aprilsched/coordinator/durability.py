@@ -19,8 +19,9 @@ from typing import TypeVar
 
 from aprilsched.coordinator.tasks import Part, Shell, Waits
 from aprilsched.coordinator.work import Work
-from aprilsched.core.messages.commands import Deliver, FinishUpdate, Offer
+from aprilsched.core.messages.commands import Deliver, Offer
 from aprilsched.core.messages.events import BatchesAcknowledged, PartsFollow
+from aprilsched.core.messages.facts import UpdateFinished
 from aprilsched.core.scheduler import Scheduler
 from aprilsched.core.state.saved import Saved, Snapshot
 from aprilsched.core.state.state import SchedulerState
@@ -197,7 +198,7 @@ class Durability(Part):
         if self._store is not None and command.unsaved:
             self._save(durable=True)
 
-    def finish_update(self, command: FinishUpdate) -> None:
+    def finish_update(self, command: UpdateFinished) -> None:
         """Save the new version and that the batches before it are acknowledged."""
         if self._store is not None:
             self._safe = self._saved()

@@ -10,7 +10,7 @@ from contextlib import aclosing
 from aprilsched.coordinator.handback import HandBack
 from aprilsched.coordinator.opening import examine
 from aprilsched.coordinator.tasks import Part, Shell, TaskKey
-from aprilsched.core.messages.commands import LoseEngine
+from aprilsched.core.messages import facts
 from aprilsched.core.messages.events import EngineInfo, EngineJoined, EngineLost
 from aprilsched.engines.base import Engine, Fleet, WatchesMembership
 from aprilsched.errors import AprilschedError
@@ -89,7 +89,7 @@ class Readmission(Part):
         self._hand_back = hand_back
         self._watching: dict[str, TaskKey] = {}
 
-    def lost(self, command: LoseEngine) -> None:
+    def lost(self, command: facts.EngineLost) -> None:
         """Wait for a lost engine to come back, unless it is on standby."""
         if not command.standby:
             self.expect(command.engine, last=command.last)

@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from aprilsched.coordinator.tasks import Part, Shell, TaskKey, watched
-from aprilsched.core.messages.commands import Refit, Retire
 from aprilsched.core.messages.events import ControlFailed, Refitted
+from aprilsched.core.messages.facts import AdapterRetired, RefitBegun
 from aprilsched.driver.callbacks import Overdue, called, raised
 from aprilsched.engines.base import Engine
 from aprilsched.errors import EngineError, InconsistentWeights
@@ -67,7 +67,7 @@ class Refits(Part):
 
     # --- commands ------------------------------------------------------------------------------
 
-    def refit(self, command: Refit) -> None:
+    def refit(self, command: RefitBegun) -> None:
         if command.followed:
             self.publisher = FollowedWeights()
             log.info("version %d was loaded by somebody else and is followed", command.version)
@@ -105,7 +105,7 @@ class Refits(Part):
         except Exception as error:
             log.warning("the publisher did not conclude: %r", error)
 
-    def retire(self, command: Retire) -> None:
+    def retire(self, command: AdapterRetired) -> None:
         publisher = self._fleets
         if isinstance(publisher, AdapterPublisher):
             kind = ("control", command.engine, "refit")
@@ -114,7 +114,7 @@ class Refits(Part):
     # --- work ----------------------------------------------------------------------------------
 
     async def _refit(
-        self, command: Refit, publisher: WeightPublisher | None, engines: Sequence[Engine]
+        self, command: RefitBegun, publisher: WeightPublisher | None, engines: Sequence[Engine]
     ) -> None:
         try:
             causes = await self._publish(command, publisher, engines)
@@ -129,7 +129,7 @@ class Refits(Part):
                 group.create_task(self._verify(command, engine, cause))
 
     async def _publish(
-        self, command: Refit, publisher: WeightPublisher | None, engines: Sequence[Engine]
+        self, command: RefitBegun, publisher: WeightPublisher | None, engines: Sequence[Engine]
     ) -> Mapping[str, str]:
         """Load the version into the engines; returns for each why it failed, or an empty string."""
         if publisher is None:
@@ -154,7 +154,7 @@ class Refits(Part):
             self.failure = error
             return dict.fromkeys(command.engines, raised(_PUBLISHER, error))
 
-    async def _verify(self, command: Refit, engine: Engine, cause: str) -> None:
+    async def _verify(self, command: RefitBegun, engine: Engine, cause: str) -> None:
         """Ask the engine for its version, and report the result to the core."""
         name = engine.name
         version: int | None
@@ -176,7 +176,7 @@ class Refits(Part):
             )
         )
 
-    async def _version(self, command: Refit, engine: Engine, cause: str) -> int:
+    async def _version(self, command: RefitBegun, engine: Engine, cause: str) -> int:
         async with asyncio.timeout(self._call_timeout_s):
             # Where the refit failed, another process may answer by now. The engine is then opened
             # again, because it is not what is known of it: not paused, for example.
@@ -187,7 +187,7 @@ class Refits(Part):
             return self._fleet_version() if cause else command.version
         return version
 
-    async def _retire(self, publisher: AdapterPublisher, command: Retire) -> None:
+    async def _retire(self, publisher: AdapterPublisher, command: AdapterRetired) -> None:
         try:
             await called(
                 _PUBLISHER,

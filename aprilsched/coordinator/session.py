@@ -10,7 +10,8 @@ import asyncio
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from aprilsched.coordinator.attempts import Attempts
 from aprilsched.coordinator.controls import EngineControls
@@ -35,6 +36,7 @@ from aprilsched.coordinator.work import Work
 from aprilsched.core.config import Caller, SchedulerConfig
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
+from aprilsched.core.messages import facts
 from aprilsched.core.scheduler import Scheduler
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.driver.forecasts import ForecastErrors
@@ -291,14 +293,14 @@ class Session:
         work, attempts, controls, waits = self._work, self.attempts, self._controls, self.waits
         self._loop.performers.update(
             {
-                do.FetchPrompts: work.fetch,
-                do.Launch: lambda _: None,
+                facts.PromptsRequested: work.fetch,
                 do.StartEpisode: work.start_episode,
                 do.ResolveTurn: work.resolve_turn,
                 do.ScoreRollout: work.score,
                 do.ScoreGroup: work.score_group,
                 do.Filter: work.filter,
-                do.CancelWork: work.cancel,
+                facts.GroupDropped: work.cancel,
+                facts.PromptRefused: work.refuse,
                 do.GiveUp: self._give_up,
                 do.Plan: self._planning.plan,
                 do.Send: attempts.send,
@@ -309,16 +311,17 @@ class Session:
                 do.Wake: controls.wake,
                 do.Continue: controls.resume,
                 do.Verify: controls.verify,
-                do.Refit: self.refits.refit,
-                do.Retire: self.refits.retire,
-                do.LoseEngine: self._lose_engine,
-                do.AdmitEngine: self._admit_engine,
-                do.ReportSlow: report_slow,
-                do.AwaitFleet: report_outage,
-                do.GiveUpFleet: lambda c: waits.fail(fleet_lost(c)),
-                do.WantUpdate: self._want_update,
-                do.FinishUpdate: self._finish_update,
-                do.FinishSleep: self._finish_sleep,
+                facts.RefitBegun: self.refits.refit,
+                facts.AdapterRetired: self.refits.retire,
+                facts.EngineLost: self._lose_engine,
+                facts.EngineAdmitted: self._admit_engine,
+                facts.EngineSlow: report_slow,
+                facts.FleetAwaited: report_outage,
+                facts.FleetGivenUp: lambda c: waits.fail(fleet_lost(c)),
+                facts.UpdateWanted: self._want_update,
+                facts.UpdateFinished: self._finish_update,
+                facts.SleepBegun: waits.finish_sleep,
+                facts.SleepEnded: self._end_sleep,
                 do.Offer: self.durability.offer,
                 do.WithdrawOffer: waits.withdraw,
                 do.Deliver: self.durability.deliver,
@@ -337,11 +340,11 @@ class Session:
         )
         return await ask_version(engine, silent=silent)
 
-    def _want_update(self, command: do.WantUpdate) -> None:
+    def _want_update(self, command: facts.UpdateWanted) -> None:
         error = wants_update(command.engines, command.version, command.base)
         self.waits.refuse(error, batch=command.batch, evaluations=command.evaluations)
 
-    def _lose_engine(self, command: do.LoseEngine) -> None:
+    def _lose_engine(self, command: facts.EngineLost) -> None:
         how = "on standby until a refit reaches it" if command.standby else "out of use"
         log.error("engine %s is %s: %s", command.engine, how, command.cause)
         if command.standby:
@@ -350,14 +353,14 @@ class Session:
             self._hand_back.begin(self.engines[command.engine])
         self._readmission.lost(command)
 
-    def _admit_engine(self, command: do.AdmitEngine) -> None:
+    def _admit_engine(self, command: facts.EngineAdmitted) -> None:
         log.warning("engine %s takes part again, at version %d", command.engine, command.version)
 
-    def _finish_sleep(self, command: do.FinishSleep) -> None:
-        self._controls.finish_sleep(command)
-        self.waits.finish_sleep(command)
+    def _end_sleep(self, ended: facts.SleepEnded) -> None:
+        self._controls.memory_is_back.set()
+        self.waits.finish_sleep(ended)
 
-    def _finish_update(self, command: do.FinishUpdate) -> None:
+    def _finish_update(self, command: facts.UpdateFinished) -> None:
         if not command.cause:
             self.refits.keep_publisher()
         else:

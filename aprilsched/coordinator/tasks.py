@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from aprilsched.core.config import SchedulerConfig
-from aprilsched.core.messages.commands import DeliverEvaluation, FinishSleep, FinishUpdate
+from aprilsched.core.messages.commands import DeliverEvaluation
 from aprilsched.core.messages.events import Event
+from aprilsched.core.messages.facts import SleepBegun, SleepEnded, UpdateFinished
 from aprilsched.engines.base import Engine
 from aprilsched.errors import InvariantViolation
 from aprilsched.types import Batch
@@ -169,9 +170,9 @@ class Waits:
         """Done when it is known whether the trainer has taken the offer; None while no offer is on
         its way."""
         self._batch: asyncio.Future[None] | None = None
-        self._update: asyncio.Future[FinishUpdate] | None = None
+        self._update: asyncio.Future[UpdateFinished] | None = None
         self._evaluations: dict[int, asyncio.Future[Batch]] = {}
-        self._sleep: asyncio.Future[FinishSleep] | None = None
+        self._sleep: asyncio.Future[None] | None = None
         self._failure: BaseException | None = None
 
     # --- an offer on its way -------------------------------------------------------------------
@@ -217,11 +218,11 @@ class Waits:
             self._batch.cancel()
             self._batch = None
 
-    def for_update(self) -> asyncio.Future[FinishUpdate]:
+    def for_update(self) -> asyncio.Future[UpdateFinished]:
         self._update = self._check().create_future()
         return self._update
 
-    def for_sleep(self) -> asyncio.Future[FinishSleep]:
+    def for_sleep(self) -> asyncio.Future[None]:
         """A future that is done when the engines are asleep, or are awake again."""
         self._sleep = self._check().create_future()
         return self._sleep
@@ -232,7 +233,7 @@ class Waits:
         return future
 
     @property
-    def update(self) -> asyncio.Future[FinishUpdate] | None:
+    def update(self) -> asyncio.Future[UpdateFinished] | None:
         """Future of the latest update, even if its caller was cancelled."""
         return self._update
 
@@ -252,13 +253,13 @@ class Waits:
         """Withdraw the offer of a batch."""
         self.offer = None
 
-    def finish_update(self, command: FinishUpdate) -> None:
+    def finish_update(self, command: UpdateFinished) -> None:
         if self._update is not None and not self._update.done():
             self._update.set_result(command)
 
-    def finish_sleep(self, command: FinishSleep) -> None:
+    def finish_sleep(self, _: SleepBegun | SleepEnded) -> None:
         if self._sleep is not None and not self._sleep.done():
-            self._sleep.set_result(command)
+            self._sleep.set_result(None)
 
     def deliver_evaluation(self, command: DeliverEvaluation) -> None:
         future = self._evaluations.pop(command.evaluation_id, None)

@@ -11,8 +11,8 @@ from contextlib import suppress
 from datetime import datetime, timedelta
 
 from aprilsched.coordinator.tasks import Part, Shell
-from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
+from aprilsched.core.messages import facts
 from aprilsched.engines.base import Engine, ReportsLoad, TellsPause
 from aprilsched.errors import EngineError, FleetLost, InconsistentWeights, RefitError
 
@@ -78,7 +78,7 @@ async def ask_load(engine: Engine) -> ev.LoadSeen | None:
 log = logging.getLogger("aprilsched")
 
 
-def report_slow(command: do.ReportSlow) -> None:
+def report_slow(command: facts.EngineSlow) -> None:
     """Log that an engine is slow."""
     log.warning(
         "engine %s is slow: %s; it stays in use, because there is no other engine to compare it "
@@ -88,7 +88,7 @@ def report_slow(command: do.ReportSlow) -> None:
     )
 
 
-def report_outage(command: do.AwaitFleet) -> None:
+def report_outage(command: facts.FleetAwaited) -> None:
     """Log that no engine is left, and until when one may come back."""
     now = datetime.now().astimezone()
     log.error(
@@ -99,7 +99,7 @@ def report_outage(command: do.AwaitFleet) -> None:
     )
 
 
-def fleet_lost(command: do.GiveUpFleet) -> FleetLost:
+def fleet_lost(command: facts.FleetGivenUp) -> FleetLost:
     """The error for every call, when no engine has come back."""
     return FleetLost(
         f"no engine is left and none came back within {command.waited_s:.0f} s "

@@ -19,6 +19,8 @@ from aprilsched.coordinator.prompts import PromptSource
 from aprilsched.coordinator.tasks import Tasks
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
+from aprilsched.core.messages import facts
+from aprilsched.core.state.ledger import Reason
 from aprilsched.driver.callbacks import (
     Accept,
     CallbackRunner,
@@ -102,7 +104,7 @@ class Work:
 
     # --- commands ------------------------------------------------------------------------------
 
-    def fetch(self, command: do.FetchPrompts) -> None:
+    def fetch(self, command: facts.PromptsRequested) -> None:
         self._asked.append(command.count)
         self._reads.set()
 
@@ -144,17 +146,22 @@ class Work:
         work = self._ask(_ACCEPT, self._accept, group.group_id, filtered, group)
         self._tasks.start(("verdict", group.group_id), work)
 
-    def cancel(self, command: do.CancelWork) -> None:
-        cause, reason = command.cause, command.reason
+    def refuse(self, command: facts.PromptRefused) -> None:
+        self._note_failure(command.group_id, Reason.BAD_PROMPT.value, command.cause)
+
+    def _note_failure(self, group_id: int, reason: str, cause: str) -> None:
         failed = reason not in _EXPECTED and not cause.startswith(_NOTED)
         # Causes of one kind differ in ids, counts and names of engines.
         if failed and self._failures.first(reason, re.sub(r"\d+", "", cause)):
             log.error(
                 "group %d %s: %s; later failures of this kind are only counted",
-                command.group_id,
+                group_id,
                 reason,
                 cause,
             )
+
+    def cancel(self, command: facts.GroupDropped) -> None:
+        self._note_failure(command.group_id, command.reason, command.cause)
         self._tasks.cancel([("group", command.group_id), ("verdict", command.group_id)])
         for rollout_id in command.rollout_ids:
             if rollout_id in self._turns:

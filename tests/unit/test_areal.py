@@ -23,6 +23,7 @@ import pytest
 from aprilsched import SchedulerConfig, SGLangFleet, SimFleet
 from aprilsched.config import Dispatch, Samples, Staleness
 from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import facts
 from aprilsched.errors import ConfigError, RefitError
 from aprilsched.integrations.areal import RolloutEngine
 from aprilsched.testing.fixtures import StartServer, start_sglang_server
@@ -213,11 +214,11 @@ def test_the_engines_generate_until_the_weights_are_on_the_disk(
         future = made.update_weights_from_disk(meta)
         made.prepare_batch(Loader(), SingleTurn(parts), group_size=SIZE)
         assert not future.done()
-        assert not [each for each in commands if isinstance(each, do.Pause | do.Refit)]
+        assert not [each for each in commands if isinstance(each, do.Pause | facts.RefitBegun)]
         assert made.get_version() == 0
         saved(parts, made.config, 0, Path(meta.path))
         future.result(60)
-        assert [each for each in commands if isinstance(each, do.Refit)]
+        assert [each for each in commands if isinstance(each, facts.RefitBegun)]
         assert made.get_version() == 0, "the trainer has not told its number yet"
         made.set_version(1)
         assert made.get_version() == 1
