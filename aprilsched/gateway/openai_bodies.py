@@ -17,30 +17,10 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from aprilsched.errors import ConfigError
+from aprilsched.gateway.generate import TextOptions
 from aprilsched.serving import Refusal, as_json
 
 _MOST_CHOICES = 128
-
-_SAMPLING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "min_tokens",
-    "seed",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "ignore_eos",
-    "stop_token_ids",
-    "regex",
-    "ebnf",
-    "json_schema",
-    "stop_regex",
-    "custom_params",
-)
-"""Fields that are sampling parameters under the same name, or under one that is known."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -50,37 +30,37 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     continuous_usage_stats: bool = False
 
 
-class _Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What both kinds of requests have."""
+class _Sampling(TextOptions, frozen=True, kw_only=True):
+    """The fields that are sampling parameters under the same name, or under one that is known."""
 
-    model: str = ""
-    n: int | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    stop: str | list[str] | None = None
-    max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     seed: int | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    response_format: dict[str, Any] | None = None
 
     # SGLang's and vLLM's.
     top_k: int | None = None
     min_p: float | None = None
     min_tokens: int | None = None
     repetition_penalty: float | None = None
-    stop_token_ids: list[int] | None = None
     stop_regex: str | list[str] | None = None
-    no_stop_trim: bool = False
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool = True
     regex: str | None = None
     ebnf: str | None = None
     json_schema: str | None = None
     custom_params: dict[str, Any] | None = None
+
+
+class _Body(_Sampling, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What both kinds of requests have."""
+
+    model: str = ""
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    response_format: dict[str, Any] | None = None
     rid: str | None = None
     return_token_ids: bool = False
 
@@ -106,11 +86,6 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         if not 1 <= n <= _MOST_CHOICES:
             raise ConfigError(f"n is {n}; give a number from 1 to {_MOST_CHOICES}.")
         return n
-
-    @property
-    def stops(self) -> list[str]:
-        """The stop strings."""
-        return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property
     def usage(self) -> bool:
@@ -224,7 +199,7 @@ def sampling_of(body: CompletionBody | ChatBody) -> dict[str, Any]:
     Raises:
         ConfigError: if it asks for a form of answer that is not known.
     """
-    found = {name: getattr(body, name) for name in _SAMPLING}
+    found = {name: getattr(body, name) for name in _Sampling.__struct_fields__}
     asked = body.response_format or {"type": "text"}
     match asked.get("type"):
         case "text":
@@ -449,7 +424,7 @@ def in_openai_form(handler: Handler) -> Handler:
         try:
             return await handler(request)
         except Refusal as refusal:
-            status, message = refusal.answer().status, str(refusal)
+            status, message = refusal.status, str(refusal)
         except ConfigError as error:
             status, message = 400, str(error)
         except web.HTTPRequestEntityTooLarge as error:

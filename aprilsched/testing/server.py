@@ -11,9 +11,9 @@ from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.engines.sim.sim_engine import SimEngine
 from aprilsched.loop_thread import LoopThread
 from aprilsched.serving import Listener
-from aprilsched.testing.app import make_app
-from aprilsched.testing.faults.middleware import EngineFaults, spoiling
-from aprilsched.testing.faults.script import Faults, FaultScript, reset
+from aprilsched.testing.app import app_of
+from aprilsched.testing.faults.middleware import EngineFaults, reset, spoiling
+from aprilsched.testing.faults.script import Faults, FaultScript
 from aprilsched.testing.served import ServedEngine
 
 
@@ -81,7 +81,7 @@ class SimServer:
 
     async def _listen(self, served: ServedEngine) -> None:
         outermost = [spoiling(self.faults, self._engine_faults)] if self.faults else []
-        app = make_app(served, admin_key=self._admin_key, outermost=outermost)
+        app = app_of(served, admin_key=self._admin_key, outermost=outermost)
         try:
             await self._listener.open(app)
         except BaseException:

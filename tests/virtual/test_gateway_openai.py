@@ -346,11 +346,11 @@ TEXT = "/v1/completions"
 @pytest.mark.parametrize(
     ("path", "body", "words"),
     [
-        (TEXT, {"prompt": ""}, "prompt is empty"),
-        (TEXT, {"prompt": []}, "prompt is empty"),
-        (TEXT, {"prompt": [[1], []]}, "has no tokens"),
+        (TEXT, {"prompt": ""}, "prompt cannot be empty"),
+        (TEXT, {"prompt": []}, "prompt cannot be empty"),
+        (TEXT, {"prompt": [[1], []]}, "prompt cannot be empty"),
         (TEXT, {"prompt": [1, 10**6]}, "got 1000000"),
-        (TEXT, {"prompt": ["x", 1]}, "give either"),
+        (TEXT, {"prompt": ["x", 1]}, "give one kind"),
         (TEXT, {"prompt": [-1]}, "got -1"),
         (TEXT, {}, "missing required field `prompt`"),
         (TEXT, {"prompt": "x", "n": 0}, "n is 0"),
@@ -413,7 +413,7 @@ async def test_a_bad_request_is_refused_in_openais_form_before_anything_is_launc
 
 
 async def test_the_client_raises_its_own_errors(one: Front):
-    with pytest.raises(openai.BadRequestError, match="prompt is empty") as refused:
+    with pytest.raises(openai.BadRequestError, match="prompt cannot be empty") as refused:
         await one.client.completions.create(model=MODEL, prompt="")
     assert refused.value.type == "invalid_request_error"
     async with front(None) as without:
@@ -598,13 +598,17 @@ async def test_generate_ends_at_a_stop_string(one: Front, stream: bool):
     [
         ("/generate", {"text": "x", "input_ids": [1]}, "give either"),
         ("/generate", {"text": ""}, "text cannot be empty"),
-        ("/generate", {"text": []}, "input_ids cannot be empty"),
+        ("/generate", {"text": []}, "text cannot be empty"),
         (
             "/generate",
             {"text": "x", "sampling_params": {"stop": [1]}},
-            "something else than strings",
+            "at `$.stop[0]`",
         ),
-        ("/generate", {"text": "x", "sampling_params": {"stop_token_ids": 5}}, "no list"),
+        (
+            "/generate",
+            {"text": "x", "sampling_params": {"stop_token_ids": 5}},
+            "at `$.stop_token_ids`",
+        ),
         ("/tokenize", {"prompt": 5}, "Expected `str | array`"),
         ("/detokenize", {"tokens": [1, [2]]}, "give either"),
         ("/detokenize", {"tokens": [-1]}, "tokens must be in"),
