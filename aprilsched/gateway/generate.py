@@ -11,7 +11,7 @@ import itertools
 import uuid
 from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
 from contextlib import aclosing, contextmanager
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import msgspec
 from aiohttp import web
@@ -104,8 +104,8 @@ async def _asked(
         raise Refused("The gateway serves no adapters by name; leave lora_path out.")
     prompts, one = await prompts_of(service, given, name)
     params: Any = body.sampling_params or {}
-    listed = isinstance(params, list)
-    each: list[Any] = params if listed else [params] * len(prompts)
+    listed = params if isinstance(params, list) else [params] * len(prompts)
+    each = cast("list[Any]", listed)
     if len(each) != len(prompts):
         raise Refused(f"There are {len(prompts)} prompts and {len(each)} sampling_params.")
     try:

@@ -37,7 +37,6 @@ from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.errors import (
     AprilschedError,
     ConfigError,
-    InvariantViolation,
     RefitError,
     StoreError,
 )
@@ -149,9 +148,6 @@ class Service:
         """Whether no new requests are taken, because the gateway stops."""
         self.model_path = ""
         self.texts = Texts(settings.tokenizer, settings.response_template)
-        self._failed = asyncio.Event()
-        self._failure: AprilschedError | None = None
-        """The error that has ended the scheduler, if one has."""
         self._prompts = PromptQueue(together_s=0)
         store = settings.store
         self._stored = store is not None
@@ -588,6 +584,7 @@ class Service:
             StoreError: if the store cannot be used.
         """
         self._labels.open()
+        self._failed: asyncio.Future[AprilschedError] = asyncio.get_running_loop().create_future()
         await self._closing.enter_async_context(self._rollouts)
         for batch in self._rollouts.state.delivery.redelivery:
             # Now, and not when it is delivered: its client may ask for it at once.
@@ -632,29 +629,21 @@ class Service:
     async def close(self) -> None:
         """End the scheduler, and close the fleet."""
         self.draining = True
-        for call in self._calls:
-            call.cancel()
-        if self._calls:
-            await asyncio.wait(self._calls)
+        await _cancel_all(self._calls)
         if self._open is not None:
             # The trainer brings no more of these weights, and a half of them is never in use.
-            self._open.task.cancel()
-            await asyncio.wait([self._open.task])
+            await _cancel_all([self._open.task])
             self._open = None
         if self._expiring is not None:
             self._expiring.cancel()
         if self._delivering is not None:
-            self._delivering.cancel()
-            await asyncio.wait([self._delivering])
+            await _cancel_all([self._delivering])
             self._delivering = None
         await self._closing.aclose()
 
     async def wait_failed(self) -> AprilschedError:
         """Wait until the scheduler has ended by itself, because the fleet is lost; returns why."""
-        await self._failed.wait()
-        if self._failure is None:
-            raise InvariantViolation("a gateway has failed without a cause")
-        return self._failure
+        return await asyncio.shield(self._failed)
 
     async def _deliver(self) -> None:
         """Take every rollout as soon as it is complete, until the scheduler ends."""
@@ -672,11 +661,18 @@ class Service:
             except AprilschedError as error:
                 self.draining = True
                 self.responses.fail_all(str(error))
-                self._failure = error
-                self._failed.set()
+                self._failed.set_result(error)
                 return
             waits = False
             self.responses.deliver(batch)
+
+
+async def _cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel tasks, and wait for their ends."""
+    ending = list(tasks)
+    for task in ending:
+        task.cancel()
+    await asyncio.gather(*ending, return_exceptions=True)
 
 
 def _seen(task: asyncio.Task[Any]) -> None:

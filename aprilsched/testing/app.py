@@ -9,6 +9,7 @@ import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -16,10 +17,12 @@ import numpy as np
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
+from aprilsched.checks import OWN
 from aprilsched.engines.base import Chunk, GenerationRequest
 from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.engines.sim.sim_engine import TAGS
 from aprilsched.errors import AprilschedError, ConfigError, EngineError, EngineRejected
+from aprilsched.sampling import SERVER, sampling_params
 from aprilsched.serving import (
     DONE,
     Bodies,
@@ -37,45 +40,14 @@ from aprilsched.serving import (
     token_logprobs,
 )
 from aprilsched.testing.faults.middleware import spoil
-from aprilsched.testing.served import SERVED, Call, ServedEngine, ServedRequests
+from aprilsched.testing.served import SERVED, Call, ServedEngine
 from aprilsched.types import SamplingParams
 
 # Makes the request of the embedded engine from a body, and refuses what SGLang would refuse.
-#
-# An unknown sampling parameter fails the request, as in SGLang.
 
 _DEFAULT_NEW_TOKENS = 128
-
-
-class _Sampling(msgspec.Struct, frozen=True):
-    """SGLang's sampling parameters and their defaults; those after `n` are not modelled."""
-
-    max_new_tokens: int | None = 128
-    min_new_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    min_p: float = 0.0
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool = False
-    sampling_seed: int | None = None
-    logit_bias: dict[str, float] | None = None
-    n: int = 1
-
-    stream_interval: int | None = None
-    stop: Any = None
-    stop_regex: Any = None
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    json_schema: Any = None
-    regex: Any = None
-    ebnf: Any = None
-    structural_tag: Any = None
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
-    no_stop_trim: bool = False
-    custom_params: Any = None
+_KNOWN = {*OWN, *SERVER, "n", "stop", "stream_interval"}
+"""SGLang's sampling parameters; those of the server's own are not modelled."""
 
 
 def known_parameters(body: GenerateBody) -> None:
@@ -84,7 +56,7 @@ def known_parameters(body: GenerateBody) -> None:
     Raises:
         Crashed: if there is one.
     """
-    if not (body.sampling_params or {}).keys() <= set(_Sampling.__struct_fields__):
+    if not (body.sampling_params or {}).keys() <= _KNOWN:
         raise Crashed
 
 
@@ -116,30 +88,20 @@ def generation_request(body: GenerateBody, rid: str, config: SimConfig) -> Gener
 
 
 def _sampling(given: dict[str, Any], vocab_size: int) -> SamplingParams:
+    n = given.get("n")
+    if n not in (None, 1):
+        raise Refused(f"n is {n}; this engine gives one response for each request.")
+    names = [name for name in (*OWN, *SERVER) if given.get(name) is not None]
     try:
-        params = msgspec.convert(given, _Sampling)
-    except msgspec.ValidationError as error:
-        raise Refused(f"sampling_params: {error}.") from error
-    for key in params.logit_bias or {}:
-        if not (key.isdecimal() and int(key) < vocab_size):
-            raise Refused(f"logit_bias must has keys in [0, {vocab_size - 1}], got {key}.")
-    if params.n != 1:
-        raise Refused(f"n is {params.n}; this engine gives one response for each request.")
-    new = _DEFAULT_NEW_TOKENS if params.max_new_tokens is None else params.max_new_tokens
-    try:
-        return SamplingParams(
-            max_new_tokens=new,
-            min_new_tokens=params.min_new_tokens,
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=params.top_k,
-            min_p=params.min_p,
-            stop_token_ids=tuple(params.stop_token_ids or ()),
-            ignore_eos=params.ignore_eos,
-            sampling_seed=params.sampling_seed,
+        sampling = sampling_params(
+            {"max_new_tokens": _DEFAULT_NEW_TOKENS} | {name: given[name] for name in names}
         )
     except ConfigError as error:
         raise Refused(str(error)) from error
+    for key in sampling.extra.get("logit_bias", ()):
+        if not (key.isdecimal() and int(key) < vocab_size):
+            raise Refused(f"logit_bias must has keys in [0, {vocab_size - 1}], got {key}.")
+    return replace(sampling, extra={})
 
 
 # --- generate answers ----------------------------------------------------------------------------
@@ -150,7 +112,7 @@ def _sampling(given: dict[str, Any], vocab_size: int) -> SamplingParams:
 class Answer:
     """Makes the events of one response, and counts the tokens that they have carried."""
 
-    def __init__(self, served: ServedRequests, call: Call, *, logprobs: bool) -> None:
+    def __init__(self, served: ServedEngine, call: Call, *, logprobs: bool) -> None:
         self._served = served
         self._call = call
         self._logprobs = logprobs

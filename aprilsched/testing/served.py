@@ -62,8 +62,8 @@ class Call:
     retractions: int = 0
 
 
-class ServedRequests:
-    """One engine and its requests; it belongs to one loop."""
+class ServedEngine:
+    """One engine, its requests and its control calls; it belongs to one loop."""
 
     def __init__(self, engine: SimEngine, config: SimConfig, *, time_scale: float) -> None:
         self.engine = engine
@@ -72,6 +72,11 @@ class ServedRequests:
         self.time_scale = time_scale
         self.random_seed = secrets.randbelow(2**31)
         """The seed that a server draws at its start; it distinguishes one process from another."""
+        self.adapters: dict[str, str] = {}
+        """The path of each loaded adapter."""
+        self.groups: dict[str, tuple[int, int]] = {}
+        """The rank offset and the size of each group that trainers broadcast weights in."""
+        self._updating = False
         self._labels = {0: "default"}
         self._calls: dict[str, Call] = {}
         self._stale: dict[str, Any] | None = None
@@ -263,17 +268,7 @@ class ServedRequests:
         for task in self._late:
             task.cancel()
 
-
-class ServedEngine(ServedRequests):
-    """One engine, its requests and its control calls; it belongs to one loop."""
-
-    def __init__(self, engine: SimEngine, config: SimConfig, *, time_scale: float) -> None:
-        super().__init__(engine, config, time_scale=time_scale)
-        self.adapters: dict[str, str] = {}
-        """The path of each loaded adapter."""
-        self.groups: dict[str, tuple[int, int]] = {}
-        """The rank offset and the size of each group that trainers broadcast weights in."""
-        self._updating = False
+    # -- control calls ----------------------------------------------------------------------
 
     async def pause(self, mode: PauseMode) -> None:
         """Pause; the mode "abort" ends all running requests first."""
