@@ -102,7 +102,7 @@ def as_json(content: object, status: int = 200) -> web.Response:
 
 
 @web.middleware
-async def refusing(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def answer_refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Turn refusals into answers; unknown paths are answered as FastAPI does."""
     try:
         return await handler(request)
@@ -345,7 +345,7 @@ def decode(body: bytes, kind: type[T]) -> T:
 # Asks for bearer tokens: one key for requests and one for control calls, as SGLang has them.
 
 
-def asking_for(
+def key_middleware(
     *,
     api_key: str | None,
     admin_key: str | None,
@@ -395,7 +395,7 @@ DONE = b"data: [DONE]\n\n"
 STREAM_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8"}
 
 
-def framed(item: Item) -> bytes:
+def frame_item(item: Item) -> bytes:
     """The bytes of `item` on the wire."""
     return item if isinstance(item, bytes) else b"data: " + msgspec.json.encode(item) + b"\n\n"
 
@@ -439,14 +439,14 @@ def labelled(
     return found
 
 
-async def streamed(request: web.Request, items: AsyncGenerator[Item]) -> web.StreamResponse:
+async def send_stream(request: web.Request, items: AsyncGenerator[Item]) -> web.StreamResponse:
     """The answer that streams `items`, which are closed when it ends or the client is gone."""
     stream = web.StreamResponse(headers=STREAM_HEADERS)
     try:
         await stream.prepare(request)
         async with aclosing(items):
             async for item in items:
-                await stream.write(framed(item))
+                await stream.write(frame_item(item))
     except ConnectionResetError:  # The client is gone.
         pass
     return stream
@@ -537,15 +537,15 @@ Route: TypeAlias = tuple[str, str, Handler]
 
 async def _pause(request: web.Request) -> web.Response:
     body = await body_of(request, PauseBody)
-    return await _steered(request.app[BACKEND].pause(body.mode), "paused")
+    return await _answer_steering(request.app[BACKEND].pause(body.mode), "paused")
 
 
 async def _resume(request: web.Request) -> web.Response:
     await body_of(request, ContinueBody)
-    return await _steered(request.app[BACKEND].resume(), "continued")
+    return await _answer_steering(request.app[BACKEND].resume(), "continued")
 
 
-async def _steered(call: Awaitable[None], done: str) -> web.Response:
+async def _answer_steering(call: Awaitable[None], done: str) -> web.Response:
     try:
         await call
     except TimeoutError:
@@ -593,24 +593,24 @@ async def _update_from_disk(request: web.Request) -> web.Response:
     done = "Succeeded to update model weights."
     if body.weight_version is not None:
         done += f" Weight version updated to {body.weight_version}."
-    return await _updated(request.app[BACKEND].load(body), done, num_paused_requests=0)
+    return await _answer_update(request.app[BACKEND].load(body), done, num_paused_requests=0)
 
 
 async def _update_version(request: web.Request) -> web.Response:
     body = await _update_of(request, VersionBody)
     label = body.new_version
     call = request.app[BACKEND].relabel(label)
-    return await _updated(call, f"Weight version updated to {label}", new_version=label)
+    return await _answer_update(call, f"Weight version updated to {label}", new_version=label)
 
 
 async def _update_from_tensor(request: web.Request) -> web.Response:
     body = await _update_of(request, TensorBody)
-    return await _updated(request.app[BACKEND].take_tensors(body))
+    return await _answer_update(request.app[BACKEND].take_tensors(body))
 
 
 async def _update_from_distributed(request: web.Request) -> web.Response:
     body = await _update_of(request, BroadcastBody)
-    return await _updated(request.app[BACKEND].take_broadcast(body))
+    return await _answer_update(request.app[BACKEND].take_broadcast(body))
 
 
 async def _update_of(request: web.Request, kind: type[Update]) -> Update:
@@ -621,7 +621,7 @@ async def _update_of(request: web.Request, kind: type[Update]) -> Update:
     return body
 
 
-async def _updated(
+async def _answer_update(
     call: Awaitable[str], done: str = "Succeeded to update model weights.", **more: object
 ) -> web.Response:
     try:
@@ -634,24 +634,24 @@ async def _updated(
 
 async def _begin_update(request: web.Request) -> web.Response:
     await body_of(request, dict[str, Any])
-    return await _done(request.app[BACKEND].begin_update())
+    return await _answer_call(request.app[BACKEND].begin_update())
 
 
 async def _end_update(request: web.Request) -> web.Response:
     await body_of(request, dict[str, Any])
-    return await _done(request.app[BACKEND].end_update())
+    return await _answer_call(request.app[BACKEND].end_update())
 
 
 async def _join_group(request: web.Request) -> web.Response:
-    return await _done(request.app[BACKEND].join_group(await body_of(request, JoinBody)))
+    return await _answer_call(request.app[BACKEND].join_group(await body_of(request, JoinBody)))
 
 
 async def _leave_group(request: web.Request) -> web.Response:
     body = await body_of(request, LeaveBody)
-    return await _done(request.app[BACKEND].leave_group(body.group_name))
+    return await _answer_call(request.app[BACKEND].leave_group(body.group_name))
 
 
-async def _done(call: Awaitable[None]) -> web.Response:
+async def _answer_call(call: Awaitable[None]) -> web.Response:
     try:
         await call
     except AprilschedError as error:
@@ -787,13 +787,13 @@ def make_app(
             `api_key` there too.
         outermost: middlewares that see all calls and answers.
     """
-    keys = asking_for(
+    keys = key_middleware(
         api_key=api_key,
         admin_key=admin_key,
         control={path for _, path, _ in (*_CONTROL, *control)},
         free={path for _, path, _ in _FREE},
     )
-    app = web.Application(middlewares=[*outermost, keys, refusing])
+    app = web.Application(middlewares=[*outermost, keys, answer_refusals])
     app[BODIES] = bodies
     app[BACKEND] = backend
     for method, path, handler in (*_FREE, *_INFO, *_CONTROL, *requests, *control):

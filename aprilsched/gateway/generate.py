@@ -32,7 +32,7 @@ from aprilsched.serving import (
     body_of,
     error_event,
     finish_reason,
-    streamed,
+    send_stream,
     token_logprobs,
 )
 from aprilsched.types import Prompt, SamplingParams
@@ -72,12 +72,12 @@ async def generate(request: web.Request) -> web.StreamResponse:
     service = request.app[SERVICE]
     body = await body_of(request, PromptsBody)
     asked, rules, several = await _asked(service, body, request.headers.get(GROUP_HEADER))
-    with begun(service, asked, rules) as readings:
+    with open_responses(service, asked, rules) as readings:
         answers = _Answers(service, several=several, logprobs=body.return_logprob)
         if body.stream:
             # A client that sends text knows SGLang's default form, which repeats everything.
             repeating = body.text is not None
-            return await streamed(request, answers.items(readings, repeating=repeating))
+            return await send_stream(request, answers.items(readings, repeating=repeating))
         async with aclosing(parts_until_failure(readings)) as parts:
             async for _ in parts:
                 pass
@@ -155,7 +155,7 @@ async def prompts_of(
     if len(kinds) > 1:
         raise Refused(f"{name} has texts, numbers and lists of numbers mixed; give one kind.")
     if str in kinds and all(several):
-        several = await service.texts.encoded(several, service.context_tokens)
+        several = await service.texts.encode_texts(several, service.context_tokens)
     if not all(several):
         raise Refused(f"{name} cannot be empty.")
     return several, one
@@ -197,7 +197,7 @@ def check_amount(service: Service, prompts: int, n: int = 1) -> None:
 
 
 @contextmanager
-def begun(
+def open_responses(
     service: Service, asked: Sequence[Asked], rules: Sequence[TextRules]
 ) -> Generator[list[Reading]]:
     """The responses that are asked for, which begin here, and are left together.

@@ -17,7 +17,7 @@ from aiohttp import web
 from aprilsched.errors import ConfigError
 from aprilsched.gateway.generate import (
     GROUP_HEADER,
-    begun,
+    open_responses,
     prompt_of,
     prompts_of,
     rids_of,
@@ -36,7 +36,7 @@ from aprilsched.gateway.reading import Failed, Part, Reading, parts_until_failur
 from aprilsched.gateway.responses import Asked
 from aprilsched.gateway.service import SERVICE, Service
 from aprilsched.gateway.tokenizer import ModelTokenizer
-from aprilsched.serving import BODIES, DONE, Event, Item, as_json, body_of, decode, streamed
+from aprilsched.serving import BODIES, DONE, Event, Item, as_json, body_of, decode, send_stream
 
 
 def _room(service: Service, prompt: Sequence[int]) -> int | None:
@@ -112,9 +112,9 @@ class _Answer:
                 made = prompt_of(self._service, prompt, rules.given(params), near)
                 # The group has the name that the answer tells, so an abort by it finds them.
                 asked.append(Asked(rid=next(rids), prompt=made, group=given or self._name))
-        with begun(self._service, asked, [rules] * count) as readings:
+        with open_responses(self._service, asked, [rules] * count) as readings:
             if body.stream:
-                return await streamed(request, self._items(readings))
+                return await send_stream(request, self._items(readings))
             async with aclosing(parts_until_failure(readings)) as parts:
                 async for reading, part in parts:
                     self._changes(reading, part)
@@ -240,13 +240,13 @@ class _CompletionAnswer(_Answer):
         told: Event = {
             "index": reading.index,
             "text": part.text,
-            "logprobs": self._told_logprobs(reading, part) if self._logprobs else None,
+            "logprobs": self._logprobs_of(reading, part) if self._logprobs else None,
             "finish_reason": None,
             **self._ids(reading, part),
         }
         return told | self._at_end(reading) if part.over else told
 
-    def _told_logprobs(self, reading: Reading, part: Part) -> Event:
+    def _logprobs_of(self, reading: Reading, part: Part) -> Event:
         tokens = [self._tokenizer.decode([i], skip_special=False) for i in part.token_ids]
         offset = self._offsets.get(reading.index, 0)
         offsets: list[int] = []
@@ -278,9 +278,9 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     if body.used_tools:
         _check_tools(tokenizer)
     messages = for_template(body.messages)
-    text = await service.texts.prepared(lambda: _rendered(tokenizer, body, messages), size=size)
+    text = await service.texts.work_out(lambda: _render(tokenizer, body, messages), size=size)
     # The template has written the special tokens around the messages.
-    (prompt,) = await service.texts.encoded([text], service.context_tokens, special=False)
+    (prompt,) = await service.texts.encode_texts([text], service.context_tokens, special=False)
     if not prompt:
         raise ConfigError("The prompt has no tokens; give some text.")
     new = _new_tokens(_room(service, prompt), body)
@@ -300,13 +300,13 @@ def _check_tools(tokenizer: ModelTokenizer) -> None:
         )
 
 
-def _rendered(
+def _render(
     tokenizer: ModelTokenizer, body: ChatBody, messages: Sequence[Mapping[str, Any]]
 ) -> str:
     options = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         options.setdefault("reasoning_effort", body.reasoning_effort)
-    return tokenizer.rendered(
+    return tokenizer.render(
         messages, body.used_tools, go_on=body.continue_final_message, options=options
     )
 
@@ -346,7 +346,7 @@ class _ChatAnswer(_Answer):
         *changes, last = self._changes(reading, part) or [{}]
         for change in changes:
             yield self._event(reading, change)
-        more = {"logprobs": self._told_logprobs(part), **self._ids(reading, part)}
+        more = {"logprobs": self._logprobs_of(part), **self._ids(reading, part)}
         if part.over:
             more |= self._at_end(reading)
         # Tokens whose text is held back say nothing to a client that wants text alone.
@@ -358,7 +358,7 @@ class _ChatAnswer(_Answer):
         return {
             "index": reading.index,
             "message": self._message(reading).told(),
-            "logprobs": self._told_logprobs(whole),
+            "logprobs": self._logprobs_of(whole),
             **self._at_end(reading),
             **self._ids(reading, whole),
         }
@@ -386,7 +386,7 @@ class _ChatAnswer(_Answer):
         told = {"index": reading.index, "delta": delta, "logprobs": None, "finish_reason": None}
         return self._frame([{**told, **(more or {})}], self._event_kind)
 
-    def _told_logprobs(self, part: Part) -> Event | None:
+    def _logprobs_of(self, part: Part) -> Event | None:
         if not self._logprobs:
             return None
         told: list[Event] = []

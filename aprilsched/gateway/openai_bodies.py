@@ -311,9 +311,9 @@ class Message:
         """The changes of the message by `text`, in the form of ``delta``."""
         self._raw += text
         if self._parser is None:
-            return self._added(_CONTENT, text)
+            return self._add(_CONTENT, text)
         try:
-            return self._taken(self._parser.feed(text))
+            return self._take(self._parser.feed(text))
         except Exception:  # The parsers of regions raise what their input leads them to.
             return self._as_it_is()
 
@@ -323,7 +323,7 @@ class Message:
             return []
         try:
             _, events = self._parser.finalize()
-            return self._taken(events)
+            return self._take(events)
         except Exception:
             return self._as_it_is()
 
@@ -338,7 +338,7 @@ class Message:
             "tool_calls": calls or None,
         }
 
-    def _taken(self, events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def _take(self, events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         changes: list[dict[str, Any]] = []
         for event in events:
             match event:
@@ -347,16 +347,16 @@ class Message:
                 case {"type": "region_chunk", "field": name, "text": str(text)}:
                     self._pass(text)
                     target = _REASONING if name in _REASONING_REGIONS else _CONTENT
-                    changes += self._added(target, text)
+                    changes += self._add(target, text)
                 case {"type": "region_close", "field": "tool_calls", "value": value}:
                     body, self._body = self._body, ""
                     self._pass(body)
-                    changes += self._called(value, body)
+                    changes += self._take_calls(value, body)
                 case _:
                     pass
         return changes
 
-    def _called(self, value: Any, body: str) -> list[dict[str, Any]]:
+    def _take_calls(self, value: Any, body: str) -> list[dict[str, Any]]:
         several: list[Any] = cast("list[Any]", value) if isinstance(value, list) else [value]
         changes: list[dict[str, Any]] = []
         for each in several:
@@ -364,7 +364,7 @@ class Message:
                 case {"function": {"name": str(name), **more}}:
                     arguments = more.get("arguments", {})
                 case _:
-                    return [*changes, *self._added(_CONTENT, body)]
+                    return [*changes, *self._add(_CONTENT, body)]
             if not isinstance(arguments, str):
                 arguments = json.dumps(arguments, ensure_ascii=False)
             call = {
@@ -383,7 +383,7 @@ class Message:
         if at >= 0:
             self._given = at + len(text)
 
-    def _added(self, target: str, text: str) -> list[dict[str, Any]]:
+    def _add(self, target: str, text: str) -> list[dict[str, Any]]:
         text = self._blank[target] + text
         if self._parser is not None:
             # White space around a region separates it from its delimiters.
@@ -398,7 +398,7 @@ class Message:
     def _as_it_is(self) -> list[dict[str, Any]]:
         """Give what has not been given as content, and take what follows so, too."""
         self._parser = None
-        return self._added(_CONTENT, self._raw[self._given :])
+        return self._add(_CONTENT, self._raw[self._given :])
 
 
 # --- errors --------------------------------------------------------------------------------------

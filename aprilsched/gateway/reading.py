@@ -196,7 +196,7 @@ class Reading:
             await asyncio.sleep(0)  # A client that had stopped reading must not hold up the others.
         end, last = start, min(len(ids), start + _AT_ONCE)
         while end < last and self.matched is None:
-            pieces.append(self._stops.push(self._pushed(ids[end])))
+            pieces.append(self._stops.push(self._push(ids[end])))
             end += 1
         over = self.response.over and end == len(ids)
         if over and self.matched is None:
@@ -217,7 +217,7 @@ class Reading:
         ids, logprobs = self.token_ids[start:], self.logprobs[start:]
         return Part(start=start, token_ids=ids, logprobs=logprobs, text=text, over=over)
 
-    def _pushed(self, token_id: int) -> str:
+    def _push(self, token_id: int) -> str:
         if self.detokenizer is None or self.rules.trims(token_id):
             return ""
         return self.detokenizer.push(token_id)

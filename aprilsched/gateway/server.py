@@ -129,7 +129,7 @@ async def tokenize(request: web.Request) -> web.Response:
     body = await body_of(request, _TokenizeBody)
     one = isinstance(body.prompt, str)
     texts: Any = [body.prompt] if one else body.prompt
-    ids = await service.texts.encoded(
+    ids = await service.texts.encode_texts(
         texts, service.context_tokens, special=body.add_special_tokens
     )
     counts = [len(each) for each in ids]
@@ -154,7 +154,7 @@ async def detokenize(request: web.Request) -> web.Response:
     several: list[Any] = lists or [body.tokens]
     if not all(0 <= i <= _LARGEST_ID for ids in several for i in ids):
         raise Refused(f"tokens must be in [0, {_LARGEST_ID}].")
-    texts = await service.texts.prepared(
+    texts = await service.texts.work_out(
         lambda: [tokenizer.decode(ids, skip_special=body.skip_special_tokens) for ids in several],
         size=sum(map(len, several)),
     )

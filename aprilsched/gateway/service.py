@@ -462,7 +462,7 @@ class Service:
         Raises:
             RefitError: if the update ends before the engines take any weights.
         """
-        opened = self._opened()
+        opened = self._open_update()
         opened.begun = True
         await opened.weights.ready()
 
@@ -491,7 +491,7 @@ class Service:
     async def _take(self, bucket: Bucket, body: TensorBody | BroadcastBody) -> str:
         if body.weight_version is not None:
             Labels.check(body.weight_version)
-        opened = self._opened()
+        opened = self._open_update()
         failed = await opened.weights.pass_on(bucket)
         opened.label = opened.label if body.weight_version is None else body.weight_version
         if body.flush_cache and not self.held and not opened.begun:
@@ -523,7 +523,7 @@ class Service:
         """Let all engines leave a group of the client."""
         await leave_group(name, self.fleet.engines)
 
-    def _opened(self) -> _Open:
+    def _open_update(self) -> _Open:
         """The open update; begins one if there is none."""
         if self._open is None or self._open.task.done():
             version, weights = self._rollouts.version + 1, FromCalls()

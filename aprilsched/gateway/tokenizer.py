@@ -122,12 +122,12 @@ class ModelTokenizer:
         self._backend.no_padding()
         eos: int | None = tokenizer.eos_token_id
         self.ends = ends if eos is None else ends | {eos}
-        self._template = self._prepared(response_template)
+        self._template = self._load_template(response_template)
         self._reserved = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters)
         self.knows_tools = "tools" in str(tokenizer.chat_template)
 
     @staticmethod
-    def _prepared(template: Mapping[str, Any] | None) -> Any:
+    def _load_template(template: Mapping[str, Any] | None) -> Any:
         if template is None:
             return None
         from transformers.utils.chat_parsing import response_templates
@@ -166,7 +166,7 @@ class ModelTokenizer:
         """What gives the text of a response to `prompt` token by token."""
         return Detokenizer(self._backend, prompt[-_CONTEXT:], skip_special=skip_special)
 
-    def rendered(
+    def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
@@ -219,8 +219,8 @@ class Detokenizer:
         self._held: list[int] = []
         """Tokens whose text is not given yet."""
         # Text in front that ends within a character would be given once more.
-        whole = not self._decoded(before).endswith("\ufffd")
-        self._stream = self._opened(before if whole else ())
+        whole = not self._decode(before).endswith("\ufffd")
+        self._stream = self._open_stream(before if whole else ())
 
     def push(self, token_id: int) -> str:
         """The text that is complete with `token_id`."""
@@ -230,8 +230,8 @@ class Detokenizer:
         # The last tokens may begin a character; the others are none, or have no text at all.
         *others, a, b, c = self._held
         self._held = []
-        self._stream = self._opened(())
-        return self._decoded(others) + self._step(a) + self._step(b) + self._step(c)
+        self._stream = self._open_stream(())
+        return self._decode(others) + self._step(a) + self._step(b) + self._step(c)
 
     def _step(self, token_id: int) -> str:
         self._held.append(token_id)
@@ -251,14 +251,14 @@ class Detokenizer:
         held, self._held = self._held, []
         if not held:
             return ""
-        text = self._decoded(held)
-        self._stream = self._opened(() if text.endswith("\ufffd") else held)
+        text = self._decode(held)
+        self._stream = self._open_stream(() if text.endswith("\ufffd") else held)
         return text
 
-    def _decoded(self, token_ids: Sequence[int]) -> str:
+    def _decode(self, token_ids: Sequence[int]) -> str:
         return self._backend.decode(list(token_ids), skip_special_tokens=self._skip)
 
-    def _opened(self, before: Sequence[int]) -> Any:
+    def _open_stream(self, before: Sequence[int]) -> Any:
         from tokenizers.decoders import DecodeStream
 
         return DecodeStream(list(before), skip_special_tokens=self._skip)
@@ -341,7 +341,7 @@ class Texts:
         known = (engines, None if self._tokenizer is None else self._tokenizer.context_tokens)
         return min((each for each in known if each is not None), default=None)
 
-    async def encoded(
+    async def encode_texts(
         self, texts: Sequence[str], context: int | None, *, special: bool = True
     ) -> list[list[int]]:
         """The token ids of each text; `context` is what :meth:`context` gives.
@@ -357,12 +357,12 @@ class Texts:
                 f"A text has {longest} characters, which cannot fit the model's context of "
                 f"{context} tokens; shorten it."
             )
-        return await self.prepared(
+        return await self.work_out(
             lambda: [tokenizer.encode(text, special=special) for text in texts],
             size=sum(map(len, texts)),
         )
 
-    async def prepared(self, make: Callable[[], T], *, size: int) -> T:
+    async def work_out(self, make: Callable[[], T], *, size: int) -> T:
         """What `make` gives for `size` characters, in a thread if they are many.
 
         Raises:

@@ -36,7 +36,7 @@ from aprilsched.serving import (
     error_event,
     finish_reason,
     make_app,
-    streamed,
+    send_stream,
     token_logprobs,
 )
 from aprilsched.testing.faults.middleware import spoil
@@ -164,13 +164,13 @@ async def generate(request: web.Request) -> web.StreamResponse:
     known_parameters(body)
     rid = body.rid or uuid.uuid4().hex
     if body.stream:
-        return await streamed(request, _spoiled(request, served, body, rid))
+        return await send_stream(request, _spoil_stream(request, served, body, rid))
     call = Call(generation_request(body, rid, served.config))
     chunk = await served.whole(call)
     return as_json(Answer(served, call, logprobs=body.return_logprob).event(chunk))
 
 
-async def _spoiled(
+async def _spoil_stream(
     request: web.Request, served: ServedEngine, body: GenerateBody, rid: str
 ) -> AsyncGenerator[Item, None]:
     try:

@@ -11,7 +11,7 @@ from aprilsched.engines.sim.sim_engine import SimEngine
 from aprilsched.loop_thread import LoopThread
 from aprilsched.serving import Listener
 from aprilsched.testing.app import app_of
-from aprilsched.testing.faults.middleware import EngineFaults, reset, spoiling
+from aprilsched.testing.faults.middleware import EngineFaults, fault_middleware, reset
 from aprilsched.testing.faults.script import Faults, FaultScript
 from aprilsched.testing.served import ServedEngine
 
@@ -79,7 +79,7 @@ class SimServer:
         self._engine_faults.begin()
 
     async def _listen(self, served: ServedEngine) -> None:
-        outermost = [spoiling(self.faults, self._engine_faults)] if self.faults else []
+        outermost = [fault_middleware(self.faults, self._engine_faults)] if self.faults else []
         app = app_of(served, admin_key=self._admin_key, outermost=outermost)
         try:
             await self._listener.open(app)

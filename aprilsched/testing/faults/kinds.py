@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from aiohttp import web
 
-from aprilsched.serving import CONTROL, DONE, INFO, Event, Item, as_json, framed
+from aprilsched.serving import CONTROL, DONE, INFO, Event, Item, as_json, frame_item
 
 GENERATE = ("/generate",)
 ABORT = ("/abort_request",)
@@ -271,7 +271,7 @@ class Truncate(Spoiled, AfterTokens, frozen=True, kw_only=True):
         return body[: len(body) // 2]
 
     def instead(self, met: Met, event: Event) -> Steps:
-        whole = framed(event)
+        whole = frame_item(event)
         return [whole[: len(whole) // 2] + b"\n\n"]
 
 
@@ -301,12 +301,12 @@ class SlowLoris(Spoiled, frozen=True, kw_only=True):
     seconds: Seconds = 0.1
 
     def answer(self, met: Met, body: Body) -> Steps | None:
-        return self._dribbled(body) if body else None
+        return self._dribble(body) if body else None
 
     def again(self, item: Item) -> Steps:
-        return self._dribbled(framed(item))
+        return self._dribble(frame_item(item))
 
-    def _dribbled(self, data: Body) -> Iterator[Step]:
+    def _dribble(self, data: Body) -> Iterator[Step]:
         for start in range(0, len(data), self.bytes):
             yield self.seconds
             yield data[start : start + self.bytes]
@@ -525,9 +525,9 @@ class FloodTokens(InStream, frozen=True, kw_only=True):
 
     def instead(self, met: Met, event: Event) -> Steps | None:
         finish = _finish_of(event)
-        return self._flooded(event) if finish and finish["type"] == "length" else None
+        return self._flood_tokens(event) if finish and finish["type"] == "length" else None
 
-    def _flooded(self, last: Event) -> Iterator[Event]:
+    def _flood_tokens(self, last: Event) -> Iterator[Event]:
         """Make the `last` event unfinished, add invented tokens, and finish with the new count."""
         meta = last["meta_info"]
         yield _with(last, finish_reason=None, weight_versions=None)

@@ -16,7 +16,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from aprilsched.engines.sim.sim_engine import SimEngine
 from aprilsched.errors import EngineError
-from aprilsched.serving import Item, framed
+from aprilsched.serving import Item, frame_item
 from aprilsched.testing.faults.kinds import (
     Broken,
     Die,
@@ -47,7 +47,7 @@ def reset(transport: asyncio.BaseTransport | None) -> None:
 # --- answers and streams -------------------------------------------------------------------------
 
 
-async def _answered(
+async def _replace_answer(
     met: Met, request: web.Request, own: web.Response | None
 ) -> web.StreamResponse | None:
     """What is answered instead of the server's `own` answer, or of carrying the call out.
@@ -72,13 +72,13 @@ async def _answered(
     response = web.StreamResponse(status=own.status)
     response.content_type = own.content_type
     await response.prepare(request)
-    async with aclosing(_carried_out(told)) as pieces:
+    async with aclosing(_carry_out(told)) as pieces:
         async for piece in pieces:
-            await response.write(framed(piece))
+            await response.write(frame_item(piece))
     return response
 
 
-async def _spoiled(met: Met, items: Items) -> Items:
+async def _spoil_stream(met: Met, items: Items) -> Items:
     """The items of a stream to which the fault happens."""
     fault, sent, happens, over = met.fault, 0, False, False
     async for item in items:
@@ -91,14 +91,14 @@ async def _spoiled(met: Met, items: Items) -> Items:
         if not happens or steps is None:
             yield item
             continue
-        async with aclosing(_carried_out(steps, items)) as pieces:
+        async with aclosing(_carry_out(steps, items)) as pieces:
             async for piece in pieces:
                 yield piece
         if fault.ends:
             return
 
 
-async def _carried_out(steps: Steps, items: Items | None = None) -> Items:
+async def _carry_out(steps: Steps, items: Items | None = None) -> Items:
     """The items that `steps` send, in their time; `items` has what follows in the stream."""
     for step in steps:
         if isinstance(step, Broken):
@@ -237,31 +237,32 @@ class _Call:
 _CALL: web.RequestKey[_Call] = web.RequestKey("call", _Call)
 
 
-def spoiling(faults: Faults, engine: EngineFaults) -> Middleware:
+def fault_middleware(faults: Faults, engine: EngineFaults) -> Middleware:
     """The middleware that lets the faults of a script happen to the calls that they are for."""
 
     @web.middleware
-    async def spoiling(request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def fault_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         mets = faults.meet(request.path)
         try:
             await _start_engine_faults(mets, engine)
             await engine.wait_while_hanging()
             for met in mets:
-                if not met.fault.late and (told := await _answered(met, request, None)) is not None:
+                told = None if met.fault.late else await _replace_answer(met, request, None)
+                if told is not None:
                     return told
             request[_CALL] = _Call(mets, faults)
             answer = await handler(request)
             for met in mets:
                 # A streamed answer has begun by now and is not changed.
                 if met.fault.late and isinstance(answer, web.Response):
-                    answer = await _answered(met, request, answer) or answer
+                    answer = await _replace_answer(met, request, answer) or answer
             return answer
         except (Broken, EngineError, ConnectionResetError):
             # The script demands it, the engine died under the call, or the client is gone.
             reset(request.transport)
             return await _gone()
 
-    return spoiling
+    return fault_middleware
 
 
 async def spoil(request: web.Request, items: Items) -> Items:
@@ -269,7 +270,7 @@ async def spoil(request: web.Request, items: Items) -> Items:
     async with AsyncExitStack() as stack:
         if (call := request.get(_CALL)) is not None:
             for met in (*call.mets, *call.faults.meet(request.path, in_stream=True)):
-                items = await stack.enter_async_context(aclosing(_spoiled(met, items)))
+                items = await stack.enter_async_context(aclosing(_spoil_stream(met, items)))
         async for item in items:
             yield item
 
