@@ -18,8 +18,8 @@ from aprilsched.core.messages.facts import Fact
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.errors import AprilschedError, ConfigError, PromptsExhausted, RunFolderError
 from aprilsched.runs.config_file import as_toml
-from aprilsched.runs.exporting import exporters, live_figures_of
-from aprilsched.runs.setup import Setup, remainder, run_on_clock, summary_of
+from aprilsched.runs.exporting import exporters
+from aprilsched.runs.setup import Setup, live_figures_of, remainder, run_on_clock, summary_of
 from aprilsched.runs.showing import Screen
 from aprilsched.store.in_memory import Store
 from aprilsched.telemetry.base import AnyListener, Listener
@@ -64,7 +64,7 @@ class Run:
         self._summary = summary_of(setup)
         self._figures = live_figures_of(setup, self._summary)
         self._exported: list[AnyListener] = []
-        self._shown = None if screen is None else screen.shown(self._summary, self._figures)
+        self._shown = None if screen is None else screen.shown(self._figures)
         self._prior = PriorRun(folder.path, self._summary) if folder.resumed else None
         self._scheduler: RolloutScheduler | None = None
         self._interrupted = False
