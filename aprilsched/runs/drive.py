@@ -176,7 +176,7 @@ class Run:
                     f"{self._folder.path} has all its {before} batches; give more with --batches."
                 )
         # The scheduler itself warns of policies that censor lengths, so the summary must not.
-        self._summary.ledger, self._summary.warns = state.in_flight.ledger, False
+        self._summary.ledger = state.in_flight.ledger
         self._figures.count_with(state.in_flight.counters, state.in_flight.ledger)
         if self._shown is not None:
             self._shown.begin(state.in_flight.counters, state.in_flight.ledger, batches=before)
@@ -280,7 +280,7 @@ class PriorRun:
 
     def _replay(self, batches: int) -> float:
         run = RunState()
-        self._summary.ledger, self._summary.warns = run.ledger, False
+        self._summary.ledger = run.ledger
         with readable(self._folder):
             return replay(self._folder / EVENTS, [run, self._summary], batches=batches)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 
@@ -14,10 +15,13 @@ from aprilsched.runs.setup import Setup, remainder, summary_of
 from aprilsched.runs.showing import Screen
 from aprilsched.simulation import Costs, Simulation, rare_collections
 from aprilsched.telemetry.base import AnyListener, TokenChunks
+from aprilsched.telemetry.bias_collector import warning_now
 from aprilsched.telemetry.event_log import EventLog
 from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.run_folder import RunFolder
 from aprilsched.timing.model import StepTimeModel
+
+log = logging.getLogger("aprilsched")
 
 
 class _Generation:
@@ -84,11 +88,11 @@ class SimulatedRun:
         Raises:
             AprilschedError: if the run could not begin or continue.
         """
-        log = None if self._folder is None else self._log(self._folder)
+        events = None if self._folder is None else self._log(self._folder)
         summary = summary_of(self._setup)
         shown = None if self._screen is None else self._screen.shown(summary)
         listeners: list[AnyListener] = [summary, self._generation]
-        listeners += [] if log is None else [log]
+        listeners += [] if events is None else [events]
         listeners += [] if shown is None else shown.listeners
         simulation = self._simulation(listeners)
         in_flight = simulation.state.in_flight
@@ -99,20 +103,23 @@ class SimulatedRun:
             with shown or nullcontext(), suppress(PromptsExhausted), rare_collections():
                 simulation.run()
         finally:
-            if log is not None:
-                log.close()
-        error = None if log is None else log.error
+            if events is not None:
+                events.close()
+        error = None if events is None else events.error
         result = summary.result(remainder(simulation.state), clock="virtual", event_log_error=error)
+        delivered, tokens = result.rollouts.delivered, result.tokens.delivered
+        if (warning := warning_now(in_flight.ledger, delivered, tokens)) is not None:
+            log.warning("%s", warning)
         if self._folder is not None:
             self._folder.write_summary(result)
         self._conclude(simulation, result)
         return result
 
     def _log(self, folder: RunFolder) -> EventLog:
-        log = EventLog(folder.events, patient=True)
+        events = EventLog(folder.events, patient=True)
         folder.create(as_toml(self._setup.settings))
-        log.start()
-        return log
+        events.start()
+        return events
 
     def _conclude(self, simulation: Simulation, result: RunSummary) -> None:
         burn_in = result.steady_state.burn_in

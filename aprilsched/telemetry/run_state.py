@@ -27,12 +27,10 @@ from aprilsched.telemetry.batch_figures import sampled_tokens
 from aprilsched.telemetry.engine_time import (
     AttemptNow,
     Cause,
-    EngineNow,
     EngineTime,
     EngineUsage,
     Part,
     Recording,
-    engine_usage,
     seconds_of,
 )
 
@@ -246,12 +244,6 @@ class RunState:
     def open_attempts(self) -> int:
         """Number of open attempts on all engines."""
         return len(self._attempts)
-
-    @property
-    def engine_usage(self) -> dict[str, EngineUsage]:
-        """Usage of each engine's time by the engine's name, in the order in which the engines
-        came."""
-        return {name: engine_usage(engine) for name, engine in self.engines.items()}
 
     def seconds(self) -> dict[Part, float]:
         """Seconds of all engines together, by part."""
@@ -612,7 +604,7 @@ class RunState:
             self.version = fact.version
 
 
-def _enter_mode(time: EngineTime, engine: EngineNow, fact: of.EngineModeChanged) -> None:
+def _enter_mode(time: EngineTime, engine: EngineUsage, fact: of.EngineModeChanged) -> None:
     """Enter the state that follows from a change of mode; a lost engine stays lost until it is
     admitted."""
     lost = engine.state == "lost"

@@ -17,16 +17,17 @@ from typing import Literal
 from aprilsched.core.lengths.observed import GroupLengths
 from aprilsched.core.messages import facts
 from aprilsched.core.state.ledger import Counters, Ledger
-from aprilsched.telemetry import batch_figures as of
 from aprilsched.telemetry.alignment import AlignmentLedger
 from aprilsched.telemetry.base import DispatchingListener
-from aprilsched.telemetry.batch_figures import BatchMeter, Bound, Measured
+from aprilsched.telemetry.batch_figures import BatchMeter, Bound
 from aprilsched.telemetry.bias_collector import BiasCollector
 from aprilsched.telemetry.figures import (
+    Measured,
     RolloutFigures,
     RunSummary,
     SecondsFigures,
     TokenFigures,
+    steady_state,
 )
 
 
@@ -61,7 +62,6 @@ class Summary(DispatchingListener):
     Attributes:
         ledger: the scheduler's own ledger. It is read during the run, because it keeps only its
             latest entries.
-        warns: whether to log a warning once if drops censor lengths.
     """
 
     def __init__(
@@ -93,7 +93,6 @@ class Summary(DispatchingListener):
         self._reissued = 0
         """Ids of evaluated rollouts that a resumed scheduler gave to other rollouts."""
         self.ledger: Ledger | None = None
-        self.warns = True
         self._bias = BiasCollector()
         self._alignment = AlignmentLedger()
         self._handlers = {
@@ -130,7 +129,8 @@ class Summary(DispatchingListener):
         batches = self.batches
         asked = self._burn_in
         burn_in = default_burn_in(len(batches)) if asked is None else asked
-        return RunSummary(
+        return RunSummary.over(
+            batches,
             clock=clock,
             interrupted=interrupted,
             error=error,
@@ -138,28 +138,20 @@ class Summary(DispatchingListener):
             engines=self._engines,
             batches=len(batches),
             rollouts=self._rollouts(remainder),
-            tokens=self._tokens(remainder.counters),
+            tokens=TokenFigures.of(remainder.counters),
             seconds=self._seconds(),
-            delivered_tokens_per_s=of.delivered_tokens_per_s(batches),
-            efficiency=of.efficiency(batches) if batches else None,
-            off_policy_token_share=of.off_policy_token_share(batches),
-            staleness=of.staleness(batches),
             bias=self._bias.figures(
-                of.bias(batches, burn_in, self._workload_mean),
-                batches,
-                remainder.open_groups,
-                remainder.ledger,
+                batches, burn_in, self._workload_mean, remainder.open_groups, remainder.ledger
             ),
-            steady_state=of.steady_state(batches, burn_in),
+            steady_state=steady_state(batches, burn_in),
             alignment=self._alignment.figures(),
-            rewards=of.rewards(batches),
             per_batch=[batch.figures for batch in batches],
         )
 
     @property
     def groups(self) -> int:
         """Number of groups in the batches so far."""
-        return sum(batch.figures.groups for batch in self.batches)
+        return sum(batch.groups for batch in self.batches)
 
     def _rollouts(self, remainder: Remainder) -> RolloutFigures:
         held = set(remainder.in_flight)
@@ -177,15 +169,6 @@ class Summary(DispatchingListener):
             lost=len(self._sent - somewhere),
             duplicated=len(self._duplicated),
             dropped={str(reason): n for reason, n in sorted(remainder.ledger.rollouts.items())},
-        )
-
-    def _tokens(self, counters: Counters) -> TokenFigures:
-        return TokenFigures(
-            generated=counters.tokens_generated,
-            delivered=counters.tokens_delivered,
-            reprefilled=counters.tokens_reprefilled,
-            discarded=counters.tokens_discarded,
-            masked=sum(batch.masked for batch in self.batches),
         )
 
     def _seconds(self) -> SecondsFigures:
@@ -237,7 +220,7 @@ class Summary(DispatchingListener):
         self._dropped.update(rollout_ids)
         self._evaluating.difference_update(rollout_ids)
         if self.ledger is not None:
-            self._bias.drop(self.ledger, warn=self.warns)
+            self._bias.drop(self.ledger)
 
     def _batch_delivered(self, fact: facts.BatchDelivered) -> None:
         if fact.again and any(each.rollout_id in self._delivered for each in fact.rollouts):
@@ -246,9 +229,8 @@ class Summary(DispatchingListener):
             return
         # Otherwise the process that delivered it first ended before it could write this to the log.
         self._arrive(fact.rollouts)
-        measured = self.meter.deliver(fact, self._now)
-        self.batches.append(measured)
-        self._bias.deliver(fact.rollouts, measured)
+        self.batches.append(self.meter.deliver(fact, self._now))
+        self._bias.deliver(fact.rollouts)
 
     def _evaluation_delivered(self, fact: facts.EvaluationDelivered) -> None:
         ids = {rollout.rollout_id for rollout in fact.rollouts}

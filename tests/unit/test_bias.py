@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
@@ -28,6 +26,7 @@ from aprilsched.telemetry.bias_collector import (
     running_bias,
     sample_law,
     transient_by_batch,
+    warning_now,
 )
 from aprilsched.telemetry.figures import BiasFigures
 from tests.support.transients import live_transient, realised_transient
@@ -156,16 +155,6 @@ def test_the_live_transient_is_self_consistent():
     assert both.predicted == pytest.approx(both.measured)
 
 
-def test_staleness_by_decile():
-    lengths = np.arange(20)[::-1] + 1
-    found = deciles(lengths, lengths, lengths // 2, lengths * 3)
-    assert found is not None
-    assert found.mean_length == [1.5 + 2 * i for i in range(10)]
-    assert found.staleness_mean == [3] * 10
-    assert found.off_policy_token_share[0] == pytest.approx(1 / 3)
-    assert deciles(lengths[:9], lengths[:9], lengths[:9], lengths[:9]) is None
-
-
 def test_the_effect_of_a_censor_is_what_it_did():
     """Responses above 200 tokens are dropped at 200; half of the responses are not observed."""
     lengths = drawn(20_000, 2)
@@ -205,21 +194,12 @@ def test_drops_are_taken_once_in_their_order():
     assert [drop.finished for drop in drops.taken] == [False, True, False]
 
 
-def warnings(caplog: pytest.LogCaptureFixture, *entries: Entry, rounds: int = 1) -> list[str]:
-    drops = Drops()
-    ledger = ledger_of(*entries)
-    with caplog.at_level(logging.WARNING, "aprilsched"):
-        for _ in range(rounds):
-            drops.take(ledger, set())
-            drops.warn(ledger, 100, 100 * 50)
-    return caplog.messages
-
-
-def test_one_warning_with_the_size_when_long_ones_are_dropped(caplog: pytest.LogCaptureFixture):
-    (message,) = warnings(caplog, *(entry(i, 150) for i in range(10)), rounds=3)
+def test_a_warning_has_the_size_when_long_ones_are_dropped():
+    warning = warning_now(ledger_of(*(entry(i, 150) for i in range(10))), 100, 100 * 50)
     # 110 of mean 59.1 were drawn, and 100 of 50 are left.
-    assert "15.4%" in message
-    assert "stale" in message
+    assert warning is not None
+    assert "15.4%" in warning
+    assert "stale" in warning
 
 
 @pytest.mark.parametrize(
@@ -232,8 +212,8 @@ def test_one_warning_with_the_size_when_long_ones_are_dropped(caplog: pytest.Log
     ],
     ids=["few", "as long", "short", "chosen by the user"],
 )
-def test_no_warning(caplog: pytest.LogCaptureFixture, entries: list[Entry]):
-    assert warnings(caplog, *entries) == []
+def test_no_warning(entries: list[Entry]):
+    assert warning_now(ledger_of(*entries), 100, 100 * 50) is None
 
 
 def test_who_censors():
@@ -310,29 +290,14 @@ def test_the_plan_says_how_long_and_at_what_price():
 
 
 def test_the_picture_of_a_run_that_knows_nothing_and_of_one_that_knows_all():
-    basis = BiasFigures(
-        first_batch_length_bias=None,
-        bias_estimate=None,
-        bias_reference=None,
-        workload_mean_length=None,
-        long_run_mean_length=None,
-        delivered_mean_length=None,
-        delivered_mean_length_by_batch=[],
-    )
-    assert isinstance(figure_of(basis), Figure)
+    assert isinstance(figure_of(BiasFigures()), Figure)
     law = drawn_law(LENGTHS)
+    ages = np.stack([LENGTHS] * 6, axis=1)
     known = figure_of(
         BiasFigures(
-            first_batch_length_bias=None,
-            bias_estimate=None,
-            bias_reference=None,
-            workload_mean_length=None,
-            long_run_mean_length=None,
-            delivered_mean_length=None,
-            delivered_mean_length_by_batch=[],
             drawn=law_figures(law),
             delivered=sample_law(LENGTHS[:500]),
-            by_length_decile=deciles(LENGTHS, LENGTHS, LENGTHS, LENGTHS),
+            by_length_decile=deciles(LENGTHS, ages),
         )
     )
     laws, _, stale = known.axes

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from aprilsched import telemetry
+from aprilsched.telemetry.figures import Figure
 from aprilsched.telemetry.metrics import Histogram
-from aprilsched.telemetry.table import FIGURES, Figure
+from aprilsched.telemetry.table import FIGURES
 
 RESERVED = ("_bucket", "_count", "_sum", "_created", "_info")
 NOT_BASE = ("ms", "milliseconds", "us", "ns", "minutes", "min", "hours", "percent", "kb", "mb")

@@ -23,16 +23,14 @@ from aprilsched.telemetry.trackers import (
     WandbWriter,
     Writer,
 )
-from tests.virtual.test_metrics import driven
+from tests.virtual.test_metrics import UNKNOWN, driven
 
 Steps = dict[int, dict[str, float]]
-# The embedded engine's runs have a bound in the command line only, and this one has no rewards and
-# is not scheduled automatically.
 KNOWN = {
     name
     for name, figure in FIGURES.items()
     if figure.tracked and figure.of is not None and "forecast" not in name
-} - {"batch/efficiency", "batch/reward"}
+} - UNKNOWN
 BLOCK, FULL, LAST = 32_768, 1, 4
 
 
@@ -73,7 +71,7 @@ def test_a_step_has_every_figure():
         assert step["batch/tokens"] == sum(lengths)
         assert step["batch/max_length"] == max(lengths)
         assert step["batch/version"] == batch.version
-        assert step["batch/tokens_per_s"] == pytest.approx(
+        assert step["batch/delivered_tokens_per_s"] == pytest.approx(
             sum(lengths) / (step["batch/seconds"] + step["batch/trainer_seconds"])
         )
         assert sum(step[f"engines/{part}"] for part in PARTS) == pytest.approx(1, abs=0.01)
