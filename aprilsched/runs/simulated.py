@@ -96,7 +96,6 @@ class SimulatedRun:
         listeners += [] if shown is None else shown.listeners
         simulation = self._simulation(listeners)
         in_flight = simulation.state.in_flight
-        summary.ledger = in_flight.ledger
         if shown is not None:
             shown.begin(in_flight.counters, in_flight.ledger, batches=0)
         try:

@@ -2,11 +2,10 @@
 
 Invariant: every training rollout that was launched is in exactly one of three places here:
 delivered, open (in flight, or waiting for its batch), or dropped. The drawn law is estimated from
-all three, so a response counts whether or not the schedule delivered it. Dropped rollouts of an
-evaluation cannot be told apart in the ledger, and count as dropped training rollouts. Of a prompt
-that was generated again, because its tokens became too stale, the first responses count for the
-drawn law up to where they were stopped, and the later ones from there on. Otherwise prompts of long
-responses, which are generated again more often, would count more than others.
+all three, so a response counts whether or not the schedule delivered it. Of a prompt that was
+generated again, because its tokens became too stale, the first responses count for the drawn law up
+to where they were stopped, and the later ones from there on. Otherwise prompts of long responses,
+which are generated again more often, would count more than others.
 
 Work is done for each rollout that is sent, finishes or is dropped, and for each batch, but not for
 single tokens.
@@ -15,17 +14,16 @@ single tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 
 from aprilsched.core.lengths.laws import KaplanMeier, kaplan_meier
 from aprilsched.core.lengths.observed import GroupLengths, entry_after, pooled
-from aprilsched.core.messages.facts import DeliveredRollout
-from aprilsched.core.state.ledger import Entry, Ledger, Reason
+from aprilsched.core.messages.facts import DeliveredRollout, DroppedRollout
+from aprilsched.core.state.ledger import Ledger, Reason
 from aprilsched.telemetry.figures import (
     Ages,
     BiasFigures,
@@ -207,32 +205,19 @@ _LEAST_EFFECT_OF_LUCK = 0.02
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drop:
-    """A dropped rollout, and whether its response had ended."""
+    """A dropped rollout, its tokens so far, and whether its response had ended."""
 
-    entry: Entry
+    rollout_id: int
+    group_id: int
+    reason: str
+    tokens: int
     finished: bool
 
 
-class Drops:
-    """Takes each entry of a ledger once.
-
-    A ledger keeps only its latest entries, so it must be read from time to time.
-    """
-
-    def __init__(self) -> None:
-        self.taken: list[Drop] = []
-        self._seen = 0
-
-    def take(self, ledger: Ledger, finished: set[int]) -> None:
-        """Take the new entries; `finished` has the ids of the rollouts whose response had ended."""
-        # A resumed scheduler may have fewer entries than the log, because it has not saved all of
-        # them.
-        undone = max(0, self._seen - ledger.total)
-        del self.taken[len(self.taken) - undone :]
-        new = min(max(0, ledger.total - self._seen), len(ledger.entries))
-        self._seen = ledger.total
-        for entry in list(islice(reversed(ledger.entries), new))[::-1]:
-            self.taken.append(Drop(entry=entry, finished=entry.rollout_id in finished))
+def _lengths_of(drops: Sequence[Drop]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """The tokens of dropped rollouts, int64 [n], and which responses had ended, bool [n]."""
+    tokens = np.array([drop.tokens for drop in drops], dtype=np.int64)
+    return tokens, np.array([drop.finished for drop in drops], dtype=np.bool_)
 
 
 def warning_now(ledger: Ledger, delivered: int, delivered_tokens: int) -> str | None:
@@ -267,7 +252,7 @@ def censoring(
     """
     by_reason: dict[str, list[Drop]] = {}
     for drop in drops:
-        by_reason.setdefault(str(drop.entry.reason), []).append(drop)
+        by_reason.setdefault(drop.reason, []).append(drop)
     figures = {
         reason: _figures(found, law, kept)
         if reason != Reason.BEGUN_AGAIN
@@ -298,8 +283,7 @@ def warning_of(reasons: Sequence[str], rollouts: int, effect: float | None) -> s
 
 
 def _figures(drops: Sequence[Drop], law: KaplanMeier | None, kept: int) -> DropFigures:
-    tokens = np.array([drop.entry.tokens for drop in drops], dtype=np.int64)
-    finished = np.array([drop.finished for drop in drops], dtype=np.bool_)
+    tokens, finished = _lengths_of(drops)
     final = None if law is None else float(expected_lengths(law, tokens, finished).mean())
     effect = None
     if law is not None and final is not None and kept > 0:
@@ -352,7 +336,7 @@ class BiasCollector:
         """Largest id of a launched rollout; ids follow the order of launches."""
         self.again: dict[int, int] = {}
         """For each group that came in the place of another one of the same prompt, that group."""
-        self._drops = Drops()
+        self._drops: list[Drop] = []
         self._newest: list[int] = []
         """Value of `newest` at the delivery of each batch."""
         self._groups: list[NDArray[np.int64]] = []
@@ -363,12 +347,25 @@ class BiasCollector:
         self._groups.append(np.array([r.group_id for r in rollouts], dtype=np.int64))
         self.finished.difference_update(rollout.rollout_id for rollout in rollouts)
 
-    def drop(self, ledger: Ledger) -> None:
-        """Take new entries of the ledger."""
-        self._drops.take(ledger, self.finished)
+    def drop(self, group_id: int, rollouts: Iterable[DroppedRollout]) -> None:
+        """Take rollouts of a group that were dropped."""
+        for each in rollouts:
+            self._drops.append(
+                Drop(
+                    rollout_id=each.rollout_id,
+                    group_id=group_id,
+                    reason=each.reason,
+                    tokens=each.tokens,
+                    finished=each.rollout_id in self.finished,
+                )
+            )
+
+    def restore(self, rollout_ids: Collection[int]) -> None:
+        """Take back the drops of rollouts that are launched again, because they were not saved."""
+        self._drops = [drop for drop in self._drops if drop.rollout_id not in rollout_ids]
 
     def restart(self, gone: Collection[int]) -> None:
-        """Continue with the ledger of another process, which resumes the run.
+        """Continue with what another process tells, which resumes the run.
 
         Args:
             gone: ids of the rollouts that were delivered or dropped before.
@@ -376,7 +373,6 @@ class BiasCollector:
         # All other rollouts are launched again as restored.
         self.finished.intersection_update(gone)
         self.newest = max(gone, default=-1)
-        self._drops = Drops()
 
     def figures(
         self,
@@ -393,7 +389,6 @@ class BiasCollector:
             workload_mean: mean length of the workload, if it is known beforehand.
             open_groups: lengths of the training groups that are not delivered.
         """
-        self._drops.take(ledger, self.finished)
         lengths = _joined([batch.lengths for batch in batches])
         tokens, finished = pooled(open_groups)
         owners, entered = _joined(self._groups), self._entered()
@@ -424,7 +419,7 @@ class BiasCollector:
             else deciles(lengths, np.concatenate([batch.ages for batch in batches])),
             dropped_tokens={str(reason): n for reason, n in sorted(ledger.tokens.items())},
             censoring=censoring(
-                [drop for drop in self._drops.taken if drop.entry.group_id not in self.again],
+                [drop for drop in self._drops if drop.group_id not in self.again],
                 law,
                 lengths.size + tokens.size,
                 again=lengths[np.isin(owners, list(entered))],
@@ -434,19 +429,13 @@ class BiasCollector:
     def _entered(self) -> dict[int, NDArray[np.int64]]:
         """See :func:`entered_lengths`; groups that came in another one's place are dropped ones."""
         members: dict[int, list[Drop]] = {}
-        for drop in self._drops.taken if self.again else ():
-            members.setdefault(drop.entry.group_id, []).append(drop)
-        return entered_lengths(
-            self.again,
-            {
-                group: GroupLengths(
-                    launched=group,
-                    tokens=np.array([drop.entry.tokens for drop in drops], dtype=np.int64),
-                    finished=np.array([drop.finished for drop in drops], dtype=np.bool_),
-                )
-                for group, drops in members.items()
-            },
-        )
+        for drop in self._drops if self.again else ():
+            members.setdefault(drop.group_id, []).append(drop)
+        former: dict[int, GroupLengths] = {}
+        for group, drops in members.items():
+            tokens, finished = _lengths_of(drops)
+            former[group] = GroupLengths(launched=group, tokens=tokens, finished=finished)
+        return entered_lengths(self.again, former)
 
     def _law(
         self,
@@ -457,15 +446,13 @@ class BiasCollector:
     ) -> KaplanMeier | None:
         """The law of the lengths of all launched responses; None until one response has ended."""
         tokens, finished = pooled(open_groups)
-        drops = self._drops.taken
-        dropped = np.array([drop.entry.tokens for drop in drops], dtype=np.int64)
-        ended = np.array([drop.finished for drop in drops], dtype=np.bool_)
+        dropped, ended = _lengths_of(self._drops)
         seen = np.concatenate((lengths, tokens, dropped))
         censored = np.concatenate((np.zeros(lengths.size, dtype=np.bool_), ~finished, ~ended))
         if censored.all():
             return None
         holders = [np.full(len(group.tokens), group.launched) for group in open_groups]
-        groups = [drop.entry.group_id for drop in drops]
+        groups = [drop.group_id for drop in self._drops]
         since = _since(np.concatenate((owners, _joined(holders), groups)).astype(int), entered)
         return kaplan_meier(np.where(censored, seen, np.maximum(seen, 1)), censored, since)
 

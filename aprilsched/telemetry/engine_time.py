@@ -214,7 +214,9 @@ class EngineUsage:
         info: what the engine said about itself when it opened or joined.
         version: policy version of its weights; None if they are inconsistent.
         since: time at which its present stretch began.
-        decode, prefill, re_prefill: number of its requests in each phase.
+        decode: number of its requests that decode.
+        prefill: number of its requests that wait for their first token.
+        re_prefill: number of its requests that wait for their next token after a pause or a move.
         capacity: largest number of requests that it had at once: the slots that its time is
             divided by.
         tokens: number of tokens that it has generated so far.

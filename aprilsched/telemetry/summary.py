@@ -16,7 +16,7 @@ from typing import Literal
 
 from aprilsched.core.lengths.observed import GroupLengths
 from aprilsched.core.messages import facts
-from aprilsched.core.state.ledger import Counters, Ledger
+from aprilsched.core.state.ledger import Counters, Ledger, Reason
 from aprilsched.telemetry.alignment import AlignmentLedger
 from aprilsched.telemetry.base import DispatchingListener
 from aprilsched.telemetry.batch_figures import BatchMeter, Bound
@@ -58,10 +58,6 @@ class Summary(DispatchingListener):
         workload_mean: mean response length, if it is known beforehand.
         burn_in: number of batches that are left out of the steady state; by default
             :func:`default_burn_in`.
-
-    Attributes:
-        ledger: the scheduler's own ledger. It is read during the run, because it keeps only its
-            latest entries.
     """
 
     def __init__(
@@ -92,7 +88,6 @@ class Summary(DispatchingListener):
         self._resumed = False
         self._reissued = 0
         """Ids of evaluated rollouts that a resumed scheduler gave to other rollouts."""
-        self.ledger: Ledger | None = None
         self._bias = BiasCollector()
         self._alignment = AlignmentLedger()
         self._handlers = {
@@ -102,8 +97,8 @@ class Summary(DispatchingListener):
             facts.UpdateBegun: self._update_begun,
             facts.UpdateFinished: self._update_finished,
             facts.GroupLaunched: self._launched,
-            facts.EpisodeStarted: self._episode_started,
-            facts.AttemptSent: self._sent_to_engine,
+            facts.EpisodeStarted: self._begin,
+            facts.AttemptSent: self._begin,
             facts.RolloutFinished: self._finished,
             facts.GroupDropped: self._group_dropped,
             facts.PromptRefused: self._prompt_refused,
@@ -185,7 +180,9 @@ class Summary(DispatchingListener):
         ids = fact.rollout_ids
         # Rollouts that the prior run had not saved are forgotten, because their ids may belong to
         # others now.
-        self._dropped.difference_update(ids)
+        if not self._dropped.isdisjoint(ids):
+            self._dropped.difference_update(ids)
+            self._bias.restore(ids)
         if fact.evaluation_id is not None:
             self._evaluating.update(ids)
         if fact.again is not None:
@@ -199,11 +196,7 @@ class Summary(DispatchingListener):
             self._reissued += len(self._delivered.intersection(ids))
             self._delivered.difference_update(ids)
 
-    def _sent_to_engine(self, fact: facts.AttemptSent) -> None:
-        self._sent.add(fact.rollout_id)
-        self._bias.newest = max(self._bias.newest, fact.rollout_id)
-
-    def _episode_started(self, fact: facts.EpisodeStarted) -> None:
+    def _begin(self, fact: facts.AttemptSent | facts.EpisodeStarted) -> None:
         self._sent.add(fact.rollout_id)
         self._bias.newest = max(self._bias.newest, fact.rollout_id)
 
@@ -211,16 +204,20 @@ class Summary(DispatchingListener):
         self._bias.finished.add(fact.rollout_id)
 
     def _group_dropped(self, fact: facts.GroupDropped) -> None:
-        self._drop(fact.rollout_ids)
+        self._drop(fact.group_id, fact.rollouts)
 
     def _prompt_refused(self, fact: facts.PromptRefused) -> None:
-        self._drop((fact.rollout_id,))
+        refused = facts.DroppedRollout(
+            rollout_id=fact.rollout_id, reason=Reason.BAD_PROMPT, tokens=0
+        )
+        self._drop(fact.group_id, (refused,))
 
-    def _drop(self, rollout_ids: tuple[int, ...]) -> None:
-        self._dropped.update(rollout_ids)
-        self._evaluating.difference_update(rollout_ids)
-        if self.ledger is not None:
-            self._bias.drop(self.ledger)
+    def _drop(self, group_id: int, rollouts: Sequence[facts.DroppedRollout]) -> None:
+        ids = {each.rollout_id for each in rollouts}
+        self._dropped |= ids
+        if self._evaluating.isdisjoint(ids):
+            self._bias.drop(group_id, rollouts)
+        self._evaluating -= ids
 
     def _batch_delivered(self, fact: facts.BatchDelivered) -> None:
         if fact.again and any(each.rollout_id in self._delivered for each in fact.rollouts):

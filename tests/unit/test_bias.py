@@ -19,7 +19,6 @@ from aprilsched.core.lengths.laws import kaplan_meier
 from aprilsched.core.state.ledger import Entry, Ledger, Reason
 from aprilsched.telemetry.bias_collector import (
     Drop,
-    Drops,
     censoring,
     deciles,
     law_figures,
@@ -163,13 +162,17 @@ def test_the_effect_of_a_censor_is_what_it_did():
     kept = lengths[~gone]
     tokens = np.full(int(gone.sum()), 200)
     law = drawn_law(kept, tokens)
-    drops = [Drop(entry=entry(i, 200), finished=False) for i in range(tokens.size)]
+    drops = [drop(i, 200) for i in range(tokens.size)]
     found = censoring(drops, law, kept.size)
     assert found.effect == pytest.approx(kept.mean() / lengths.mean() - 1, rel=0.05)
     assert found.warning is not None
     assert "shorter" in found.warning
     nothing = censoring([], law, 10)
     assert (nothing.effect, nothing.warning) == (None, None)
+
+
+def drop(i: int, tokens: int, reason: Reason = Reason.STALE, *, finished: bool = False) -> Drop:
+    return Drop(rollout_id=i, group_id=0, reason=reason, tokens=tokens, finished=finished)
 
 
 def entry(rollout_id: int, tokens: int, reason: Reason = Reason.STALE) -> Entry:
@@ -181,17 +184,6 @@ def ledger_of(*entries: Entry) -> Ledger:
     for one in entries:
         ledger.add(one)
     return ledger
-
-
-def test_drops_are_taken_once_in_their_order():
-    drops = Drops()
-    ledger = ledger_of(entry(1, 5), entry(2, 6))
-    drops.take(ledger, {2})
-    drops.take(ledger, {2})
-    ledger.add(entry(3, 7))
-    drops.take(ledger, {2})
-    assert [drop.entry.rollout_id for drop in drops.taken] == [1, 2, 3]
-    assert [drop.finished for drop in drops.taken] == [False, True, False]
 
 
 def test_a_warning_has_the_size_when_long_ones_are_dropped():
@@ -218,10 +210,8 @@ def test_no_warning(entries: list[Entry]):
 
 def test_who_censors():
     law = kaplan_meier([10, 20, 30, 40], [False] * 4)
-    ledger = ledger_of(entry(1, 30), entry(2, 10, Reason.FAILED), entry(3, 30, Reason.REJECTED))
-    drops = Drops()
-    drops.take(ledger, {2})
-    found = censoring(drops.taken, law, kept=10)
+    failed = drop(2, 10, Reason.FAILED, finished=True)
+    found = censoring([drop(1, 30), failed, drop(3, 30, Reason.REJECTED)], law, kept=10)
     assert found.policies == ["stale"], "what failed was short, and rejecting is the user's choice"
     assert found.by_reason["stale"].expected_mean_length == 40
     assert found.effect == found.by_reason["stale"].effect == pytest.approx(-(40 / 25 - 1) / 10)
@@ -242,9 +232,8 @@ def test_what_is_generated_again_counts_by_how_much_shorter_it_is(
     again: list[int], effect: float | None, censors: bool
 ):
     law = kaplan_meier([10, 20, 30, 40], [False] * 4)
-    drops = Drops()
-    drops.take(ledger_of(entry(1, 30, Reason.BEGUN_AGAIN), entry(2, 30, Reason.BEGUN_AGAIN)), set())
-    found = censoring(drops.taken, law, kept=10, again=np.array(again, dtype=np.int64))
+    drops = [drop(i, 30, Reason.BEGUN_AGAIN) for i in (1, 2)]
+    found = censoring(drops, law, kept=10, again=np.array(again, dtype=np.int64))
     told = found.by_reason["begun_again"]
     assert told.expected_mean_length == 40
     assert told.effect == (None if effect is None else pytest.approx(effect))

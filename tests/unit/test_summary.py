@@ -235,10 +235,9 @@ def held(launched: int, tokens: Sequence[int], finished: Sequence[bool]) -> Grou
     )
 
 
-def entry(rollout_id: int, tokens: int, reason: Reason = Reason.STALE) -> Entry:
-    return Entry(
-        rollout_id=rollout_id, group_id=9, reason=reason, cause="old", tokens=tokens, at=0.0
-    )
+def drop(rollout_id: int, tokens: int, reason: Reason = Reason.STALE) -> of.GroupDropped:
+    row = of.DroppedRollout(rollout_id=rollout_id, reason=reason, tokens=tokens)
+    return of.GroupDropped(group_id=100 + rollout_id, reason=reason, cause="old", rollouts=(row,))
 
 
 def test_the_drawn_law_counts_what_is_in_flight():
@@ -331,13 +330,12 @@ def test_tokens_of_the_environment_are_of_no_policy_and_no_length_0_breaks_it():
 
 def test_a_policy_that_censors_is_named_with_its_effect():
     ledger = Ledger()
-    ledger.add(entry(3, 30))
-    ledger.add(entry(4, 10))
-    ledger.add(entry(5, 10, Reason.REJECTED))
+    ledger.tokens.update({Reason.STALE: 40, Reason.REJECTED: 10})
     bias = summed(
         (0.0, OPENED),
         *((0.0, send(i)) for i in (1, 2, 3, 4, 5)),
         *((0.5, finish(i)) for i in (1, 2, 4, 5)),
+        (0.6, [drop(3, 30), drop(4, 10), drop(5, 10, Reason.REJECTED)]),
         (1.0, deliver(0, 0, rollout(1, [0] * 20), rollout(2, [0] * 20))),
         ledger=ledger,
     ).bias
@@ -353,9 +351,6 @@ def test_a_policy_that_censors_is_named_with_its_effect():
 
 
 def test_an_episode_has_finished_when_it_says_so():
-    ledger = Ledger()
-    ledger.add(entry(3, 30))
-    ledger.add(entry(4, 30))
     start = [of.EpisodeStarted(rollout_id=i) for i in (3, 4)]
     steps = [(0.0, OPENED), (0.0, send(3)), (0.0, send(4)), (0.0, start)]
     answered = of.TurnEnded(rollout_id=4, tokens=0, finish_reason="stop")
@@ -364,8 +359,17 @@ def test_an_episode_has_finished_when_it_says_so():
         *((1.0, of.AttemptEnded(request_id=i, outcome="finished")) for i in (3, 4)),
         (1.0, answered),
         (2.0, of.RolloutFinished(rollout_id=4, group_id=104)),
+        (2.5, [drop(3, 30), drop(4, 30)]),
         (3.0, deliver(0, 0, rollout(1, [0] * 10))),
-        ledger=ledger,
     ).bias
     assert bias.drawn is not None
     assert bias.drawn.mean == pytest.approx((10 + 30 + 31) / 3)
+
+
+def test_a_drop_that_was_not_saved_is_taken_back_by_the_process_that_resumes():
+    lengths = of.RestoredLengths(tokens=(20,), sampled=(20,), finished=(False,))
+    again = of.GroupLaunched(group_id=103, rollout_ids=(3,), prompt_tokens=3, restored=lengths)
+    steps: list[Step] = [(0.0, OPENED), (0.0, send(3)), (1.0, drop(3, 30))]
+    assert summed(*steps).bias.censoring.policies == ["stale"]
+    resumed = facts.opened("a", "b", resumed=True)
+    assert summed(*steps, (2.0, [resumed, again])).bias.censoring.policies == []

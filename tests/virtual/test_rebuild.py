@@ -156,7 +156,6 @@ def check_rebuilt(
     path = tmp_path / "events.jsonl"
     own = Summary(trainer_waits=True)
     again_state, rebuilt = RunState(), Summary(trainer_waits=True)
-    rebuilt.ledger = again_state.ledger
     log = EventLog(path)
     log.start()
 
@@ -168,7 +167,6 @@ def check_rebuilt(
             listeners=[log, own],
             **functions,
         ) as rollouts:
-            own.ledger = rollouts.state.in_flight.ledger
             await program(rollouts)
         return rollouts
 

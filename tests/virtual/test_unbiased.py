@@ -482,7 +482,6 @@ def drawn_again(preset: str, responses: float = 1.0) -> tuple[Again, RunSummary]
     simulation = Simulation(
         config, prompts, engine=engine, batches=100, listeners=[listener, summary]
     )
-    summary.ledger = simulation.state.in_flight.ledger
     listener.live = LiveBias(simulation.state)
     simulation.run()
     return listener, summary.result(remainder(simulation.state), clock="virtual")
