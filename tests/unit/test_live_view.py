@@ -250,11 +250,13 @@ def test_every_figure_with_a_name_for_the_view_is_shown_where_there_is_room() ->
         off_policy_token_share=0.5,
         off_policy_token_share_forecast=0.5,
     )
-    recent = replace(RECENT, length_distance=0.19, iid_length_distance=0.08, forecast=forecast)
+    named = {name: figure for name, figure in figures_in(Figures).items() if figure.live}
+    values = dict.fromkeys(named.keys() - {"efficiency", "staleness_mean", "staleness_max"}, 0.19)
+    recent = replace(RECENT, forecast=forecast, **values)  # type: ignore[arg-type]
     snapshot = replace(SNAPSHOT, recent=recent)
-    line = next(line for line in shown(snapshot, 200) if line.startswith("speed"))
-    assert {figure.live for figure in figures_in(Figures).values()} - {""} <= {
-        text.rpartition(" ")[0] for text in line.split(" · ")
-    }
-    assert " · length distance 19% · at random 8% · forecast 71%, outcome 68%" in line
+    line = next(line for line in shown(snapshot, 300) if line.startswith("speed"))
+    texts = line.partition(" (")[0].split(" · ")[2:]
+    assert [text.rpartition(" ")[0] for text in texts[:-1]] == [f.live for f in named.values()]
+    assert "length distance 19%" in texts
+    assert texts[-1] == "forecast 71%, outcome 68%"
     assert shown(snapshot, 80) == shown(SNAPSHOT, 80), "it pushes nothing off"

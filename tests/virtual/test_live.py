@@ -141,25 +141,6 @@ def test_ctrl_c_at_the_very_beginning_ends_it_too(tmp_path: Path):
     assert "Traceback" not in terminal.raw
 
 
-def test_without_colours_the_view_has_none(tmp_path: Path):
-    out = ["--out", str(tmp_path / "run")]
-    with on_a_terminal(*ENDLESS, *out, environment={"NO_COLOR": "1"}) as terminal:
-        terminal.wait_for("in flight")
-        terminal.type(b"\x03")
-        terminal.end()
-    assert not COLOUR.search(terminal.raw)
-
-
-def test_a_terminal_of_few_lines_has_one_line(tmp_path: Path):
-    with on_a_terminal(*ENDLESS, "--out", str(tmp_path / "run"), columns=60, lines=4) as terminal:
-        terminal.wait_for("in flight")
-        terminal.type(b"\x03")
-        terminal.end()
-    view = terminal.text.partition("interrupted run")[0]
-    assert "run 1/1000000 | groups " in view
-    assert "this batch" not in view
-
-
 @pytest.mark.parametrize("environment", [{"TERM": "dumb"}, {"TERM": "unknown"}])
 def test_a_terminal_that_cannot_move_its_cursor_has_lines(
     tmp_path: Path, environment: dict[str, str]

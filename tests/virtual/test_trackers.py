@@ -108,17 +108,6 @@ def test_a_tracker_is_closed_though_no_batch_came():
     assert (kept.steps, kept.closed) == ({}, 1)
 
 
-def test_a_tracker_that_cannot_be_closed_does_not_end_the_run(caplog: pytest.LogCaptureFixture):
-    class Unclosable(Kept):
-        def close(self) -> None:
-            raise OSError("no route")
-
-    with caplog.at_level(logging.ERROR, logger="aprilsched"), StepTracker(Unclosable()) as tracker:
-        assert len(driven([tracker])) == 4
-    assert isinstance(tracker.error, OSError)
-    assert "the tracker test_a_tracker" in caplog.text
-
-
 def test_a_tracker_whose_closing_hangs_does_not_hold_up_the_end(caplog: pytest.LogCaptureFixture):
     class Hanging(Kept):
         def close(self) -> None:
