@@ -117,6 +117,7 @@ class RunState:
 
     Attributes:
         now: time of the last fact, in seconds.
+        engines: the engines by name, in the order in which they came, and where their time went.
         growing: ids of the rollouts whose response has not ended.
         carried: ids of the rollouts in `growing` that were in flight when an earlier batch was
             delivered.
