@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from aprilsched.runs.setup import Setup, live_figures_of, remainder, summary_of
 from aprilsched.runs.showing import Screen
 from aprilsched.simulation import Costs, Simulation, rare_collections
 from aprilsched.telemetry.base import AnyListener, TokenChunks
+from aprilsched.telemetry.bias_collector import warning_now
 from aprilsched.telemetry.event_log import EventLog
 from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.run_folder import RunFolder
@@ -51,27 +53,29 @@ def simulate(
     """
     summary, generation = summary_of(setup), _Generation()
     listeners: list[AnyListener] = [summary, generation]
-    log = None if folder is None else EventLog(folder.events, patient=True)
-    if folder is not None and log is not None:
+    events = None if folder is None else EventLog(folder.events, patient=True)
+    if folder is not None and events is not None:
         folder.create(as_toml(setup.settings))
-        log.start()
-        listeners.append(log)
+        events.start()
+        listeners.append(events)
     shown = None if screen is None else screen.shown(live_figures_of(setup, summary))
     if shown is not None:
         listeners += shown.listeners
     simulation = _simulation(setup, costs, listeners)
     in_flight = simulation.state.in_flight
-    summary.ledger = in_flight.ledger
     with ExitStack() as stack:
-        if log is not None:
-            stack.callback(log.close)
+        if events is not None:
+            stack.callback(events.close)
         if shown is not None:
             shown.begin(in_flight.counters, in_flight.ledger, batches=0)
             stack.enter_context(shown)
         with suppress(PromptsExhausted), rare_collections():
             simulation.run()
-    error = None if log is None else log.error
+    error = None if events is None else events.error
     result = summary.result(remainder(simulation.state), clock="virtual", event_log_error=error)
+    delivered, tokens = result.rollouts.delivered, result.tokens.delivered
+    if (warning := warning_now(in_flight.ledger, delivered, tokens)) is not None:
+        log.warning("%s", warning)
     if folder is not None:
         folder.write_summary(result)
     automatic = setup.config.over_provision == "auto"
@@ -108,6 +112,9 @@ def _simulation(setup: Setup, costs: Costs | None, listeners: list[AnyListener])
         planner=setup.planner,
         listeners=listeners,
     )
+
+
+log = logging.getLogger("aprilsched")
 
 
 class _Generation:

@@ -220,7 +220,6 @@ class _Run:
         self.train_s = train_s
         self.watch = Watch()
         self.summary = Summary(trainer_waits=self.config.pace == "synchronous")
-        self.summary.warns = False
         self.model = TruthModel(VOCAB)
         self.servers: list[SimServer] = []
         self.figures: Counter[str] = Counter()
