@@ -1,8 +1,9 @@
-"""The server side of SGLang's HTTP API: what every program that answers like SGLang needs.
+"""The server side of SGLang's HTTP API: one application, for whatever can answer as a server does.
 
-The gateway and the test server (:mod:`aprilsched.testing`) are built on it. It knows neither of
-them, no engine and no scheduler: it has the bodies of requests, the forms of refusals and of
-streams, keys, and the address to listen at.
+The gateway and the test server (:mod:`aprilsched.testing`) are its two backends. It knows neither
+of them, no engine and no scheduler: it has the calls with their bodies, defaults and answers, the
+forms of refusals and of streams, keys, and the address to listen at. ``/generate`` and what only
+one of them has are routes of their own.
 """
 
 from __future__ import annotations
@@ -10,16 +11,26 @@ from __future__ import annotations
 import asyncio
 import hmac
 import os
+import time
 import zlib
-from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing, asynccontextmanager
-from typing import Any, Literal, TypeAlias, TypeVar, cast
+from datetime import UTC, datetime
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast
 
 import msgspec
 from aiohttp import StreamReader, hdrs, web
 from aiohttp.typedefs import Handler, Middleware
 
-from aprilsched.errors import ConfigError
+from aprilsched.errors import AprilschedError, ConfigError
 
 # --- refusals ------------------------------------------------------------------------------------
 
@@ -29,7 +40,7 @@ from aprilsched.errors import ConfigError
 #
 #     Refusal
 #     ├── Malformed   400, {"object": "error", …}: the body has not the form that is expected
-#     ├── Refused     400, {"error": {"message"}}, or an event of that kind in a stream
+#     ├── Refused     400, {"error": {"message"}}
 #     ├── Unavailable 503, the same content: it may be asked for again later
 #     └── Crashed     500, plain text: an error that SGLang does not catch itself
 
@@ -37,9 +48,11 @@ from aprilsched.errors import ConfigError
 class Refusal(Exception):
     """A call that is refused."""
 
+    status = 400
+
     def answer(self) -> web.Response:
         """The answer that the client gets."""
-        raise NotImplementedError
+        return as_json({"error": {"message": str(self)}}, self.status)
 
 
 class Malformed(Refusal):
@@ -51,37 +64,35 @@ class Malformed(Refusal):
             "message": f"1 validation error:\n  {self}",
             "type": "Bad Request",
             "param": None,
-            "code": 400,
+            "code": self.status,
         }
-        return as_json(content, 400)
+        return as_json(content, self.status)
 
 
 class Refused(Refusal):
     """The body is well-formed, but its content is refused."""
 
-    def answer(self) -> web.Response:
-        return as_json({"error": {"message": str(self)}}, 400)
-
-    def event(self) -> dict[str, Any]:
-        """The same error as an event of a stream, whose status is 200 already."""
-        kind = "invalid_request_error"
-        return {
-            "error": {"message": str(self), "type": kind, "code": 400, "retryable": False},
-        }
-
 
 class Unavailable(Refusal):
     """The call cannot be taken now."""
 
-    def answer(self) -> web.Response:
-        return as_json({"error": {"message": str(self)}}, 503)
+    status = 503
 
 
 class Crashed(Refusal):
     """SGLang's handler fails with an error that it does not catch."""
 
+    status = 500
+
     def answer(self) -> web.Response:
-        return web.Response(status=500, text="Internal Server Error")
+        return web.Response(status=self.status, text="Internal Server Error")
+
+
+def error_event(message: str, status: int) -> Event:
+    """The error of one response as an event of a stream, whose own status is 200 already."""
+    kind = "invalid_request_error" if status == Refused.status else "internal_error"
+    retryable = status >= Crashed.status
+    return {"error": {"message": message, "type": kind, "code": status, "retryable": retryable}}
 
 
 def as_json(content: object, status: int = 200) -> web.Response:
@@ -91,7 +102,7 @@ def as_json(content: object, status: int = 200) -> web.Response:
 
 
 @web.middleware
-async def refusing(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def answer_refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Turn refusals into answers; unknown paths are answered as FastAPI does."""
     try:
         return await handler(request)
@@ -112,6 +123,7 @@ async def refusing(request: web.Request, handler: Handler) -> web.StreamResponse
 # reads a body before a handler asks for it, which is after the key is checked.
 
 T = TypeVar("T")
+PauseMode: TypeAlias = Literal["abort", "retract", "in_place"]
 
 _PIECE = 2**16
 _READ_S = 120.0
@@ -149,7 +161,13 @@ class PromptsBody(msgspec.Struct, frozen=True):
 class PauseBody(msgspec.Struct, frozen=True):
     """Body of POST /pause_generation; SGLang's default ends every request."""
 
-    mode: Literal["abort", "retract", "in_place"] = "abort"
+    mode: PauseMode = "abort"
+
+
+class ContinueBody(msgspec.Struct, frozen=True):
+    """Body of POST /continue_generation, which is required, even if it is empty."""
+
+    torch_empty_cache: bool = True
 
 
 class AbortBody(msgspec.Struct, frozen=True):
@@ -217,20 +235,7 @@ class VersionBody(msgspec.Struct, frozen=True):
     abort_all_requests: bool = True
 
 
-class AdapterBody(msgspec.Struct, frozen=True):
-    """Body of POST /load_lora_adapter and /unload_lora_adapter; unloading needs no path."""
-
-    lora_name: str
-    lora_path: str = ""
-
-
-class MemoryBody(msgspec.Struct, frozen=True):
-    """Body of POST /release_memory_occupation and /resume_memory_occupation.
-
-    Without `tags` the call is for all parts.
-    """
-
-    tags: list[str] | None = None
+Update = TypeVar("Update", DiskBody, VersionBody, TensorBody, BroadcastBody)
 
 
 class Bodies:
@@ -340,7 +345,7 @@ def decode(body: bytes, kind: type[T]) -> T:
 # Asks for bearer tokens: one key for requests and one for control calls, as SGLang has them.
 
 
-def asking_for(
+def key_middleware(
     *,
     api_key: str | None,
     admin_key: str | None,
@@ -377,7 +382,7 @@ def _bearer(key: str) -> bytes:
 
 # --- answers -------------------------------------------------------------------------------------
 
-# Parts of answers in SGLang's form: server-sent events, fields of ``meta_info``, and openapi.json.
+# Parts of answers in SGLang's form: server-sent events and fields of ``meta_info``.
 #
 # The items of a stream are events, and bytes that are not an event.
 
@@ -390,7 +395,7 @@ DONE = b"data: [DONE]\n\n"
 STREAM_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8"}
 
 
-def framed(item: Item) -> bytes:
+def frame_item(item: Item) -> bytes:
     """The bytes of `item` on the wire."""
     return item if isinstance(item, bytes) else b"data: " + msgspec.json.encode(item) + b"\n\n"
 
@@ -434,37 +439,366 @@ def labelled(
     return found
 
 
-async def streamed(request: web.Request, items: AsyncGenerator[Item]) -> web.StreamResponse:
+async def send_stream(request: web.Request, items: AsyncGenerator[Item]) -> web.StreamResponse:
     """The answer that streams `items`, which are closed when it ends or the client is gone."""
     stream = web.StreamResponse(headers=STREAM_HEADERS)
     try:
         await stream.prepare(request)
         async with aclosing(items):
             async for item in items:
-                await stream.write(framed(item))
+                await stream.write(frame_item(item))
     except ConnectionResetError:  # The client is gone.
         pass
     return stream
 
 
-def openapi_answer(
-    request: web.Request, title: str, version: str, schemas: Mapping[str, dict[str, Any]]
+# --- app -----------------------------------------------------------------------------------------
+
+# The calls that both backends have, with SGLang's names, defaults and answers.
+
+_LATE = (
+    "An engine has not answered in time; the call goes on, and GET /server_info shows the modes."
+)
+_FLUSHED = (
+    "Cache flushed.\nPlease check backend logs for more details. "
+    "(When there are running or waiting requests, the operation will not be performed.)\n"
+)
+_NOT_FLUSHED = "Flush cache failed.\n"
+_FLUSH_AGAIN_S = 0.05
+_SCHEMAS: Mapping[str, type[msgspec.Struct]] = {
+    "AbortReq": AbortBody,
+    "ContinueGenerationReqInput": ContinueBody,
+    "PauseGenerationReqInput": PauseBody,
+    "UpdateWeightFromDiskReqInput": DiskBody,
+    "UpdateWeightVersionReqInput": VersionBody,
+}
+"""SGLang's names of the bodies whose fields and defaults clients look up."""
+
+
+class Backend(Protocol):
+    """What answers the calls: one engine, or a scheduler in front of several.
+
+    A call that cannot be carried out raises an :class:`~aprilsched.errors.AprilschedError`. Updates
+    return what their answer says beside the success, or nothing.
+    """
+
+    model_path: str
+
+    @property
+    def label(self) -> str:
+        """The label of the weights."""
+        ...
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request would be generated now."""
+        ...
+
+    async def healthy(self) -> bool:
+        """Whether there is anything that generates."""
+        ...
+
+    def model_facts(self) -> Event:
+        """What /model_info tells beside the model and its weights."""
+        ...
+
+    def server_facts(self) -> Event:
+        """What /server_info tells beside the model and its weights; it has a ``version``."""
+        ...
+
+    def rank_loads(self) -> Event:
+        """The figures of /v1/loads."""
+        ...
+
+    async def abort(self, rid: str) -> None: ...
+    async def abort_group(self, name: str) -> None: ...
+    async def abort_all(self) -> None: ...
+    async def pause(self, mode: PauseMode) -> None: ...
+    async def resume(self) -> None: ...
+    async def flush(self) -> bool:
+        """Drop the cached KV; returns False while it is in use."""
+        ...
+
+    async def load(self, body: DiskBody) -> str: ...
+    async def relabel(self, label: str) -> str: ...
+    async def begin_update(self) -> None: ...
+    async def end_update(self) -> None: ...
+    async def take_tensors(self, body: TensorBody) -> str: ...
+    async def take_broadcast(self, body: BroadcastBody) -> str: ...
+    async def join_group(self, body: JoinBody) -> None: ...
+    async def leave_group(self, name: str) -> None: ...
+
+
+BACKEND: web.AppKey[Backend] = web.AppKey("backend", Backend)
+"""The key under which the handlers find what answers."""
+
+Route: TypeAlias = tuple[str, str, Handler]
+
+
+async def _pause(request: web.Request) -> web.Response:
+    body = await body_of(request, PauseBody)
+    return await _answer_steering(request.app[BACKEND].pause(body.mode), "paused")
+
+
+async def _resume(request: web.Request) -> web.Response:
+    await body_of(request, ContinueBody)
+    return await _answer_steering(request.app[BACKEND].resume(), "continued")
+
+
+async def _answer_steering(call: Awaitable[None], done: str) -> web.Response:
+    try:
+        await call
+    except TimeoutError:
+        return as_json({"message": _LATE, "status": "error"}, 504)
+    except AprilschedError as error:
+        return as_json({"message": str(error), "status": "error"}, 400)
+    return as_json({"message": f"Generation {done} successfully.", "status": "ok"})
+
+
+async def _abort(request: web.Request) -> web.Response:
+    """POST /abort_request; answers 200 whether or not the request exists."""
+    body, backend = await body_of(request, AbortBody), request.app[BACKEND]
+    if body.abort_all:
+        await backend.abort_all()
+    elif body.rid:
+        await backend.abort(body.rid)
+    elif body.group:
+        await backend.abort_group(body.group)
+    return web.Response()
+
+
+async def _flush(request: web.Request) -> web.Response:
+    """GET or POST /flush_cache; 400 if the cache is still in use after so many seconds."""
+    try:
+        seconds = float(request.query.get("timeout", "0"))
+    except ValueError as error:
+        raise Malformed("timeout: Input should be a valid number") from error
+    if not 0 <= seconds < float("inf"):
+        raise Malformed("timeout: Input should be greater than or equal to 0")
+    clock = asyncio.get_running_loop()
+    until = clock.time() + seconds
+    try:
+        while True:
+            done = await request.app[BACKEND].flush()
+            if done or clock.time() >= until:
+                break
+            await asyncio.sleep(_FLUSH_AGAIN_S)
+    except (AprilschedError, TimeoutError) as error:
+        return web.Response(status=400, text=f"{_NOT_FLUSHED}{error}\n")
+    return web.Response(status=200 if done else 400, text=_FLUSHED if done else _NOT_FLUSHED)
+
+
+async def _update_from_disk(request: web.Request) -> web.Response:
+    body = await _update_of(request, DiskBody)
+    done = "Succeeded to update model weights."
+    if body.weight_version is not None:
+        done += f" Weight version updated to {body.weight_version}."
+    return await _answer_update(request.app[BACKEND].load(body), done, num_paused_requests=0)
+
+
+async def _update_version(request: web.Request) -> web.Response:
+    body = await _update_of(request, VersionBody)
+    label = body.new_version
+    call = request.app[BACKEND].relabel(label)
+    return await _answer_update(call, f"Weight version updated to {label}", new_version=label)
+
+
+async def _update_from_tensor(request: web.Request) -> web.Response:
+    body = await _update_of(request, TensorBody)
+    return await _answer_update(request.app[BACKEND].take_tensors(body))
+
+
+async def _update_from_distributed(request: web.Request) -> web.Response:
+    body = await _update_of(request, BroadcastBody)
+    return await _answer_update(request.app[BACKEND].take_broadcast(body))
+
+
+async def _update_of(request: web.Request, kind: type[Update]) -> Update:
+    """The body of an update, for which every request ends first if it says so."""
+    body = await body_of(request, kind)
+    if body.abort_all_requests:
+        await request.app[BACKEND].abort_all()
+    return body
+
+
+async def _answer_update(
+    call: Awaitable[str], done: str = "Succeeded to update model weights.", **more: object
 ) -> web.Response:
-    """The answer of /openapi.json: the paths of the application, and the fields of the bodies in
-    `schemas`, which clients look up."""
-    paths: dict[str, dict[str, Any]] = {}
+    try:
+        told = await call
+    except AprilschedError as error:
+        content = {"success": False, "message": f"Failed to update weights: {error}"}
+        return as_json({**content, **more}, 400)
+    return as_json({"success": True, "message": f"{done}{told}", **more})
+
+
+async def _begin_update(request: web.Request) -> web.Response:
+    await body_of(request, dict[str, Any])
+    return await _answer_call(request.app[BACKEND].begin_update())
+
+
+async def _end_update(request: web.Request) -> web.Response:
+    await body_of(request, dict[str, Any])
+    return await _answer_call(request.app[BACKEND].end_update())
+
+
+async def _join_group(request: web.Request) -> web.Response:
+    return await _answer_call(request.app[BACKEND].join_group(await body_of(request, JoinBody)))
+
+
+async def _leave_group(request: web.Request) -> web.Response:
+    body = await body_of(request, LeaveBody)
+    return await _answer_call(request.app[BACKEND].leave_group(body.group_name))
+
+
+async def _answer_call(call: Awaitable[None]) -> web.Response:
+    try:
+        await call
+    except AprilschedError as error:
+        return as_json({"success": False, "message": str(error)}, 400)
+    return as_json({"success": True, "message": "Success"})
+
+
+async def _health(request: web.Request) -> web.Response:
+    return web.Response(status=200 if await request.app[BACKEND].healthy() else 503)
+
+
+async def _ready(request: web.Request) -> web.Response:
+    return web.Response(status=200 if request.app[BACKEND].ready else 503)
+
+
+async def _model_info(request: web.Request) -> web.Response:
+    backend = request.app[BACKEND]
+    told = {
+        "model_path": backend.model_path,
+        "served_model_name": backend.model_path,
+        "tokenizer_path": backend.model_path,
+        "is_generation": True,
+        "preferred_sampling_params": None,
+        "weight_version": backend.label,
+    }
+    return as_json({**told, **backend.model_facts()})
+
+
+async def _server_info(request: web.Request) -> web.Response:
+    backend = request.app[BACKEND]
+    told = {
+        "model_path": backend.model_path,
+        "tokenizer_path": backend.model_path,
+        "incremental_streaming_output": True,
+        "pp_size": 1,
+        "dp_size": 1,
+        "weight_version": backend.label,
+        "status": "ready",
+    }
+    return as_json({**told, **backend.server_facts()})
+
+
+async def _loads(request: web.Request) -> web.Response:
+    """GET /v1/loads: the part that SGLang calls core, whatever is asked for."""
+    backend = request.app[BACKEND]
+    told = {
+        "timestamp": datetime.now(UTC).isoformat(),
+        "version": backend.server_facts()["version"],
+        "accelerator": None,
+        "num_accelerators": 1,
+        "loads": [{"dp_rank": 0, **backend.rank_loads()}],
+    }
+    return as_json(told)
+
+
+async def _models(request: web.Request) -> web.Response:
+    path = request.app[BACKEND].model_path
+    model = {"id": path, "object": "model", "owned_by": "sglang", "root": path, "parent": None}
+    return as_json({"object": "list", "data": [{**model, "created": int(time.time())}]})
+
+
+async def _openapi(request: web.Request) -> web.Response:
+    """GET /openapi.json: the paths of the application, and the bodies that clients look up."""
+    paths: dict[str, Event] = {}
     for route in request.app.router.routes():
         if route.resource is not None:
             paths.setdefault(route.resource.canonical, {})[route.method.lower()] = {}
-    known = {name: {"properties": fields, "type": "object"} for name, fields in schemas.items()}
+    _, known = msgspec.json.schema_components(_SCHEMAS.values())
     return as_json(
         {
             "openapi": "3.1.0",
-            "info": {"title": title, "version": version},
+            "info": {"title": "FastAPI", "version": "0.1.0"},
             "paths": paths,
-            "components": {"schemas": known},
+            "components": {"schemas": {n: known[kind.__name__] for n, kind in _SCHEMAS.items()}},
         }
     )
+
+
+_FREE: Sequence[Route] = (
+    ("GET", "/health", _health),
+    ("GET", "/health_generate", _health),
+    ("GET", "/ready", _ready),
+)
+_INFO: Sequence[Route] = (
+    ("GET", "/model_info", _model_info),
+    ("GET", "/get_model_info", _model_info),
+    ("GET", "/server_info", _server_info),
+    ("GET", "/get_server_info", _server_info),
+    ("GET", "/openapi.json", _openapi),
+    ("GET", "/v1/loads", _loads),
+    ("GET", "/v1/models", _models),
+)
+_CONTROL: Sequence[Route] = (
+    ("POST", "/pause_generation", _pause),
+    ("POST", "/continue_generation", _resume),
+    ("POST", "/abort_request", _abort),
+    ("GET", "/flush_cache", _flush),
+    ("POST", "/flush_cache", _flush),
+    ("POST", "/update_weights_from_disk", _update_from_disk),
+    ("POST", "/update_weight_version", _update_version),
+    ("POST", "/begin_weight_update", _begin_update),
+    ("POST", "/end_weight_update", _end_update),
+    ("POST", "/update_weights_from_tensor", _update_from_tensor),
+    ("POST", "/update_weights_from_distributed", _update_from_distributed),
+    ("POST", "/init_weights_update_group", _join_group),
+    ("POST", "/destroy_weights_update_group", _leave_group),
+)
+INFO = tuple(path for _, path, _ in (*_INFO, *_FREE))
+"""Paths of the calls that only read."""
+CONTROL = tuple(dict.fromkeys(path for _, path, _ in _CONTROL))
+"""Paths of the calls that change the server."""
+
+
+def make_app(
+    backend: Backend,
+    bodies: Bodies,
+    *,
+    requests: Sequence[Route],
+    control: Sequence[Route] = (),
+    api_key: str | None = None,
+    admin_key: str | None = None,
+    outermost: Sequence[Middleware] = (),
+) -> web.Application:
+    """The web application of a backend.
+
+    Args:
+        backend: what answers.
+        bodies: reads the bodies of requests.
+        requests: routes that only this backend has.
+        control: those of them that change it.
+        api_key: bearer token for all calls but those for health; None asks for none.
+        admin_key: bearer token for control calls, which is also good for the others; None asks for
+            `api_key` there too.
+        outermost: middlewares that see all calls and answers.
+    """
+    keys = key_middleware(
+        api_key=api_key,
+        admin_key=admin_key,
+        control={path for _, path, _ in (*_CONTROL, *control)},
+        free={path for _, path, _ in _FREE},
+    )
+    app = web.Application(middlewares=[*outermost, keys, answer_refusals])
+    app[BODIES] = bodies
+    app[BACKEND] = backend
+    for method, path, handler in (*_FREE, *_INFO, *_CONTROL, *requests, *control):
+        app.router.add_route(method, path, handler, expect_handler=expect_later)
+    return app
 
 
 # --- listening -----------------------------------------------------------------------------------

@@ -22,29 +22,8 @@ from numpy.typing import NDArray
 from aprilsched.core.config import Caller, SchedulerConfig
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
-from aprilsched.core.messages.commands import (
-    Abort,
-    Deliver,
-    EndOfPrompts,
-    FinishUpdate,
-    Flush,
-    Offer,
-    Pause,
-    Send,
-    WithdrawOffer,
-)
-from aprilsched.core.messages.events import (
-    BatchRequested,
-    BatchTaken,
-    ControlFailed,
-    Event,
-    Flushed,
-    Paused,
-    Refitted,
-    UpdateRequested,
-    Verified,
-)
-from aprilsched.core.messages.events import Continued as ContinuedEvent
+from aprilsched.core.messages import facts
+from aprilsched.core.messages.facts import Fact, GroupLaunched
 from aprilsched.core.scheduler import Scheduler
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.driver.forecasts import ForecastErrors
@@ -109,7 +88,7 @@ class ModelledEngine:
         name: str,
         config: SimConfig,
         agenda: Agenda,
-        feed: Callable[[Event], None],
+        feed: Callable[[ev.Event], None],
         *,
         pause_seconds: float,
     ) -> None:
@@ -123,7 +102,7 @@ class ModelledEngine:
 
     # --- commands ------------------------------------------------------------------------------
 
-    def send(self, command: Send) -> None:
+    def send(self, command: do.Send) -> None:
         key = (command.request_id, command.attempt)
         name = f"{key[0]}-{key[1]}"
         self._attempts[name] = key
@@ -136,13 +115,13 @@ class ModelledEngine:
         self.batcher.submit(request, self._agenda.now)
         self._arm()
 
-    def abort(self, command: Abort) -> None:
+    def abort(self, command: do.Abort) -> None:
         self.batcher.abort(f"{command.request_id}-{command.attempt}", self._agenda.now)
         # An attempt in the queue ends at once; the others end with the step in progress.
         self._agenda.at(self._agenda.now, self._look)
         self._arm()
 
-    def pause(self, command: Pause) -> None:
+    def pause(self, command: do.Pause) -> None:
         now = self._agenda.now
         self.batcher.pause(command.mode, now)
         stopped = self.batcher.next_event_time()
@@ -150,32 +129,32 @@ class ModelledEngine:
         stands = (now if stopped is None else stopped) + self._pause_seconds
         self._agenda.at(stands, self._confirm_pause)
 
-    def flush(self, _: Flush) -> None:
+    def flush(self, _: do.Flush) -> None:
         if self.batcher.flush():
-            self._feed(Flushed(engine=self.name))
+            self._feed(ev.Flushed(engine=self.name))
         else:
             cause = "the cache is in use"
-            self._feed(ControlFailed(engine=self.name, call="flush", cause=cause))
+            self._feed(ev.ControlFailed(engine=self.name, call="flush", cause=cause))
 
     def resume(self) -> None:
         self.batcher.resume(self._agenda.now)
         self._arm()
-        self._feed(ContinuedEvent(engine=self.name))
+        self._feed(ev.Continued(engine=self.name))
 
     def verify(self) -> None:
-        self._feed(Verified(engine=self.name, version=self.batcher.version))
+        self._feed(ev.Verified(engine=self.name, version=self.batcher.version))
 
     def refit(self, version: int, *, catch_up: bool = False) -> None:
         took = self.batcher.refit(version)
         has = version if took else self.batcher.version
         cause = "" if took else "it was not paused"
-        self._feed(Refitted(engine=self.name, version=has, cause=cause, catch_up=catch_up))
+        self._feed(ev.Refitted(engine=self.name, version=has, cause=cause, catch_up=catch_up))
 
     # --- time ----------------------------------------------------------------------------------
 
     def _confirm_pause(self) -> None:
         self._look()
-        self._feed(Paused(engine=self.name))
+        self._feed(ev.Paused(engine=self.name))
 
     def _arm(self) -> None:
         due = self.batcher.next_event_time()
@@ -221,7 +200,7 @@ class ModelledTrainer:
     def __init__(
         self,
         agenda: Agenda,
-        feed: Callable[[Event], None],
+        feed: Callable[[ev.Event], None],
         *,
         batches: int,
         update_every: int,
@@ -247,15 +226,15 @@ class ModelledTrainer:
     def begin(self) -> None:
         """Ask for a batch, or for the next group of one."""
         self._asks = True
-        self._feed(BatchRequested(streamed=self._streamed))
+        self._feed(ev.BatchRequested(streamed=self._streamed))
         self._take()
 
-    def take(self, command: Offer) -> None:
+    def take(self, command: do.Offer) -> None:
         """Take a batch, or the next part of a streamed one, as soon as it asks for it."""
         self._offered = command.offered
         self._take()
 
-    def withdraw(self, _: WithdrawOffer) -> None:
+    def withdraw(self, _: do.WithdrawOffer) -> None:
         self._offered = None
 
     def _take(self) -> None:
@@ -267,23 +246,23 @@ class ModelledTrainer:
             self._seconds = self._group_seconds * len(offered.groups)
         if not offered.complete:
             self._agenda.after(self._seconds, self.begin)
-        self._feed(BatchTaken(index=offered.index))
+        self._feed(ev.BatchTaken(index=offered.index))
 
-    def deliver(self, _: Deliver) -> None:
+    def deliver(self, _: do.Deliver) -> None:
         self.batches += 1
         self._agenda.after(self._seconds, self._trained)
 
-    def end(self, _: EndOfPrompts) -> None:
+    def end(self, _: do.EndOfPrompts) -> None:
         self.done = True
 
-    def finish_update(self, _: FinishUpdate) -> None:
+    def finish_update(self, _: facts.UpdateFinished) -> None:
         # It waits for the agenda, because a trainer's next call is not part of the update's end.
         self._agenda.after(0.0, self._next)
 
     def _trained(self) -> None:
         if self._update_every and self.batches % self._update_every == 0:
             self._version += 1
-            self._feed(UpdateRequested(version=self._version, republishable=True))
+            self._feed(ev.UpdateRequested(version=self._version, republishable=True))
         else:
             self._next()
 
@@ -409,6 +388,8 @@ class Simulation:
         if config.automatic:
             errors = ForecastErrors(self._planner, trainer_waits=config.trainer_waits)
             listeners = [*listeners, errors]
+        if self._redraws is not None:
+            listeners = [*listeners, self]
         self._loop = EventLoop(Scheduler(config, caller), listeners, clock=lambda: self.agenda.now)
         self.engines = {
             name: ModelledEngine(
@@ -462,25 +443,25 @@ class Simulation:
         engines, trainer = self.engines, self.trainer
         self._loop.performers.update(
             {
-                do.FetchPrompts: self._fetch,
-                do.Launch: self._launch,
+                facts.PromptsRequested: self._fetch,
                 do.Send: lambda c: engines[c.engine].send(c),
                 do.Abort: lambda c: engines[c.engine].abort(c),
                 do.Pause: lambda c: engines[c.engine].pause(c),
                 do.Flush: lambda c: engines[c.engine].flush(c),
                 do.Continue: lambda c: engines[c.engine].resume(),
                 do.Verify: lambda c: engines[c.engine].verify(),
-                do.Refit: self._refit,
+                facts.RefitBegun: self._refit,
                 do.ScoreRollout: self._score,
                 do.Filter: self._filter,
                 do.Plan: self._plan,
-                do.CancelWork: lambda _: None,
-                do.AdmitEngine: lambda _: None,
-                do.LoseEngine: self._lose_engine,
-                do.AwaitFleet: lambda _: None,
-                do.GiveUpFleet: lambda _: None,
+                facts.GroupDropped: lambda _: None,
+                facts.PromptRefused: lambda _: None,
+                facts.EngineAdmitted: lambda _: None,
+                facts.EngineLost: self._lose_engine,
+                facts.FleetAwaited: lambda _: None,
+                facts.FleetGivenUp: lambda _: None,
                 do.GiveUp: self._give_up,
-                do.FinishUpdate: trainer.finish_update,
+                facts.UpdateFinished: trainer.finish_update,
                 do.Offer: trainer.take,
                 do.WithdrawOffer: trainer.withdraw,
                 do.Deliver: trainer.deliver,
@@ -488,24 +469,30 @@ class Simulation:
             }
         )
 
-    def _fetch(self, command: do.FetchPrompts) -> None:
+    def _fetch(self, command: facts.PromptsRequested) -> None:
         prompts = tuple(islice(self._prompts, command.count))
         last = len(prompts) < command.count
         self._loop.feed(ev.PromptsArrived(prompts=prompts, last=last))
 
-    def _launch(self, command: do.Launch) -> None:
-        """Give the group other lengths if its prompt is generated again. A length is a limit here,
-        so the group's record has it."""
-        group = self.state.in_flight.groups.get(command.group_id)
-        if group is None or group.again is None or self._redraws is None:
+    def on_facts(self, facts: Sequence[Fact], now: float) -> None:
+        """Give each group other lengths whose prompt is generated again."""
+        redraws = self._redraws
+        for fact in facts:
+            if redraws is not None and isinstance(fact, GroupLaunched) and fact.again is not None:
+                self._draw_again(redraws, fact.group_id)
+
+    def _draw_again(self, redraws: Redraws, group_id: int) -> None:
+        """Give a group other lengths. A length is a limit here, so the group's record has it."""
+        group = self.state.in_flight.groups.get(group_id)
+        if group is None:
             return
-        lengths = self._redraws.lengths_again(group.prompt, group.group_id)[: group.size]
+        lengths = redraws.lengths_again(group.prompt, group.group_id)[: group.size]
         for member, length in zip(group.members, lengths, strict=True):
             member.sampling = replace(member.sampling, max_new_tokens=int(length))
             if member.request is not None:
                 member.request.sampling = member.sampling
 
-    def _refit(self, command: do.Refit) -> None:
+    def _refit(self, command: facts.RefitBegun) -> None:
         def loaded() -> None:
             for name in command.engines:
                 self.engines[name].refit(command.version, catch_up=command.catch_up)
@@ -526,7 +513,7 @@ class Simulation:
     def _plan(self, command: do.Plan) -> None:
         self._loop.feed(ev.Planned(schedule=self._planner.plan(command, self._config)))
 
-    def _lose_engine(self, command: do.LoseEngine) -> None:
+    def _lose_engine(self, command: facts.EngineLost) -> None:
         if command.last:
             self._failure = FleetLost(f"no engine is left: {command.cause}")
 

@@ -29,7 +29,7 @@ from aprilsched.analysis.run import read_run
 from aprilsched.core.lengths.observed import pooled
 from aprilsched.runs.config_file import read_settings
 from aprilsched.runs.setup import prepare
-from aprilsched.runs.simulated import SimulatedRun
+from aprilsched.runs.simulated import simulate
 from aprilsched.telemetry.run_folder import RunFolder
 from aprilsched.workload import LongTailWorkload
 
@@ -41,7 +41,7 @@ GROUP_SIZE = run.config["scheduler"]["group_size"]
 def simulate_again(folder, seed):
     """The run in FOLDER with other prompts."""
     settings = replace(read_settings(FOLDER / "config.toml"), seed=seed)
-    SimulatedRun(prepare(settings), RunFolder(folder), None).execute()
+    simulate(prepare(settings), RunFolder(folder))
     return folder
 
 

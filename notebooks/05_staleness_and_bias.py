@@ -70,8 +70,8 @@ lasting = evicted.bias.transient.measured_by_batch[-1]
 chance = waited.bias.transient.measured_by_batch[-1]
 deciles = carried.bias.by_length_decile
 print(
-    f"{carried.off_policy_token_share:.0%} of the tokens are off-policy, {carried.staleness.mean:.1f} "
-    f"versions old on average and {carried.staleness.max} at most; of the shortest tenth of the "
+    f"{carried.off_policy_token_share:.0%} of the tokens are off-policy, {carried.staleness_mean:.1f} "
+    f"versions old on average and {carried.staleness_max} at most; of the shortest tenth of the "
     f"responses {deciles.off_policy_token_share[0]:.0%}, of the longest "
     f"{deciles.off_policy_token_share[-1]:.0%}. The first batch is {-first:.0%} too short; after "
     f"{carried.batches} batches the mean is {-last:.1%} short ({-explained:.1%} follow from what is in "
@@ -85,7 +85,7 @@ assert (
 )  # of the run at the top: its first batch is of one version
 assert (ages[1:, 1:].sum(axis=1) > ages[1:, 0]).all()
 assert carried.off_policy_token_share > 0.6
-assert carried.staleness.max <= 6
+assert carried.staleness_max <= 6
 assert deciles.staleness_mean[-1] > 2 * deciles.staleness_mean[0]
 assert first < -0.3
 assert abs(last) < 0.08

@@ -627,7 +627,7 @@ def steady_state_of(batches: Sequence[BatchFigures], burn_in: int) -> SteadyStat
         batches=len(kept),
         mean_batch_seconds=_ratio(seconds, len(kept)),
         mean_length=_ratio(
-            sum(batch.mean_length * batch.rollouts for batch in kept),
+            sum((batch.mean_length or 0.0) * batch.rollouts for batch in kept),
             sum(batch.rollouts for batch in kept),
         ),
         delivered_tokens_per_s=_ratio(
@@ -635,7 +635,7 @@ def steady_state_of(batches: Sequence[BatchFigures], burn_in: int) -> SteadyStat
         ),
         efficiency=_ratio(sum(bounds), seconds) if len(bounds) == len(kept) else None,
         off_policy_token_share=_ratio(
-            sum(batch.off_policy_token_share * batch.tokens for batch in kept), tokens
+            sum((batch.off_policy_token_share or 0.0) * batch.tokens for batch in kept), tokens
         ),
     )
 

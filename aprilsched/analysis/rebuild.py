@@ -85,7 +85,6 @@ class Rebuilding:
     def __init__(self, config: dict[str, Any]) -> None:
         self._basis, self._state = basis_of(config), RunState()
         self._summary = self._basis.summary()
-        self._summary.ledger, self._summary.warns = self._state.ledger, False
         self.listeners: tuple[Listener, ...] = (self._state, self._summary)
 
     def result(self) -> RunSummary:

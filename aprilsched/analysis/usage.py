@@ -106,10 +106,10 @@ class UsageRecorder:
         """The usage up to `end`."""
         self._state.advance(end)
         engines = self._state.engines
-        columns = [self._spent(name, engine.peak) for name, engine in engines.items()]
+        columns = [self._spent(name, engine.capacity) for name, engine in engines.items()]
         return RunUsage(
             engines=tuple(engines),
-            capacity=tuple(engine.peak for engine in engines.values()),
+            capacity=tuple(engine.capacity for engine in engines.values()),
             tokens=tuple(engine.tokens for engine in engines.values()),
             wall=end,
             edges=tuple(edges for edges, _ in columns),

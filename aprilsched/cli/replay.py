@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -28,17 +28,15 @@ from aprilsched.analysis.lengths_of_run import (
 from aprilsched.cli.arguments import parsed
 from aprilsched.errors import ConfigError, RunFolderError
 from aprilsched.runs.config_file import read_settings
-from aprilsched.runs.policies import RECORDED, Variant, variants
-from aprilsched.runs.replayed import Replay, bound_of, replay_settings
+from aprilsched.runs.policies import RECORDED, Policy, variants
+from aprilsched.runs.replayed import prepare_replay
 from aprilsched.runs.settings import COMMAS, RunSettings, SimSettings
-from aprilsched.runs.setup import Setup
+from aprilsched.runs.setup import Setup, bound_of
 from aprilsched.runs.showing import draw_comparison, screen_of
-from aprilsched.runs.simulated import SimulatedRun
-from aprilsched.runs.tables import PolicyRow, compare, number, percent, signed_percent
-from aprilsched.telemetry.figures import RunSummary
+from aprilsched.runs.simulated import Outcome, simulate
+from aprilsched.runs.tables import PolicyRow, compare, describe, number, percent, signed_percent
+from aprilsched.simulation import NEVER, Costs
 from aprilsched.telemetry.run_folder import CONFIG, RunFolder, write_json
-from aprilsched.timing import load_model
-from aprilsched.timing.model import H200_QWEN3_4B
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,18 +82,21 @@ def main(arguments: Sequence[str]) -> int:
     messages = Console(stderr=True)
     if command.out is not None:
         RunFolder(command.out)  # raises an error if the folder is not empty
-    replay = _replay(command)
-    setups = [(v, replay.setup(v)) for v in variants(command.policy, replay.settings.scheduler)]
-    runs = {v.name: _run(command, replay, v, setup, messages) for v, setup in setups}
-    summaries = {name: run.execute() for name, run in runs.items()}
-    found = _report(replay, summaries, runs)
+    replay = _prepare(command)
+    outcomes: dict[str, Outcome] = {}
+    for policy, setup in replay.setups:
+        folder = None if command.out is None else RunFolder(command.out / policy.folder)
+        screen = screen_of(setup, messages, title=f"{policy.name:8}", compact=True)
+        shown = None if command.quiet else screen
+        outcomes[policy.name] = simulate(setup, folder, shown, costs=replay.costs)
+    found = _report(replay, outcomes)
     if command.out is not None:
         write_json(command.out / "replay.json", found)
-        draw_comparison(command.out, {v.name: v.folder for v, _ in setups}, messages)
+        draw_comparison(command.out, {p.name: p.folder for p, _ in replay.setups}, messages)
     if command.json:
         sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
     else:
-        show(found, {v.name: v.what for v, _ in setups})
+        show(found, [policy for policy, _ in replay.setups])
     return 0
 
 
@@ -105,16 +106,24 @@ def what_if(command: ReplayCommand) -> ReplayReport:
     Raises:
         AprilschedError: if the run cannot be read, or a setting is refused.
     """
-    replay = _replay(command)
-    runs = {
-        variant.name: replay.run(replay.setup(variant), None, None)
-        for variant in variants(command.policy, replay.settings.scheduler)
-    }
-    return _report(replay, {name: run.execute() for name, run in runs.items()}, runs)
+    replay = _prepare(command)
+    outcomes = {policy.name: simulate(setup, costs=replay.costs) for policy, setup in replay.setups}
+    return _report(replay, outcomes)
 
 
-def _replay(command: ReplayCommand) -> Replay:
-    """The record and the settings that the policies are applied to."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Replay:
+    """A record, and the policies that are tried on it; the run's own is the first."""
+
+    record: RecordedRun
+    setups: Sequence[tuple[Policy, Setup]]
+
+    @property
+    def costs(self) -> Costs:
+        return Costs(**asdict(self.record.costs))
+
+
+def _prepare(command: ReplayCommand) -> _Replay:
     if not (command.run / CONFIG).is_file():
         raise RunFolderError(
             f"{command.run} is not a run folder (it has no {CONFIG}); name one that aprilsched run "
@@ -124,58 +133,48 @@ def _replay(command: ReplayCommand) -> Replay:
         raise ConfigError(f"seed is {command.seed}; give 0 or more.")
     run = read_settings(command.run / CONFIG)
     record = read_record(command.run, seed=command.seed)
+    settings = _settings(command, run, record)
+    return _Replay(
+        record=record,
+        setups=[
+            (policy, prepare_replay(settings, record, config))
+            for policy, config in variants(command.policy, settings.scheduler)
+        ],
+    )
+
+
+def _settings(command: ReplayCommand, run: RunSettings, record: RecordedRun) -> RunSettings:
+    """The run's settings with modelled engines and with the latencies of the record."""
     delivered, burn_in = record.summary.batches, record.summary.steady_state.burn_in
-    settings = replay_settings(
+    return replace(
         run,
-        record,
-        _engines(command, run, record),
+        engine=("sim",),
+        prompts=None,
+        tokenizer=None,
+        weights=None,
+        model=None if command.model is None else str(command.model),
         batches=delivered if command.batches is None else command.batches,
         burn_in=burn_in if command.burn_in is None else command.burn_in,
+        update_every=run.updates_every if record.updates else 0,
+        train_seconds=record.costs.train_seconds,
+        sim=_engines(command, run, record),
     )
-    model = H200_QWEN3_4B if command.model is None else load_model(command.model)
-    return Replay(record=record, settings=settings, model=model)
 
 
 def _engines(command: ReplayCommand, run: RunSettings, record: RecordedRun) -> SimSettings:
     """As many engines as the run had, with the values of the flags, the run or the defaults."""
     sim = run.sim if run.simulated else SimSettings()
+    kv_tokens = sim.kv_tokens
     if not run.simulated and record.kv_tokens is not None:
-        sim = replace(sim, kv_tokens=record.kv_tokens)
-    if command.max_running is not None:
-        sim = replace(sim, max_running=command.max_running)
-    if command.kv_tokens is not None:
-        sim = replace(sim, kv_tokens=command.kv_tokens)
-    return replace(sim, engines=record.summary.engines)
-
-
-def _run(
-    command: ReplayCommand, replay: Replay, variant: Variant, setup: Setup, console: Console
-) -> SimulatedRun:
-    folder = None if command.out is None else RunFolder(command.out / variant.folder)
-    screen = screen_of(setup, console, title=f"{variant.name:8}", compact=True)
-    return replay.run(setup, folder, None if command.quiet else screen)
-
-
-def _report(
-    replay: Replay, summaries: Mapping[str, RunSummary], runs: Mapping[str, SimulatedRun]
-) -> ReplayReport:
-    settings = replay.settings
-    burn_in = settings.burn_in or 0
-    own = next(iter(summaries.values()))
-    real = recorded_summary(
-        replay.record,
-        batches=own.batches,
-        burn_in=burn_in,
-        bound=bound_of(replay.model, settings.sim),
-    )
-    return report(
-        replay.record,
-        real,
-        summaries,
-        error=prediction_error(real, own, burn_in=burn_in),
-        wanted=settings.batches,
-        generated={name: run.generated_tokens_per_s for name, run in runs.items()},
-        schedules={name: run.schedule for name, run in runs.items()},
+        kv_tokens = record.kv_tokens
+    return replace(
+        sim,
+        engines=record.summary.engines,
+        max_running=sim.max_running if command.max_running is None else command.max_running,
+        kv_tokens=kv_tokens if command.kv_tokens is None else command.kv_tokens,
+        stream_interval=NEVER,
+        refit_seconds=record.costs.refit_seconds,
+        reward_seconds=record.costs.reward_seconds,
     )
 
 
@@ -203,47 +202,32 @@ class ReplayReport:
     recorded."""
 
 
-def report(
-    record: RecordedRun,
-    real: RunSummary,
-    summaries: Mapping[str, RunSummary],
-    *,
-    error: PredictionError,
-    wanted: int,
-    generated: Mapping[str, float | None],
-    schedules: Mapping[str, str],
-) -> ReplayReport:
-    """Make the report.
-
-    Args:
-        record: the recorded run.
-        real: the run's own summary.
-        summaries: summaries of the replays; that of the run's own settings is first.
-        error: prediction error of the first replay.
-        wanted: requested batches of each replay.
-        generated: as in :func:`~aprilsched.runs.tables.compare`.
-        schedules: as in :func:`~aprilsched.runs.tables.compare`.
-    """
-    rows = compare(summaries, generated, schedules).policies
-    own = compare({RECORDED: real}, {RECORDED: None}, {}).policies[0]
+def _report(replay: _Replay, outcomes: Mapping[str, Outcome]) -> ReplayReport:
+    record, (_, setup) = replay.record, replay.setups[0]
+    settings, burn_in = setup.settings, setup.settings.burn_in or 0
+    own = next(iter(outcomes.values())).summary
+    bound = bound_of(settings, setup.timing)
+    real = recorded_summary(record, batches=own.batches, burn_in=burn_in, bound=bound)
+    rows = compare(outcomes).policies
     base = rows[0].delivered_tokens_per_s
     return ReplayReport(
-        recorded=own,
+        recorded=compare({RECORDED: Outcome(summary=real)}).policies[0],
         replayed=[replace(row, speedup=_over(row.delivered_tokens_per_s, base)) for row in rows],
-        prediction_error=error,
+        prediction_error=prediction_error(real, own, burn_in=burn_in),
         imputed=record.imputed,
         known=record.known,
         costs=record.costs,
-        batches_wanted=wanted,
+        batches_wanted=settings.batches,
     )
 
 
-def show(found: ReplayReport, what: Mapping[str, str]) -> None:
-    """Print the report; `what` describes each policy."""
+def show(found: ReplayReport, policies: Sequence[Policy]) -> None:
+    """Print the report of these policies."""
     console = Console(highlight=False)
     console.print(_table(found))
     sentences = [_error(found), _lengths(found), _costs(found.costs)]
-    sentences += [_policy(row, what[row.policy]) for row in found.replayed[1:]]
+    rows = zip(policies, found.replayed, strict=True)
+    sentences += [describe(policy, row.schedule) for policy, row in rows][1:]
     sentences += [
         _short(row, found) for row in found.replayed if row.batches < found.batches_wanted
     ]
@@ -304,11 +288,6 @@ def _costs(costs: RecordedCosts) -> str:
         f"Medians of the log: trainer {costs.train_seconds:.3g} s, refit {costs.refit_seconds:.3g} "
         f"s, pause {1e3 * costs.pause_seconds:.3g} ms, reward {costs.reward_seconds:.3g} s."
     )
-
-
-def _policy(row: PolicyRow, what: str) -> str:
-    text = f"{row.policy}: {what}"
-    return f"{text} It chose {row.schedule}." if row.schedule else text
 
 
 def _short(row: PolicyRow, found: ReplayReport) -> str:

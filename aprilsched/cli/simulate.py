@@ -27,17 +27,18 @@ from aprilsched.runs.settings import (
 )
 from aprilsched.runs.setup import prepare
 from aprilsched.runs.showing import draw_comparison, leave_report, screen_of
-from aprilsched.runs.simulated import SimulatedRun
-from aprilsched.runs.tables import Comparison, PolicyRow, compare, comparison_table, verdict
+from aprilsched.runs.simulated import Outcome, simulate
+from aprilsched.runs.tables import (
+    Comparison,
+    PolicyRow,
+    compare,
+    comparison_table,
+    describe,
+    verdict,
+)
 from aprilsched.simulation import NEVER
 from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.run_folder import REPORT, RunFolder, default_path, write_json
-from aprilsched.timing.calibration import (
-    load_model,
-)
-from aprilsched.timing.model import (
-    H200_QWEN3_4B,
-)
 
 DEFAULT_POLICIES = "sync,april,slime,areal,copris,auto"
 
@@ -144,26 +145,21 @@ def main(arguments: Sequence[str]) -> int:
     command = parsed(SimulateCommand, arguments, "aprilsched simulate")
     policies = chosen(command.policy)
     setups = [(policy, prepare(command.settings(policy))) for policy in policies]
-    timing = H200_QWEN3_4B if command.model is None else load_model(Path(command.model))
     root = RunFolder(command.out or default_path(command.seed)).path
     messages = Console(stderr=True)
-    summaries: dict[str, RunSummary] = {}
-    runs: dict[str, SimulatedRun] = {}
+    outcomes: dict[str, Outcome] = {}
     for policy, setup in setups:
         screen = screen_of(setup, messages, title=f"{policy.name:6}", compact=True)
         shown = None if command.quiet else screen
-        run = SimulatedRun(setup, RunFolder(root / policy.folder), shown, timing=timing)
-        summaries[policy.name] = run.execute()
-        runs[policy.name] = run
-    comparison = compare(
-        summaries,
-        {name: run.generated_tokens_per_s for name, run in runs.items()},
-        {name: run.schedule for name, run in runs.items()},
-    )
+        outcomes[policy.name] = simulate(setup, RunFolder(root / policy.folder), shown)
+    comparison = compare(outcomes)
     write_json(root / "comparison.json", comparison)
     folders = {policy.name: policy.folder for policy in policies}
     draw_comparison(root, folders, messages, each=not command.json)
-    _show(command, policies, summaries, comparison)
+    if command.json:
+        sys.stdout.write(msgspec.json.encode(comparison.policies).decode() + "\n")
+    else:
+        _show(policies, outcomes, comparison)
     messages.print(f"The results are in {root}", soft_wrap=True, highlight=False)
     if not command.json and not command.quiet:
         first = comparison.baseline or policies[0].name
@@ -174,21 +170,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _show(
-    command: SimulateCommand,
-    policies: Sequence[Policy],
-    summaries: Mapping[str, RunSummary],
-    comparison: Comparison,
+    policies: Sequence[Policy], outcomes: Mapping[str, Outcome], comparison: Comparison
 ) -> None:
-    if command.json:
-        sys.stdout.write(msgspec.json.encode(comparison.policies).decode() + "\n")
-        return
     console = Console()
-    console.print(comparison_table(summaries))
-    chose = {row.policy: row.schedule for row in comparison.policies}
+    console.print(comparison_table({name: each.summary for name, each in outcomes.items()}))
     for policy in policies:
-        text = f"{policy.name}: {policy.what}"
-        if chose[policy.name]:
-            text += f" It chose {chose[policy.name]}."
+        text = describe(policy, outcomes[policy.name].schedule)
         console.print(text, soft_wrap=True, highlight=False)
     console.print(verdict(comparison), soft_wrap=True, highlight=False)
 
@@ -209,16 +196,9 @@ def simulated(command: SimulateCommand) -> dict[str, Trial]:
     Raises:
         AprilschedError: if a setting is refused.
     """
-    timing = H200_QWEN3_4B if command.model is None else load_model(Path(command.model))
-    summaries: dict[str, RunSummary] = {}
-    runs: dict[str, SimulatedRun] = {}
-    for policy in chosen(command.policy):
-        run = SimulatedRun(prepare(command.settings(policy)), None, None, timing=timing)
-        summaries[policy.name] = run.execute()
-        runs[policy.name] = run
-    rows = compare(
-        summaries,
-        {name: run.generated_tokens_per_s for name, run in runs.items()},
-        {name: run.schedule for name, run in runs.items()},
-    ).policies
-    return {row.policy: Trial(row=row, summary=summaries[row.policy]) for row in rows}
+    outcomes = {
+        policy.name: simulate(prepare(command.settings(policy)))
+        for policy in chosen(command.policy)
+    }
+    rows = compare(outcomes).policies
+    return {row.policy: Trial(row=row, summary=outcomes[row.policy].summary) for row in rows}

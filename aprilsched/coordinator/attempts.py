@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import aclosing, suppress
 
 from asyncio_throttle.throttler import Throttler
 
-from aprilsched.coordinator.tasks import TaskKey, Tasks
+from aprilsched.coordinator.tasks import Part, Shell, TaskKey
 from aprilsched.core.messages.commands import Abort, Send
 from aprilsched.core.messages.events import Event, Failed, Interrupted
 from aprilsched.driver.loop import ending, progress
-from aprilsched.engines.base import Engine, GenerationRequest
+from aprilsched.engines.base import GenerationRequest
 from aprilsched.errors import EngineError, EngineRejected, EngineUnreachable
 
 log = logging.getLogger("aprilsched")
@@ -32,35 +32,24 @@ _ENGINE_FAILED = 500
 Key = tuple[int, int]
 
 
-class Attempts:
+class Attempts(Part):
     """The attempts of a run that are waiting to be sent or are open."""
 
-    def __init__(
-        self,
-        *,
-        run_id: str,
-        engines: Mapping[str, Engine],
-        feed: Callable[[Event], None],
-        may_send: Callable[[str], bool],
-        rate: int,
-    ) -> None:
+    def __init__(self, shell: Shell, *, run_id: str, may_send: Callable[[str], bool]) -> None:
+        super().__init__(shell)
         self._run_id = run_id
-        self._engines = engines
-        self._feed = feed
         self._may_send = may_send
         self.adapter_names: dict[int, str] = {}
         """Name of each version's adapter on the engines."""
-        self._throttle = LoopThrottler(rate_limit=rate)
+        self._throttle = LoopThrottler(rate_limit=shell.config.dispatch.rate)
         self._outbox: OrderedDict[Key, Send] = OrderedDict()
         self._waiting = asyncio.Event()
         self._open: dict[Key, Send] = {}
         self._aborts_unasked: set[str] = set()
         """Engines for which an abort that this run did not request was logged."""
-        self._tasks: Tasks | None = None
 
-    def start(self, tasks: Tasks) -> None:
-        self._tasks = tasks
-        tasks.start("dispatcher", self._dispatch())
+    def start(self) -> None:
+        self._tasks.start("dispatcher", self._dispatch())
 
     # --- commands ------------------------------------------------------------------------------
 
@@ -72,7 +61,7 @@ class Attempts:
         key = (command.request_id, command.attempt)
         if self._outbox.pop(key, None) is not None:
             self._feed(Interrupted(request_id=key[0], attempt=key[1]))
-        elif key in self._open and self._tasks is not None:
+        elif key in self._open:
             self._tasks.start(("abort", key), self._call_back(self._open[key]))
 
     def abandon(self, engine: str) -> list[TaskKey]:
@@ -87,18 +76,15 @@ class Attempts:
 
     async def leave(self, engine: str) -> None:
         """Cancel the engine's streams, and wait until each has told it to abort."""
-        keys = self._cancel(engine)
-        if self._tasks is not None:
-            await self._tasks.ended(keys)
+        await self._tasks.ended(self._cancel(engine))
 
     def _cancel(self, engine: str) -> list[TaskKey]:
         """Cancel the streams of an engine; returns the keys of their tasks."""
         keys = [key for key, send in self._open.items() if send.engine == engine]
         attempts: list[TaskKey] = [("attempt", key) for key in keys]
-        if self._tasks is not None:
-            # The tasks that repeat aborts end first, so that the streams' own aborts get through.
-            self._tasks.cancel([("abort", key) for key in keys])
-            self._tasks.cancel(attempts)
+        # The tasks that repeat aborts end first, so that the streams' own aborts get through.
+        self._tasks.cancel([("abort", key) for key in keys])
+        self._tasks.cancel(attempts)
         return attempts
 
     def stop_sending(self) -> None:
@@ -122,7 +108,7 @@ class Attempts:
     def _dispatch_one(self, key: Key, send: Send) -> None:
         if not self._may_send(send.engine):
             self._feed(Interrupted(request_id=send.request_id, attempt=send.attempt))
-        elif self._tasks is not None:
+        else:
             self._open[key] = send
             self._tasks.start(("attempt", key), self._run(key, send))
 
@@ -183,7 +169,7 @@ class Attempts:
     def _look_for_others(self, end: Event, send: Send) -> None:
         """Log once for each engine that it aborted a request which this run did not abort."""
         key: TaskKey = ("abort", (send.request_id, send.attempt))
-        asked = self._tasks is not None and self._tasks.running(key)
+        asked = self._tasks.running(key)
         if isinstance(end, Interrupted) and not asked and send.engine not in self._aborts_unasked:
             self._aborts_unasked.add(send.engine)
             log.warning(

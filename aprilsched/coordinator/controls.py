@@ -12,35 +12,18 @@ taken for answers of the process that comes back.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeAlias
 
-from aprilsched.coordinator.tasks import TaskKey, Tasks, watched
-from aprilsched.core.messages.commands import (
-    Continue,
-    FinishSleep,
-    Flush,
-    Pause,
-    Release,
-    Verify,
-    Wake,
-)
-from aprilsched.core.messages.events import (
-    Continued,
-    ControlCall,
-    ControlFailed,
-    Event,
-    Flushed,
-    Paused,
-    Released,
-    Verified,
-    Woken,
-)
+from aprilsched.coordinator.tasks import Part, Shell, TaskKey, watched
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import events as ev
 from aprilsched.engines.base import Engine, SleepingEngine
 from aprilsched.engines.selfcheck import check_tokens
 from aprilsched.errors import EngineError, InconsistentWeights
+from aprilsched.weights.publisher import to_the_end
 
-Work: TypeAlias = Callable[[], Awaitable[Event]]
+Work: TypeAlias = Callable[[], Awaitable[ev.Event]]
 """Makes a control call, and returns the event that reports its end."""
 
 _VERIFY_S = 10.0
@@ -48,40 +31,29 @@ _VERIFY_S = 10.0
 it too, so an engine that hangs must not delay them for longer."""
 
 
-class EngineControls:
+class EngineControls(Part):
     """Carries out control commands."""
 
-    def __init__(
-        self, *, engines: Mapping[str, Engine], feed: Callable[[Event], None], timeout_s: float
-    ) -> None:
-        self._engines = engines
-        self._feed = feed
-        self._timeout_s = timeout_s
-        self._tasks: Tasks | None = None
-        self._calls = 0
+    def __init__(self, shell: Shell) -> None:
+        super().__init__(shell)
+        self._timeout_s = shell.config.timeouts.control_s
         self._memory_calls: dict[str, TaskKey] = {}
         """Task of the last release or wake of each engine."""
         self.memory_is_back = asyncio.Event()
         """Set while the trainer has no engine's memory."""
         self.memory_is_back.set()
 
-    def start(self, tasks: Tasks) -> None:
-        self._tasks = tasks
-
     def stop(self) -> None:
         """Cancel all calls except releases and wakes."""
-        if self._tasks is not None:
-            self._tasks.cancel_kind(("control",), but=self._memory_calls.values())
+        self._tasks.cancel_kind(("control",), but=self._memory_calls.values())
 
     def give_up(self, engine: str) -> None:
         """Cancel all calls of a lost engine except releases and wakes."""
-        if self._tasks is not None:
-            self._tasks.cancel_kind(("control", engine), but=self._memory_calls.values())
+        self._tasks.cancel_kind(("control", engine), but=self._memory_calls.values())
 
     async def ended(self, engine: str) -> None:
         """Wait until every call of the engine has ended, with or without success."""
-        if self._tasks is not None:
-            await self._tasks.ended(self._tasks.of_kind(("control", engine)))
+        await self._tasks.ended(self._tasks.of_kind(("control", engine)))
 
     async def released(self, engine: Engine) -> frozenset[str]:
         """The tags whose memory the engine has released.
@@ -103,67 +75,49 @@ class EngineControls:
             TimeoutError: if the engine does not answer.
         """
         call = self._memory_calls.get(engine.name)
-        if call is not None and self._tasks is not None:
+        if call is not None:
             await self._tasks.ended([call])
         tags = await self.released(engine)
         if tags:
-            await self._to_its_end(_sleeping(engine).wake(sorted(tags)))
+            # To its end, even if the caller is cancelled, because its effect must be known.
+            await to_the_end(self._wake(_sleeping(engine), sorted(tags)))
         return bool(tags)
 
-    async def _to_its_end(self, wake: Coroutine[Any, Any, None]) -> None:
-        """Run `wake` to its end, even if the caller is cancelled, because its effect must be
-        known."""
-
-        async def bounded() -> None:
-            async with asyncio.timeout(self._timeout_s):
-                await wake
-
-        task, cancelled = asyncio.ensure_future(bounded()), False
-        while not task.done():
-            try:
-                await asyncio.wait([task])
-            except asyncio.CancelledError:
-                cancelled = True
-        if cancelled and not task.cancelled():
-            task.exception()  # marks the error as retrieved, because the caller is cancelled
-            raise asyncio.CancelledError
-        task.result()
+    async def _wake(self, engine: SleepingEngine, tags: Sequence[str]) -> None:
+        async with asyncio.timeout(self._timeout_s):
+            await engine.wake(tags)
 
     # --- commands ------------------------------------------------------------------------------
 
-    def pause(self, command: Pause) -> None:
+    def pause(self, command: do.Pause) -> None:
         engine = self._engines[command.engine]
-        done = Paused(engine=command.engine)
+        done = ev.Paused(engine=command.engine)
         self._begin(command.engine, "pause", lambda: engine.pause(command.mode), done)
 
-    def flush(self, command: Flush) -> None:
+    def flush(self, command: do.Flush) -> None:
         engine = self._engines[command.engine]
-        self._begin(command.engine, "flush", engine.flush, Flushed(engine=command.engine))
+        self._begin(command.engine, "flush", engine.flush, ev.Flushed(engine=command.engine))
 
-    def resume(self, command: Continue) -> None:
+    def resume(self, command: do.Continue) -> None:
         engine = self._engines[command.engine]
-        self._begin(command.engine, "continue", engine.resume, Continued(engine=command.engine))
+        self._begin(command.engine, "continue", engine.resume, ev.Continued(engine=command.engine))
 
-    def release(self, command: Release) -> None:
+    def release(self, command: do.Release) -> None:
         name, tags = command.engine, command.tags
-        engine, done = self._engines[name], Released(engine=name, tags=tags)
+        engine, done = self._engines[name], ev.Released(engine=name, tags=tags)
         self.memory_is_back.clear()
         self._memory_calls[name] = self._begin(
             name, "release", lambda: _sleeping(engine).release(tags), done
         )
 
-    def wake(self, command: Wake) -> None:
+    def wake(self, command: do.Wake) -> None:
         name, tags = command.engine, command.tags
-        engine, done = self._engines[name], Woken(engine=name, tags=tags)
+        engine, done = self._engines[name], ev.Woken(engine=name, tags=tags)
         self._memory_calls[name] = self._begin(
             name, "wake", lambda: _sleeping(engine).wake(tags), done
         )
 
-    def finish_sleep(self, command: FinishSleep) -> None:
-        if not command.asleep:
-            self.memory_is_back.set()
-
-    def verify(self, command: Verify) -> None:
+    def verify(self, command: do.Verify) -> None:
         timeout_s = min(_VERIFY_S, self._timeout_s)
         work = self._call(
             command.engine,
@@ -171,46 +125,42 @@ class EngineControls:
             lambda: _verified(self._engines[command.engine], generates=command.generates),
             timeout_s=timeout_s,
         )
-        self._start(command.engine, work)
+        self._tasks.start_another(("control", command.engine), work)
 
     # --- work ----------------------------------------------------------------------------------
 
     def _begin(
-        self, engine: str, call: ControlCall, work: Callable[[], Awaitable[None]], done: Event
+        self, engine: str, call: ev.ControlCall, work: Callable[[], Awaitable[None]], done: ev.Event
     ) -> TaskKey:
-        async def carried_out() -> Event:
+        async def carried_out() -> ev.Event:
             await work()
             return done
 
-        return self._start(engine, self._call(engine, call, carried_out, timeout_s=self._timeout_s))
+        called = self._call(engine, call, carried_out, timeout_s=self._timeout_s)
+        return self._tasks.start_another(("control", engine), called)
 
-    def _start(self, engine: str, work: Coroutine[Any, Any, None]) -> TaskKey:
-        self._calls += 1
-        key = ("control", engine, self._calls)
-        if self._tasks is not None:
-            self._tasks.start(key, work)
-        return key
-
-    async def _call(self, engine: str, call: ControlCall, work: Work, *, timeout_s: float) -> None:
+    async def _call(
+        self, engine: str, call: ev.ControlCall, work: Work, *, timeout_s: float
+    ) -> None:
         try:
             with watched(engine, call):
                 async with asyncio.timeout(timeout_s):
                     done = await work()
         except (EngineError, TimeoutError) as error:
             cause = str(error) or f"no answer within {timeout_s:g} s"
-            self._feed(ControlFailed(engine=engine, call=call, cause=cause))
+            self._feed(ev.ControlFailed(engine=engine, call=call, cause=cause))
         else:
             self._feed(done)
 
 
-async def _verified(engine: Engine, *, generates: bool) -> Event:
+async def _verified(engine: Engine, *, generates: bool) -> ev.Event:
     try:
         version: int | None = await engine.verify()
     except InconsistentWeights:
         version = None
     if generates:
         await check_tokens(engine, finite=version is not None)
-    return Verified(engine=engine.name, version=version)
+    return ev.Verified(engine=engine.name, version=version)
 
 
 def _sleeping(engine: Engine) -> SleepingEngine:

@@ -17,10 +17,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from aprilsched.coordinator.tasks import Tasks, Waits
+from aprilsched.coordinator.tasks import Part, Shell, Waits
 from aprilsched.coordinator.work import Work
-from aprilsched.core.messages.commands import Deliver, FinishUpdate, Offer
-from aprilsched.core.messages.events import BatchesAcknowledged, Event, PartsFollow
+from aprilsched.core.messages.commands import Deliver, Offer
+from aprilsched.core.messages.events import BatchesAcknowledged, PartsFollow
+from aprilsched.core.messages.facts import UpdateFinished
 from aprilsched.core.scheduler import Scheduler
 from aprilsched.core.state.saved import Saved, Snapshot
 from aprilsched.core.state.state import SchedulerState
@@ -33,40 +34,66 @@ from aprilsched.types import Receipt
 
 log = logging.getLogger("aprilsched")
 
+T = TypeVar("T")
+
 _SAFE_S = 30.0
 """Seconds that an update waits at most until the store has saved it."""
+FINISHED_S = 0.5
+"""Seconds after which finished rollouts are saved at the latest."""
+_AGAIN_S = 10.0
+"""Seconds until the next try after a failed write."""
+_CLOSE_S = 30.0
+"""Seconds that closing waits for the store at most."""
 
 
-class Durability:
-    """Resumes and saves the run of one session."""
+@dataclass(frozen=True, slots=True)
+class _Write:
+    snapshot: Snapshot
+    durable: bool
+    then: Callable[[], None] | None
+
+
+class Durability(Part):
+    """Resumes and saves the run of one session, if there is a store.
+
+    Attributes:
+        error: why the store does not save the run at present; None while it does.
+    """
 
     def __init__(
-        self,
-        *,
-        core: Scheduler,
-        store: Store | None,
-        interval_s: float,
-        waits: Waits,
-        work: Work,
-        feed: Callable[[Event], None],
+        self, shell: Shell, *, core: Scheduler, store: Store | None, waits: Waits, work: Work
     ) -> None:
+        super().__init__(shell)
+        self.error: str | None = None
         self._core = core
-        self._recorder = (
-            None if store is None else Recorder(store, core.state, interval_s=interval_s)
-        )
-        self._inline = store is not None and store.inline
+        self._store = store
         self._waits = waits
         self._work = work
-        self._feed = feed
         self._checkpoint: Saved | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._safe: asyncio.Future[None] | None = None
         self._pid = os.getpid()
+        self._interval_s = shell.config.save_interval_s
+        self._thread = (
+            None if store is None or store.inline else ThreadPoolExecutor(1, "aprilsched-store")
+        )
+        self._queue: deque[_Write] = deque()
+        self._waiting = asyncio.Event()
+        self._writing: asyncio.Future[None] | None = None
+        self._soon = False
+        self._full_next = False
+        self._saved_at = 0.0
+        self._failed_at = 0.0
 
     @property
-    def error(self) -> str | None:
-        """Why the store does not save the run at present; None while it does."""
-        return None if self._recorder is None else self._recorder.error
+    def stored(self) -> bool:
+        """Whether there is a store."""
+        return self._store is not None
+
+    @property
+    def restores(self) -> bool:
+        """Whether the run begins with a checkpoint."""
+        return self._checkpoint is not None
 
     # --- lifetime ------------------------------------------------------------------------------
 
@@ -90,14 +117,16 @@ class Durability:
         """
         self._loop = asyncio.get_running_loop()
         self._pid = os.getpid()
-        saved, recorder = self._checkpoint, self._recorder
-        if recorder is not None:
+        saved = self._checkpoint
+        if self._store is not None:
             self._work.must_be_storable()
-            stored = await recorder.open()
+            stored = await self._call(self._store.open)
+            self._core.state.in_flight.journal.active = True
             if saved is None:
                 saved = stored
             else:
-                recorder.start_over()
+                # The next write replaces what is stored.
+                self._full_next = True
         if saved is not None:
             self._restore(saved)
             self._work.pass_over(saved.run.cursor)
@@ -117,31 +146,38 @@ class Durability:
                 "or begin with a new store."
             ) from error
 
-    @property
-    def stored(self) -> bool:
-        """Whether there is a store."""
-        return self._recorder is not None
-
-    @property
-    def restores(self) -> bool:
-        """Whether the run begins with a checkpoint."""
-        return self._checkpoint is not None
-
-    def start(self, tasks: Tasks) -> None:
-        if self._recorder is not None:
-            self._recorder.start(tasks)
+    def start(self) -> None:
+        if self._store is not None:
+            self._saved_at = _now()
+            self._tasks.start("recorder", self._save_in_time())
+            self._tasks.start("store", self._write_all())
 
     async def close(self) -> None:
         """Save the final state, and close the store."""
-        if self._recorder is not None:
-            await self._recorder.close()
+        if self._store is None:
+            return
+        try:
+            async with asyncio.timeout(_CLOSE_S):
+                if self._writing is not None:
+                    await asyncio.wait([self._writing])
+                self._save(last=True)
+                while self._queue:
+                    await self._write(self._queue.popleft())
+                await self._call(self._store.close)
+        except TimeoutError:
+            log.error("the store did not take the last snapshot within %g s", _CLOSE_S)
+        except AprilschedError as error:
+            log.error("the store could not be closed: %s", error)
+        finally:
+            if self._thread is not None:
+                self._thread.shutdown(wait=False)
 
     # --- batches -------------------------------------------------------------------------------
 
     def offer(self, command: Offer) -> None:
         """Offer a batch, or a part of one, to the trainer when the store has it."""
         batch = offered = command.offered
-        if self._recorder is None:
+        if self._store is None:
             self._waits.show(offered)
             return
         if offered.complete:
@@ -153,19 +189,19 @@ class Durability:
             if offer is not None and offer.given is offered:
                 self._waits.show(batch)
 
-        self._recorder.before(show)
+        self._save(durable=True, then=show)
 
     def deliver(self, command: Deliver) -> None:
         """Save a batch that was taken group by group and has ended early. If the process is killed
         right after that, the trainer may have trained on it, and a resumed run must give it again
         as it was."""
-        if self._recorder is not None and command.unsaved:
-            self._recorder.before(lambda: None)
+        if self._store is not None and command.unsaved:
+            self._save(durable=True)
 
-    def finish_update(self, command: FinishUpdate) -> None:
+    def finish_update(self, command: UpdateFinished) -> None:
         """Save the new version and that the batches before it are acknowledged."""
-        if self._recorder is not None:
-            self._safe = _saved(self._recorder)
+        if self._store is not None:
+            self._safe = self._saved()
         self._waits.finish_update(command)
 
     async def note_parts(self) -> None:
@@ -174,10 +210,10 @@ class Durability:
         A process that goes on after a kill in the middle of that would otherwise believe the label
         of an engine that has parts of two versions.
         """
-        if self._recorder is None:
+        if self._store is None:
             return
         self._feed(PartsFollow())
-        done, _ = await asyncio.wait([_saved(self._recorder)], timeout=_SAFE_S)
+        done, _ = await asyncio.wait([self._saved()], timeout=_SAFE_S)
         if not done:
             log.warning(
                 "the store has not taken the beginning of an update within %g s; if the process "
@@ -219,14 +255,16 @@ class Durability:
 
     def _acknowledge(self, batches: tuple[int, ...]) -> None:
         self._feed(BatchesAcknowledged(batches=batches))
-        if self._recorder is not None:
-            self._recorder.save_soon()
+        if self._store is not None and not self._soon:
+            self._soon = True
+            # Not at once, because further events may belong to the one that is being handled.
+            asyncio.get_running_loop().call_soon(self._save)
 
     async def checkpoint(self, path: Path, *, acknowledge: bool) -> None:
         """See :meth:`RolloutScheduler.checkpoint`."""
         batches = self.trained_on() if acknowledge else ()
         snapshot = take_checkpoint(self._core.state, without=batches)
-        if self._inline:
+        if self._store is not None and self._store.inline:
             write_checkpoint(path, snapshot)
         else:
             await asyncio.to_thread(write_checkpoint, path, snapshot)
@@ -234,123 +272,13 @@ class Durability:
         if batches:
             self._acknowledge(batches)
 
-
-def _saved(recorder: Recorder) -> asyncio.Future[None]:
-    """Save everything up to now; the future is done when the store has it."""
-    saved: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    recorder.before(lambda: None if saved.done() else saved.set_result(None))
-    return saved
-
-
-def _resumed(state: SchedulerState) -> str:
-    in_flight = state.in_flight
-    tokens = sum(len(rollout.log) for rollout in in_flight.rollouts.values())
-    return (
-        f"continues after {in_flight.counters.batches} batches with "
-        f"{len(in_flight.rollouts)} rollouts of {tokens:,} tokens in flight, "
-        f"at version {state.weights.versions.trainer}; "
-        f"{len(state.delivery.redelivery)} batches are delivered again"
-    )
-
-
-def _running_loop() -> asyncio.AbstractEventLoop | None:
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None
-
-
-T = TypeVar("T")
-
-FINISHED_S = 0.5
-"""Seconds after which finished rollouts are saved at the latest."""
-_AGAIN_S = 10.0
-"""Seconds until the next try after a failed write."""
-_CLOSE_S = 30.0
-"""Seconds that closing waits for the store at most."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Write:
-    snapshot: Snapshot
-    durable: bool
-    then: Callable[[], None] | None
-
-
-class Recorder:
-    """Keeps a store up to date with a scheduler.
-
-    Args:
-        store: the store; it is opened and closed here.
-        state: the scheduler's state.
-        interval_s: seconds after which new tokens are saved.
-    """
-
-    def __init__(self, store: Store, state: SchedulerState, *, interval_s: float) -> None:
-        self.error: str | None = None
-        """Why the run is not saved at present; None while it is saved."""
-        self._store = store
-        self._state = state
-        self._interval_s = interval_s
-        self._thread = None if store.inline else ThreadPoolExecutor(1, "aprilsched-store")
-        self._queue: deque[_Write] = deque()
-        self._waiting = asyncio.Event()
-        self._writing: asyncio.Future[None] | None = None
-        self._soon = False
-        self._full_next = False
-        self._saved_at = 0.0
-        self._failed_at = 0.0
-
-    async def open(self) -> Saved | None:
-        """Open the store, and return what was saved before.
-
-        Raises:
-            StoreError: if the store cannot be used.
-        """
-        saved = await self._call(self._store.open)
-        self._state.in_flight.journal.active = True
-        return saved
-
-    def start_over(self) -> None:
-        """Replace the store's content with the next write, because the run continues from a
-        checkpoint instead."""
-        self._full_next = True
-
-    def start(self, tasks: Tasks) -> None:
-        self._saved_at = _now()
-        tasks.start("recorder", self._save_in_time())
-        tasks.start("store", self._write_all())
-
     # --- saving --------------------------------------------------------------------------------
 
-    def before(self, hand_over: Callable[[], None]) -> None:
-        """Save everything up to now, then call `hand_over`."""
-        self._save(durable=True, then=hand_over)
-
-    def save_soon(self) -> None:
-        """Save a decision that must not be lost, after the event that is being handled."""
-        if not self._soon:
-            self._soon = True
-            # Not at once, because further events may belong to the one that is being handled.
-            asyncio.get_running_loop().call_soon(self._save)
-
-    async def close(self) -> None:
-        """Save the final state, and close the store."""
-        try:
-            async with asyncio.timeout(_CLOSE_S):
-                if self._writing is not None:
-                    await asyncio.wait([self._writing])
-                self._save(last=True)
-                while self._queue:
-                    await self._write(self._queue.popleft())
-                await self._call(self._store.close)
-        except TimeoutError:
-            log.error("the store did not take the last snapshot within %g s", _CLOSE_S)
-        except AprilschedError as error:
-            log.error("the store could not be closed: %s", error)
-        finally:
-            if self._thread is not None:
-                self._thread.shutdown(wait=False)
+    def _saved(self) -> asyncio.Future[None]:
+        """Save everything up to now; the future is done when the store has it."""
+        saved: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._save(durable=True, then=lambda: None if saved.done() else saved.set_result(None))
+        return saved
 
     def _save(
         self,
@@ -362,12 +290,13 @@ class Recorder:
         self._soon = False
         if self.error is not None and not last and _now() < self._failed_at + _AGAIN_S:
             # The journal would grow without bound. The next snapshot is a full one.
-            self._state.in_flight.journal.clear()
+            self._core.state.in_flight.journal.clear()
             if then is not None:
                 then()
             return
         self._saved_at = _now()
-        snapshot = take_full(self._state) if self._full_next else take_changes(self._state)
+        state = self._core.state
+        snapshot = take_full(state) if self._full_next else take_changes(state)
         self._full_next = False
         write = _Write(snapshot, durable, then)
         if self._thread is None:
@@ -383,7 +312,7 @@ class Recorder:
                 # The store is slower than the interval. More and more snapshots would wait for it,
                 # and each batch would wait behind all of them.
                 continue
-            journal = self._state.in_flight.journal
+            journal = self._core.state.in_flight.journal
             if journal.finished or _now() >= self._saved_at + self._interval_s:
                 self._save()
 
@@ -409,6 +338,8 @@ class Recorder:
 
     def _attempt(self, write: _Write) -> str | None:
         """Write a snapshot; returns why it failed, or None."""
+        if self._store is None:
+            return None
         try:
             self._store.save(write.snapshot, durable=write.durable)
         except AprilschedError as error:
@@ -435,6 +366,24 @@ class Recorder:
         if self._thread is None:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def _resumed(state: SchedulerState) -> str:
+    in_flight = state.in_flight
+    tokens = sum(len(rollout.log) for rollout in in_flight.rollouts.values())
+    return (
+        f"continues after {in_flight.counters.batches} batches with "
+        f"{len(in_flight.rollouts)} rollouts of {tokens:,} tokens in flight, "
+        f"at version {state.weights.versions.trainer}; "
+        f"{len(state.delivery.redelivery)} batches are delivered again"
+    )
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
 
 
 def _now() -> float:

@@ -5,24 +5,24 @@ paused, the trainer may have its memory, and calls to it may be open: a refit, a
 calls are ended or waited for first. The memory is taken back at the end of the sleep, when the
 trainer does not use it any more. An engine joins again only after it was handed back.
 
-:func:`release` does this for every engine when the scheduler closes, within a bound. Each engine is
-released on its own, so one that hangs delays no other. Its streams are closed first, and each tells
-the engine to abort its request. An engine that is not running is then told to continue, whether the
-aborts succeeded or not; that call has a timeout of its own. The time for the rest grows with the
-number of requests in flight.
+:meth:`HandBack.release_all` does this for every engine when the scheduler closes, within a bound.
+Each engine is released on its own, so one that hangs delays no other. Its streams are closed first,
+and each tells the engine to abort its request. An engine that is not running is then told to
+continue, whether the aborts succeeded or not; that call has a timeout of its own. The time for the
+rest grows with the number of requests in flight.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 from aprilsched.coordinator.attempts import Attempts
 from aprilsched.coordinator.controls import EngineControls
 from aprilsched.coordinator.refits import Refits
-from aprilsched.coordinator.tasks import TaskKey, Tasks, watched
+from aprilsched.coordinator.tasks import Part, Shell, TaskKey, watched
 from aprilsched.core.state.engine_control import Mode
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.engines.base import Engine
@@ -45,35 +45,23 @@ _SAY_AFTER_S = 2.0
 """Seconds after which a last continue that has no answer is logged."""
 
 
-class HandBack:
+class HandBack(Part):
     """Hands engines back, each in a task of its own."""
 
     def __init__(
-        self,
-        *,
-        attempts: Attempts,
-        controls: EngineControls,
-        refits: Refits,
-        engines: Mapping[str, Engine],
-        timeout_s: float,
+        self, shell: Shell, *, attempts: Attempts, controls: EngineControls, refits: Refits
     ) -> None:
+        super().__init__(shell)
         self._attempts = attempts
         self._controls = controls
         self._refits = refits
-        self._engines = engines
-        self._timeout_s = timeout_s
-        self._tasks: Tasks | None = None
-        self._begun = 0
+        self._timeout_s = shell.config.timeouts.control_s
         self._pending: dict[int, Engine] = {}
         """Engines that are not handed back yet, by identity. A server that joins again before its
         engine is handed back is another engine with the same name."""
 
-    def start(self, tasks: Tasks) -> None:
-        self._tasks = tasks
-
     def stop(self) -> None:
-        if self._tasks is not None:
-            self._tasks.cancel_kind(("hand back",))
+        self._tasks.cancel_kind(("hand back",))
 
     @property
     def pending(self) -> dict[str, Engine]:
@@ -84,33 +72,26 @@ class HandBack:
     def begin(self, engine: Engine) -> None:
         """Hand back an engine that is out of use. It is closed afterwards, unless it is still among
         the engines of the scheduler then."""
-        if self._tasks is None or id(engine) in self._pending:
+        if id(engine) in self._pending:
             return
         name = engine.name
         self._pending[id(engine)] = engine
-        self._begun += 1
         requests = self._attempts.open_ids(name)
         before = self._tasks.of_kind(("hand back", name), ("readmission", name))
         aborts = self._attempts.abandon(name)
         self._controls.give_up(name)
-        work = self._hand_back(self._tasks, engine, before, aborts, requests)
-        self._tasks.start(("hand back", name, self._begun), work)
-
-    def under_way(self, name: str) -> bool:
-        """Whether an engine of this name is not handed back yet."""
-        return name in self.pending
+        work = self._hand_back(engine, before, aborts, requests)
+        self._tasks.start_another(("hand back", name), work)
 
     async def ended(self, name: str) -> None:
         """Wait until no engine of this name is being handed back, with or without success."""
-        if self._tasks is not None:
-            await self._tasks.ended(self._tasks.of_kind(("hand back", name)))
+        await self._tasks.ended(self._tasks.of_kind(("hand back", name)))
 
     async def quiet(self, name: str) -> None:
         """Wait until no engine of this name is being handed back or readmitted. A wake that one of
         these began has then ended too."""
-        if self._tasks is not None:
-            kinds = ("hand back", name), ("readmission", name)
-            await self._tasks.ended(self._tasks.of_kind(*kinds))
+        kinds = ("hand back", name), ("readmission", name)
+        await self._tasks.ended(self._tasks.of_kind(*kinds))
 
     async def let_go_on(self, engine: Engine) -> None:
         """Continue an engine that is out of use, when it may have all its memory again.
@@ -131,14 +112,13 @@ class HandBack:
 
     async def _hand_back(
         self,
-        tasks: Tasks,
         engine: Engine,
         before: Sequence[TaskKey],
         aborts: Sequence[TaskKey],
         requests: Sequence[str],
     ) -> None:
-        await tasks.ended(before)
-        await tasks.ended(aborts, within=_HEAD_START_S)
+        await self._tasks.ended(before)
+        await self._tasks.ended(aborts, within=_HEAD_START_S)
         try:
             await self.let_go_on(engine)
         except EngineUnreachable as error:
@@ -149,108 +129,83 @@ class HandBack:
         else:
             if requests:
                 await _abort_again(engine, requests)
-        await tasks.ended(aborts)
+        await self._tasks.ended(aborts)
         if self._engines.get(engine.name) is not engine:
             with suppress(EngineError):
                 await engine.close()
         del self._pending[id(engine)]
 
+    # --- at the end of the run -----------------------------------------------------------------
 
-# --- at the end of the run ----------------------------------------------------------------------
+    async def release_all(self, state: SchedulerState) -> None:
+        """Cancel what is open on every engine and continue it, all engines at the same time.
 
+        This includes engines that have left the fleet and are not handed back yet. A cancellation
+        does not shorten this; it is raised at the end.
 
-async def release(
-    attempts: Attempts,
-    controls: EngineControls,
-    hand_back: HandBack,
-    engines: Mapping[str, Engine],
-    state: SchedulerState,
-) -> None:
-    """Cancel what is open on every engine and continue it, all engines at the same time.
+        Raises:
+            CancelledError: if this was cancelled, or if an engine may not have been released,
+                because its task was cancelled or a KeyboardInterrupt came up in it.
+        """
+        self._attempts.stop_sending()
+        engines = {**self._engines, **self.pending}.values()
+        tasks = [asyncio.ensure_future(self._release(engine, state)) for engine in engines]
+        running = set(tasks)
+        cancelled: asyncio.CancelledError | None = None
+        while running:
+            try:
+                _, running = await asyncio.wait(running)
+            except asyncio.CancelledError as error:
+                cancelled = error
+        errors = [None if task.cancelled() else task.exception() for task in tasks]
+        # asyncio has already raised a KeyboardInterrupt out of the event loop. If it were raised
+        # here again, it would end the loop in which the engines are released.
+        if any(task.cancelled() for task in tasks) or any(
+            isinstance(error, KeyboardInterrupt) for error in errors
+        ):
+            raise asyncio.CancelledError
+        for task in tasks:
+            task.result()
+        if cancelled is not None:
+            raise cancelled
 
-    This includes engines that have left the fleet and are not handed back yet. A cancellation does
-    not shorten this; it is raised at the end.
-
-    Raises:
-        CancelledError: if this was cancelled, or if an engine may not have been released, because
-            its task was cancelled or a KeyboardInterrupt came up in it.
-    """
-    attempts.stop_sending()
-    running = {
-        asyncio.ensure_future(
-            _release(
-                attempts,
-                controls,
-                hand_back,
-                engine,
-                state,
-                left=engines.get(engine.name) is not engine,
-            )
-        )
-        for engine in {**engines, **hand_back.pending}.values()
-    }
-    tasks = list(running)
-    cancelled: asyncio.CancelledError | None = None
-    while running:
+    async def _release(self, engine: Engine, state: SchedulerState) -> None:
+        control = state.fleet.control.of(engine.name)
+        left = self._engines.get(engine.name) is not engine
+        # An engine that has left the fleet may work well, so it gets the long timeout.
+        lost = control is None and not left
+        requests = self._attempts.open_ids(engine.name)
+        leaving = asyncio.ensure_future(self._attempts.leave(engine.name))
         try:
-            _, running = await asyncio.wait(running)
-        except asyncio.CancelledError as error:
-            cancelled = error
-    errors = [None if task.cancelled() else task.exception() for task in tasks]
-    # asyncio has already raised a KeyboardInterrupt out of the event loop. If it were raised here
-    # again, it would end the loop in which the engines are released.
-    if any(task.cancelled() for task in tasks) or any(
-        isinstance(error, KeyboardInterrupt) for error in errors
-    ):
-        raise asyncio.CancelledError
-    for task in tasks:
-        task.result()
-    if cancelled is not None:
-        raise cancelled
+            if control is None or control.mode is not Mode.RUNNING:
+                await asyncio.wait([leaving], timeout=_HEAD_START_S)
+                await self.quiet(engine.name)
+                if await self._continue(engine, lost=lost) and requests:
+                    await _abort_again(engine, requests)
+            await asyncio.wait([leaving])
+        finally:
+            leaving.cancel()
 
-
-async def _release(
-    attempts: Attempts,
-    controls: EngineControls,
-    hand_back: HandBack,
-    engine: Engine,
-    state: SchedulerState,
-    *,
-    left: bool,
-) -> None:
-    control = state.fleet.control.of(engine.name)
-    # An engine that has left the fleet may work well, so it gets the long timeout.
-    lost = control is None and not left
-    requests = attempts.open_ids(engine.name)
-    leaving = asyncio.ensure_future(attempts.leave(engine.name))
-    try:
-        if control is None or control.mode is not Mode.RUNNING:
-            await asyncio.wait([leaving], timeout=_HEAD_START_S)
-            await hand_back.quiet(engine.name)
-            if await _continue(controls, engine, lost=lost) and requests:
-                await _abort_again(engine, requests)
-        await asyncio.wait([leaving])
-    finally:
-        leaving.cancel()
-
-
-async def _continue(controls: EngineControls, engine: Engine, *, lost: bool) -> bool:
-    """Wake the engine if its memory is released, and continue it; returns whether that worked."""
-    bound = _LOST_S if lost else _CONTINUE_S
-    try:
-        if await controls.wake_up(engine):
-            bound = _CONTINUE_S
-        with watched(engine.name, "the last continue", every_s=_SAY_AFTER_S):
-            async with asyncio.timeout(bound):
-                await engine.resume()
-    except (EngineError, TimeoutError) as error:
-        why = str(error) or f"{engine.name} did not answer within {bound:g} s"
-        # This was logged when the engine was lost, and it was told to continue at that time.
-        expected = lost and isinstance(error, EngineUnreachable)
-        level = logging.DEBUG if expected else logging.WARNING
-        log.log(level, "the engine may be left paused, since it could not be continued: %s", why)
-        return False
-    return True
+    async def _continue(self, engine: Engine, *, lost: bool) -> bool:
+        """Wake the engine if its memory is released, and continue it; returns whether that
+        worked."""
+        bound = _LOST_S if lost else _CONTINUE_S
+        try:
+            if await self._controls.wake_up(engine):
+                bound = _CONTINUE_S
+            with watched(engine.name, "the last continue", every_s=_SAY_AFTER_S):
+                async with asyncio.timeout(bound):
+                    await engine.resume()
+        except (EngineError, TimeoutError) as error:
+            why = str(error) or f"{engine.name} did not answer within {bound:g} s"
+            # This was logged when the engine was lost, and it was told to continue at that time.
+            expected = lost and isinstance(error, EngineUnreachable)
+            level = logging.DEBUG if expected else logging.WARNING
+            log.log(
+                level, "the engine may be left paused, since it could not be continued: %s", why
+            )
+            return False
+        return True
 
 
 async def _abort_again(engine: Engine, requests: Sequence[str]) -> None:

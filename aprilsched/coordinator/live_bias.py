@@ -15,23 +15,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aprilsched.core.lengths.laws import KaplanMeier, kaplan_meier
-from aprilsched.core.lengths.observed import NEVER, GroupLengths, entry_after, pooled
-from aprilsched.core.messages.facts import (
-    BatchDelivered,
-    Fact,
-    GroupDropped,
-    GroupLaunched,
-    PromptRefused,
-)
+from aprilsched.core.lengths.observed import NEVER, GroupLengths, pooled
+from aprilsched.core.messages import facts as of
 from aprilsched.core.state.records import group_lengths
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.telemetry.base import TokenChunks
 from aprilsched.telemetry.bias_collector import (
-    bias_without,
+    entered_lengths,
     expected_lengths,
     in_flight_figures,
     law_figures,
     sample_law,
+    transient,
     warning_now,
 )
 from aprilsched.telemetry.figures import InFlightFigures, LawFigures
@@ -81,17 +76,17 @@ class LiveBias:
         self._tokens = 0
         self._warned = False
 
-    def on_facts(self, facts: Sequence[Fact], now: float) -> None:
+    def on_facts(self, facts: Sequence[of.Fact], now: float) -> None:
         for fact in facts:
-            if isinstance(fact, BatchDelivered) and not fact.again:
+            if isinstance(fact, of.BatchDelivered) and not fact.again:
                 lengths = np.array([rollout.tokens for rollout in fact.rollouts], dtype=np.int64)
                 self._recent.append(lengths)
                 self._delivered += lengths.size
                 self._tokens += int(lengths.sum())
-            elif isinstance(fact, GroupLaunched):
+            elif isinstance(fact, of.GroupLaunched):
                 if fact.again is not None:
                     self._again[fact.group_id] = fact.again
-            elif isinstance(fact, GroupDropped | PromptRefused) and not self._warned:
+            elif isinstance(fact, of.GroupDropped | of.PromptRefused) and not self._warned:
                 warning = self._warning()
                 if warning is not None:
                     self._warned = True
@@ -108,18 +103,17 @@ class LiveBias:
         law = self._law(incomplete)
         tokens, finished = pooled(open_groups)
         mean = None if law is None else law.mean()
-        bias = transient = None
+        bias = in_flight_bias = None
         if law is not None and mean and self._delivered:
             bias = self._tokens / self._delivered / mean - 1
             final = expected_lengths(law, tokens, finished)
-            expected = float(final.mean()) if final.size else mean
-            transient = bias_without(final.size, expected, self._delivered, mean)
+            _, in_flight_bias = transient(final, self._delivered, mean)
         recent = np.concatenate(self._recent) if self._recent else np.empty(0, dtype=np.int64)
         return BiasNow(
             drawn=None if law is None else law_figures(law),
             delivered=sample_law(recent),
             length_bias=bias,
-            transient=transient,
+            transient=in_flight_bias,
             in_flight=None if law is None else in_flight_figures(law, tokens, finished),
             dropped_tokens={
                 str(reason): n for reason, n in sorted(in_flight.ledger.tokens.items())
@@ -137,20 +131,13 @@ class LiveBias:
             return None
         known = {group.launched: group for group in cohort}
         self._again = {g: former for g, former in self._again.items() if g in known}
-        entered: dict[int, NDArray[np.int64]] = {}
-        for group, former in sorted(self._again.items()):
-            size, before = len(known[group].tokens), known.get(former)
-            # The former one is not among the groups that count, so this prompt does not either.
-            since = np.full(size, NEVER)
-            if before is not None:
-                since = entry_after(before.tokens, before.finished)[:size]
-            if former in entered:
-                since = np.maximum(since, entered[former][:size])
-            entered[group] = since
-        since = [
-            entered.get(group.launched, np.zeros(len(group.tokens), dtype=np.int64))
-            for group in cohort
-        ]
+        entered = entered_lengths(self._again, known)
+        since: list[NDArray[np.int64]] = []
+        for group in cohort:
+            size = len(group.tokens)
+            # If the former one is not among the groups that count, this prompt does not either.
+            unknown = np.full(size, NEVER if group.launched in self._again else 0)
+            since.append(entered.get(group.launched, unknown)[:size])
         entry = np.concatenate(since)
         if not (finished & (tokens > entry)).any():
             return self._state.expectations.observed.law(incomplete)

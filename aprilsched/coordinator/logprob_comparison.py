@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -72,13 +72,7 @@ class _Sum:
         self.beyond += int(np.count_nonzero(magnitudes > BOUND))
 
     def result(self) -> LogprobDifferences:
-        return LogprobDifferences(
-            tokens=self.tokens,
-            total=self.total,
-            k3=self.k3,
-            largest=self.largest,
-            beyond=self.beyond,
-        )
+        return LogprobDifferences(**asdict(self))
 
 
 class _Comparison:

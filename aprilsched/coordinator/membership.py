@@ -5,44 +5,33 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
 from contextlib import aclosing
 
-from aprilsched.config import SchedulerConfig
 from aprilsched.coordinator.handback import HandBack
 from aprilsched.coordinator.opening import examine
-from aprilsched.coordinator.tasks import TaskKey, Tasks
-from aprilsched.core.messages.commands import LoseEngine
-from aprilsched.core.messages.events import EngineInfo, EngineJoined, EngineLost, Event
+from aprilsched.coordinator.tasks import Part, Shell, TaskKey
+from aprilsched.core.messages import facts
+from aprilsched.core.messages.events import EngineInfo, EngineJoined, EngineLost
 from aprilsched.engines.base import Engine, Fleet, WatchesMembership
 from aprilsched.errors import AprilschedError
 
 log = logging.getLogger("aprilsched")
 
 
-class Membership:
-    """Keeps `engines` equal to the engines of the fleet."""
+class Membership(Part):
+    """Keeps the engines of the session equal to those of the fleet."""
 
     def __init__(
-        self,
-        *,
-        fleet: Fleet,
-        engines: dict[str, Engine],
-        feed: Callable[[Event], None],
-        config: SchedulerConfig,
-        readmission: Readmission,
-        hand_back: HandBack,
+        self, shell: Shell, *, fleet: Fleet, readmission: Readmission, hand_back: HandBack
     ) -> None:
+        super().__init__(shell)
         self._fleet = fleet
-        self._engines = engines
-        self._feed = feed
-        self._config = config
         self._readmission = readmission
         self._hand_back = hand_back
 
-    def start(self, tasks: Tasks) -> None:
+    def start(self) -> None:
         if isinstance(self._fleet, WatchesMembership):
-            tasks.start("membership", self._watch(self._fleet))
+            self._tasks.start("membership", self._watch(self._fleet))
 
     async def _watch(self, fleet: WatchesMembership) -> None:
         async with aclosing(fleet.watch()) as changes:
@@ -62,7 +51,7 @@ class Membership:
 
     async def _join(self, engine: Engine) -> None:
         self._engines[engine.name] = engine
-        if self._hand_back.under_way(engine.name):
+        if engine.name in self._hand_back.pending:
             self._readmission.expect(engine.name)
             return
         try:
@@ -86,50 +75,35 @@ _SOON_S = 300.0
 """An engine that is lost within these seconds after it came back is lost soon."""
 
 
-class Readmission:
+class Readmission(Part):
     """Waits for quarantined engines to work again, and readmits them.
 
     This is a circuit breaker for each engine: a lost engine is open, a try is half open.
     """
 
-    def __init__(
-        self,
-        *,
-        engines: Mapping[str, Engine],
-        feed: Callable[[Event], None],
-        config: SchedulerConfig,
-        hand_back: HandBack,
-    ) -> None:
-        self._engines = engines
-        self._feed = feed
-        self._config = config
+    def __init__(self, shell: Shell, hand_back: HandBack) -> None:
+        super().__init__(shell)
         self._losses: Counter[str] = Counter()
         """Number of losses in a row, each soon after the engine had come back, by engine."""
         self._back_at: dict[str, float] = {}
-        self._tasks: Tasks | None = None
         self._hand_back = hand_back
         self._watching: dict[str, TaskKey] = {}
-        self._begun = 0
 
-    def start(self, tasks: Tasks) -> None:
-        self._tasks = tasks
-
-    def lost(self, command: LoseEngine) -> None:
+    def lost(self, command: facts.EngineLost) -> None:
         """Wait for a lost engine to come back, unless it is on standby."""
         if not command.standby:
             self.expect(command.engine, last=command.last)
 
     def expect(self, engine: str, *, last: bool = False) -> None:
         """Wait for an engine that does not work now and is expected to come back."""
-        if self._tasks is not None and engine not in self._watching:
-            self._begun += 1
-            key = self._watching[engine] = ("readmission", engine, self._begun)
-            self._tasks.start(key, self._watch(engine, self._first_wait(engine, last=last)))
+        if engine not in self._watching:
+            work = self._watch(engine, self._first_wait(engine, last=last))
+            self._watching[engine] = self._tasks.start_another(("readmission", engine), work)
 
     def forget(self, engine: str) -> None:
         """Stop waiting for an engine that left the fleet."""
         key = self._watching.pop(engine, None)
-        if self._tasks is not None and key is not None:
+        if key is not None:
             self._tasks.cancel([key])
 
     def _first_wait(self, engine: str, *, last: bool) -> float:

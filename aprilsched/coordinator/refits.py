@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from aprilsched.coordinator.tasks import TaskKey, Tasks, watched
-from aprilsched.core.messages.commands import Refit, Retire
-from aprilsched.core.messages.events import ControlFailed, Event, Refitted
+from aprilsched.coordinator.tasks import Part, Shell, TaskKey, watched
+from aprilsched.core.messages.events import ControlFailed, Refitted
+from aprilsched.core.messages.facts import AdapterRetired, RefitBegun
 from aprilsched.driver.callbacks import Overdue, called, raised
 from aprilsched.engines.base import Engine
 from aprilsched.errors import EngineError, InconsistentWeights
@@ -45,31 +44,20 @@ class RefitReport:
     seconds: float
 
 
-class Refits:
+class Refits(Part):
     """Carries out refits, and the removal of adapters that are not used any more."""
 
-    def __init__(
-        self,
-        *,
-        engines: Mapping[str, Engine],
-        feed: Callable[[Event], None],
-        fleet_version: Callable[[], int],
-        call_timeout_s: float,
-        refit_timeout_s: float,
-    ) -> None:
+    def __init__(self, shell: Shell, *, fleet_version: Callable[[], int]) -> None:
+        super().__init__(shell)
         self.publisher: WeightPublisher | None = None
         """Publisher of the latest update, whether it succeeded or not."""
         self.failure: Exception | None = None
         """What the publisher raised; the trainer's error is chained to it."""
         self._fleets: WeightPublisher | None = None
         """Publisher of the version that the fleet has."""
-        self._engines = engines
-        self._feed = feed
         self._fleet_version = fleet_version
-        self._call_timeout_s = call_timeout_s
-        self._refit_timeout_s = refit_timeout_s
-        self._tasks: Tasks | None = None
-        self._calls = 0
+        self._call_timeout_s = shell.config.timeouts.control_s
+        self._refit_timeout_s = shell.config.timeouts.refit_s
         self._under_way: dict[TaskKey, Sequence[Engine]] = {}
         """The engines of each refit that has not ended."""
         self._publishing: list[WeightPublisher | None] = []
@@ -77,12 +65,9 @@ class Refits:
         self._concluding: list[ConcludingPublisher] = []
         """The publishers in `_publishing` whose call was cancelled."""
 
-    def start(self, tasks: Tasks) -> None:
-        self._tasks = tasks
-
     # --- commands ------------------------------------------------------------------------------
 
-    def refit(self, command: Refit) -> None:
+    def refit(self, command: RefitBegun) -> None:
         if command.followed:
             self.publisher = FollowedWeights()
             log.info("version %d was loaded by somebody else and is followed", command.version)
@@ -93,16 +78,15 @@ class Refits:
         engines = [self._engines[name] for name in command.engines]
         # Noted before the task runs: the call may be cancelled at this very moment.
         self._publishing.append(publisher)
-        key = self._start(kind, self._refit(command, publisher, engines))
-        if self._tasks is not None:
-            self._under_way = {k: e for k, e in self._under_way.items() if self._tasks.running(k)}
-            self._under_way[key] = engines
+        work = self._refit(command, publisher, engines)
+        key = self._tasks.start_another((*kind, "refit"), work)
+        self._under_way = {k: e for k, e in self._under_way.items() if self._tasks.running(k)}
+        self._under_way[key] = engines
 
     async def ended(self, engine: Engine) -> None:
         """Wait until no refit of the engine is open."""
-        if self._tasks is not None:
-            refits = self._under_way.items()
-            await self._tasks.ended([key for key, engines in refits if engine in engines])
+        refits = self._under_way.items()
+        await self._tasks.ended([key for key, engines in refits if engine in engines])
 
     def keep_publisher(self) -> None:
         """Remember the publisher of the latest update, because its version is the fleet's now."""
@@ -121,22 +105,16 @@ class Refits:
         except Exception as error:
             log.warning("the publisher did not conclude: %r", error)
 
-    def retire(self, command: Retire) -> None:
+    def retire(self, command: AdapterRetired) -> None:
         publisher = self._fleets
         if isinstance(publisher, AdapterPublisher):
-            self._start(("control", command.engine), self._retire(publisher, command))
+            kind = ("control", command.engine, "refit")
+            self._tasks.start_another(kind, self._retire(publisher, command))
 
     # --- work ----------------------------------------------------------------------------------
 
-    def _start(self, kind: tuple[str, ...], work: Coroutine[Any, Any, None]) -> TaskKey:
-        self._calls += 1
-        key = (*kind, "refit", self._calls)
-        if self._tasks is not None:
-            self._tasks.start(key, work)
-        return key
-
     async def _refit(
-        self, command: Refit, publisher: WeightPublisher | None, engines: Sequence[Engine]
+        self, command: RefitBegun, publisher: WeightPublisher | None, engines: Sequence[Engine]
     ) -> None:
         try:
             causes = await self._publish(command, publisher, engines)
@@ -151,7 +129,7 @@ class Refits:
                 group.create_task(self._verify(command, engine, cause))
 
     async def _publish(
-        self, command: Refit, publisher: WeightPublisher | None, engines: Sequence[Engine]
+        self, command: RefitBegun, publisher: WeightPublisher | None, engines: Sequence[Engine]
     ) -> Mapping[str, str]:
         """Load the version into the engines; returns for each why it failed, or an empty string."""
         if publisher is None:
@@ -176,7 +154,7 @@ class Refits:
             self.failure = error
             return dict.fromkeys(command.engines, raised(_PUBLISHER, error))
 
-    async def _verify(self, command: Refit, engine: Engine, cause: str) -> None:
+    async def _verify(self, command: RefitBegun, engine: Engine, cause: str) -> None:
         """Ask the engine for its version, and report the result to the core."""
         name = engine.name
         version: int | None
@@ -198,7 +176,7 @@ class Refits:
             )
         )
 
-    async def _version(self, command: Refit, engine: Engine, cause: str) -> int:
+    async def _version(self, command: RefitBegun, engine: Engine, cause: str) -> int:
         async with asyncio.timeout(self._call_timeout_s):
             # Where the refit failed, another process may answer by now. The engine is then opened
             # again, because it is not what is known of it: not paused, for example.
@@ -209,7 +187,7 @@ class Refits:
             return self._fleet_version() if cause else command.version
         return version
 
-    async def _retire(self, publisher: AdapterPublisher, command: Retire) -> None:
+    async def _retire(self, publisher: AdapterPublisher, command: AdapterRetired) -> None:
         try:
             await called(
                 _PUBLISHER,

@@ -27,14 +27,14 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from aprilsched.coordinator.tasks import Tasks
+from aprilsched.coordinator.tasks import Part, Shell
 from aprilsched.core.config import SchedulerConfig
 from aprilsched.core.messages import facts as of
 from aprilsched.core.messages.commands import Plan
-from aprilsched.core.messages.events import Event, Planned
+from aprilsched.core.messages.events import Planned
 from aprilsched.core.messages.facts import Fact
 from aprilsched.core.policies.schedule import Schedule
 from aprilsched.driver.callbacks import called_now
@@ -205,26 +205,19 @@ class StepTimes:
         window.restart(now)
 
 
-class Planning:
+class Planning(Part):
     """Carries out Plan. A failure is logged, and the current schedule stays in use."""
 
-    def __init__(
-        self, *, planner: Planner, config: SchedulerConfig, feed: Callable[[Event], None]
-    ) -> None:
+    def __init__(self, shell: Shell, planner: Planner) -> None:
+        super().__init__(shell)
         self._planner = planner
-        self._config = config
-        self._feed = feed
-        self._tasks: Tasks | None = None
         self._apart = True
         """Whether choices are made in a process of their own, and not in a thread."""
-
-    def start(self, tasks: Tasks) -> None:
-        self._tasks = tasks
 
     def plan(self, command: Plan) -> None:
         if self._planner.inline:
             self._feed(self._planned_here(command))
-        elif self._tasks is not None:
+        else:
             self._tasks.start(("planning", command), self._plan(command))
 
     async def _plan(self, command: Plan) -> None:

@@ -10,23 +10,33 @@ import asyncio
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from aprilsched.coordinator.attempts import Attempts
 from aprilsched.coordinator.controls import EngineControls
 from aprilsched.coordinator.durability import Durability
-from aprilsched.coordinator.handback import HandBack, release
+from aprilsched.coordinator.handback import HandBack
 from aprilsched.coordinator.live_bias import LiveBias
 from aprilsched.coordinator.membership import Membership, Readmission
 from aprilsched.coordinator.opening import Claim, check_engines
 from aprilsched.coordinator.refits import Refits
 from aprilsched.coordinator.replanning import Planning, StepTimes
-from aprilsched.coordinator.tasks import Heartbeat, Tasks, Waits
-from aprilsched.coordinator.watching import LoadWatch, Outages, VersionWatch
+from aprilsched.coordinator.tasks import Shell, Tasks, Waits
+from aprilsched.coordinator.watching import (
+    Watch,
+    ask_load,
+    ask_version,
+    fleet_lost,
+    report_outage,
+    report_slow,
+    wants_update,
+)
 from aprilsched.coordinator.work import Work
 from aprilsched.core.config import Caller, SchedulerConfig
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
+from aprilsched.core.messages import facts
 from aprilsched.core.scheduler import Scheduler
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.driver.forecasts import ForecastErrors
@@ -38,6 +48,9 @@ from aprilsched.store.in_memory import Store
 from aprilsched.telemetry.base import AnyListener
 
 log = logging.getLogger("aprilsched")
+
+_TICK_S = 1.0
+"""Seconds between two ticks, which tell the core that time passes."""
 
 
 class Session:
@@ -67,56 +80,23 @@ class Session:
             listeners = [*listeners, *learning, errors]
         core = Scheduler(config, caller)
         self.bias = LiveBias(core.state)
-        self.durability = Durability(
-            core=core,
-            store=store,
-            interval_s=config.save_interval_s,
-            waits=self.waits,
-            work=work,
-            feed=self.feed,
-        )
         self._loop = EventLoop(core, [self.bias, *listeners], clock=_now)
-        self.attempts = Attempts(
-            run_id=run_id,
-            engines=self.engines,
-            feed=self._loop.feed,
-            may_send=self.state.fleet.control.runs,
-            rate=config.dispatch.rate,
-        )
-        self._controls = EngineControls(
-            engines=self.engines, feed=self.feed, timeout_s=config.timeouts.control_s
-        )
-        self.refits = Refits(
-            engines=self.engines,
-            feed=self.feed,
-            fleet_version=lambda: self.state.weights.versions.trainer,
-            call_timeout_s=config.timeouts.control_s,
-            refit_timeout_s=config.timeouts.refit_s,
-        )
+        self._tasks = Tasks()
+        shell = Shell(config=config, engines=self.engines, feed=self.feed, tasks=self._tasks)
+        self.durability = Durability(shell, core=core, store=store, waits=self.waits, work=work)
+        self.attempts = Attempts(shell, run_id=run_id, may_send=self.state.fleet.control.runs)
+        self._controls = EngineControls(shell)
+        self.refits = Refits(shell, fleet_version=lambda: self.state.weights.versions.trainer)
         self._hand_back = HandBack(
-            attempts=self.attempts,
-            controls=self._controls,
-            refits=self.refits,
-            engines=self.engines,
-            timeout_s=config.timeouts.control_s,
+            shell, attempts=self.attempts, controls=self._controls, refits=self.refits
         )
-        self._readmission = Readmission(
-            engines=self.engines, feed=self.feed, config=config, hand_back=self._hand_back
-        )
+        self._readmission = Readmission(shell, self._hand_back)
         self._membership = Membership(
-            fleet=fleet,
-            engines=self.engines,
-            feed=self.feed,
-            config=config,
-            readmission=self._readmission,
-            hand_back=self._hand_back,
+            shell, fleet=fleet, readmission=self._readmission, hand_back=self._hand_back
         )
-        self._heartbeat = Heartbeat(self.feed)
-        self._version_watch = VersionWatch(
-            engines=self.engines, silent=self._is_silent, feed=self.feed
-        )
-        self._load_watch = LoadWatch(engines=self.engines, feed=self.feed)
-        self._planning = Planning(planner=planner, config=config, feed=self.feed)
+        self._version_watch = Watch(shell, self._ask_version)
+        self._load_watch = Watch(shell, ask_load)
+        self._planning = Planning(shell, planner)
         self.weights_unknown = False
         """Whether an update was under way when the process before this one died, so that engines
         may have parts of two versions under the label of one."""
@@ -243,29 +223,11 @@ class Session:
     async def _run(self, opened: ev.Opened, ready: asyncio.Future[None]) -> None:
         """Own every task of the scheduler from open to close."""
         released = False
-        config = self.config
-        watches = [
-            *([self._version_watch] if config.follow_weights else []),
-            *([self._load_watch] if config.dispatch.migrate else []),
-        ]
-        parts = (
-            self.attempts,
-            self._controls,
-            self.refits,
-            self._hand_back,
-            self._readmission,
-            self._membership,
-            self._heartbeat,
-            *watches,
-            self._planning,
-            self._work,
-            self.durability,
-        )
+        tasks = self._tasks
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = Tasks(group)
-                for part in parts:
-                    part.start(tasks)
+                tasks.run_in(group)
+                self._start()
                 self.feed(opened)
                 ready.set_result(None)
                 await self._stopping.wait()
@@ -277,7 +239,7 @@ class Session:
                 tasks.cancel_kind(("readmission",))
                 tasks.cancel(["membership", "heartbeat", "version watch", "load watch"])
                 await asyncio.sleep(0)
-                await self._release()
+                await self._hand_back.release_all(self.state)
                 released = True
                 self._work.stop()
                 tasks.cancel_all()
@@ -296,7 +258,7 @@ class Session:
         finally:
             self._loop.stop()
             if not released:
-                await self._release()
+                await self._hand_back.release_all(self.state)
             closed = closed_meanwhile()
             self.waits.fail(closed)
             if not ready.done():
@@ -308,24 +270,37 @@ class Session:
             finally:
                 self._claim.give_back()
 
-    async def _release(self) -> None:
-        await release(self.attempts, self._controls, self._hand_back, self.engines, self.state)
+    def _start(self) -> None:
+        """Start what runs for as long as the session."""
+        self.attempts.start()
+        self._membership.start()
+        self._tasks.start("heartbeat", self._send_ticks())
+        if self.config.follow_weights:
+            self._tasks.start("version watch", self._version_watch.run())
+        if self.config.dispatch.migrate:
+            self._tasks.start("load watch", self._load_watch.run())
+        self._work.start(self._tasks)
+        self.durability.start()
+
+    async def _send_ticks(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            self.feed(ev.Tick())
 
     # --- commands ------------------------------------------------------------------------------
 
     def _wire(self) -> None:
         work, attempts, controls, waits = self._work, self.attempts, self._controls, self.waits
-        outages = Outages(waits)
         self._loop.performers.update(
             {
-                do.FetchPrompts: work.fetch,
-                do.Launch: lambda _: None,
+                facts.PromptsRequested: work.fetch,
                 do.StartEpisode: work.start_episode,
                 do.ResolveTurn: work.resolve_turn,
                 do.ScoreRollout: work.score,
                 do.ScoreGroup: work.score_group,
                 do.Filter: work.filter,
-                do.CancelWork: work.cancel,
+                facts.GroupDropped: work.cancel,
+                facts.PromptRefused: work.refuse,
                 do.GiveUp: self._give_up,
                 do.Plan: self._planning.plan,
                 do.Send: attempts.send,
@@ -336,16 +311,17 @@ class Session:
                 do.Wake: controls.wake,
                 do.Continue: controls.resume,
                 do.Verify: controls.verify,
-                do.Refit: self.refits.refit,
-                do.Retire: self.refits.retire,
-                do.LoseEngine: self._lose_engine,
-                do.AdmitEngine: self._admit_engine,
-                do.ReportSlow: outages.report_slow,
-                do.AwaitFleet: outages.wait,
-                do.GiveUpFleet: outages.give_up,
-                do.WantUpdate: outages.want_update,
-                do.FinishUpdate: self._finish_update,
-                do.FinishSleep: self._finish_sleep,
+                facts.RefitBegun: self.refits.refit,
+                facts.AdapterRetired: self.refits.retire,
+                facts.EngineLost: self._lose_engine,
+                facts.EngineAdmitted: self._admit_engine,
+                facts.EngineSlow: report_slow,
+                facts.FleetAwaited: report_outage,
+                facts.FleetGivenUp: lambda c: waits.fail(fleet_lost(c)),
+                facts.UpdateWanted: self._want_update,
+                facts.UpdateFinished: self._finish_update,
+                facts.SleepBegun: waits.finish_sleep,
+                facts.SleepEnded: self._end_sleep,
                 do.Offer: self.durability.offer,
                 do.WithdrawOffer: waits.withdraw,
                 do.Deliver: self.durability.deliver,
@@ -354,15 +330,21 @@ class Session:
             }
         )
 
-    def _is_silent(self, engine: str) -> bool:
-        """Whether an engine in use has given no token for a second, or is known to be paused."""
-        control = self.state.fleet.control.engines.get(engine)
-        if control is None:
-            return False
-        silence = self.state.fleet.health.of(engine).silence
-        return silence >= 1.0 or control.paused_elsewhere is not None
+    async def _ask_version(self, engine: Engine) -> ev.VersionSeen:
+        """Ask an engine for its version. One in use is silent if it has given no token for a
+        second, or is known to be paused."""
+        control = self.state.fleet.control.engines.get(engine.name)
+        silent = control is not None and (
+            self.state.fleet.health.of(engine.name).silence >= 1.0
+            or control.paused_elsewhere is not None
+        )
+        return await ask_version(engine, silent=silent)
 
-    def _lose_engine(self, command: do.LoseEngine) -> None:
+    def _want_update(self, command: facts.UpdateWanted) -> None:
+        error = wants_update(command.engines, command.version, command.base)
+        self.waits.refuse(error, batch=command.batch, evaluations=command.evaluations)
+
+    def _lose_engine(self, command: facts.EngineLost) -> None:
         how = "on standby until a refit reaches it" if command.standby else "out of use"
         log.error("engine %s is %s: %s", command.engine, how, command.cause)
         if command.standby:
@@ -371,14 +353,14 @@ class Session:
             self._hand_back.begin(self.engines[command.engine])
         self._readmission.lost(command)
 
-    def _admit_engine(self, command: do.AdmitEngine) -> None:
+    def _admit_engine(self, command: facts.EngineAdmitted) -> None:
         log.warning("engine %s takes part again, at version %d", command.engine, command.version)
 
-    def _finish_sleep(self, command: do.FinishSleep) -> None:
-        self._controls.finish_sleep(command)
-        self.waits.finish_sleep(command)
+    def _end_sleep(self, ended: facts.SleepEnded) -> None:
+        self._controls.memory_is_back.set()
+        self.waits.finish_sleep(ended)
 
-    def _finish_update(self, command: do.FinishUpdate) -> None:
+    def _finish_update(self, command: facts.UpdateFinished) -> None:
         if not command.cause:
             self.refits.keep_publisher()
         else:

@@ -11,10 +11,14 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Generator, Iterable
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from aprilsched.core.messages.commands import DeliverEvaluation, FinishSleep, FinishUpdate
-from aprilsched.core.messages.events import Event, Tick
+from aprilsched.core.config import SchedulerConfig
+from aprilsched.core.messages.commands import DeliverEvaluation
+from aprilsched.core.messages.events import Event
+from aprilsched.core.messages.facts import SleepBegun, SleepEnded, UpdateFinished
+from aprilsched.engines.base import Engine
 from aprilsched.errors import InvariantViolation
 from aprilsched.types import Batch
 
@@ -22,17 +26,21 @@ TaskKey: TypeAlias = str | tuple[Any, ...]
 
 
 class Tasks:
-    """The tasks of `group` by key. A task that raises ends the group, as in asyncio.TaskGroup.
+    """The tasks of a group by key. A task that raises ends the group, as in asyncio.TaskGroup.
+    Before :meth:`run_in` there is no group, and nothing that is started runs."""
 
-    Make it in the task that owns the group, inside the group's block.
-    """
-
-    def __init__(self, group: asyncio.TaskGroup) -> None:
-        self._group = group
-        self._owner = asyncio.current_task()
+    def __init__(self) -> None:
+        self._group: asyncio.TaskGroup | None = None
+        self._owner: asyncio.Task[Any] | None = None
+        self._count = 0
         self._tasks: dict[TaskKey, asyncio.Task[None]] = {}
         self._cancelled: set[asyncio.Task[None]] = set()
         self._ending = False
+
+    def run_in(self, group: asyncio.TaskGroup) -> None:
+        """Run what is started in `group`, which the current task owns."""
+        self._group = group
+        self._owner = asyncio.current_task()
 
     def start(self, key: TaskKey, work: Coroutine[Any, Any, None]) -> None:
         """Start `work` under a key that is not in use.
@@ -41,6 +49,9 @@ class Tasks:
             InvariantViolation: if the key is in use, because the older task could then not be
                 cancelled.
         """
+        if self._group is None:
+            work.close()
+            return
         if key in self._tasks:
             work.close()
             raise InvariantViolation(f"a task named {key} runs already")
@@ -48,12 +59,19 @@ class Tasks:
         self._tasks[key] = task
         task.add_done_callback(lambda ended: self._end(key, ended))
 
+    def start_another(self, kind: tuple[Any, ...], work: Coroutine[Any, Any, None]) -> TaskKey:
+        """Start `work` under a key that begins with `kind` and was not used before; returns it."""
+        self._count += 1
+        key = (*kind, self._count)
+        self.start(key, work)
+        return key
+
     def running(self, key: TaskKey) -> bool:
         return key in self._tasks
 
     def fail(self, error: BaseException) -> None:
         """End the whole group with `error`, which was raised outside of the group's tasks."""
-        if self._ending:
+        if self._ending or self._group is None:
             return
         self._ending = True
         work = _raise(error)
@@ -111,6 +129,28 @@ async def _raise(error: BaseException) -> None:
     raise error
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shell:
+    """What the parts of one session share."""
+
+    config: SchedulerConfig
+    engines: dict[str, Engine]
+    """The engines of the fleet, by name."""
+    feed: Callable[[Event], None]
+    """Gives an event to the core."""
+    tasks: Tasks
+
+
+class Part:
+    """A part of a session."""
+
+    def __init__(self, shell: Shell) -> None:
+        self._config = shell.config
+        self._engines = shell.engines
+        self._feed = shell.feed
+        self._tasks = shell.tasks
+
+
 # --- waits ---------------------------------------------------------------------------------------
 
 # Holds the futures that the trainer's calls wait for: a batch, an update, a sleep, evaluations.
@@ -130,9 +170,9 @@ class Waits:
         """Done when it is known whether the trainer has taken the offer; None while no offer is on
         its way."""
         self._batch: asyncio.Future[None] | None = None
-        self._update: asyncio.Future[FinishUpdate] | None = None
+        self._update: asyncio.Future[UpdateFinished] | None = None
         self._evaluations: dict[int, asyncio.Future[Batch]] = {}
-        self._sleep: asyncio.Future[FinishSleep] | None = None
+        self._sleep: asyncio.Future[None] | None = None
         self._failure: BaseException | None = None
 
     # --- an offer on its way -------------------------------------------------------------------
@@ -178,11 +218,11 @@ class Waits:
             self._batch.cancel()
             self._batch = None
 
-    def for_update(self) -> asyncio.Future[FinishUpdate]:
+    def for_update(self) -> asyncio.Future[UpdateFinished]:
         self._update = self._check().create_future()
         return self._update
 
-    def for_sleep(self) -> asyncio.Future[FinishSleep]:
+    def for_sleep(self) -> asyncio.Future[None]:
         """A future that is done when the engines are asleep, or are awake again."""
         self._sleep = self._check().create_future()
         return self._sleep
@@ -193,7 +233,7 @@ class Waits:
         return future
 
     @property
-    def update(self) -> asyncio.Future[FinishUpdate] | None:
+    def update(self) -> asyncio.Future[UpdateFinished] | None:
         """Future of the latest update, even if its caller was cancelled."""
         return self._update
 
@@ -213,13 +253,13 @@ class Waits:
         """Withdraw the offer of a batch."""
         self.offer = None
 
-    def finish_update(self, command: FinishUpdate) -> None:
+    def finish_update(self, command: UpdateFinished) -> None:
         if self._update is not None and not self._update.done():
             self._update.set_result(command)
 
-    def finish_sleep(self, command: FinishSleep) -> None:
+    def finish_sleep(self, _: SleepBegun | SleepEnded) -> None:
         if self._sleep is not None and not self._sleep.done():
-            self._sleep.set_result(command)
+            self._sleep.set_result(None)
 
     def deliver_evaluation(self, command: DeliverEvaluation) -> None:
         future = self._evaluations.pop(command.evaluation_id, None)
@@ -257,7 +297,7 @@ def _fail(future: asyncio.Future[Any] | None, error: BaseException) -> None:
 
 # --- watchdog ------------------------------------------------------------------------------------
 
-# Sends the core a Tick each second, and logs calls to engines that take long.
+# Logs calls to engines that take long.
 
 log = logging.getLogger("aprilsched")
 
@@ -281,21 +321,3 @@ def watched(who: str, what: str, *, every_s: float = SLOW_CALL_S) -> Generator[N
         yield
     finally:
         timer.cancel()
-
-
-_INTERVAL_S = 1.0
-
-
-class Heartbeat:
-    """Sends a Tick each second from the start of a session to its end."""
-
-    def __init__(self, feed: Callable[[Event], None]) -> None:
-        self._feed = feed
-
-    def start(self, tasks: Tasks) -> None:
-        tasks.start("heartbeat", self._send_ticks())
-
-    async def _send_ticks(self) -> None:
-        while True:
-            await asyncio.sleep(_INTERVAL_S)
-            self._feed(Tick())

@@ -14,8 +14,8 @@ from contextlib import asynccontextmanager, suppress
 from aprilsched.coordinator.refits import RefitReport
 from aprilsched.coordinator.session import Session
 from aprilsched.coordinator.watching import wants_update
-from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
+from aprilsched.core.messages import facts
 from aprilsched.core.steps.engines import stranded
 from aprilsched.driver.callbacks import called, called_now
 from aprilsched.engines.base import SleepingEngine
@@ -85,11 +85,10 @@ class Updates:
                 # the fleet has followed to it already.
                 seconds = asyncio.get_running_loop().time() - started
                 return RefitReport(version=new, quarantined={}, seconds=seconds)
-            self._check(publisher, new)  # The fleet may have followed to another version meanwhile.
             if _loads_in_parts(publisher):
                 await session.durability.note_parts()
                 session.check_open()
-                self._check(publisher, new)
+            self._check(publisher, new)  # Engines and versions may be others than before the waits.
             result = await self._run(publisher, new, acknowledge)
         if result.cause:
             raise self._error(result) from session.refits.failure
@@ -144,7 +143,7 @@ class Updates:
 
     async def _run(
         self, publisher: WeightPublisher, new: int, acknowledge: bool
-    ) -> do.FinishUpdate:
+    ) -> facts.UpdateFinished:
         session = self._session
         adapter = isinstance(publisher, AdapterPublisher)
         name = called_now(_PUBLISHER, publisher.adapter_name, new) if adapter else None
@@ -185,7 +184,7 @@ class Updates:
             session.feed(ev.UpdateWithdrawn(version=new))
             raise
 
-    def _error(self, result: do.FinishUpdate) -> RefitError:
+    def _error(self, result: facts.UpdateFinished) -> RefitError:
         state = self._session.state
         if state.fleet.control.engines:
             outcome = f"so generation continues under {state.weights.versions.trainer}"
@@ -250,7 +249,7 @@ class Updates:
             await self._wake(future)
         self.check_whole()
 
-    async def _wake(self, falling: asyncio.Future[do.FinishSleep]) -> None:
+    async def _wake(self, falling: asyncio.Future[None]) -> None:
         await self._previous_update()
         if not falling.done():
             falling.cancel()

@@ -6,14 +6,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from datetime import datetime, timedelta
 
-from aprilsched.coordinator.tasks import Tasks, Waits
-from aprilsched.core.messages.commands import AwaitFleet, GiveUpFleet, ReportSlow, WantUpdate
-from aprilsched.core.messages.events import Event, LoadSeen, VersionSeen
+from aprilsched.coordinator.tasks import Part, Shell
+from aprilsched.core.messages import events as ev
+from aprilsched.core.messages import facts
 from aprilsched.engines.base import Engine, ReportsLoad, TellsPause
 from aprilsched.errors import EngineError, FleetLost, InconsistentWeights, RefitError
 
@@ -23,20 +22,15 @@ _ANSWER_S = 10.0
 _AT_ONCE = 32
 
 
-class _Watch(ABC):
-    """Asks every engine something once a second."""
+class Watch(Part):
+    """Asks every engine something once a second, and tells the core the answers."""
 
-    name: str
-
-    def __init__(self, *, engines: Mapping[str, Engine], feed: Callable[[Event], None]) -> None:
-        self._engines = engines
-        self._feed = feed
+    def __init__(self, shell: Shell, ask: Callable[[Engine], Awaitable[ev.Event | None]]) -> None:
+        super().__init__(shell)
+        self._ask = ask
         self._limit = asyncio.Semaphore(_AT_ONCE)
 
-    def start(self, tasks: Tasks) -> None:
-        tasks.start(self.name, self._watch())
-
-    async def _watch(self) -> None:
+    async def run(self) -> None:
         while True:
             await asyncio.sleep(_INTERVAL_S)
             async with asyncio.TaskGroup() as group:
@@ -51,51 +45,30 @@ class _Watch(ABC):
                 if seen is not None:
                     self._feed(seen)
 
-    @abstractmethod
-    async def _ask(self, engine: Engine) -> Event | None: ...
 
-
-class VersionWatch(_Watch):
-    """Asks every engine for its version, and whether it is paused if it is silent.
+async def ask_version(engine: Engine, *, silent: bool) -> ev.VersionSeen:
+    """Ask an engine for its version, and whether it is paused if it is `silent`.
 
     The labels on tokens are not enough: an engine without requests sends none, and a trainer that
     waits for the next version launches none.
     """
-
-    name = "version watch"
-
-    def __init__(
-        self,
-        *,
-        engines: Mapping[str, Engine],
-        silent: Callable[[str], bool],
-        feed: Callable[[Event], None],
-    ) -> None:
-        super().__init__(engines=engines, feed=feed)
-        self._silent = silent
-
-    async def _ask(self, engine: Engine) -> VersionSeen:
-        paused = None
-        if isinstance(engine, TellsPause) and self._silent(engine.name):
-            paused = await engine.is_paused()
-        version: int | None = None
-        with suppress(InconsistentWeights):
-            version = await engine.version()
-        return VersionSeen(engine=engine.name, version=version, paused=paused)
+    paused = None
+    if isinstance(engine, TellsPause) and silent:
+        paused = await engine.is_paused()
+    version: int | None = None
+    with suppress(InconsistentWeights):
+        version = await engine.version()
+    return ev.VersionSeen(engine=engine.name, version=version, paused=paused)
 
 
-class LoadWatch(_Watch):
-    """Asks every engine that reports its load how full its KV pool is."""
-
-    name = "load watch"
-
-    async def _ask(self, engine: Engine) -> LoadSeen | None:
-        if not isinstance(engine, ReportsLoad):
-            return None
-        load = await engine.load()
-        if load.kv_tokens is None or load.age_s > _INTERVAL_S:
-            return None
-        return LoadSeen(engine=engine.name, used=load.kv_tokens, queued=load.queued)
+async def ask_load(engine: Engine) -> ev.LoadSeen | None:
+    """Ask an engine that reports its load how full its KV pool is."""
+    if not isinstance(engine, ReportsLoad):
+        return None
+    load = await engine.load()
+    if load.kv_tokens is None or load.age_s > _INTERVAL_S:
+        return None
+    return ev.LoadSeen(engine=engine.name, used=load.kv_tokens, queued=load.queued)
 
 
 # --- outages -------------------------------------------------------------------------------------
@@ -105,40 +78,33 @@ class LoadWatch(_Watch):
 log = logging.getLogger("aprilsched")
 
 
-class Outages:
-    """Carries out the commands of :mod:`aprilsched.core.steps.engines`."""
+def report_slow(command: facts.EngineSlow) -> None:
+    """Log that an engine is slow."""
+    log.warning(
+        "engine %s is slow: %s; it stays in use, because there is no other engine to compare it "
+        "with",
+        command.engine,
+        command.cause,
+    )
 
-    def __init__(self, waits: Waits) -> None:
-        self._waits = waits
 
-    def report_slow(self, command: ReportSlow) -> None:
-        log.warning(
-            "engine %s is slow: %s; it stays in use, because there is no other engine to compare "
-            "it with",
-            command.engine,
-            command.cause,
-        )
+def report_outage(command: facts.FleetAwaited) -> None:
+    """Log that no engine is left, and until when one may come back."""
+    now = datetime.now().astimezone()
+    log.error(
+        "no engine is left since %s; the scheduler waits until %s for one to come back: %s",
+        _clock(now - timedelta(seconds=command.waited_s)),
+        _clock(now + timedelta(seconds=command.left_s)),
+        _causes(command.lost),
+    )
 
-    def wait(self, command: AwaitFleet) -> None:
-        now = datetime.now().astimezone()
-        log.error(
-            "no engine is left since %s; the scheduler waits until %s for one to come back: %s",
-            _clock(now - timedelta(seconds=command.waited_s)),
-            _clock(now + timedelta(seconds=command.left_s)),
-            _causes(command.lost),
-        )
 
-    def give_up(self, command: GiveUpFleet) -> None:
-        self._waits.fail(
-            FleetLost(
-                f"no engine is left and none came back within {command.waited_s:.0f} s "
-                f"({_causes(command.lost)}); restart the servers, or raise health.fleet_wait_s."
-            )
-        )
-
-    def want_update(self, command: WantUpdate) -> None:
-        error = wants_update(command.engines, command.version, command.base)
-        self._waits.refuse(error, batch=command.batch, evaluations=command.evaluations)
+def fleet_lost(command: facts.FleetGivenUp) -> FleetLost:
+    """The error for every call, when no engine has come back."""
+    return FleetLost(
+        f"no engine is left and none came back within {command.waited_s:.0f} s "
+        f"({_causes(command.lost)}); restart the servers, or raise health.fleet_wait_s."
+    )
 
 
 def wants_update(engines: Iterable[str], version: int, base: int | None) -> RefitError:

@@ -17,25 +17,10 @@ from typing import Any, SupportsFloat, SupportsIndex, TypeVar, cast
 from aprilsched.coordinator.episodes import Episode, Turn
 from aprilsched.coordinator.prompts import PromptSource
 from aprilsched.coordinator.tasks import Tasks
-from aprilsched.core.messages.commands import (
-    CancelWork,
-    FetchPrompts,
-    Filter,
-    ResolveTurn,
-    ScoreGroup,
-    ScoreRollout,
-    StartEpisode,
-)
-from aprilsched.core.messages.events import (
-    EpisodeFailed,
-    EpisodeFinished,
-    Event,
-    Filtered,
-    GroupRewarded,
-    PromptsArrived,
-    Rewarded,
-    RewardFailed,
-)
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import events as ev
+from aprilsched.core.messages import facts
+from aprilsched.core.state.ledger import Reason
 from aprilsched.driver.callbacks import (
     Accept,
     CallbackRunner,
@@ -74,7 +59,7 @@ class Work:
         group_reward: GroupReward | None,
         accept: Accept | None,
         episode: Episode | None,
-        feed: Callable[[Event], None],
+        feed: Callable[[ev.Event], None],
     ) -> None:
         if reward is not None:
             check_callable("reward", reward, "rollout", "prompt")
@@ -93,7 +78,7 @@ class Work:
         self._feed = feed
         self._runner = CallbackRunner()
         self._turns: dict[int, Turn] = {}
-        self._tasks: Tasks | None = None
+        self._tasks = Tasks()
         self._asked: deque[int] = deque()
         self._reads = asyncio.Event()
 
@@ -119,40 +104,64 @@ class Work:
 
     # --- commands ------------------------------------------------------------------------------
 
-    def fetch(self, command: FetchPrompts) -> None:
+    def fetch(self, command: facts.PromptsRequested) -> None:
         self._asked.append(command.count)
         self._reads.set()
 
-    def start_episode(self, command: StartEpisode) -> None:
-        self._start(("episode", command.rollout_id), self._run_episode(command))
+    def start_episode(self, command: do.StartEpisode) -> None:
+        self._tasks.start(("episode", command.rollout_id), self._run_episode(command))
 
-    def resolve_turn(self, command: ResolveTurn) -> None:
+    def resolve_turn(self, command: do.ResolveTurn) -> None:
         turn = self._turns.get(command.rollout_id)
         if turn is not None:
             turn.resolve(command)
 
-    def score(self, command: ScoreRollout) -> None:
-        self._start(("reward", command.rollout.rollout_id), self._score(command))
+    def score(self, command: do.ScoreRollout) -> None:
+        rollout = command.rollout
 
-    def score_group(self, command: ScoreGroup) -> None:
-        self._start(("group", command.group.group_id), self._score_group(command))
+        def scored(reward: object) -> ev.Event:
+            return ev.Rewarded(rollout_id=rollout.rollout_id, score=_rewarded(reward))
 
-    def filter(self, command: Filter) -> None:
-        self._start(("verdict", command.group.group_id), self._filter(command))
+        work = self._ask(_REWARD, self._reward, rollout.group_id, scored, rollout, command.prompt)
+        self._tasks.start(("reward", rollout.rollout_id), work)
 
-    def cancel(self, command: CancelWork) -> None:
-        cause, reason = command.cause, command.reason
+    def score_group(self, command: do.ScoreGroup) -> None:
+        group = command.group
+
+        def scored(rewards: object) -> ev.Event:
+            scores = _scores(rewards, len(group.rollouts))
+            return ev.GroupRewarded(group_id=group.group_id, scores=scores)
+
+        work = self._ask(_REWARD, self._group_reward, group.group_id, scored, group)
+        self._tasks.start(("group", group.group_id), work)
+
+    def filter(self, command: do.Filter) -> None:
+        group = command.group
+
+        def filtered(accepted: object) -> ev.Event:
+            if accepted is None:
+                raise WrongResult("None; return True or False")
+            return ev.Filtered(group_id=group.group_id, accepted=bool(accepted))
+
+        work = self._ask(_ACCEPT, self._accept, group.group_id, filtered, group)
+        self._tasks.start(("verdict", group.group_id), work)
+
+    def refuse(self, command: facts.PromptRefused) -> None:
+        self._note_failure(command.group_id, Reason.BAD_PROMPT.value, command.cause)
+
+    def _note_failure(self, group_id: int, reason: str, cause: str) -> None:
         failed = reason not in _EXPECTED and not cause.startswith(_NOTED)
         # Causes of one kind differ in ids, counts and names of engines.
         if failed and self._failures.first(reason, re.sub(r"\d+", "", cause)):
             log.error(
                 "group %d %s: %s; later failures of this kind are only counted",
-                command.group_id,
+                group_id,
                 reason,
                 cause,
             )
-        if self._tasks is None:
-            return
+
+    def cancel(self, command: facts.GroupDropped) -> None:
+        self._note_failure(command.group_id, command.reason, command.cause)
         self._tasks.cancel([("group", command.group_id), ("verdict", command.group_id)])
         for rollout_id in command.rollout_ids:
             if rollout_id in self._turns:
@@ -168,10 +177,6 @@ class Work:
 
     # --- work ----------------------------------------------------------------------------------
 
-    def _start(self, key: Any, work: Any) -> None:
-        if self._tasks is not None:
-            self._tasks.start(key, work)
-
     async def _read(self) -> None:
         """Read prompts as they are requested, in one task for the whole run. So a source that
         waits is never read twice at a time, and can be cancelled."""
@@ -180,12 +185,12 @@ class Work:
             self._reads.clear()
             while self._asked:
                 prompts, last = await self._prompts.take(self._asked.popleft(), self._tell_early)
-                self._feed(PromptsArrived(prompts=prompts, last=last))
+                self._feed(ev.PromptsArrived(prompts=prompts, last=last))
 
     def _tell_early(self, prompts: tuple[Prompt | RefusedPrompt, ...]) -> None:
-        self._tell(PromptsArrived(prompts=prompts, partial=True))
+        self._tell(ev.PromptsArrived(prompts=prompts, partial=True))
 
-    def _tell(self, event: Event) -> None:
+    def _tell(self, event: ev.Event) -> None:
         """Feed an event from within the caller's code.
 
         An exception here is a bug of the scheduler. It must end the run, although the caller's code
@@ -194,70 +199,46 @@ class Work:
         try:
             self._feed(event)
         except Exception as error:
-            if self._tasks is not None:
-                self._tasks.fail(error)
+            self._tasks.fail(error)
             raise
 
-    async def _run_episode(self, command: StartEpisode) -> None:
+    async def _run_episode(self, command: do.StartEpisode) -> None:
         rollout_id = command.rollout_id
         turn = Turn(rollout_id, command.index, self._tell)
         self._turns[rollout_id] = turn
-        ending: Event
+        ending: ev.Event
         try:
             if self._episode is None:
                 return
             reward = await called(_EPISODE, self._episode, turn, command.prompt)
             score = None if reward is None else _score(reward)
             await turn.settle()
-            ending = EpisodeFinished(rollout_id=rollout_id, score=score)
+            ending = ev.EpisodeFinished(rollout_id=rollout_id, score=score)
         except Exception as error:
             cause = self._failures.note(_EPISODE, self._episode, error)
-            ending = EpisodeFailed(rollout_id=rollout_id, cause=cause)
+            ending = ev.EpisodeFailed(rollout_id=rollout_id, cause=cause)
         finally:
             turn.end()
             del self._turns[rollout_id]
         self._feed(ending)
 
-    async def _score(self, command: ScoreRollout) -> None:
-        rollout = command.rollout
-        if self._reward is None:
+    async def _ask(
+        self,
+        what: str,
+        function: Callable[..., Any] | None,
+        group_id: int,
+        event_of: Callable[[object], ev.Event],
+        *args: Any,
+    ) -> None:
+        """Call a function that judges a group, and tell the core what it has said of it."""
+        if function is None:
             return
         try:
-            reward = await self._runner.call(_REWARD, self._reward, rollout, command.prompt)
-            score = _rewarded(reward)
+            event = event_of(await self._runner.call(what, function, *args))
         except Exception as error:
-            cause = self._failures.note(_REWARD, self._reward, error)
-            self._feed(RewardFailed(group_id=rollout.group_id, cause=cause))
-        else:
-            self._feed(Rewarded(rollout_id=rollout.rollout_id, score=score))
-
-    async def _score_group(self, command: ScoreGroup) -> None:
-        group = command.group
-        if self._group_reward is None:
-            return
-        try:
-            rewards = await self._runner.call(_REWARD, self._group_reward, group)
-            scores = _scores(rewards, len(group.rollouts))
-        except Exception as error:
-            cause = self._failures.note(_REWARD, self._group_reward, error)
-            self._feed(RewardFailed(group_id=group.group_id, cause=cause))
-        else:
-            self._feed(GroupRewarded(group_id=group.group_id, scores=scores))
-
-    async def _filter(self, command: Filter) -> None:
-        group_id = command.group.group_id
-        if self._accept is None:
-            return
-        try:
-            accepted: Any = await self._runner.call(_ACCEPT, self._accept, command.group)
-            if accepted is None:
-                raise WrongResult("None; return True or False")
-            accepted = bool(accepted)
-        except Exception as error:
-            cause = self._failures.note(_ACCEPT, self._accept, error)
-            self._feed(RewardFailed(group_id=group_id, cause=cause))
-        else:
-            self._feed(Filtered(group_id=group_id, accepted=accepted))
+            cause = self._failures.note(what, function, error)
+            event = ev.RewardFailed(group_id=group_id, cause=cause)
+        self._feed(event)
 
 
 def _score(reward: object) -> Score:

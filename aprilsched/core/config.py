@@ -43,21 +43,6 @@ from aprilsched.core.policies.straggler import (
 from aprilsched.errors import ConfigError
 from aprilsched.types import SamplingParams
 
-__all__ = [
-    "Caller",
-    "Dispatch",
-    "Health",
-    "KVAfterRefit",
-    "Pace",
-    "PaceRule",
-    "Policies",
-    "RefitRule",
-    "Retries",
-    "RewardScope",
-    "SchedulerConfig",
-    "Timeouts",
-]
-
 KVAfterRefit: TypeAlias = Literal["auto", "recompute", "keep", "apart"]
 
 LONG_WAIT = 8

@@ -1,11 +1,12 @@
 """What must hold after every event. It is checked in tests, and costs too much for production.
 
-A message is made only when something does not hold, because messages cost more than the checks.
+Each function yields a message for what does not hold. A message is made only then, because messages
+cost more than the checks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from aprilsched.core.policies.placement import Places
 from aprilsched.core.state.engine_control import Mode
@@ -20,56 +21,52 @@ _OPEN = frozenset({State.RUNNING, State.HELD, State.RETURNING})
 
 def check(state: SchedulerState) -> None:
     """Raise InvariantViolation, which says what does not hold."""
-    _conservation(state)
+    for broken in _broken(state):
+        raise InvariantViolation(broken)
+
+
+def _broken(state: SchedulerState) -> Iterator[str]:
+    yield from _conservation(state)
     for group in state.in_flight.groups.values():
-        _group(state, group)
-    _counts(state)
+        yield from _group(state, group)
+    yield from _counts(state)
     for rollout in state.in_flight.rollouts.values():
-        _rollout(state, rollout)
-    _queue(state)
-    _batches(state)
-    _attempts(state)
-    _engines(state)
-    _indexes(state)
+        yield from _rollout(state, rollout)
+    for broken in (_queue, _batches, _attempts, _engines, _indexes):
+        yield from broken(state)
 
 
-def _conservation(state: SchedulerState) -> None:
+def _conservation(state: SchedulerState) -> Iterator[str]:
     in_flight = state.in_flight
     known = in_flight.counters.delivered + in_flight.ledger.total + len(in_flight.rollouts)
     if in_flight.counters.launched != known:
-        raise InvariantViolation(
+        yield (
             f"{in_flight.counters.launched} rollouts launched, but "
             f"{in_flight.counters.delivered} delivered, {in_flight.ledger.total} in the "
             f"ledger and {len(in_flight.rollouts)} in flight"
         )
 
 
-def _group(state: SchedulerState, group: GroupRecord) -> None:
+def _group(state: SchedulerState, group: GroupRecord) -> Iterator[str]:
     name = f"group {group.group_id}"
     generating = sum(member.state in GENERATING for member in group.members)
     if group.unfinished != generating:
-        raise InvariantViolation(f"{name} counts {group.unfinished} unfinished")
-    unscored = sum(member.state is not State.DONE for member in group.members)
-    if group.unscored != unscored:
-        raise InvariantViolation(f"{name} counts {group.unscored} unscored")
+        yield f"{name} counts {group.unfinished} unfinished"
     listed = group in state.in_flight.ready
     if listed != (group.complete and group.evaluation_id is None and not group.offered):
-        raise InvariantViolation(f"{name} is {'' if listed else 'not '}among the ready")
+        yield f"{name} is {'' if listed else 'not '}among the ready"
     own_size = group.prompt.group_size
     if own_size is not None and group.size != own_size:
-        raise InvariantViolation(f"{name} delivers {group.size} members instead of {own_size}")
-    if len(group.members) < group.size or (group.racing and generating <= _spare(group)):
-        raise InvariantViolation(f"{name} of {group.size} has {len(group.members)} members")
+        yield f"{name} delivers {group.size} members instead of {own_size}"
+    spare = len(group.members) - group.size
+    if spare < 0 or (spare and generating <= spare):
+        yield f"{name} of {group.size} has {len(group.members)} members"
     left = [m for m in group.members if m.state in TERMINAL]
     if left:
-        raise InvariantViolation(f"{name} is in flight and {len(left)} of its rollouts have left")
+        yield f"{name} is in flight and {len(left)} of its rollouts have left"
 
 
-def _spare(group: GroupRecord) -> int:
-    return len(group.members) - group.size
-
-
-def _counts(state: SchedulerState) -> None:
+def _counts(state: SchedulerState) -> Iterator[str]:
     in_flight = state.in_flight
     groups = list(in_flight.training_groups())
     generating = sum(group.unfinished for group in groups)
@@ -79,7 +76,7 @@ def _counts(state: SchedulerState) -> None:
         ("generating rollouts", in_flight.generating, generating),
         ("ready rollouts", in_flight.ready.samples, sum(len(g.members) for g in in_flight.ready)),
         ("ready tokens", in_flight.ready.tokens, sum(g.tokens for g in in_flight.ready)),
-        ("accepted", len(in_flight.ready.accepted), sum(map(_is_accepted, in_flight.ready))),
+        ("accepted", len(in_flight.ready.accepted), sum(bool(g.accepted) for g in in_flight.ready)),
         (
             "accepted tokens",
             in_flight.ready.accepted.tokens,
@@ -93,113 +90,101 @@ def _counts(state: SchedulerState) -> None:
         ),
     ):
         if counted != there:
-            raise InvariantViolation(f"{what} are counted as {counted} and are {there}")
-
-
-def _is_accepted(group: GroupRecord) -> bool:
-    return bool(group.accepted)
+            yield f"{what} are counted as {counted} and are {there}"
 
 
 def _held_on(state: SchedulerState) -> dict[str, int]:
     held: dict[str, int] = {}
     for request in state.in_flight.open_requests():
-        held[request.engine] = held.get(request.engine, 0) + _context(request)
+        held[request.engine] = held.get(request.engine, 0) + request.rollout.context_tokens
     return held
 
 
-def _batches(state: SchedulerState) -> None:
+def _batches(state: SchedulerState) -> Iterator[str]:
     waiting = [batch.index for batch in state.delivery.redelivery]
     unknown = [index for index in waiting if index not in state.delivery.unacknowledged]
     if unknown:
-        raise InvariantViolation(f"batches {unknown} wait to be delivered again and are not kept")
+        yield f"batches {unknown} wait to be delivered again and are not kept"
     offered = [group for group in state.in_flight.groups.values() if group.offered]
     if set(offered) != set(() if state.delivery.offer is None else state.delivery.offer.groups):
-        raise InvariantViolation(
+        yield (
             f"{len(offered)} groups in flight are marked as offered, and {state.offered_groups} are"
         )
     if state.weights.update is not None and (state.delivery.offer or state.delivery.streamed):
-        raise InvariantViolation("a batch is offered while a version is on its way")
+        yield ("a batch is offered while a version is on its way")
     ready = {group.group_id for group in (*state.in_flight.ready, *offered)}
     if state.delivery.streamed.keys() - ready:
-        raise InvariantViolation("the trainer has groups of a batch that are not ready any more")
+        yield ("the trainer has groups of a batch that are not ready any more")
     for batch in state.delivery.unacknowledged.values():
         if not all(group.members for group in batch.groups):
-            raise InvariantViolation(
-                f"batch {batch.index} is not acknowledged and its groups are empty"
-            )
+            yield f"batch {batch.index} is not acknowledged and its groups are empty"
 
 
-def _context(request: RequestRecord) -> int:
-    return len(request.rollout.prompt_ids) + len(request.rollout.log)
-
-
-def _queue(state: SchedulerState) -> None:
+def _queue(state: SchedulerState) -> Iterator[str]:
     queue = state.in_flight.queue
     places = list(queue.places())
     if len(places) != len(queue):
-        raise InvariantViolation(f"{len(queue)} requests wait in {len(places)} places")
+        yield f"{len(queue)} requests wait in {len(places)} places"
     for version in queue.versions():
         if queue.count_of(version) != len(queue.of_version(version)):
-            raise InvariantViolation(f"{queue.count_of(version)} requests wait for {version}")
+            yield f"{queue.count_of(version)} requests wait for {version}"
     for training in (True, False):
         waiting = [p for p in places if training or p[1].rollout.group.evaluation_id is not None]
         first = queue.first(training=training)
         expected = min(waiting, key=lambda p: (p[0], p[1].request_id), default=(None, None))[1]
         if first is not expected:
-            raise InvariantViolation("the queue does not begin with its first request")
+            yield ("the queue does not begin with its first request")
 
 
-def _rollout(state: SchedulerState, rollout: RolloutRecord) -> None:
+def _rollout(state: SchedulerState, rollout: RolloutRecord) -> Iterator[str]:
     name = f"rollout {rollout.rollout_id}"
     log, request = rollout.log, rollout.request
     if log.covered != len(log):
-        raise InvariantViolation(f"{name}: versions cover {log.covered} of {len(log)} tokens")
+        yield f"{name}: versions cover {log.covered} of {len(log)} tokens"
     if rollout.undecided is not None and rollout.state is not State.THINKING:
-        raise InvariantViolation(f"{name} is {rollout.state} and its last turn is undecided")
+        yield f"{name} is {rollout.state} and its last turn is undecided"
     if rollout.state in _OPEN:
         if request is None or not request.open:
-            raise InvariantViolation(f"{name} is {rollout.state} with no attempt")
+            yield f"{name} is {rollout.state} with no attempt"
     elif request is not None:
         if request.open:
-            raise InvariantViolation(f"{name} is {rollout.state} with an open attempt")
+            yield f"{name} is {rollout.state} with an open attempt"
         queued = request.request_id in state.in_flight.queue
         waits = rollout.state is State.QUEUED and rollout.eligible
         if queued != waits:
-            raise InvariantViolation(f"{name}: the queue is wrong about it")
+            yield f"{name}: the queue is wrong about it"
 
 
-def _attempts(state: SchedulerState) -> None:
+def _attempts(state: SchedulerState) -> Iterator[str]:
     counted: dict[str, int] = {}
     for request in state.in_flight.open_requests():
         counted[request.engine] = counted.get(request.engine, 0) + 1
         if request.engine not in state.fleet.control.engines:
-            raise InvariantViolation(
-                f"request {request.request_id} is open on {request.engine}, which is lost"
-            )
+            yield f"request {request.request_id} is open on {request.engine}, which is lost"
         if state.rolling and not request.crossed:
-            _one_version(state, request)
+            yield from _one_version(state, request)
     noted = {engine: count for engine, count in state.in_flight.open.items() if count}
     if noted != counted:
-        raise InvariantViolation(f"open attempts are noted as {noted} and are {counted}")
+        yield f"open attempts are noted as {noted} and are {counted}"
 
 
-def _one_version(state: SchedulerState, request: RequestRecord) -> None:
+def _one_version(state: SchedulerState, request: RequestRecord) -> Iterator[str]:
     """A request runs only on an engine of the version that is booked for it: that of the tokens of
     its rollout."""
     has = state.weights.versions.engines[request.engine]
     if request.version != has:
-        raise InvariantViolation(
+        yield (
             f"request {request.request_id} is booked for version {request.version} and runs on "
             f"{request.engine}, which has {has}"
         )
     if state.booked(request) not in (None, has):
-        raise InvariantViolation(
+        yield (
             f"rollout {request.rollout.rollout_id} has tokens of other versions than {has}, which "
             f"{request.engine} has"
         )
 
 
-def _indexes(state: SchedulerState) -> None:
+def _indexes(state: SchedulerState) -> Iterator[str]:
     """What is kept so that no event looks at everything, against what it follows from."""
     in_flight, versions, index = state.in_flight, state.weights.versions, state.fleet.index
     must, groups = state.delivery.must_deliver, in_flight.groups
@@ -231,7 +216,7 @@ def _indexes(state: SchedulerState) -> None:
         ("busy", _loads(index.busy(v) for v in versions.present), busy),
     ):
         if kept != there:
-            raise InvariantViolation(f"{what} is kept as {kept} and is {there}")
+            yield f"{what} is kept as {kept} and is {there}"
     if in_flight.work is not None and state.expectations.up_to_date:
         index.note_loads(in_flight.work.refresh(in_flight.open_requests))
         for name in state.fleet.control.engines:
@@ -239,39 +224,35 @@ def _indexes(state: SchedulerState) -> None:
             work = float(state.expectations.work(opened).sum()) if opened else 0.0
             if abs(in_flight.work.of(name) - work) > 1e-3:
                 kept = in_flight.work.of(name)
-                raise InvariantViolation(f"{name} has a work of {work} and not {kept}")
+                yield f"{name} has a work of {work} and not {kept}"
 
 
 def _loads(places: Iterable[Places]) -> dict[str, float]:
     return {name: load for each in places for name, load in each.loads.items()}
 
 
-def _engines(state: SchedulerState) -> None:
+def _engines(state: SchedulerState) -> Iterator[str]:
     if state.weights.versions.engines.keys() != state.fleet.control.engines.keys():
-        raise InvariantViolation(
-            "the tracker and the fleet control disagree about which engines there are"
-        )
+        yield ("the tracker and the fleet control disagree about which engines there are")
     for control in state.fleet.control.engines.values():
         version = state.weights.versions.engines[control.name]
         newest = state.weights.versions.trainer
         if version > newest or (version < newest and not state.rolling):
-            raise InvariantViolation(
+            yield (
                 f"{control.name} is in use with version {version}, not "
                 f"{state.weights.versions.trainer}"
             )
         alone = state.rolling and control.catching_up
         if alone and control.mode is not Mode.RUNNING and state.in_flight.open[control.name]:
-            raise InvariantViolation(f"{control.name} is refitted alone and has open requests")
+            yield f"{control.name} is refitted alone and has open requests"
         if control.mode is Mode.REFITTING and state.weights.update is None and not alone:
-            raise InvariantViolation(f"{control.name} is refitting without an update")
+            yield f"{control.name} is refitting without an update"
         if control.mode is Mode.RUNNING and control.released:
-            raise InvariantViolation(f"{control.name} runs without its {set(control.released)}")
+            yield f"{control.name} runs without its {set(control.released)}"
     for control in state.fleet.control.all():
         # That it was paused before, the table CHANGES of the fleet control makes sure.
         if control.mode is Mode.REFITTING and not state.fleet.control.prepared(control):
-            raise InvariantViolation(
-                f"{control.name} is refitting before it is flushed or without its memory"
-            )
+            yield f"{control.name} is refitting before it is flushed or without its memory"
     both = state.fleet.control.engines.keys() & state.fleet.control.standby.keys()
     if both:
-        raise InvariantViolation(f"{both} are in use and on standby")
+        yield f"{both} are in use and on standby"

@@ -16,9 +16,9 @@ from typing import Any
 
 from aprilsched.core.config import Caller, SchedulerConfig
 from aprilsched.core.invariants import check
-from aprilsched.core.messages import events
-from aprilsched.core.messages.commands import Command
-from aprilsched.core.messages.facts import Fact
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import events as ev
+from aprilsched.core.messages import facts
 from aprilsched.core.state.saved import Saved
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.steps import (
@@ -40,56 +40,56 @@ from aprilsched.core.steps.resume import restore
 
 HANDLERS: dict[type, Callable[[SchedulerState, Any], None]] = {
     # The trainer: batches, evaluations, updates, sleep.
-    events.Opened: engines.on_opened,
-    events.BatchRequested: batch.on_batch_requested,
-    events.BatchWithdrawn: batch.on_batch_withdrawn,
-    events.BatchTaken: batch.on_batch_taken,
-    events.BatchesAcknowledged: batch.on_batches_acknowledged,
-    events.TrainerReturned: batch.on_trainer_returned,
-    events.LogprobsReported: batch.on_logprobs_reported,
-    events.EvaluationRequested: launch.on_evaluation_requested,
-    events.EvaluationWithdrawn: launch.on_evaluation_withdrawn,
-    events.UpdateRequested: refit.on_update_requested,
-    events.UpdateWithdrawn: refit.on_update_withdrawn,
-    events.PartsFollow: refit.on_parts_follow,
-    events.SleepRequested: refit.on_sleep_requested,
-    events.WakeRequested: refit.on_wake_requested,
-    events.HoldRequested: engines.on_hold_requested,
-    events.HoldEnded: engines.on_hold_ended,
-    events.GroupWithdrawn: drop.on_group_withdrawn,
+    ev.Opened: engines.on_opened,
+    ev.BatchRequested: batch.on_batch_requested,
+    ev.BatchWithdrawn: batch.on_batch_withdrawn,
+    ev.BatchTaken: batch.on_batch_taken,
+    ev.BatchesAcknowledged: batch.on_batches_acknowledged,
+    ev.TrainerReturned: batch.on_trainer_returned,
+    ev.LogprobsReported: batch.on_logprobs_reported,
+    ev.EvaluationRequested: launch.on_evaluation_requested,
+    ev.EvaluationWithdrawn: launch.on_evaluation_withdrawn,
+    ev.UpdateRequested: refit.on_update_requested,
+    ev.UpdateWithdrawn: refit.on_update_withdrawn,
+    ev.PartsFollow: refit.on_parts_follow,
+    ev.SleepRequested: refit.on_sleep_requested,
+    ev.WakeRequested: refit.on_wake_requested,
+    ev.HoldRequested: engines.on_hold_requested,
+    ev.HoldEnded: engines.on_hold_ended,
+    ev.GroupWithdrawn: drop.on_group_withdrawn,
     # The schedule and the prompts that new groups are made of.
-    events.Planned: replan.on_planned,
-    events.PromptsArrived: launch.on_prompts_arrived,
+    ev.Planned: replan.on_planned,
+    ev.PromptsArrived: launch.on_prompts_arrived,
     # Requests.
-    events.Progress: requests.on_progress,
-    events.Finished: requests.on_finished,
-    events.Interrupted: requests.on_interrupted,
-    events.Failed: requests.on_failed,
+    ev.Progress: requests.on_progress,
+    ev.Finished: requests.on_finished,
+    ev.Interrupted: requests.on_interrupted,
+    ev.Failed: requests.on_failed,
     # Episodes, rewards and the user's filter.
-    events.TurnRequested: turns.on_turn_requested,
-    events.TurnWithdrawn: turns.on_turn_withdrawn,
-    events.TurnKept: turns.on_turn_kept,
-    events.EpisodeFinished: turns.on_episode_finished,
-    events.EpisodeFailed: turns.on_episode_failed,
-    events.Rewarded: turns.on_rewarded,
-    events.GroupRewarded: turns.on_group_rewarded,
-    events.RewardFailed: turns.on_reward_failed,
-    events.Filtered: turns.on_filtered,
+    ev.TurnRequested: turns.on_turn_requested,
+    ev.TurnWithdrawn: turns.on_turn_withdrawn,
+    ev.TurnKept: turns.on_turn_kept,
+    ev.EpisodeFinished: turns.on_episode_finished,
+    ev.EpisodeFailed: turns.on_episode_failed,
+    ev.Rewarded: turns.on_rewarded,
+    ev.GroupRewarded: turns.on_group_rewarded,
+    ev.RewardFailed: turns.on_reward_failed,
+    ev.Filtered: turns.on_filtered,
     # Answers of engines to control calls.
-    events.Paused: engines.on_paused,
-    events.Flushed: engines.on_flushed,
-    events.Refitted: refit.on_refitted,
-    events.Verified: follow.on_verified,
-    events.LoadSeen: migration.on_load_seen,
-    events.VersionSeen: follow.on_version_seen,
-    events.Released: refit.on_released,
-    events.Woken: refit.on_woken,
-    events.Continued: engines.on_continued,
-    events.ControlFailed: engines.on_control_failed,
+    ev.Paused: engines.on_paused,
+    ev.Flushed: engines.on_flushed,
+    ev.Refitted: refit.on_refitted,
+    ev.Verified: follow.on_verified,
+    ev.LoadSeen: migration.on_load_seen,
+    ev.VersionSeen: follow.on_version_seen,
+    ev.Released: refit.on_released,
+    ev.Woken: refit.on_woken,
+    ev.Continued: engines.on_continued,
+    ev.ControlFailed: engines.on_control_failed,
     # The fleet and the clock.
-    events.EngineJoined: engines.on_engine_joined,
-    events.EngineLost: engines.on_engine_lost,
-    events.Tick: engines.on_tick,
+    ev.EngineJoined: engines.on_engine_joined,
+    ev.EngineLost: engines.on_engine_lost,
+    ev.Tick: engines.on_tick,
 }
 
 DECISIONS: tuple[Callable[[SchedulerState], None], ...] = (
@@ -163,7 +163,7 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, caller: Caller | None = None) -> None:
         self.state = SchedulerState(config, caller)
 
-    def handle(self, event: events.Event, now: float) -> list[Command]:
+    def handle(self, event: ev.Event, now: float) -> list[do.Command]:
         """Note `event`, which happened at `now` (seconds, any origin), and decide what to do.
 
         Raises:
@@ -179,7 +179,7 @@ class Scheduler:
         return state.commands
 
     @property
-    def facts(self) -> list[Fact]:
+    def facts(self) -> list[facts.Fact]:
         """What the last event has made true, in order, for listeners."""
         return self.state.facts
 
@@ -196,19 +196,19 @@ class Scheduler:
         check(self.state)
 
 
-def _decides(state: SchedulerState, event: events.Event) -> bool:
+def _decides(state: SchedulerState, event: ev.Event) -> bool:
     """Whether the event can change a decision; most events of a run cannot."""
     kind = event.__class__
-    if kind is events.Progress:
+    if kind is ev.Progress:
         # New tokens matter to a straggler that may run on up to a limit. A label that costs an
         # engine its place gives a command. A run has sixteen such events for each rollout.
         # The same holds for a label that begins an update.
         update = state.weights.update
         asks = update is not None and update.followed and not update.refitting
         return bool(state.stragglers.run_on or state.commands or state.fleet.crowded) or asks
-    if kind is events.VersionSeen:
+    if kind is ev.VersionSeen:
         return bool(state.facts)
-    if kind is events.LoadSeen:
+    if kind is ev.LoadSeen:
         return bool(state.fleet.crowded)
     # A tick matters where it has shown an engine to be lost, and during an outage.
-    return kind is not events.Tick or bool(state.commands) or state.fleet.outage is not None
+    return kind is not ev.Tick or bool(state.commands) or state.fleet.outage is not None

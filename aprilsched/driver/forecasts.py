@@ -126,7 +126,7 @@ class ForecastErrors:
         if self._left_out:
             self._left_out -= 1
         elif forecast is not None and measured is not None:
-            self._delivered = forecast, self._rule, measured.figures.seconds
+            self._delivered = forecast, self._rule, measured.seconds
 
     def _compare(self) -> None:
         """Compare the batch before, now that the tokens that came with the pause are known."""

@@ -17,30 +17,10 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from aprilsched.errors import ConfigError
+from aprilsched.gateway.generate import TextOptions
 from aprilsched.serving import Refusal, as_json
 
 _MOST_CHOICES = 128
-
-_SAMPLING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "min_tokens",
-    "seed",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "ignore_eos",
-    "stop_token_ids",
-    "regex",
-    "ebnf",
-    "json_schema",
-    "stop_regex",
-    "custom_params",
-)
-"""Fields that are sampling parameters under the same name, or under one that is known."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -50,37 +30,37 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     continuous_usage_stats: bool = False
 
 
-class _Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What both kinds of requests have."""
+class _Sampling(TextOptions, frozen=True, kw_only=True):
+    """The fields that are sampling parameters under the same name, or under one that is known."""
 
-    model: str = ""
-    n: int | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    stop: str | list[str] | None = None
-    max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     seed: int | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    response_format: dict[str, Any] | None = None
 
     # SGLang's and vLLM's.
     top_k: int | None = None
     min_p: float | None = None
     min_tokens: int | None = None
     repetition_penalty: float | None = None
-    stop_token_ids: list[int] | None = None
     stop_regex: str | list[str] | None = None
-    no_stop_trim: bool = False
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool = True
     regex: str | None = None
     ebnf: str | None = None
     json_schema: str | None = None
     custom_params: dict[str, Any] | None = None
+
+
+class _Body(_Sampling, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What both kinds of requests have."""
+
+    model: str = ""
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    response_format: dict[str, Any] | None = None
     rid: str | None = None
     return_token_ids: bool = False
 
@@ -106,11 +86,6 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         if not 1 <= n <= _MOST_CHOICES:
             raise ConfigError(f"n is {n}; give a number from 1 to {_MOST_CHOICES}.")
         return n
-
-    @property
-    def stops(self) -> list[str]:
-        """The stop strings."""
-        return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property
     def usage(self) -> bool:
@@ -224,7 +199,7 @@ def sampling_of(body: CompletionBody | ChatBody) -> dict[str, Any]:
     Raises:
         ConfigError: if it asks for a form of answer that is not known.
     """
-    found = {name: getattr(body, name) for name in _SAMPLING}
+    found = {name: getattr(body, name) for name in _Sampling.__struct_fields__}
     asked = body.response_format or {"type": "text"}
     match asked.get("type"):
         case "text":
@@ -336,9 +311,9 @@ class Message:
         """The changes of the message by `text`, in the form of ``delta``."""
         self._raw += text
         if self._parser is None:
-            return self._added(_CONTENT, text)
+            return self._add(_CONTENT, text)
         try:
-            return self._taken(self._parser.feed(text))
+            return self._take(self._parser.feed(text))
         except Exception:  # The parsers of regions raise what their input leads them to.
             return self._as_it_is()
 
@@ -348,7 +323,7 @@ class Message:
             return []
         try:
             _, events = self._parser.finalize()
-            return self._taken(events)
+            return self._take(events)
         except Exception:
             return self._as_it_is()
 
@@ -363,7 +338,7 @@ class Message:
             "tool_calls": calls or None,
         }
 
-    def _taken(self, events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def _take(self, events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         changes: list[dict[str, Any]] = []
         for event in events:
             match event:
@@ -372,16 +347,16 @@ class Message:
                 case {"type": "region_chunk", "field": name, "text": str(text)}:
                     self._pass(text)
                     target = _REASONING if name in _REASONING_REGIONS else _CONTENT
-                    changes += self._added(target, text)
+                    changes += self._add(target, text)
                 case {"type": "region_close", "field": "tool_calls", "value": value}:
                     body, self._body = self._body, ""
                     self._pass(body)
-                    changes += self._called(value, body)
+                    changes += self._take_calls(value, body)
                 case _:
                     pass
         return changes
 
-    def _called(self, value: Any, body: str) -> list[dict[str, Any]]:
+    def _take_calls(self, value: Any, body: str) -> list[dict[str, Any]]:
         several: list[Any] = cast("list[Any]", value) if isinstance(value, list) else [value]
         changes: list[dict[str, Any]] = []
         for each in several:
@@ -389,7 +364,7 @@ class Message:
                 case {"function": {"name": str(name), **more}}:
                     arguments = more.get("arguments", {})
                 case _:
-                    return [*changes, *self._added(_CONTENT, body)]
+                    return [*changes, *self._add(_CONTENT, body)]
             if not isinstance(arguments, str):
                 arguments = json.dumps(arguments, ensure_ascii=False)
             call = {
@@ -408,7 +383,7 @@ class Message:
         if at >= 0:
             self._given = at + len(text)
 
-    def _added(self, target: str, text: str) -> list[dict[str, Any]]:
+    def _add(self, target: str, text: str) -> list[dict[str, Any]]:
         text = self._blank[target] + text
         if self._parser is not None:
             # White space around a region separates it from its delimiters.
@@ -423,7 +398,7 @@ class Message:
     def _as_it_is(self) -> list[dict[str, Any]]:
         """Give what has not been given as content, and take what follows so, too."""
         self._parser = None
-        return self._added(_CONTENT, self._raw[self._given :])
+        return self._add(_CONTENT, self._raw[self._given :])
 
 
 # --- errors --------------------------------------------------------------------------------------
@@ -449,7 +424,7 @@ def in_openai_form(handler: Handler) -> Handler:
         try:
             return await handler(request)
         except Refusal as refusal:
-            status, message = refusal.answer().status, str(refusal)
+            status, message = refusal.status, str(refusal)
         except ConfigError as error:
             status, message = 400, str(error)
         except web.HTTPRequestEntityTooLarge as error:

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from operator import itemgetter
 from typing import Any
 
 from aprilsched.errors import ConfigError
 from aprilsched.gateway.responses import Response, Responses
 from aprilsched.gateway.tokenizer import Detokenizer
-from aprilsched.serving import labelled
+from aprilsched.serving import Refusal, labelled
 from aprilsched.types import FinishReason, Segment
 
 _MOST_STOPS = 64
@@ -125,21 +125,35 @@ class Reading:
     Args:
         responses: where the response is ended if a stop string is found.
         response: what is read.
-        text: gives its text; None leaves it without text.
+        detokenizer: gives its text; None leaves it without text.
         rules: what of the text is wanted.
+        index: its number in the answer.
     """
 
     responses: Responses
     response: Response
-    text: Detokenizer | None
+    detokenizer: Detokenizer | None
     rules: TextRules
+    index: int = 0
     token_ids: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
-    """The tokens that were read, and their log-probabilities."""
+    text: str = ""
+    """The tokens that were read, their log-probabilities, and their text."""
     over: bool = False
 
     def __post_init__(self) -> None:
         self._stops = Stops(self.rules.stops, keep=self.rules.keep_stop)
+
+    @property
+    def whole(self) -> Part:
+        """All that was read."""
+        return Part(
+            start=0,
+            token_ids=self.token_ids,
+            logprobs=self.logprobs,
+            text=self.text,
+            over=self.over,
+        )
 
     @property
     def failure(self) -> str:
@@ -182,11 +196,11 @@ class Reading:
             await asyncio.sleep(0)  # A client that had stopped reading must not hold up the others.
         end, last = start, min(len(ids), start + _AT_ONCE)
         while end < last and self.matched is None:
-            pieces.append(self._stops.push(self._pushed(ids[end])))
+            pieces.append(self._stops.push(self._push(ids[end])))
             end += 1
         over = self.response.over and end == len(ids)
         if over and self.matched is None:
-            rest = "" if self.text is None else self.text.rest()
+            rest = "" if self.detokenizer is None else self.detokenizer.rest()
             pieces.append(self._stops.push(rest))
             if self.matched is None:
                 pieces.append(self._stops.rest())
@@ -198,34 +212,55 @@ class Reading:
             await self.response.end()
             over = True
         self.over = over
-        return Part(
-            start=start,
-            token_ids=self.token_ids[start:],
-            logprobs=self.logprobs[start:],
-            text="".join(pieces),
-            over=over,
-        )
+        text = "".join(pieces)
+        self.text += text
+        ids, logprobs = self.token_ids[start:], self.logprobs[start:]
+        return Part(start=start, token_ids=ids, logprobs=logprobs, text=text, over=over)
 
-    def _pushed(self, token_id: int) -> str:
-        if self.text is None or self.rules.trims(token_id):
+    def _push(self, token_id: int) -> str:
+        if self.detokenizer is None or self.rules.trims(token_id):
             return ""
-        return self.text.push(token_id)
+        return self.detokenizer.push(token_id)
 
 
-async def parts_of(readings: Sequence[Reading]) -> AsyncGenerator[tuple[int, Part], None]:
-    """The parts of all readings as they come, each with the place of its reading."""
+class Failed(Refusal):
+    """A response has failed, and with it the request."""
+
+    def __init__(self, response: Response) -> None:
+        super().__init__(response.failure)
+        self.status = response.status
+
+
+async def parts_of(readings: Sequence[Reading]) -> AsyncGenerator[tuple[Reading, Part], None]:
+    """The parts of all readings as they come."""
     if len(readings) == 1:
         while not readings[0].over:
-            yield 0, await readings[0].more()
+            yield readings[0], await readings[0].more()
         return
-    waiting = {asyncio.ensure_future(each.more()): at for at, each in enumerate(readings)}
+    waiting = {asyncio.ensure_future(each.more()): each for each in readings}
     try:
         while waiting:
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for at, task in sorted(((waiting.pop(t), t) for t in done), key=itemgetter(0)):
-                if not readings[at].over:
-                    waiting[asyncio.ensure_future(readings[at].more())] = at
-                yield at, task.result()
+            for task in sorted(done, key=lambda each: waiting[each].index):
+                reading = waiting.pop(task)
+                if not reading.over:
+                    waiting[asyncio.ensure_future(reading.more())] = reading
+                yield reading, task.result()
     finally:
         for task in waiting:
             task.cancel()
+
+
+async def parts_until_failure(
+    readings: Sequence[Reading],
+) -> AsyncGenerator[tuple[Reading, Part], None]:
+    """The parts of all readings as they come.
+
+    Raises:
+        Failed: if one of them fails.
+    """
+    async with aclosing(parts_of(readings)) as parts:
+        async for reading, part in parts:
+            if reading.failure:
+                raise Failed(reading.response)
+            yield reading, part

@@ -215,10 +215,6 @@ class Responses:
         """Number of rollouts that are not launched yet."""
         return len(self._by_key)
 
-    def __contains__(self, rid: str) -> bool:
-        """Whether a client waits for a response of this name."""
-        return rid in self._by_rid
-
     # --- clients -------------------------------------------------------------------------------
 
     def new(self, asked: Sequence[Asked]) -> int:

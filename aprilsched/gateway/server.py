@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
+from typing import Any
 
+import msgspec
 from aiohttp import web
-from aiohttp.typedefs import Handler
 
 from aprilsched.core.config import SchedulerConfig
 from aprilsched.engines.base import Fleet
 from aprilsched.errors import AprilschedError
-from aprilsched.gateway import control, generate, openai
+from aprilsched.gateway import generate, openai
 from aprilsched.gateway.service import SERVICE, Service
 from aprilsched.gateway.settings import GatewaySettings
-from aprilsched.serving import BODIES, Bodies, Listener, asking_for, expect_later, refusing
+from aprilsched.serving import Bodies, Listener, Refused, Route, as_json, body_of, make_app
 from aprilsched.telemetry.base import AnyListener
 
 
@@ -70,7 +70,12 @@ class Gateway:
         api_key, admin_key = self._keys
         try:
             await self.service.open()
-            await self._listener.open(make_app(self.service, api_key=api_key, admin_key=admin_key))
+            bodies = Bodies(largest=_LARGEST_BODY, together=_ALL_BODIES)
+            app = make_app(
+                self.service, bodies, requests=_REQUESTS, api_key=api_key, admin_key=admin_key
+            )
+            app[SERVICE] = self.service
+            await self._listener.open(app)
         except BaseException:
             await self.stop()
             raise
@@ -93,81 +98,90 @@ class Gateway:
         await self.start()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
 
-# --- app -----------------------------------------------------------------------------------------
+# --- routes --------------------------------------------------------------------------------------
 
-# The routes of the gateway, and which of them need which key.
+# What a gateway has beside the calls of every backend.
 
 _LARGEST_BODY = 2**26
 """Bytes of a request: a prompt of a million token ids needs a tenth of them."""
 _ALL_BODIES = 2**28
 """Bytes of all requests that are read at a time."""
+_LARGEST_ID = 2**31 - 1
 
-_FREE: Sequence[tuple[str, str, Handler]] = (
-    ("GET", "/health", control.health),
-    ("GET", "/health_generate", control.health),
-    ("GET", "/ready", control.ready),
-)
-_OPEN: Sequence[tuple[str, str, Handler]] = (
+
+class _TokenizeBody(msgspec.Struct, frozen=True):
+    prompt: str | list[str]
+    add_special_tokens: bool = True
+
+
+class _DetokenizeBody(msgspec.Struct, frozen=True):
+    tokens: list[int | list[int]]
+    skip_special_tokens: bool = True
+
+
+async def tokenize(request: web.Request) -> web.Response:
+    """POST /tokenize: the token ids of a text, or of each of several."""
+    service = request.app[SERVICE]
+    body = await body_of(request, _TokenizeBody)
+    one = isinstance(body.prompt, str)
+    texts: Any = [body.prompt] if one else body.prompt
+    ids = await service.texts.encode_texts(
+        texts, service.context_tokens, special=body.add_special_tokens
+    )
+    counts = [len(each) for each in ids]
+    longest = service.context_tokens
+    return as_json(
+        {
+            "tokens": ids[0] if one else ids,
+            "count": counts[0] if one else counts,
+            "max_model_len": -1 if longest is None else longest,
+        }
+    )
+
+
+async def detokenize(request: web.Request) -> web.Response:
+    """POST /detokenize: the text of token ids, or of each of several lists of them."""
+    service = request.app[SERVICE]
+    body = await body_of(request, _DetokenizeBody)
+    tokenizer = service.texts.tokenizer
+    lists = [each for each in body.tokens if isinstance(each, list)]
+    if lists and len(lists) < len(body.tokens):
+        raise Refused("tokens has ids and lists of ids; give either.")
+    several: list[Any] = lists or [body.tokens]
+    if not all(0 <= i <= _LARGEST_ID for ids in several for i in ids):
+        raise Refused(f"tokens must be in [0, {_LARGEST_ID}].")
+    texts = await service.texts.work_out(
+        lambda: [tokenizer.decode(ids, skip_special=body.skip_special_tokens) for ids in several],
+        size=sum(map(len, several)),
+    )
+    return as_json({"text": texts if lists else texts[0]})
+
+
+async def workers(request: web.Request) -> web.Response:
+    """GET /workers: a program that expects SGLang's router finds the gateway as the only worker, so
+    that its control calls go through the gateway too."""
+    service = request.app[SERVICE]
+    worker = {
+        "id": "gateway",
+        "url": f"{request.scheme}://{request.host}",
+        "model_id": service.model_path,
+        "worker_type": "regular",
+        "is_healthy": bool(service.in_use),
+    }
+    return as_json({"workers": [worker], "total": 1})
+
+
+_REQUESTS: Sequence[Route] = (
     ("POST", "/generate", generate.generate),
-    ("POST", "/tokenize", control.tokenize),
-    ("POST", "/v1/tokenize", control.tokenize),
-    ("POST", "/detokenize", control.detokenize),
-    ("POST", "/v1/detokenize", control.detokenize),
+    ("POST", "/tokenize", tokenize),
+    ("POST", "/v1/tokenize", tokenize),
+    ("POST", "/detokenize", detokenize),
+    ("POST", "/v1/detokenize", detokenize),
     ("POST", "/v1/completions", openai.completions),
     ("POST", "/v1/chat/completions", openai.chat_completions),
-    ("GET", "/model_info", control.model_info),
-    ("GET", "/get_model_info", control.model_info),
-    ("GET", "/server_info", control.server_info),
-    ("GET", "/get_server_info", control.server_info),
-    ("GET", "/v1/loads", control.loads),
-    ("GET", "/v1/models", control.models),
-    ("GET", "/workers", control.workers),
-    ("GET", "/openapi.json", control.openapi),
+    ("GET", "/workers", workers),
 )
-_ADMIN: Sequence[tuple[str, str, Handler]] = (
-    ("POST", "/pause_generation", control.pause),
-    ("POST", "/continue_generation", control.resume),
-    ("POST", "/abort_request", control.abort),
-    ("GET", "/flush_cache", control.flush),
-    ("POST", "/flush_cache", control.flush),
-    ("POST", "/update_weights_from_disk", control.update_from_disk),
-    ("POST", "/update_weight_version", control.update_version),
-    ("POST", "/begin_weight_update", control.begin_update),
-    ("POST", "/end_weight_update", control.end_update),
-    ("POST", "/update_weights_from_tensor", control.update_from_tensor),
-    ("POST", "/update_weights_from_distributed", control.update_from_distributed),
-    ("POST", "/init_weights_update_group", control.join_group),
-    ("POST", "/destroy_weights_update_group", control.leave_group),
-)
-
-
-def make_app(service: Service, *, api_key: str | None, admin_key: str | None) -> web.Application:
-    """The web application of a gateway.
-
-    Args:
-        service: what the handlers ask.
-        api_key: bearer token for all calls but those for health; None asks for none.
-        admin_key: bearer token for control calls, which is also good for the others; None asks for
-            `api_key` there too.
-    """
-    keys = asking_for(
-        api_key=api_key,
-        admin_key=admin_key,
-        control={path for _, path, _ in _ADMIN},
-        free={path for _, path, _ in _FREE},
-    )
-    app = web.Application(middlewares=[keys, refusing])
-    app[BODIES] = Bodies(largest=_LARGEST_BODY, together=_ALL_BODIES)
-    app[SERVICE] = service
-    for method, path, handler in (*_FREE, *_OPEN, *_ADMIN):
-        app.router.add_route(method, path, handler, expect_handler=expect_later)
-    return app

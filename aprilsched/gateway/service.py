@@ -11,36 +11,49 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import secrets
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from types import CoroutineType
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
 from aiohttp import web
 
+from aprilsched import __version__
 from aprilsched.coordinator.prompts import PromptQueue, checked
 from aprilsched.coordinator.refits import RefitReport
 from aprilsched.coordinator.rollouts import RolloutScheduler
 from aprilsched.core.config import SchedulerConfig
 from aprilsched.core.messages import events as ev
 from aprilsched.core.state.engine_control import Mode
-from aprilsched.engines.base import Engine, Fleet, RefitGroup
+from aprilsched.engines.base import Engine, Fleet
 from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.errors import (
     AprilschedError,
     ConfigError,
-    InvariantViolation,
     RefitError,
     StoreError,
 )
 from aprilsched.gateway.responses import Asked, Response, Responses
 from aprilsched.gateway.settings import GatewaySettings, for_clients
-from aprilsched.gateway.tokenizer import ModelTokenizer, load_tokenizer
-from aprilsched.gateway.updates import Bucket, FromCalls, FromDisk, Groups
-from aprilsched.serving import Refused, Unavailable
+from aprilsched.gateway.tokenizer import Texts
+from aprilsched.gateway.updates import (
+    Bucket,
+    FromCalls,
+    FromDisk,
+    broadcast,
+    handles,
+    join_group,
+    leave_group,
+    ranks_of,
+)
+from aprilsched.serving import BroadcastBody, DiskBody, JoinBody, PauseMode, TensorBody
 from aprilsched.store.codec import check_storable
 from aprilsched.store.sqlite import SqliteStore
 from aprilsched.telemetry.base import AnyListener
@@ -74,7 +87,21 @@ class _Rollouts(RolloutScheduler):
         self._feed(ev.GroupWithdrawn(group_id=group_id, cause=cause))
 
 
+P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def _in_turn(
+    call: Callable[Concatenate[Service, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Service, P], CoroutineType[Any, Any, T]]:
+    """Carry a control call out to its end, also if the client that waits for it leaves: what was
+    done halfway would be undone by nobody. Others wait for their turn."""
+
+    @wraps(call)
+    async def queued(self: Service, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self.to_its_end(call(self, *args, **kwargs))
+
+    return queued
 
 
 @dataclass
@@ -121,9 +148,6 @@ class Service:
         """Whether no new requests are taken, because the gateway stops."""
         self.model_path = ""
         self.texts = Texts(settings.tokenizer, settings.response_template)
-        self._failed = asyncio.Event()
-        self._failure: AprilschedError | None = None
-        """The error that has ended the scheduler, if one has."""
         self._prompts = PromptQueue(together_s=0)
         store = settings.store
         self._stored = store is not None
@@ -137,7 +161,6 @@ class Service:
             store=None if store is None else SqliteStore(store),
         )
         self._control = asyncio.Lock()
-        self._groups = Groups()
         self._calls: set[asyncio.Task[Any]] = set()
         """Control calls that go on if their client leaves."""
         self._open: _Open | None = None
@@ -158,6 +181,16 @@ class Service:
     def label_of(self, version: int) -> str:
         """The label of a version; a version that no client has named is a decimal number."""
         return self._labels[version]
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request would be generated now."""
+        return bool(self.in_use) and not self.draining and not self.held
+
+    async def healthy(self) -> bool:
+        """Whether an engine is in use, and the gateway does not stop. Nothing is generated for it,
+        so it is also told during a pause."""
+        return bool(self.in_use) and not self.draining
 
     @property
     def in_use(self) -> list[str]:
@@ -181,7 +214,7 @@ class Service:
             return "standby"
         return "lost" if (found := control.of(engine)) is None else found.mode.value
 
-    def not_updated(self, failed: Iterable[str]) -> str:
+    def _not_updated(self, failed: Iterable[str]) -> str:
         """The end of a sentence that names the engines which an update has not reached: those that
         have `failed`, and those that were lost before. Empty if it has reached all."""
         lost = {each.name for each in self.fleet.engines if self.mode_of(each.name) == "lost"}
@@ -201,33 +234,64 @@ class Service:
         """Number of requests that are with no engine: not launched yet, or waiting to be sent."""
         return self.responses.to_launch + len(self._rollouts.state.in_flight.queue)
 
-    @property
-    def store_state(self) -> str | None:
-        """Why the store does not save at present, or "saved"; None without a store."""
-        if not self._stored:
-            return None
-        return self._rollouts.store_error or "saved"
+    def model_facts(self) -> dict[str, Any]:
+        """Nothing: the engines know more of the model than the gateway does."""
+        return {}
+
+    def server_facts(self) -> dict[str, Any]:
+        """What a client of SGLang looks up, and the engines under ``gateway``.
+
+        A group for weights needs a rank for each rank of all engines, so `tp_size` is their number.
+        """
+        names = [engine.name for engine in self.fleet.engines]
+        saved = (self._rollouts.store_error or "saved") if self._stored else None
+        # The oldest release among the engines, whose answers those of the gateway resemble.
+        found = [re.findall(r"\d+", each.capabilities.server)[:3] for each in self.fleet.engines]
+        return {
+            "skip_tokenizer_init": not self.texts.there,
+            "tp_size": ranks_of(self.takers) or 1,
+            "enable_lora": False,
+            **self._room(),
+            "random_seed": self.random_seed,
+            "version": ".".join(min(found, key=lambda parts: [int(part) for part in parts])),
+            "gateway": {
+                "aprilsched": __version__,
+                "engines": [{"name": name, "mode": self.mode_of(name)} for name in names],
+                "store": saved,
+            },
+        }
+
+    def rank_loads(self) -> dict[str, Any]:
+        """The requests of the gateway, as those of one server."""
+        return {
+            "timestamp": time.time(),
+            "num_running_reqs": self.running(),
+            "num_waiting_reqs": self.waiting(),
+            **self._room(),
+        }
+
+    def _room(self) -> dict[str, int]:
+        """Running requests and tokens of KV that fit on all engines which tell it."""
+        found = [engine.capabilities for engine in self.fleet.engines]
+        return {
+            "max_running_requests": sum(each.max_running_requests or 0 for each in found),
+            "max_total_num_tokens": sum(each.kv_tokens or 0 for each in found),
+        }
 
     @property
     def vocab_size(self) -> int | None:
         """Smallest number of token ids among the engines that tell it."""
-        known = [
-            engine.facts.vocab_size
-            for engine in self.fleet.engines
-            if isinstance(engine, SGLangEngine) and engine.facts.vocab_size is not None
-        ]
-        return min(known, default=None)
+        return self._least(lambda engine: engine.facts.vocab_size)
 
     @property
     def context_tokens(self) -> int | None:
         """Tokens of a prompt and its response together that every engine has room for; None if
         nobody tells."""
-        known = [
-            engine.facts.context_tokens
-            for engine in self.fleet.engines
-            if isinstance(engine, SGLangEngine) and engine.facts.context_tokens is not None
-        ]
-        return self.texts.context(min(known, default=None))
+        return self.texts.context(self._least(lambda engine: engine.facts.context_tokens))
+
+    def _least(self, fact: Callable[[SGLangEngine], int | None]) -> int | None:
+        told = [fact(each) for each in self.fleet.engines if isinstance(each, SGLangEngine)]
+        return min((each for each in told if each is not None), default=None)
 
     # --- responses -----------------------------------------------------------------------------
 
@@ -251,16 +315,33 @@ class Service:
     def _withdraw(self, group_id: int, cause: str) -> None:
         self._rollouts.withdraw(group_id, cause)
 
+    async def abort(self, rid: str) -> None:
+        """End a response; see :meth:`Responses.abort`."""
+        self.responses.abort(rid)
+
+    async def abort_group(self, name: str) -> None:
+        """End the responses of a group; see :meth:`Responses.abort_group`."""
+        self.responses.abort_group(name)
+
+    async def abort_all(self) -> None:
+        """End every response."""
+        self.responses.abort_all()
+
     # --- control calls -------------------------------------------------------------------------
 
-    async def pause(self) -> None:
-        """Pause the fleet with the requests inside; returns when every engine in use is paused.
+    async def pause(self, mode: PauseMode) -> None:
+        """Pause the fleet; returns when every engine in use is paused. The mode "abort" ends every
+        request; after the others the requests wait inside the engines, as the gateway's own
+        straggler rule says.
 
         Raises:
             TimeoutError: if an engine is not paused in time. The pause still holds.
         """
-        await self._to_its_end(self._hold())
+        if mode == "abort":
+            self.responses.abort_all()
+        await self.to_its_end(self._hold())
 
+    @_in_turn
     async def resume(self) -> None:
         """End the pause; returns when every engine in use generates again.
 
@@ -268,19 +349,14 @@ class Service:
             TimeoutError: if an engine does not continue in time.
             RefitError: if weights that came in calls reached no engine.
         """
-        await self._to_its_end(self._resume())
-
-    async def _resume(self) -> None:
         try:
             await self._end_open(None)
         finally:
             await self._end_hold()
 
+    @_in_turn
     async def flush(self) -> bool:
         """Drop the cached KV of all engines; returns False while requests run."""
-        return await self._to_its_end(self._flush())
-
-    async def _flush(self) -> bool:
         if self._open is not None and not self._open.task.done():
             return True  # The update has flushed them, and nothing runs in it.
         if not self.held and self.running() + self.waiting():
@@ -295,51 +371,55 @@ class Service:
                 await self._end_hold()
         return True
 
-    async def load(self, path: str, label: str | None) -> RefitReport:
-        """Load the weights in `path` into every engine, and name them `label`.
+    @_in_turn
+    async def load(self, body: DiskBody) -> str:
+        """Load the weights in a directory into every engine, and label them. The scheduler pauses,
+        flushes and continues the engines where the client has not; `flush_cache` is ignored.
+
+        Returns:
+            The engines that are out of use until a later update reaches them, in words.
 
         Raises:
             ConfigError: if the label cannot be used, or if weights are coming in calls.
             RefitError: if no engine has loaded them.
         """
-        return await self._to_its_end(self._load(path, label))
-
-    async def _load(self, path: str, label: str | None) -> RefitReport:
         if self._open is not None and not self._open.task.done():
             raise ConfigError(
                 "Another update is open, whose weights come in calls; end it with "
                 "/update_weight_version or /continue_generation."
             )
-        report = await self._update(FromDisk(path), label)
-        self.model_path = path
-        return report
+        report = await self._update(FromDisk(body.model_path), body.weight_version)
+        self.model_path = body.model_path
+        return self._not_updated(report.quarantined)
 
-    async def relabel(self, label: str) -> RefitReport:
+    @_in_turn
+    async def relabel(self, label: str) -> str:
         """End an update whose weights came in calls, or name the one that has ended without a
         label, or else take the weights that somebody has loaded into the engines already.
+
+        Returns:
+            What :meth:`load` returns.
 
         Raises:
             ConfigError: if the label cannot be used.
             RefitError: if no engine takes the label.
         """
         Labels.check(label)
-        return await self._to_its_end(self._relabel(label))
-
-    async def _relabel(self, label: str) -> RefitReport:
         report = await self._end_open(label)
-        if report is not None:
-            return report
-        version = self._rollouts.version
-        if version == self._unnamed:
+        if report is None and self._rollouts.version == self._unnamed:
             self._unnamed = None
-            await self._name(version, label)
-            return RefitReport(version=version, quarantined={}, seconds=0.0)
-        return await self._update(ExternalWeights(label=True), label)
+            await self._name(self._rollouts.version, label)
+            return self._not_updated(())
+        if report is None:
+            report = await self._update(ExternalWeights(label=True), label)
+        return self._not_updated(report.quarantined)
 
-    async def _to_its_end(self, call: Coroutine[Any, Any, T]) -> T:
-        """Carry a control call out to its end, also if the client that waits for it leaves: what
-        was done halfway would be undone by nobody. Others wait for their turn."""
+    async def to_its_end(self, call: Coroutine[Any, Any, T]) -> T:
+        """Carry a control call out in its turn; see :func:`_in_turn`.
 
+        Raises:
+            ConfigError: if too many wait for their turn.
+        """
         if len(self._calls) >= _MOST_CALLS:
             call.close()
             raise ConfigError(f"{_MOST_CALLS} control calls wait for their turn; try again later.")
@@ -375,52 +455,52 @@ class Service:
 
     # --- weights that come in calls ------------------------------------------------------------
 
-    async def begin_weights(self) -> None:
+    @_in_turn
+    async def begin_update(self) -> None:
         """Begin an update whose weights come in calls, unless one is open.
 
         Raises:
             RefitError: if the update ends before the engines take any weights.
         """
-        await self._to_its_end(self._begin_weights())
-
-    async def _begin_weights(self) -> None:
-        opened = self._opened()
+        opened = self._open_update()
         opened.begun = True
         await opened.weights.ready()
 
-    async def take_bucket(
-        self, bucket: Bucket, *, label: str | None, last: bool
-    ) -> Mapping[str, Exception | str]:
-        """Pass a bucket of an update on to all engines; the first begins the update.
-
-        Args:
-            label: the label that came with it; that of the last one names the weights.
-            last: whether the client sends no more, unless it has paused the gateway or has said
-                that it will say so.
+    @_in_turn
+    async def take_tensors(self, body: TensorBody) -> str:
+        """Pass a bucket on to all engines; the first begins the update. The label that came with
+        the last one names the weights. A bucket that flushes is the last, unless the client has
+        paused the gateway or has said that it will say so.
 
         Returns:
-            The engines that have failed, and why.
+            What :meth:`load` returns.
 
         Raises:
-            ConfigError: if the label cannot be used.
+            ConfigError: if the label or the bucket cannot be used.
             RefitError: if no engine takes the weights.
         """
-        if label is not None:
-            Labels.check(label)
-        return await self._to_its_end(self._take_bucket(bucket, label, last=last))
+        return await self._take(
+            handles(body.serialized_named_tensors, self.takers, body.load_format), body
+        )
 
-    async def _take_bucket(
-        self, bucket: Bucket, label: str | None, *, last: bool
-    ) -> Mapping[str, Exception | str]:
-        opened = self._opened()
+    @_in_turn
+    async def take_broadcast(self, body: BroadcastBody) -> str:
+        """Let all engines receive a bucket; as :meth:`take_tensors`."""
+        return await self._take(broadcast(body), body)
+
+    async def _take(self, bucket: Bucket, body: TensorBody | BroadcastBody) -> str:
+        if body.weight_version is not None:
+            Labels.check(body.weight_version)
+        opened = self._open_update()
         failed = await opened.weights.pass_on(bucket)
-        opened.label = opened.label if label is None else label
-        if last and not self.held and not opened.begun:
+        opened.label = opened.label if body.weight_version is None else body.weight_version
+        if body.flush_cache and not self.held and not opened.begun:
             report = await self._end_open(None)
-            return failed if report is None else report.quarantined
-        return failed
+            return self._not_updated(failed if report is None else report.quarantined)
+        return self._not_updated(failed)
 
-    async def end_weights(self) -> None:
+    @_in_turn
+    async def end_update(self) -> None:
         """Say that all weights are there. In a pause of the client the update ends with its label
         or with the pause.
 
@@ -428,23 +508,22 @@ class Service:
             ConfigError: if no update is open.
             RefitError: if no engine has taken the weights.
         """
-        await self._to_its_end(self._end_weights())
-
-    async def _end_weights(self) -> None:
         if self._open is None:
             raise ConfigError("No update is open; begin one first.")
         if not self.held:
             await self._end_open(None)
 
-    async def join_group(self, group: RefitGroup, rank_offset: int) -> None:
-        """Let all engines that answer join a group of the client; see :meth:`Groups.join`."""
-        await self._to_its_end(self._groups.join(group, rank_offset, self.takers))
+    @_in_turn
+    async def join_group(self, body: JoinBody) -> None:
+        """Let all engines that answer join a group of the client."""
+        await join_group(body, self.takers)
 
+    @_in_turn
     async def leave_group(self, name: str) -> None:
-        """Let all engines leave a group of the client; see :meth:`Groups.leave`."""
-        await self._to_its_end(self._groups.leave(name, self.fleet.engines))
+        """Let all engines leave a group of the client."""
+        await leave_group(name, self.fleet.engines)
 
-    def _opened(self) -> _Open:
+    def _open_update(self) -> _Open:
         """The open update; begins one if there is none."""
         if self._open is None or self._open.task.done():
             version, weights = self._rollouts.version + 1, FromCalls()
@@ -505,6 +584,7 @@ class Service:
             StoreError: if the store cannot be used.
         """
         self._labels.open()
+        self._failed: asyncio.Future[AprilschedError] = asyncio.get_running_loop().create_future()
         await self._closing.enter_async_context(self._rollouts)
         for batch in self._rollouts.state.delivery.redelivery:
             # Now, and not when it is delivered: its client may ask for it at once.
@@ -549,29 +629,21 @@ class Service:
     async def close(self) -> None:
         """End the scheduler, and close the fleet."""
         self.draining = True
-        for call in self._calls:
-            call.cancel()
-        if self._calls:
-            await asyncio.wait(self._calls)
+        await _cancel_all(self._calls)
         if self._open is not None:
             # The trainer brings no more of these weights, and a half of them is never in use.
-            self._open.task.cancel()
-            await asyncio.wait([self._open.task])
+            await _cancel_all([self._open.task])
             self._open = None
         if self._expiring is not None:
             self._expiring.cancel()
         if self._delivering is not None:
-            self._delivering.cancel()
-            await asyncio.wait([self._delivering])
+            await _cancel_all([self._delivering])
             self._delivering = None
         await self._closing.aclose()
 
     async def wait_failed(self) -> AprilschedError:
         """Wait until the scheduler has ended by itself, because the fleet is lost; returns why."""
-        await self._failed.wait()
-        if self._failure is None:
-            raise InvariantViolation("a gateway has failed without a cause")
-        return self._failure
+        return await asyncio.shield(self._failed)
 
     async def _deliver(self) -> None:
         """Take every rollout as soon as it is complete, until the scheduler ends."""
@@ -589,11 +661,18 @@ class Service:
             except AprilschedError as error:
                 self.draining = True
                 self.responses.fail_all(str(error))
-                self._failure = error
-                self._failed.set()
+                self._failed.set_result(error)
                 return
             waits = False
             self.responses.deliver(batch)
+
+
+async def _cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel tasks, and wait for their ends."""
+    ending = list(tasks)
+    for task in ending:
+        task.cancel()
+    await asyncio.gather(*ending, return_exceptions=True)
 
 
 def _seen(task: asyncio.Task[Any]) -> None:
@@ -609,8 +688,6 @@ SERVICE: web.AppKey[Service] = web.AppKey("service", Service)
 # --- labels --------------------------------------------------------------------------------------
 
 # The names that clients give to the versions of the weights.
-
-log = logging.getLogger("aprilsched")
 
 _LONGEST = 256
 _KEPT = 1000
@@ -685,124 +762,3 @@ class Labels:
             new.replace(self._path)
         except OSError as error:
             log.error("the label of version %d is not saved: %s", version, error)
-
-
-# --- texts ---------------------------------------------------------------------------------------
-
-# The gateway's tokenizer as handlers see it: there is one, or a sentence says why not.
-#
-# What takes long, such as a chat with megabytes of tool definitions, is done in threads, for so
-# many characters at a time.
-
-log = logging.getLogger("aprilsched")
-
-_QUICK = 4096
-"""Characters that become tokens within a millisecond, for which a thread is not worth it."""
-_AT_WORK = 2**28
-"""Characters that become tokens at a time; a body has up to 2^26 bytes."""
-_LONGEST_TOKEN = 128
-"""Characters of the longest token that a tokenizer has: a run of blanks."""
-
-
-class Texts:
-    """What handlers ask about text.
-
-    Args:
-        folder: the model's tokenizer; None takes the folder of the model that the engines have
-            loaded, if it can be read here.
-        response_template: see :func:`~aprilsched.gateway.tokenizer.load_tokenizer`.
-    """
-
-    def __init__(self, folder: Path | None = None, response_template: Path | None = None) -> None:
-        self._folder = folder
-        self._template = response_template
-        self._tokenizer: ModelTokenizer | None = None
-        self._why_not = "the gateway is not started"
-        self._at_work = 0
-
-    async def open(self, model_path: str) -> None:
-        """Load the tokenizer; `model_path` is the engines' model.
-
-        Raises:
-            ConfigError: if the named tokenizer cannot be used. The one of the engines' model is not
-                needed, and is left out then.
-        """
-        if self._tokenizer is not None:
-            return
-        folder = Path(model_path) if self._folder is None else self._folder
-        if self._folder is None and not model_path:
-            self._why_not = "the engines tell no folder of their model"
-            return
-        try:
-            self._tokenizer = await asyncio.to_thread(load_tokenizer, folder, self._template)
-        except ConfigError as error:
-            if self._folder is not None or self._template is not None:
-                raise
-            self._why_not = str(error)
-            log.info("the gateway takes no text: %s", error)
-
-    @property
-    def there(self) -> bool:
-        """Whether there is a tokenizer."""
-        return self._tokenizer is not None
-
-    @property
-    def tokenizer(self) -> ModelTokenizer:
-        """The model's tokenizer.
-
-        Raises:
-            Refused: if there is none.
-        """
-        if self._tokenizer is None:
-            raise Refused(
-                f"The gateway has no tokenizer and cannot take text ({self._why_not}); start it "
-                "with --tokenizer, or provide input_ids to /generate."
-            )
-        return self._tokenizer
-
-    def context(self, engines: int | None) -> int | None:
-        """Tokens of the longest context, of which the engines know as much as `engines`; None if
-        neither they nor the tokenizer's files tell it."""
-        known = (engines, None if self._tokenizer is None else self._tokenizer.context_tokens)
-        return min((each for each in known if each is not None), default=None)
-
-    async def encoded(
-        self, texts: Sequence[str], context: int | None, *, special: bool = True
-    ) -> list[list[int]]:
-        """The token ids of each text; `context` is what :meth:`context` gives.
-
-        Raises:
-            Refused: if there is no tokenizer, or if a text cannot fit the context.
-            Unavailable: if too much text is at work.
-        """
-        tokenizer = self.tokenizer
-        longest = max(map(len, texts), default=0)
-        if context is not None and longest > context * _LONGEST_TOKEN:
-            raise Refused(
-                f"A text has {longest} characters, which cannot fit the model's context of "
-                f"{context} tokens; shorten it."
-            )
-        return await self.prepared(
-            lambda: [tokenizer.encode(text, special=special) for text in texts],
-            size=sum(map(len, texts)),
-        )
-
-    async def prepared(self, make: Callable[[], T], *, size: int) -> T:
-        """What `make` gives for `size` characters, in a thread if they are many.
-
-        Raises:
-            Unavailable: if too much text is at work.
-        """
-        if size <= _QUICK:
-            return make()
-        if self._at_work + size > _AT_WORK:
-            raise Unavailable("The gateway has too much text to tokenize; try again later.")
-        self._at_work += size
-
-        def done(_: object) -> None:
-            self._at_work -= size
-
-        # A client that leaves does not end the thread, which counts until it has ended.
-        work = asyncio.ensure_future(asyncio.to_thread(make))
-        work.add_done_callback(done)
-        return await asyncio.shield(work)

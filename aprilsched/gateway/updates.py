@@ -3,7 +3,7 @@
 - :class:`FromDisk` gives the client's path to every engine.
 - :class:`FromCalls` takes the buckets of one update from any number of calls, and passes each on to
   all engines. What is in a bucket is never opened here.
-- :class:`Groups` spreads the ranks of a client's torch.distributed group over the engines.
+- :func:`join_group` spreads the ranks of a client's torch.distributed group over the engines.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from aprilsched.engines.base import (
     TensorMeta,
 )
 from aprilsched.errors import ConfigError, EngineRejected, RefitError
+from aprilsched.serving import BroadcastBody, JoinBody
 
 _NOT_THERE = 409
 """Status for an engine that lacks what a call needs."""
@@ -124,11 +125,10 @@ class FromCalls:
         if self._over:
             raise RefitError("the update is over, because it took longer than a refit may take.")
         await self._try(bucket)
-        failed = {name: error for name, error in self._outcomes.items() if error is not None}
+        failed = _failed(self._outcomes)
         if not self._left:
             self.end()
-            causes = "; ".join(f"{name}: {error}" for name, error in failed.items())
-            raise RefitError(f"no engine has taken the weights: {causes}")
+            raise RefitError(f"no engine has taken the weights: {_causes(failed)}")
         return failed
 
     def end(self) -> None:
@@ -169,8 +169,22 @@ def handles(
     return lambda engine: engine.update_from_tensors(parts[engine.name], load_format=load_format)
 
 
-def broadcast(tensors: Sequence[TensorMeta], *, group: str, load_format: str | None) -> Bucket:
-    """Passes on a bucket that the client broadcasts in `group`."""
+def broadcast(body: BroadcastBody) -> Bucket:
+    """Passes on a bucket that the client broadcasts in a group.
+
+    Raises:
+        ConfigError: if not every tensor has a name, a dtype and a shape.
+    """
+    if not len(body.names) == len(body.dtypes) == len(body.shapes):
+        raise ConfigError(
+            f"There are {len(body.names)} names, {len(body.dtypes)} dtypes and "
+            f"{len(body.shapes)} shapes; give one of each for every tensor."
+        )
+    group = body.group_name
+    tensors = [
+        TensorMeta(name=name, dtype=dtype.removeprefix("torch."), shape=tuple(shape))
+        for name, dtype, shape in zip(body.names, body.dtypes, body.shapes, strict=True)
+    ]
 
     async def receive(engine: Taker) -> None:
         if not engine.in_group(group):
@@ -180,65 +194,76 @@ def broadcast(tensors: Sequence[TensorMeta], *, group: str, load_format: str | N
                 "and init it again.",
                 status=_NOT_THERE,
             )
-        await engine.receive(tensors, group=group, load_format=load_format)
+        await engine.receive(tensors, group=group, load_format=body.load_format)
 
     return receive
 
 
-class Groups:
-    """The torch.distributed groups of clients, each with ranks of all engines."""
+def ranks_of(engines: Sequence[Engine]) -> int:
+    """Number of ranks of all engines."""
+    return sum(engine.capabilities.ranks for engine in engines)
 
-    @staticmethod
-    def ranks(engines: Sequence[Engine]) -> int:
-        """Number of ranks of all engines."""
-        return sum(engine.capabilities.ranks for engine in engines)
 
-    async def join(self, group: RefitGroup, rank_offset: int, engines: Sequence[Engine]) -> None:
-        """Let all engines join: the first with the ranks from `rank_offset` on, and so forth.
+async def join_group(body: JoinBody, engines: Sequence[Engine]) -> None:
+    """Let all engines join a client's group: the first with the ranks from its offset on, and so
+    forth.
 
-        Raises:
-            ConfigError: if the ranks do not fit into the group, or an engine joins none.
-            RefitError: if an engine does not join. The others leave again.
-        """
-        total = self.ranks(engines)
-        if rank_offset < 0 or rank_offset + total != group.world_size:
-            raise ConfigError(
-                f"The {len(engines)} engines behind the gateway have {total} ranks (tp_size in "
-                f"/server_info), so with rank_offset {rank_offset} world_size is "
-                f"{rank_offset + total} and not {group.world_size}."
-            )
-        offsets: dict[str, int] = {}
-        for engine in engines:
-            if not isinstance(engine, RefitFromGroup):
-                raise ConfigError(f"{engine.name} joins no group; load weights from a disk.")
-            offsets[engine.name] = rank_offset
-            rank_offset += engine.capabilities.ranks
-        members = [cast(Taker, engine) for engine in engines]
-        outcomes = await _each(
+    Raises:
+        ConfigError: if the ranks do not fit into the group, or an engine joins none.
+        RefitError: if an engine does not join. The others leave again.
+    """
+    total, offset = ranks_of(engines), body.rank_offset
+    if offset < 0 or offset + total != body.world_size:
+        raise ConfigError(
+            f"The {len(engines)} engines behind the gateway have {total} ranks (tp_size in "
+            f"/server_info), so with rank_offset {offset} world_size is {offset + total} and not "
+            f"{body.world_size}."
+        )
+    group = RefitGroup(
+        name=body.group_name,
+        address=body.master_address,
+        port=body.master_port,
+        world_size=body.world_size,
+        backend=body.backend,
+    )
+    offsets: dict[str, int] = {}
+    for engine in engines:
+        if not isinstance(engine, RefitFromGroup):
+            raise ConfigError(f"{engine.name} joins no group; load weights from a disk.")
+        offsets[engine.name] = offset
+        offset += engine.capabilities.ranks
+    members = [cast(Taker, engine) for engine in engines]
+    failed = _failed(
+        await _each(
             members, lambda engine: engine.join_group(group, rank_offset=offsets[engine.name])
         )
-        failed = {name: error for name, error in outcomes.items() if error is not None}
-        if failed:
-            await self.leave(group.name, [m for m in members if m.name not in failed])
-            causes = "; ".join(f"{name}: {error}" for name, error in failed.items())
-            raise RefitError(f"not every engine has joined the group: {causes}")
+    )
+    if failed:
+        await leave_group(group.name, [m for m in members if m.name not in failed])
+        raise RefitError(f"not every engine has joined the group: {_causes(failed)}")
 
-    async def leave(self, name: str, engines: Sequence[Engine]) -> None:
-        """Let every engine that is in the group leave it.
 
-        Raises:
-            RefitError: if an engine does not.
-        """
-        members = [
-            cast(Taker, engine)
-            for engine in engines
-            if isinstance(engine, RefitFromGroup) and engine.in_group(name)
-        ]
-        outcomes = await _each(members, lambda engine: engine.leave_group(name))
-        failed = {name: error for name, error in outcomes.items() if error is not None}
-        if failed:
-            causes = "; ".join(f"{name}: {error}" for name, error in failed.items())
-            raise RefitError(f"not every engine has left the group: {causes}")
+async def leave_group(name: str, engines: Sequence[Engine]) -> None:
+    """Let every engine that is in the group leave it.
+
+    Raises:
+        RefitError: if an engine does not.
+    """
+    members = [
+        cast(Taker, engine)
+        for engine in engines
+        if isinstance(engine, RefitFromGroup) and engine.in_group(name)
+    ]
+    if failed := _failed(await _each(members, lambda engine: engine.leave_group(name))):
+        raise RefitError(f"not every engine has left the group: {_causes(failed)}")
+
+
+def _failed(outcomes: Mapping[str, Exception | None]) -> dict[str, Exception]:
+    return {name: error for name, error in outcomes.items() if error is not None}
+
+
+def _causes(failed: Mapping[str, Exception]) -> str:
+    return "; ".join(f"{name}: {error}" for name, error in failed.items())
 
 
 T = TypeVar("T", bound=Engine)

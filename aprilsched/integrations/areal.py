@@ -83,6 +83,10 @@ class RolloutEngine:
             `gconfig` say is replaced.
         listeners: telemetry of the scheduler.
 
+    Attributes:
+        settings: the scheduler's settings with what `config` and `gconfig` say.
+        scheduler: the scheduler itself, for its state.
+
     Raises:
         ConfigError: if `config` or `settings` ask for what cannot be done.
     """
@@ -100,17 +104,17 @@ class RolloutEngine:
         listeners: Sequence[AnyListener] = (),
     ) -> None:
         self.config = config
-        self._settings = _settings(
+        self.settings = _settings(
             settings or SchedulerConfig(pace="asynchronous"), config, gconfig.n_samples
         )
         self._fleet = fleet
         self._queue = PromptQueue()
-        self._rollouts = RolloutScheduler(
+        self.scheduler = RolloutScheduler(
             fleet,
             self._queue,
             accept=self._accept,
             episode=self._episode,
-            config=self._settings,
+            config=self.settings,
             listeners=listeners,
         )
         self.initialized = False
@@ -150,8 +154,8 @@ class RolloutEngine:
                 "schedule the same servers; let one process drive the trainer "
                 "(scheduler.type=local, without AREAL_SPMD_MODE)."
             )
-        self._rollouts.__enter__()
-        self._ahead = self._rollouts.version
+        self.scheduler.__enter__()
+        self._ahead = self.scheduler.version
         self._began = time.time()
         self.initialized = True
 
@@ -162,7 +166,7 @@ class RolloutEngine:
         self.initialized = False
         with ExitStack() as end:
             end.callback(self._worker.shutdown)
-            end.callback(self._rollouts.close)
+            end.callback(self.scheduler.close)
             if self._broadcast is not None:
                 end.callback(self._give_up, RefitError("the rollout engine was destroyed."))
             if self._client is not None:
@@ -204,15 +208,15 @@ class RolloutEngine:
         Raises:
             ConfigError: if an argument contradicts the settings.
         """
-        if group_size != self._settings.group_size:
+        if group_size != self.settings.group_size:
             raise ConfigError(
-                f"group_size is {group_size}, and gconfig.n_samples was {self._settings.group_size}"
+                f"group_size is {group_size}, and gconfig.n_samples was {self.settings.group_size}"
                 "; give both the same number."
             )
-        if dataloader.batch_size != self._settings.batch_groups:
+        if dataloader.batch_size != self.settings.batch_groups:
             raise ConfigError(
                 f"the dataloader gives {dataloader.batch_size} items at a time, and "
-                f"consumer_batch_size of the rollout's config is {self._settings.batch_groups}; "
+                f"consumer_batch_size of the rollout's config is {self.settings.batch_groups}; "
                 "give both the same number."
             )
         if self._items is None:
@@ -225,7 +229,7 @@ class RolloutEngine:
         while True:
             self._push(self._items)
             with suppress(TimeoutError):
-                batch = self._rollouts.next_batch(timeout=_LOOK_SECONDS)
+                batch = self.scheduler.next_batch(timeout=_LOOK_SECONDS)
                 break
         made = [self._trajectory(group) for group in batch.groups if self._passes(group)]
         return [trajectory for trajectory in made if trajectory is not None]
@@ -246,8 +250,8 @@ class RolloutEngine:
 
     def _push(self, items: Iterator[Prompt]) -> None:
         """Keep as many prompts ready as the bound on staleness lets the scheduler launch."""
-        ready = (self._settings.policies.staleness.bound or 0) + 1
-        while len(self._queue) < ready * self._settings.batch_groups:
+        ready = (self.settings.policies.staleness.bound or 0) + 1
+        while len(self._queue) < ready * self.settings.batch_groups:
             self._queue.put(next(items))
 
     def _prompt(self, item: Any, facts: Mapping[str, Any], size: int | None = None) -> Prompt:
@@ -355,7 +359,7 @@ class RolloutEngine:
         if timeout is not None:
             raise ConfigError("an evaluation cannot be waited for with a timeout; give None.")
         prompts = [self._submitted.popleft() for _ in range(count)]
-        done = self._rollouts.evaluate(prompts)
+        done = self.scheduler.evaluate(prompts)
         found = {
             group.prompt.metadata["task"]: self._trajectory(group)
             for group in done.groups
@@ -413,7 +417,7 @@ class RolloutEngine:
                 raise RefitError("the rollout engine was destroyed.")
             if time.monotonic() > end:
                 raise RefitError(f"the trainer has saved nothing in {meta.path} in time.")
-        self._rollouts.update_weights(DiskPublisher(meta.path))
+        self.scheduler.update_weights(DiskPublisher(meta.path))
         self._updated = True
         if meta.clear_checkpoint_after_load:
             shutil.rmtree(meta.path, ignore_errors=True)
@@ -427,10 +431,10 @@ class RolloutEngine:
             ConfigError: if requests would wait inside of the engines during a broadcast.
         """
         _check_meta(meta)
-        if BEHAVIOURS[self._settings.straggler].waits_inside:
+        if BEHAVIOURS[self.settings.straggler].waits_inside:
             raise ConfigError(
                 "AReaL's broadcast aborts every request that an engine has, and "
-                f'straggler="{self._settings.straggler}" lets requests wait in it; set '
+                f'straggler="{self.settings.straggler}" lets requests wait in it; set '
                 'straggler="abort" or "run", or weight_update_mode=disk.'
             )
         engines = self._fleet.engines
@@ -447,7 +451,7 @@ class RolloutEngine:
             self._client.initialize(addr=[engine.name for engine in self._fleet.engines])
         # A server keeps the group of a trainer that was killed, and refuses its name; AReaL's
         # trainer would then wait for the server for ever.
-        self._rollouts.on_loop(lambda: leave(members, meta.nccl_group_name))
+        self.scheduler.on_loop(lambda: leave(members, meta.nccl_group_name))
         return self._client.init_weights_update_group(meta, xccl_group_ranks=xccl_group_ranks)
 
     def update_weights_from_distributed(
@@ -469,7 +473,7 @@ class RolloutEngine:
 
     def _begin_broadcast(self) -> None:
         broadcast = self._broadcast = _Broadcast()
-        self._update = self._worker.submit(self._rollouts.update_weights, broadcast)
+        self._update = self._worker.submit(self.scheduler.update_weights, broadcast)
         try:
             begun = broadcast.begun.result()
         except RefitError:
@@ -522,13 +526,13 @@ class RolloutEngine:
                 f"brought in since version {self.get_version()}; update the weights first."
             )
         self._updated = False
-        self._ahead = self._rollouts.version - version
+        self._ahead = self.scheduler.version - version
 
     def get_version(self) -> int:
         """The trainer's number for the weights that the engines have."""
         # Between an update and set_version() AReaL still asks for the old number, which names the
         # weights on the disk.
-        return self._rollouts.version - self._ahead - self._updated
+        return self.scheduler.version - self._ahead - self._updated
 
     # --- what the scheduler does by itself -----------------------------------------------------
 
@@ -540,7 +544,7 @@ class RolloutEngine:
 
     def offload(self) -> None:
         """Release the engines' memory; what is in flight is kept."""
-        self._asleep.enter_context(self._rollouts.asleep())
+        self._asleep.enter_context(self.scheduler.asleep())
 
     def onload(self, tags: Sequence[str] | None = None) -> None:
         """Take the engines' memory back and go on."""

@@ -104,6 +104,9 @@ class RolloutWorker:
         streamed: True for a trainer that is a :class:`StreamedSteps`, which gets the groups of a
             batch one by one while the others are generated.
 
+    Attributes:
+        config: the scheduler's settings with what `args` say.
+
     Raises:
         ConfigError: if `args` and `config` would give wrong or lost rollouts.
         MissingExtra: if trl is not installed.
@@ -135,7 +138,7 @@ class RolloutWorker:
         self._chat = _Chat(processing_class, given.chat_template_kwargs or {})
         self._rewards = _Rewards(reward_funcs, reward_weights, train_dataset, self._chat)
         self._dataset = train_dataset
-        self._config = _settings(
+        self.config = _settings(
             config or SchedulerConfig(pace="asynchronous"), args, streamed=streamed
         )
         self.streamed = streamed
@@ -171,7 +174,7 @@ class RolloutWorker:
             reward=self._rewards.score,
             reward_scope="group",
             accept=self._accept,
-            config=self._config,
+            config=self.config,
             listeners=self._listeners,
             # The store keeps the batch that is taken and not trained on, for a checkpoint.
             store=MemoryStore(),
@@ -183,7 +186,7 @@ class RolloutWorker:
 
     def start(self) -> None:
         """Begin to generate, since the engines have the trainer's weights now."""
-        self._open()
+        _ = self.scheduler  # It is open, or says what opens it.
         self._started.set_result(None)
 
     def stop(self) -> None:
@@ -201,7 +204,13 @@ class RolloutWorker:
     def check_health(self, stale_after_s: float) -> None:
         """Do nothing: the scheduler watches its engines, and :meth:`get` raises what ended it."""
 
-    def _open(self) -> RolloutScheduler:
+    @property
+    def scheduler(self) -> RolloutScheduler:
+        """The scheduler, while the engines are open.
+
+        Raises:
+            ConfigError: if they are not.
+        """
         if self._rollouts is None:
             raise ConfigError(
                 "the engines are not open; give this object to AsyncGRPOTrainer as weight_transfer "
@@ -231,7 +240,7 @@ class RolloutWorker:
 
     def _next(self, timeout: float | None) -> Batch | None:
         """The next batch, or of a streamed one the next group; None if it ends without one."""
-        rollouts = self._open()
+        rollouts = self.scheduler
         # One that the trainer trains on, and one that accelerate has fetched ahead.
         most = 1 if self.streamed else 2
         if len(self._untrained) == most:
@@ -317,7 +326,7 @@ class RolloutWorker:
         Raises:
             RefitError: if no engine took them.
         """
-        rollouts = self._open()
+        rollouts = self.scheduler
         restored, self._restored = self._restored, None
         self._given = _Given(iterator, self._model)
         try:
@@ -341,7 +350,7 @@ class RolloutWorker:
 
     def update_model_version(self, model_version: int) -> None:
         """Note the trainer's number for the weights that the engines have."""
-        self._ahead_of_trl = self._open().version - model_version
+        self._ahead_of_trl = self.scheduler.version - model_version
 
     def _weights(self) -> Named:
         if self._given is None:
@@ -361,7 +370,7 @@ class RolloutWorker:
 
     def save(self, folder: Path) -> None:
         """Save what is in flight, and the batch that is not trained on, in `folder`."""
-        self._open().checkpoint(folder / _FILE, acknowledge=False)
+        self.scheduler.checkpoint(folder / _FILE, acknowledge=False)
 
     def restore(self, folder: Path) -> None:
         """Continue with what was saved in `folder`; the engines are not open yet.

@@ -18,8 +18,8 @@ from aprilsched.core.messages.facts import Fact
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.errors import AprilschedError, ConfigError, PromptsExhausted, RunFolderError
 from aprilsched.runs.config_file import as_toml
-from aprilsched.runs.exporting import exporters, live_figures_of
-from aprilsched.runs.setup import Setup, remainder, run_on_clock, summary_of
+from aprilsched.runs.exporting import exporters
+from aprilsched.runs.setup import Setup, live_figures_of, remainder, run_on_clock, summary_of
 from aprilsched.runs.showing import Screen
 from aprilsched.store.in_memory import Store
 from aprilsched.telemetry.base import AnyListener, Listener
@@ -27,7 +27,6 @@ from aprilsched.telemetry.event_log import EventLog
 from aprilsched.telemetry.event_log.reading import replay
 from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.run_folder import CONFIG, EVENTS, RunFolder
-from aprilsched.telemetry.run_state import RunState
 from aprilsched.telemetry.sampling import Sampler
 from aprilsched.telemetry.summary import Remainder, Summary
 from aprilsched.types import Batch
@@ -64,7 +63,7 @@ class Run:
         self._summary = summary_of(setup)
         self._figures = live_figures_of(setup, self._summary)
         self._exported: list[AnyListener] = []
-        self._shown = None if screen is None else screen.shown(self._summary, self._figures)
+        self._shown = None if screen is None else screen.shown(self._figures)
         self._prior = PriorRun(folder.path, self._summary) if folder.resumed else None
         self._scheduler: RolloutScheduler | None = None
         self._interrupted = False
@@ -175,8 +174,6 @@ class Run:
                 raise ConfigError(
                     f"{self._folder.path} has all its {before} batches; give more with --batches."
                 )
-        # The scheduler itself warns of policies that censor lengths, so the summary must not.
-        self._summary.ledger, self._summary.warns = state.in_flight.ledger, False
         self._figures.count_with(state.in_flight.counters, state.in_flight.ledger)
         if self._shown is not None:
             self._shown.begin(state.in_flight.counters, state.in_flight.ledger, batches=before)
@@ -279,10 +276,8 @@ class PriorRun:
         return batches - len(state.delivery.redelivery)
 
     def _replay(self, batches: int) -> float:
-        run = RunState()
-        self._summary.ledger, self._summary.warns = run.ledger, False
         with readable(self._folder):
-            return replay(self._folder / EVENTS, [run, self._summary], batches=batches)
+            return replay(self._folder / EVENTS, [self._summary], batches=batches)
 
 
 class _ResumedTimeline:

@@ -6,7 +6,6 @@ stack and returns its listeners, and add it to :data:`_EXPORTERS`.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ from aprilsched.runs.setup import Setup
 from aprilsched.telemetry.base import AnyListener
 from aprilsched.telemetry.live_figures import LiveFigures
 from aprilsched.telemetry.metrics import Metrics
-from aprilsched.telemetry.summary import Summary
 from aprilsched.telemetry.trackers import StepTracker, begin_writer, tracker_names
 from aprilsched.telemetry.worker import QueuedListener
 
@@ -31,16 +29,6 @@ class _Exported:
     folder: Path
     figures: LiveFigures
     stack: ExitStack
-
-
-def live_figures_of(setup: Setup, summary: Summary) -> LiveFigures:
-    """The figures of a run, shared by all that show it. They read `summary`, so the summary must
-    be the earlier listener."""
-    return LiveFigures(
-        meter=summary.meter,
-        batch_groups=setup.config.batch_groups,
-        clock=None if setup.clock == "virtual" else time.monotonic,
-    )
 
 
 @contextmanager

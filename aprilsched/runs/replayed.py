@@ -1,4 +1,4 @@
-"""Replays a recorded run under other policies in virtual time, for ``aprilsched replay``.
+"""Prepares the replay of a recorded run under another policy, for ``aprilsched replay``.
 
 The prompts, the costs and the number of engines are those of the record.
 
@@ -9,22 +9,15 @@ and ends when it needs a group that the record does not have.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 
 import numpy as np
 
 from aprilsched.analysis.lengths_of_run import RecordedGroup, RecordedRun
+from aprilsched.config import SchedulerConfig
 from aprilsched.errors import PromptsExhausted
-from aprilsched.runs.policies import Variant
-from aprilsched.runs.settings import RunSettings, SimSettings
+from aprilsched.runs.settings import RunSettings
 from aprilsched.runs.setup import Setup, prepare
-from aprilsched.runs.showing import Screen
-from aprilsched.runs.simulated import SimulatedRun
-from aprilsched.simulation import NEVER, Costs
-from aprilsched.telemetry.batch_figures import Bound
-from aprilsched.telemetry.run_folder import RunFolder
-from aprilsched.timing.model import StepTimeModel
 from aprilsched.types import Prompt, SamplingParams
 
 
@@ -47,75 +40,6 @@ class RecordedPrompts:
             raise PromptsExhausted("The record has no more groups; replay fewer batches.")
 
 
-def replay_settings(
-    run: RunSettings, record: RecordedRun, sim: SimSettings, *, batches: int, burn_in: int
-) -> RunSettings:
-    """The run's settings with modelled engines and with the latencies of the record."""
-    costs = record.costs
-    return replace(
-        run,
-        engine=("sim",),
-        prompts=None,
-        tokenizer=None,
-        weights=None,
-        batches=batches,
-        burn_in=burn_in,
-        update_every=run.updates_every if record.updates else 0,
-        train_seconds=costs.train_seconds,
-        sim=replace(
-            sim,
-            stream_interval=NEVER,
-            refit_seconds=costs.refit_seconds,
-            reward_seconds=costs.reward_seconds,
-        ),
-    )
-
-
-def bound_of(model: StepTimeModel, sim: SimSettings) -> Bound:
-    """T_bound of the whole fleet by `model`."""
-    one = partial(model.bound_seconds, max_running=sim.max_running)
-    return lambda prompts, lengths: one(prompts, lengths) / sim.engines
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Replay:
-    """A record on which policies are tried."""
-
-    record: RecordedRun
-    settings: RunSettings
-    model: StepTimeModel
-
-    def setup(self, variant: Variant) -> Setup:
-        """The setup of the replay under one policy.
-
-        Raises:
-            ConfigError: if the policy's settings contradict each other.
-        """
-        settings = replace(self.settings, scheduler=variant.scheduler)
-        return replace(
-            prepare(settings),
-            prompts=RecordedPrompts(self.record),
-            bound=bound_of(self.model, settings.sim),
-            workload_mean=None,
-        )
-
-    def run(self, setup: Setup, folder: RunFolder | None, screen: Screen | None) -> SimulatedRun:
-        """A simulated run of `setup` that is ready to be executed."""
-        costs = self.record.costs
-        return SimulatedRun(
-            setup,
-            folder,
-            screen,
-            timing=self.model,
-            costs=Costs(
-                pause_seconds=costs.pause_seconds,
-                refit_seconds=costs.refit_seconds,
-                train_seconds=costs.train_seconds,
-                reward_seconds=costs.reward_seconds,
-            ),
-        )
-
-
 def _prompt(index: int, group: RecordedGroup) -> Prompt:
     return Prompt(
         input_ids=np.zeros(max(1, group.prompt_tokens), dtype=np.int32),
@@ -124,4 +48,17 @@ def _prompt(index: int, group: RecordedGroup) -> Prompt:
         ),
         key=index,
         group_size=len(group.lengths),
+    )
+
+
+def prepare_replay(settings: RunSettings, record: RecordedRun, scheduler: SchedulerConfig) -> Setup:
+    """The parts of a replay of `record` with the given settings of the scheduler.
+
+    Raises:
+        ConfigError: if the settings contradict each other.
+    """
+    return replace(
+        prepare(replace(settings, scheduler=scheduler)),
+        prompts=RecordedPrompts(record),
+        workload_mean=None,
     )

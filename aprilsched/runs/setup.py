@@ -6,6 +6,7 @@ Nothing is opened or launched here. All errors in the settings are raised here.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,14 +30,10 @@ from aprilsched.planning import Planner
 from aprilsched.runs.settings import CAP, VOCABULARY, RunSettings, WorkloadSettings, key_from
 from aprilsched.sampling import sampling_params
 from aprilsched.telemetry.batch_figures import Bound
+from aprilsched.telemetry.live_figures import LiveFigures
 from aprilsched.telemetry.summary import Remainder, Summary
-from aprilsched.timing.calibration import (
-    load_model,
-)
-from aprilsched.timing.model import (
-    H200_QWEN3_4B,
-    StepTimeModel,
-)
+from aprilsched.timing.calibration import load_model
+from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
 from aprilsched.types import Prompt
 from aprilsched.weights.disk import DiskPublisher
 from aprilsched.weights.publisher import WeightPublisher
@@ -58,8 +55,11 @@ class Setup:
     workload_mean: float | None
     """Mean length of the built-in workload; None for other prompts."""
     clock: Literal["virtual", "wall"]
+    timing: StepTimeModel
+    """Step times of the engines: those that the settings name, or else the default."""
     planner: Planner
-    """Chooses schedules for automatic over-provisioning."""
+    """Chooses schedules for automatic over-provisioning. On the virtual clock it has the engines'
+    own step times; otherwise it begins with them, and learns during the run."""
     run_id: str | None
     """Prefix of the request ids; None for a random one, which is unique on a shared server."""
 
@@ -74,18 +74,25 @@ def prepare(settings: RunSettings) -> Setup:
     config = settings.scheduler
     launched = config.policies.refill.launched(config.group_size)
     workload = settings.workload.checked(seed=settings.seed, group_size=launched)
-    built_in = settings.prompts is None
+    timing = H200_QWEN3_4B if settings.model is None else load_model(Path(settings.model))
+    simulated, sim = settings.simulated, settings.sim
+    known = simulated or settings.model is not None
     return Setup(
         settings=settings,
         config=config,
         prompts=_prompts(settings, config, workload),
-        fleet=_fleet(settings),
+        fleet=_fleet(settings, timing),
         publisher=_publisher(settings) if settings.updates_every else None,
-        bound=_bound(settings),
-        planner=_planner(settings),
-        workload_mean=workload.mean_length() if built_in else None,
-        clock="virtual" if settings.simulated else "wall",
-        run_id="run" if settings.simulated else None,
+        bound=bound_of(settings, timing) if known else None,
+        timing=timing,
+        planner=(
+            Planner(timing, max_running=sim.max_running, inline=True)
+            if simulated
+            else Planner(timing)
+        ),
+        workload_mean=workload.mean_length() if settings.prompts is None else None,
+        clock="virtual" if simulated else "wall",
+        run_id="run" if simulated else None,
     )
 
 
@@ -95,8 +102,6 @@ def run_on_clock(setup: Setup, program: Callable[[], Coroutine[Any, Any, None]])
     Raises:
         KeyboardInterrupt: after Ctrl-C, when the program has cleaned up.
     """
-    import asyncio
-
     from aprilsched.engines.sim import run_virtual
 
     run = run_virtual if setup.clock == "virtual" else asyncio.run
@@ -113,18 +118,18 @@ def _prompts(
     return [checked(prompt, config.group_size, config.policies.refill) for prompt in prompts]
 
 
-def _fleet(settings: RunSettings) -> Fleet:
+def _fleet(settings: RunSettings, timing: StepTimeModel) -> Fleet:
     sim = settings.sim
-    if settings.simulated:
-        return SimFleet(
-            sim.engines,
-            max_running=sim.max_running,
-            kv_tokens=sim.kv_tokens,
-            stream_interval=sim.stream_interval,
-            refit_seconds=sim.refit_seconds,
-            timing=_model(settings) or H200_QWEN3_4B,
-        )
-    return servers(settings)
+    if not settings.simulated:
+        return servers(settings)
+    return SimFleet(
+        sim.engines,
+        max_running=sim.max_running,
+        kv_tokens=sim.kv_tokens,
+        stream_interval=sim.stream_interval,
+        refit_seconds=sim.refit_seconds,
+        timing=timing,
+    )
 
 
 def servers(settings: RunSettings) -> SGLangFleet:
@@ -146,24 +151,9 @@ def _publisher(settings: RunSettings) -> WeightPublisher | None:
     return None if settings.weights is None else DiskPublisher(settings.weights)
 
 
-def _model(settings: RunSettings) -> StepTimeModel | None:
-    return None if settings.model is None else load_model(Path(settings.model))
-
-
-def _planner(settings: RunSettings) -> Planner:
-    """The planner. On the virtual clock it has the engines' own model; otherwise it begins with a
-    default model, or the given one, and learns during the run."""
-    model = _model(settings)
-    if settings.simulated:
-        return Planner(model or H200_QWEN3_4B, max_running=settings.sim.max_running, inline=True)
-    return Planner(model or H200_QWEN3_4B)
-
-
-def _bound(settings: RunSettings) -> Bound | None:
-    model = _model(settings)
-    if model is None and not settings.simulated:
-        return None
-    one = partial((model or H200_QWEN3_4B).bound_seconds, max_running=settings.sim.max_running)
+def bound_of(settings: RunSettings, timing: StepTimeModel) -> Bound:
+    """The least time in which all engines of a run can generate given lengths."""
+    one = partial(timing.bound_seconds, max_running=settings.sim.max_running)
     engines = settings.sim.engines if settings.simulated else len(settings.engine)
     return lambda prompts, lengths: one(prompts, lengths) / engines
 
@@ -376,6 +366,16 @@ def summary_of(setup: Setup) -> Summary:
         bound=setup.bound,
         workload_mean=setup.workload_mean,
         burn_in=setup.settings.burn_in,
+    )
+
+
+def live_figures_of(setup: Setup, summary: Summary) -> LiveFigures:
+    """The figures of a run, shared by all that show it. They read `summary`, so the summary must
+    be the earlier listener."""
+    return LiveFigures(
+        meter=summary.meter,
+        batch_groups=setup.config.batch_groups,
+        clock=None if setup.clock == "virtual" else time.monotonic,
     )
 
 

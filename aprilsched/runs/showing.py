@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,6 @@ from aprilsched.runs.setup import Setup
 from aprilsched.telemetry.live.display import LiveView, PlainLines, can_draw
 from aprilsched.telemetry.live.live_model import RunFacts
 from aprilsched.telemetry.live_figures import LiveFigures
-from aprilsched.telemetry.summary import Summary
 
 Shown: TypeAlias = LiveView | PlainLines
 
@@ -29,14 +27,8 @@ class Screen:
     facts: RunFacts
     compact: bool = False
 
-    def shown(self, summary: Summary, figures: LiveFigures | None = None) -> Shown:
-        """The view of the run. `summary` must be an earlier listener of the run. Give `figures` if
-        other listeners share them."""
-        figures = figures or LiveFigures(
-            meter=summary.meter,
-            batch_groups=self.facts.batch_groups,
-            clock=None if self.facts.modelled else time.monotonic,
-        )
+    def shown(self, figures: LiveFigures) -> Shown:
+        """The view of the run with these figures."""
         if not can_draw(self.console):
             return PlainLines(self.console, self.facts, figures)
         return LiveView(self.console, self.facts, figures, compact=self.compact)

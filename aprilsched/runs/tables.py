@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from rich.table import Table
 
+from aprilsched.runs.policies import Policy
+from aprilsched.runs.simulated import Outcome
 from aprilsched.telemetry.figures import RunSummary
 
 
@@ -47,7 +49,7 @@ def run_table(summary: RunSummary) -> Table:
         "delivered tokens/s": number(summary.delivered_tokens_per_s),
         "efficiency": percent(summary.efficiency),
         "off-policy token share": percent(summary.off_policy_token_share),
-        "staleness mean, max": f"{summary.staleness.mean:.2f}, {summary.staleness.max}",
+        "staleness mean, max": f"{number(summary.staleness_mean, 2)}, {summary.staleness_max}",
         "first-batch length bias": signed_percent(summary.bias.first_batch_length_bias),
         "length bias so far": signed_percent(summary.bias.bias_estimate),
         "drawn mean length": number(None if drawn is None else drawn.mean),
@@ -173,32 +175,25 @@ class Comparison:
     policies: list[PolicyRow]
 
 
-def compare(
-    summaries: Mapping[str, RunSummary],
-    generated: Mapping[str, float | None],
-    schedules: Mapping[str, str],
-) -> Comparison:
-    """The figures of the policies, compared with the baseline if it is one of them.
-
-    Args:
-        summaries: summary of each policy's run.
-        generated: tokens/s that each policy's engines generated in its steady state.
-        schedules: schedule that each policy chose automatically, if it did.
-    """
-    rates = {name: s.steady_state.delivered_tokens_per_s for name, s in summaries.items()}
-    base = rates.get(BASELINE)
-    rows = [
-        _row(name, summary, generated[name], base, schedules.get(name, ""))
-        for name, summary in summaries.items()
-    ]
+def compare(outcomes: Mapping[str, Outcome]) -> Comparison:
+    """The figures of the policies by name, compared with the baseline if it is one of them."""
+    steady = {name: outcome.summary.steady_state for name, outcome in outcomes.items()}
+    base = steady[BASELINE].delivered_tokens_per_s if BASELINE in steady else None
+    rows = [_row(name, outcome, base) for name, outcome in outcomes.items()]
     known = [row for row in rows if row.efficiency is not None]
     fastest = max(known, key=lambda row: row.efficiency or 0.0, default=None)
     return Comparison(
-        baseline=BASELINE if BASELINE in summaries else None,
+        baseline=BASELINE if BASELINE in outcomes else None,
         fastest=None if fastest is None else fastest.policy,
         best=None if fastest is None else _best(known, fastest),
         policies=rows,
     )
+
+
+def describe(policy: Policy, schedule: str) -> str:
+    """What a policy does, and which schedule it chose, if it chose one."""
+    text = f"{policy.name}: {policy.what}"
+    return f"{text} It chose {schedule}." if schedule else text
 
 
 def verdict(comparison: Comparison) -> str:
@@ -222,20 +217,18 @@ def _best(rows: list[PolicyRow], fastest: PolicyRow) -> str:
     return min(near, key=lambda row: row.off_policy_share or 0.0).policy
 
 
-def _row(
-    name: str, summary: RunSummary, generated: float | None, base: float | None, schedule: str
-) -> PolicyRow:
-    steady = summary.steady_state
+def _row(name: str, outcome: Outcome, base: float | None) -> PolicyRow:
+    summary, steady = outcome.summary, outcome.summary.steady_state
     rate = steady.delivered_tokens_per_s
     spread = spread_of_steps(summary)
     return PolicyRow(
         policy=name,
         efficiency=steady.efficiency,
         delivered_tokens_per_s=rate,
-        generated_tokens_per_s=generated,
+        generated_tokens_per_s=outcome.generated_tokens_per_s,
         off_policy_share=steady.off_policy_token_share,
-        staleness_mean=summary.staleness.mean,
-        staleness_max=summary.staleness.max,
+        staleness_mean=summary.staleness_mean or 0.0,
+        staleness_max=summary.staleness_max,
         length_bias=summary.bias.bias_estimate,
         first_batch_length_bias=summary.bias.first_batch_length_bias,
         wall_s=summary.seconds.wall,
@@ -246,5 +239,5 @@ def _row(
         reprefilled_tokens=summary.tokens.reprefilled,
         masked_tokens=summary.tokens.masked,
         speedup=rate / base if rate is not None and base else None,
-        schedule=schedule,
+        schedule=outcome.schedule,
     )

@@ -10,13 +10,12 @@ import uuid
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from decimal import Decimal
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeVar, cast, get_args
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.core.lengths.observed import GroupLengths, Remembered
 from aprilsched.core.policies.kinds import OVER_PROVISIONS, REFILLS
 from aprilsched.core.policies.refill import Refill
 from aprilsched.core.policies.schedule import Forecast, OverProvision, Pace, Schedule
@@ -217,12 +216,6 @@ class _Group(msgspec.Struct, array_like=True):
     size: int | None = None
 
 
-_Lengths: TypeAlias = tuple[int, bytes, bytes]
-"""Where the group was launched, its lengths, and which of them are finished."""
-_Remembered: TypeAlias = tuple[str | int, float, float, int]
-"""The fields of :class:`Remembered` in their order."""
-
-
 class _Schedule(msgspec.Struct, array_like=True):
     over_provision: tuple[str, dict[str, Any]]
     refill: tuple[str, dict[str, Any]]
@@ -237,14 +230,21 @@ def _plain(value: Any) -> Any:
         return plain
     if isinstance(value, np.generic):
         return cast("np.generic[Any]", value).item()
+    if isinstance(value, np.ndarray):
+        return cast("NDArray[Any]", value).tobytes()
     raise TypeError(type(value).__name__)
+
+
+def _array_from(kind: Any, body: bytes) -> NDArray[Any]:
+    """The array of a field of type `kind`, which is NDArray[...] of one dimension."""
+    return np.frombuffer(body, dtype=get_args(get_args(kind)[1])[0])
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
 
 
 def encode(record: object) -> bytes:
-    """Encode a record."""
+    """Encode a record; arrays of one dimension become their bytes."""
     return _encoder.encode(record)
 
 
@@ -254,7 +254,7 @@ def decode(body: bytes, kind: type[T]) -> T:
     Raises:
         msgspec.MsgspecError: if it is not a record of this kind.
     """
-    return msgspec.msgpack.decode(body, type=kind, ext_hook=unpack)
+    return msgspec.msgpack.decode(body, type=kind, ext_hook=unpack, dec_hook=_array_from)
 
 
 def checksum(*parts: bytes | memoryview) -> int:
@@ -355,32 +355,6 @@ def group_from(body: bytes) -> SavedGroup:
             for rollout, index, place in record.members
         ),
     )
-
-
-def lengths_record(group: GroupLengths) -> bytes:
-    """Encode the lengths of a group."""
-    return encode((group.launched, group.tokens.tobytes(), group.finished.tobytes()))
-
-
-def lengths_from(body: bytes) -> GroupLengths:
-    """Decode the lengths of a group in `body`."""
-    launched, tokens, finished = decode(body, _Lengths)
-    return GroupLengths(
-        launched=launched,
-        tokens=np.frombuffer(tokens, dtype=np.int64),
-        finished=np.frombuffer(finished, dtype=np.bool_),
-    )
-
-
-def remembered_record(record: Remembered) -> bytes:
-    """Encode what is remembered of a key."""
-    return encode((record.key, record.responses, record.mean_log, record.version))
-
-
-def remembered_from(body: bytes) -> Remembered:
-    """Decode what is remembered of a key."""
-    key, responses, mean_log, version = decode(body, _Remembered)
-    return Remembered(key=key, responses=responses, mean_log=mean_log, version=version)
 
 
 def schedule_record(schedule: Schedule) -> bytes:

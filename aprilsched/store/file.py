@@ -265,14 +265,21 @@ def migrate(connection: sqlite3.Connection, path: Path) -> None:
         )
     if version == len(SCRIPTS):
         return
-    connection.execute("BEGIN IMMEDIATE")
-    try:
+    with transaction(connection):
         for script in SCRIPTS[version:]:
             for statement in script.split(";"):
                 if statement.strip():
                     connection.execute(statement)
         connection.execute(f"PRAGMA application_id = {APPLICATION}")
         connection.execute(f"PRAGMA user_version = {len(SCRIPTS)}")
+
+
+@contextmanager
+def transaction(connection: sqlite3.Connection) -> Generator[None]:
+    """Commit what the block writes, or roll it back if the block raises."""
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        yield
         connection.execute("COMMIT")
     except BaseException:
         # On a full disk SQLite has already ended the transaction.

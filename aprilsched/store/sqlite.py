@@ -24,12 +24,12 @@ from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
 
-from aprilsched.core.lengths.observed import MOST_KEYS
+from aprilsched.core.lengths.observed import MOST_KEYS, GroupLengths, Remembered
 from aprilsched.core.state.ledger import Entry
 from aprilsched.core.state.saved import (
     GroupState,
@@ -38,6 +38,7 @@ from aprilsched.core.state.saved import (
     Saved,
     SavedBatch,
     SavedGroup,
+    SavedRun,
     SavedTokens,
     Snapshot,
     TokenPage,
@@ -49,10 +50,6 @@ from aprilsched.store.codec import (
     encode,
     group_from,
     group_record,
-    lengths_from,
-    lengths_record,
-    remembered_from,
-    remembered_record,
     schedule_from,
     schedule_record,
 )
@@ -64,18 +61,18 @@ from aprilsched.store.file import (
     migrate,
     safe_path,
     store_errors,
+    transaction,
 )
-from aprilsched.store.in_memory import (
-    KEPT_ENTRIES,
-    KEPT_LENGTHS,
-    Slice,
-    assemble,
-)
+from aprilsched.types import Float32Array, Int32Array
 
 log = logging.getLogger("aprilsched")
 
 T = TypeVar("T")
 
+KEPT_ENTRIES = 10_000
+"""Number of ledger entries that are kept, as many as the scheduler itself keeps."""
+KEPT_LENGTHS = 4096
+"""Number of groups whose lengths are kept; the scheduler uses as many responses."""
 _FREE_BYTES = 1 << 24
 """Free space that a file always keeps for the next tokens."""
 _FREE_PAGES = 1024
@@ -102,6 +99,10 @@ class _Slice(NamedTuple):
     length: int
     version: int
     engine: str | None
+
+
+_Piece: TypeAlias = tuple[_Slice, Int32Array, Float32Array]
+"""A slice with its token ids and logprobs."""
 
 
 class SqliteStore:
@@ -150,7 +151,7 @@ class SqliteStore:
                 if new:
                     self._marker.remove()
                 last = self._marker.open()
-                saved = self._compare(_read_saved(connection, self.path), connection, last, dropped)
+                saved = self._compare(read_saved(connection, self.path), connection, last, dropped)
                 connection.execute("COMMIT")
         except BaseException:
             connection.close()
@@ -172,14 +173,7 @@ class SqliteStore:
         connection = self._require_open()
         with store_errors(self.path, "written"):
             self._be_durable(connection, durable)
-            connection.execute("BEGIN IMMEDIATE")
-            try:
-                self._write(connection, snapshot)
-                connection.execute("COMMIT")
-            except BaseException:
-                if connection.in_transaction:
-                    connection.execute("ROLLBACK")
-                raise
+            save_snapshot(connection, snapshot)
             counters = snapshot.run.counters
             self._marker.write(
                 Progress(
@@ -206,6 +200,16 @@ class SqliteStore:
         if connection is not None:
             with store_errors(self.path, "closed"):
                 connection.close()
+
+    def keep_connection(self) -> None:
+        """Keep a forked process from closing its copy of the open connection.
+
+        Closing one there, even by garbage collection, would delete the write-ahead log of the
+        process that writes it. So the copy is leaked on purpose.
+        """
+        if self._connection is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._connection))
+            self._connection = None
 
     def _compare(
         self,
@@ -255,7 +259,29 @@ class SqliteStore:
             connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
             self._durable = durable
 
-    def _write(self, connection: sqlite3.Connection, snapshot: Snapshot) -> None:
+
+def _keep_connections() -> None:
+    for store in list(_OPEN):
+        store.keep_connection()
+
+
+_OPEN: weakref.WeakSet[SqliteStore] = weakref.WeakSet()
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_keep_connections)
+
+
+# --- writing -------------------------------------------------------------------------------------
+
+
+def save_snapshot(connection: sqlite3.Connection, snapshot: Snapshot) -> None:
+    """Write a snapshot, completely or not at all.
+
+    Raises:
+        sqlite3.Error: if it cannot be written.
+        ConfigError: if the metadata of a prompt cannot be stored.
+    """
+    with transaction(connection):
         if snapshot.full:
             for table in _TABLES:
                 connection.execute(f"DELETE FROM {table}")
@@ -266,30 +292,15 @@ class SqliteStore:
         _put(connection, "group_states", ((g.group_id, encode(g)) for g in snapshot.group_states))
         _write_rollouts(connection, snapshot)
         _write_tokens(connection, snapshot)
-        _write_lists(connection, snapshot)
+        _append(connection, "dropped", map(encode, snapshot.dropped), KEPT_ENTRIES)
+        _append(connection, "lengths", map(encode, snapshot.lengths), KEPT_LENGTHS)
+        _remember(connection, snapshot)
+        rows = [(index,) for index in snapshot.acknowledged]
+        connection.executemany("DELETE FROM batches WHERE batch = ?", rows)
+        _put(connection, "batches", ((batch.index, encode(batch)) for batch in snapshot.batches))
         rows = [(group_id,) for group_id in snapshot.removed]
         for table in ("groups", "group_states", "rollouts", "tokens"):
             connection.executemany(f"DELETE FROM {table} WHERE group_id = ?", rows)
-
-
-_OPEN: weakref.WeakSet[SqliteStore] = weakref.WeakSet()
-
-
-def _let_go() -> None:
-    """Keep a forked process from closing its copies of open connections.
-
-    Closing one there, even by garbage collection, would delete the write-ahead log of the process
-    that writes it. So the copies are leaked on purpose.
-    """
-    for store in _OPEN:
-        if store._connection is not None:  # pyright: ignore[reportPrivateUsage]
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(store._connection))  # pyright: ignore[reportPrivateUsage]
-            store._connection = None  # pyright: ignore[reportPrivateUsage]
-    _OPEN.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_let_go)
 
 
 def _put(connection: sqlite3.Connection, table: str, records: Iterable[tuple[int, bytes]]) -> None:
@@ -380,22 +391,10 @@ def _token_rows(page: TokenPage) -> Iterator[tuple[Any, ...]]:
         at = end
 
 
-def _write_lists(connection: sqlite3.Connection, snapshot: Snapshot) -> None:
-    _append(connection, "dropped", (encode(entry) for entry in snapshot.dropped), KEPT_ENTRIES)
-    _append(
-        connection, "lengths", (lengths_record(group) for group in snapshot.lengths), KEPT_LENGTHS
-    )
-    _remember(connection, snapshot)
-    connection.executemany(
-        "DELETE FROM batches WHERE batch = ?", ((index,) for index in snapshot.acknowledged)
-    )
-    _put(connection, "batches", ((batch.index, encode(batch)) for batch in snapshot.batches))
-
-
 def _remember(connection: sqlite3.Connection, snapshot: Snapshot) -> None:
     if not snapshot.remembered:
         return
-    bodies = ((record.key, remembered_record(record)) for record in snapshot.remembered)
+    bodies = ((record.key, encode(record)) for record in snapshot.remembered)
     # A key gets a new number each time, so the last numbers are the keys that were seen last.
     connection.executemany(
         "REPLACE INTO remembered (key, body, crc) VALUES (?, ?, ?)",
@@ -418,7 +417,7 @@ def _append(connection: sqlite3.Connection, table: str, bodies: Iterable[bytes],
 _UNREADABLE = (msgspec.MsgspecError, ValueError, IndexError, KeyError, ConfigError)
 
 
-def _read_saved(connection: sqlite3.Connection, path: Path) -> Saved | None:
+def read_saved(connection: sqlite3.Connection, path: Path) -> Saved | None:
     """Read the contents of the file; None if nothing was saved yet.
 
     Raises:
@@ -461,11 +460,11 @@ def _read(connection: sqlite3.Connection, path: Path) -> Saved | None:
         group_states=_group_states(connection, damaged),
         rollouts=rollouts,
         tokens=_tokens(connection, groups, since, path),
-        batches=list(_list(connection, "batches", "batch", lambda b: decode(b, SavedBatch))),
-        dropped=list(_list(connection, "dropped", "n", lambda b: decode(b, Entry))),
-        lengths=list(_list(connection, "lengths", "n", lengths_from)),
+        batches=list(_list(connection, "batches", "batch", SavedBatch)),
+        dropped=list(_list(connection, "dropped", "n", Entry)),
+        lengths=list(_list(connection, "lengths", "n", GroupLengths)),
         damaged=damaged,
-        remembered=list(_list(connection, "remembered", "n", remembered_from)),
+        remembered=list(_list(connection, "remembered", "n", Remembered)),
     )
 
 
@@ -529,7 +528,7 @@ def _rollouts(
 def _tokens(
     connection: sqlite3.Connection, groups: list[SavedGroup], since: dict[int, int], path: Path
 ) -> dict[int, SavedTokens]:
-    pieces: dict[int, list[Slice]] = {m.rollout_id: [] for group in groups for m in group.members}
+    pieces: dict[int, list[_Piece]] = {m.rollout_id: [] for group in groups for m in group.members}
     damaged = 0
     rows = connection.execute("SELECT n, slices, token_ids, logprobs, crc FROM tokens ORDER BY n")
     for n, *parts, crc in rows:
@@ -539,26 +538,42 @@ def _tokens(
             continue
         ids, logprobs = np.frombuffer(parts[1], np.int32), np.frombuffer(parts[2], np.float32)
         end = 0
-        for rollout_id, start, length, version, engine in decode(parts[0], list[_Slice]):
-            at, end = end, end + length
-            if rollout_id in pieces and n >= since.get(rollout_id, 0):
-                pieces[rollout_id].append(
-                    Slice(start, ids[at:end], logprobs[at:end], version, engine)
-                )
+        for each in decode(parts[0], list[_Slice]):
+            at, end = end, end + each.length
+            if each.rollout_id in pieces and n >= since.get(each.rollout_id, 0):
+                pieces[each.rollout_id].append((each, ids[at:end], logprobs[at:end]))
     if damaged:
         log.warning(
             "%s: %d rows of tokens are damaged; the tokens in them are generated again",
             path,
             damaged,
         )
-    return {rollout_id: assemble(own) for rollout_id, own in pieces.items()}
+    return {rollout_id: _joined(own) for rollout_id, own in pieces.items()}
 
 
-def _list(
-    connection: sqlite3.Connection, table: str, key: str, read: Callable[[bytes], T]
-) -> Iterator[T]:
+def _joined(pieces: list[_Piece]) -> SavedTokens:
+    """The tokens of one rollout, up to the first gap; they are a copy."""
+    runs: list[SavedRun] = []
+    end = count = 0
+    pieces.sort(key=lambda piece: piece[0].start)
+    for piece, ids, _ in pieces:
+        if piece.start != end:
+            break
+        end, count = end + len(ids), count + 1
+        if runs and runs[-1][1:] == (piece.version, piece.engine):
+            runs.pop()
+        runs.append((end, piece.version, piece.engine))
+    if not count:
+        return SavedTokens()
+    _, ids, logprobs = zip(*pieces[:count], strict=True)
+    return SavedTokens(
+        token_ids=np.concatenate(ids), logprobs=np.concatenate(logprobs), runs=tuple(runs)
+    )
+
+
+def _list(connection: sqlite3.Connection, table: str, key: str, kind: type[T]) -> Iterator[T]:
     for body, crc in connection.execute(f"SELECT body, crc FROM {table} ORDER BY {key}"):
-        record = _record(body, crc, read)
+        record = _record(body, crc, lambda body: decode(body, kind))
         if record is not None:
             yield record
 
@@ -605,7 +620,7 @@ def read_checkpoint(path: Path) -> Saved:
             finally:
                 file.close()
             migrate(connection, path)
-            saved = _read_saved(connection, path)
+            saved = read_saved(connection, path)
         finally:
             connection.close()
     if saved is None:

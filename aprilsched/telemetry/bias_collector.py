@@ -2,11 +2,10 @@
 
 Invariant: every training rollout that was launched is in exactly one of three places here:
 delivered, open (in flight, or waiting for its batch), or dropped. The drawn law is estimated from
-all three, so a response counts whether or not the schedule delivered it. Dropped rollouts of an
-evaluation cannot be told apart in the ledger, and count as dropped training rollouts. Of a prompt
-that was generated again, because its tokens became too stale, the first responses count for the
-drawn law up to where they were stopped, and the later ones from there on. Otherwise prompts of long
-responses, which are generated again more often, would count more than others.
+all three, so a response counts whether or not the schedule delivered it. Of a prompt that was
+generated again, because its tokens became too stale, the first responses count for the drawn law up
+to where they were stopped, and the later ones from there on. Otherwise prompts of long responses,
+which are generated again more often, would count more than others.
 
 Work is done for each rollout that is sent, finishes or is dropped, and for each batch, but not for
 single tokens.
@@ -14,27 +13,27 @@ single tokens.
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 
 from aprilsched.core.lengths.laws import KaplanMeier, kaplan_meier
 from aprilsched.core.lengths.observed import GroupLengths, entry_after, pooled
-from aprilsched.core.messages.facts import DeliveredRollout
-from aprilsched.core.state.ledger import Entry, Ledger, Reason
-from aprilsched.telemetry.batch_figures import Measured
+from aprilsched.core.messages.facts import DeliveredRollout, DroppedRollout
+from aprilsched.core.state.ledger import Ledger, Reason
 from aprilsched.telemetry.figures import (
+    Ages,
     BiasFigures,
     CensoringFigures,
     DecileFigures,
     DropFigures,
+    Figures,
     InFlightFigures,
     LawFigures,
+    Measured,
     TransientFigures,
 )
 
@@ -87,7 +86,35 @@ def expected_lengths(
     return np.where(finished, tokens, tokens + law.residual_mean(tokens))
 
 
-# --- bias collector ------------------------------------------------------------------------------
+def transient(final: NDArray[np.float64], delivered: int, mean: float) -> tuple[float, float]:
+    """The mean of the `final` lengths float64 [n] of the responses in flight (`mean`, if there are
+    none), and the bias of the `delivered` responses that comes of their absence."""
+    expected = float(final.mean()) if final.size else mean
+    return expected, bias_without(final.size, expected, delivered, mean)
+
+
+def entered_lengths(
+    again: Mapping[int, int], members: Mapping[int, GroupLengths]
+) -> dict[int, NDArray[np.int64]]:
+    """For each group that came in another one's place the number of tokens from which on each of
+    its members counts for the drawn law, int64 [g].
+
+    Args:
+        again: for each such group the former one of its prompt.
+        members: the former groups; of one that is not known here nothing follows.
+    """
+    entered: dict[int, NDArray[np.int64]] = {}
+    for group, former in sorted(again.items()):
+        before = members.get(former)
+        if before is not None:
+            since = entry_after(before.tokens, before.finished)
+            earlier = entered.get(former, np.zeros_like(since))
+            size = min(since.size, earlier.size)
+            entered[group] = np.maximum(since[:size], earlier[:size])
+    return entered
+
+
+# --- figures -------------------------------------------------------------------------------------
 
 # Turns length laws into figures, and computes staleness by length. The functions are pure.
 
@@ -133,33 +160,21 @@ def in_flight_figures(
     )
 
 
-def deciles(
-    lengths: NDArray[np.int64],
-    sampled: NDArray[np.int64],
-    off_policy: NDArray[np.int64],
-    staleness: NDArray[np.int64],
-) -> DecileFigures | None:
+def deciles(lengths: NDArray[np.int64], ages: NDArray[np.int64]) -> DecileFigures | None:
     """Staleness by length; None for fewer than 10 responses.
 
-    All arguments are int64 [n] with one entry for each response: its length, the number of its
-    sampled tokens, the number of those that an older policy sampled, and the sum of their
-    staleness.
+    Both arguments have one entry for each response: its length, int64 [n], and the ages of its
+    tokens, int64 [n, 6], with the columns of :class:`~aprilsched.telemetry.figures.Ages`.
     """
     if lengths.size < _DECILES:
         return None
     parts = np.array_split(np.argsort(lengths, kind="stable"), _DECILES)
-    tokens = [max(1, int(sampled[part].sum())) for part in parts]
+    sums = [Ages(*ages[part].sum(axis=0).tolist()) for part in parts]
     return DecileFigures(
         mean_length=[float(lengths[part].mean()) for part in parts],
-        staleness_mean=_shares(staleness, parts, tokens),
-        off_policy_token_share=_shares(off_policy, parts, tokens),
+        staleness_mean=[each.total / max(1, each.sampled) for each in sums],
+        off_policy_token_share=[each.off_policy / max(1, each.sampled) for each in sums],
     )
-
-
-def _shares(
-    values: NDArray[np.int64], parts: list[NDArray[np.int64]], tokens: list[int]
-) -> list[float]:
-    return [int(values[part].sum()) / n for part, n in zip(parts, tokens, strict=True)]
 
 
 # --- censoring -----------------------------------------------------------------------------------
@@ -169,8 +184,6 @@ def _shares(
 # A long response has more time to become too old or to fail than a short one, so such drops change
 # the lengths that are delivered. A group that the user's accept function rejects was dropped by
 # choice: its effect is computed, and there is no warning.
-
-log = logging.getLogger("aprilsched")
 
 CENSORS = frozenset(
     {
@@ -192,42 +205,19 @@ _LEAST_EFFECT_OF_LUCK = 0.02
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drop:
-    """A dropped rollout, and whether its response had ended."""
+    """A dropped rollout, its tokens so far, and whether its response had ended."""
 
-    entry: Entry
+    rollout_id: int
+    group_id: int
+    reason: str
+    tokens: int
     finished: bool
 
 
-class Drops:
-    """Takes each entry of a ledger once, and gives the warning once.
-
-    A ledger keeps only its latest entries, so it must be read from time to time.
-    """
-
-    def __init__(self) -> None:
-        self.taken: list[Drop] = []
-        self._seen = 0
-        self._warned = False
-
-    def take(self, ledger: Ledger, finished: set[int]) -> None:
-        """Take the new entries; `finished` has the ids of the rollouts whose response had ended."""
-        # A resumed scheduler may have fewer entries than the log, because it has not saved all of
-        # them.
-        undone = max(0, self._seen - ledger.total)
-        del self.taken[len(self.taken) - undone :]
-        new = min(max(0, ledger.total - self._seen), len(ledger.entries))
-        self._seen = ledger.total
-        for entry in list(islice(reversed(ledger.entries), new))[::-1]:
-            self.taken.append(Drop(entry=entry, finished=entry.rollout_id in finished))
-
-    def warn(self, ledger: Ledger, delivered: int, delivered_tokens: int) -> None:
-        """Warn once if the dropped responses were longer so far than the delivered ones."""
-        if self._warned:
-            return
-        warning = warning_now(ledger, delivered, delivered_tokens)
-        if warning is not None:
-            self._warned = True
-            log.warning("%s", warning)
+def _lengths_of(drops: Sequence[Drop]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """The tokens of dropped rollouts, int64 [n], and which responses had ended, bool [n]."""
+    tokens = np.array([drop.tokens for drop in drops], dtype=np.int64)
+    return tokens, np.array([drop.finished for drop in drops], dtype=np.bool_)
 
 
 def warning_now(ledger: Ledger, delivered: int, delivered_tokens: int) -> str | None:
@@ -262,7 +252,7 @@ def censoring(
     """
     by_reason: dict[str, list[Drop]] = {}
     for drop in drops:
-        by_reason.setdefault(str(drop.entry.reason), []).append(drop)
+        by_reason.setdefault(drop.reason, []).append(drop)
     figures = {
         reason: _figures(found, law, kept)
         if reason != Reason.BEGUN_AGAIN
@@ -293,8 +283,7 @@ def warning_of(reasons: Sequence[str], rollouts: int, effect: float | None) -> s
 
 
 def _figures(drops: Sequence[Drop], law: KaplanMeier | None, kept: int) -> DropFigures:
-    tokens = np.array([drop.entry.tokens for drop in drops], dtype=np.int64)
-    finished = np.array([drop.finished for drop in drops], dtype=np.bool_)
+    tokens, finished = _lengths_of(drops)
     final = None if law is None else float(expected_lengths(law, tokens, finished).mean())
     effect = None
     if law is not None and final is not None and kept > 0:
@@ -331,7 +320,7 @@ def _together(figures: Mapping[str, DropFigures]) -> float | None:
     return sum(effects) if effects else None
 
 
-# --- bias collector ------------------------------------------------------------------------------
+# --- collector -----------------------------------------------------------------------------------
 
 _GOAL = 0.01
 
@@ -347,29 +336,36 @@ class BiasCollector:
         """Largest id of a launched rollout; ids follow the order of launches."""
         self.again: dict[int, int] = {}
         """For each group that came in the place of another one of the same prompt, that group."""
-        self._drops = Drops()
+        self._drops: list[Drop] = []
         self._newest: list[int] = []
         """Value of `newest` at the delivery of each batch."""
         self._groups: list[NDArray[np.int64]] = []
         """Group id of each delivered rollout, for each batch."""
-        self._delivered = 0
-        self._delivered_tokens = 0
 
-    def deliver(self, rollouts: Sequence[DeliveredRollout], measured: Measured) -> None:
+    def deliver(self, rollouts: Sequence[DeliveredRollout]) -> None:
         self._newest.append(self.newest)
         self._groups.append(np.array([r.group_id for r in rollouts], dtype=np.int64))
-        self._delivered += len(rollouts)
-        self._delivered_tokens += measured.length
         self.finished.difference_update(rollout.rollout_id for rollout in rollouts)
 
-    def drop(self, ledger: Ledger, *, warn: bool) -> None:
-        """Take new entries of the ledger, and warn if the drops censor lengths."""
-        self._drops.take(ledger, self.finished)
-        if warn:
-            self._drops.warn(ledger, self._delivered, self._delivered_tokens)
+    def drop(self, group_id: int, rollouts: Iterable[DroppedRollout]) -> None:
+        """Take rollouts of a group that were dropped."""
+        for each in rollouts:
+            self._drops.append(
+                Drop(
+                    rollout_id=each.rollout_id,
+                    group_id=group_id,
+                    reason=each.reason,
+                    tokens=each.tokens,
+                    finished=each.rollout_id in self.finished,
+                )
+            )
+
+    def restore(self, rollout_ids: Collection[int]) -> None:
+        """Take back the drops of rollouts that are launched again, because they were not saved."""
+        self._drops = [drop for drop in self._drops if drop.rollout_id not in rollout_ids]
 
     def restart(self, gone: Collection[int]) -> None:
-        """Continue with the ledger of another process, which resumes the run.
+        """Continue with what another process tells, which resumes the run.
 
         Args:
             gone: ids of the rollouts that were delivered or dropped before.
@@ -377,50 +373,53 @@ class BiasCollector:
         # All other rollouts are launched again as restored.
         self.finished.intersection_update(gone)
         self.newest = max(gone, default=-1)
-        self._drops = Drops()
 
     def figures(
         self,
-        basis: BiasFigures,
         batches: Sequence[Measured],
+        burn_in: int,
+        workload_mean: float | None,
         open_groups: Sequence[GroupLengths],
         ledger: Ledger,
     ) -> BiasFigures:
-        """Add the estimates of this collector to `basis`.
+        """The length bias of what was delivered in `batches`.
 
         Args:
+            burn_in: number of batches before the steady state.
+            workload_mean: mean length of the workload, if it is known beforehand.
             open_groups: lengths of the training groups that are not delivered.
         """
-        self._drops.take(ledger, self.finished)
         lengths = _joined([batch.lengths for batch in batches])
         tokens, finished = pooled(open_groups)
         owners, entered = _joined(self._groups), self._entered()
         law = self._law(lengths, owners, open_groups, entered)
-        known = basis.workload_mean_length
-        mean = known if known is not None or law is None else law.mean()
+        means = [
+            Figures.over(part).mean_length for part in (batches[:1], batches, batches[burn_in:])
+        ]
+        first, overall, long_run = means
+        reference = long_run if workload_mean is None else workload_mean
+        kind = "run_after_burn_in" if workload_mean is None else "workload_mean"
+        known = overall is not None and reference is not None
         return BiasFigures(
-            first_batch_length_bias=basis.first_batch_length_bias,
-            bias_estimate=basis.bias_estimate,
-            bias_reference=basis.bias_reference,
-            workload_mean_length=basis.workload_mean_length,
-            long_run_mean_length=basis.long_run_mean_length,
-            delivered_mean_length=basis.delivered_mean_length,
-            delivered_mean_length_by_batch=basis.delivered_mean_length_by_batch,
-            length_distance_by_batch=basis.length_distance_by_batch,
-            iid_length_distance_by_batch=basis.iid_length_distance_by_batch,
+            first_batch_length_bias=_excess(first, long_run),
+            bias_estimate=_excess(overall, reference),
+            bias_reference=kind if known else None,
+            workload_mean_length=workload_mean,
+            long_run_mean_length=long_run,
+            delivered_mean_length=overall,
+            delivered_mean_length_by_batch=[float(batch.lengths.mean()) for batch in batches],
+            length_distance_by_batch=[batch.distance for batch in batches],
+            iid_length_distance_by_batch=[batch.iid_distance for batch in batches],
             drawn=None if law is None else law_figures(law),
             delivered=sample_law(lengths),
             in_flight=None if law is None else in_flight_figures(law, tokens, finished),
-            transient=self._transient(law, mean, known is not None, batches, open_groups),
-            by_length_decile=deciles(
-                lengths,
-                _joined([batch.sampled_by_rollout for batch in batches]),
-                _joined([batch.off_policy_by_rollout for batch in batches]),
-                _joined([batch.staleness_by_rollout for batch in batches]),
-            ),
+            transient=self._transient(law, workload_mean, batches, open_groups),
+            by_length_decile=None
+            if not batches
+            else deciles(lengths, np.concatenate([batch.ages for batch in batches])),
             dropped_tokens={str(reason): n for reason, n in sorted(ledger.tokens.items())},
             censoring=censoring(
-                [drop for drop in self._drops.taken if drop.entry.group_id not in self.again],
+                [drop for drop in self._drops if drop.group_id not in self.again],
                 law,
                 lengths.size + tokens.size,
                 again=lengths[np.isin(owners, list(entered))],
@@ -428,22 +427,15 @@ class BiasCollector:
         )
 
     def _entered(self) -> dict[int, NDArray[np.int64]]:
-        """For each group that came in another one's place the number of tokens from which on each
-        of its members counts for the drawn law, int64 [g]."""
-        if not self.again:
-            return {}
+        """See :func:`entered_lengths`; groups that came in another one's place are dropped ones."""
         members: dict[int, list[Drop]] = {}
-        for drop in self._drops.taken:
-            members.setdefault(drop.entry.group_id, []).append(drop)
-        entered: dict[int, NDArray[np.int64]] = {}
-        for group, former in sorted(self.again.items()):
-            if former not in members:
-                continue
-            tokens = np.array([drop.entry.tokens for drop in members[former]], dtype=np.int64)
-            ended = np.array([drop.finished for drop in members[former]], dtype=np.bool_)
-            since = entry_after(tokens, ended)
-            entered[group] = np.maximum(since, entered.get(former, 0))
-        return entered
+        for drop in self._drops if self.again else ():
+            members.setdefault(drop.group_id, []).append(drop)
+        former: dict[int, GroupLengths] = {}
+        for group, drops in members.items():
+            tokens, finished = _lengths_of(drops)
+            former[group] = GroupLengths(launched=group, tokens=tokens, finished=finished)
+        return entered_lengths(self.again, former)
 
     def _law(
         self,
@@ -454,39 +446,43 @@ class BiasCollector:
     ) -> KaplanMeier | None:
         """The law of the lengths of all launched responses; None until one response has ended."""
         tokens, finished = pooled(open_groups)
-        drops = self._drops.taken
-        dropped = np.array([drop.entry.tokens for drop in drops], dtype=np.int64)
-        ended = np.array([drop.finished for drop in drops], dtype=np.bool_)
+        dropped, ended = _lengths_of(self._drops)
         seen = np.concatenate((lengths, tokens, dropped))
         censored = np.concatenate((np.zeros(lengths.size, dtype=np.bool_), ~finished, ~ended))
         if censored.all():
             return None
         holders = [np.full(len(group.tokens), group.launched) for group in open_groups]
-        groups = [drop.entry.group_id for drop in drops]
+        groups = [drop.group_id for drop in self._drops]
         since = _since(np.concatenate((owners, _joined(holders), groups)).astype(int), entered)
         return kaplan_meier(np.where(censored, seen, np.maximum(seen, 1)), censored, since)
 
     def _transient(
         self,
         law: KaplanMeier | None,
-        mean: float | None,
-        known: bool,
+        known: float | None,
         batches: Sequence[Measured],
         open_groups: Sequence[GroupLengths],
     ) -> TransientFigures | None:
-        if law is None or not mean or not batches:
+        if law is None or not batches:
             return None
-        tokens, finished = pooled(open_groups)
-        final = expected_lengths(law, tokens, finished)
-        expected = float(final.mean()) if final.size else mean
+        mean = law.mean() if known is None else known
+        final = expected_lengths(law, *pooled(open_groups))
         lengths = [batch.lengths for batch in batches]
+        delivered = sum(each.size for each in lengths)
+        expected, predicted = transient(final, delivered, mean)
         measured = running_bias(lengths, mean)
         owners = [np.full(len(group.tokens), group.launched) for group in open_groups]
+        further = batches_until(
+            _GOAL,
+            in_flight=final.size,
+            excess=expected / mean - 1,
+            per_batch=delivered / len(batches),
+        )
         return TransientFigures(
-            predicted=bias_without(final.size, expected, self._delivered, mean),
+            predicted=predicted,
             measured=measured[-1],
             mean=mean,
-            reference="workload_mean" if known else "drawn",
+            reference="drawn" if known is None else "workload_mean",
             predicted_by_batch=transient_by_batch(
                 lengths=lengths,
                 groups=self._groups,
@@ -496,17 +492,12 @@ class BiasCollector:
                 mean=mean,
             ),
             measured_by_batch=measured,
-            further_batches_to_1_percent=max(
-                0,
-                batches_until(
-                    _GOAL,
-                    in_flight=final.size,
-                    excess=expected / mean - 1,
-                    per_batch=self._delivered / len(batches),
-                )
-                - len(batches),
-            ),
+            further_batches_to_1_percent=max(0, further - len(batches)),
         )
+
+
+def _excess(value: float | None, reference: float | None) -> float | None:
+    return None if value is None or not reference else value / reference - 1
 
 
 def _since(groups: NDArray[np.int64], entered: dict[int, NDArray[np.int64]]) -> NDArray[np.int64]:

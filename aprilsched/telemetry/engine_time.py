@@ -207,15 +207,18 @@ class Recording(Protocol):
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class EngineNow:
-    """The present state of an engine.
+class EngineUsage:
+    """An engine now, and where its time has gone so far.
 
     Attributes:
         info: what the engine said about itself when it opened or joined.
         version: policy version of its weights; None if they are inconsistent.
         since: time at which its present stretch began.
-        decode, prefill, re_prefill: number of its requests in each phase.
-        peak: largest number of requests that it had at once.
+        decode: number of its requests that decode.
+        prefill: number of its requests that wait for their first token.
+        re_prefill: number of its requests that wait for their next token after a pause or a move.
+        capacity: largest number of requests that it had at once: the slots that its time is
+            divided by.
         tokens: number of tokens that it has generated so far.
         losses: how often it went out of use.
         beyond: number of tokens in the contexts of its requests, minus `tokens`. A chunk changes
@@ -231,12 +234,12 @@ class EngineNow:
 
     info: EngineInfo
     version: int | None
-    since: float
+    since: float = 0.0
     state: EngineState = "generating"
     decode: int = 0
     prefill: int = 0
     re_prefill: int = 0
-    peak: int = 0
+    capacity: int = 0
     tokens: int = 0
     losses: int = 0
     beyond: int = 0
@@ -257,8 +260,25 @@ class EngineNow:
 
     @property
     def context_tokens(self) -> int:
-        """Number of tokens in the contexts of its requests."""
+        """Number of tokens in the contexts of its requests: the most that they hold. A prompt that
+        the members of a group share counts for each of them, and a context counts while its engine
+        is paused without its KV."""
         return self.tokens + self.beyond
+
+    @property
+    def parts(self) -> dict[Part, float]:
+        """Its seconds so far by part, see :data:`PARTS`."""
+        return dict(zip(PARTS, self.seconds, strict=True))
+
+    @property
+    def busy(self) -> float:
+        """Its busy seconds."""
+        return sum(self.seconds[PART_INDEX[part]] for part in BUSY)
+
+    @property
+    def wall(self) -> float:
+        """Seconds since it came."""
+        return sum(self.seconds)
 
     def count(self, phase: Phase, requests: int) -> None:
         """Add `requests`, which may be negative, to the number of requests in the phase."""
@@ -285,7 +305,7 @@ class AttemptNow:
     request_id: int
     attempt: int
     rollout_id: int
-    engine: EngineNow
+    engine: EngineUsage
     phase: Phase
     context: int
     since: float
@@ -305,7 +325,7 @@ class EngineTime:
     """
 
     def __init__(self, recording: Recording | None = None) -> None:
-        self.engines: dict[str, EngineNow] = {}
+        self.engines: dict[str, EngineUsage] = {}
         self.attempts: dict[int, AttemptNow] = {}
         self._attempts_on: dict[str, dict[int, AttemptNow]] = {}
         self._in_use = 0
@@ -342,17 +362,17 @@ class EngineTime:
 
     # --- engines -------------------------------------------------------------------------------
 
-    def enlist(self, info: EngineInfo) -> EngineNow:
+    def enlist(self, info: EngineInfo) -> EngineUsage:
         """Add an engine that opens or joins, for the first time or again."""
         engine = self.engines.get(info.name)
         if engine is None:
-            engine = EngineNow(info=info, version=info.version, since=self.now)
+            engine = EngineUsage(info=info, version=info.version, since=self.now)
             self.engines[info.name] = engine
             self._in_use += 1
         engine.info, engine.version = info, info.version
         return engine
 
-    def enter(self, engine: EngineNow, state: EngineState) -> None:
+    def enter(self, engine: EngineUsage, state: EngineState) -> None:
         """Set the state of an engine from now on."""
         if engine.state != state:
             self._end_stretch(engine)
@@ -370,7 +390,7 @@ class EngineTime:
             engine.decode = engine.prefill = engine.re_prefill = engine.timed = 0
             engine.beyond = -engine.tokens
 
-    def go_on(self, engine: EngineNow) -> None:
+    def go_on(self, engine: EngineUsage) -> None:
         """Continue an engine after a pause."""
         self.enter(engine, "generating")
         for attempt in self._attempts_on.get(engine.name, {}).values():
@@ -393,7 +413,7 @@ class EngineTime:
         engine.count(attempt.phase, 1)
         engine.beyond += attempt.context
         engine.timed += attempt.timed
-        engine.peak = max(engine.peak, engine.in_flight)
+        engine.capacity = max(engine.capacity, engine.in_flight)
 
     def close(self, request_id: int) -> AttemptNow | None:
         """Remove the attempt of a request that has ended; None if there was none."""
@@ -437,7 +457,7 @@ class EngineTime:
         if not decoding:
             return
         seconds, wrong = engine.seconds, PART_INDEX[part]
-        moved = min(seconds[wrong], decoding / max(1, engine.peak))
+        moved = min(seconds[wrong], decoding / max(1, engine.capacity))
         seconds[wrong] -= moved
         seconds[PART_INDEX["decode"]] += moved
         if self._recording is not None:
@@ -454,7 +474,7 @@ class EngineTime:
 
     # --- time ----------------------------------------------------------------------------------
 
-    def _end_stretch(self, engine: EngineNow) -> None:
+    def _end_stretch(self, engine: EngineUsage) -> None:
         """End the present stretch of an engine, count it, and begin the next one."""
         begin, end = engine.since, self.now
         if end <= begin:
@@ -464,81 +484,17 @@ class EngineTime:
         idle = self._free if state == "generating" else self._paused
         counts = (engine.decode, engine.prefill, engine.re_prefill)
         environment = self._outside / max(1, self._in_use) if self._outside else 0.0
-        add_seconds(engine.seconds, end - begin, state, idle, counts, environment, engine.peak)
+        add_seconds(engine.seconds, end - begin, state, idle, counts, environment, engine.capacity)
         if self._recording is not None:
             self._recording.stretch(
                 Stretch(engine.name, begin, end, state, idle, *counts, environment)
             )
 
 
-# --- engine usage --------------------------------------------------------------------------------
-
-# An engine and where its time has gone so far, as data for whoever shows or exports it.
+# --- sums ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineUsage:
-    """An engine now, and its time so far.
-
-    Attributes:
-        in_flight: requests that it has; the three next are those of them that decode, wait for
-            their first token, and wait for their next one after a pause or a move (if it
-            generates; in a pause, what they will go on with).
-        tokens: that it generated.
-        losses: how often it went out of use.
-        capacity: the slots that its time is divided by: requests that it had at once at most.
-        context_tokens: of its requests: a prompt that the members of a group share counts for each
-            of them, and a context counts while its engine is paused without its KV. It is what
-            they need, the most that they hold.
-        info: what it said of itself when it came.
-        seconds: its wall time by part, see :data:`~aprilsched.telemetry.engine_time.PARTS`.
-    """
-
-    name: str
-    state: EngineState
-    in_flight: int
-    version: int | None
-    tokens: int
-    capacity: int
-    decoding: int = 0
-    prefilling: int = 0
-    re_prefilling: int = 0
-    context_tokens: int = 0
-    losses: int = 0
-    info: EngineInfo | None = None
-    seconds: Mapping[Part, float] = field(default_factory=dict[Part, float])
-
-    @property
-    def busy(self) -> float:
-        """Seconds."""
-        return sum(self.seconds[part] for part in BUSY)
-
-    @property
-    def wall(self) -> float:
-        """Seconds since it is there."""
-        return sum(self.seconds.values())
-
-
-def engine_usage(engine: EngineNow) -> EngineUsage:
-    """The engine as it is now."""
-    return EngineUsage(
-        name=engine.name,
-        state=engine.state,
-        in_flight=engine.in_flight,
-        version=engine.version,
-        tokens=engine.tokens,
-        capacity=engine.peak,
-        decoding=engine.decode,
-        prefilling=engine.prefill,
-        re_prefilling=engine.re_prefill,
-        context_tokens=engine.context_tokens,
-        losses=engine.losses,
-        info=engine.info,
-        seconds=dict(zip(PARTS, engine.seconds, strict=True)),
-    )
-
-
-def seconds_of(engines: Iterable[EngineNow]) -> dict[Part, float]:
+def seconds_of(engines: Iterable[EngineUsage]) -> dict[Part, float]:
     """The parts of these engines' time together."""
     sums = [sum(column) for column in zip(*(engine.seconds for engine in engines), strict=True)]
     return dict(zip(PARTS, sums or [0.0] * len(PARTS), strict=True))

@@ -1,4 +1,8 @@
-"""The fields of summary.json: their names are a contract with everybody who reads run folders.
+"""The figures of a run: of each its unit, its meaning, and what it is taken from.
+
+Everything that shows figures reads them here and in :mod:`~aprilsched.telemetry.table`, which adds
+those that only a run in progress has. The classes are the content of summary.json, and the names of
+their fields are a contract with everybody who reads run folders.
 
 All times are seconds of the run's clock (modelled seconds on the embedded engine). A figure that
 cannot be known is None: efficiency without a step-time model, a steady state of a run that ended
@@ -9,66 +13,177 @@ count in lengths only. All lengths are in tokens. A bias is a share of the mean 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Literal, NamedTuple, Self, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aprilsched.core.state.ledger import Counters
 
 BiasReference: TypeAlias = Literal["workload_mean", "run_after_burn_in"]
 MeanReference: TypeAlias = Literal["workload_mean", "drawn"]
+Kind: TypeAlias = Literal["counter", "gauge", "histogram"]
+Unit: TypeAlias = Literal["", "seconds", "share", "tokens", "versions", "rate", "reward", "nats"]
+Direction: TypeAlias = Literal["higher", "lower", "zero"]
+"""Which values of a figure are better; "zero" means the values nearest to 0."""
+Mean: TypeAlias = tuple[int, float]
+"""A mean with the number of values behind it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RolloutFigures:
-    """Where every launched rollout is. Counted from ids, not taken from the scheduler's counts."""
+class Figure:
+    """A figure of a run.
 
-    launched: int
-    delivered: int
-    """In batches and evaluations."""
-    evaluated: int
-    """Those of them in evaluations."""
-    in_flight: int
-    """Neither delivered nor dropped when the run ended: carried, or finished early."""
-    lost: int
-    """Launched, and nowhere: a bug unless 0."""
-    duplicated: int
-    """Delivered more than once: a bug unless 0."""
-    dropped: dict[str, int]
-    """By reason, as the ledger names it."""
+    Attributes:
+        help: one sentence for whoever reads it.
+        of: takes it from its source. A histogram has none, because its values are observed one by
+            one.
+        name: where it belongs, and what it is; the table gives a field of summary.json its name.
+        buckets: upper edges of a histogram, without the infinite one.
+        tracked: whether trackers write it at each batch. Of a figure with labels they write the
+            sum.
+        exposed: whether it is told to Prometheus.
+        live: what the live view calls it; it shows no figure without such a name.
+        headline: what the report calls it among its headlines; empty if it is none of them.
+        better: which values are better; None if none are.
+    """
+
+    help: str
+    of: Callable[[Any], Any] | None = None
+    name: str = ""
+    kind: Kind = "gauge"
+    unit: Unit = ""
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+    tracked: bool = True
+    exposed: bool = True
+    live: str = ""
+    headline: str = ""
+    better: Direction | None = None
+
+    @property
+    def metric(self) -> str:
+        """Its name in Prometheus, which has the unit at the end."""
+        own = self.name.removeprefix("run/").replace("/", "_")
+        ending = {"share": "ratio", "rate": "", "reward": "", "nats": ""}.get(self.unit, self.unit)
+        if ending and not own.endswith(self.unit):
+            own += f"_{ending}"
+        return f"aprilsched_{own}{'_total' if self.kind == 'counter' else ''}"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TokenFigures:
-    generated: int
-    """Arrived from engines."""
-    delivered: int
-    reprefilled: int
-    """Context tokens computed again after an interruption."""
-    discarded: int
-    """Of dropped rollouts."""
+def figure(help: str, of: Callable[[Any], Any] | None = None, **more: Any) -> Any:
+    """A field of a dataclass that is a figure; the arguments are those of :class:`Figure`."""
+    return field(default=None, metadata={"figure": Figure(help=help, of=of, **more)})
+
+
+def figures_in(holder: Any) -> dict[str, Figure]:
+    """The figures among the fields of a dataclass or of an instance, by the name of the field."""
+    return {f.name: f.metadata["figure"] for f in fields(holder) if "figure" in f.metadata}
+
+
+def values_of(kind: type[Any], source: Any) -> dict[str, Any]:
+    """The figures of a dataclass, taken from `source`, as arguments for its constructor."""
+    return {name: each.of(source) for name, each in figures_in(kind).items() if each.of}
+
+
+def headlines_in(summary: Any, path: str = "") -> Iterator[tuple[str, Figure, Any]]:
+    """Each headline of a summary, by the path of its field, with its value."""
+    known = figures_in(summary)
+    for each in fields(summary):
+        value, name = getattr(summary, each.name), f"{path}{each.name}"
+        if each.name in known and known[each.name].headline:
+            yield name, known[each.name], value
+        elif is_dataclass(value) and not isinstance(value, SteadyState):
+            yield from headlines_in(value, f"{name}.")
+
+
+# --- batches -------------------------------------------------------------------------------------
+
+
+class Ages(NamedTuple):
+    """Figures about the sampled tokens of a rollout; ages are in versions.
+
+    Attributes:
+        oldest_trained: largest age among the tokens that count in the loss.
+        masked: number of tokens that do not count in the loss.
+    """
+
+    sampled: int
+    off_policy: int
+    total: int
+    oldest: int
+    oldest_trained: int
     masked: int
-    """Delivered with loss mask 0, because they passed the staleness bound."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SecondsFigures:
-    wall: float
-    """From the opened fleet to the last thing that happened."""
-    trainer: float
-    """Of it, spent by the trainer while the run waited for it (synchronous pace only)."""
-    pause: float
-    """An engine's mean time from its pause calls to the ends of its continue calls."""
-    update: float
-    """From the requests for a new version to their ends."""
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Measured:
+    """What was counted and timed of a delivered batch.
+
+    Attributes:
+        seconds: from the delivery before to its own, without `trainer_seconds`.
+        lengths: lengths of its responses, int64 [n], tokens of the environment included.
+        ages: ages of its responses, int64 [n, 6], with the columns of :class:`Ages`.
+        sums: sums of these columns; of the two oldest ages the largest.
+        t_bound: what no schedule can go below on this fleet, in seconds; None without a model.
+        distance, iid_distance: see :attr:`Figures.length_distance`.
+        rewards: means of the rewards, under None, and of each named part of them.
+        forecast: forecast and outcome; None if there was no forecast.
+    """
+
+    index: int
+    version: int
+    seconds: float
+    trainer_seconds: float
+    groups: int
+    lengths: NDArray[np.int64]
+    ages: NDArray[np.int64]
+    sums: Ages
+    t_bound: float | None
+    distance: float | None
+    iid_distance: float | None
+    rewards: Mapping[str | None, Mean]
+    forecast: ForecastFigures | None
+
+    @property
+    def figures(self) -> BatchFigures:
+        """The figures of this batch."""
+        return BatchFigures.over([self])
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StalenessFigures:
-    """Consuming version minus sampling version, of delivered tokens."""
+_Of: TypeAlias = Callable[[Measured], Any]
+_Over: TypeAlias = Callable[[Sequence[Measured]], Any]
 
-    mean: float
-    """Over tokens."""
-    max: int
-    max_trained: int
-    """The largest among tokens with loss mask 1: what `max_staleness` bounds."""
+
+def _ratio(part: _Of, whole: _Of) -> _Over:
+    """The sum of `part` over the sum of `whole`, of all batches that have both."""
+
+    def of(batches: Sequence[Measured]) -> float | None:
+        pairs = [(part(batch), whole(batch)) for batch in batches]
+        known = [(above, below) for above, below in pairs if above is not None]
+        return divided(sum(above for above, _ in known), sum(below for _, below in known))
+
+    return of
+
+
+def _largest(take: _Of) -> _Over:
+    return lambda batches: max(map(take, batches), default=0)
+
+
+def _sum(take: _Of) -> _Over:
+    return lambda batches: sum(map(take, batches))
+
+
+def _last(take: _Of) -> _Over:
+    return lambda batches: take(batches[-1])
+
+
+def divided(part: float | None, whole: float) -> float | None:
+    """`part` / `whole`; None without one of them."""
+    return part / whole if part is not None and whole else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,43 +192,13 @@ class RewardFigures:
 
     rollouts: int = 0
     """Number of delivered rollouts that have a reward."""
-    mean: float | None = None
-    """Their mean reward; null if none has a reward."""
+    mean: float | None = figure(
+        "Mean reward of the rollouts; absent without rewards.", unit="reward",
+        headline="Reward, mean",
+    )  # fmt: skip
     parts: dict[str, float] = field(default_factory=dict[str, float])
     """Mean of each named part of the reward, over the rollouts that have this part. Only the first
     100 names of a run are counted."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BatchFigures:
-    """One batch. `seconds` reach from the delivery before to its own, without `trainer_seconds`."""
-
-    index: int
-    version: int
-    """The one that consumes it."""
-    seconds: float
-    trainer_seconds: float
-    groups: int
-    rollouts: int
-    tokens: int
-    mean_length: float
-    """Of its responses, in tokens."""
-    off_policy_token_share: float
-    staleness_mean: float
-    staleness_max: int
-    t_bound: float | None
-    """What no schedule can go below for these responses on this fleet, in seconds."""
-    efficiency: float | None
-    """t_bound / seconds. Above 1 where much of the batch was generated before it began."""
-    rewards: RewardFigures = field(default_factory=RewardFigures)
-    length_distance: float | None = None
-    """Kolmogorov's distance of its response lengths from the law that all lengths are drawn from:
-    the largest difference of the two distribution functions, 0 to 1. The law is estimated when the
-    batch is delivered, from the 4,096 responses launched last, unfinished ones included."""
-    iid_length_distance: float | None = None
-    """The distance that is expected of a batch of as many groups drawn at random."""
-    forecast: ForecastFigures | None = None
-    """What automatic scheduling expected of the batch when it began; None if there was nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,6 +227,238 @@ class ForecastFigures:
     """Number of batches behind these means."""
     schedule: str = ""
     """The schedule of a single batch, and the reason of its choice, in words."""
+
+
+def _rewards(batches: Sequence[Measured]) -> RewardFigures:
+    """Means over all rollouts of the batches."""
+    found: dict[str | None, list[Mean]] = {}
+    for batch in batches:
+        for name, mean in batch.rewards.items():
+            found.setdefault(name, []).append(mean)
+    means = {name: mean_of(each) for name, each in found.items()}
+    rollouts, mean = means.pop(None, (0, None))
+    parts = {name: value for name, (_, value) in means.items() if name is not None}
+    return RewardFigures(rollouts=rollouts, mean=mean, parts=parts)
+
+
+def mean_of(means: Sequence[Mean]) -> Mean:
+    """The mean over all values that `means` are means of."""
+    count = sum(n for n, _ in means)
+    # Not the sum first, which is infinite for rewards that are as large as a float can be.
+    return count, math.fsum(n / count * value for n, value in means)
+
+
+def _forecasts(batches: Sequence[Measured]) -> ForecastFigures | None:
+    """Forecast and outcome over the batches that had a forecast: means of the seconds, and shares
+    of all their seconds and tokens."""
+    pairs = [(batch.forecast, batch.sums.sampled) for batch in batches if batch.forecast]
+    if len(pairs) < 2:
+        return pairs[0][0] if pairs else None
+
+    def mean(values: Iterable[float | None], weights: Iterable[float]) -> float | None:
+        weighed = list(zip(values, weights, strict=True))
+        known = [(value, weight) for value, weight in weighed if value is not None]
+        total = sum(weight for _, weight in known)
+        return divided(sum(value * weight for value, weight in known), total)
+
+    each, tokens = [forecast for forecast, _ in pairs], [n for _, n in pairs]
+    seconds, expected = [f.seconds for f in each], [f.seconds_forecast for f in each]
+    return ForecastFigures(
+        seconds=sum(seconds) / len(pairs),
+        seconds_forecast=sum(expected) / len(pairs),
+        efficiency=mean([f.efficiency for f in each], seconds),
+        efficiency_forecast=mean([f.efficiency_forecast for f in each], expected) or 0.0,
+        off_policy_token_share=mean([f.off_policy_token_share for f in each], tokens) or 0.0,
+        off_policy_token_share_forecast=mean(
+            [f.off_policy_token_share_forecast for f in each], tokens
+        )
+        or 0.0,
+        batches=len(pairs),
+    )
+
+
+# fmt: off
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figures:
+    """The figures of a batch, or of several batches together."""
+
+    delivered_tokens_per_s: float | None = figure(
+        "Sampled tokens over the seconds, those of the trainer included.", unit="rate",
+        of=_ratio(lambda b: b.sums.sampled, lambda b: b.seconds + b.trainer_seconds),
+        headline="Delivered tokens per second", better="higher",
+    )
+    efficiency: float | None = figure(
+        "T_bound over the seconds; absent without a step-time model. Above 1 where much was "
+        "generated before the begin.", unit="share",
+        of=_ratio(lambda b: b.t_bound, lambda b: b.seconds),
+        live="efficiency", headline="Efficiency", better="higher",
+    )
+    off_policy_token_share: float | None = figure(
+        "Share of the tokens that an older version sampled than the one that consumes them.",
+        unit="share", of=_ratio(lambda b: b.sums.off_policy, lambda b: b.sums.sampled),
+        headline="Off-policy tokens", better="lower",
+    )
+    staleness_mean: float | None = figure(
+        "Consuming version minus sampling version, over tokens.", unit="versions",
+        of=_ratio(lambda b: b.sums.total, lambda b: b.sums.sampled),
+        live="staleness", headline="Staleness, mean", better="lower",
+    )
+    staleness_max: int = figure(
+        "Consuming version minus that of the oldest token.", unit="versions",
+        of=_largest(lambda b: b.sums.oldest),
+        live="max", headline="Staleness, largest", better="lower",
+    )
+    staleness_max_trained: int = figure(
+        "The largest staleness among tokens with loss mask 1: what `max_staleness` bounds.",
+        unit="versions", of=_largest(lambda b: b.sums.oldest_trained),
+    )
+    mean_length: float | None = figure(
+        "Mean length of the responses.", unit="tokens",
+        of=_ratio(lambda b: int(b.lengths.sum()), lambda b: b.lengths.size),
+    )
+    max_length: int = figure(
+        "Length of the longest response.", unit="tokens",
+        of=_largest(lambda b: int(b.lengths.max())),
+    )
+    length_distance: float | None = figure(
+        "Kolmogorov's distance of a batch's response lengths from the law that all lengths are "
+        "drawn from: the largest difference of the two distribution functions, 0 to 1. The law is "
+        "estimated when the batch is delivered, from the 4,096 responses launched last, unfinished "
+        "ones included.", unit="share", of=_ratio(lambda b: b.distance, lambda b: 1),
+        live="length distance",
+    )
+    iid_length_distance: float | None = figure(
+        "That distance as expected of as many groups drawn at random.", unit="share",
+        of=_ratio(lambda b: b.iid_distance, lambda b: 1), live="at random",
+    )
+    rewards: RewardFigures = figure(
+        "Rewards of delivered rollouts.", of=_rewards, tracked=False, exposed=False,
+    )
+    forecast: ForecastFigures | None = figure(
+        "What automatic scheduling expected, and what happened, over the batches that had a "
+        "forecast when they began; None if none had.", of=_forecasts, tracked=False, exposed=False,
+    )
+
+    @classmethod
+    def over(cls, batches: Sequence[Measured], /, **more: Any) -> Self:
+        """The figures of `batches`, with other fields of the class."""
+        return cls(**values_of(cls, batches), **more)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchFigures(Figures):
+    """One batch."""
+
+    index: int = figure("Number of the batch.", _last(lambda b: b.index), exposed=False,
+                        tracked=False)
+    version: int = figure("The policy version that consumes it.", _last(lambda b: b.version))
+    seconds: float = figure(
+        "From the delivery before to its own, without the trainer's seconds.",
+        _sum(lambda b: b.seconds), unit="seconds",
+    )
+    trainer_seconds: float = figure(
+        "In which the engines stood still for the trainer (synchronous pace only).",
+        _sum(lambda b: b.trainer_seconds), unit="seconds",
+    )
+    groups: int = figure("Groups of the batch.", _sum(lambda b: b.groups))
+    rollouts: int = figure("Rollouts of the batch.", _sum(lambda b: b.lengths.size))
+    tokens: int = figure("Sampled tokens of its rollouts.", _sum(lambda b: b.sums.sampled),
+                         unit="tokens")
+    t_bound: float | None = figure(
+        "What no schedule can go below for these responses on this fleet; absent without a "
+        "step-time model.", _last(lambda b: b.t_bound), unit="seconds",
+    )
+# fmt: on
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SteadyState(Figures):
+    """The same figures over the batches after the burn-in."""
+
+    burn_in: int
+    """Batches left out at the begin."""
+    batches: int
+    mean_batch_seconds: float | None
+
+
+def steady_state(batches: Sequence[Measured], burn_in: int) -> SteadyState:
+    """The figures of the batches after the first `burn_in`."""
+    kept = batches[burn_in:]
+    return SteadyState.over(
+        kept,
+        burn_in=burn_in,
+        batches=len(kept),
+        mean_batch_seconds=divided(sum(batch.seconds for batch in kept), len(kept)),
+    )
+
+
+# --- the run -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutFigures:
+    """Where every launched rollout is. Counted from ids, not taken from the scheduler's counts."""
+
+    launched: int
+    delivered: int = figure("In batches and evaluations.", headline="Responses delivered")
+    evaluated: int
+    """Those of them in evaluations."""
+    in_flight: int
+    """Neither delivered nor dropped when the run ended: carried, or finished early."""
+    lost: int = figure("Launched, and nowhere: a bug unless 0.", headline="Lost", better="lower")
+    duplicated: int = figure(
+        "Delivered more than once: a bug unless 0.", headline="Duplicated", better="lower"
+    )
+    dropped: dict[str, int] = figure(
+        "Given up on purpose, by reason, as the ledger names it.",
+        headline="Dropped",
+        better="lower",
+    )
+
+
+def _count(name: str, help: str, **more: Any) -> Any:
+    """A counter of the whole run."""
+    return figure(help, lambda counters: getattr(counters, name), kind="counter", **more)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenFigures:
+    """Tokens of the whole run, as its counters have them."""
+
+    generated: int = _count("tokens_generated", "Tokens that arrived from engines.")
+    delivered: int = _count("tokens_delivered", "Sampled tokens of delivered rollouts.")
+    reprefilled: int = _count(
+        "tokens_reprefilled",
+        "Context tokens computed again after an interruption.",
+        headline="Tokens recomputed",
+        better="lower",
+    )
+    discarded: int = _count("tokens_discarded", "Sampled tokens of dropped rollouts.")
+    masked: int = _count(
+        "tokens_masked",
+        "Tokens delivered with loss mask 0, because they passed the staleness bound.",
+    )
+
+    @classmethod
+    def of(cls, counters: Counters) -> Self:
+        """The figures at this time."""
+        return cls(**values_of(cls, counters))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SecondsFigures:
+    wall: float = figure(
+        "From the opened fleet to the last thing that happened.",
+        unit="seconds",
+        headline="Seconds",
+        better="lower",
+    )
+    trainer: float
+    """Of it, spent by the trainer while the run waited for it (synchronous pace only)."""
+    pause: float
+    """An engine's mean time from its pause calls to the ends of its continue calls."""
+    update: float
+    """From the requests for a new version to their ends."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -236,18 +553,22 @@ class CensoringFigures:
 class BiasFigures:
     """Are short responses over-represented? 0 is no bias, -0.1 is 10 % too short."""
 
-    first_batch_length_bias: float | None
+    first_batch_length_bias: float | None = None
     """Mean length of batch 0 / long-run mean - 1."""
-    bias_estimate: float | None
-    """Mean length of all delivered / `bias_reference`'s mean - 1."""
-    bias_reference: BiasReference | None
+    bias_estimate: float | None = figure(
+        "Mean length of all delivered / `bias_reference`'s mean - 1.",
+        unit="share",
+        headline="Length bias",
+        better="zero",
+    )
+    bias_reference: BiasReference | None = None
     """What is held against: the workload's own mean where it is known, or this run's batches
     after the burn-in."""
-    workload_mean_length: float | None
-    long_run_mean_length: float | None
+    workload_mean_length: float | None = None
+    long_run_mean_length: float | None = None
     """Of the batches after the burn-in."""
-    delivered_mean_length: float | None
-    delivered_mean_length_by_batch: list[float]
+    delivered_mean_length: float | None = None
+    delivered_mean_length_by_batch: list[float] = field(default_factory=list[float])
     drawn: LawFigures | None = None
     """The law that lengths are drawn from, by Kaplan and Meier's estimate: everything launched,
     with what is in flight or was dropped unfinished as censored."""
@@ -260,7 +581,7 @@ class BiasFigures:
     """Discarded, by reason, as the ledger counts them."""
     censoring: CensoringFigures = field(default_factory=lambda: CensoringFigures(policies=[]))
     length_distance_by_batch: list[float | None] = field(default_factory=list[float | None])
-    """See :class:`BatchFigures`."""
+    """See :class:`Figures`."""
     iid_length_distance_by_batch: list[float | None] = field(default_factory=list[float | None])
 
 
@@ -271,9 +592,13 @@ class DifferenceFigures:
     tokens: int
     mean: float | None
     """Of d. Below 0 the trainer finds the tokens less probable than their engine did."""
-    k3: float | None
-    """Mean of exp(d) - 1 - d: an estimate of KL(engine, trainer) that is never negative
-    (http://joschu.net/blog/kl-approx.html)."""
+    k3: float | None = figure(
+        "Mean of exp(d) - 1 - d: an estimate of KL(engine, trainer) that is never negative "
+        "(http://joschu.net/blog/kl-approx.html).",
+        unit="nats",
+        headline="Mismatch of engine and trainer",
+        better="lower",
+    )
     largest: float | None
     """The largest magnitude of d."""
     beyond_share: float | None
@@ -315,28 +640,8 @@ class AlignmentFigures:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SteadyState:
-    """The same figures over the batches after the burn-in."""
-
-    burn_in: int
-    """Batches left out at the begin."""
-    batches: int
-    mean_batch_seconds: float | None
-    mean_length: float | None
-    delivered_tokens_per_s: float | None
-    efficiency: float | None
-    off_policy_token_share: float | None
-    length_distance: float | None = None
-    """Mean distance of a batch's lengths from the drawn law, see :class:`BatchFigures`."""
-    iid_length_distance: float | None = None
-    """Mean of what is expected of batches drawn at random."""
-    forecast: ForecastFigures | None = None
-    """Forecast and outcome over the batches that had a forecast; None if none had."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunSummary:
-    """What is in summary.json."""
+class RunSummary(Figures):
+    """What is in summary.json. Its own figures are of all batches together."""
 
     schema: int = 1
     """Of this file; it grows when a field changes its meaning."""
@@ -355,16 +660,8 @@ class RunSummary:
     rollouts: RolloutFigures
     tokens: TokenFigures
     seconds: SecondsFigures
-    delivered_tokens_per_s: float | None
-    """Delivered tokens over all batches' seconds, those of the trainer included."""
-    efficiency: float | None
-    """Sum of t_bound / sum of seconds, the trainer's not included."""
-    off_policy_token_share: float | None
-    """Delivered tokens of an older version than the one that consumes them / delivered tokens."""
-    staleness: StalenessFigures
     bias: BiasFigures
     steady_state: SteadyState
-    rewards: RewardFigures = field(default_factory=RewardFigures)
     alignment: AlignmentFigures | None = None
     """None unless the trainer reported its log-probabilities."""
     per_batch: list[BatchFigures] = field(default_factory=list[BatchFigures])

@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from aprilsched.core.messages.facts import Fact
 from aprilsched.core.state.ledger import Counters, Ledger
 from aprilsched.telemetry.base import BulkListener, DispatchingListener, TokenChunks
-from aprilsched.telemetry.batch_figures import BatchMeter, Measured
+from aprilsched.telemetry.batch_figures import BatchMeter
+from aprilsched.telemetry.figures import Measured
 from aprilsched.telemetry.run_state import RunState
 
 
@@ -63,6 +64,12 @@ class LiveFigures:
     def batch(self) -> Measured | None:
         """The batch that was delivered last; None before the first."""
         return self._meter.latest
+
+    @property
+    def recent(self) -> Sequence[Measured]:
+        """The batches that were delivered last, at most
+        :data:`~aprilsched.telemetry.batch_figures.RECENT_BATCHES`."""
+        return self._meter.recent
 
     def advance(self) -> float:
         """Count the engines' time up to now; returns the time now. Call it with the lock held."""

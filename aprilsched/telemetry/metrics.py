@@ -15,8 +15,9 @@ from numpy.typing import ArrayLike
 
 from aprilsched.core.messages import facts as of
 from aprilsched.core.messages.facts import Fact
+from aprilsched.telemetry.figures import Ages
 from aprilsched.telemetry.live_figures import FiguresListener, LiveFigures
-from aprilsched.telemetry.table import FIGURES, Labelled, Moment
+from aprilsched.telemetry.table import FIGURES, Labelled, Moment, values_at
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,7 +112,7 @@ class Metrics(FiguresListener):
             )
             return Scrape(
                 values={
-                    name: figure.values(moment)
+                    name: values_at(figure, moment)
                     for name, figure in FIGURES.items()
                     if figure.exposed
                 },
@@ -122,8 +123,8 @@ class Metrics(FiguresListener):
         """The seconds to expose for each part. Time that was counted as re-prefill may later be
         moved to decoding, and a counter that goes down would look like one that was restarted. So
         such a part keeps its exposed value until the true value has caught up."""
-        for engine in self._figures.state.engine_usage.values():
-            for part, seconds in engine.seconds.items():
+        for engine in self._figures.state.engines.values():
+            for part, seconds in engine.parts.items():
                 key = (engine.name, part)
                 self._exposed[key] = max(seconds, self._exposed.get(key, 0.0))
         return dict(self._exposed)
@@ -143,9 +144,11 @@ class Metrics(FiguresListener):
         batch = self._figures.batch
         if fact.again or batch is None:
             return
-        self._histograms["batch/duration_seconds"].observe(batch.figures.seconds)
+        self._histograms["batch/duration_seconds"].observe(batch.seconds)
         self._histograms["run/response_length_tokens"].observe(batch.lengths)
-        self._histograms["run/rollout_staleness_versions"].observe(batch.oldest_by_rollout)
+        self._histograms["run/rollout_staleness_versions"].observe(
+            batch.ages[:, Ages._fields.index("oldest")]
+        )
 
     # --- updates and engines -------------------------------------------------------------------
 

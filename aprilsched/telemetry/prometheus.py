@@ -13,8 +13,9 @@ from typing import Any
 
 from aprilsched.errors import ConfigError
 from aprilsched.extras import extra
+from aprilsched.telemetry.figures import Figure, Kind
 from aprilsched.telemetry.metrics import Buckets, Metrics
-from aprilsched.telemetry.table import FIGURES, Figure, Kind
+from aprilsched.telemetry.table import FIGURES
 
 with extra("metrics"):
     from prometheus_client import CollectorRegistry, start_http_server

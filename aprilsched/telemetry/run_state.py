@@ -27,14 +27,30 @@ from aprilsched.telemetry.batch_figures import sampled_tokens
 from aprilsched.telemetry.engine_time import (
     AttemptNow,
     Cause,
-    EngineNow,
     EngineTime,
     EngineUsage,
     Part,
     Recording,
-    engine_usage,
     seconds_of,
 )
+
+_OF_NO_CAUSE = frozenset(
+    {
+        of.AttemptEnded,
+        of.AttemptSent,
+        of.EngineAdmitted,
+        of.EngineJoined,
+        of.EngineLost,
+        of.EngineModeChanged,
+        of.EngineRefitted,
+        of.RewardRequested,
+        of.RolloutScored,
+        of.TokensDiscarded,
+        of.TokensReceived,
+        of.VerdictRequested,
+    }
+)
+"""Facts that cannot change why slots are free, and most facts are of these kinds."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -101,6 +117,7 @@ class RunState:
 
     Attributes:
         now: time of the last fact, in seconds.
+        engines: the engines by name, in the order in which they came, and where their time went.
         growing: ids of the rollouts whose response has not ended.
         carried: ids of the rollouts in `growing` that were in flight when an earlier batch was
             delivered.
@@ -144,9 +161,6 @@ class RunState:
         synchronous pace an idle engine is not even paused while the trainer trains, so its mode
         does not tell why it is idle."""
         self._began = False
-        self._cause_may_differ = True
-        """Whether a fact may have changed the reason for free slots. The reason is computed only
-        after such facts, because most facts cannot change it."""
         self._handlers: dict[type, Callable[[Any], None]] = {
             of.RunOpened: self._opened,
             of.BatchRequested: self._batch_requested,
@@ -189,13 +203,14 @@ class RunState:
 
     def on_facts(self, facts: Sequence[Fact], now: float) -> None:
         self.now = self._time.now = now
-        handlers = self._handlers
+        handlers, may_differ = self._handlers, False
         for fact in facts:
-            handler = handlers.get(fact.__class__)
+            kind = fact.__class__
+            handler = handlers.get(kind)
             if handler is not None:
                 handler(fact)
-        if self._cause_may_differ:
-            self._cause_may_differ = False
+                may_differ |= kind not in _OF_NO_CAUSE
+        if may_differ:
             self._time.wait_for(self._free_for(), self._paused_for(), len(self.outside))
 
     def on_tokens(self, chunks: TokenChunks, now: float) -> None:
@@ -246,12 +261,6 @@ class RunState:
     def open_attempts(self) -> int:
         """Number of open attempts on all engines."""
         return len(self._attempts)
-
-    @property
-    def engine_usage(self) -> dict[str, EngineUsage]:
-        """Usage of each engine's time by the engine's name, in the order in which the engines
-        came."""
-        return {name: engine_usage(engine) for name, engine in self.engines.items()}
 
     def seconds(self) -> dict[Part, float]:
         """Seconds of all engines together, by part."""
@@ -313,7 +322,6 @@ class RunState:
     # --- the trainer and the prompts -----------------------------------------------------------
 
     def _opened(self, fact: of.RunOpened) -> None:
-        self._cause_may_differ = True
         self.version = max(self.version, fact.version)
         self._time.forget_requests()
         for info in fact.engines:
@@ -339,22 +347,19 @@ class RunState:
         self.fetching = self._prompts_ended = False
 
     def _batch_requested(self, _: of.BatchRequested) -> None:
-        self._trainer.waits = self._cause_may_differ = True
+        self._trainer.waits = True
 
     def _trainer_waits_no_longer(self, _: of.PromptsEnded) -> None:
         self._trainer.waits = False
-        self._cause_may_differ = True
 
     def _batch_offered(self, _: of.BatchOffered) -> None:
-        self._trainer.offered = self._cause_may_differ = True
+        self._trainer.offered = True
 
     def _offer_withdrawn(self, _: of.OfferWithdrawn) -> None:
         self._trainer.offered = False
-        self._cause_may_differ = True
 
     def _batch_delivered(self, fact: of.BatchDelivered) -> None:
         self._trainer.waits = self._trainer.offered = False
-        self._cause_may_differ = True
         self.batches = fact.batch + 1
         if not fact.again:
             self.counters.batches += 1
@@ -366,11 +371,9 @@ class RunState:
 
     def _evaluation_requested(self, fact: of.EvaluationRequested) -> None:
         self._trainer.evaluations.add(fact.evaluation_id)
-        self._cause_may_differ = True
 
     def _evaluation_over(self, fact: of.EvaluationWithdrawn | of.EvaluationDelivered) -> None:
         self._trainer.evaluations.discard(fact.evaluation_id)
-        self._cause_may_differ = True
 
     def _evaluation_delivered(self, fact: of.EvaluationDelivered) -> None:
         self._evaluation_over(fact)
@@ -381,21 +384,18 @@ class RunState:
         self._trainer.evaluations.difference_update(fact.evaluations)
         if fact.batch:
             self._trainer.waits = False
-        self._cause_may_differ = True
 
     def _schedule_changed(self, fact: of.ScheduleChanged) -> None:
         if fact.pace is not None:
             self._launches_unasked = fact.pace == "asynchronous"
-            self._cause_may_differ = True
 
     def _prompts_requested(self, _: of.PromptsRequested) -> None:
         self._launches_unasked |= not self._wanted
-        self.fetching = self._cause_may_differ = True
+        self.fetching = True
 
     def _prompts_received(self, fact: of.PromptsReceived) -> None:
         self.fetching = fact.partial
         self._prompts_ended = self._prompts_ended or fact.last
-        self._cause_may_differ = True
 
     def _prompt_refused(self, fact: of.PromptRefused) -> None:
         # A prompt that cannot be used counts as one launched rollout, which is in the ledger.
@@ -406,7 +406,6 @@ class RunState:
 
     def _group_launched(self, fact: of.GroupLaunched) -> None:
         ids, lengths = fact.rollout_ids, fact.restored
-        self._cause_may_differ = True
         self.counters.launched += len(ids)
         for place, rollout_id in enumerate(ids):
             rollout = self.rollouts[rollout_id] = RolloutNow(group_id=fact.group_id)
@@ -428,18 +427,15 @@ class RunState:
 
     def _episode_started(self, fact: of.EpisodeStarted) -> None:
         self.outside.add(fact.rollout_id)
-        self._cause_may_differ = True
 
     def _turn_begun(self, fact: of.TurnBegun) -> None:
         self.outside.discard(fact.rollout_id)
-        self._cause_may_differ = True
         rollout = self.rollouts.get(fact.rollout_id)
         if rollout is not None:
             rollout.environment += fact.environment
 
     def _turn_ended(self, fact: of.TurnEnded) -> None:
         self.outside.add(fact.rollout_id)
-        self._cause_may_differ = True
 
     def _tokens_discarded(self, fact: of.TokensDiscarded) -> None:
         self.counters.tokens_discarded += fact.sampled
@@ -452,9 +448,7 @@ class RunState:
     def _rollout_finished(self, fact: of.RolloutFinished) -> None:
         self.growing.discard(fact.rollout_id)
         self.carried.discard(fact.rollout_id)
-        if fact.rollout_id in self.outside:
-            self.outside.discard(fact.rollout_id)
-            self._cause_may_differ = True
+        self.outside.discard(fact.rollout_id)
         rollout = self.rollouts.get(fact.rollout_id)
         group = self.groups.get(fact.group_id)
         if rollout is None or group is None or rollout.finished:
@@ -463,7 +457,6 @@ class RunState:
         group.growing -= 1
         if not group.growing and not group.evaluated:
             self._generated += 1
-            self._cause_may_differ = True
 
     def _reward_requested(self, fact: of.RewardRequested) -> None:
         if fact.rollout_id is not None:
@@ -489,7 +482,6 @@ class RunState:
         group.accepted = True
         self.scoring.difference_update(group.rollout_ids)
         self._ready += not group.evaluated
-        self._cause_may_differ = True
 
     def _arrive(self, rollouts: Sequence[of.DeliveredRollout]) -> None:
         self.counters.delivered += len(rollouts)
@@ -515,7 +507,6 @@ class RunState:
         group.growing -= 1
         if not group.growing:
             self._generated += 1
-            self._cause_may_differ = True
 
     def _drop(self, group_id: int, rows: Sequence[tuple[int, Reason, int]], cause: str) -> None:
         for rollout_id, reason, tokens in rows:
@@ -534,7 +525,6 @@ class RunState:
 
     def _forget(self, group_ids: Iterable[int]) -> None:
         """Remove these groups and their rollouts: they are no longer in flight."""
-        self._cause_may_differ = True
         for group_id in group_ids:
             group = self.groups.pop(group_id, None)
             if group is None:
@@ -602,17 +592,16 @@ class RunState:
             engine.version = fact.version
 
     def _update_begun(self, _: of.UpdateBegun) -> None:
-        self._trainer.updating = self._cause_may_differ = True
+        self._trainer.updating = True
 
     def _update_finished(self, fact: of.UpdateFinished) -> None:
         self._trainer.updating = False
-        self._cause_may_differ = True
         if not fact.cause:
             self.counters.updates += 1
             self.version = fact.version
 
 
-def _enter_mode(time: EngineTime, engine: EngineNow, fact: of.EngineModeChanged) -> None:
+def _enter_mode(time: EngineTime, engine: EngineUsage, fact: of.EngineModeChanged) -> None:
     """Enter the state that follows from a change of mode; a lost engine stays lost until it is
     admitted."""
     lost = engine.state == "lost"

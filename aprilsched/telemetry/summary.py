@@ -16,17 +16,18 @@ from typing import Literal
 
 from aprilsched.core.lengths.observed import GroupLengths
 from aprilsched.core.messages import facts
-from aprilsched.core.state.ledger import Counters, Ledger
-from aprilsched.telemetry import batch_figures as of
+from aprilsched.core.state.ledger import Counters, Ledger, Reason
 from aprilsched.telemetry.alignment import AlignmentLedger
 from aprilsched.telemetry.base import DispatchingListener
-from aprilsched.telemetry.batch_figures import BatchMeter, Bound, Measured
+from aprilsched.telemetry.batch_figures import BatchMeter, Bound
 from aprilsched.telemetry.bias_collector import BiasCollector
 from aprilsched.telemetry.figures import (
+    Measured,
     RolloutFigures,
     RunSummary,
     SecondsFigures,
     TokenFigures,
+    steady_state,
 )
 
 
@@ -57,11 +58,6 @@ class Summary(DispatchingListener):
         workload_mean: mean response length, if it is known beforehand.
         burn_in: number of batches that are left out of the steady state; by default
             :func:`default_burn_in`.
-
-    Attributes:
-        ledger: the scheduler's own ledger. It is read during the run, because it keeps only its
-            latest entries.
-        warns: whether to log a warning once if drops censor lengths.
     """
 
     def __init__(
@@ -92,8 +88,6 @@ class Summary(DispatchingListener):
         self._resumed = False
         self._reissued = 0
         """Ids of evaluated rollouts that a resumed scheduler gave to other rollouts."""
-        self.ledger: Ledger | None = None
-        self.warns = True
         self._bias = BiasCollector()
         self._alignment = AlignmentLedger()
         self._handlers = {
@@ -103,8 +97,8 @@ class Summary(DispatchingListener):
             facts.UpdateBegun: self._update_begun,
             facts.UpdateFinished: self._update_finished,
             facts.GroupLaunched: self._launched,
-            facts.EpisodeStarted: self._episode_started,
-            facts.AttemptSent: self._sent_to_engine,
+            facts.EpisodeStarted: self._begin,
+            facts.AttemptSent: self._begin,
             facts.RolloutFinished: self._finished,
             facts.GroupDropped: self._group_dropped,
             facts.PromptRefused: self._prompt_refused,
@@ -130,7 +124,8 @@ class Summary(DispatchingListener):
         batches = self.batches
         asked = self._burn_in
         burn_in = default_burn_in(len(batches)) if asked is None else asked
-        return RunSummary(
+        return RunSummary.over(
+            batches,
             clock=clock,
             interrupted=interrupted,
             error=error,
@@ -138,28 +133,20 @@ class Summary(DispatchingListener):
             engines=self._engines,
             batches=len(batches),
             rollouts=self._rollouts(remainder),
-            tokens=self._tokens(remainder.counters),
+            tokens=TokenFigures.of(remainder.counters),
             seconds=self._seconds(),
-            delivered_tokens_per_s=of.delivered_tokens_per_s(batches),
-            efficiency=of.efficiency(batches) if batches else None,
-            off_policy_token_share=of.off_policy_token_share(batches),
-            staleness=of.staleness(batches),
             bias=self._bias.figures(
-                of.bias(batches, burn_in, self._workload_mean),
-                batches,
-                remainder.open_groups,
-                remainder.ledger,
+                batches, burn_in, self._workload_mean, remainder.open_groups, remainder.ledger
             ),
-            steady_state=of.steady_state(batches, burn_in),
+            steady_state=steady_state(batches, burn_in),
             alignment=self._alignment.figures(),
-            rewards=of.rewards(batches),
             per_batch=[batch.figures for batch in batches],
         )
 
     @property
     def groups(self) -> int:
         """Number of groups in the batches so far."""
-        return sum(batch.figures.groups for batch in self.batches)
+        return sum(batch.groups for batch in self.batches)
 
     def _rollouts(self, remainder: Remainder) -> RolloutFigures:
         held = set(remainder.in_flight)
@@ -179,15 +166,6 @@ class Summary(DispatchingListener):
             dropped={str(reason): n for reason, n in sorted(remainder.ledger.rollouts.items())},
         )
 
-    def _tokens(self, counters: Counters) -> TokenFigures:
-        return TokenFigures(
-            generated=counters.tokens_generated,
-            delivered=counters.tokens_delivered,
-            reprefilled=counters.tokens_reprefilled,
-            discarded=counters.tokens_discarded,
-            masked=sum(batch.masked for batch in self.batches),
-        )
-
     def _seconds(self) -> SecondsFigures:
         return SecondsFigures(
             wall=self._now - (self._now if self._began is None else self._began),
@@ -202,7 +180,9 @@ class Summary(DispatchingListener):
         ids = fact.rollout_ids
         # Rollouts that the prior run had not saved are forgotten, because their ids may belong to
         # others now.
-        self._dropped.difference_update(ids)
+        if not self._dropped.isdisjoint(ids):
+            self._dropped.difference_update(ids)
+            self._bias.restore(ids)
         if fact.evaluation_id is not None:
             self._evaluating.update(ids)
         if fact.again is not None:
@@ -216,11 +196,7 @@ class Summary(DispatchingListener):
             self._reissued += len(self._delivered.intersection(ids))
             self._delivered.difference_update(ids)
 
-    def _sent_to_engine(self, fact: facts.AttemptSent) -> None:
-        self._sent.add(fact.rollout_id)
-        self._bias.newest = max(self._bias.newest, fact.rollout_id)
-
-    def _episode_started(self, fact: facts.EpisodeStarted) -> None:
+    def _begin(self, fact: facts.AttemptSent | facts.EpisodeStarted) -> None:
         self._sent.add(fact.rollout_id)
         self._bias.newest = max(self._bias.newest, fact.rollout_id)
 
@@ -228,16 +204,20 @@ class Summary(DispatchingListener):
         self._bias.finished.add(fact.rollout_id)
 
     def _group_dropped(self, fact: facts.GroupDropped) -> None:
-        self._drop(fact.rollout_ids)
+        self._drop(fact.group_id, fact.rollouts)
 
     def _prompt_refused(self, fact: facts.PromptRefused) -> None:
-        self._drop((fact.rollout_id,))
+        refused = facts.DroppedRollout(
+            rollout_id=fact.rollout_id, reason=Reason.BAD_PROMPT, tokens=0
+        )
+        self._drop(fact.group_id, (refused,))
 
-    def _drop(self, rollout_ids: tuple[int, ...]) -> None:
-        self._dropped.update(rollout_ids)
-        self._evaluating.difference_update(rollout_ids)
-        if self.ledger is not None:
-            self._bias.drop(self.ledger, warn=self.warns)
+    def _drop(self, group_id: int, rollouts: Sequence[facts.DroppedRollout]) -> None:
+        ids = {each.rollout_id for each in rollouts}
+        self._dropped |= ids
+        if self._evaluating.isdisjoint(ids):
+            self._bias.drop(group_id, rollouts)
+        self._evaluating -= ids
 
     def _batch_delivered(self, fact: facts.BatchDelivered) -> None:
         if fact.again and any(each.rollout_id in self._delivered for each in fact.rollouts):
@@ -246,9 +226,8 @@ class Summary(DispatchingListener):
             return
         # Otherwise the process that delivered it first ended before it could write this to the log.
         self._arrive(fact.rollouts)
-        measured = self.meter.deliver(fact, self._now)
-        self.batches.append(measured)
-        self._bias.deliver(fact.rollouts, measured)
+        self.batches.append(self.meter.deliver(fact, self._now))
+        self._bias.deliver(fact.rollouts)
 
     def _evaluation_delivered(self, fact: facts.EvaluationDelivered) -> None:
         ids = {rollout.rollout_id for rollout in fact.rollouts}

@@ -1,8 +1,10 @@
-"""Every figure of a run in progress, as data: its name, meaning and unit, and where it comes from.
+"""Every figure of a run in progress, by its name.
 
-Prometheus and the trackers are given what is in this table, and the reference is made from it. So a
-new figure is one entry here. Its name is the same everywhere: what a tracker has as
-``batch/staleness_max``, Prometheus has as ``aprilsched_batch_staleness_max_versions``.
+Prometheus and the trackers are given what is in this table, and the reference is made from it. It
+has the figures of batches and the counts of tokens from :mod:`~aprilsched.telemetry.figures`, where
+summary.json, the live view and the report find them too, and adds those that only a run in progress
+has. A name is the same everywhere: what summary.json has as ``staleness_max``, a tracker has as
+``batch/staleness_max``, and Prometheus as ``aprilsched_batch_staleness_max_versions``.
 
 Invariants, checked by a test: names and units follow the convention of Prometheus, and only what is
 in the table is exposed.
@@ -10,17 +12,22 @@ in the table is exposed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Literal, TypeAlias, get_args
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias, get_args
 
-from aprilsched.core.state.ledger import Reason
-from aprilsched.telemetry.batch_figures import Measured, delivered_tokens_per_s
+from aprilsched.core.state.ledger import Counters, Reason
 from aprilsched.telemetry.engine_time import BUSY, PARTS, EngineState, EngineUsage, Part
-from aprilsched.telemetry.figures import BatchFigures, ForecastFigures
+from aprilsched.telemetry.figures import (
+    BatchFigures,
+    Figure,
+    ForecastFigures,
+    Measured,
+    TokenFigures,
+    figures_in,
+)
 from aprilsched.telemetry.live_figures import LiveFigures
 
-Kind: TypeAlias = Literal["counter", "gauge", "histogram"]
 Labelled: TypeAlias = Mapping[tuple[str, ...], float]
 Value: TypeAlias = float | Labelled | None
 """A figure, or one for each combination of its labels; None if it cannot be known."""
@@ -49,59 +56,36 @@ class Moment:
     spent: Mapping[Part, float] = field(default_factory=dict[Part, float])
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Figure:
-    """A figure of a run.
-
-    Attributes:
-        name: where it belongs, and what it is.
-        help: one sentence for whoever reads it.
-        of: takes it from a moment. A histogram has none, because its values are observed one by
-            one.
-        buckets: upper edges of a histogram, without the infinite one.
-        tracked: whether trackers write it at each batch. Of a figure with labels they write the
-            sum.
-        exposed: whether it is told to Prometheus.
-    """
-
-    name: str
-    help: str
-    of: Callable[[Moment], Value] | None = None
-    kind: Kind = "gauge"
-    unit: Literal["", "seconds", "share", "tokens", "versions"] = ""
-    labels: tuple[str, ...] = ()
-    buckets: tuple[float, ...] = ()
-    tracked: bool = True
-    exposed: bool = True
-
-    @property
-    def metric(self) -> str:
-        """Its name in Prometheus, which has the unit at the end."""
-        own = self.name.removeprefix("run/").replace("/", "_")
-        if not own.endswith(self.unit):
-            own += "_ratio" if self.unit == "share" else f"_{self.unit}"
-        return f"aprilsched_{own}{'_total' if self.kind == 'counter' else ''}"
-
-    def values(self, moment: Moment) -> Labelled:
-        """Its values by labels; none if it cannot be known now, and none of a histogram."""
-        found = None if self.of is None else self.of(moment)
-        if found is None:
-            return {}
-        return found if isinstance(found, Mapping) else {(): found}
+def values_at(figure: Figure, moment: Moment) -> Labelled:
+    """The values of a figure by labels; none if it cannot be known now, and none of a histogram."""
+    found: Value = None if figure.of is None else figure.of(moment)
+    if found is None:
+        return {}
+    return found if isinstance(found, Mapping) else {(): found}
 
 
-def _count(name: str) -> Callable[[Moment], float]:
+def _of_batches() -> Iterator[Figure]:
+    """The figures of the batch that was delivered last."""
+    for name, each in figures_in(BatchFigures).items():
+        if each.of is not None and (each.tracked or each.exposed):
+            yield replace(each, name=f"batch/{name}", of=_batch(lambda b, of=each.of: of([b])))
+
+
+def _of_tokens() -> Iterator[Figure]:
+    """The counts of tokens."""
+    for name, each in figures_in(TokenFigures).items():
+        if each.of is not None:
+            yield replace(each, name=f"run/tokens_{name}", of=_counted(each.of))
+
+
+def _counted(take: Callable[[Counters], float]) -> Callable[[Moment], float]:
     """A count of the whole run."""
-    return lambda moment: getattr(moment.figures.counters, name)
+    return lambda moment: take(moment.figures.counters)
 
 
-def _of_batch(take: Callable[[Measured], float | None]) -> Callable[[Moment], float | None]:
+def _batch(take: Callable[[Measured], float | None]) -> Callable[[Moment], float | None]:
     """A figure of the batch that was delivered last."""
     return lambda m: None if m.figures.batch is None else take(m.figures.batch)
-
-
-def _batch(take: Callable[[BatchFigures], float | None]) -> Callable[[Moment], float | None]:
-    return _of_batch(lambda batch: take(batch.figures))
 
 
 def _forecast(take: Callable[[ForecastFigures], float | None]) -> Callable[[Moment], float | None]:
@@ -113,14 +97,14 @@ def _engines(take: Callable[[EngineUsage], float | None]) -> Callable[[Moment], 
     """A figure of each engine."""
 
     def of(moment: Moment) -> Value:
-        found = {name: take(each) for name, each in moment.figures.state.engine_usage.items()}
+        found = {name: take(each) for name, each in moment.figures.state.engines.items()}
         return {(name,): value for name, value in found.items() if value is not None}
 
     return of
 
 
 def _states(moment: Moment) -> Value:
-    used = moment.figures.state.engine_usage
+    used = moment.figures.state.engines
     return {(n, state): state == each.state for n, each in used.items() for state in _STATES}
 
 
@@ -144,9 +128,9 @@ def _share(*parts: Part) -> Callable[[Moment], float | None]:
 # fmt: off
 _FIGURES: tuple[Figure, ...] = (
     # --- rollouts and tokens -------------------------------------------------------------------
-    Figure(name="run/rollouts_launched", kind="counter", of=_count("launched"),
+    Figure(name="run/rollouts_launched", kind="counter", of=_counted(lambda c: c.launched),
            help="Rollouts launched, those of evaluations included."),
-    Figure(name="run/rollouts_delivered", kind="counter", of=_count("delivered"),
+    Figure(name="run/rollouts_delivered", kind="counter", of=_counted(lambda c: c.delivered),
            help="Rollouts handed to the trainer, in batches and evaluations."),
     Figure(name="run/rollouts_dropped", kind="counter", labels=("reason",), of=_dropped,
            help="Rollouts dropped on purpose, by the ledger's reason."),
@@ -154,30 +138,13 @@ _FIGURES: tuple[Figure, ...] = (
            help="Rollouts launched, and neither delivered nor dropped yet."),
     Figure(name="run/groups_ready", of=lambda m: m.figures.state.groups_ready,
            help="Complete groups that wait for their batch."),
-    Figure(name="run/request_retries", kind="counter", of=_count("retries"),
+    Figure(name="run/request_retries", kind="counter", of=_counted(lambda c: c.retries),
            help="Attempts sent again after one that failed."),
-    Figure(name="run/tokens_generated", kind="counter", of=_count("tokens_generated"),
-           help="Tokens that arrived from engines."),
-    Figure(name="run/tokens_delivered", kind="counter", of=_count("tokens_delivered"),
-           help="Sampled tokens of delivered rollouts."),
-    Figure(name="run/tokens_discarded", kind="counter", of=_count("tokens_discarded"),
-           help="Sampled tokens of dropped rollouts."),
-    Figure(name="run/tokens_re_prefilled", kind="counter", of=_count("tokens_reprefilled"),
-           help="Context tokens computed again after an interruption."),
-    Figure(name="run/tokens_masked", kind="counter", of=_count("tokens_masked"),
-           help="Tokens delivered with loss mask 0, because they passed the staleness bound."),
+    *_of_tokens(),
     # --- batches -------------------------------------------------------------------------------
-    Figure(name="run/batches_delivered", kind="counter", of=_count("batches"),
+    Figure(name="run/batches_delivered", kind="counter", of=_counted(lambda c: c.batches),
            help="Batches handed to the trainer."),
-    Figure(name="batch/seconds", unit="seconds", of=_batch(lambda b: b.seconds),
-           help="From the delivery before to this one, without the trainer's seconds."),
-    Figure(name="batch/trainer_seconds", unit="seconds",
-           of=_batch(lambda b: b.trainer_seconds),
-           help="In which the engines stood still for the trainer (synchronous pace only)."),
-    Figure(name="batch/tokens_per_s", of=_of_batch(lambda b: delivered_tokens_per_s([b])),
-           help="Sampled tokens over both."),
-    Figure(name="batch/efficiency", unit="share", of=_batch(lambda b: b.efficiency),
-           help="T_bound over the seconds; absent without a step-time model."),
+    *_of_batches(),
     Figure(name="batch/forecast_seconds", unit="seconds",
            of=_forecast(lambda f: f.seconds_forecast),
            help="What automatic scheduling expected of the seconds; absent without a "
@@ -191,32 +158,7 @@ _FIGURES: tuple[Figure, ...] = (
     Figure(name="batch/forecast_off_policy_token_share", unit="share",
            of=_forecast(lambda f: f.off_policy_token_share_forecast),
            help="What it expected of the share of tokens that an older version sampled."),
-    Figure(name="batch/rollouts", of=_batch(lambda b: b.rollouts),
-           help="Rollouts of the batch."),
-    Figure(name="batch/tokens", unit="tokens", of=_batch(lambda b: b.tokens),
-           help="Sampled tokens of its rollouts."),
-    Figure(name="batch/mean_length", unit="tokens", of=_batch(lambda b: b.mean_length),
-           help="Mean length of its responses."),
-    Figure(name="batch/max_length", unit="tokens", of=_of_batch(lambda b: b.lengths.max()),
-           help="Length of its longest response."),
-    Figure(name="batch/length_distance", unit="share",
-           of=_batch(lambda b: b.length_distance),
-           help="Kolmogorov's distance of the response lengths from the law that all lengths "
-                "are drawn from, 0 to 1."),
-    Figure(name="batch/iid_length_distance", unit="share",
-           of=_batch(lambda b: b.iid_length_distance),
-           help="That distance as expected of as many groups drawn at random."),
-    Figure(name="batch/version", of=_batch(lambda b: b.version),
-           help="The policy version that consumes the batch."),
-    Figure(name="batch/off_policy_token_share", unit="share",
-           of=_batch(lambda b: b.off_policy_token_share),
-           help="Share of its tokens that an older version sampled."),
-    Figure(name="batch/staleness_mean", unit="versions",
-           of=_batch(lambda b: b.staleness_mean),
-           help="Consuming version minus sampling version, over tokens."),
-    Figure(name="batch/staleness_max", unit="versions", of=_batch(lambda b: b.staleness_max),
-           help="Consuming version minus that of its oldest token."),
-    Figure(name="batch/reward", of=_batch(lambda b: b.rewards.mean),
+    Figure(name="batch/reward", of=_batch(lambda b: b.figures.rewards.mean),
            help="Mean reward of the rollouts; absent without rewards. A tracker has the mean "
                 "of each named part of the reward beside it as `batch/reward/NAME`."),
     Figure(name="batch/duration_seconds", kind="histogram", unit="seconds",

@@ -25,7 +25,7 @@ from aprilsched.errors import ConfigError
 from aprilsched.extras import extra
 from aprilsched.telemetry.engine_time import PARTS, Part
 from aprilsched.telemetry.live_figures import FiguresListener, LiveFigures
-from aprilsched.telemetry.table import FIGURES, Moment
+from aprilsched.telemetry.table import FIGURES, Moment, values_at
 from aprilsched.telemetry.worker import Worker
 
 _MAX_PENDING = 1_000
@@ -117,7 +117,7 @@ class StepTracker(FiguresListener):
 
 def _written(moment: Moment) -> dict[str, float]:
     """The figures of a batch by name; what cannot be known is left out."""
-    values = {name: each.values(moment) for name, each in FIGURES.items() if each.tracked}
+    values = {name: values_at(each, moment) for name, each in FIGURES.items() if each.tracked}
     found = {name: float(sum(value.values())) for name, value in values.items() if value}
     if moment.figures.batch is not None:
         parts = moment.figures.batch.figures.rewards.parts

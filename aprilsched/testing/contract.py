@@ -41,25 +41,6 @@ from aprilsched.engines.base import (
 from aprilsched.errors import EngineRejected
 from aprilsched.types import Float32Array, Int32Array, SamplingParams, VersionSpan
 
-__all__ = [
-    "ALL_CHECKS",
-    "CHECKS",
-    "ENDLESS",
-    "LOAD_CHECKS",
-    "MEMORY_CHECKS",
-    "PROMPT",
-    "REFIT_CHECKS",
-    "SETTLE_SECONDS",
-    "WAIT_SECONDS",
-    "Check",
-    "Stream",
-    "Subject",
-    "greedy",
-    "until",
-    "whole",
-]
-
-
 LONG = 1500
 SETTLE_SECONDS = 0.3
 """Seconds until nothing changes: a pause may take effect late, and an event may be delayed."""

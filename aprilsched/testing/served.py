@@ -15,26 +15,41 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+import uuid
 import zlib
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 from aiohttp import web
 
 from aprilsched.engines.base import Chunk, GenerationRequest
-from aprilsched.engines.sim.settings import Counters, SimConfig
+from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.engines.sim.sim_engine import SimEngine
-from aprilsched.errors import EngineError, EngineRejected
-from aprilsched.serving import Refused, labelled
-from aprilsched.types import VersionSpan
+from aprilsched.errors import ConfigError, EngineError, EngineRejected
+from aprilsched.serving import (
+    BroadcastBody,
+    DiskBody,
+    JoinBody,
+    PauseMode,
+    Refused,
+    TensorBody,
+    labelled,
+)
+from aprilsched.types import SamplingParams, VersionSpan
 
 MODEL = "aprilsched-sim"
-ABORT_POLL_SECONDS = 1.0
+_VERSION = "0.5.21"
+"""The SGLang release whose answers these are."""
+_ABORT_POLL_SECONDS = 1.0
 """Time between two checks of a pause in abort mode, as in SGLang."""
-FLUSH_POLL_SECONDS = 0.05
+_HEALTH_SECONDS = 20.0
+_MICROSECONDS = 1e6
+_KEPT = 50
+"""Tokens between two reports of SGLang's scheduler about a request that is not streamed."""
 
 
 @dataclass(slots=True)
@@ -47,19 +62,8 @@ class Call:
     retractions: int = 0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Loads:
-    """The figures of /v1/loads at `timestamp` of the wall clock."""
-
-    running: int
-    waiting: int
-    kv_in_use: int
-    counters: Counters
-    timestamp: float
-
-
-class ServedRequests:
-    """One engine and its requests; it belongs to one loop."""
+class ServedEngine:
+    """One engine, its requests and its control calls; it belongs to one loop."""
 
     def __init__(self, engine: SimEngine, config: SimConfig, *, time_scale: float) -> None:
         self.engine = engine
@@ -68,9 +72,14 @@ class ServedRequests:
         self.time_scale = time_scale
         self.random_seed = secrets.randbelow(2**31)
         """The seed that a server draws at its start; it distinguishes one process from another."""
+        self.adapters: dict[str, str] = {}
+        """The path of each loaded adapter."""
+        self.groups: dict[str, tuple[int, int]] = {}
+        """The rank offset and the size of each group that trainers broadcast weights in."""
+        self._updating = False
         self._labels = {0: "default"}
         self._calls: dict[str, Call] = {}
-        self._stale: Loads | None = None
+        self._stale: dict[str, Any] | None = None
         self._late: set[asyncio.Task[None]] = set()
         self._closures = 0
         self._gate = asyncio.Event()
@@ -92,20 +101,77 @@ class ServedRequests:
         return self.engine.batcher.paused == "retract"
 
     @property
-    def loads(self) -> Loads:
-        """The load of the scheduler; during a pause, the load before it."""
+    def ready(self) -> bool:
+        """Whether it is not paused."""
+        return not self.paused
+
+    def rank_loads(self) -> dict[str, Any]:
+        """The load of the scheduler; during a pause, the load before it.
+
+        Figures that SGLang measures only with --enable-metrics are 0, as without that flag.
+        """
         return self._stale or self._loads()
 
-    def _loads(self) -> Loads:
-        batcher = self.engine.batcher
-        waiting = max(batcher.waiting, len(self._entered()) - batcher.running)
-        return Loads(
-            running=batcher.running,
-            waiting=waiting,
-            kv_in_use=batcher.kv_in_use,
-            counters=replace(batcher.counters),
-            timestamp=time.time(),
-        )
+    def _loads(self) -> dict[str, Any]:
+        batcher, config, counters = self.engine.batcher, self.config, self.engine.batcher.counters
+        scale = self.time_scale * _MICROSECONDS
+        moments = [
+            float(counters.steps),
+            float(counters.decoded),
+            counters.decode_seconds * scale,
+            float(counters.decoded_squares),
+            counters.request_seconds * scale,
+            float(counters.decoded),
+        ]
+        return {
+            "timestamp": time.time(),
+            "num_running_reqs": batcher.running,
+            "num_waiting_reqs": max(batcher.waiting, len(self._entered()) - batcher.running),
+            "num_waiting_uncached_tokens": 0,
+            "num_used_tokens": batcher.kv_in_use,
+            "num_total_tokens": batcher.kv_in_use,
+            "num_active_tokens": batcher.kv_in_use,
+            "num_prealloc_ready_tokens": 0,
+            "max_total_num_tokens": config.kv_tokens,
+            "max_running_requests": config.max_running,
+            "token_usage": round(batcher.kv_in_use / config.kv_tokens, 4),
+            "gen_throughput": 0.0,
+            "cache_hit_rate": 0.0,
+            "utilization": 0.0,
+            "total_prefill_uncached_tokens": counters.prefilled - counters.cached,
+            "total_prefill_busy_us": int(counters.prefill_seconds * scale),
+            "decode_moments": moments if counters.steps else None,
+        }
+
+    def model_facts(self) -> dict[str, Any]:
+        """What /model_info tells of the toy model."""
+        architectures = ["AprilschedToy"]
+        return {
+            "load_format": "auto",
+            "model_type": "aprilsched-toy",
+            "architectures": architectures,
+        }
+
+    def server_facts(self) -> dict[str, Any]:
+        """What /server_info tells; the field ``simulated`` says that this is not a real SGLang."""
+        config = self.config
+        rank = {"effective_max_running_requests_per_dp": config.max_running}
+        return {
+            "skip_tokenizer_init": True,
+            "stream_interval": config.stream_interval,
+            "disable_radix_cache": True,
+            "tp_size": 1,
+            "enable_lora": True,
+            "enable_metrics": False,
+            "enable_memory_saver": False,
+            "enable_weights_cpu_backup": False,
+            "max_running_requests": config.max_running,
+            "max_total_num_tokens": config.kv_tokens,
+            "random_seed": self.random_seed,
+            "internal_states": [rank],
+            "version": _VERSION,
+            "simulated": True,
+        }
 
     def labelled(self, spans: tuple[VersionSpan, ...], tokens: int) -> list[dict[str, str | int]]:
         """The `spans` over the first `tokens` tokens, with labels instead of versions."""
@@ -138,6 +204,34 @@ class ServedRequests:
             if not self._entered():
                 self._quiet.set()
 
+    async def whole(self, call: Call) -> Chunk:
+        """One response as one chunk. As in SGLang, an abort after a retract leaves only a multiple
+        of 50 tokens."""
+        async with aclosing(self.generate(call)) as found:
+            chunks = [chunk async for chunk in found]
+        last = chunks[-1]
+        ids = np.concatenate([chunk.token_ids for chunk in chunks])
+        logprobs = np.concatenate([chunk.logprobs for chunk in chunks])
+        if last.finish == "abort" and self.retracted:
+            kept = len(ids) // _KEPT * _KEPT
+            ids, logprobs = ids[:kept], logprobs[:kept]
+        return replace(last, token_ids=ids, logprobs=logprobs)
+
+    async def healthy(self) -> bool:
+        """Whether it generates a token in time, as SGLang's health checks test; they hang while it
+        is paused."""
+        request = GenerationRequest(
+            request_id=f"HEALTH_CHECK_{uuid.uuid4().hex}",
+            input_ids=np.array([0], np.int32),
+            sampling=SamplingParams(max_new_tokens=1, temperature=0.0),
+        )
+        try:
+            async with asyncio.timeout(_HEALTH_SECONDS):
+                await self.whole(Call(request))
+        except (TimeoutError, EngineError):
+            return False
+        return True
+
     def _entered(self) -> list[Call]:
         return [call for call in self._calls.values() if call.entered]
 
@@ -149,6 +243,9 @@ class ServedRequests:
         call.abort_sent = True
         for other in [name for name in self._calls if name.startswith(rid)]:
             await self.engine.abort(other)
+
+    async def abort_group(self, name: str) -> None:
+        """Do nothing: a server of SGLang knows no groups."""
 
     async def abort_all(self) -> None:
         """End every request except those that a pause holds."""
@@ -171,19 +268,9 @@ class ServedRequests:
         for task in self._late:
             task.cancel()
 
+    # -- control calls ----------------------------------------------------------------------
 
-class ServedEngine(ServedRequests):
-    """One engine, its requests and its control calls; it belongs to one loop."""
-
-    def __init__(self, engine: SimEngine, config: SimConfig, *, time_scale: float) -> None:
-        super().__init__(engine, config, time_scale=time_scale)
-        self.adapters: dict[str, str] = {}
-        """The path of each loaded adapter."""
-        self.groups: dict[str, tuple[int, int]] = {}
-        """The rank offset and the size of each group that trainers broadcast weights in."""
-        self._updating = False
-
-    async def pause(self, mode: Literal["abort", "retract", "in_place"]) -> None:
+    async def pause(self, mode: PauseMode) -> None:
         """Pause; the mode "abort" ends all running requests first."""
         if not self.paused:
             self._stale = self._loads()
@@ -196,7 +283,7 @@ class ServedEngine(ServedRequests):
         async with self._closed():
             await self.abort_all()
             while any(not held(call.request.request_id) for call in self._entered()):
-                await asyncio.sleep(ABORT_POLL_SECONDS * self.time_scale)
+                await asyncio.sleep(_ABORT_POLL_SECONDS * self.time_scale)
                 await self.abort_all()
             await self._pause("retract")
 
@@ -211,35 +298,29 @@ class ServedEngine(ServedRequests):
         await self.engine.resume()
         self._stale = None
 
-    async def flush(self, timeout: float) -> bool:  # noqa: ASYNC109 - the query's own name
-        """Drop all KV, within `timeout` seconds; return False while it is in use."""
+    async def flush(self) -> bool:
+        """Drop all KV; return False while it is in use."""
         try:
-            async with asyncio.timeout(timeout or None):
-                while True:
-                    try:
-                        await self.engine.flush()
-                        return True
-                    except EngineRejected:
-                        if not timeout:
-                            return False
-                    await asyncio.sleep(FLUSH_POLL_SECONDS)
-        except TimeoutError:
+            await self.engine.flush()
+        except EngineRejected:
             return False
+        return True
 
-    async def update(self, path: str, label: str | None, *, flush: bool) -> str | None:
-        """Load the weights in `path`; return why not, if that fails."""
-        version = self._version(label or self.label)
-        try:
-            async with self._exclusive():
-                if flush:
-                    await self.engine.flush()
-                await self.engine.update_from_disk(Path(path), version)
-        except EngineError as error:
-            return str(error)
-        self.model_path = path
-        return None
+    async def load(self, body: DiskBody) -> str:
+        """Load the weights in a directory.
 
-    async def relabel(self, label: str) -> None:
+        Raises:
+            EngineError: if that fails.
+        """
+        version = self._version(body.weight_version or self.label)
+        async with self._exclusive():
+            if body.flush_cache:
+                await self.engine.flush()
+            await self.engine.update_from_disk(Path(body.model_path), version)
+        self.model_path = body.model_path
+        return ""
+
+    async def relabel(self, label: str) -> str:
         """Give the weights the label `label`, even while requests run."""
         version, key = self._version(label), self.engine.batcher.weights_key
         # The engine may also have requests of clients that have left, until their late aborts.
@@ -251,58 +332,96 @@ class ServedEngine(ServedRequests):
         finally:
             if running:
                 await self.engine.resume()
+        return ""
 
     async def begin_with(self, path: str, label: str, key: int) -> None:
         """Start with other weights than those of version 0."""
         self.model_path = path
         await self.engine.refit(self._version(label), key)
 
-    def begin_update(self) -> bool:
-        """Begin an update in parts; return False if one is open."""
-        opened, self._updating = not self._updating, True
-        return opened
+    async def begin_update(self) -> None:
+        """Begin an update in parts.
 
-    def end_update(self) -> bool:
-        """End the update in parts; return False if none is open."""
-        closed, self._updating = self._updating, False
-        return closed
+        Raises:
+            ConfigError: if one is open.
+        """
+        if self._updating:
+            raise ConfigError("an update is open already; end it first")
+        self._updating = True
 
-    async def take_bucket(self, content: bytes) -> str | None:
-        """Take new weights, which follow from the present ones and `content`; return why not."""
+    async def end_update(self) -> None:
+        """End the update in parts.
+
+        Raises:
+            ConfigError: if none is open.
+        """
         if not self._updating:
-            return "begin_weight_update must be called first"
+            raise ConfigError("no update is open; begin one first")
+        self._updating = False
+
+    async def take_tensors(self, body: TensorBody) -> str:
+        """Take a bucket; nothing is opened, and any content makes new weights.
+
+        Raises:
+            AprilschedError: if no update is open, or the engine takes none now.
+        """
+        return await self._take("".join(body.serialized_named_tensors))
+
+    async def take_broadcast(self, body: BroadcastBody) -> str:
+        """Take a bucket; nothing is received, and any names make new weights.
+
+        Raises:
+            AprilschedError: as :meth:`take_tensors`, or if the group is unknown.
+        """
+        if body.group_name not in self.groups:
+            raise ConfigError(f"Group {body.group_name} not in groups.")
+        return await self._take(",".join(body.names))
+
+    async def _take(self, content: str) -> str:
+        if not self._updating:
+            raise ConfigError("begin_weight_update must be called first")
         batcher = self.engine.batcher
-        try:
-            await self.engine.refit(batcher.version, zlib.crc32(content, batcher.weights_key))
-        except EngineRejected as error:
-            return str(error)
-        return None
+        key = zlib.crc32(content.encode(), batcher.weights_key)
+        await self.engine.refit(batcher.version, key)
+        return ""
 
-    def join_group(self, name: str, rank_offset: int, world_size: int) -> bool:
-        """Join a group; return False if there is one of this name."""
-        joined = name not in self.groups
-        self.groups.setdefault(name, (rank_offset, world_size))
-        return joined
+    async def join_group(self, body: JoinBody) -> None:
+        """Join a group.
 
-    def leave_group(self, name: str) -> bool:
-        """Leave a group; return False if it is unknown."""
-        return self.groups.pop(name, None) is not None
+        Raises:
+            ConfigError: if there is one of this name.
+        """
+        if body.group_name in self.groups:
+            raise ConfigError(f"The group {body.group_name} exists already.")
+        self.groups[body.group_name] = (body.rank_offset, body.world_size)
 
-    async def load_adapter(self, name: str, path: str) -> str | None:
-        """Load the adapter in `path`; return why not, if that fails."""
-        try:
-            await self.engine.load_adapter(name, Path(path))
-        except EngineError as error:
-            return str(error)
+    async def leave_group(self, name: str) -> None:
+        """Leave a group.
+
+        Raises:
+            ConfigError: if it is unknown.
+        """
+        if self.groups.pop(name, None) is None:
+            raise ConfigError(f"The group {name} does not exist.")
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Load the adapter in `path`.
+
+        Raises:
+            EngineError: if that fails.
+        """
+        await self.engine.load_adapter(name, Path(path))
         self.adapters[name] = path
-        return None
 
-    async def unload_adapter(self, name: str) -> str | None:
-        """Remove an adapter after its last request; return why not, if it is unknown."""
+    async def unload_adapter(self, name: str) -> None:
+        """Remove an adapter after its last request.
+
+        Raises:
+            ConfigError: if it is unknown.
+        """
         if self.adapters.pop(name, None) is None:
-            return f"LoRA with name {name} does not exist."
+            raise ConfigError(f"LoRA with name {name} does not exist.")
         await self.engine.unload_adapter(name)
-        return None
 
     def _version(self, label: str) -> int:
         version = max(self._labels) + 1

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from types import TracebackType
 from typing import Any, Self
 
 from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.engines.sim.sim_engine import SimEngine
 from aprilsched.loop_thread import LoopThread
 from aprilsched.serving import Listener
-from aprilsched.testing.app import make_app
-from aprilsched.testing.faults.middleware import EngineFaults, spoiling
-from aprilsched.testing.faults.script import Faults, FaultScript, reset
+from aprilsched.testing.app import app_of
+from aprilsched.testing.faults.middleware import EngineFaults, fault_middleware, reset
+from aprilsched.testing.faults.script import Faults, FaultScript
 from aprilsched.testing.served import ServedEngine
 
 
@@ -80,8 +79,8 @@ class SimServer:
         self._engine_faults.begin()
 
     async def _listen(self, served: ServedEngine) -> None:
-        outermost = [spoiling(self.faults, self._engine_faults)] if self.faults else []
-        app = make_app(served, admin_key=self._admin_key, outermost=outermost)
+        outermost = [fault_middleware(self.faults, self._engine_faults)] if self.faults else []
+        app = app_of(served, admin_key=self._admin_key, outermost=outermost)
         try:
             await self._listener.open(app)
         except BaseException:
@@ -125,12 +124,7 @@ class SimServer:
         await self.start()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
 
@@ -227,10 +221,5 @@ class ThreadedServer:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()

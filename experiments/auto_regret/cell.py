@@ -91,8 +91,8 @@ class Work:
                 self.marks.append((now, self._bound))
             elif isinstance(fact, BatchDelivered):
                 measured = measure(fact, seconds=1.0, trainer_seconds=0.0, bound=_bound)
-                figures = measured.figures
-                self.delivered.append((figures.t_bound or 0.0, measured.off_policy, figures.tokens))
+                sums = measured.sums
+                self.delivered.append((measured.t_bound or 0.0, sums.off_policy, sums.sampled))
 
 
 def simulate(

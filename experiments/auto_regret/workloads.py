@@ -31,7 +31,7 @@ from aprilsched.errors import ConfigError
 from aprilsched.planning import Planner
 from aprilsched.presets import PRESETS
 from aprilsched.simulation import NEVER, Costs, Simulation, rare_collections
-from aprilsched.telemetry import batch_figures as of
+from aprilsched.telemetry.figures import Figures
 from aprilsched.telemetry.summary import Summary
 from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
 from aprilsched.types import Prompt, SamplingParams
@@ -383,7 +383,7 @@ def run(workload: Workload, config: SchedulerConfig) -> dict[str, Any]:
     work = meter.generated[last] - meter.generated[BURN_IN]
     if config.policies.staleness.rule == "restart":
         # What is thrown away is no work.
-        work = sum(batch.figures.t_bound or 0.0 for batch in kept)
+        work = sum(batch.t_bound or 0.0 for batch in kept)
     driven = 0.0
     for place in range(BURN_IN, last):
         waited = meter.delivered_at[place] - meter.asked[place]
@@ -396,24 +396,24 @@ def run(workload: Workload, config: SchedulerConfig) -> dict[str, Any]:
     mean_work = workload.mean_work()
     # Chance in the lengths makes batches longer, as far as the engines decide how long they take.
     step_s = (seconds + driven * (mean_work * len(kept) / work - 1)) / len(kept)
-    stale = of.staleness(kept)
+    over = Figures.over(kept)
+    age = over.staleness_mean or 0.0
     counters = [engine.batcher.counters for engine in simulation.engines.values()]
     whole = simulation.agenda.now * workload.engines
-    steady = of.steady_state(kept, 0)
-    distance = max(0.0, (steady.length_distance or 0.0) - (steady.iid_length_distance or 0.0))
+    distance = max(0.0, (over.length_distance or 0.0) - (over.iid_length_distance or 0.0))
     # The mean of the exponential over ages that are near each other is nearly that of their mean.
-    useful = math.exp(-stale.mean / Objective().usefulness_age)
+    useful = math.exp(-age / Objective().usefulness_age)
     useful *= 1 - Objective().distance_price * distance
     return {
         "step_s": step_s,
         "step_s_as_measured": seconds / len(kept),
         "of_bound": work / seconds,
         "value": mean_work / step_s * useful,
-        "off_policy": of.off_policy_token_share(kept) or 0.0,
-        "age_mean": stale.mean,
-        "age_max": stale.max,
+        "off_policy": over.off_policy_token_share or 0.0,
+        "age_mean": age,
+        "age_max": over.staleness_max,
         "bound": workload.max_staleness,
-        "masked": sum(b.masked for b in kept) / sum(b.figures.tokens for b in kept),
+        "masked": sum(b.sums.masked for b in kept) / sum(b.sums.sampled for b in kept),
         "distance_beyond_iid": distance,
         "decoding": sum(c.decode_seconds for c in counters) / whole,
         "prefill": sum(c.prefill_seconds for c in counters) / whole,

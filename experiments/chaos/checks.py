@@ -7,7 +7,7 @@ shows all of its errors.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from aprilsched import Batch, Rollout, SamplingParams
 from aprilsched.core.invariants import check as check_invariants
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
+from aprilsched.core.messages.facts import Fact, GroupLaunched
 from aprilsched.core.state.ledger import FAILURES
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.errors import InvariantViolation, PromptsExhausted, RunEnded
@@ -96,14 +97,20 @@ class Checks:
             self._complain(f"invariant after {type(event).__name__}: {error}")
 
     def on_command(self, command: do.Command, now: float) -> None:
-        if not isinstance(command, do.Launch):
+        """Commands need no check of their own."""
+
+    def on_facts(self, facts: Sequence[Fact], now: float) -> None:
+        launched = [fact for fact in facts if isinstance(fact, GroupLaunched)]
+        if self.state is None:
             return
-        # What a killed process has not saved is launched again under the same ids.
-        self.records.evaluated.discard(command.group_id)
-        if command.evaluation_id is None:
-            self.records.launched[command.group_id] = command.prompt.key
-        else:
-            self.records.evaluated.add(command.group_id)
+        for fact in launched:
+            # What a killed process has not saved is launched again under the same ids.
+            self.records.evaluated.discard(fact.group_id)
+            group = self.state.in_flight.groups.get(fact.group_id)
+            if fact.evaluation_id is not None:
+                self.records.evaluated.add(fact.group_id)
+            elif group is not None:
+                self.records.launched[fact.group_id] = group.prompt.key
 
     # --- batches ---------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from aprilsched.testing.faults.script import KINDS, EngineWide, InStream
+from aprilsched.testing.faults.kinds import KINDS, EngineWide, InStream
 
 __all__ = ["random_script"]
 

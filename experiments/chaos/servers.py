@@ -39,7 +39,7 @@ from aprilsched.runs.setup import remainder
 from aprilsched.telemetry.summary import Summary
 from aprilsched.testing import SimServer
 from aprilsched.testing.faults import FaultScript, faults_of
-from aprilsched.testing.faults.script import KINDS
+from aprilsched.testing.faults.kinds import KINDS
 from aprilsched.timing.model import H200_QWEN3_4B
 from aprilsched.types import NO_VERSION, Batch, Rollout
 from experiments.chaos.callers import ChaosPlanner
@@ -220,7 +220,6 @@ class _Run:
         self.train_s = train_s
         self.watch = Watch()
         self.summary = Summary(trainer_waits=self.config.pace == "synchronous")
-        self.summary.warns = False
         self.model = TruthModel(VOCAB)
         self.servers: list[SimServer] = []
         self.figures: Counter[str] = Counter()

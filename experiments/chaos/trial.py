@@ -18,6 +18,7 @@ from typing import Any
 from aprilsched import Batch, MemoryStore, Prompt, RolloutScheduler, SamplingParams, SqliteStore
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
+from aprilsched.core.messages import facts
 from aprilsched.engines.sim import SimEngine
 from aprilsched.errors import (
     AprilschedError,
@@ -920,12 +921,12 @@ class _Moments:
                 self._harm(command.engine, 0.004)
             case do.Pause() | do.Continue() | do.Flush() | do.Release() | do.Wake():
                 self._harm(command.engine, 0.05)
-            case do.Refit():
+            case facts.RefitBegun():
                 for engine in command.engines:
                     self._harm(engine, 0.05)
             case do.WithdrawOffer() if self._life.store is not None:
                 self._life.store.withdrawn[command.index] += 1
-            case do.FinishUpdate() | do.Deliver():
+            case facts.UpdateFinished() | do.Deliver():
                 self._evaluate(0.15)
             case _:
                 pass

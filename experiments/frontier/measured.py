@@ -21,7 +21,7 @@ from aprilsched.core.messages.facts import BatchDelivered, Fact
 from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.planning import Planner
 from aprilsched.simulation import NEVER, ModelledEngine, Simulation
-from aprilsched.telemetry import batch_figures as of
+from aprilsched.telemetry import figures as of
 from aprilsched.telemetry.base import AnyListener
 from aprilsched.telemetry.summary import Summary
 from aprilsched.timing.model import H200_QWEN3_4B_LINEAR, StepTimeModel
@@ -132,18 +132,17 @@ class Run:
             (getattr(last, name) - getattr(first, name)) / self.engines / seconds
             for name in ("work", "thin", "prefill")
         )
-        stale = of.staleness(kept)
-        steady = of.steady_state(kept, 0)
+        over = of.Figures.over(kept)
         return Figures(
             efficiency=work,
-            efficiency_delivered=of.efficiency(kept) or 0.0,
-            off_policy=of.off_policy_token_share(kept) or 0.0,
-            staleness=stale.mean,
-            staleness_max=stale.max,
+            efficiency_delivered=over.efficiency or 0.0,
+            off_policy=over.off_policy_token_share or 0.0,
+            staleness=over.staleness_mean or 0.0,
+            staleness_max=over.staleness_max,
             seconds=seconds / len(kept),
-            mean_length=steady.mean_length or 0.0,
+            mean_length=over.mean_length or 0.0,
             generated_per_s=(last.generated - first.generated) / seconds,
-            delivered_per_s=of.delivered_tokens_per_s(kept) or 0.0,
+            delivered_per_s=over.delivered_tokens_per_s or 0.0,
             reprefilled=(last.reprefilled - first.reprefilled) / len(kept),
             thin=thin,
             prefill=prefill,

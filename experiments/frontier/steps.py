@@ -25,7 +25,7 @@ from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.planning import Planner
 from aprilsched.presets import PRESETS
 from aprilsched.simulation import NEVER, Costs, Simulation, rare_collections
-from aprilsched.telemetry import batch_figures as of
+from aprilsched.telemetry.figures import Figures
 from aprilsched.telemetry.summary import Summary
 from aprilsched.timing.model import H200_QWEN3_4B
 from aprilsched.workload import LongTailWorkload
@@ -147,20 +147,20 @@ def run(schedule: Schedule, engines: int, train_s: float, seed: int) -> dict[str
         simulation.run()
     kept = summary.batches[burn_in:]
     # A batch's seconds end at its delivery. The trainer's seconds lie between that and the next.
-    step_s = statistics.fmean(b.figures.seconds + b.figures.trainer_seconds for b in kept)
-    bound_s = statistics.fmean(b.figures.t_bound or 0.0 for b in kept)
+    step_s = statistics.fmean(b.seconds + b.trainer_seconds for b in kept)
+    bound_s = statistics.fmean(b.t_bound or 0.0 for b in kept)
     counters = [engine.batcher.counters for engine in simulation.engines.values()]
     flight = simulation.state.in_flight.counters
-    stale = of.staleness(kept)
+    over = Figures.over(kept)
     distance = Distances(workload)
     seconds = simulation.agenda.now * engines
     return {
         "step_s": step_s,
         "bound_s": bound_s,
         "efficiency": bound_s / step_s,
-        "off_policy": of.off_policy_token_share(kept) or 0.0,
-        "age_mean": stale.mean,
-        "age_max": stale.max,
+        "off_policy": over.off_policy_token_share or 0.0,
+        "age_mean": over.staleness_mean or 0.0,
+        "age_max": over.staleness_max,
         "distance": statistics.fmean(distance(b.lengths) for b in kept),
         "mean_length": float(np.concatenate([b.lengths for b in kept]).mean()),
         "thrown_away": flight.tokens_discarded / flight.tokens_delivered,

@@ -136,7 +136,7 @@ def _figures(cell: dict[str, Any]) -> dict[str, float]:
     for name in ("length", "capped", "waits_s", "trains_s", "refit_s"):
         found[name] = sum(line[name] for line in later) / len(later)
     found["updates"] = len(updates)
-    found["oldest"] = cell["summary"]["staleness"]["max"]
+    found["oldest"] = cell["summary"]["staleness_max"]
     found["drawn_length_minus"] = cell["summary"]["bias"]["bias_estimate"]
     return found
 

@@ -338,7 +338,6 @@ def run(
     events.close()
     state, noted = RunState(), Schedules()
     summary = Summary(trainer_waits=config.first_pace == "synchronous")
-    summary.ledger, summary.warns = state.ledger, False
     replay(folder / "events.jsonl", [state, summary, noted])
     figures = msgspec.to_builtins(summary.result(remainder_of(state), clock="wall"))
     figures.pop("per_batch", None)

@@ -14,7 +14,7 @@ from aprilsched.core.messages.facts import BatchDelivered, Fact
 from aprilsched.engines.sim import SimConfig
 from aprilsched.presets import april
 from aprilsched.simulation import Costs, Simulation
-from aprilsched.telemetry import batch_figures as of
+from aprilsched.telemetry.figures import Figures
 from aprilsched.telemetry.summary import Summary
 from aprilsched.timing.model import H200_QWEN3_4B as MODEL
 from aprilsched.workload import LongTailWorkload
@@ -113,15 +113,15 @@ def measured(config: SchedulerConfig, train_seconds: float) -> dict[str, Any]:
     first, last = meter.marks[BURN_IN - 1], meter.marks[-1]
     over = {name: last[name] - first[name] for name in last}
     seconds = over["now"]
-    stale = of.staleness(kept)
+    delivered = Figures.over(kept)
     of_time = {name: over[name] / ENGINES / seconds for name in ("decode", "thin", "prefill")}
     return {
         "train_seconds": train_seconds,
         "step_seconds": seconds / counted,
         "generated_per_s": over["generated"] / seconds,
-        "off_policy": of.off_policy_token_share(kept),
-        "staleness": stale.mean,
-        "staleness_max": stale.max,
+        "off_policy": delivered.off_policy_token_share,
+        "staleness": delivered.staleness_mean,
+        "staleness_max": delivered.staleness_max,
         "recomputed_per_batch": over["recomputed"] / counted,
         "versions_of_engines": sum(m["versions"] for m in meter.marks[BURN_IN:]) / counted,
         "rollouts_of_several_versions": meter.mixed,

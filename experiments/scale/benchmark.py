@@ -23,7 +23,7 @@ from aprilsched.config import Dispatch, Pool, SchedulerConfig
 from aprilsched.core.messages.facts import BatchRequested, Fact, TokensReceived
 from aprilsched.presets import april, pool
 from aprilsched.simulation import Simulation, rare_collections
-from aprilsched.telemetry.batch_figures import off_policy_token_share
+from aprilsched.telemetry.figures import Figures
 from aprilsched.telemetry.summary import Summary
 from aprilsched.timing.model import H200_QWEN3_4B
 from aprilsched.workload import LongTailWorkload
@@ -113,7 +113,7 @@ def measure(run: Run) -> dict[str, Any]:
         **asdict(run),
         "rollouts": delivered,
         "efficiency": (after - before) / (ended - began),
-        "off_policy_share": off_policy_token_share(kept),
+        "off_policy_share": Figures.over(kept).off_policy_token_share,
         "seconds_a_batch": (ended - began) / len(kept),
         "cpu_seconds": round(cpu, 2),
         "cpu_us_a_rollout": round(1e6 * cpu / delivered, 1),

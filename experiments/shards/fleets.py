@@ -19,6 +19,7 @@ import numpy as np
 
 from aprilsched.config import Pool, SchedulerConfig
 from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import facts
 from aprilsched.core.messages.facts import BatchDelivered, BatchRequested, Fact, TokensReceived
 from aprilsched.simulation import Simulation, rare_collections
 from aprilsched.timing.model import H200_QWEN3_4B
@@ -121,7 +122,7 @@ class Commands:
             self.sends += 1
         elif isinstance(command, do.Abort | do.Pause | do.Flush | do.Continue | do.Verify):
             self.others += 1
-        elif isinstance(command, do.Refit):
+        elif isinstance(command, facts.RefitBegun):
             self.others += len(command.engines)
 
 

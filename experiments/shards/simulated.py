@@ -54,7 +54,7 @@ class _Shard:
         costs: Costs,
         listeners: Sequence[AnyListener],
         wake: Callable[[], None],
-        updated: Callable[[do.FinishUpdate], None],
+        updated: Callable[[of.UpdateFinished], None],
     ) -> None:
         self.post = post
         self.asking = False
@@ -73,17 +73,16 @@ class _Shard:
         nothing: Callable[[object], None] = lambda _: None  # noqa: E731
         self._loop.performers.update(
             {
-                do.FetchPrompts: nothing,  # Prompts come with the orders.
-                do.Launch: nothing,
+                of.PromptsRequested: nothing,  # Prompts come with the orders.
                 do.Send: lambda c: self.engines[c.engine].send(c),
                 do.Abort: lambda c: self.engines[c.engine].abort(c),
                 do.Pause: lambda c: self.engines[c.engine].pause(c),
                 do.Flush: lambda c: self.engines[c.engine].flush(c),
                 do.Continue: lambda c: self.engines[c.engine].resume(),
                 do.Verify: lambda c: self.engines[c.engine].verify(),
-                do.Refit: self._refit,
-                do.CancelWork: nothing,
-                do.FinishUpdate: updated,
+                of.RefitBegun: self._refit,
+                of.GroupDropped: nothing,
+                of.UpdateFinished: updated,
                 do.Offer: lambda c: self.feed(ev.BatchTaken(index=c.offered.index)),
                 do.WithdrawOffer: nothing,
                 do.Deliver: self._deliver,
@@ -112,7 +111,7 @@ class _Shard:
         self.reporter.deliver(command.batch.index, command.batch.groups)
         self.feed(ev.BatchRequested())
 
-    def _refit(self, command: do.Refit) -> None:
+    def _refit(self, command: of.RefitBegun) -> None:
         def loaded() -> None:
             for name in command.engines:
                 self.engines[name].refit(command.version)
@@ -216,11 +215,11 @@ class ShardedSimulation:
                 self._latency, lambda s=shard: s.feed(ev.UpdateRequested(version=version))
             )
 
-    def _answered(self, shard: _Shard, command: do.FinishUpdate) -> None:
+    def _answered(self, shard: _Shard, command: of.UpdateFinished) -> None:
         self.messages.updates += 1
         self.agenda.after(self._latency, lambda: self._note_answer(shard, command))
 
-    def _note_answer(self, shard: _Shard, command: do.FinishUpdate) -> None:
+    def _note_answer(self, shard: _Shard, command: of.UpdateFinished) -> None:
         update = self._update
         if update is None or command.cause:
             raise AssertionError(f"an update failed: {command.cause}")
@@ -232,7 +231,7 @@ class ShardedSimulation:
         self._collector.updated(update.version)
         self._collector.updating = False
         self._tell(of.UpdateFinished(version=update.version))
-        self.trainer.finish_update(do.FinishUpdate(version=update.version))
+        self.trainer.finish_update(of.UpdateFinished(version=update.version))
         self._act()
 
     # --- decisions -----------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from aprilsched.engines.sim import SimConfig
 from aprilsched.planning import Planner
 from aprilsched.presets import PRESETS
 from aprilsched.simulation import NEVER, Costs, Simulation, rare_collections
-from aprilsched.telemetry import batch_figures as of
+from aprilsched.telemetry.figures import Figures
 from aprilsched.telemetry.summary import Summary
 from aprilsched.timing.model import H200_QWEN3_4B as MODEL
 from aprilsched.types import Prompt
@@ -138,16 +138,17 @@ def run(workload: Workload, config: SchedulerConfig) -> dict[str, Any]:
         driven += step if simulation.state.asynchronous and waited > 0 else waited
     # Chance in the lengths makes batches longer, as far as the engines decide how long they take.
     step_s = (seconds + driven * (usual / tokens - 1)) / len(kept)
-    age = of.staleness(kept).mean
-    told = [f.efficiency_forecast for b in kept if (f := b.figures.forecast) is not None]
+    over = Figures.over(kept)
+    age = over.staleness_mean or 0.0
+    told = [f.efficiency_forecast for b in kept if (f := b.forecast) is not None]
     work = (meter.work[BATCHES] - meter.work[BURN_IN]) / speed
     return {
         "step_s": step_s,
         "value": float(np.exp(-age / Objective().usefulness_age)) / step_s,
         "age_mean": age,
-        "off_policy": of.off_policy_token_share(kept) or 0.0,
+        "off_policy": over.off_policy_token_share or 0.0,
         "from_the_start_s": meter.asked[BATCHES],
-        "efficiency": work / (seconds - sum(b.figures.trainer_seconds for b in kept)),
+        "efficiency": work / (seconds - sum(b.trainer_seconds for b in kept)),
         "efficiency_forecast": float(np.mean(told)) if told else None,
         "chosen": simulation.state.plan.schedule.why.partition(":")[0],
     }

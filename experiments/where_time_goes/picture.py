@@ -74,7 +74,7 @@ def costs(seed: int) -> dict[str, dict[str, float]]:
                 ENGINES * s.seconds.wall / 60 / s.tokens.generated * 1e6, 3
             ),
             "off_policy_token_share": round(s.off_policy_token_share or 0.0, 3),
-            "staleness_max": s.staleness.max,
+            "staleness_max": s.staleness_max,
         }
         for name, s in ((name, trial.summary) for name, trial in simulated(command).items())
     }

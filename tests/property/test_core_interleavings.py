@@ -638,11 +638,11 @@ class Interleavings(RuleBasedStateMachine):
             assert run.ledger.rollouts == in_flight.ledger.rollouts
             assert run.ledger.tokens == in_flight.ledger.tokens
         run.advance(driver.now)
-        for name, engine in run.engine_usage.items():
+        for name, engine in run.engines.items():
             if engine.state != "lost":
                 assert engine.in_flight == in_flight.open[name]
-            assert min(engine.seconds.values()) >= -1e-9
-        walls = [engine.wall for engine in run.engine_usage.values()]
+            assert min(engine.seconds) >= -1e-9
+        walls = [engine.wall for engine in run.engines.values()]
         assert walls == pytest.approx([driver.now - OPENED_AT] * len(walls))
         contexts = dict.fromkeys(run.engines, 0)
         for attempt in run.attempts.values():

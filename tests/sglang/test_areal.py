@@ -121,8 +121,8 @@ def test_the_trainers_versions_are_those_that_sampled(
                 item, "areal.workflow.rlvr.RLVRWorkflow", evaluation, is_eval=True
             )
         evaluated = trainer.engine.wait(3)
-        counters = trainer.engine._rollouts.state.in_flight.counters
-        assert trainer.engine._rollouts.state.in_flight.ledger.total == 0
+        counters = trainer.engine.scheduler.state.in_flight.counters
+        assert trainer.engine.scheduler.state.in_flight.ledger.total == 0
     assert counters.updates == STEPS
     assert len(recorded.batches) == STEPS
     assert [version for version, _ in recorded.batches] == list(range(STEPS))

@@ -19,7 +19,7 @@ import pytest
 
 from aprilsched import Batch, ExternalWeights, RolloutScheduler, SchedulerConfig, SGLangFleet
 from aprilsched.config import Dispatch
-from aprilsched.core.messages.commands import LoseEngine
+from aprilsched.core.messages.facts import EngineLost
 from aprilsched.testing.contract import WAIT_SECONDS, until
 from tests.sglang.conftest import ADMIN_KEY
 from tests.sglang.recorded import Recorder, check_greedy, long_tail
@@ -159,7 +159,7 @@ async def test_the_trainer_says_afterwards_what_it_has_loaded(
         batches.append(await rollouts.next_batch())
         # A server that shows the new version before the scheduler is told of it stands by until
         # then, as on a machine that is busy between the two calls.
-        stood_by = any(isinstance(command, LoseEngine) for command in recorder.commands)
+        stood_by = any(isinstance(command, EngineLost) for command in recorder.commands)
         check(rollouts, batches, models, tmp_path, stood_by=stood_by)
 
 
@@ -265,4 +265,4 @@ async def test_a_foreign_update_in_mid_generation_is_followed_without_a_word(
         assert any(len(set(rollout.versions.tolist())) > 1 for rollout in delivered)
         if not in_place:
             check(rollouts, batches, models, tmp_path)
-        assert not [command for command in recorder.commands if isinstance(command, LoseEngine)]
+        assert not [command for command in recorder.commands if isinstance(command, EngineLost)]

@@ -10,7 +10,7 @@ import pytest
 
 from aprilsched import Batch, RolloutScheduler, SchedulerConfig, SGLangFleet
 from aprilsched.config import Health, Timeouts
-from aprilsched.core.messages.commands import LoseEngine
+from aprilsched.core.messages.facts import EngineLost
 from aprilsched.engines.http import ServerAddress
 from aprilsched.errors import PromptsExhausted
 from aprilsched.testing.contract import until
@@ -54,8 +54,8 @@ def halfway(rollouts: RolloutScheduler, engine: str) -> Callable[[], bool]:
     return look
 
 
-def losses(recorder: Recorder) -> list[LoseEngine]:
-    return [command for command in recorder.commands if isinstance(command, LoseEngine)]
+def losses(recorder: Recorder) -> list[EngineLost]:
+    return [command for command in recorder.commands if isinstance(command, EngineLost)]
 
 
 async def rest(rollouts: RolloutScheduler) -> list[Batch]:

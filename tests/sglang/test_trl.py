@@ -185,10 +185,9 @@ class Run:
         return sample
 
     def _end(self, *_: Any, **__: Any) -> None:
-        assert self.worker._rollouts is not None
-        state = self.worker._rollouts.state.in_flight
+        state = self.worker.scheduler.state.in_flight
         self.in_flight, self.launched = set(state.groups), state.counters.launched // 4
-        self.engines = list(self.worker._rollouts.state.fleet.control.engines)
+        self.engines = list(self.worker.scheduler.state.fleet.control.engines)
 
 
 def varied(completion_ids: list[list[int]], **_: Any) -> list[float]:

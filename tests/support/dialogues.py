@@ -11,6 +11,7 @@ import numpy as np
 
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
+from aprilsched.core.messages import facts
 from aprilsched.types import Int32Array, Score
 
 TOOL = np.array([9, 9], dtype=np.int32)
@@ -49,7 +50,7 @@ class Dialogues:
         if len(command.token_ids):
             self.partial[command.rollout_id] = np.concatenate((context, command.token_ids))
 
-    def cancel(self, command: do.CancelWork) -> None:
+    def cancel(self, command: facts.GroupDropped) -> None:
         for rollout_id in command.rollout_ids:
             for waiting in (self.thinking, self.asking, self.withdrawn):
                 waiting.pop(rollout_id, None)

@@ -15,6 +15,7 @@ from aprilsched.config import SchedulerConfig
 from aprilsched.core.config import Caller, RewardScope
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
+from aprilsched.core.messages import facts
 from aprilsched.core.messages.facts import BatchDelivered, Fact, by_delivery
 from aprilsched.core.scheduler import Scheduler
 from aprilsched.core.state.engine_control import Mode
@@ -89,15 +90,15 @@ class Driver:
     aborts: dict[Key, do.Abort] = field(default_factory=dict[Key, do.Abort])
     controls: list[Control] = field(default_factory=list[Control])
     plans: list[do.Plan] = field(default_factory=list[do.Plan])
-    refits: list[do.Refit] = field(default_factory=list[do.Refit])
+    refits: list[facts.RefitBegun] = field(default_factory=list[facts.RefitBegun])
     scores: list[do.ScoreRollout] = field(default_factory=list[do.ScoreRollout])
     group_scores: list[do.ScoreGroup] = field(default_factory=list[do.ScoreGroup])
     verdicts: list[do.Filter] = field(default_factory=list[do.Filter])
     episodes_started: list[do.StartEpisode] = field(default_factory=list[do.StartEpisode])
     dialogues: Dialogues = field(default_factory=Dialogues)
     resolved: list[do.ResolveTurn] = field(default_factory=list[do.ResolveTurn])
-    cancelled: list[do.CancelWork] = field(default_factory=list[do.CancelWork])
-    fetches: list[do.FetchPrompts] = field(default_factory=list[do.FetchPrompts])
+    refused: list[facts.PromptRefused] = field(default_factory=list[facts.PromptRefused])
+    fetches: list[facts.PromptsRequested] = field(default_factory=list[facts.PromptsRequested])
     takes: bool = True
     """Whether the trainer takes each batch as soon as it is offered."""
     offers: list[Batch] = field(default_factory=list[Batch])
@@ -107,16 +108,18 @@ class Driver:
     evaluations: dict[int, Batch] = field(default_factory=dict[int, Batch])
     kept_evaluations: dict[int, Batch] = field(default_factory=dict[int, Batch])
     """Evaluations that were delivered before the last save."""
-    updates: list[do.FinishUpdate] = field(default_factory=list[do.FinishUpdate])
-    retired: list[do.Retire] = field(default_factory=list[do.Retire])
-    sleeps: list[do.FinishSleep] = field(default_factory=list[do.FinishSleep])
-    admitted: list[do.AdmitEngine] = field(default_factory=list[do.AdmitEngine])
-    lost: list[do.LoseEngine] = field(default_factory=list[do.LoseEngine])
+    updates: list[facts.UpdateFinished] = field(default_factory=list[facts.UpdateFinished])
+    retired: list[facts.AdapterRetired] = field(default_factory=list[facts.AdapterRetired])
+    sleeps: list[facts.SleepBegun | facts.SleepEnded] = field(
+        default_factory=list[facts.SleepBegun | facts.SleepEnded]
+    )
+    admitted: list[facts.EngineAdmitted] = field(default_factory=list[facts.EngineAdmitted])
+    lost: list[facts.EngineLost] = field(default_factory=list[facts.EngineLost])
     gone: list[str] = field(default_factory=list[str])
     """Lost engines that have not come back."""
-    awaited: list[do.AwaitFleet] = field(default_factory=list[do.AwaitFleet])
-    fleets_given_up: list[do.GiveUpFleet] = field(default_factory=list[do.GiveUpFleet])
-    updates_wanted: list[do.WantUpdate] = field(default_factory=list[do.WantUpdate])
+    awaited: list[facts.FleetAwaited] = field(default_factory=list[facts.FleetAwaited])
+    fleets_given_up: list[facts.FleetGivenUp] = field(default_factory=list[facts.FleetGivenUp])
+    updates_wanted: list[facts.UpdateWanted] = field(default_factory=list[facts.UpdateWanted])
     given_up: list[do.GiveUp] = field(default_factory=list[do.GiveUp])
     ended: bool = False
     auto_prompts: bool = True
@@ -208,11 +211,11 @@ class Driver:
                 self.aborts[command.request_id, command.attempt] = command
             case do.Pause() | do.Flush() | do.Continue() | do.Release() | do.Wake():
                 self.controls.append(command)
-            case do.Retire():
+            case facts.AdapterRetired():
                 self.retired.append(command)
-            case do.FinishSleep():
+            case facts.SleepBegun() | facts.SleepEnded():
                 self.sleeps.append(command)
-            case do.Refit():
+            case facts.RefitBegun():
                 if not command.adapter and not command.external:
                     modes = {c.name: c.mode for c in self.core.state.fleet.control.all()}
                     assert all(modes[name] is Mode.REFITTING for name in command.engines)
@@ -234,18 +237,17 @@ class Driver:
                     self.dialogues.answer(command)
             case do.Plan():
                 self.plans.append(command)
-            case do.AwaitFleet():
+            case facts.FleetAwaited():
                 self.awaited.append(command)
-            case do.GiveUpFleet():
+            case facts.FleetGivenUp():
                 self.fleets_given_up.append(command)
-            case do.WantUpdate():
+            case facts.UpdateWanted():
                 self.updates_wanted.append(command)
             case do.GiveUp():
                 self.given_up.append(command)
-            case do.CancelWork():
-                self.cancelled.append(command)
+            case facts.GroupDropped():
                 self.dialogues.cancel(command)
-            case do.FetchPrompts():
+            case facts.PromptsRequested():
                 self.fetches.append(command)
             case do.Offer():
                 self.offers.append(command.offered)
@@ -255,9 +257,9 @@ class Driver:
                 self.batches.append(command.batch)
             case do.DeliverEvaluation():
                 self.evaluations[command.evaluation_id] = command.batch
-            case do.FinishUpdate():
+            case facts.UpdateFinished():
                 self.updates.append(command)
-            case do.LoseEngine():
+            case facts.EngineLost():
                 self.lost.append(command)
                 if not command.standby:
                     self.gone.append(command.engine)
@@ -274,10 +276,14 @@ class Driver:
                     ]
             case do.EndOfPrompts():
                 self.ended = True
-            case do.Launch() | do.ReportSlow():
+            case facts.PromptRefused():
+                self.refused.append(command)
+            case facts.EngineSlow():
                 pass
-            case do.AdmitEngine():
+            case facts.EngineAdmitted():
                 self.admitted.append(command)
+            case _:
+                raise AssertionError(f"nobody knows what to do about {command}")
 
     # --- durability ----------------------------------------------------------------------------
 

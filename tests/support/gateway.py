@@ -32,6 +32,17 @@ class Front:
     def state(self) -> SchedulerState:
         return self.gateway.service._rollouts.state  # pyright: ignore[reportPrivateUsage]
 
+    async def idle(self) -> None:
+        """Wait until nothing is left, in the gateway and on its servers."""
+        batchers = [server.engine.batcher for server in self.servers]
+        await until(
+            lambda: (
+                len(self.gateway.service.responses) == 0
+                and not self.state.in_flight.groups
+                and not any(batcher.running + batcher.waiting for batcher in batchers)
+            )
+        )
+
     def stream(self, tokens: int, **body: Any) -> Reader:
         return Reader(self.raw, {**asked(tokens, **body), "stream": True, "return_logprob": True})
 
@@ -81,21 +92,22 @@ class Reader:
 @asynccontextmanager
 async def front(
     engines: int = 1,
-    settings: GatewaySettings | None = None,
     config: SchedulerConfig | None = None,
     *,
     api_key: str | None = None,
     admin_key: str | None = None,
     refit_seconds: float = 0.0,
+    **settings: Any,
 ) -> AsyncGenerator[Front]:
     async with AsyncExitStack() as stack:
         servers = [
             await stack.enter_async_context(served(refit_seconds=refit_seconds))
             for _ in range(engines)
         ]
+        made: dict[str, Any] = {"port": 0, "drain_s": 0, **settings}
         gateway = Gateway(
             SGLangFleet([server.url for server in servers], stream_interval=INTERVAL),
-            settings=settings or GatewaySettings(port=0, drain_s=0),
+            settings=GatewaySettings(**made),
             config=config,
             api_key=api_key,
             admin_key=admin_key,

@@ -14,8 +14,9 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ import pytest
 from aprilsched import SchedulerConfig, SGLangFleet, SimFleet
 from aprilsched.config import Dispatch, Samples, Staleness
 from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import facts
 from aprilsched.errors import ConfigError, RefitError
 from aprilsched.integrations.areal import RolloutEngine
 from aprilsched.testing.fixtures import StartServer, start_sglang_server
@@ -107,22 +109,33 @@ def config(parts: Any, **changes: Any) -> Any:
     return parts.Config(**{**values, **changes})
 
 
-def engine(parts: Any, fleet: Any = None, settings: Any = None, **changes: Any) -> RolloutEngine:
+def engine(
+    parts: Any, fleet: Any = None, settings: Any = None, listeners: Any = (), **changes: Any
+) -> RolloutEngine:
     return RolloutEngine(
         fleet or SimFleet(2, time_scale=0.01),
         config=config(parts, **changes),
         gconfig=parts.Generation(n_samples=SIZE),
         settings=settings or SchedulerConfig(over_provision=2.0, pace="asynchronous"),
+        listeners=listeners,
     )
+
+
+@contextmanager
+def opening(made: RolloutEngine) -> Iterator[RolloutEngine]:
+    """The engine while it is open."""
+    made.initialize(train_data_parallel_size=1)
+    try:
+        yield made
+    finally:
+        made.destroy()
+        made.destroy()
 
 
 @pytest.fixture
 def opened(parts: SimpleNamespace) -> Iterator[RolloutEngine]:
-    made = engine(parts)
-    made.initialize(train_data_parallel_size=1)
-    yield made
-    made.destroy()
-    made.destroy()
+    with opening(engine(parts)) as made:
+        yield made
 
 
 def update(made: RolloutEngine, parts: Any, folder: Path, version: int) -> Any:
@@ -199,31 +212,23 @@ def test_the_engines_generate_until_the_weights_are_on_the_disk(
     listener: Any = SimpleNamespace(
         on_event=lambda event, now: None, on_command=lambda command, now: commands.append(command)
     )
-    made = RolloutEngine(
-        SimFleet(1, time_scale=0.01),
-        config=config(parts),
-        gconfig=parts.Generation(n_samples=SIZE),
-        listeners=[listener],
-    )
-    made.initialize()
-    try:
+    made = engine(parts, SimFleet(1, time_scale=0.01), listeners=[listener])
+    with opening(made):
         made.prepare_batch(Loader(), SingleTurn(parts), group_size=SIZE)
         meta = parts.Meta(type="disk", path=str(tmp_path / "v1"), clear_checkpoint_after_load=False)
         made.pause_generation()
         future = made.update_weights_from_disk(meta)
         made.prepare_batch(Loader(), SingleTurn(parts), group_size=SIZE)
         assert not future.done()
-        assert not [each for each in commands if isinstance(each, do.Pause | do.Refit)]
+        assert not [each for each in commands if isinstance(each, do.Pause | facts.RefitBegun)]
         assert made.get_version() == 0
         saved(parts, made.config, 0, Path(meta.path))
         future.result(60)
-        assert [each for each in commands if isinstance(each, do.Refit)]
+        assert [each for each in commands if isinstance(each, facts.RefitBegun)]
         assert made.get_version() == 0, "the trainer has not told its number yet"
         made.set_version(1)
         assert made.get_version() == 1
         assert Path(meta.path).exists()
-    finally:
-        made.destroy()
 
 
 def test_a_trainer_that_fails_while_it_saves_can_be_closed(parts: SimpleNamespace):
@@ -246,14 +251,12 @@ def test_the_trainers_versions_begin_at_0_on_servers_that_have_others(
     """Servers of a former run, and a trainer that is recovered at version 40."""
     fleet = SimFleet(1, time_scale=0.01)
     first = engine(parts, fleet)
-    first.initialize()
-    for version in (1, 2, 3):
-        update(first, parts, tmp_path / "first", version)
-    first.destroy()
+    with opening(first):
+        for version in (1, 2, 3):
+            update(first, parts, tmp_path / "first", version)
     second = engine(parts, fleet)
-    second.initialize()
-    try:
-        assert (second.get_version(), second._rollouts.version) == (0, 3)
+    with opening(second):
+        assert (second.get_version(), second.scheduler.version) == (0, 3)
         with pytest.raises(ConfigError, match="no weights were brought in since version 0"):
             second.set_version(40)
         meta = parts.Meta(type="disk", path=str(tmp_path / "v40"))
@@ -266,8 +269,6 @@ def test_the_trainers_versions_begin_at_0_on_servers_that_have_others(
         assert set(trajectory["versions"].flatten().tolist()) == {-1, 40}
         assert {version for _, version, _ in workflow.seen} == {40}
         assert set(workflow.seen[0][2].output_versions) == {40}
-    finally:
-        second.destroy()
 
 
 class Picky(SingleTurn):
@@ -290,12 +291,11 @@ def test_what_a_workflow_does_not_keep_is_left_out(parts: SimpleNamespace, opene
 def test_rejected_groups_are_replaced_or_missing(parts: SimpleNamespace, dynamic: bool):
     """With `dynamic_bs` a batch is smaller in their place."""
     made = engine(parts)
-    made.initialize()
 
     def accept(trajectory: dict[str, Any]) -> bool:
         return int(trajectory["input_ids"][0, 2]) % 2 == 0
 
-    try:
+    with opening(made):
         taken = [
             made.prepare_batch(
                 Loader(),
@@ -306,8 +306,6 @@ def test_rejected_groups_are_replaced_or_missing(parts: SimpleNamespace, dynamic
             )
             for _ in range(4)
         ]
-    finally:
-        made.destroy()
     assert all(accept(trajectory) for batch in taken for trajectory in batch)
     if dynamic:
         assert 0 < sum(map(len, taken)) < 4 * GROUPS
@@ -376,67 +374,40 @@ def test_a_workflow_that_raises_costs_its_group(parts: SimpleNamespace, opened: 
     batch = opened.prepare_batch(Loader(), Broken(parts), group_size=SIZE)
     check(batch)
     assert all(int(each["input_ids"][0, 2]) != 7 for each in batch)
-    entries = opened._rollouts.state.in_flight.ledger.entries
+    entries = opened.scheduler.state.in_flight.ledger.entries
     assert any("ZeroDivisionError" in entry.cause for entry in entries)
 
 
-class Telling(SingleTurn):
-    """A workflow whose trajectory or request is changed."""
-
-    change: Any = staticmethod(lambda trajectory: trajectory)
-    more: Any = MappingProxyType({})
-
-    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
-        request = self.parts.Request(
-            input_ids=list(data["ids"]), gconfig=self.gconfig.new(), **self.more
-        )
-        response = await engine.agenerate(request)
-        return self.change(self.trajectory(response, 1.0))
-
-
 @pytest.mark.parametrize(
-    ("change", "cause"),
+    ("sampling", "more", "change", "cause"),
     [
-        (lambda t: {**t, "begin_of_trajectory": t["rewards"]}, "only .* reach the trainer"),
-        (lambda t: "a text", "only .* reach the trainer"),
-        (lambda t: {**t, "input_ids": t["input_ids"] + 1}, "other tokens"),
-        (lambda t: {**t, "loss_mask": t["loss_mask"] * 0}, "another loss mask"),
+        ({"n_samples": 2}, {}, None, "set gconfig.n_samples to 1"),
+        ({"use_beam_search": True}, {}, None, "a beam search"),
+        ({}, {"image_data": ["..."]}, None, "has images"),
+        ({"max_tokens": 3}, {}, None, "raise max_tokens"),
+        ({}, {}, lambda t: {**t, "begin_of_trajectory": t["rewards"]}, "only .* reach the trainer"),
+        ({}, {}, lambda t: "a text", "only .* reach the trainer"),
+        ({}, {}, lambda t: {**t, "input_ids": t["input_ids"] + 1}, "other tokens"),
+        ({}, {}, lambda t: {**t, "loss_mask": t["loss_mask"] * 0}, "another loss mask"),
     ],
 )
-def test_trajectories_that_would_be_lost_are_refused(
-    parts: SimpleNamespace, opened: RolloutEngine, change: Any, cause: str
-):
-    workflow = Telling(parts)
-    workflow.change = change
-    refused(opened, workflow, cause)
-
-
-@pytest.mark.parametrize(
-    ("sampling", "more", "cause"),
-    [
-        ({"n_samples": 2}, {}, "set gconfig.n_samples to 1"),
-        ({"use_beam_search": True}, {}, "a beam search"),
-        ({}, {"image_data": ["..."]}, "has images"),
-        ({"max_tokens": 3}, {}, "raise max_tokens"),
-    ],
-)
-def test_requests_that_cannot_be_sent_are_refused(
+def test_requests_and_trajectories_that_would_be_lost_are_refused(
     parts: SimpleNamespace,
     opened: RolloutEngine,
     sampling: dict[str, Any],
     more: dict[str, Any],
+    change: Any,
     cause: str,
 ):
-    workflow = Telling(parts, **sampling)
-    workflow.more = more
-    refused(opened, workflow, cause)
+    class Telling(SingleTurn):
+        async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+            request = parts.Request(input_ids=list(data["ids"]), gconfig=self.gconfig.new(), **more)
+            trajectory = self.trajectory(await engine.agenerate(request), 1.0)
+            return trajectory if change is None else change(trajectory)
 
-
-def refused(opened: RolloutEngine, workflow: Any, cause: str) -> None:
-    (found,) = [opened.submit(Loader().items[0], workflow)]
-    assert found
+    assert opened.submit(Loader().items[0], Telling(parts, **sampling))
     assert opened.wait(1) == [None]
-    (entry,) = opened._rollouts.state.in_flight.ledger.entries
+    (entry,) = opened.scheduler.state.in_flight.ledger.entries
     assert re.search(cause, entry.cause), entry.cause
 
 
@@ -479,13 +450,13 @@ def test_settings_that_contradict_areals_are_refused(
 
 
 def test_areals_settings_are_those_of_the_scheduler(parts: SimpleNamespace):
-    made = engine(parts, max_concurrent_rollouts=5)._settings
+    made = engine(parts, max_concurrent_rollouts=5).settings
     assert (made.batch_groups, made.group_size, made.max_staleness) == (GROUPS, SIZE, 2)
     assert made.dispatch.max_in_flight == 5 * SIZE
     own = SchedulerConfig(
         max_staleness=Staleness(1, rule="evict"), dispatch=Dispatch(max_in_flight=7)
     )
-    made = engine(parts, settings=own, max_concurrent_rollouts=5)._settings
+    made = engine(parts, settings=own, max_concurrent_rollouts=5).settings
     assert made.max_staleness == Staleness(1, rule="evict")
     assert made.dispatch.max_in_flight == 7
 
@@ -528,12 +499,12 @@ def test_the_memory_of_the_engines_is_lent_to_the_trainer(
         opened.pause()
         opened.pause_generation()
         opened.offload()
-        assert opened._rollouts.state.fleet.sleep is not None
+        assert opened.scheduler.state.fleet.sleep is not None
         update(opened, parts, tmp_path, version)
         opened.onload()
         opened.continue_generation()
         opened.resume()
-        assert opened._rollouts.state.fleet.sleep is None
+        assert opened.scheduler.state.fleet.sleep is None
 
 
 # --- broadcasts ----------------------------------------------------------------------------------
@@ -574,7 +545,7 @@ def test_a_broadcast_is_one_update_whatever_the_number_of_its_buckets(
         meta = parts.Meta(type="xccl", nccl_group_name="group", version=version)
         for bucket in range(3):
             made.update_weights_from_distributed(meta, [bucket]).result()
-            modes = {control.mode for control in made._rollouts.state.fleet.control.all()}
+            modes = {control.mode for control in made.scheduler.state.fleet.control.all()}
             assert {mode.value for mode in modes} == {"refitting"}
         made.continue_generation()
         made.set_version(version)
@@ -618,24 +589,21 @@ def test_an_engine_without_broadcasts_is_refused(parts: SimpleNamespace):
     if is_real():
         pytest.skip("AReaL's own client needs real servers")
     made = engine(parts, settings=SchedulerConfig(straggler="abort"))
-    made.initialize()
-    try:
+    with opening(made):
         meta = parts.Meta(type="xccl", nccl_group_name="group")
         with pytest.raises(ConfigError, match="sim-0, sim-1 take no broadcast"):
             made.init_weights_update_group(meta)
-    finally:
-        made.destroy()
 
 
 def lose(made: RolloutEngine, name: str) -> None:
     from aprilsched.core.messages.events import EngineLost
 
-    asynchronous = made._rollouts._here
+    asynchronous = made.scheduler._here
 
     async def feed() -> None:
         asynchronous._feed(EngineLost(engine=name, cause="given up by the test"))
 
-    made._rollouts._wait(feed)
+    made.scheduler._wait(feed)
 
 
 @pytest.mark.parametrize("straggler", ["retract", "in_place", "choose"])

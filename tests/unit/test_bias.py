@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
@@ -21,13 +19,13 @@ from aprilsched.core.lengths.laws import kaplan_meier
 from aprilsched.core.state.ledger import Entry, Ledger, Reason
 from aprilsched.telemetry.bias_collector import (
     Drop,
-    Drops,
     censoring,
     deciles,
     law_figures,
     running_bias,
     sample_law,
     transient_by_batch,
+    warning_now,
 )
 from aprilsched.telemetry.figures import BiasFigures
 from tests.support.transients import live_transient, realised_transient
@@ -156,16 +154,6 @@ def test_the_live_transient_is_self_consistent():
     assert both.predicted == pytest.approx(both.measured)
 
 
-def test_staleness_by_decile():
-    lengths = np.arange(20)[::-1] + 1
-    found = deciles(lengths, lengths, lengths // 2, lengths * 3)
-    assert found is not None
-    assert found.mean_length == [1.5 + 2 * i for i in range(10)]
-    assert found.staleness_mean == [3] * 10
-    assert found.off_policy_token_share[0] == pytest.approx(1 / 3)
-    assert deciles(lengths[:9], lengths[:9], lengths[:9], lengths[:9]) is None
-
-
 def test_the_effect_of_a_censor_is_what_it_did():
     """Responses above 200 tokens are dropped at 200; half of the responses are not observed."""
     lengths = drawn(20_000, 2)
@@ -174,13 +162,17 @@ def test_the_effect_of_a_censor_is_what_it_did():
     kept = lengths[~gone]
     tokens = np.full(int(gone.sum()), 200)
     law = drawn_law(kept, tokens)
-    drops = [Drop(entry=entry(i, 200), finished=False) for i in range(tokens.size)]
+    drops = [drop(i, 200) for i in range(tokens.size)]
     found = censoring(drops, law, kept.size)
     assert found.effect == pytest.approx(kept.mean() / lengths.mean() - 1, rel=0.05)
     assert found.warning is not None
     assert "shorter" in found.warning
     nothing = censoring([], law, 10)
     assert (nothing.effect, nothing.warning) == (None, None)
+
+
+def drop(i: int, tokens: int, reason: Reason = Reason.STALE, *, finished: bool = False) -> Drop:
+    return Drop(rollout_id=i, group_id=0, reason=reason, tokens=tokens, finished=finished)
 
 
 def entry(rollout_id: int, tokens: int, reason: Reason = Reason.STALE) -> Entry:
@@ -194,32 +186,12 @@ def ledger_of(*entries: Entry) -> Ledger:
     return ledger
 
 
-def test_drops_are_taken_once_in_their_order():
-    drops = Drops()
-    ledger = ledger_of(entry(1, 5), entry(2, 6))
-    drops.take(ledger, {2})
-    drops.take(ledger, {2})
-    ledger.add(entry(3, 7))
-    drops.take(ledger, {2})
-    assert [drop.entry.rollout_id for drop in drops.taken] == [1, 2, 3]
-    assert [drop.finished for drop in drops.taken] == [False, True, False]
-
-
-def warnings(caplog: pytest.LogCaptureFixture, *entries: Entry, rounds: int = 1) -> list[str]:
-    drops = Drops()
-    ledger = ledger_of(*entries)
-    with caplog.at_level(logging.WARNING, "aprilsched"):
-        for _ in range(rounds):
-            drops.take(ledger, set())
-            drops.warn(ledger, 100, 100 * 50)
-    return caplog.messages
-
-
-def test_one_warning_with_the_size_when_long_ones_are_dropped(caplog: pytest.LogCaptureFixture):
-    (message,) = warnings(caplog, *(entry(i, 150) for i in range(10)), rounds=3)
+def test_a_warning_has_the_size_when_long_ones_are_dropped():
+    warning = warning_now(ledger_of(*(entry(i, 150) for i in range(10))), 100, 100 * 50)
     # 110 of mean 59.1 were drawn, and 100 of 50 are left.
-    assert "15.4%" in message
-    assert "stale" in message
+    assert warning is not None
+    assert "15.4%" in warning
+    assert "stale" in warning
 
 
 @pytest.mark.parametrize(
@@ -232,16 +204,14 @@ def test_one_warning_with_the_size_when_long_ones_are_dropped(caplog: pytest.Log
     ],
     ids=["few", "as long", "short", "chosen by the user"],
 )
-def test_no_warning(caplog: pytest.LogCaptureFixture, entries: list[Entry]):
-    assert warnings(caplog, *entries) == []
+def test_no_warning(entries: list[Entry]):
+    assert warning_now(ledger_of(*entries), 100, 100 * 50) is None
 
 
 def test_who_censors():
     law = kaplan_meier([10, 20, 30, 40], [False] * 4)
-    ledger = ledger_of(entry(1, 30), entry(2, 10, Reason.FAILED), entry(3, 30, Reason.REJECTED))
-    drops = Drops()
-    drops.take(ledger, {2})
-    found = censoring(drops.taken, law, kept=10)
+    failed = drop(2, 10, Reason.FAILED, finished=True)
+    found = censoring([drop(1, 30), failed, drop(3, 30, Reason.REJECTED)], law, kept=10)
     assert found.policies == ["stale"], "what failed was short, and rejecting is the user's choice"
     assert found.by_reason["stale"].expected_mean_length == 40
     assert found.effect == found.by_reason["stale"].effect == pytest.approx(-(40 / 25 - 1) / 10)
@@ -262,9 +232,8 @@ def test_what_is_generated_again_counts_by_how_much_shorter_it_is(
     again: list[int], effect: float | None, censors: bool
 ):
     law = kaplan_meier([10, 20, 30, 40], [False] * 4)
-    drops = Drops()
-    drops.take(ledger_of(entry(1, 30, Reason.BEGUN_AGAIN), entry(2, 30, Reason.BEGUN_AGAIN)), set())
-    found = censoring(drops.taken, law, kept=10, again=np.array(again, dtype=np.int64))
+    drops = [drop(i, 30, Reason.BEGUN_AGAIN) for i in (1, 2)]
+    found = censoring(drops, law, kept=10, again=np.array(again, dtype=np.int64))
     told = found.by_reason["begun_again"]
     assert told.expected_mean_length == 40
     assert told.effect == (None if effect is None else pytest.approx(effect))
@@ -310,29 +279,14 @@ def test_the_plan_says_how_long_and_at_what_price():
 
 
 def test_the_picture_of_a_run_that_knows_nothing_and_of_one_that_knows_all():
-    basis = BiasFigures(
-        first_batch_length_bias=None,
-        bias_estimate=None,
-        bias_reference=None,
-        workload_mean_length=None,
-        long_run_mean_length=None,
-        delivered_mean_length=None,
-        delivered_mean_length_by_batch=[],
-    )
-    assert isinstance(figure_of(basis), Figure)
+    assert isinstance(figure_of(BiasFigures()), Figure)
     law = drawn_law(LENGTHS)
+    ages = np.stack([LENGTHS] * 6, axis=1)
     known = figure_of(
         BiasFigures(
-            first_batch_length_bias=None,
-            bias_estimate=None,
-            bias_reference=None,
-            workload_mean_length=None,
-            long_run_mean_length=None,
-            delivered_mean_length=None,
-            delivered_mean_length_by_batch=[],
             drawn=law_figures(law),
             delivered=sample_law(LENGTHS[:500]),
-            by_length_decile=deciles(LENGTHS, LENGTHS, LENGTHS, LENGTHS),
+            by_length_decile=deciles(LENGTHS, ages),
         )
     )
     laws, _, stale = known.axes

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
+from aprilsched.core.messages import facts
 from aprilsched.types import VersionSpan
 from tests.support.driver import Driver, config, prompts
 
@@ -12,7 +12,7 @@ def test_an_adapter_is_loaded_without_a_pause_and_serves_what_is_sent_afterwards
     driver = Driver(config())
     before = driver.attempts()
     driver.feed(ev.UpdateRequested(version=1, adapter=True))
-    assert driver.refits == [do.Refit(version=1, engines=("a", "b"), adapter=True)]
+    assert driver.refits == [facts.RefitBegun(version=1, engines=("a", "b"), adapter=True)]
     assert not driver.controls
     driver.settle()
     assert {send.adapter for send in driver.sends.values()} == {None}
@@ -69,7 +69,7 @@ def test_an_adapter_is_unloaded_when_its_last_request_has_ended_and_not_before()
     driver.finish(first)
     assert not driver.retired
     driver.finish(second)
-    assert driver.retired == [do.Retire(engine="a", version=1)]
+    assert driver.retired == [facts.AdapterRetired(engine="a", version=1)]
 
 
 def test_an_adapter_that_fails_everywhere_changes_nothing():
@@ -86,7 +86,9 @@ def test_a_restarted_engine_gets_the_adapter_in_use():
     driver.update(adapter=True, republishable=True)
     driver.feed(ev.EngineLost(engine="b", cause="killed"))
     driver.come_back("b", version=0)
-    assert driver.refits == [do.Refit(version=1, engines=("b",), adapter=True, catch_up=True)]
+    assert driver.refits == [
+        facts.RefitBegun(version=1, engines=("b",), adapter=True, catch_up=True)
+    ]
     driver.settle()
     assert driver.state.weights.versions.engines == {"a": 1, "b": 1}
 

@@ -233,7 +233,7 @@ def test_a_prompt_that_cannot_be_used_is_one_entry_and_is_replaced():
     (entry,) = driver.state.in_flight.ledger.entries
     assert (entry.reason, entry.cause, entry.tokens) == ("bad_prompt", "it has no tokens", 0)
     assert driver.state.prompts.cursor == 5, "a resumed run passes over it"
-    assert [work.reason for work in driver.cancelled] == ["bad_prompt"]
+    assert [refused.cause for refused in driver.refused] == ["it has no tokens"]
 
 
 def test_a_source_of_bad_prompts_only_ends_the_run():
@@ -243,7 +243,8 @@ def test_a_source_of_bad_prompts_only_ends_the_run():
     driver.request_batch()
     bad = RefusedPrompt(cause="it has no tokens")
     driver.feed(ev.PromptsArrived(prompts=(bad,) * 8))
-    assert [(give_up.groups, give_up.cause) for give_up in driver.given_up] == [
-        (3, "it has no tokens")
-    ]
+    (given_up,) = driver.given_up
+    assert str(given_up.error).startswith(
+        "3 groups in a row failed and none was accepted, the last because it has no tokens;"
+    )
     assert driver.state.in_flight.ledger.total == 3

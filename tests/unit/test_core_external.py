@@ -9,6 +9,7 @@ import pytest
 from aprilsched.config import Health, Timeouts
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
+from aprilsched.core.messages import facts
 from aprilsched.core.state.ledger import Reason
 from aprilsched.errors import ConfigError
 from aprilsched.types import VersionSpan
@@ -41,11 +42,11 @@ def test_nothing_is_paused_and_every_engine_is_asked():
     driver.request_batch()
     sent = len(driver.attempts())
     commands = loaded(driver)
-    assert commands == [do.Refit(version=1, engines=("a", "b"), external=True)]
+    assert commands == [facts.RefitBegun(version=1, engines=("a", "b"), external=True)]
     driver.answer_refit()
     assert not driver.controls
     assert driver.state.weights.versions.engines == {"a": 1, "b": 1}
-    assert driver.updates == [do.FinishUpdate(version=1, failed=(), cause="")]
+    assert driver.updates == [facts.UpdateFinished(version=1, failed=(), cause="")]
     assert len(driver.attempts()) == sent
 
 
@@ -147,7 +148,7 @@ def test_an_engine_that_is_being_asked_for_its_version_answers_first():
     driver.now += 30.0
     driver.feed(ev.BatchRequested())
     assert driver.verifications
-    assert not any(isinstance(command, do.Refit) for command in loaded(driver))
+    assert not any(isinstance(command, facts.RefitBegun) for command in loaded(driver))
     driver.verify(1)  # it has the new version already, and does not stand by for it
     assert not driver.lost
     driver.answer_refit()

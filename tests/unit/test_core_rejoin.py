@@ -28,7 +28,7 @@ def test_an_engine_that_kept_the_old_weights_stands_by_and_the_next_refit_brings
     assert {send.engine for send in driver.sends.values()} == {"a"}
     driver.update()
     assert driver.state.weights.versions.engines == {"a": 2, "b": 2}
-    assert driver.admitted == [do.AdmitEngine(engine="b", version=2)]
+    assert driver.admitted == [of.EngineAdmitted(engine="b", version=2)]
     assert {c.mode for c in driver.state.fleet.control.engines.values()} == {"running"}
 
 
@@ -70,7 +70,7 @@ def test_it_catches_up_at_once_where_the_version_can_be_published_again():
     assert driver.controls == [do.Pause(engine="b", mode="retract")]
     driver.answer_control()
     driver.answer_control()
-    assert driver.refits == [do.Refit(version=1, engines=("b",), catch_up=True)]
+    assert driver.refits == [of.RefitBegun(version=1, engines=("b",), catch_up=True)]
     driver.answer_refit()
     driver.settle()
     assert driver.state.weights.versions.engines == {"a": 1, "b": 1}
@@ -95,7 +95,7 @@ def test_an_update_takes_over_an_engine_that_was_about_to_catch_up():
     driver.come_back("b", version=0)
     driver.feed(ev.UpdateRequested(version=2))
     driver.settle_controls()
-    assert driver.refits == [do.Refit(version=2, engines=("a", "b"))]
+    assert driver.refits == [of.RefitBegun(version=2, engines=("a", "b"))]
 
 
 def test_an_update_does_not_wait_for_one_that_is_catching_up():
@@ -114,7 +114,7 @@ def test_an_update_does_not_wait_for_one_that_is_catching_up():
 def test_one_with_the_fleets_version_takes_part_at_once():
     driver = Driver(config())
     driver.feed(ev.EngineJoined(info=driver.info("c")))
-    assert driver.admitted == [do.AdmitEngine(engine="c", version=0)]
+    assert driver.admitted == [of.EngineAdmitted(engine="c", version=0)]
     driver.request_batch()
     assert "c" in driver.state.weights.versions.engines
 

@@ -60,7 +60,7 @@ def versions(driver: Driver) -> dict[str, int]:
 
 def test_an_update_ends_at_once_and_stops_no_engine():
     driver = begun(Driver(rolling()))
-    assert names(update(driver)) == ["FinishUpdate"]
+    assert names(update(driver)) == ["UpdateFinished"]
     assert driver.state.weights.versions.trainer == 1
     assert versions(driver) == {"a": 0, "b": 0}
     assert not driver.controls
@@ -217,7 +217,7 @@ def test_an_evaluation_before_a_sleep_still_gets_an_engine_of_its_version():
     end_all(driver, "a")
     driver.settle()
     assert 1 in driver.evaluations
-    assert [sleep.asleep for sleep in driver.sleeps] == [True]
+    assert names(driver.sleeps) == ["SleepBegun"]
 
 
 def test_before_a_sleep_what_waits_for_an_old_version_gives_way_to_an_evaluation():
@@ -233,7 +233,7 @@ def test_before_a_sleep_what_waits_for_an_old_version_gives_way_to_an_evaluation
     end_all(driver, "a")
     driver.settle()
     assert 1 in driver.evaluations
-    assert [sleep.asleep for sleep in driver.sleeps] == [True]
+    assert names(driver.sleeps) == ["SleepBegun"]
 
 
 def _evaluated(driver: Driver) -> set[int]:
@@ -263,7 +263,7 @@ def test_a_sleep_waits_for_the_engine_that_is_being_refitted():
     driver.settle_controls()
     assert not driver.sleeps
     driver.settle()
-    assert [sleep.asleep for sleep in driver.sleeps] == [True]
+    assert names(driver.sleeps) == ["SleepBegun"]
     driver.feed(ev.WakeRequested())
     driver.settle()
     assert versions(driver) == {"a": 1, "b": 1}

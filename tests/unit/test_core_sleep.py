@@ -14,7 +14,7 @@ TAGS = ("kv_cache", "weights")
 def fall_asleep(driver: Driver, tags: tuple[str, ...] = TAGS) -> None:
     driver.feed(ev.SleepRequested(tags=tags))
     driver.settle()
-    assert [sleep.asleep for sleep in driver.sleeps] == [True]
+    assert names(driver.sleeps) == ["SleepBegun"]
 
 
 def test_retract_pauses_flushes_and_releases_with_the_stragglers_inside():
@@ -22,7 +22,7 @@ def test_retract_pauses_flushes_and_releases_with_the_stragglers_inside():
     assert names(driver.feed(ev.SleepRequested(tags=TAGS))) == ["Pause"]
     assert names(driver.feed(ev.Paused(engine="a"))) == ["Flush"]
     assert names(driver.feed(ev.Flushed(engine="a"))) == ["Release"]
-    assert names(driver.feed(ev.Released(engine="a", tags=TAGS))) == ["FinishSleep"]
+    assert names(driver.feed(ev.Released(engine="a", tags=TAGS))) == ["SleepBegun"]
     assert len(driver.sends) == 8, "the calls stay open"
 
 
@@ -32,12 +32,12 @@ def test_a_refit_wakes_the_weights_and_the_end_wakes_the_rest():
     driver.controls.clear()
     (wake,) = driver.feed(ev.UpdateRequested(version=1))
     assert (names([wake]), wake.tags) == (["Wake"], ("weights",))  # type: ignore[union-attr]
-    assert names(driver.feed(ev.Woken(engine="a", tags=("weights",)))) == ["Refit"]
-    assert names(driver.feed(ev.Refitted(engine="a", version=1))) == ["FinishUpdate"]
+    assert names(driver.feed(ev.Woken(engine="a", tags=("weights",)))) == ["RefitBegun"]
+    assert names(driver.feed(ev.Refitted(engine="a", version=1))) == ["UpdateFinished"]
     (wake,) = driver.feed(ev.WakeRequested())
     assert wake.tags == ("kv_cache",)  # type: ignore[union-attr]
     last = driver.feed(ev.Woken(engine="a", tags=("kv_cache",)))
-    assert names(last) == ["FinishSleep", "Continue"]
+    assert names(last) == ["SleepEnded", "Continue"]
 
 
 def test_the_weights_are_not_released_again_after_the_refit():
@@ -59,7 +59,7 @@ def test_stragglers_are_called_back_where_the_engine_cannot_hold_them(straggler:
     assert not driver.controls, "no pause before they are back"
     driver.settle()
     assert not driver.sends
-    assert [sleep.asleep for sleep in driver.sleeps] == [True]
+    assert names(driver.sleeps) == ["SleepBegun"]
     driver.update()
     driver.feed(ev.WakeRequested())
     driver.settle()
@@ -73,7 +73,7 @@ def test_run_lets_them_end_first():
         assert not driver.controls
         driver.finish(key)
     driver.settle()
-    assert [sleep.asleep for sleep in driver.sleeps] == [True]
+    assert names(driver.sleeps) == ["SleepBegun"]
 
 
 def test_stragglers_held_in_place_are_continued_before_they_are_called_back():
@@ -85,7 +85,7 @@ def test_stragglers_held_in_place_are_continued_before_they_are_called_back():
     assert driver.state.fleet.control.engines["a"].mode == "paused"
     assert names(driver.feed(ev.SleepRequested(tags=TAGS)))[-1] == "Continue"
     driver.settle()
-    assert [sleep.asleep for sleep in driver.sleeps] == [True]
+    assert names(driver.sleeps) == ["SleepBegun"]
 
 
 def test_weights_that_were_released_and_not_brought_back_never_generate():
@@ -123,7 +123,7 @@ def test_without_a_refit_they_go_on_if_the_weights_are_what_they_were(
     fall_asleep(driver, tags)
     driver.feed(ev.WakeRequested())
     driver.settle()
-    assert [sleep.asleep for sleep in driver.sleeps] == [True, False]
+    assert names(driver.sleeps) == ["SleepBegun", "SleepEnded"]
     assert {c.mode for c in driver.state.fleet.control.engines.values()} == {"running"}
 
 
@@ -152,7 +152,7 @@ def test_an_evaluation_ends_before_the_engines_sleep():
     for key in driver.attempts():
         driver.finish(key)
     driver.settle()
-    assert [sleep.asleep for sleep in driver.sleeps] == [True]
+    assert names(driver.sleeps) == ["SleepBegun"]
 
 
 def test_an_engine_lost_on_its_way_to_sleep_keeps_nobody_awake():
@@ -160,7 +160,7 @@ def test_an_engine_lost_on_its_way_to_sleep_keeps_nobody_awake():
     driver.feed(ev.SleepRequested(tags=TAGS))
     driver.feed(ev.ControlFailed(engine="a", call="pause", cause="timeout"))
     driver.settle()
-    assert [sleep.asleep for sleep in driver.sleeps] == [True]
+    assert names(driver.sleeps) == ["SleepBegun"]
 
 
 def test_sleep_in_a_sleep_is_a_bug():

@@ -17,9 +17,9 @@ def test_retract_pauses_flushes_refits_and_continues_in_this_order():
     driver = Driver(config(straggler="retract"), engines=("a",))
     assert names(driver.feed(ev.UpdateRequested(version=1))) == ["Pause"]
     assert names(driver.feed(ev.Paused(engine="a"))) == ["Flush"]
-    assert names(driver.feed(ev.Flushed(engine="a"))) == ["Refit"]
+    assert names(driver.feed(ev.Flushed(engine="a"))) == ["RefitBegun"]
     last = driver.feed(ev.Refitted(engine="a", version=1))
-    assert names(last) == ["FinishUpdate", "Continue"]
+    assert names(last) == ["UpdateFinished", "Continue"]
     driver.feed(ev.Continued(engine="a"))
     assert driver.state.weights.versions.engines == {"a": 1}
 
@@ -28,15 +28,15 @@ def test_in_place_keeps_the_cache():
     driver = Driver(config(straggler="in_place"), engines=("a",))
     (pause,) = driver.feed(ev.UpdateRequested(version=1))
     assert pause == do.Pause(engine="a", mode="in_place")
-    assert names(driver.feed(ev.Paused(engine="a"))) == ["Refit"]
+    assert names(driver.feed(ev.Paused(engine="a"))) == ["RefitBegun"]
 
 
 def test_a_refit_begins_only_when_every_engine_is_paused_and_flushed():
     driver = Driver(config())
     driver.feed(ev.UpdateRequested(version=1))
     for event in (ev.Paused(engine="a"), ev.Flushed(engine="a"), ev.Paused(engine="b")):
-        assert "Refit" not in names(driver.feed(event))
-    assert names(driver.feed(ev.Flushed(engine="b"))) == ["Refit"]
+        assert "RefitBegun" not in names(driver.feed(event))
+    assert names(driver.feed(ev.Flushed(engine="b"))) == ["RefitBegun"]
 
 
 def test_abort_calls_everything_back_before_it_pauses_and_sends_it_again_with_its_tokens():

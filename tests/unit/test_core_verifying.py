@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
+from aprilsched.core.messages import facts
 from aprilsched.core.policies.straggler import BEHAVIOURS
 from aprilsched.core.state.ledger import Reason
 from aprilsched.types import VersionSpan
@@ -279,7 +279,7 @@ def test_an_adapter_is_not_loaded_into_an_engine_that_was_restarted_with_another
     driver.progress(key, 2, label=0)
     driver.settle()
     commands = driver.feed(ev.UpdateRequested(version=5, adapter=True))
-    assert not any(isinstance(command, do.Refit) for command in commands)
+    assert not any(isinstance(command, facts.RefitBegun) for command in commands)
 
 
 # --- evaluations -----------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import pytest
 from aprilsched.config import Health
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
+from aprilsched.core.messages import facts
 from aprilsched.core.state.engine_health import EngineHealth, Window
 from aprilsched.types import Prompt, SamplingParams
 from tests.support.driver import Driver, config, names
@@ -162,7 +163,7 @@ def test_a_slowness_of_all_is_none_of_one():
     fleet = three()
     commands = generate(fleet, 300, each={"a": 4, "b": 4, "c": 4})
     assert not fleet.lost
-    assert "ReportSlow" not in names(commands)
+    assert "EngineSlow" not in names(commands)
 
 
 def test_an_engine_that_was_always_slower_is_not_lost():
@@ -184,12 +185,12 @@ def test_the_only_engine_is_warned_about_once_until_it_recovers_and_stays():
     fleet = driver(("a",), over_provision=1.0)
     generate(fleet, 60, each={"a": 50})
     commands = generate(fleet, 20, each={"a": 2})
-    assert [c for c in commands if isinstance(c, do.ReportSlow)] == [
-        do.ReportSlow(engine="a", cause="2 tokens/s a request, where 50 are usual for it")
+    assert [c for c in commands if isinstance(c, facts.EngineSlow)] == [
+        facts.EngineSlow(engine="a", cause="2 tokens/s a request, where 50 are usual for it")
     ]
-    assert "ReportSlow" not in names(generate(fleet, 20, each={"a": 2}))
+    assert "EngineSlow" not in names(generate(fleet, 20, each={"a": 2}))
     generate(fleet, 60, each={"a": 50})
-    assert "ReportSlow" in names(generate(fleet, 32, each={"a": 2}))
+    assert "EngineSlow" in names(generate(fleet, 32, each={"a": 2}))
     assert not fleet.lost
 
 

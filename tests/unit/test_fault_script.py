@@ -12,9 +12,9 @@ from aiohttp import web
 from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.engines.sim.sim_engine import SimEngine
 from aprilsched.errors import ConfigError
-from aprilsched.testing.app import make_app
+from aprilsched.testing.app import app_of
 from aprilsched.testing.faults import Faults, FaultScript, Fired, faults_of, parse_faults
-from aprilsched.testing.faults.script import (
+from aprilsched.testing.faults.kinds import (
     GROUPS,
     KINDS,
     PATHS,
@@ -169,7 +169,7 @@ def test_every_kind_says_what_it_does_and_where(kind: str):
 
 
 def test_the_routes_are_those_of_the_server():
-    app = make_app(ServedEngine(SimEngine(), SimConfig(), time_scale=1.0), admin_key=None)
+    app = app_of(ServedEngine(SimEngine(), SimConfig(), time_scale=1.0), admin_key=None)
     assert isinstance(app, web.Application)
     served = {route.resource.canonical for route in app.router.routes() if route.resource}
     assert set(PATHS) == served

@@ -202,7 +202,7 @@ def test_a_call_that_cannot_be_parsed_is_text(tokenizer: ModelTokenizer, call: s
 
 
 def test_what_the_prompt_has_opened_is_not_told_again(tokenizer: ModelTokenizer):
-    prompt = tokenizer.rendered(
+    prompt = tokenizer.render(
         [{"role": "user", "content": "hi"}], None, go_on=False, options={"thinks": True}
     )
     message = Message(tokenizer.parser(prompt, None))

@@ -43,8 +43,6 @@ def test_greenwood_by_hand():
 def test_means_by_hand():
     mean = 1 + 5 / 6 + 2 / 3 + 2 * 4 / 9
     assert SMALL.mean() == pytest.approx(mean)
-    assert SMALL.restricted_mean(3) == pytest.approx(1 + 5 / 6 + 2 / 3)
-    assert SMALL.restricted_mean(99) == pytest.approx(mean)
     assert SMALL.residual_mean(2) == pytest.approx((2 / 3 + 8 / 9) / (2 / 3))
     assert SMALL.residual_mean([5, 70]).tolist() == [1, 1], "beyond all that is known: one more"
 
@@ -65,7 +63,6 @@ def test_without_censoring_it_is_the_empirical_law():
     q = np.array([0.1, 0.5, 0.9, 0.99])
     inverse = np.quantile(lengths, q, method="inverted_cdf")
     assert law.quantile(q).tolist() == inverse.tolist()
-    assert law.restricted_mean(80) == pytest.approx(np.minimum(lengths, 80).mean())
 
 
 def test_an_unfinished_longest_one_leaves_a_tail():

@@ -20,11 +20,11 @@ from aprilsched.serving import (
     BODIES,
     Bodies,
     Listener,
+    answer_refusals,
     as_json,
-    asking_for,
     body_of,
     expect_later,
-    refusing,
+    key_middleware,
 )
 from aprilsched.testing import SimServer
 from aprilsched.testing.server import ThreadedServer
@@ -103,8 +103,8 @@ async def length(request: web.Request) -> web.Response:
 @asynccontextmanager
 async def reading(key: str | None = None) -> AsyncGenerator[str]:
     """A server that reads bodies of up to 1,000 bytes, and of 1,500 together."""
-    keys = asking_for(api_key=key, admin_key=None, control=())
-    app = web.Application(middlewares=[keys, refusing])
+    keys = key_middleware(api_key=key, admin_key=None, control=())
+    app = web.Application(middlewares=[keys, answer_refusals])
     app[BODIES] = Bodies(largest=1000, together=1500)
     app.router.add_route("POST", "/", length, expect_handler=expect_later)
     listener = Listener("127.0.0.1", 0)

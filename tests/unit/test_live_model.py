@@ -9,7 +9,7 @@ from aprilsched.core.messages import events as ev
 from aprilsched.core.messages import facts as of
 from aprilsched.core.messages.facts import Fact
 from aprilsched.telemetry.batch_figures import BatchMeter
-from aprilsched.telemetry.engine_time import EngineUsage
+from aprilsched.telemetry.engine_time import PART_INDEX, EngineUsage
 from aprilsched.telemetry.live.live_model import (
     COLUMN_SECONDS,
     EngineRow,
@@ -98,7 +98,7 @@ def test_before_anything_happened():
     assert (seen.elapsed, seen.left, seen.batches, seen.ready) == (0.0, None, 0, 0)
     assert seen.in_flight == {}
     assert seen.engines == seen.columns == seen.idle == ()
-    assert (seen.efficiency, seen.latest) == (None, None)
+    assert seen.recent is None
 
 
 def test_a_rollout_goes_from_waiting_to_its_end():
@@ -238,9 +238,9 @@ def test_batches_give_efficiency_staleness_and_an_estimate_of_what_is_left():
     seen = told.seen
     assert (seen.batches, seen.version) == (2, 1)
     assert seen.left == pytest.approx(20.0)
-    assert seen.efficiency == pytest.approx(0.6)
-    assert seen.latest is not None
-    assert (seen.latest.staleness_mean, seen.latest.staleness_max) == (1.0, 1)
+    assert seen.recent is not None
+    assert seen.recent.efficiency == pytest.approx(0.6)
+    assert (seen.recent.staleness_mean, seen.recent.staleness_max) == (0.5, 1)
     told.tell(of.BatchRequested(), after=4.0)
     assert told.seen.left == pytest.approx(16.0)
     told.tell(of.BatchRequested(), after=400.0)
@@ -314,15 +314,8 @@ def test_idle_time_is_told_by_cause_the_largest_first():
 
 
 def engine(busy: float, idle: float, tokens: int = 0) -> dict[str, EngineUsage]:
-    used = EngineUsage(
-        name="a",
-        state="generating",
-        in_flight=0,
-        version=0,
-        tokens=tokens,
-        capacity=1,
-        seconds={"decode": busy, "prefill": 0.0, "tail": idle},
-    )
+    used = EngineUsage(info=ev.EngineInfo(name="a", version=0), version=0, tokens=tokens)
+    used.seconds[PART_INDEX["decode"]], used.seconds[PART_INDEX["tail"]] = busy, idle
     return {"a": used}
 
 

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from aprilsched.telemetry.figures import BatchFigures, ForecastFigures
+from aprilsched.telemetry.figures import Figures, ForecastFigures, figures_in
 from aprilsched.telemetry.live.live_model import EngineRow, Faults, RunFacts, Snapshot
 from aprilsched.telemetry.live.view import ASCII, chosen, frame, one_line
 
@@ -36,21 +36,7 @@ FAULTS = Faults(
     latest="http://10.0.0.2:30000 lost: it answers no more",
     ago=31.0,
 )
-LATEST = BatchFigures(
-    index=7,
-    version=7,
-    seconds=10.0,
-    trainer_seconds=0.0,
-    groups=32,
-    rollouts=256,
-    tokens=256_000,
-    mean_length=1000.0,
-    off_policy_token_share=0.3,
-    staleness_mean=0.41,
-    staleness_max=2,
-    t_bound=6.8,
-    efficiency=0.68,
-)
+RECENT = Figures(efficiency=0.71, staleness_mean=0.41, staleness_max=2)
 SNAPSHOT = Snapshot(
     facts=RunFacts(title="run", where="runs/x", batches=40, batch_groups=64),
     elapsed=754.0,
@@ -64,8 +50,7 @@ SNAPSHOT = Snapshot(
     columns=(0.0, 0.25, 0.5, 0.75, 1.0),
     idle=(("tail", 0.21), ("refit", 0.09), ("re_prefill", 0.05), ("pause", 0.02)),
     tokens_per_s=152_310.0,
-    efficiency=0.71,
-    latest=LATEST,
+    recent=RECENT,
     faults=Faults(),
     engines=(
         row("http://10.0.0.1:30000"),
@@ -93,7 +78,7 @@ def test_all_of_it_at_80_columns():
         "           ▪ 20 scoring",
         "busy                                             ▂▄▆█  63% so far (0:25 shown)",
         "idle       21% tail of the batch · 9% new weights · 5% re-prefill",
-        "speed      152k tokens/s · policy v12 · staleness 0.41, max 2 · efficiency 71%",
+        "speed      152k tokens/s · policy v12 · efficiency 71% · staleness 0.41 · max 2",
         "faults     none",
         "",
         "engine         state         running       KV pool tokens/s policy  busy (1 min)",
@@ -120,11 +105,11 @@ def test_paused_has_one_colour():
 
 
 def test_a_wide_terminal_says_what_efficiency_is():
-    lines = shown(SNAPSHOT, 130)
-    assert len(lines[0]) == 130
+    lines = shown(SNAPSHOT, 140)
+    assert len(lines[0]) == 140
     assert lines[7] == (
-        "speed      152k tokens/s · policy v12 · staleness 0.41, max 2 · efficiency 71%"
-        " (T_bound / time; no schedule beats 100%)"
+        "speed      152k tokens/s · policy v12 · efficiency 71% · staleness 0.41 · max 2"
+        " (efficiency is T_bound / time; no schedule beats 100%)"
     )
     assert lines[-4] == (
         "10.0.0.1:30000 generating      48/64 ━━━━━━────  60%    2,310    v12 ━━━━━━━━── 80%"
@@ -160,9 +145,7 @@ def test_faults_are_counted_and_the_last_one_is_named():
 
 
 def test_what_is_not_known_is_left_out():
-    begun = replace(
-        SNAPSHOT, left=None, columns=(), idle=(), efficiency=None, latest=None, in_flight={}
-    )
+    begun = replace(SNAPSHOT, left=None, columns=(), idle=(), recent=None, in_flight={})
     lines = shown(begun, 80)
     assert lines[0].endswith("12:34 elapsed")
     assert lines[3].split() == ["in", "flight", "0", "rollouts"]
@@ -258,15 +241,7 @@ def test_lines_give_way_to_engines():
     assert broken[-1] == "and 3 more: 2 generating, 1 refitting · 6,930 tokens/s · 80% busy"
 
 
-def test_the_distance_of_the_latest_batch_from_the_law_is_shown_with_what_is_usual() -> None:
-    latest = replace(LATEST, length_distance=0.19, iid_length_distance=0.08)
-    snapshot = replace(SNAPSHOT, latest=latest)
-    assert "lengths 0.19 off the law (at random 0.08)" in "\n".join(shown(snapshot, 140))
-    # It must not push the efficiency off a narrow terminal.
-    assert shown(snapshot, 80) == shown(SNAPSHOT, 80)
-
-
-def test_the_forecast_of_the_latest_batches_is_shown_with_what_came_of_it() -> None:
+def test_every_figure_with_a_name_for_the_view_is_shown_where_there_is_room() -> None:
     forecast = ForecastFigures(
         seconds=10.0,
         seconds_forecast=9.0,
@@ -275,6 +250,13 @@ def test_the_forecast_of_the_latest_batches_is_shown_with_what_came_of_it() -> N
         off_policy_token_share=0.5,
         off_policy_token_share_forecast=0.5,
     )
-    snapshot = replace(SNAPSHOT, forecast=forecast)
-    assert "forecast 71%, outcome 68%" in "\n".join(shown(snapshot, 140))
+    named = {name: figure for name, figure in figures_in(Figures).items() if figure.live}
+    values = dict.fromkeys(named.keys() - {"efficiency", "staleness_mean", "staleness_max"}, 0.19)
+    recent = replace(RECENT, forecast=forecast, **values)  # type: ignore[arg-type]
+    snapshot = replace(SNAPSHOT, recent=recent)
+    line = next(line for line in shown(snapshot, 300) if line.startswith("speed"))
+    texts = line.partition(" (")[0].split(" · ")[2:]
+    assert [text.rpartition(" ")[0] for text in texts[:-1]] == [f.live for f in named.values()]
+    assert "length distance 19%" in texts
+    assert texts[-1] == "forecast 71%, outcome 68%"
     assert shown(snapshot, 80) == shown(SNAPSHOT, 80), "it pushes nothing off"

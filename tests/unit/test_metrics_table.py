@@ -11,8 +11,16 @@ from typing import Any
 import pytest
 
 from aprilsched import telemetry
+from aprilsched.telemetry.figures import (
+    BatchFigures,
+    Figure,
+    Figures,
+    RunSummary,
+    SteadyState,
+    figures_in,
+)
 from aprilsched.telemetry.metrics import Histogram
-from aprilsched.telemetry.table import FIGURES, Figure
+from aprilsched.telemetry.table import FIGURES
 
 RESERVED = ("_bucket", "_count", "_sum", "_created", "_info")
 NOT_BASE = ("ms", "milliseconds", "us", "ns", "minutes", "min", "hours", "percent", "kb", "mb")
@@ -54,6 +62,14 @@ def test_names_follow_the_convention(figure: Figure):
     assert faults(figure) == []
     assert (figure.of is None) == (figure.kind == "histogram")
     assert figure.exposed or figure.tracked
+
+
+def test_a_figure_of_batches_is_everywhere():
+    for name, figure in figures_in(Figures).items():
+        for kind in (BatchFigures, SteadyState, RunSummary):
+            assert figures_in(kind)[name] is figure
+        if figure.exposed or figure.tracked:
+            assert FIGURES[f"batch/{name}"].help == figure.help
 
 
 def test_metrics_have_their_unit_at_the_end():

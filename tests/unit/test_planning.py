@@ -27,7 +27,7 @@ from aprilsched.planning.setting import Outcome, Setting
 from aprilsched.planning.trial import Trial, drawn_again, try_out
 from aprilsched.presets import PRESETS
 from aprilsched.simulation import NEVER, Costs, ModelledEngine, Simulation
-from aprilsched.telemetry.batch_figures import steady_state
+from aprilsched.telemetry.figures import steady_state
 from aprilsched.telemetry.summary import Summary
 from aprilsched.timing.model import H200_QWEN3_4B, H200_QWEN3_4B_LINEAR
 from aprilsched.workload import LongTailWorkload

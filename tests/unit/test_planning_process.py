@@ -18,7 +18,7 @@ import pytest
 from aprilsched.config import SchedulerConfig
 from aprilsched.coordinator import replanning
 from aprilsched.coordinator.replanning import NoProcess, Planning, planned_apart
-from aprilsched.coordinator.tasks import Tasks
+from aprilsched.coordinator.tasks import Shell, Tasks
 from aprilsched.core.messages.commands import Plan
 from aprilsched.core.messages.events import Event, Planned
 from aprilsched.core.policies.refill import Wave
@@ -99,9 +99,10 @@ async def planned_by(planner: Planner, count: int = 1) -> list[Planned]:
         planned.append(event)
         came.set()
 
-    planning = Planning(planner=planner, config=CONFIG, feed=feed)
+    shell = Shell(config=CONFIG, engines={}, feed=feed, tasks=Tasks())
+    planning = Planning(shell, planner)
     async with asyncio.timeout(LONG_S), asyncio.TaskGroup() as group:
-        planning.start(Tasks(group))
+        shell.tasks.run_in(group)
         for _ in range(count):
             planning.plan(command())
             await came.wait()

@@ -13,8 +13,8 @@ import pytest
 from aprilsched import Score
 from aprilsched.core.messages.facts import BatchDelivered, DeliveredRollout
 from aprilsched.errors import ConfigError
-from aprilsched.telemetry.batch_figures import Measured, measure, rewards
-from aprilsched.telemetry.figures import RewardFigures
+from aprilsched.telemetry.batch_figures import measure
+from aprilsched.telemetry.figures import Figures, Measured, RewardFigures
 
 
 class Name(str):
@@ -93,11 +93,13 @@ def test_means_are_over_the_rollouts_that_have_a_value():
     assert first.figures.rewards == RewardFigures(
         rollouts=2, mean=0.5, parts={"format": 0.5, "rare": 4.0}
     )
-    whole = rewards([first, second])
+    whole = Figures.over([first, second]).rewards
     assert whole.rollouts == 3
     assert whole.mean == pytest.approx(5 / 3)
     assert whole.parts == {"format": pytest.approx(2 / 3), "rare": 4.0}
-    assert rewards([]) == measured(batch((None, {}))).figures.rewards == RewardFigures()
+    assert (
+        Figures.over([]).rewards == measured(batch((None, {}))).figures.rewards == RewardFigures()
+    )
 
 
 def test_a_mean_of_the_largest_rewards_is_finite():

@@ -118,8 +118,9 @@ def name(server: ThreadedServer) -> str:
     return server.url.removeprefix("http://")
 
 
-def opened() -> bool:
-    return slime._current is not None and slime._current._open is not None
+def engines() -> set[str]:
+    """The names of the engines that take part."""
+    return {control.name for control in scheduler().state.fleet.control.all()}
 
 
 def wait_for(condition: Callable[[], Any]) -> None:
@@ -157,6 +158,20 @@ def check(groups: list[list[Any]], version: int, size: int = 4) -> None:
             assert sample.reward is not None
 
 
+def once(taken: list[list[list[Any]]]) -> list[int]:
+    """The numbers of all samples that were taken; none came twice."""
+    seen = [number for groups in taken for number in numbers(groups)]
+    assert len(seen) == len(set(seen))
+    return seen
+
+
+def check_nothing_skipped(seen: list[int]) -> None:
+    """Check that every group which the data source gave was taken or is in flight."""
+    state = scheduler().state
+    keys = {group.prompt.key for group in state.in_flight.training_groups()}
+    assert {number // 4 for number in seen} | keys == set(range(state.prompts.cursor))
+
+
 def train(loop: Loop, steps: int, begin: int = 0) -> list[list[list[Any]]]:
     """So many steps of train.py."""
     taken = []
@@ -182,15 +197,12 @@ def test_steps_in_the_trainers_order_lose_nothing_and_carry_partial_responses(
         samples = [sample for group in taken[-1] for sample in group]
         mixed += any(len(sample.weight_versions) > 1 for sample in samples)
         assert isinstance(samples[0], trainer.Sample)
-    seen = [number for groups in taken for number in numbers(groups)]
-    assert len(seen) == len(set(seen)) == 8 * len(taken)
+    seen = once(taken)
+    assert len(seen) == 8 * len(taken)
     flying = in_flight()
     assert flying.counters.launched == len(seen) + len(flying.rollouts)
     assert flying.ledger.total == 0
-    # The first number that was never taken is in flight: nothing was skipped.
-    cursor = scheduler().state.prompts.cursor
-    keys = {group.prompt.key for group in flying.training_groups()}
-    assert {number // 4 for number in seen} | keys == set(range(cursor))
+    check_nothing_skipped(seen)
 
 
 def test_the_batch_tells_how_stale_it_is(begun: Callable[..., Loop], trainer: SimpleNamespace):
@@ -258,14 +270,10 @@ def test_a_saved_training_goes_on_with_everything_that_was_in_flight(
     check(after[0], version + 1)
     second.update()
     after += train(second, 3, begin=step + 1)
-    seen = [number for groups in before + after for number in numbers(groups)]
-    assert len(seen) == len(set(seen)), "nothing is trained on twice"
-    state = scheduler().state
-    keys = {group.prompt.key for group in state.in_flight.training_groups()}
-    assert {number // 4 for number in seen} | keys == set(range(state.prompts.cursor))
+    check_nothing_skipped(once(before + after))
     # The responses that were saved half went on from their tokens.
     tokens = [sample.tokens[3:] for groups in after for group in groups for sample in group]
-    flying_now = {r.rollout_id: r.log.token_ids.tolist() for r in state.in_flight.rollouts.values()}
+    flying_now = {r.rollout_id: r.log.token_ids.tolist() for r in in_flight().rollouts.values()}
     for rollout_id, begun_with in partial.items():
         found = [flying_now[rollout_id]] if rollout_id in flying_now else tokens
         assert any(ids[: len(begun_with)] == begun_with for ids in found)
@@ -307,11 +315,9 @@ def test_it_can_be_saved_while_another_thread_generates(begun: Callable[..., Loo
         Judge.gate.set()
     second = begun(1)
     taken += train(second, 3, begin=1)
-    seen = [number for groups in taken for number in numbers(groups)]
-    assert len(seen) == len(set(seen)) == 32
-    state = scheduler().state
-    keys = {group.prompt.key for group in state.in_flight.training_groups()}
-    assert {number // 4 for number in seen} | keys == set(range(state.prompts.cursor))
+    seen = once(taken)
+    assert len(seen) == 32
+    check_nothing_skipped(seen)
 
 
 def test_a_restart_after_a_restart_counts_versions_on(begun: Callable[..., Loop]):
@@ -377,7 +383,7 @@ def test_a_checkpoint_that_was_cut_off_is_none(begun: Callable[..., Loop], folde
 def test_a_rollout_that_is_asked_for_again_is_another_one(begun: Callable[..., Loop]):
     loop = begun()
     taken = [loop.generate(0).samples for _ in range(4)]
-    assert len({number for groups in taken for number in numbers(groups)}) == 32
+    assert len(once(taken)) == 32
     assert len(scheduler().state.delivery.unacknowledged) == 1
 
 
@@ -397,8 +403,7 @@ def test_a_rollout_that_is_asked_for_again_is_another_one(begun: Callable[..., L
 def test_the_scheduler_may_be_set_in_any_way(begun: Callable[..., Loop], settings: Any):
     loop = begun(aprilsched=settings)
     taken = train(loop, 5)
-    seen = [number for groups in taken for number in numbers(groups)]
-    assert len(seen) == len(set(seen)) == 40
+    assert len(once(taken)) == 40
     reasons = set(in_flight().ledger.rollouts)
     assert reasons <= ({"stale"} if "evict" in str(settings) else set())
 
@@ -480,7 +485,7 @@ def test_a_reward_function_that_fails_now_and_then_costs_its_groups(begun: Calla
     Judge.calls = 0
     loop = begun(custom_rm_path=f"{HERE}.sometimes")
     taken = train(loop, 3)
-    assert len({number for groups in taken for number in numbers(groups)}) == 24
+    assert len(once(taken)) == 24
     assert in_flight().ledger.total > 0
 
 
@@ -491,7 +496,8 @@ def test_a_reward_function_that_blocks_holds_up_no_stream(begun: Callable[..., L
     with ThreadPoolExecutor() as threads:
         output = threads.submit(loop.generate, 0)
         # All responses end while the judge holds up its loop.
-        wait_for(lambda: opened() and in_flight().counters.launched and not in_flight().generating)
+        wait_for(lambda: Judge.calls)
+        wait_for(lambda: not in_flight().generating)
         assert not output.done()
         Judge.gate.set()
         check(output.result().samples, 1)
@@ -766,8 +772,7 @@ def test_an_evaluation_between_two_steps_carries_the_training_rollouts_over(
     now = {rollout.rollout_id: len(rollout.log) for rollout in in_flight().rollouts.values()}
     assert carried == {number: now[number] for number in carried}, "they have waited"
     taken += train(loop, 3, begin=2)
-    seen = [number for groups in taken for number in numbers(groups)]
-    assert len(seen) == len(set(seen))
+    once(taken)
     assert slime._current is not None
     assert not [key for key in slime._current._samples if isinstance(key, str)]
 
@@ -835,8 +840,7 @@ def test_an_engine_that_is_restarted_between_two_steps_takes_part_again(
     servers[0].restart()
     loop.update()
     taken += train(loop, 3, begin=2)
-    seen = [number for groups in taken for number in numbers(groups)]
-    assert len(seen) == len(set(seen))
+    once(taken)
 
 
 def test_an_engine_that_is_restarted_without_an_update_gives_no_tokens(
@@ -862,19 +866,16 @@ def test_an_engine_that_dies_in_a_step_is_let_go_and_looked_for_again(
     taken = train(loop, 1)
     killer = threading.Timer(0.2, servers[0].crash)
     killer.start()
-    assert slime._current is not None
-    assert slime._current._fleet is not None
     # Its requests go on elsewhere, and it is not asked for anything between two calls.
-    while len(slime._current._fleet.engines) == 2:
+    while len(engines()) == 2:
         taken.append(loop.generate(len(taken)).samples)
     killer.join()
-    assert [engine.name for engine in slime._current._fleet.engines] == [name(servers[1])]
+    assert engines() == {name(servers[1])}
     servers[0].restart()
     loop.update()
     taken += train(loop, 2, begin=len(taken))
-    assert len(slime._current._fleet.engines) == 2
-    seen = [number for groups in taken for number in numbers(groups)]
-    assert len(seen) == len(set(seen))
+    assert len(engines()) == 2
+    once(taken)
 
 
 class Router:
@@ -930,11 +931,8 @@ def test_engines_come_from_the_router_and_may_be_replaced(
     servers[0].crash()
     loop.update()
     taken += train(loop, 2, begin=2)
-    assert slime._current is not None
-    assert slime._current._fleet is not None
-    assert [engine.name for engine in slime._current._fleet.engines] == [name(servers[1])]
-    seen = [number for groups in taken for number in numbers(groups)]
-    assert len(seen) == len(set(seen))
+    assert engines() == {name(servers[1])}
+    once(taken)
 
 
 def test_a_router_without_engines_or_with_half_engines_is_refused(
@@ -966,7 +964,7 @@ def test_the_class_form_of_miles_checks_the_version_that_it_is_told(
         )
         loop = Loop(args, weights(folder), pause={"mode": "retract"}).start()
         taken = train(loop, 3)
-        assert len({n for groups in taken for n in numbers(groups)}) == 24
+        assert len(once(taken)) == 24
         assert len(loop.evaluate(2).data["one"]["samples"]) == 10
         loop.version += 1  # It says that it has loaded what it has not.
         with pytest.raises(RefitError, match='names its weights "4" and not "5"'):

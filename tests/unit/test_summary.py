@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -135,8 +134,8 @@ def test_staleness_counts_tokens():
     summary = two_batches()
     assert summary.off_policy_token_share == pytest.approx(20 / 120)
     assert summary.steady_state.off_policy_token_share == pytest.approx(20 / 80)
-    assert summary.staleness.mean == pytest.approx(20 / 120)
-    assert summary.staleness.max == summary.staleness.max_trained == 1
+    assert summary.staleness_mean == pytest.approx(20 / 120)
+    assert summary.staleness_max == summary.staleness_max_trained == 1
 
 
 def test_masked_and_environment_tokens():
@@ -144,10 +143,9 @@ def test_masked_and_environment_tokens():
         (0.0, OPENED),
         (1.0, deliver(0, 3, rollout(1, [0, 0, -1, -1, 3, 3], masked=2))),
     )
-    assert summary.tokens.masked == 2
     assert summary.per_batch[0].tokens == 4
     assert summary.per_batch[0].mean_length == 6
-    assert (summary.staleness.max, summary.staleness.max_trained) == (3, 0)
+    assert (summary.staleness_max, summary.staleness_max_trained) == (3, 0)
 
 
 def test_bias_is_held_against_what_is_known():
@@ -237,10 +235,9 @@ def held(launched: int, tokens: Sequence[int], finished: Sequence[bool]) -> Grou
     )
 
 
-def entry(rollout_id: int, tokens: int, reason: Reason = Reason.STALE) -> Entry:
-    return Entry(
-        rollout_id=rollout_id, group_id=9, reason=reason, cause="old", tokens=tokens, at=0.0
-    )
+def drop(rollout_id: int, tokens: int, reason: Reason = Reason.STALE) -> of.GroupDropped:
+    row = of.DroppedRollout(rollout_id=rollout_id, reason=reason, tokens=tokens)
+    return of.GroupDropped(group_id=100 + rollout_id, reason=reason, cause="old", rollouts=(row,))
 
 
 def test_the_drawn_law_counts_what_is_in_flight():
@@ -333,13 +330,12 @@ def test_tokens_of_the_environment_are_of_no_policy_and_no_length_0_breaks_it():
 
 def test_a_policy_that_censors_is_named_with_its_effect():
     ledger = Ledger()
-    ledger.add(entry(3, 30))
-    ledger.add(entry(4, 10))
-    ledger.add(entry(5, 10, Reason.REJECTED))
+    ledger.tokens.update({Reason.STALE: 40, Reason.REJECTED: 10})
     bias = summed(
         (0.0, OPENED),
         *((0.0, send(i)) for i in (1, 2, 3, 4, 5)),
         *((0.5, finish(i)) for i in (1, 2, 4, 5)),
+        (0.6, [drop(3, 30), drop(4, 10), drop(5, 10, Reason.REJECTED)]),
         (1.0, deliver(0, 0, rollout(1, [0] * 20), rollout(2, [0] * 20))),
         ledger=ledger,
     ).bias
@@ -355,9 +351,6 @@ def test_a_policy_that_censors_is_named_with_its_effect():
 
 
 def test_an_episode_has_finished_when_it_says_so():
-    ledger = Ledger()
-    ledger.add(entry(3, 30))
-    ledger.add(entry(4, 30))
     start = [of.EpisodeStarted(rollout_id=i) for i in (3, 4)]
     steps = [(0.0, OPENED), (0.0, send(3)), (0.0, send(4)), (0.0, start)]
     answered = of.TurnEnded(rollout_id=4, tokens=0, finish_reason="stop")
@@ -366,26 +359,17 @@ def test_an_episode_has_finished_when_it_says_so():
         *((1.0, of.AttemptEnded(request_id=i, outcome="finished")) for i in (3, 4)),
         (1.0, answered),
         (2.0, of.RolloutFinished(rollout_id=4, group_id=104)),
+        (2.5, [drop(3, 30), drop(4, 30)]),
         (3.0, deliver(0, 0, rollout(1, [0] * 10))),
-        ledger=ledger,
     ).bias
     assert bias.drawn is not None
     assert bias.drawn.mean == pytest.approx((10 + 30 + 31) / 3)
 
 
-def test_drops_of_long_responses_are_warned_of_once_while_the_run_goes_on(
-    caplog: pytest.LogCaptureFixture,
-):
-    summary = Summary(trainer_waits=True)
-    summary.ledger = ledger = Ledger()
-    drop = facts.dropped(9, reason="stale", cause="old")
-    summary.on_facts([OPENED], 0.0)
-    with caplog.at_level(logging.WARNING, "aprilsched"):
-        summary.on_facts([deliver(0, 0, *(rollout(i, [0] * 10) for i in range(20)))], 1.0)
-        assert caplog.messages == []
-        for i in range(20, 40):
-            ledger.add(entry(i, 40))
-            summary.on_facts([drop], 2.0)
-    (message,) = caplog.messages
-    assert "stale" in message
-    assert "shorter" in message
+def test_a_drop_that_was_not_saved_is_taken_back_by_the_process_that_resumes():
+    lengths = of.RestoredLengths(tokens=(20,), sampled=(20,), finished=(False,))
+    again = of.GroupLaunched(group_id=103, rollout_ids=(3,), prompt_tokens=3, restored=lengths)
+    steps: list[Step] = [(0.0, OPENED), (0.0, send(3)), (1.0, drop(3, 30))]
+    assert summed(*steps).bias.censoring.policies == ["stale"]
+    resumed = facts.opened("a", "b", resumed=True)
+    assert summed(*steps, (2.0, [resumed, again])).bias.censoring.policies == []

@@ -14,6 +14,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -105,10 +106,11 @@ def first(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 
 class Spy(RolloutWorker):
-    """Notes every rollout that the trainer was given."""
+    """Notes what it is made of, and every rollout that the trainer was given."""
 
-    def __init__(self, *given: Any, **settings: Any) -> None:
-        super().__init__(*given, **settings)
+    def __init__(self, fleet: Any, **given: Any) -> None:
+        super().__init__(fleet, **given)
+        self.fleet, self.given = fleet, given
         self.seen: list[Any] = []
 
     def get(self, timeout: float | None = None) -> Any:
@@ -138,15 +140,26 @@ def worker(
     return (kind or Spy)(fleet or embedded, **{**values, **changes})
 
 
-def began(made: Spy) -> Spy:
-    """Do what the trainer does before its first step."""
+@contextmanager
+def opened(made: Spy) -> Iterator[Spy]:
+    """The worker with its engines open."""
     made.init_weight_transfer()
-    made.pause()
-    made.send_weights(iter([]))
-    made.resume()
-    made.update_model_version(1)
-    made.start()
-    return made
+    try:
+        yield made
+    finally:
+        made.stop()
+
+
+@contextmanager
+def began(made: Spy) -> Iterator[Spy]:
+    """The worker after what the trainer does before its first step."""
+    with opened(made):
+        made.pause()
+        made.send_weights(iter([]))
+        made.resume()
+        made.update_model_version(1)
+        made.start()
+        yield made
 
 
 def train(made: Spy, model: Path, **changes: Any) -> Any:
@@ -167,9 +180,9 @@ def prepared(
     streamed = made.streamed if streamed is None else streamed
     trainer = (Streamed if streamed else AsyncGRPOTrainer)(
         str(model),
-        args=made._args,
+        args=made.given["args"],
         train_dataset=DATA,
-        processing_class=made._chat._tokenizer,
+        processing_class=made.given["processing_class"],
         rollout_worker=made,
         weight_transfer=made,
         callbacks=[made.callback, *callbacks],
@@ -225,9 +238,10 @@ def test_a_resumed_trainer_gets_everything_that_was_in_flight(
     known: dict[str, Any] = {}
 
     def at_the_end(*_: Any, **__: Any) -> None:
-        assert second._rollouts is not None
-        known["flying"] = set(second._rollouts.state.in_flight.groups)
-        known["launched"] = second._rollouts.state.in_flight.counters.launched // 4
+        while second.qsize():  # The rest of the batch that is taken.
+            second.get()
+        state = second.scheduler.state.in_flight
+        known["flying"], known["launched"] = set(state.groups), state.counters.launched // 4
 
     second.callback.on_train_end = at_the_end  # type: ignore[method-assign]
     trainer = train(second, model, resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
@@ -241,7 +255,7 @@ def test_a_resumed_trainer_gets_everything_that_was_in_flight(
         assert before.advantage == after.advantage
         assert before.metrics == pytest.approx(after.metrics, nan_ok=True)
     trained = [s.group_id for s in first.seen[: 4 * STEP] + second.seen[: 6 * STEP]]
-    ahead = {s.group_id for s in [*second.seen[6 * STEP :], *second._samples]}
+    ahead = {s.group_id for s in second.seen[6 * STEP :]}
     assert len(set(trained)) == len(trained) / 4, "nothing was trained on twice"
     # Every group that was ever launched was trained on, or is with the trainer or in flight.
     assert len(set(trained) | ahead | known["flying"]) == known["launched"]
@@ -256,7 +270,7 @@ def test_servers_that_have_the_checkpoints_weights_do_not_make_it_a_version_olde
     saving = {"save_strategy": "steps", "save_steps": 6, "max_staleness": 1}
     first = worker(cpu, tmp_path, args={**saving, "max_steps": 6})
     train(first, model)
-    second = worker(cpu, tmp_path, args={**saving, "max_steps": 9}, fleet=first._fleet)
+    second = worker(cpu, tmp_path, args={**saving, "max_steps": 9}, fleet=first.fleet)
     trainer = train(second, model, resume_from_checkpoint=True)
     assert trainer.state.global_step == 9
     assert not logged(trainer, "sample/dropped_stale_total")
@@ -387,7 +401,8 @@ def test_an_error_in_the_middle_of_a_streamed_batch_ends_the_training(
     with pytest.raises(RunGivenUp, match="the judge is gone"):
         train(made, model)
     assert len(made.seen) == 4
-    assert made._rollouts is None
+    with pytest.raises(ConfigError, match="the engines are not open"):
+        made.get()
 
 
 class Replaying(Spy):
@@ -434,11 +449,8 @@ def test_a_streamed_step_has_the_gradient_of_its_batch_taken_whole(
 def test_advantages_and_metrics_are_those_of_trls_own_worker(cpu: Any, tmp_path: Path):
     from trl.experimental.async_grpo import async_rollout_worker as theirs
 
-    made = began(worker(cpu, tmp_path, reward_weights=None))
-    try:
+    with began(worker(cpu, tmp_path, reward_weights=None)) as made:
         samples = [made.get() for _ in range(2 * STEP)]
-    finally:
-        made.stop()
     loop: Any = object.__new__(theirs._AsyncRolloutLoop)
     loop.reward_funcs, loop.reward_func_names = [near, brief], ["near", "brief"]
     loop._env_reward_types = []
@@ -507,8 +519,7 @@ def test_a_rollout_that_is_masked_as_a_whole_gives_no_gradient(cpu: Any, tmp_pat
 
 
 def test_a_wait_without_a_batch_is_an_empty_queue_and_loses_nothing(cpu: Any, tmp_path: Path):
-    made = began(worker(cpu, tmp_path))
-    try:
+    with began(worker(cpu, tmp_path)) as made:
         while True:
             try:
                 made.get(0.0)
@@ -516,31 +527,23 @@ def test_a_wait_without_a_batch_is_an_empty_queue_and_loses_nothing(cpu: Any, tm
             except queue.Empty:
                 pass
         assert made.qsize() == STEP - 1
-    finally:
-        made.stop()
 
 
 def test_a_reward_function_that_raises_ends_the_training_with_its_error(cpu: Any, tmp_path: Path):
     def wrong(**_: Any) -> list[float]:
         return [1.0]
 
-    made = began(worker(cpu, tmp_path, reward_funcs=wrong, reward_weights=None))
-    try:
-        with pytest.raises(Exception, match="wrong gave 1 rewards for 4 rollouts"):
-            made.get()
-    finally:
-        made.stop()
+    why = pytest.raises(Exception, match="wrong gave 1 rewards for 4 rollouts")
+    with began(worker(cpu, tmp_path, reward_funcs=wrong, reward_weights=None)) as made, why:
+        made.get()
 
 
 def test_a_trainer_without_the_callback_is_told_so(cpu: Any, tmp_path: Path):
-    made = began(worker(cpu, tmp_path))
-    try:
+    with began(worker(cpu, tmp_path)) as made:
         for _ in range(2 * STEP):
             made.get()
         with pytest.raises(ConfigError, match=r"give callbacks=\[worker\.callback\]"):
             made.get()
-    finally:
-        made.stop()
 
 
 def test_the_worker_alone_is_told_that_it_is_the_weight_transfer_too(cpu: Any, tmp_path: Path):
@@ -571,13 +574,10 @@ def test_weights_that_no_engine_takes_are_read_to_their_end(
     """Every rank takes part in gathering each tensor, and would wait for rank 0 for ever."""
     made = worker(cpu, tmp_path, publisher=lambda weights: Failing(weights, twice=twice))
     weights: Any = iter([("a", 1), ("b", 2), ("c", 3)])
-    made.init_weight_transfer()
-    try:
+    with opened(made):
         with pytest.raises((RefitError, ConfigError), match=cause):
             made.send_weights(weights)
         assert list(weights) == []
-    finally:
-        made.stop()
 
 
 class Repeating:
@@ -604,20 +604,23 @@ def test_weights_in_the_models_own_memory_can_be_sent_again(cpu: Any, tmp_path: 
     """An engine that fails in the middle of a broadcast does not end the training."""
     import torch
 
-    made = worker(cpu, tmp_path, publisher=lambda weights: Repeating(weights, at=at))
+    sent: list[Repeating] = []
+
+    def publisher(weights: Callable[[], Iterator[Any]]) -> Any:
+        sent.append(Repeating(weights, at=at))
+        return sent[0]
+
+    made = worker(cpu, tmp_path, publisher=publisher)
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, bias=False))
     weights = ((name, each.detach()) for name, each in model.named_parameters())
-    made.init_weight_transfer()
-    try:
+    with opened(made):
         made.begin(model)
         made.send_weights(weights)
-        sent: Any = made._publisher
-        assert [name for name, _ in sent.broken] == ["0.weight", "0.bias", "1.weight"][:at]
-        assert [name for name, _ in sent.whole] == ["0.weight", "0.bias", "1.weight"]
-        for (_, tensor), own in zip(sent.whole, model.parameters(), strict=True):
+        names = ["0.weight", "0.bias", "1.weight"]
+        assert [name for name, _ in sent[0].broken] == names[:at]
+        assert [name for name, _ in sent[0].whole] == names
+        for (_, tensor), own in zip(sent[0].whole, model.parameters(), strict=True):
             assert tensor.data_ptr() == own.data_ptr()
-    finally:
-        made.stop()
 
 
 def test_one_tensor_that_was_gathered_makes_the_weights_readable_once(cpu: Any, tmp_path: Path):
@@ -626,13 +629,10 @@ def test_one_tensor_that_was_gathered_makes_the_weights_readable_once(cpu: Any, 
     made = worker(cpu, tmp_path, publisher=lambda weights: Repeating(weights, at=2))
     model = torch.nn.Linear(2, 2)
     weights = iter([("weight", model.weight.detach()), ("bias", model.bias.detach().clone())])
-    made.init_weight_transfer()
-    try:
+    with opened(made):
         made.begin(model)
         with pytest.raises((RefitError, ConfigError), match="train on from the last checkpoint"):
             made.send_weights(weights)
-    finally:
-        made.stop()
 
 
 @pytest.mark.parametrize(
@@ -701,15 +701,15 @@ def test_the_trainers_arguments_are_those_of_the_scheduler(cpu: Any, tmp_path: P
         tmp_path,
         args={"temperature": 0.7, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.5},
     )
-    config = made._config
+    config = made.config
     assert (config.batch_groups, config.group_size, config.max_staleness) == (2, 4, 2)
     assert (config.sampling.temperature, config.sampling.top_k) == (0.7, 5)
     assert (config.sampling.min_p, config.sampling.max_new_tokens) == (0.1, 60)
     assert config.sampling.extra == {"repetition_penalty": 1.5}
     stricter = SchedulerConfig(max_staleness=1)
-    assert worker(cpu, tmp_path, config=stricter)._config.max_staleness == 1
+    assert worker(cpu, tmp_path, config=stricter).config.max_staleness == 1
     evicting = SchedulerConfig(max_staleness=Staleness(2, rule="evict"))
-    kept = worker(cpu, tmp_path, config=evicting)._config.max_staleness
+    kept = worker(cpu, tmp_path, config=evicting).config.max_staleness
     assert kept == Staleness(2, rule="evict")
 
 
@@ -730,11 +730,10 @@ def test_prompts_are_texts_or_conversations(cpu: Any, tmp_path: Path):
         return [0.0] * len(prompts)
 
     data = [{"prompt": "w5 w6"}, {"prompt": [{"role": "user", "content": "w7"}]}]
-    made = began(worker(cpu, tmp_path, train_dataset=data, reward_funcs=noted, reward_weights=None))
-    try:
+    with began(
+        worker(cpu, tmp_path, train_dataset=data, reward_funcs=noted, reward_weights=None)
+    ) as made:
         samples = [made.get() for _ in range(STEP)]
-    finally:
-        made.stop()
     begins = {tuple(s.input_ids[s.completion_mask == 0].tolist()) for s in samples}
     assert begins == {(5, 6), (3, 7, 4)}
     for prompt, completion in seen:

@@ -38,14 +38,14 @@ class WrittenRun:
 
     @property
     def engines(self) -> dict[str, EngineUsage]:
-        return self.run.engine_usage
+        return self.run.engines
 
     def parts(self, engine: str = "a") -> dict[Part, float]:
         """The parts that are not zero."""
         self.run.advance(self.now)
         one = self.engines[engine]
         assert one.wall == pytest.approx(self.now)
-        return {part: seconds for part, seconds in one.seconds.items() if seconds > 1e-12}
+        return {part: seconds for part, seconds in one.parts.items() if seconds > 1e-12}
 
 
 def launch(group_id: int = 0, size: int = 2) -> list[Fact]:
@@ -167,7 +167,7 @@ def test_a_refit_whose_caller_was_cancelled_is_a_pause_until_its_last_engine_has
     driver.feed(ev.UpdateWithdrawn(version=1))
     driver.now += 5
     driver.feed(ev.Refitted(engine="b", version=1))
-    seconds = driver.run.engine_usage["a"].seconds
+    seconds = driver.run.engines["a"].parts
     assert seconds["pause"] >= 5
     assert seconds["trainer"] == 0
 
@@ -238,7 +238,7 @@ def test_an_engine_that_joins_late_is_counted_from_then_on():
     written.after(2)
     written.parts("a")
     assert written.engines["b"].wall == pytest.approx(3)
-    assert written.engines["b"].seconds["lost"] == pytest.approx(1)
+    assert written.engines["b"].parts["lost"] == pytest.approx(1)
 
 
 def test_episodes_that_are_with_their_tools():

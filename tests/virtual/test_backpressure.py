@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +24,9 @@ from aprilsched import (
 )
 from aprilsched.config import Pool
 from aprilsched.core.invariants import check
-from aprilsched.core.messages.commands import Command, Launch
+from aprilsched.core.messages.commands import Command
 from aprilsched.core.messages.events import Event
+from aprilsched.core.messages.facts import Fact, GroupLaunched
 from aprilsched.engines.sim import run_virtual
 
 GROUPS, SIZE, RATIO, READY, CAP = 4, 4, 2, 2, 600
@@ -56,7 +57,10 @@ class Watching:
             self.tasks = max(self.tasks, len(asyncio.all_tasks()))
 
     def on_command(self, command: Command, now: float) -> None:
-        self.launched += isinstance(command, Launch)
+        """Commands are not counted."""
+
+    def on_facts(self, facts: Sequence[Fact], now: float) -> None:
+        self.launched += sum(isinstance(fact, GroupLaunched) for fact in facts)
 
 
 @dataclass

@@ -21,7 +21,7 @@ from aprilsched import (
     SimFleet,
     SimPublisher,
 )
-from aprilsched.config import Dispatch, Health, Retries, Timeouts
+from aprilsched.config import Dispatch, Health, Timeouts
 from aprilsched.core.messages.events import EngineLost, Event, Finished
 from aprilsched.core.state.ledger import Reason
 from aprilsched.engines.base import Engine
@@ -98,27 +98,6 @@ def test_every_rule_delivers_whole_groups_with_exact_versions(
     assert [batch.version for batch in batches] == list(range(6))
     spans = {len(set(r.versions.tolist())) for b in batches for r in b.rollouts}
     assert max(spans) == 1 if straggler == "run" else max(spans) > 1
-
-
-def test_lengths_are_those_of_the_workload_whatever_the_schedule():
-    async def main(straggler: str) -> dict[int, list[int]]:
-        async with RolloutScheduler(
-            SimFleet(2), workload(count=12), config=config(straggler=straggler)
-        ) as rollouts:
-            lengths: dict[int, list[int]] = {}
-            async for batch in rollouts:
-                for group in batch.groups:
-                    lengths[group.group_id] = [len(r) for r in group.rollouts]
-                await rollouts.update_weights(SimPublisher())
-        return lengths
-
-    expected: list[tuple[int, ...]] = []
-    for prompt in workload(count=12):
-        assert isinstance(prompt.sampling, tuple)
-        expected.append(tuple(s.max_new_tokens for s in prompt.sampling))
-    for straggler in STRAGGLERS:
-        lengths = run_virtual(main(straggler))
-        assert sorted(tuple(v) for v in lengths.values()) == sorted(expected)
 
 
 @pytest.mark.parametrize("straggler", ["retract", "in_place", "abort"])
@@ -210,36 +189,6 @@ async def test_plain_functions_group_rewards_and_accept():
         assert rollouts.state.in_flight.ledger.rollouts[Reason.REJECTED] > 0
 
 
-@in_virtual_time
-async def test_a_reward_that_raises_costs_its_group_and_says_why():
-    calls = 0
-
-    async def score(rollout: Rollout, prompt: Prompt) -> float:
-        nonlocal calls
-        calls += 1
-        if calls == 3:
-            raise ZeroDivisionError("no words")
-        return 0.0
-
-    async with RolloutScheduler(SimFleet(1), workload(), reward=score, config=config()) as rollouts:
-        await rollouts.next_batch()
-        ledger = rollouts.state.in_flight.ledger
-        assert ledger.rollouts == {"reward_failed": 4}
-        assert "no words" in ledger.entries[0].cause
-
-
-@in_virtual_time
-async def test_a_reward_that_always_raises_ends_the_wait_with_its_reason():
-    async def score(rollout: Rollout, prompt: Prompt) -> float:
-        raise KeyError("answer")
-
-    async with RolloutScheduler(
-        SimFleet(1), workload(), reward=score, config=config(retries=Retries(failed_groups=9))
-    ) as rollouts:
-        with pytest.raises(RunGivenUp, match=r"9 groups in a row failed.*KeyError"):
-            await rollouts.next_batch()
-
-
 def test_the_reward_of_a_dropped_rollout_is_cancelled():
     cancelled: list[int] = []
 
@@ -264,20 +213,6 @@ def test_the_reward_of_a_dropped_rollout_is_cancelled():
 
     run_virtual(main())
     assert cancelled, "siblings that were scoring when the first one failed"
-
-
-@in_virtual_time
-async def test_a_cancelled_wait_loses_nothing():
-    async with RolloutScheduler(SimFleet(1), workload(), config=config()) as rollouts:
-        batches: list[Batch] = []
-        while len(batches) < 4:
-            try:
-                async with asyncio.timeout(0.5):
-                    batches.append(await rollouts.next_batch())
-            except TimeoutError:
-                pass
-        check(batches, rollouts)
-        assert [batch.index for batch in batches] == [0, 1, 2, 3]
 
 
 @in_virtual_time
@@ -307,30 +242,7 @@ async def test_a_cancelled_update_runs_to_its_end_and_the_engines_go_on():
         await rollouts.next_batch()
 
 
-class Broken:
-    """A publisher that raises, as a trainer's own code may."""
-
-    async def prepare(self, version: int) -> None: ...
-
-    async def publish(
-        self, version: int, engines: Sequence[Engine]
-    ) -> Mapping[str, Exception | None]:
-        raise OSError("no space left on device")
-
-
-@in_virtual_time
-async def test_a_publisher_that_raises_leaves_the_fleet_generating_under_the_old_version():
-    async with RolloutScheduler(SimFleet(2), workload(), config=config()) as rollouts:
-        await rollouts.next_batch()
-        with pytest.raises(RefitError, match="no space left"):
-            await rollouts.update_weights(Broken())
-        assert rollouts.version == 0
-        await rollouts.next_batch()
-        await rollouts.update_weights(SimPublisher())
-        assert rollouts.version == 1
-
-
-class Hanging(Broken):
+class Hanging(SimPublisher):
     async def publish(
         self, version: int, engines: Sequence[Engine]
     ) -> Mapping[str, Exception | None]:

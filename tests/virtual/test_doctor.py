@@ -219,7 +219,7 @@ async def test_a_cumulative_server_fails(server: SimServer, monkeypatch: pytest.
 async def test_a_server_that_cannot_flush_while_paused_fails(
     server: SimServer, monkeypatch: pytest.MonkeyPatch
 ):
-    async def busy(self: ServedEngine, seconds: float) -> bool:
+    async def busy(self: ServedEngine) -> bool:
         return False
 
     monkeypatch.setattr(ServedEngine, "flush", busy)
@@ -326,7 +326,7 @@ async def test_a_dead_server_does_not_cost_the_findings_of_the_others(
 async def test_quiet_is_for_what_warns_or_fails_alone(
     server: SimServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    async def busy(self: ServedEngine, seconds: float) -> bool:
+    async def busy(self: ServedEngine) -> bool:
         return False
 
     monkeypatch.setattr(ServedEngine, "flush", busy)

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-import aprilsched.blocking
 from aprilsched import (
     Batch,
     Group,
@@ -301,32 +300,6 @@ def test_an_update_before_the_batch_is_given_again_does_not_acknowledge_it():
     assert run_virtual(life(None)).index == 0
     again = run_virtual(life(1))
     assert (again.index, again.redelivered, again.version) == (0, True, 0)
-
-
-def test_a_batch_is_acknowledged_from_the_trainers_thread(tmp_path: Path):
-    path = tmp_path / "store"
-    quick = LongTailWorkload(median=6, sigma=0.5, cap=20, group_size=4, count=6, seed=3)
-
-    def life() -> tuple[int, int]:
-        with aprilsched.blocking.RolloutScheduler(
-            SimFleet(1, time_scale=0.01), quick, config=config(), store=SqliteStore(path)
-        ) as rollouts:
-            batch = rollouts.next_batch()
-            assert threading.current_thread() is threading.main_thread()
-            batch.acknowledge()
-            while rollouts.state.delivery.unacknowledged:
-                threading.Event().wait(0.01)
-            rollouts.checkpoint(tmp_path / f"after-{batch.index}")
-            return batch.index, len(batch.groups)
-
-    assert life() == (0, 4)
-    assert life() == (1, 2)
-    restored = aprilsched.blocking.RolloutScheduler(
-        SimFleet(1, time_scale=0.01), quick, config=config()
-    )
-    restored.restore(tmp_path / "after-0")
-    with restored as rollouts:
-        assert [batch.index for batch in rollouts] == [1]
 
 
 @in_virtual_time

@@ -29,6 +29,7 @@ from aprilsched import (
 from aprilsched.config import Health, Timeouts
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
+from aprilsched.core.messages import facts
 from aprilsched.engines.base import PauseMode
 from aprilsched.engines.sim import SimEngine, run_virtual
 from aprilsched.engines.sim.toy_model import ContextState, ToyModel, weights_key_of_version
@@ -59,7 +60,7 @@ class Calls(ProtocolListener):
 
     def __init__(self) -> None:
         self.made: list[str] = []
-        self.lost: list[do.LoseEngine] = []
+        self.lost: list[facts.EngineLost] = []
 
     def on_event(self, event: ev.Event, now: float) -> None:
         pass
@@ -67,7 +68,7 @@ class Calls(ProtocolListener):
     def on_command(self, command: do.Command, now: float) -> None:
         if isinstance(command, do.Pause | do.Flush | do.Continue):
             self.made.append(type(command).__name__)
-        if isinstance(command, do.LoseEngine):
+        if isinstance(command, facts.EngineLost):
             self.lost.append(command)
 
 

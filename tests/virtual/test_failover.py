@@ -24,6 +24,7 @@ from aprilsched import (
 from aprilsched.config import Health, Timeouts
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
+from aprilsched.core.messages import facts
 from aprilsched.engines.base import Chunk, GenerationRequest
 from aprilsched.engines.sim import SimEngine, run_virtual
 from aprilsched.errors import EngineError, FleetLost, RefitError
@@ -128,7 +129,7 @@ class Losses(ProtocolListener):
             self.back_at.append(now)
 
     def on_command(self, command: do.Command, now: float) -> None:
-        if isinstance(command, do.LoseEngine):
+        if isinstance(command, facts.EngineLost):
             self.lost.append((command.engine, command.cause))
             self.lost_at.append(now)
 

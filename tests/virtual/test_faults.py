@@ -39,7 +39,7 @@ from aprilsched.errors import (
 from aprilsched.testing import SimServer
 from aprilsched.testing.contract import greedy, until
 from aprilsched.testing.faults import FaultScript, faults_of
-from aprilsched.testing.faults.script import KINDS
+from aprilsched.testing.faults.kinds import KINDS
 from aprilsched.types import VersionSpan
 from tests.support.sim_http import CONFIG, INTERVAL, Raw, asked, two_weights
 from tests.support.virtual_time import in_virtual_time

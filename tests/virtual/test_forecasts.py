@@ -19,7 +19,8 @@ from aprilsched.engines.sim import SimConfig
 from aprilsched.planning import Planner, planner
 from aprilsched.planning.planner import Bias
 from aprilsched.simulation import NEVER, Costs, Simulation
-from aprilsched.telemetry.batch_figures import BatchMeter, Measured, forecasts
+from aprilsched.telemetry.batch_figures import BatchMeter
+from aprilsched.telemetry.figures import Figures, Measured
 from aprilsched.timing.model import StepTimeModel
 from experiments.forecasts.benchmark import MODEL, SLOW
 
@@ -241,13 +242,13 @@ def test_a_batch_has_the_forecast_that_was_in_force_when_it_began() -> None:
     meter.on_facts([changed], 2.0)
     first = measured(meter, 4.0, delivered(1))
     assert first is not None
-    assert first.figures.forecast is None, "the forecast came too late"
+    assert first.forecast is None, "the forecast came too late"
     better = replace(FORECAST, efficiency=0.9)
     meter.on_facts([of.BatchRequested()], 4.0)
     meter.on_facts([of.ScheduleChanged(schedule="a pool", forecast=better)], 7.0)
     second = measured(meter, 10.0, delivered(2))
     assert second is not None
-    found = second.figures.forecast
+    found = second.forecast
     assert found is not None
     assert (found.schedule, found.efficiency_forecast) == ("a wave: good", 0.8)
     assert (found.seconds, found.seconds_forecast) == (6.0, 5.0)
@@ -257,15 +258,15 @@ def test_a_batch_has_the_forecast_that_was_in_force_when_it_began() -> None:
     meter.on_facts([of.BatchRequested()], 10.0)
     third = measured(meter, 12.0, delivered(3))
     assert third is not None
-    assert third.figures.forecast is not None
-    assert third.figures.forecast.efficiency_forecast == 0.9
-    together = forecasts([first, second, third])
+    assert third.forecast is not None
+    assert third.forecast.efficiency_forecast == 0.9
+    together = Figures.over([first, second, third]).forecast
     assert together is not None
     assert together.batches == 2
     assert together.seconds == 4.0
     assert together.efficiency == pytest.approx(2 * (2 + 0.4) / 8)
     assert together.efficiency_forecast == pytest.approx(0.85)
-    assert forecasts([first]) is None
+    assert Figures.over([first]).forecast is None
 
 
 def test_a_forecast_of_a_process_that_has_ended_is_not_held_against_its_batch() -> None:
@@ -275,7 +276,7 @@ def test_a_forecast_of_a_process_that_has_ended_is_not_held_against_its_batch() 
     meter.on_facts([of.RunOpened(engines=(), version=0, resumed=True)], 100.0)
     batch = measured(meter, 104.0, delivered(1))
     assert batch is not None
-    assert batch.figures.forecast is None
+    assert batch.forecast is None
 
 
 # --- what is learned -----------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -87,17 +86,6 @@ async def test_one_of_several_that_fails_has_its_own_event(one: Front):
     await until(lambda: not one.state.in_flight.groups)
 
 
-@pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_leaves_takes_all_its_responses_along(one: Front, stream: bool):
-    body = {**several(LONG, 4), "stream": stream}
-    task = asyncio.create_task(one.raw.post("/generate", body))
-    await until(lambda: one.state.in_flight.open_attempts == 4)
-    task.cancel()
-    await until(lambda: one.state.in_flight.ledger.total == 4)
-    assert {e.reason for e in one.state.in_flight.ledger.entries} == {Reason.WITHDRAWN}
-    await until(lambda: len(one.gateway.service.responses) == 0)
-
-
 async def test_an_abort_of_a_body_or_of_one_response_in_it(one: Front):
     reader = Reader(one.raw, {**several(LONG, 3, rid="mine"), "stream": True})
     await reader.reach(3 * INTERVAL)
@@ -111,15 +99,6 @@ async def test_an_abort_of_a_body_or_of_one_response_in_it(one: Front):
     await one.raw.post("/abort_request", {"rid": "mine"})
     await reader.end()
     assert sorted(aborted()) == [0, 1, 2]
-
-
-async def test_all_or_none_of_a_body_begins():
-    async with front(settings=GatewaySettings(port=0, drain_s=0, max_requests=3)) as one:
-        await one.stream(LONG).reach(1)
-        assert (await one.raw.post("/generate", several(5, 3)))[0] == 503
-        assert (await one.raw.post("/generate", several(5, 4)))[0] == 400
-        assert len(one.gateway.service.responses) == 1
-        assert (await one.raw.post("/generate", several(5, 2)))[0] == 200
 
 
 # --- groups by a header ------------------------------------------------------------------------
@@ -156,7 +135,7 @@ async def load(one: Front, weights: Path) -> None:
 
 async def test_a_response_that_becomes_too_old_ends_with_its_tokens(tmp_path: Path):
     weights = two_weights(tmp_path)
-    async with front(settings=GatewaySettings(port=0, drain_s=0, max_staleness=1)) as one:
+    async with front(max_staleness=1) as one:
         old = await one.stream(LONG).reach(INTERVAL)
         await load(one, weights[0])
         young = await one.stream(LONG).reach(INTERVAL)
@@ -177,8 +156,7 @@ async def test_a_response_that_becomes_too_old_ends_with_its_tokens(tmp_path: Pa
 
 async def test_new_responses_wait_while_there_are_enough_for_the_versions(tmp_path: Path):
     weights = two_weights(tmp_path)
-    settings = GatewaySettings(port=0, drain_s=0, max_staleness=1, per_version=2)
-    async with front(settings=settings) as one:
+    async with front(max_staleness=1, per_version=2) as one:
         assert (await one.raw.post("/generate", asked(5)))[0] == 200
         readers = [one.stream(20) for _ in range(3)]
         for reader in readers:

@@ -26,7 +26,9 @@ async def test_clients_who_come_and_go_get_whole_answers_and_leave_nothing(tmp_p
         tally = await running(gateway.url, 30, seed=3, requests=4, slow_s=0.02)
         assert tally.wrong == []
         assert sum(tally.ended.values()) == 120
-        assert {how.rpartition(", ")[2] for how in tally.ended} == {"read", "left", "aborted"}
+        ends = {how.rpartition(", ")[2] for how in tally.ended}
+        # A response may be over before its abort arrives.
+        assert {"read", "left"} <= ends <= {"read", "left", "aborted"}
         for url in (gateway.url, *(server.url for server in servers)):
 
             async def idle(url: str = url) -> bool:

@@ -129,7 +129,7 @@ async def test_a_group_has_a_rank_for_every_rank_of_every_engine(two: Front):
 async def test_an_engine_that_does_not_join_makes_the_others_leave(two: Front):
     served = two.servers[1]._served
     assert served is not None
-    served.join_group("g", 7, 8)
+    served.groups["g"] = (7, 8)
     group = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "group_name": "g"}
     message = await refused(two.raw, "/init_weights_update_group", {**group, "world_size": 3})
     assert "not every engine has joined" in message
@@ -243,7 +243,7 @@ async def test_only_so_many_control_calls_wait(two: Front):
     await done(two.raw, "/pause_generation", {"mode": "retract"})
     service = two.gateway.service
     async with service._control:  # pyright: ignore[reportPrivateUsage]
-        waiting = [asyncio.create_task(service.pause()) for _ in range(64)]
+        waiting = [asyncio.create_task(service.pause("retract")) for _ in range(64)]
         await until(lambda: len(service._calls) == 64)  # pyright: ignore[reportPrivateUsage]
         assert "64 control calls" in await refused(two.raw, TENSOR, tensors("a", "a"))
         status, said = await two.raw.post("/flush_cache")

@@ -60,12 +60,12 @@ RUNS: dict[str, tuple[list[str], Callable[[RunSummary], object]]] = {
     ),
     "mask": (
         ["--max-staleness", "1", "--refill", "pool", "--over-provision", "4"],
-        lambda own: own.tokens.masked and own.staleness.max > own.staleness.max_trained,
+        lambda own: own.tokens.masked and own.staleness_max > own.staleness_max_trained,
     ),
     "asynchronous": (["--pace", "asynchronous"], lambda own: own.seconds.pause),
     "abort": (["--straggler", "abort"], lambda own: own.tokens.reprefilled),
     "in place": (["--straggler", "in_place"], lambda own: own.rollouts.in_flight),
-    "run": (["--straggler", "run"], lambda own: own.staleness.max),
+    "run": (["--straggler", "run"], lambda own: own.staleness_max),
     "auto": (["--over-provision", "auto"], lambda own: own.steady_state.forecast),
     "a full fleet": (
         ["--dispatch.max-in-flight", "20", "--sim.engines", "2"], lambda own: own.rollouts.in_flight
@@ -156,7 +156,6 @@ def check_rebuilt(
     path = tmp_path / "events.jsonl"
     own = Summary(trainer_waits=True)
     again_state, rebuilt = RunState(), Summary(trainer_waits=True)
-    rebuilt.ledger, rebuilt.warns = again_state.ledger, False
     log = EventLog(path)
     log.start()
 
@@ -168,7 +167,6 @@ def check_rebuilt(
             listeners=[log, own],
             **functions,
         ) as rollouts:
-            own.ledger, own.warns = rollouts.state.in_flight.ledger, False
             await program(rollouts)
         return rollouts
 
@@ -246,7 +244,7 @@ def test_episodes_with_tools(tmp_path: Path):
     )
     assert summary.rollouts.dropped["episode_failed"] > 0
     assert summary.rollouts.dropped["sibling_failed"] > 0
-    tokens = sum(batch.mean_length * batch.rollouts for batch in summary.per_batch)
+    tokens = sum((batch.mean_length or 0.0) * batch.rollouts for batch in summary.per_batch)
     assert tokens > summary.tokens.delivered, "the tools' tokens are in the lengths"
 
 

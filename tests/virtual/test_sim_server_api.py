@@ -36,30 +36,6 @@ async def begun(server: SimServer, requests: int = 1) -> None:
     await until(lambda: server.engine.batcher.running == requests)
 
 
-async def test_whole_and_streamed_answers_agree_and_have_the_form_of_sglang(raw: Raw):
-    status, whole = await raw.post("/generate", asked(40, rid="a" * 32, return_logprob=True))
-    events = await raw.events(asked(40, rid="b" * 32, return_logprob=True))
-    assert status == 200
-    meta = whole["meta_info"]
-    assert meta["id"] == "a" * 32
-    assert meta["finish_reason"] == {"type": "length", "length": 40}
-    assert (meta["prompt_tokens"], meta["completion_tokens"], meta["cached_tokens"]) == (32, 40, 0)
-    assert meta["weight_version"] == "default"
-    assert meta["weight_versions"] == [{"version": "default", "start": 0, "end": 40}]
-    assert meta["output_token_logprobs_length"] == len(meta["output_token_logprobs"]) == 40
-    assert [token for _, token, _ in meta["output_token_logprobs"]] == whole["output_ids"]
-    assert [i for event in events for i in event["output_ids"]] == whole["output_ids"]
-    assert all("weight_versions" not in event["meta_info"] for event in events[:-1])
-    assert all(event["meta_info"]["finish_reason"] is None for event in events[:-1])
-    counts = [event["meta_info"]["completion_tokens"] for event in events]
-    assert counts == sorted(counts)
-    assert counts[-1] == 40
-    last = {**events[-1]["meta_info"], "id": 0, "e2e_latency": 0, "output_token_logprobs": 0}
-    assert last == {**meta, "id": 0, "e2e_latency": 0, "output_token_logprobs": 0}
-    _, plain = await raw.post("/generate", asked(5))
-    assert not [name for name in plain["meta_info"] if "logprob" in name]
-
-
 @pytest.mark.parametrize(
     ("body", "message"),
     [
@@ -85,55 +61,27 @@ async def test_what_cannot_be_is_refused_in_both_forms(
     assert message in event["error"]["message"]
 
 
-async def test_malformed_bodies_are_refused_as_by_fastapi(raw: Raw):
-    for path, body in (
-        ("/continue_generation", None),
-        ("/pause_generation", {"mode": "zzz"}),
-        ("/generate", {"input_ids": "x"}),
-        ("/update_weight_version", {}),
-        ("/abort_request", None),
-    ):
-        status, answer = await raw.post(path, body)
-        assert (status, answer["object"], answer["code"]) == (400, "error", 400)
+async def test_an_unknown_sampling_parameter_is_an_error_that_sglang_does_not_catch(raw: Raw):
     odd = {"sampling_params": {"nonsense": 1}, "input_ids": [1]}
     assert (await raw.post("/generate", odd))[0] == 500
-    assert await raw.get("/nope") == (404, {"detail": "Not Found"})
-    assert await raw.get("/generate") == (405, {"detail": "Method Not Allowed"})
 
 
-async def test_a_duplicate_rid_is_refused_and_in_a_stream_ends_the_first_one(
-    server: SimServer, raw: Raw
-):
+async def test_a_duplicate_rid_in_a_stream_ends_the_first_one(server: SimServer, raw: Raw):
     async with asyncio.TaskGroup() as tasks:
         first = tasks.create_task(raw.post("/generate", asked(5000, rid="a" * 32)))
         await begun(server)
-        status, answer = await raw.post("/generate", asked(5, rid="a" * 32))
-        assert (status, answer["error"]["message"][:9]) == (400, "Duplicate")
         (event,) = await raw.events(asked(5, rid="a" * 32))
         assert event["error"]["code"] == 400
     assert first.result()[1]["meta_info"]["finish_reason"]["type"] == "abort"
 
 
-async def test_the_default_pause_ends_every_request_and_holds_new_ones(server: SimServer, raw: Raw):
-    async with asyncio.TaskGroup() as tasks:
-        running_one = tasks.create_task(raw.post("/generate", asked(5000)))
-        await begun(server)
-        assert (await raw.post("/pause_generation", {}))[0] == 200
-        assert running_one.done()
-        assert (await raw.get("/ready"))[0] == 503
-        held = tasks.create_task(raw.post("/generate", asked(5)))
-        health = tasks.create_task(raw.get("/health"))
-        await asyncio.sleep(0.3)
-        assert not held.done()
-        assert not health.done(), "it generates a token, so it hangs"
-        assert (await raw.get("/model_info"))[0] == 200
-        assert (await raw.post("/continue_generation", {}))[0] == 200
-    partial = running_one.result()[1]
-    assert partial["meta_info"]["finish_reason"]["type"] == "abort"
-    assert 0 < partial["meta_info"]["completion_tokens"] == len(partial["output_ids"]) < 5000
-    assert held.result()[1]["meta_info"]["completion_tokens"] == 5
-    assert health.result()[0] == 200
-    assert (await raw.get("/ready"))[0] == 200
+async def test_its_health_generates_a_token_so_it_hangs_in_a_pause(raw: Raw):
+    await raw.post("/pause_generation", {})
+    health = asyncio.create_task(raw.get("/health"))
+    await asyncio.sleep(0.3)
+    assert not health.done()
+    await raw.post("/continue_generation", {})
+    assert (await health)[0] == 200
 
 
 async def test_aborts_match_by_prefix_of_a_known_rid(server: SimServer, raw: Raw):
@@ -167,23 +115,6 @@ async def test_a_whole_answer_aborted_after_a_retract_keeps_multiples_of_50(
     assert meta["num_retractions"] == 1
 
 
-async def test_a_flush_wants_an_idle_or_retracted_engine(server: SimServer, raw: Raw):
-    assert (await raw.post("/flush_cache"))[0] == 200
-    async with asyncio.TaskGroup() as tasks:
-        call = tasks.create_task(raw.post("/generate", asked(5000)))
-        await begun(server)
-        assert (await raw.post("/flush_cache"))[0] == 400
-        assert (await raw.post("/flush_cache?timeout=0.1"))[0] == 400
-        before = (await raw.get("/v1/loads?include=core"))[1]["loads"][0]["num_running_reqs"]
-        await raw.post("/pause_generation", {"mode": "retract"})
-        assert (await raw.post("/flush_cache"))[0] == 200
-        stale = (await raw.get("/v1/loads?include=core"))[1]["loads"][0]["num_running_reqs"]
-        assert before == stale == 1
-        await raw.post("/continue_generation", {})
-        await raw.post("/abort_request", {"abort_all": True})
-    assert call.done()
-
-
 async def test_its_loads_have_the_form_of_sglang_and_stand_still_in_a_pause(
     server: SimServer, raw: Raw
 ):
@@ -191,10 +122,12 @@ async def test_its_loads_have_the_form_of_sglang_and_stand_still_in_a_pause(
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(raw.post("/generate", asked(5000)))
         await until(lambda: server.engine.counters.steps > 50)
+        before = (await raw.get("/v1/loads"))[1]["loads"][0]["num_running_reqs"]
         await raw.post("/pause_generation", {"mode": "retract"})
         first, second = [(await raw.get("/v1/loads?include=core"))[1] for _ in range(2)]
         check_loads(first)
         assert first["loads"] == second["loads"]
+        assert first["loads"][0]["num_running_reqs"] == before == 1
         assert first["timestamp"] < second["timestamp"]
         assert first["loads"][0]["decode_moments"][0] > 50
         await raw.post("/continue_generation", {})
@@ -249,18 +182,4 @@ async def test_an_update_outside_of_a_pause_waits_for_what_runs(
         assert call.done()
     spans = call.result()[1]["meta_info"]["weight_versions"]
     assert [span["version"] for span in spans] == ["default"]
-    assert (await raw.get("/get_model_info"))[1]["weight_version"] == "3"
-    status, answer = await raw.post("/update_weights_from_disk", {"model_path": "/nope"})
-    assert (status, answer["success"]) == (400, False)
-    assert (await raw.get("/model_info"))[1]["weight_version"] == "3"
-
-
-async def test_the_rest_of_what_it_tells(raw: Raw):
-    for path in ("/health", "/health_generate", "/ready"):
-        assert (await raw.get(path))[0] == 200
-    assert (await raw.get("/v1/models"))[1]["data"][0]["id"] == "aprilsched-sim"
-    _, info = await raw.get("/get_server_info")
-    assert info["simulated"] is True
-    assert info["incremental_streaming_output"] is True
-    _, schema = await raw.get("/openapi.json")
-    assert "/generate" in schema["paths"]
+    assert (await raw.get("/get_server_info"))[1]["simulated"] is True

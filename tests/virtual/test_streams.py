@@ -16,7 +16,6 @@ from aprilsched import (
     SimPublisher,
 )
 from aprilsched.engines.sim import run_virtual
-from aprilsched.errors import PromptsExhausted
 from aprilsched.simulation import Costs, Simulation
 from aprilsched.store import SqliteStore
 from tests.support.checking import Checking
@@ -81,39 +80,6 @@ def test_the_first_group_comes_while_the_others_are_generated():
     assert times == sorted(times)
     assert times[0] < times[-1]
     assert in_flight > 0
-
-
-def test_a_loop_that_ends_early_goes_on_where_it_was_and_loses_nothing():
-    async def main() -> None:
-        async with RolloutScheduler(SimFleet(1), workload(), config=config()) as rollouts:
-            got: list[int] = []
-            async for part in rollouts.stream():
-                got.append(part.groups[0].group_id)
-                break
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(1e-6):
-                    await streamed(rollouts)
-            rest = await streamed(rollouts)
-            got += [group.group_id for part in rest for group in part.groups]
-            assert len(got) == len(set(got)) == 4
-            assert {part.index for part in rest} == {0}
-            after = await rollouts.next_batch()
-            assert after.index == 1
-            assert not {group.group_id for group in after.groups} & set(got)
-
-    run_virtual(main())
-
-
-def test_the_prompts_end_in_a_stream():
-    async def main() -> None:
-        scheduler = RolloutScheduler(SimFleet(1), workload(count=6), config=config())
-        async with scheduler as rollouts:
-            sizes = [len(await streamed(rollouts)) for _ in range(2)]
-            assert sizes == [4, 2]
-            with pytest.raises(PromptsExhausted):
-                await streamed(rollouts)
-
-    run_virtual(main())
 
 
 def test_a_run_that_goes_on_gives_the_batch_again_from_its_first_group(tmp_path: Path):

@@ -477,13 +477,11 @@ def drawn_again(preset: str, responses: float = 1.0) -> tuple[Again, RunSummary]
         config = replace(config, refill=TailBatching(responses=responses))
         prompts = replace(prompts, group_size=config.policies.refill.launched(GROUP))
     listener, summary = Again(prompts), Summary(trainer_waits=True)
-    summary.warns = False
     # What is thrown away in the middle of a batch is censored where it was reported last.
     engine = SimConfig(make_tokens=False, stream_interval=4) if responses > 1 else None
     simulation = Simulation(
         config, prompts, engine=engine, batches=100, listeners=[listener, summary]
     )
-    summary.ledger = simulation.state.in_flight.ledger
     listener.live = LiveBias(simulation.state)
     simulation.run()
     return listener, summary.result(remainder(simulation.state), clock="virtual")
@@ -492,7 +490,7 @@ def drawn_again(preset: str, responses: float = 1.0) -> tuple[Again, RunSummary]
 def test_prompts_that_are_chosen_by_other_draws_than_those_delivered_are_unbiased():
     run, summary = drawn_again("on_policy")
     estimate, error = run.bias()
-    assert summary.staleness.max == 0
+    assert summary.staleness_max == 0
     assert 0 < summary.bias.dropped_tokens["begun_again"] < 0.25 * summary.tokens.delivered
     assert error < 0.01
     assert abs(estimate) < 2.5 * error
@@ -502,7 +500,7 @@ def test_prompts_that_are_chosen_by_other_draws_than_those_delivered_are_unbiase
 def test_generating_the_losers_of_a_race_again_fails():
     run, summary = drawn_again("rollpacker")
     estimate, error = run.bias()
-    assert summary.staleness.max == 0
+    assert summary.staleness_max == 0
     assert summary.bias.dropped_tokens["begun_again"] > 0.2 * summary.tokens.delivered
     assert estimate < -0.02
     assert estimate < -4 * error

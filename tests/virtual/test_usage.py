@@ -103,7 +103,7 @@ def run(program: Program, *, fleet: SimFleet | None = None, **arguments: Any) ->
     live.advance(end)
     usage = recorder.usage(end)
     seconds = check(usage)
-    for index, engine in enumerate(live.engine_usage.values()):
+    for index, engine in enumerate(live.engines.values()):
         assert engine.wall == pytest.approx(usage.seconds[index].sum())
         assert engine.tokens == usage.tokens[index]
         assert engine.capacity == usage.capacity[index]

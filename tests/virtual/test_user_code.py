@@ -31,7 +31,7 @@ from aprilsched import (
     Turn,
     blocking,
 )
-from aprilsched.config import Dispatch, Pool, Retries
+from aprilsched.config import Retries
 from aprilsched.coordinator.tasks import Tasks
 from aprilsched.core.state.ledger import Reason
 from aprilsched.engines.base import Engine
@@ -415,8 +415,9 @@ async def test_whoever_cancels_the_schedulers_tasks_ends_the_run_with_a_word():
 
 
 async def test_a_key_that_is_in_use_is_not_given_twice():
+    tasks = Tasks()
     async with asyncio.TaskGroup() as group:
-        tasks = Tasks(group)
+        tasks.run_in(group)
         tasks.start("one", asyncio.sleep(0))
         with pytest.raises(InvariantViolation, match="runs already"):
             tasks.start("one", asyncio.sleep(0))
@@ -507,42 +508,6 @@ def test_a_resumed_run_passes_over_bad_prompts_too():
     store = MemoryStore()
     keys = run_virtual(first(store)) + run_virtual(second(store))
     assert sorted(keys) == [i for i in range(12) if i % 3 != 1]
-
-
-def test_a_trainer_that_pushes_a_batch_of_prompts_at_a_time_gets_its_batches():
-    async def main(**changes: Any) -> None:
-        queue: asyncio.Queue[Prompt] = asyncio.Queue()
-
-        async def pushed() -> AsyncIterator[Prompt]:
-            while True:
-                yield await queue.get()
-
-        async with RolloutScheduler(
-            SimFleet(2),
-            pushed(),
-            config=config(batch_groups=4, over_provision=1.5, **changes),
-        ) as rollouts:
-            for number in range(5):
-                for place in range(4):
-                    ids = np.array([4 * number + place + 1], dtype=np.int32)
-                    sampling = SamplingParams(max_new_tokens=20 + place, ignore_eos=True)
-                    queue.put_nowait(Prompt(input_ids=ids, sampling=sampling))
-                async with asyncio.timeout(LONG_S):
-                    batch = await rollouts.next_batch()
-                assert len(batch.groups) == 4
-                await rollouts.update_weights(SimPublisher())
-
-    for changes in (
-        {},
-        {"pace": "asynchronous"},
-        {"refill": Pool(together=2)},
-        {"refill": Pool(together=2), "pace": "asynchronous"},
-        {"refill": "buckets"},
-        {"max_staleness": 1},
-        {"max_staleness": 1, "pace": "asynchronous"},
-        {"straggler": "abort", "dispatch": Dispatch(max_in_flight=8)},
-    ):
-        run_virtual(main(**dict[str, Any](changes)))
 
 
 # --- evaluations -----------------------------------------------------------------------------

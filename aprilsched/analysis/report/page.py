@@ -297,10 +297,10 @@ class Difference:
 def differences(a: ReportData, b: ReportData) -> list[Difference]:
     """The differences of all headline figures that both runs have."""
     # The seconds of different amounts of work cannot be compared.
-    unlike = a.headline("delivered").value != b.headline("delivered").value
+    unlike = a.headline("rollouts.delivered").value != b.headline("rollouts.delivered").value
     others = {figure.key: figure for figure in b.headlines}
     return [
-        _difference(mine, others[mine.key], judged=not (unlike and mine.key == "seconds"))
+        _difference(mine, others[mine.key], judged=not (unlike and mine.key == "seconds.wall"))
         for mine in a.headlines
         if mine.key in others
     ]
@@ -352,7 +352,7 @@ def _text(figure: Headline, change: float | None) -> str:
             return f"{change:+.2g} nats".replace("-", "\N{MINUS SIGN}", 1)
         case "seconds":
             return f"{_signed(change, 1)} s"
-        case "count" | "rate":
+        case _:
             return _signed(change, 0)
 
 

@@ -11,12 +11,16 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from aprilsched.telemetry.engine_time import Part
-from aprilsched.telemetry.figures import AlignmentFigures, BiasFigures, ForecastFigures
+from aprilsched.telemetry.figures import (
+    AlignmentFigures,
+    BiasFigures,
+    Direction,
+    ForecastFigures,
+    Unit,
+)
 
 MARKED = 20
 """Largest number of batches whose ends can be distinguished in a chart of the whole run."""
-Direction = Literal["higher", "lower", "zero"]
-"""Which values of a figure are better; "zero" means the values nearest to 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,6 +28,7 @@ class Headline:
     """A figure of the whole run."""
 
     key: str
+    """The path of its field in summary.json."""
     label: str
     value: float | None
     text: str
@@ -32,7 +37,7 @@ class Headline:
     """The meaning of the figure, in one line."""
     better: Direction | None = None
     """Which values are better; None if none are."""
-    unit: Literal["share", "seconds", "count", "rate", "versions", "reward", "nats"] = "count"
+    unit: Unit = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -100,11 +100,6 @@ class KaplanMeier:
         """E[L], with Efron's rule for the tail."""
         return float(self._integral(np.array([0]))[0])
 
-    def restricted_mean(self, cap: float) -> float:
-        """E[min(L, cap)]: the integral of the survival up to `cap`."""
-        whole, beyond = self._integral(np.array([0.0, min(cap, self.end)]))
-        return float(whole - beyond)
-
     def residual_mean(self, at: ArrayLike) -> NDArray[np.float64]:
         """E[L - at | L > at], in the shape of `at`; 1 from `end` on (the next token)."""
         start = np.asarray(at, dtype=np.float64)

@@ -1,9 +1,12 @@
-"""Commands: what the shell is to do. It reports back with events."""
+"""Commands: what the shell is to do. It reports back with events.
+
+Some facts are commands too (:class:`~aprilsched.core.messages.facts.Order`): the shell acts on what
+has become true, and needs to know no more than the listeners do.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal
 
 from msgspec import Struct
 
@@ -14,34 +17,14 @@ from aprilsched.errors import RunEnded, RunGivenUp
 from aprilsched.types import Batch, Float32Array, Group, Int32Array, Prompt, Rollout, SamplingParams
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FetchPrompts:
-    """Take `count` prompts from the source. The answer is PromptsArrived."""
-
-    count: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Launch:
-    """The group is in flight from now on. There is nothing to do for the shell.
-
-    Attributes:
-        rollout_ids: the group's members, in their order.
-        restored: the lengths of the members, where the group is in flight again after the run was
-            resumed.
-    """
-
-    group_id: int
-    rollout_ids: tuple[int, ...]
-    prompt: Prompt
-    evaluation_id: int | None = None
-    restored: GroupLengths | None = None
+class Command(Struct, frozen=True, kw_only=True):
+    """Something that the shell is to do."""
 
 
 # --- requests --------------------------------------------------------------------------------
 
 
-class Send(Struct, frozen=True, kw_only=True, eq=False, gc=False):
+class Send(Command, frozen=True, eq=False, gc=False):
     """Send an attempt of a request to an engine.
 
     Attributes:
@@ -65,7 +48,7 @@ class Send(Struct, frozen=True, kw_only=True, eq=False, gc=False):
     companions: tuple[tuple[Companion, int], ...] = ()
 
 
-class Abort(Struct, frozen=True, kw_only=True, gc=False):
+class Abort(Command, frozen=True, gc=False):
     """End an attempt early. It comes back as Interrupted, or as Finished if it ended first."""
 
     engine: str
@@ -76,8 +59,7 @@ class Abort(Struct, frozen=True, kw_only=True, gc=False):
 # --- engine control --------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Pause:
+class Pause(Command, frozen=True):
     """Pause the engine. The answer is Paused.
 
     With "retract" the engine takes its requests out of the batch and recomputes them later; with
@@ -88,15 +70,13 @@ class Pause:
     mode: Literal["retract", "in_place"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Flush:
+class Flush(Command, frozen=True):
     """Flush the KV cache of a paused engine. The answer is Flushed."""
 
     engine: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Verify:
+class Verify(Command, frozen=True):
     """Ask the engine which version it has. The answer is Verified.
 
     The engine has been without requests for a while, or a connection to it broke. It may have been
@@ -109,37 +89,7 @@ class Verify:
     generates: bool = False
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Refit:
-    """Bring `version` into these engines. Each of them answers with Refitted.
-
-    Attributes:
-        adapter: the version is an adapter, which is loaded while the engines run.
-        external: somebody else has loaded the version; the engines are only asked for it. Without
-            `adapter` and `external` all of these engines are paused.
-        followed: with `external`, nobody has asked for the version: some engine has shown it.
-        catch_up: the version is the fleet's already, and is published again for an engine on
-            standby.
-    """
-
-    version: int
-    engines: tuple[str, ...]
-    adapter: bool = False
-    external: bool = False
-    followed: bool = False
-    catch_up: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Retire:
-    """Unload an adapter from the engine: nothing samples with it there any more."""
-
-    engine: str
-    version: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Release:
+class Release(Command, frozen=True):
     """Release the memory of `tags`, which goes to the trainer. The engine is paused. The answer is
     Released."""
 
@@ -147,119 +97,23 @@ class Release:
     tags: tuple[str, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Wake:
+class Wake(Command, frozen=True):
     """Take the memory of `tags` back. The answer is Woken."""
 
     engine: str
     tags: tuple[str, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Continue:
+class Continue(Command, frozen=True):
     """End the pause of the engine. The answer is Continued."""
 
     engine: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoseEngine:
-    """The engine is out of use: end its streams, and report the cause.
-
-    Attributes:
-        last: no engine is left, neither in use nor on standby.
-        standby: the engine answers, and comes back into use with the next refit that reaches it.
-            Otherwise it is quarantined.
-    """
-
-    engine: str
-    cause: str
-    last: bool
-    standby: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AdmitEngine:
-    """The engine is in use from now on, because it has the fleet's version."""
-
-    engine: str
-    version: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReportSlow:
-    """Report that the engine is slow. It stays in use, because there is no other engine to compare
-    it with."""
-
-    engine: str
-    cause: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AwaitFleet:
-    """No engine is left: wait for one of those that were lost last, which are named with causes."""
-
-    lost: tuple[tuple[str, str], ...]
-    waited_s: float
-    left_s: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GiveUpFleet:
-    """No engine came back in time: tell everybody who waits, now or later."""
-
-    lost: tuple[tuple[str, str], ...]
-    waited_s: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WantUpdate:
-    """Tell the caller to publish a version: only these engines are there, and none of them has the
-    fleet's weights.
-
-    Attributes:
-        version: the fleet's version.
-        batch: the caller waits for a batch, and is told.
-        evaluations: evaluations that are abandoned, whose callers are told.
-        base: the version of the full model that the fleet's adapters belong to; None if its
-            weights are no adapter.
-    """
-
-    engines: tuple[str, ...]
-    version: int
-    batch: bool
-    evaluations: tuple[int, ...]
-    base: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FinishUpdate:
-    """The update is over.
-
-    Attributes:
-        failed: engines that did not take the version, each with the cause.
-        cause: empty on success. Otherwise no engine took the version, and the engines that have
-            the old version go on under it.
-    """
-
-    version: int
-    failed: tuple[tuple[str, str], ...] = ()
-    cause: str = ""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FinishSleep:
-    """A sleep has begun (`asleep`): every engine's memory is the trainer's. Or it has ended: every
-    engine has its memory back."""
-
-    asleep: bool
-
-
 # --- episodes and rewards --------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class StartEpisode:
+class StartEpisode(Command, frozen=True, eq=False):
     """Start the coroutine of an episode."""
 
     rollout_id: int
@@ -268,8 +122,7 @@ class StartEpisode:
     sampling: SamplingParams
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class ResolveTurn:
+class ResolveTurn(Command, frozen=True, eq=False):
     """Give an episode the answer to its turn.
 
     Attributes:
@@ -287,23 +140,20 @@ class ResolveTurn:
     withdrawn: bool = False
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class ScoreRollout:
+class ScoreRollout(Command, frozen=True, eq=False):
     """Ask the reward function about one rollout. The answer is Rewarded or RewardFailed."""
 
     rollout: Rollout
     prompt: Prompt
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class ScoreGroup:
+class ScoreGroup(Command, frozen=True, eq=False):
     """Ask the reward function about a whole group. The answer is GroupRewarded or RewardFailed."""
 
     group: Group
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Filter:
+class Filter(Command, frozen=True, eq=False):
     """Ask the user's accept function about a scored group.
 
     The answer is Filtered or RewardFailed.
@@ -312,31 +162,13 @@ class Filter:
     group: Group
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CancelWork:
-    """Cancel the episodes and rewards of these rollouts: their group was dropped.
+class GiveUp(Command, frozen=True):
+    """Tell the caller that the run is given up, because too many groups failed in a row."""
 
-    `culprit` is the rollout whose failure took the others along, if one did.
-    """
-
-    group_id: int
-    rollout_ids: tuple[int, ...]
-    reason: str
-    cause: str
-    culprit: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GiveUp:
-    """Tell the caller that the run is given up, because `groups` groups failed in a row."""
-
-    groups: int
-    cause: str
     error: RunGivenUp
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Plan:
+class Plan(Command, frozen=True, eq=False):
     """Choose a schedule on this evidence. The answer is Planned.
 
     Attributes:
@@ -385,8 +217,7 @@ class Plan:
 # --- the trainer -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Offer:
+class Offer(Command, frozen=True, eq=False):
     """Save the batch, then let the trainer take it. The answer is BatchTaken. No other batch is
     offered before that, unless this one is withdrawn. A part of a batch that is not ``complete``
     need not be saved."""
@@ -394,16 +225,14 @@ class Offer:
     offered: Batch
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WithdrawOffer:
+class WithdrawOffer(Command, frozen=True):
     """Take the offer back: the trainer must not take the batch any more, because a new version
     comes."""
 
     index: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Deliver:
+class Deliver(Command, frozen=True, eq=False):
     """The trainer has taken the batch."""
 
     batch: Batch
@@ -411,53 +240,14 @@ class Deliver:
     """It was taken group by group and has ended early, so no offer of it as a whole was saved."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EndOfPrompts:
+class EndOfPrompts(Command, frozen=True):
     """Tell the trainer that the prompts have ended, and how the run has gone."""
 
     error: RunEnded
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class DeliverEvaluation:
+class DeliverEvaluation(Command, frozen=True, eq=False):
     """Give the caller the answers to its evaluation."""
 
     evaluation_id: int
     batch: Batch
-
-
-Command: TypeAlias = (
-    FetchPrompts
-    | Launch
-    | Send
-    | Abort
-    | Pause
-    | Flush
-    | Refit
-    | Retire
-    | Release
-    | Wake
-    | Continue
-    | Verify
-    | LoseEngine
-    | AdmitEngine
-    | ReportSlow
-    | AwaitFleet
-    | GiveUpFleet
-    | WantUpdate
-    | FinishUpdate
-    | FinishSleep
-    | StartEpisode
-    | ResolveTurn
-    | ScoreRollout
-    | ScoreGroup
-    | Filter
-    | CancelWork
-    | GiveUp
-    | Plan
-    | Offer
-    | WithdrawOffer
-    | Deliver
-    | EndOfPrompts
-    | DeliverEvaluation
-)

@@ -1,7 +1,4 @@
-"""Events: what has happened. The shell makes one of every answer, error and call of the trainer.
-
-The most frequent events are Structs, which are made in a quarter of a frozen dataclass's time.
-"""
+"""Events: what has happened. The shell makes one of every answer, error and call of the trainer."""
 
 from __future__ import annotations
 
@@ -25,6 +22,14 @@ from aprilsched.types import (
 )
 
 ControlCall: TypeAlias = Literal["pause", "flush", "refit", "release", "wake", "continue", "verify"]
+
+
+class Event(Struct, frozen=True, kw_only=True):
+    """Something that has happened.
+
+    Events, commands and facts are msgspec structs, which are made in a quarter of a frozen
+    dataclass's time.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,8 +57,7 @@ class EngineInfo:
 # --- the trainer -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Opened:
+class Opened(Event, frozen=True):
     """The fleet is up, and all engines have the same policy version. In a resumed run some or all
     engines may have another version than the run.
 
@@ -65,37 +69,32 @@ class Opened:
     adopt: bool = True
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BatchRequested:
+class BatchRequested(Event, frozen=True):
     """The trainer wants its next batch, or goes on with one that it takes group by group."""
 
     streamed: bool = False
     """The trainer takes the groups of the batch one by one, as soon as they are accepted."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BatchWithdrawn:
+class BatchWithdrawn(Event, frozen=True):
     """The trainer no longer waits for a batch, because its call was cancelled. The batch stays in
     work, or offered, for the next call."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BatchTaken:
+class BatchTaken(Event, frozen=True):
     """The trainer has taken the batch that was offered. It is delivered from now on. A part of a
     streamed batch that is not the last one is only noted."""
 
     index: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BatchesAcknowledged:
+class BatchesAcknowledged(Event, frozen=True):
     """The trainer is done with these batches: they need not be delivered again after a restart."""
 
     batches: tuple[int, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainerReturned:
+class TrainerReturned(Event, frozen=True):
     """A trainer that had lost its connection to the scheduler has it again, or another trainer has
     taken its place. Of the batches that are not acknowledged it has these, and the others are
     delivered to it again. Without a store there are none of which the scheduler knows.
@@ -137,15 +136,13 @@ class LogprobComparison(Struct, frozen=True, kw_only=True, omit_defaults=True, g
     not_finite: int = 0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LogprobsReported:
+class LogprobsReported(Event, frozen=True):
     """The trainer has computed the log-probabilities of a batch, and they were compared."""
 
     comparison: LogprobComparison
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EvaluationRequested:
+class EvaluationRequested(Event, frozen=True):
     """The trainer wants the responses to these prompts. They are generated to their end, and are
     neither over-provisioned nor carried."""
 
@@ -154,15 +151,13 @@ class EvaluationRequested:
     group_size: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EvaluationWithdrawn:
+class EvaluationWithdrawn(Event, frozen=True):
     """Nobody waits for the evaluation any more, because the call was cancelled."""
 
     evaluation_id: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class UpdateRequested:
+class UpdateRequested(Event, frozen=True):
     """The trainer has a new policy version for the engines.
 
     Attributes:
@@ -185,45 +180,38 @@ class UpdateRequested:
     acknowledges: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PartsFollow:
+class PartsFollow(Event, frozen=True):
     """The weights of the next update reach the engines in parts: tensors, a broadcast, or calls of
     the trainer. Until an update has succeeded, an engine may have parts of two versions under the
     label of the older one."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class UpdateWithdrawn:
+class UpdateWithdrawn(Event, frozen=True):
     """The trainer's call for the update was cancelled."""
 
     version: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SleepRequested:
+class SleepRequested(Event, frozen=True):
     """The trainer wants the engines' memory of these `tags`."""
 
     tags: tuple[str, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WakeRequested:
+class WakeRequested(Event, frozen=True):
     """The trainer gives the engines' memory back."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HoldRequested:
+class HoldRequested(Event, frozen=True):
     """The trainer wants the engines to be paused until :class:`HoldEnded`. Requests wait inside
     them, and updates are carried out meanwhile. A second request changes nothing."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HoldEnded:
+class HoldEnded(Event, frozen=True):
     """The trainer wants the engines to generate again."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GroupWithdrawn:
+class GroupWithdrawn(Event, frozen=True):
     """Nobody wants the group any more. It is ignored if the group has left flight, or is offered in
     a batch already."""
 
@@ -231,8 +219,7 @@ class GroupWithdrawn:
     cause: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Planned:
+class Planned(Event, frozen=True):
     """The answer to Plan. With None the schedule in force stays; `cause` says what went wrong, if
     something did."""
 
@@ -240,8 +227,7 @@ class Planned:
     cause: str = ""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PromptsArrived:
+class PromptsArrived(Event, frozen=True):
     """The answer to FetchPrompts. `last`: the source has ended. `partial`: the source has no more
     prompts at the moment, and the rest follows later."""
 
@@ -253,7 +239,7 @@ class PromptsArrived:
 # --- requests --------------------------------------------------------------------------------
 
 
-class Progress(Struct, frozen=True, kw_only=True, eq=False, gc=False):
+class Progress(Event, frozen=True, eq=False, gc=False):
     """New tokens of an attempt have arrived.
 
     Attributes:
@@ -272,7 +258,7 @@ class Progress(Struct, frozen=True, kw_only=True, eq=False, gc=False):
     rows: Mapping[str, Rows] | None = None
 
 
-class Finished(Struct, frozen=True, kw_only=True, gc=False):
+class Finished(Event, frozen=True, gc=False):
     """An attempt ran to its end. `spans` has the versions of the attempt's own output, as reported
     by the engine, and `rows` the new rows of each companion of the context."""
 
@@ -283,7 +269,7 @@ class Finished(Struct, frozen=True, kw_only=True, gc=False):
     rows: Mapping[str, Rows] | None = None
 
 
-class Interrupted(Struct, frozen=True, kw_only=True, gc=False):
+class Interrupted(Event, frozen=True, gc=False):
     """An attempt came back before its end: it was aborted, or never sent. Its tokens are known.
     `spans` and `rows` are as in :class:`Finished`."""
 
@@ -293,8 +279,7 @@ class Interrupted(Struct, frozen=True, kw_only=True, gc=False):
     rows: Mapping[str, Rows] | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Failed:
+class Failed(Event, frozen=True):
     """An attempt failed. `final`: the engine refused the request itself, so that repeating it there
     cannot help. `unsent`: nothing of the attempt has reached the engine. `answered`: the engine
     said that it failed (HTTP 500 and above), which the request may have caused."""
@@ -310,8 +295,7 @@ class Failed:
 # --- episodes and rewards --------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class TurnRequested:
+class TurnRequested(Event, frozen=True, eq=False):
     """An episode asks for a turn. `input_ids`, int32 [n], is the whole context."""
 
     rollout_id: int
@@ -319,63 +303,55 @@ class TurnRequested:
     sampling: SamplingParams | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TurnWithdrawn:
+class TurnWithdrawn(Event, frozen=True):
     """An episode withdrew its turn. The answer is ResolveTurn with the tokens generated until then,
     once the request is back. Until then the episode asks for nothing else."""
 
     rollout_id: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TurnKept:
+class TurnKept(Event, frozen=True):
     """The episode keeps the tokens of the turn that it withdrew."""
 
     rollout_id: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EpisodeFinished:
+class EpisodeFinished(Event, frozen=True):
     """An episode returned, with its score if it gave one."""
 
     rollout_id: int
     score: Score | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EpisodeFailed:
+class EpisodeFailed(Event, frozen=True):
     """An episode raised."""
 
     rollout_id: int
     cause: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rewarded:
+class Rewarded(Event, frozen=True):
     """The score of one rollout, which has a reward."""
 
     rollout_id: int
     score: Score
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GroupRewarded:
+class GroupRewarded(Event, frozen=True):
     """The scores of a whole group, in the order of its members; each has a reward."""
 
     group_id: int
     scores: tuple[Score, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RewardFailed:
+class RewardFailed(Event, frozen=True):
     """The reward or the accept function raised for this group."""
 
     group_id: int
     cause: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Filtered:
+class Filtered(Event, frozen=True):
     """The answer to Filter: whether the user's accept function accepts the group."""
 
     group_id: int
@@ -385,22 +361,19 @@ class Filtered:
 # --- engine control --------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Paused:
+class Paused(Event, frozen=True):
     """The engine has paused."""
 
     engine: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Flushed:
+class Flushed(Event, frozen=True):
     """The engine has flushed its KV cache."""
 
     engine: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Refitted:
+class Refitted(Event, frozen=True):
     """An engine's answer to Refit, whether the refit succeeded or not.
 
     Attributes:
@@ -417,8 +390,7 @@ class Refitted:
     followed: bool = False
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Verified:
+class Verified(Event, frozen=True):
     """The answer to Verify: the version that the engine reports; None if its weights are
     inconsistent."""
 
@@ -426,8 +398,7 @@ class Verified:
     version: int | None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoadSeen:
+class LoadSeen(Event, frozen=True):
     """What an engine reports of its KV pool once a second, where requests move from full pools. No
     listener sees this event.
 
@@ -441,8 +412,7 @@ class LoadSeen:
     queued: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class VersionSeen:
+class VersionSeen(Event, frozen=True):
     """What a watched engine reports once a second, where somebody else moves the weights. No
     listener sees this event.
 
@@ -456,31 +426,27 @@ class VersionSeen:
     paused: bool | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Released:
+class Released(Event, frozen=True):
     """The engine has released the memory of `tags`."""
 
     engine: str
     tags: tuple[str, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Woken:
+class Woken(Event, frozen=True):
     """The engine has the memory of `tags` again."""
 
     engine: str
     tags: tuple[str, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Continued:
+class Continued(Event, frozen=True):
     """The engine's pause has ended."""
 
     engine: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ControlFailed:
+class ControlFailed(Event, frozen=True):
     """A control call failed or timed out, so the engine's state is unknown."""
 
     engine: str
@@ -488,70 +454,18 @@ class ControlFailed:
     cause: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineJoined:
+class EngineJoined(Event, frozen=True):
     """An engine is connected: a new one, or one that was lost and is back."""
 
     info: EngineInfo
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineLost:
+class EngineLost(Event, frozen=True):
     """An engine is gone: it is unreachable, crashed, or was taken out of the fleet."""
 
     engine: str
     cause: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tick:
+class Tick(Event, frozen=True):
     """A second has passed. No listener sees this event."""
-
-
-Event: TypeAlias = (
-    Opened
-    | BatchRequested
-    | BatchWithdrawn
-    | BatchTaken
-    | BatchesAcknowledged
-    | TrainerReturned
-    | PartsFollow
-    | LogprobsReported
-    | EvaluationRequested
-    | EvaluationWithdrawn
-    | UpdateRequested
-    | UpdateWithdrawn
-    | SleepRequested
-    | WakeRequested
-    | HoldRequested
-    | HoldEnded
-    | GroupWithdrawn
-    | Planned
-    | PromptsArrived
-    | Progress
-    | Finished
-    | Interrupted
-    | Failed
-    | TurnRequested
-    | TurnWithdrawn
-    | TurnKept
-    | EpisodeFinished
-    | EpisodeFailed
-    | Rewarded
-    | GroupRewarded
-    | RewardFailed
-    | Filtered
-    | Paused
-    | Flushed
-    | Refitted
-    | Verified
-    | LoadSeen
-    | VersionSeen
-    | Released
-    | Woken
-    | Continued
-    | ControlFailed
-    | EngineJoined
-    | EngineLost
-    | Tick
-)

@@ -2,8 +2,9 @@
 
 Events and commands are the protocol between the core and the shell that drives it. Facts are their
 outcome: an attempt was sent, tokens were received, a rollout was finished, an engine changed its
-mode. The core emits facts with its commands, in the order in which they come true, so that no
-listener has to work out again what the core knew.
+mode. A fact on which the shell acts is a command too
+(:class:`Order`). The core emits facts with its commands, in the
+order in which they come true, so that no listener has to work out again what the core knew.
 
 A fact has counts and names only. Tokens, log-probabilities and prompt keys are added where a
 listener asks for them (:attr:`~aprilsched.core.state.state.SchedulerState.tells_tokens`). What the
@@ -21,6 +22,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from msgspec import Struct
 
+from aprilsched.core.messages.commands import Command
 from aprilsched.core.messages.events import ControlCall, EngineInfo, LogprobComparison
 from aprilsched.core.policies.schedule import Forecast, Pace
 from aprilsched.types import NO_VERSION, Batch, FinishReason, Rollout
@@ -38,6 +40,10 @@ class Fact(
     Facts are msgspec structs because a run has a million of them: a struct is made in a third of
     the time that a frozen dataclass takes, and is encoded directly.
     """
+
+
+class Order(Fact, Command, frozen=True):
+    """A fact on which the shell acts too."""
 
 
 # --- the run and the trainer -------------------------------------------------------------------
@@ -139,8 +145,8 @@ class PromptsEnded(Fact, frozen=True):
     """The prompts have ended and everything was delivered, so the trainer no longer waits."""
 
 
-class PromptsRequested(Fact, frozen=True):
-    """The source was asked for `count` prompts."""
+class PromptsRequested(Order, frozen=True):
+    """The source is asked for `count` prompts. The answer is PromptsArrived."""
 
     count: int
 
@@ -320,7 +326,7 @@ class DroppedRollout(Struct, frozen=True, kw_only=True, gc=False):
     tokens: int
 
 
-class GroupDropped(Fact, frozen=True):
+class GroupDropped(Order, frozen=True):
     """The group was dropped. `culprit` is the rollout whose failure took the others along, if one
     did."""
 
@@ -335,7 +341,7 @@ class GroupDropped(Fact, frozen=True):
         return tuple(rollout.rollout_id for rollout in self.rollouts)
 
 
-class PromptRefused(Fact, frozen=True):
+class PromptRefused(Order, frozen=True):
     """A prompt of the source cannot be used. It has one entry in the ledger, like a rollout that is
     launched and dropped at once."""
 
@@ -410,14 +416,14 @@ class EngineJoined(Fact, frozen=True):
     info: EngineInfo
 
 
-class EngineAdmitted(Fact, frozen=True):
+class EngineAdmitted(Order, frozen=True):
     """The engine is in use from now on, because it has the fleet's version."""
 
     engine: str
     version: int
 
 
-class EngineLost(Fact, frozen=True):
+class EngineLost(Order, frozen=True):
     """The engine is out of use. `standby`: it answers, and comes back into use with the next refit
     that reaches it. `last`: no engine is left, neither in use nor on standby."""
 
@@ -439,16 +445,19 @@ class EngineModeChanged(Fact, frozen=True):
     tags: tuple[str, ...] = ()
 
 
-class RefitBegun(Fact, frozen=True):
+class RefitBegun(Order, frozen=True):
     """These engines get the version. `adapter`: it is an adapter, for which no engine is paused.
     `external`: somebody else loads it, and the engines are only asked for it, running or not.
-    `catch_up`: it is the fleet's version already, published again for an engine on standby."""
+    `followed`: it is external, and nobody has asked for it: some engine has shown it. `catch_up`:
+    it is the fleet's version already, published again for an engine on standby. Each engine
+    answers with Refitted."""
 
     version: int
     engines: tuple[str, ...]
     adapter: bool = False
     catch_up: bool = False
     external: bool = False
+    followed: bool = False
 
 
 class EngineRefitted(Fact, frozen=True):
@@ -461,14 +470,14 @@ class EngineRefitted(Fact, frozen=True):
     catch_up: bool = False
 
 
-class AdapterRetired(Fact, frozen=True):
+class AdapterRetired(Order, frozen=True):
     """An adapter is unloaded from the engine, because nothing samples with it there any more."""
 
     engine: str
     version: int
 
 
-class EngineSlow(Fact, frozen=True):
+class EngineSlow(Order, frozen=True):
     """The engine is slow, and stays in use because there is no other engine to compare it with."""
 
     engine: str
@@ -483,7 +492,7 @@ class ControlCallFailed(Fact, frozen=True):
     cause: str
 
 
-class FleetAwaited(Fact, frozen=True):
+class FleetAwaited(Order, frozen=True):
     """No engine is left, and one is waited for. `lost` has those that were lost last, with
     causes."""
 
@@ -492,14 +501,14 @@ class FleetAwaited(Fact, frozen=True):
     left_s: float
 
 
-class FleetGivenUp(Fact, frozen=True):
+class FleetGivenUp(Order, frozen=True):
     """No engine came back in time, so the fleet is given up."""
 
     lost: tuple[tuple[str, str], ...]
     waited_s: float
 
 
-class UpdateWanted(Fact, frozen=True):
+class UpdateWanted(Order, frozen=True):
     """Only `engines` are left, and none of them has the fleet's weights. The calls that wait for a
     batch (if `batch`) or for `evaluations` end with an error that says to publish a version."""
 
@@ -507,6 +516,9 @@ class UpdateWanted(Fact, frozen=True):
     version: int
     batch: bool
     evaluations: tuple[int, ...]
+    base: int | None = None
+    """The version of the full model that the fleet's adapters belong to; None if its weights are no
+    adapter."""
 
 
 # --- shards ------------------------------------------------------------------------------------
@@ -549,7 +561,7 @@ class UpdateWithdrawn(Fact, frozen=True):
     version: int
 
 
-class UpdateFinished(Fact, frozen=True):
+class UpdateFinished(Order, frozen=True):
     """The update is over. `failed` has the engines that did not take the version, with causes. If
     `cause` is not empty, no engine took it, and the fleet goes on under the old version."""
 
@@ -564,7 +576,7 @@ class SleepRequested(Fact, frozen=True):
     tags: tuple[str, ...]
 
 
-class SleepBegun(Fact, frozen=True):
+class SleepBegun(Order, frozen=True):
     """Every engine sleeps: its memory is released for the trainer."""
 
 
@@ -572,7 +584,7 @@ class WakeRequested(Fact, frozen=True):
     """The trainer asked the engines to wake."""
 
 
-class SleepEnded(Fact, frozen=True):
+class SleepEnded(Order, frozen=True):
     """Every engine is awake and has its memory again."""
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 
-from aprilsched.core.messages.facts import GroupLaunched, RestoredLengths
+from aprilsched.core.messages import facts
 from aprilsched.core.state.lifecycle import GENERATING
-from aprilsched.core.state.records import GroupRecord, RolloutRecord
+from aprilsched.core.state.records import DeliveredBatch, GroupRecord, RolloutRecord
 from aprilsched.types import Batch, Group, Rollout
 
 
@@ -77,19 +77,32 @@ def batch_of(
     )
 
 
-def launched(record: GroupRecord, *, restored: bool = False, tokens: bool = False) -> GroupLaunched:
+def batch_again(record: DeliveredBatch) -> Batch:
+    """A batch that was delivered before, to be delivered once more."""
+    return batch_of(
+        record.groups,
+        index=record.index,
+        version=record.version,
+        oldest_unmasked=record.oldest_unmasked,
+        redelivered=True,
+    )
+
+
+def launched(
+    record: GroupRecord, *, restored: bool = False, tokens: bool = False
+) -> facts.GroupLaunched:
     """The fact that the group is in flight, with the prompt's `tokens` if a listener asks for
     them."""
     lengths = None
     if restored:
         members = record.members
-        lengths = RestoredLengths(
+        lengths = facts.RestoredLengths(
             tokens=tuple(len(m.log) for m in members),
             sampled=tuple(m.log.sampled_tokens for m in members),
             finished=tuple(m.state not in GENERATING for m in members),
         )
     prompt = record.prompt
-    return GroupLaunched(
+    return facts.GroupLaunched(
         group_id=record.group_id,
         rollout_ids=tuple([member.rollout_id for member in record.members]),
         prompt_tokens=len(prompt.input_ids),

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, TypeAlias
 
-from aprilsched.core.messages.commands import Command, Continue, Flush, Pause, Release, Wake
-from aprilsched.core.messages.events import EngineInfo
-from aprilsched.core.messages.facts import EngineModeChanged, Fact
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import events as ev
+from aprilsched.core.messages import facts
 from aprilsched.errors import InvariantViolation
 
 WEIGHTS = "weights"
@@ -156,7 +156,7 @@ class FleetControl:
         *,
         pause_mode: PauseKind,
         flushes: bool,
-        tell: Callable[[Fact], None],
+        tell: Callable[[facts.Fact], None],
         changed: dict[str, None] | None = None,
     ) -> None:
         self._tell = tell
@@ -171,7 +171,7 @@ class FleetControl:
         engine after every event would take longer than everything else."""
         self._changed = {} if changed is None else changed
 
-    def join(self, engine: EngineInfo, *, standby: bool, now: float) -> EngineControl:
+    def join(self, engine: ev.EngineInfo, *, standby: bool, now: float) -> EngineControl:
         """Add an engine, which is connected. Without `standby` it must have the fleet's version."""
         control = EngineControl(
             name=engine.name,
@@ -199,7 +199,7 @@ class FleetControl:
                 f"engine {control.name} cannot go from {control.mode} to {mode}"
             )
         self._tell(
-            EngineModeChanged(
+            facts.EngineModeChanged(
                 engine=control.name,
                 start=control.mode.value,
                 finish=mode.value,
@@ -245,7 +245,7 @@ class FleetControl:
         control = self.engines.get(engine)
         return control is not None and control.mode is Mode.RUNNING
 
-    def reconcile(self, goal: Goal, *, idle: Callable[[str], bool]) -> list[Command]:
+    def reconcile(self, goal: Goal, *, idle: Callable[[str], bool]) -> list[do.Command]:
         """The next control call of each engine that has not reached the goal.
 
         `idle` says whether an engine has no requests; such an engine is not paused for the sake of
@@ -264,14 +264,16 @@ class FleetControl:
 
     def _next(
         self, control: EngineControl, goal: Goal, idle: Callable[[str], bool]
-    ) -> Command | None:
+    ) -> do.Command | None:
         flush = self._flushes(control)
         alone = control.catching_up
         if control.name in self.engines and not alone:
             rests = goal.kind == "pause" and not goal.away and control.mode is Mode.RUNNING
             if rests and idle(control.name):
                 return None
-            return self._next_call(control, goal, self._pause(goal), flush=flush)
+            # Requests that are held in place would lose their KV with the memory.
+            pause = "retract" if goal.away else self._pause_mode
+            return self._next_call(control, goal, pause, flush=flush)
         if control.mode is Mode.RUNNING and not idle(control.name):
             # Its requests are on their way to another engine, and end before any pause.
             return None
@@ -303,16 +305,12 @@ class FleetControl:
         self.touch(engine)
         return control
 
-    def _pause(self, goal: Goal) -> PauseKind:
-        # Requests that are held in place would lose their KV with the memory.
-        return "retract" if goal.away else self._pause_mode
-
     def _flushes(self, control: EngineControl) -> bool:
         return self._flushes_cache and control.paused_by == "retract" and not control.flushed
 
     def _next_call(
         self, control: EngineControl, goal: Goal, pause: PauseKind, *, flush: bool
-    ) -> Command | None:
+    ) -> do.Command | None:
         """The next call that brings the engine nearer to the goal, and its change of mode; None
         while a call is under way or nothing is to be done. It never loads weights."""
         name = control.name
@@ -321,26 +319,26 @@ class FleetControl:
             self.enter(control, Mode.PAUSING, pause=pause)
             control.flushed = control.continued_elsewhere = False
             control.paused_by = pause
-            return Pause(engine=name, mode=pause)
+            return do.Pause(engine=name, mode=pause)
         if control.mode is not Mode.PAUSED:
             return None
         back = control.released - goal.away
         if back:
             tags = tuple(sorted(back))
             self.enter(control, Mode.WAKING, tags=tags)
-            return Wake(engine=name, tags=tags)
+            return do.Wake(engine=name, tags=tags)
         if goal.kind == "run" or (goal.away and control.paused_by != "retract"):
             # Memory is released only under a retract, so an engine that was paused in place when
             # its memory was asked for continues first.
             control.continued_elsewhere = False
             self.enter(control, Mode.CONTINUING)
-            return Continue(engine=name)
+            return do.Continue(engine=name)
         if flush and (goal.kind == "refit" or goal.away):
             self.enter(control, Mode.FLUSHING)
-            return Flush(engine=name)
+            return do.Flush(engine=name)
         missing = goal.away - control.released
         if missing and goal.kind == "pause":
             tags = tuple(sorted(missing))
             self.enter(control, Mode.RELEASING, tags=tags)
-            return Release(engine=name, tags=tags)
+            return do.Release(engine=name, tags=tags)
         return None

@@ -152,8 +152,7 @@ class Expectations:
     def estimates(self) -> int:
         """Number of times that the law was estimated. While it is the same, so is the :meth:`work`
         of a request whose group has not changed and whose prompt was not seen before."""
-        if self._stale:
-            self._estimate()
+        self._fresh_law()
         return self._estimates
 
     @property
@@ -184,8 +183,7 @@ class Expectations:
 
     def log_law(self) -> LogLaw:
         """The law of log lengths, for :mod:`~aprilsched.core.lengths.laws`."""
-        if self._stale:
-            self._estimate()
+        self._fresh_law()
         return self._log_law()
 
     def _log_law(self) -> LogLaw:
@@ -247,26 +245,24 @@ class Expectations:
 
     def remaining(self, request: RequestRecord) -> float:
         """Expected number of tokens to the end of the response; 0 while no length is known."""
-        if self._stale:
-            self._estimate()
-        if self._law is None:
+        law = self._fresh_law()
+        if law is None:
             return 0.0
         stretch = self._stretch(request.rollout.group)
         so_far = len(request.rollout.log)
-        return stretch * float(self._law.residual_mean(so_far / stretch))
+        return stretch * float(law.residual_mean(so_far / stretch))
 
     def work(self, requests: Sequence[RequestRecord]) -> NDArray[np.float64]:
         """Expected number of tokens to the end of each response, float64 [n], as
         :meth:`remaining` gives it; 1 for each while no length is known."""
-        if self._stale:
-            self._estimate()
-        if self._law is None:
+        law = self._fresh_law()
+        if law is None:
             return np.ones(len(requests))
         groups = {r.rollout.group.group_id: r.rollout.group for r in requests}
         stretches = {group_id: self._stretch(group) for group_id, group in groups.items()}
         stretch = np.array([stretches[r.rollout.group.group_id] for r in requests])
         so_far = np.array([len(r.rollout.log) for r in requests], dtype=np.float64)
-        return stretch * self._law.residual_mean(so_far / stretch)
+        return stretch * law.residual_mean(so_far / stretch)
 
     def distances(
         self, delivered: Sequence[GroupRecord], flight: Iterable[GroupRecord]
@@ -290,13 +286,12 @@ class Expectations:
     def ends_within(self, request: RequestRecord, tokens: int) -> float:
         """Probability that the response ends within `tokens` further tokens; 0 while no length is
         known."""
-        if self._stale:
-            self._estimate()
-        if self._law is None:
+        law = self._fresh_law()
+        if law is None:
             return 0.0
         stretch = self._stretch(request.rollout.group)
         so_far = len(request.rollout.log)
-        now, then = self._law.survival_at(np.array([so_far, so_far + tokens]) / stretch)
+        now, then = law.survival_at(np.array([so_far, so_far + tokens]) / stretch)
         return float(1 - then / now) if now > 0 else 1.0
 
     def _stretch(self, group: GroupRecord) -> float:
@@ -316,6 +311,13 @@ class Expectations:
         own = (1 - law.shared) * law.deviation**2
         above = sum(math.log(max(n, 1)) - law.mean for n in finished)
         return math.exp((mean / variance + above / own) / (1 / variance + len(finished) / own))
+
+    def _fresh_law(self) -> KaplanMeier | None:
+        """The law, estimated again if a batch was delivered since; None while no length is
+        known."""
+        if self._stale:
+            self._estimate()
+        return self._law
 
     def _estimate(self) -> None:
         self._stale = False

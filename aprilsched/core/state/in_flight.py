@@ -40,14 +40,14 @@ class InFlight:
     def __init__(
         self,
         place: Callable[[RequestRecord], Place],
-        version: Callable[[RequestRecord], int | None] = lambda _: None,
-        changed: dict[str, None] | None = None,
-        work: EngineWork | None = None,
+        version: Callable[[RequestRecord], int | None],
+        changed: dict[str, None],
+        work: EngineWork | None,
         companions: Sequence[Companion] = (),
     ) -> None:
         self.work = work
         """The expected work of the engines, where requests are placed by it."""
-        self._changed = {} if changed is None else changed
+        self._changed = changed
         self._companions = companions
         self.groups: dict[int, GroupRecord] = {}
         self.rollouts: dict[int, RolloutRecord] = {}
@@ -120,7 +120,7 @@ class InFlight:
                 self.add_request(rollout, prompt.input_ids, sampling)
             elif deferred:
                 self.journal.change(rollout)
-        group.unfinished = group.unscored = len(samplings)
+        group.unfinished = len(samplings)
         self.counters.launched += len(samplings)
         if evaluation_id is None:
             self.training += 1
@@ -144,7 +144,7 @@ class InFlight:
     ) -> RequestRecord:
         """Begin a rollout's next turn; `input_ids` is its whole context. With `output_start`, the
         output from there on is known already."""
-        known = len(rollout.prompt_ids) + len(rollout.log)
+        known = rollout.context_tokens
         if rollout.turns == 0:
             if not len(rollout.log) and rollout.log.companions:
                 rollout.log.truncate(0, prompt=0)  # rows of another prompt
@@ -181,17 +181,25 @@ class InFlight:
 
     def refuse(self, reason: Reason, cause: str, *, now: float) -> Entry:
         """Enter a prompt that cannot be used into the ledger."""
+        self.counters.launched += 1
+        entry = self.enter(self._next_id(), self._next_id(), reason, cause, tokens=0, now=now)
+        self.journal.refuse(entry)
+        return entry
+
+    def enter(
+        self, rollout_id: int, group_id: int, reason: Reason, cause: str, *, tokens: int, now: float
+    ) -> Entry:
+        """Enter a rollout into the ledger, with the number of its sampled tokens."""
         entry = Entry(
-            rollout_id=self._next_id(),
-            group_id=self._next_id(),
+            rollout_id=rollout_id,
+            group_id=group_id,
             reason=reason,
             cause=cause,
-            tokens=0,
+            tokens=tokens,
             at=now,
         )
-        self.counters.launched += 1
+        self.counters.tokens_discarded += tokens
         self.ledger.add(entry)
-        self.journal.refuse(entry)
         return entry
 
     # --- attempts --------------------------------------------------------------------------
@@ -205,10 +213,10 @@ class InFlight:
         rollout.move(Move.SEND)
         rollout.group.engine = engine
         self._note_home(rollout.group.prompt.affinity, engine)
-        known = len(rollout.log)
-        request.pending_prefill = len(rollout.prompt_ids) + known if request.attempt else 0
+        context = rollout.context_tokens
+        request.pending_prefill = context if request.attempt else 0
         request.attempt += 1
-        request.attempt_start = known
+        request.attempt_start = len(rollout.log)
         request.engine = engine
         request.destination = ""
         request.version = request.sent_version = version
@@ -218,7 +226,7 @@ class InFlight:
         self.open[engine] += 1
         self._changed[engine] = None
         self.open_attempts += 1
-        self.hold(engine, len(rollout.prompt_ids) + known)
+        self.held_on[engine] += context
         self._open_on.setdefault(engine, {})[request.request_id] = request
         if self.work is not None:
             self.work.note(request)
@@ -251,8 +259,7 @@ class InFlight:
         self.open[request.engine] -= 1
         self._changed[request.engine] = None
         self.open_attempts -= 1
-        context = len(request.rollout.prompt_ids) + len(request.rollout.log)
-        self.held_on[request.engine] -= context
+        self.held_on[request.engine] -= request.rollout.context_tokens
         del self._open_on[request.engine][request.request_id]
         self.called_back -= request.aborting
         if self.work is not None:
@@ -281,7 +288,7 @@ class InFlight:
     ) -> None:
         """Add new tokens of an open attempt, and their rows of the companions of tokens."""
         rollout, version, engine = request.rollout, request.version, request.engine
-        self.hold(engine, len(ids))
+        self.held_on[engine] += len(ids)
         if self.work is not None:
             self.work.note(request)
         rollout.log.append(ids, logprobs, version=version, engine=engine)
@@ -296,10 +303,6 @@ class InFlight:
         if request.kept_keys and not rollout.log.stale_keys:
             rollout.log.stale_keys = True
             self.journal.change(rollout)
-
-    def hold(self, engine: str, tokens: int) -> None:
-        """Count tokens that are with an engine in addition."""
-        self.held_on[engine] += tokens
 
     def requeue(self, request: RequestRecord) -> None:
         """Let the rest of a request wait to be sent, with all tokens known so far."""
@@ -341,14 +344,13 @@ class InFlight:
             group_id=self._next_id(), prompt=group.prompt, opened=group.opened, size=0
         )
         losers.members = [member for member in group.members if member.state in GENERATING]
-        losers.unfinished = losers.unscored = len(losers.members)
+        losers.unfinished = len(losers.members)
         group.members = [member for member in group.members if member.state not in GENERATING]
         group.left = tuple(member.rollout_id for member in losers.members)
         group.members.sort(key=lambda member: member.index)
         for member in losers.members:
             member.group = losers
         group.unfinished = 0
-        group.unscored -= losers.unfinished
         self.groups[losers.group_id] = losers
         self.training += 1
         self.ready.add(group)
@@ -385,19 +387,11 @@ class InFlight:
         for member in group.members:
             member.move(Move.DROP)
             is_sibling = culprit is not None and member.rollout_id != culprit
+            why = Reason.SIBLING_FAILED if is_sibling else reason
             tokens = member.log.sampled_tokens
-            self.counters.tokens_discarded += tokens
             entries.append(
-                Entry(
-                    rollout_id=member.rollout_id,
-                    group_id=group.group_id,
-                    reason=Reason.SIBLING_FAILED if is_sibling else reason,
-                    cause=cause,
-                    tokens=tokens,
-                    at=now,
-                )
+                self.enter(member.rollout_id, group.group_id, why, cause, tokens=tokens, now=now)
             )
-            self.ledger.add(entries[-1])
         self.journal.drop(group, entries)
         if self.work is not None:
             self.work.note_group(group)

@@ -1,7 +1,8 @@
 """The changes since the last snapshot, for the store. They are noted where they happen.
 
 Looking at every rollout in flight for each snapshot would cost more than the snapshot itself.
-Rollouts of evaluations are never noted, because an evaluation ends with the call that asked for it.
+Rollouts of evaluations are never noted, because an evaluation ends with the call that asked for it,
+and neither is what comes back for a dropped group, which belongs to nobody.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ class Journal:
         self.active = active
 
     def launch(self, group: GroupRecord) -> None:
-        if self.active and _counts(group):
+        if self.active and group.in_training:
             self.launched[group.group_id] = group
 
     def arrive(
@@ -153,21 +154,21 @@ class Journal:
         engine: str | None,
     ) -> None:
         """Note tokens that were just appended to the rollout's log."""
-        if self.active and len(ids) and _counts(rollout.group):
+        if self.active and len(ids) and rollout.group.in_training:
             start = len(rollout.log) - len(ids)
             self.arrived.add(rollout, start, ids, logprobs, version, engine)
 
     def change(self, rollout: RolloutRecord) -> None:
-        if self.active and _counts(rollout.group):
+        if self.active and rollout.group.in_training:
             self.changed[rollout.rollout_id] = rollout
 
     def finish(self, rollout: RolloutRecord) -> None:
-        if self.active and _counts(rollout.group):
+        if self.active and rollout.group.in_training:
             self.changed[rollout.rollout_id] = rollout
             self.finished = True
 
     def change_group(self, group: GroupRecord) -> None:
-        if self.active and _counts(group):
+        if self.active and group.in_training:
             self.changed_groups[group.group_id] = group
 
     def drop(self, group: GroupRecord, entries: Iterable[Entry]) -> None:
@@ -222,8 +223,3 @@ class Journal:
         self.removed[group_id] = None
         self.launched.pop(group_id, None)
         self.changed_groups.pop(group_id, None)
-
-
-def _counts(group: GroupRecord) -> bool:
-    # Whatever comes back for a dropped group belongs to nobody.
-    return group.evaluation_id is None and group.dropped is None

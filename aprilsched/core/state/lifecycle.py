@@ -71,13 +71,8 @@ MOVES: dict[tuple[State, Move], State] = {
     (State.THINKING, Move.FINISH): State.SCORING,
     (State.SCORING, Move.SCORE): State.DONE,
     (State.DONE, Move.DELIVER): State.DELIVERED,
-    (State.QUEUED, Move.DROP): State.DROPPED,
-    (State.RUNNING, Move.DROP): State.DROPPED,
-    (State.HELD, Move.DROP): State.DROPPED,
-    (State.RETURNING, Move.DROP): State.DROPPED,
-    (State.THINKING, Move.DROP): State.DROPPED,
-    (State.SCORING, Move.DROP): State.DROPPED,
-    (State.DONE, Move.DROP): State.DROPPED,
+    # From every state but the two last ones.
+    **{(state, Move.DROP): State.DROPPED for state in State if state not in TERMINAL},
 }
 
 

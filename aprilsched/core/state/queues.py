@@ -115,7 +115,7 @@ class Waiting:
     def __init__(
         self,
         place: Callable[[RequestRecord], Place],
-        version: Callable[[RequestRecord], int | None] = lambda _: None,
+        version: Callable[[RequestRecord], int | None],
     ) -> None:
         self._place = place
         self._version = version

@@ -157,6 +157,11 @@ class RolloutRecord:
         self.reward_parts = {**self.reward_parts, **score.parts}
         self.info = {**self.info, **score.info}
 
+    @property
+    def context_tokens(self) -> int:
+        """Tokens of prompt and response so far."""
+        return len(self.prompt_ids) + len(self.log)
+
     def context(self) -> Int32Array:
         """Prompt and response so far, int32 [P + T], as the engine must see it."""
         return self.log.after(self.prompt_ids)
@@ -182,8 +187,6 @@ class GroupRecord:
     """Ids of the members that have lost such a race. They have left the group."""
     unfinished: int = 0
     """Members that are still generating."""
-    unscored: int = 0
-    """Members that have no reward yet."""
     accepted: bool | None = None
     """Whether the group is accepted; None until that is known."""
     engine: str = ""
@@ -201,9 +204,19 @@ class GroupRecord:
     """The group is in the batch that is offered."""
 
     @property
+    def in_training(self) -> bool:
+        """Whether it is a group of the trainer's batches, and was not dropped."""
+        return self.evaluation_id is None and self.dropped is None
+
+    @property
     def complete(self) -> bool:
         """Whether every member is generated to its end."""
         return self.unfinished == 0
+
+    @property
+    def scored(self) -> bool:
+        """Whether every member has its reward."""
+        return all(member.state is State.DONE for member in self.members)
 
     @property
     def racing(self) -> bool:

@@ -169,13 +169,9 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     dropped_rollouts: dict[str, int]
     dropped_tokens: dict[str, int]
     evaluating: tuple[tuple[int, int, int], ...]
-    failed_in_a_row: int
     wave_pending: bool
     target_groups: int
     longest: int
-    planned_at: int
-    planned_for: float | None
-    looked_at: int
     batches_since_update: int
     accepts: bool
     """Whether groups were filtered."""

@@ -11,9 +11,9 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from aprilsched.core.config import Caller, SchedulerConfig
-from aprilsched.core.messages.commands import Command
-from aprilsched.core.messages.events import EvaluationRequested
-from aprilsched.core.messages.facts import Fact
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import events as ev
+from aprilsched.core.messages import facts
 from aprilsched.core.policies.placement import Place, place_of
 from aprilsched.core.policies.schedule import Schedule, first_schedule
 from aprilsched.core.policies.straggler import CachedKV
@@ -168,7 +168,7 @@ class Evaluations:
 
     running: dict[int, list[GroupRecord]] = field(default_factory=dict[int, list[GroupRecord]])
     """Groups of the evaluations that have begun, in the order of their prompts."""
-    waiting: list[EvaluationRequested] = field(default_factory=list[EvaluationRequested])
+    waiting: list[ev.EvaluationRequested] = field(default_factory=list[ev.EvaluationRequested])
     """Evaluations that were asked for during an update and begin after it."""
 
 
@@ -290,8 +290,8 @@ class SchedulerState:
         self.cached_kv: CachedKV = config.cached_kv
         self.rolling = config.refit == "rolling"
         self.now = 0.0
-        self.commands: list[Command] = []
-        self.facts: list[Fact] = []
+        self.commands: list[do.Command] = []
+        self.facts: list[facts.Fact] = []
         self.tells_tokens = False
         self.resumed = False
         changed: dict[str, None] = {}
@@ -363,9 +363,14 @@ class SchedulerState:
             return None
         return NO_VERSION if log.mixed else log.oldest_version
 
-    def tell(self, fact: Fact) -> None:
+    def tell(self, fact: facts.Fact) -> None:
         """Tell listeners that something has become true in this event."""
         self.facts.append(fact)
+
+    def announce(self, fact: facts.Order) -> None:
+        """Tell listeners something on which the shell acts too."""
+        self.facts.append(fact)
+        self.commands.append(fact)
 
     def note_lengths(self, group: GroupRecord) -> None:
         """Let the lengths of a group count as evidence, because it is complete or dropped."""

@@ -19,41 +19,18 @@ from aprilsched.errors import InvariantViolation
 
 
 class PolicyVersionTracker:
-    """The version of the trainer and the version of each engine in use."""
+    """The version of the trainer and the version of each engine in use, which is the trainer's or,
+    with rolling refits, an older one."""
 
-    def __init__(self, changed: dict[str, None] | None = None) -> None:
+    def __init__(self, changed: dict[str, None]) -> None:
         self.trainer = 0
         self.engines: dict[str, int] = {}
         self._engines_of: Counter[int] = Counter()
         """Number of engines that have each version."""
-        self._changed = {} if changed is None else changed
+        self._changed = changed
 
-    def start(self, version: int) -> None:
-        """The run begins with `version`."""
-        self.trainer = version
-
-    def join(self, engine: str, version: int) -> None:
-        """The engine is in use from now on; `version` must be the fleet's."""
-        if version != self.trainer:
-            raise InvariantViolation(
-                f"{engine} joins with version {version} while the fleet is at {self.trainer}"
-            )
-        self._note(engine, version)
-
-    def join_behind(self, engine: str, version: int) -> None:
-        """The engine is in use with an older `version`, whose rollouts it finishes (rolling
-        refits)."""
-        self._note(engine, version)
-
-    def leave(self, engine: str) -> None:
-        """The engine is out of use."""
-        self._note(engine, None)
-
-    def refitted(self, engine: str, version: int) -> None:
-        """The engine has confirmed that it has `version`."""
-        self._note(engine, version)
-
-    def _note(self, engine: str, version: int | None) -> None:
+    def note(self, engine: str, version: int | None) -> None:
+        """Note that the engine is in use with `version`, or, with None, out of use."""
         before = self.engines.get(engine)
         if before is not None:
             self._engines_of[before] -= 1
@@ -75,11 +52,6 @@ class PolicyVersionTracker:
         stale = {name: has for name, has in self.engines.items() if has != version}
         if stale:
             raise InvariantViolation(f"version {version} published while engines have {stale}")
-        self.trainer = version
-
-    def advance(self, version: int) -> None:
-        """Make `version` the trainer's, while each engine keeps the one that it has until it is
-        refitted alone (rolling refits)."""
         self.trainer = version
 
     @property
@@ -167,7 +139,7 @@ class Update:
 class Weights:
     """The policy versions of the run. Steps: ``refit``."""
 
-    versions: PolicyVersionTracker = field(default_factory=PolicyVersionTracker)
+    versions: PolicyVersionTracker
     """The version of the trainer and of each engine."""
     update: Update | None = None
     """The update that is under way."""

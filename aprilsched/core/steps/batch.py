@@ -21,31 +21,18 @@ from dataclasses import replace
 import numpy as np
 
 from aprilsched.core.lengths.observed import DEFAULT_WINDOW, GroupLengths
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import events as ev
 from aprilsched.core.messages import facts
-from aprilsched.core.messages.commands import (
-    Deliver,
-    DeliverEvaluation,
-    EndOfPrompts,
-    Offer,
-    WithdrawOffer,
-)
-from aprilsched.core.messages.events import (
-    BatchesAcknowledged,
-    BatchRequested,
-    BatchTaken,
-    BatchWithdrawn,
-    LogprobsReported,
-    TrainerReturned,
-)
 from aprilsched.core.policies.refill import stratified
-from aprilsched.core.state.assembly import batch_of
+from aprilsched.core.state.assembly import batch_again, batch_of
 from aprilsched.core.state.records import DeliveredBatch, GroupRecord, Offered, group_lengths
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.errors import InvariantViolation
 from aprilsched.types import Batch
 
 
-def on_batch_requested(state: SchedulerState, event: BatchRequested) -> None:
+def on_batch_requested(state: SchedulerState, event: ev.BatchRequested) -> None:
     offered = state.delivery.offer
     if offered is not None and offered.streamed != event.streamed:
         withdraw_offer(state)
@@ -67,18 +54,18 @@ def _request(state: SchedulerState) -> None:
     delivery.batch_requested = True
 
 
-def on_batch_withdrawn(state: SchedulerState, _: BatchWithdrawn) -> None:
+def on_batch_withdrawn(state: SchedulerState, _: ev.BatchWithdrawn) -> None:
     """The batch stays in work. A trainer that polls for it had begun a wave at each call, and had
     paused the engines in between, where their requests lose their KV."""
     state.tell(facts.BatchRequestWithdrawn())
     state.delivery.called = False
 
 
-def on_batches_acknowledged(state: SchedulerState, event: BatchesAcknowledged) -> None:
+def on_batches_acknowledged(state: SchedulerState, event: ev.BatchesAcknowledged) -> None:
     acknowledge(state, event.batches)
 
 
-def on_trainer_returned(state: SchedulerState, event: TrainerReturned) -> None:
+def on_trainer_returned(state: SchedulerState, event: ev.TrainerReturned) -> None:
     """Deliver again what the trainer does not have. Batches keep the order of their delivery."""
     delivery, has = state.delivery, set(event.groups)
     waiting = {batch.index: batch for batch in delivery.redelivery}
@@ -96,31 +83,29 @@ def on_trainer_returned(state: SchedulerState, event: TrainerReturned) -> None:
     # An offer that is a batch delivered again must stay the first of those that wait.
     withdraw_offer(state)
     delivery.redelivery = deque(
-        waiting.get(index) or _again(delivery.unacknowledged[index]) for index in missing
+        waiting.get(index) or batch_again(delivery.unacknowledged[index]) for index in missing
     )
     delivery.streamed_again = again
+    groups = _batch_in_work(state, streamed).groups
+    delivery.streamed = {group.group_id: group for group in groups}
+
+
+def _batch_in_work(
+    state: SchedulerState, groups: Sequence[GroupRecord], *, redelivered: bool = False
+) -> Batch:
+    """The batch in work with these groups, as the trainer's version consumes it."""
     version = state.weights.versions.trainer
-    part = batch_of(
-        streamed,
+    return batch_of(
+        groups,
         index=state.in_flight.counters.batches,
         version=version,
         oldest_unmasked=state.staleness.oldest_unmasked(version),
-        made=delivery.streamed,
-    )
-    delivery.streamed = {group.group_id: group for group in part.groups}
-
-
-def _again(record: DeliveredBatch) -> Batch:
-    return batch_of(
-        record.groups,
-        index=record.index,
-        version=record.version,
-        oldest_unmasked=record.oldest_unmasked,
-        redelivered=True,
+        redelivered=redelivered,
+        made=state.delivery.streamed,
     )
 
 
-def on_logprobs_reported(state: SchedulerState, event: LogprobsReported) -> None:
+def on_logprobs_reported(state: SchedulerState, event: ev.LogprobsReported) -> None:
     """A report decides nothing; it becomes a fact, so that it is in the log and the summary."""
     state.tell(facts.LogprobsCompared(comparison=event.comparison))
 
@@ -241,18 +226,18 @@ def _end_prompts(state: SchedulerState) -> None:
     state.delivery.end_request()
     state.tell(facts.PromptsEnded())
     prompts, share = state.prompts, state.config.retries.failed_share
-    state.commands.append(EndOfPrompts(error=prompts.outcome.end(prompts.cursor, share)))
+    state.commands.append(do.EndOfPrompts(error=prompts.outcome.end(prompts.cursor, share)))
 
 
 def _offer_batch(state: SchedulerState, offered: Offered) -> None:
     state.delivery.offer = offered
     state.tell(facts.BatchOffered(batch=offered.batch.index, version=offered.batch.version))
-    state.commands.append(Offer(offered=offered.given))
+    state.commands.append(do.Offer(offered=offered.given))
 
 
 def _offer_part(state: SchedulerState, part: Batch) -> None:
     state.delivery.offer = Offered(batch=part, streamed=True)
-    state.commands.append(Offer(offered=part))
+    state.commands.append(do.Offer(offered=part))
 
 
 def _offer_again(state: SchedulerState, batch: Batch) -> None:
@@ -291,14 +276,7 @@ def _offer_next_group(state: SchedulerState) -> None:
         if (state.stop.take(then) is not None and not left) or drained:
             _offer_last_part(state, then)
         else:
-            version = state.weights.versions.trainer
-            part = batch_of(
-                fits[:1],
-                index=state.in_flight.counters.batches,
-                version=version,
-                oldest_unmasked=state.staleness.oldest_unmasked(version),
-                redelivered=_may_have(state, fits[:1]),
-            )
+            part = _batch_in_work(state, fits[:1], redelivered=_may_have(state, fits[:1]))
             _offer_part(state, replace(part, complete=False))
     elif (enough and not due) or _drained(state):
         # The groups that the batch still waited for were dropped.
@@ -341,31 +319,18 @@ def _may_have(state: SchedulerState, groups: Iterable[GroupRecord]) -> bool:
 
 def _composed(state: SchedulerState, groups: list[GroupRecord]) -> Offered:
     """Offer the batch of `groups`, which are not ready for another one any more."""
-    version = state.weights.versions.trainer
-    oldest_unmasked = state.staleness.oldest_unmasked(version)
-    batch = batch_of(
-        groups,
-        index=state.in_flight.counters.batches,
-        version=version,
-        oldest_unmasked=oldest_unmasked,
-        redelivered=_may_have(state, groups),
-        made=state.delivery.streamed,
-    )
+    batch = _batch_in_work(state, groups, redelivered=_may_have(state, groups))
     for group in groups:
         state.in_flight.ready.remove(group)
         group.offered = True
     record = DeliveredBatch(
         index=batch.index,
-        version=version,
-        oldest_unmasked=oldest_unmasked,
+        version=batch.version,
+        oldest_unmasked=state.staleness.oldest_unmasked(batch.version),
         groups=tuple(groups),
     )
     state.in_flight.journal.deliver(record)
-    offered = Offered(
-        batch=batch,
-        record=record,
-        target_groups=state.plan.target_groups,
-    )
+    offered = Offered(batch=batch, record=record, target_groups=state.plan.target_groups)
     # The next batch begins after it, and counts it among those before.
     state.delivery.offer = offered
     state.expectations.renew()
@@ -392,10 +357,10 @@ def withdraw_offer(state: SchedulerState) -> None:
         state.plan.target_groups = offered.target_groups
     if offered.given.complete:
         state.tell(facts.OfferWithdrawn(batch=offered.batch.index))
-    state.commands.append(WithdrawOffer(index=offered.batch.index))
+    state.commands.append(do.WithdrawOffer(index=offered.batch.index))
 
 
-def on_batch_taken(state: SchedulerState, event: BatchTaken) -> None:
+def on_batch_taken(state: SchedulerState, event: ev.BatchTaken) -> None:
     offered = state.delivery.offer
     if offered is None or offered.batch.index != event.index:
         raise InvariantViolation(f"batch {event.index} was taken and not offered")
@@ -439,7 +404,7 @@ def _deliver(state: SchedulerState, offered: Offered, *, unsaved: bool = False) 
     state.delivery.batches_since_update += 1
     delivered = _tell_delivery(state, batch, again=False, distances=distances)
     state.in_flight.counters.tokens_masked += sum([r.masked for r in delivered])
-    state.commands.append(Deliver(batch=batch, unsaved=unsaved))
+    state.commands.append(do.Deliver(batch=batch, unsaved=unsaved))
 
 
 def _tell_delivery(
@@ -484,7 +449,7 @@ def _deliver_evaluation(state: SchedulerState, evaluation_id: int) -> None:
             rollouts=facts.delivered_rollouts(batch, tokens=state.tells_tokens),
         )
     )
-    state.commands.append(DeliverEvaluation(evaluation_id=evaluation_id, batch=batch))
+    state.commands.append(do.DeliverEvaluation(evaluation_id=evaluation_id, batch=batch))
 
 
 def _required(state: SchedulerState, accepted: list[GroupRecord]) -> list[GroupRecord]:

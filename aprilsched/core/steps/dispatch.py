@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence, Set
 
-from aprilsched.core.messages.commands import Send, Verify
-from aprilsched.core.messages.facts import AttemptSent
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import facts
+from aprilsched.core.policies.placement import Places
 from aprilsched.core.state.engine_control import RUN, EngineControl, Goal, Mode
-from aprilsched.core.state.records import RequestRecord
+from aprilsched.core.state.records import GroupRecord, RequestRecord
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.steps.batch import training_runs
 from aprilsched.core.steps.drop import abort
@@ -59,65 +60,88 @@ def steer(state: SchedulerState) -> None:
 
 def dispatch(state: SchedulerState) -> None:
     """Send waiting requests to engines. Nothing is ever sent to a paused engine (hazard 4)."""
-    in_flight, config = state.in_flight, state.config
+    in_flight, index = state.in_flight, state.fleet.index
     if not in_flight.queue or _goal(state).kind != "run":
         state.fleet.asking_since = None
         return
-    training, limit = training_runs(state), config.dispatch.max_in_flight
-    state.fleet.index.refresh()
+    training, limit = training_runs(state), state.config.dispatch.max_in_flight
+    index.refresh()
     lanes = _lanes(state)
     if in_flight.queue.first(training=training, versions=lanes) is None:
         state.fleet.asking_since = None
         return
     quiet = _quiet(state)
-    for control in _worth_asking(state, quiet):
-        if state.fleet.asking_since is None:
-            state.fleet.asking_since = state.now
-        state.fleet.control.enter(control, Mode.VERIFYING)
-        state.commands.append(Verify(engine=control.name, generates=control.suspect))
+    _ask_for_versions(state, quiet)
     if _awaited(state):
         return
     state.fleet.asking_since = None
-    near, by_length = (config.dispatch.placement == kind for kind in ("prefix", "length"))
-    index = state.fleet.index
     if in_flight.work is not None:
         index.note_loads(in_flight.work.refresh(in_flight.open_requests))
     index.leave_out(quiet)
-    amounts: dict[tuple[int, int], float] = {}
+    works: dict[tuple[int, int], float] = {}
     while limit is None or in_flight.open_attempts < limit:
         request = in_flight.queue.first(training=training, versions=lanes)
         if request is None:
             return
-        version = in_flight.queue.version_of(request)
-        version = state.weights.versions.trainer if version is None else version
-        free = index.places(version)
-        group = request.rollout.group
-        # A group stays on its engine while that has less than a group more to do than the others.
-        slack = len(group.members) if near else -1
-        prefer, affinity = group.engine, group.prompt.affinity
-        if near and affinity is not None:
-            prefer = prefer or in_flight.homes.get(affinity, "")
-            slack = max(slack, _AFFINE)
-        if request.destination and request.destination not in request.avoid:
-            prefer, slack = request.destination, math.inf
-        avoid, amount = request.avoid, 1.0
-        if by_length:
-            # The members of a group that have as many tokens are expected to need as many.
-            alike = group.group_id, len(request.rollout.log)
-            if alike not in amounts:
-                amounts[alike] = float(state.expectations.work([request])[0])
-            amount = amounts[alike]
-            likely = free.least() if slack < 0 else prefer
-            # Only where the engine that would get it has no room is every engine looked at.
-            if avoid or likely is None or not _has_room(state, likely, request):
-                avoid = _without_room(state, request, avoid)
-        engine = free.take(prefer=prefer, slack=slack, avoid=avoid, amount=amount)
+        lane = in_flight.queue.version_of(request)
+        version = state.weights.versions.trainer if lane is None else lane
+        engine = _take_engine(state, request, index.places(version), works)
         if engine is not None:
             _send(state, request, engine)
         elif lanes is None:
             return
         else:
-            lanes.discard(in_flight.queue.version_of(request))
+            lanes.discard(lane)
+
+
+def _ask_for_versions(state: SchedulerState, quiet: Sequence[EngineControl]) -> None:
+    for control in _worth_asking(state, quiet):
+        if state.fleet.asking_since is None:
+            state.fleet.asking_since = state.now
+        state.fleet.control.enter(control, Mode.VERIFYING)
+        state.commands.append(do.Verify(engine=control.name, generates=control.suspect))
+
+
+def _take_engine(
+    state: SchedulerState,
+    request: RequestRecord,
+    free: Places,
+    works: dict[tuple[int, int], float],
+) -> str | None:
+    """The engine for a request, whose load counts it from now on; None if none of the `free` ones
+    takes requests. `works` has what was expected of other requests in this event."""
+    prefer, slack = _preferred(state, request)
+    if state.config.dispatch.placement != "length":
+        return free.take(prefer=prefer, slack=slack, avoid=request.avoid)
+    # The members of a group that have as many tokens are expected to need as many.
+    alike = request.rollout.group.group_id, len(request.rollout.log)
+    if alike not in works:
+        works[alike] = float(state.expectations.work([request])[0])
+    avoid = request.avoid
+    likely = free.least() if slack < 0 else prefer
+    # Only where the engine that would get it has no room is every engine looked at.
+    if avoid or likely is None or not _has_room(state, likely, request):
+        avoid = _without_room(state, request, avoid)
+    return free.take(prefer=prefer, slack=slack, avoid=avoid, amount=works[alike])
+
+
+def _preferred(state: SchedulerState, request: RequestRecord) -> tuple[str, float]:
+    """The engine that a request should go to, and how many requests more than the least loaded one
+    that may have; -1 where it makes no difference."""
+    group = request.rollout.group
+    if request.destination and request.destination not in request.avoid:
+        return request.destination, math.inf  # it is on its way there
+    if state.config.dispatch.placement != "prefix":
+        return group.engine, -1
+    # A group stays on its engine while that has less than a group more to do than the others.
+    slack = len(group.members)
+    return _home(state, group), slack if group.prompt.affinity is None else max(slack, _AFFINE)
+
+
+def _home(state: SchedulerState, group: GroupRecord) -> str:
+    """The engine that has the group's prompt in its cache, or the context of its affinity."""
+    affinity = group.prompt.affinity
+    return group.engine or ("" if affinity is None else state.in_flight.homes.get(affinity, ""))
 
 
 def _has_room(state: SchedulerState, engine: str, request: RequestRecord) -> bool:
@@ -126,8 +150,8 @@ def _has_room(state: SchedulerState, engine: str, request: RequestRecord) -> boo
     control = state.fleet.control.engines.get(engine)
     if control is None or control.kv_tokens is None:
         return True
-    context = len(request.rollout.prompt_ids) + len(request.rollout.log)
-    return control.kv_tokens - state.in_flight.held_on[engine] >= context
+    held = state.in_flight.held_on[engine]
+    return control.kv_tokens - held >= request.rollout.context_tokens
 
 
 def _without_room(
@@ -222,10 +246,7 @@ def _worth_asking_for(
     for request in waiting:
         avoid.update(request.avoid)
         if near:
-            group = request.rollout.group
-            affinity = group.prompt.affinity
-            home = "" if affinity is None else state.in_flight.homes.get(affinity, "")
-            homes.add(group.engine or home)
+            homes.add(_home(state, request.rollout.group))
     spare = len(idle - {control.name for control in quiet} - avoid)
     asked = [control for control in quiet if control.doubt or control.name in homes]
     others = [control for control in quiet if not (control.doubt or control.name in homes)]
@@ -259,7 +280,7 @@ def _send(state: SchedulerState, request: RequestRecord, engine: str) -> None:
     context = rollout.context()
     sampling = request.sampling.after(request.generated)
     state.tell(
-        AttemptSent(
+        facts.AttemptSent(
             engine=engine,
             request_id=request.request_id,
             attempt=request.attempt,
@@ -274,7 +295,7 @@ def _send(state: SchedulerState, request: RequestRecord, engine: str) -> None:
     )
     state.fleet.health.sent(engine, len(context), alone=state.in_flight.open[engine] == 1)
     state.commands.append(
-        Send(
+        do.Send(
             engine=engine,
             request_id=request.request_id,
             attempt=request.attempt,

@@ -11,15 +11,9 @@ gets it.
 from __future__ import annotations
 
 from aprilsched.core.config import SchedulerConfig
-from aprilsched.core.messages.commands import Abort, CancelWork, GiveUp
-from aprilsched.core.messages.events import Failed, GroupWithdrawn
-from aprilsched.core.messages.facts import (
-    AttemptCalledBack,
-    DroppedRollout,
-    GroupDropped,
-    GroupsFailed,
-    PromptRefused,
-)
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import events as ev
+from aprilsched.core.messages import facts
 from aprilsched.core.state.ledger import FAILURES, REFUSED, Reason
 from aprilsched.core.state.records import GroupRecord, RequestRecord
 from aprilsched.core.state.state import SchedulerState
@@ -33,9 +27,9 @@ def abort(state: SchedulerState, request: RequestRecord) -> None:
     """Call an open attempt back: its engine is told to abort it. A second call does nothing."""
     if not request.aborting:
         state.in_flight.call_back(request)
-        state.tell(AttemptCalledBack(request_id=request.request_id))
+        state.tell(facts.AttemptCalledBack(request_id=request.request_id))
         state.commands.append(
-            Abort(engine=request.engine, request_id=request.request_id, attempt=request.attempt)
+            do.Abort(engine=request.engine, request_id=request.request_id, attempt=request.attempt)
         )
 
 
@@ -59,26 +53,17 @@ def drop(
     if group.evaluation_id is None and not noted:
         state.note_lengths(group)
     entries = state.in_flight.drop(group, reason, cause, culprit=culprit, now=state.now)
-    state.tell(
-        GroupDropped(
+    state.announce(
+        facts.GroupDropped(
             group_id=group.group_id,
             reason=reason.value,
             cause=cause,
             rollouts=tuple(
-                DroppedRollout(
+                facts.DroppedRollout(
                     rollout_id=entry.rollout_id, reason=entry.reason.value, tokens=entry.tokens
                 )
                 for entry in entries
             ),
-            culprit=culprit,
-        )
-    )
-    state.commands.append(
-        CancelWork(
-            group_id=group.group_id,
-            rollout_ids=tuple(member.rollout_id for member in group.members),
-            reason=str(reason),
-            cause=cause,
             culprit=culprit,
         )
     )
@@ -88,7 +73,7 @@ def drop(
         _count_failure(state, cause)
 
 
-def on_group_withdrawn(state: SchedulerState, event: GroupWithdrawn) -> None:
+def on_group_withdrawn(state: SchedulerState, event: ev.GroupWithdrawn) -> None:
     """Drop a group that nobody wants any more, unless its batch is with the trainer."""
     group = state.in_flight.groups.get(event.group_id)
     if group is None or group.evaluation_id is not None or group.offered:
@@ -103,14 +88,8 @@ def refuse(state: SchedulerState, cause: str) -> None:
     """Enter a prompt that cannot be used into the ledger. It counts as a failure, so that a source
     of nothing but such prompts ends the run."""
     entry = state.in_flight.refuse(Reason.BAD_PROMPT, cause, now=state.now)
-    state.tell(PromptRefused(rollout_id=entry.rollout_id, group_id=entry.group_id, cause=cause))
-    state.commands.append(
-        CancelWork(
-            group_id=entry.group_id,
-            rollout_ids=(entry.rollout_id,),
-            reason=str(entry.reason),
-            cause=cause,
-        )
+    state.announce(
+        facts.PromptRefused(rollout_id=entry.rollout_id, group_id=entry.group_id, cause=cause)
     )
     state.prompts.outcome.fail(cause)
     _count_failure(state, cause)
@@ -125,12 +104,11 @@ def _count_failure(state: SchedulerState, cause: str) -> None:
     state.prompts.consecutive_failures += 1
     groups = state.prompts.consecutive_failures
     if groups == state.config.retries.failed_groups:
-        state.tell(GroupsFailed(groups=groups, cause=cause))
-        error = state.prompts.outcome.given_up(groups, cause)
-        state.commands.append(GiveUp(groups=groups, cause=cause, error=error))
+        state.tell(facts.GroupsFailed(groups=groups, cause=cause))
+        state.commands.append(do.GiveUp(error=state.prompts.outcome.given_up(groups, cause)))
 
 
-def count_failure(request: RequestRecord, config: SchedulerConfig, event: Failed) -> str:
+def count_failure(request: RequestRecord, config: SchedulerConfig, event: ev.Failed) -> str:
     """Count a failed attempt. Returns why the request is given up, with the cause; empty if it is
     tried again."""
     if event.final:

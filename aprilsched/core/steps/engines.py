@@ -9,38 +9,8 @@ out, and the engines stay paused after it.
 
 from __future__ import annotations
 
-from aprilsched.core.messages.commands import (
-    AdmitEngine,
-    AwaitFleet,
-    GiveUpFleet,
-    LoseEngine,
-    ReportSlow,
-    WantUpdate,
-)
-from aprilsched.core.messages.events import (
-    Continued,
-    ControlFailed,
-    EngineJoined,
-    EngineLost,
-    Flushed,
-    HoldEnded,
-    HoldRequested,
-    Opened,
-    Paused,
-    Tick,
-)
-from aprilsched.core.messages.facts import (
-    AttemptEnded,
-    ControlCallFailed,
-    EngineAdmitted,
-    EngineSlow,
-    FleetAwaited,
-    FleetGivenUp,
-    RunOpened,
-    UpdateWanted,
-)
-from aprilsched.core.messages.facts import EngineJoined as JoinedFact
-from aprilsched.core.messages.facts import EngineLost as LostFact
+from aprilsched.core.messages import events as ev
+from aprilsched.core.messages import facts
 from aprilsched.core.state.engine_control import EngineControl, Mode
 from aprilsched.core.state.engine_health import (
     PREFILL_TOKENS_PER_S,
@@ -58,13 +28,13 @@ from aprilsched.core.steps.resume import call_again
 from aprilsched.core.steps.turns import take_back
 
 
-def on_opened(state: SchedulerState, event: Opened) -> None:
+def on_opened(state: SchedulerState, event: ev.Opened) -> None:
     if not state.resumed:
         _start(state, event.engines[0].version or 0)
     elif event.adopt and state.weights.adapter is None:
         _adopt(state, {engine.version for engine in event.engines})
     state.tell(
-        RunOpened(
+        facts.RunOpened(
             engines=event.engines, version=state.weights.versions.trainer, resumed=state.resumed
         )
     )
@@ -77,10 +47,8 @@ def on_opened(state: SchedulerState, event: Opened) -> None:
         standby = not (current or finishes)
         state.fleet.control.join(engine, standby=standby, now=state.now)
         state.fleet.health.join(engine.name, engine.max_running, state.now)
-        if current:
-            state.weights.versions.join(engine.name, state.weights.versions.trainer)
-        elif finishes and engine.version is not None:
-            state.weights.versions.join_behind(engine.name, engine.version)
+        if not standby:
+            state.weights.versions.note(engine.name, engine.version)
     if state.resumed:
         call_again(state)
 
@@ -97,7 +65,7 @@ def _finishes_rollouts(state: SchedulerState, version: int | None) -> bool:
 
 
 def _start(state: SchedulerState, version: int) -> None:
-    state.weights.versions.start(version)
+    state.weights.versions.trainer = version
     state.weights.base = version
 
 
@@ -111,7 +79,7 @@ def _adopt(state: SchedulerState, versions: set[int | None]) -> None:
         _start(state, version)
 
 
-def on_engine_joined(state: SchedulerState, event: EngineJoined) -> None:
+def on_engine_joined(state: SchedulerState, event: ev.EngineJoined) -> None:
     """Add a new engine, or a lost one that is back. It is in use if it has the fleet's version."""
     engine = event.info
     if state.fleet.control.of(engine.name) is not None:
@@ -125,7 +93,7 @@ def on_engine_joined(state: SchedulerState, event: EngineJoined) -> None:
     current = engine.version == state.weights.versions.trainer and state.weights.adapter is None
     standby = not current or bool(refitting)
     state.fleet.control.join(engine, standby=True, now=state.now)
-    state.tell(JoinedFact(info=engine))
+    state.tell(facts.EngineJoined(info=engine))
     state.fleet.health.join(engine.name, engine.max_running, state.now)
     note_join(state, engine.name)
     if not standby:
@@ -141,24 +109,23 @@ def promote(state: SchedulerState, engine: str) -> None:
         control.base = state.weights.versions.trainer
     state.fleet.control.engines[engine] = control
     state.fleet.control.touch(engine)
-    state.weights.versions.join(engine, state.weights.versions.trainer)
-    state.tell(EngineAdmitted(engine=engine, version=state.weights.versions.trainer))
-    state.commands.append(AdmitEngine(engine=engine, version=state.weights.versions.trainer))
+    state.weights.versions.note(engine, state.weights.versions.trainer)
+    state.announce(facts.EngineAdmitted(engine=engine, version=state.weights.versions.trainer))
 
 
-def on_paused(state: SchedulerState, event: Paused) -> None:
+def on_paused(state: SchedulerState, event: ev.Paused) -> None:
     state.note_work(event.engine)
     if state.fleet.control.confirm(event.engine, Mode.PAUSING, Mode.PAUSED) is not None:
         _move_open(state, event.engine, State.RUNNING, Move.HOLD)
 
 
-def on_flushed(state: SchedulerState, event: Flushed) -> None:
+def on_flushed(state: SchedulerState, event: ev.Flushed) -> None:
     control = state.fleet.control.confirm(event.engine, Mode.FLUSHING, Mode.PAUSED)
     if control is not None:
         control.flushed = True
 
 
-def on_continued(state: SchedulerState, event: Continued) -> None:
+def on_continued(state: SchedulerState, event: ev.Continued) -> None:
     state.note_work(event.engine)
     control = state.fleet.control.confirm(event.engine, Mode.CONTINUING, Mode.RUNNING)
     if control is None:
@@ -167,28 +134,27 @@ def on_continued(state: SchedulerState, event: Continued) -> None:
     state.fleet.health.of(event.engine).silence = 0.0
     if control.flushed:
         for request in state.in_flight.open_requests(event.engine):
-            rollout = request.rollout
-            request.pending_prefill = len(rollout.prompt_ids) + len(rollout.log)
+            request.pending_prefill = request.rollout.context_tokens
             state.fleet.health.of(event.engine).pending_prefill += request.pending_prefill
 
 
-def on_hold_requested(state: SchedulerState, _: HoldRequested) -> None:
+def on_hold_requested(state: SchedulerState, _: ev.HoldRequested) -> None:
     state.fleet.held = True
 
 
-def on_hold_ended(state: SchedulerState, _: HoldEnded) -> None:
+def on_hold_ended(state: SchedulerState, _: ev.HoldEnded) -> None:
     state.fleet.held = False
 
 
-def on_control_failed(state: SchedulerState, event: ControlFailed) -> None:
+def on_control_failed(state: SchedulerState, event: ev.ControlFailed) -> None:
     control = state.fleet.control.of(event.engine)
     if control is not None:
-        state.tell(ControlCallFailed(engine=event.engine, call=event.call, cause=event.cause))
+        state.tell(facts.ControlCallFailed(engine=event.engine, call=event.call, cause=event.cause))
     before = f"{control.doubt}; then " if control is not None and control.doubt else ""
     lose(state, event.engine, f"{before}{event.call} failed: {event.cause}")
 
 
-def on_engine_lost(state: SchedulerState, event: EngineLost) -> None:
+def on_engine_lost(state: SchedulerState, event: ev.EngineLost) -> None:
     lose(state, event.engine, event.cause)
 
 
@@ -198,20 +164,23 @@ def lose(state: SchedulerState, engine: str, cause: str) -> None:
     if control.of(engine) is None:
         return
     last = not (control.engines.keys() | control.standby.keys()) - {engine}
-    state.tell(LostFact(engine=engine, cause=cause, last=last))
+    lost = facts.EngineLost(engine=engine, cause=cause, last=last)
+    state.tell(lost)
     broken = _leave(state, engine, cause)
     del control.standby[engine]
     state.weights.adapters.pop(engine, None)
     note_loss(state, engine, cause)
-    state.commands.append(LoseEngine(engine=engine, cause=cause, standby=False, last=last))
+    # Its requests are back before the shell ends its streams.
+    state.commands.append(lost)
     _count_interruptions(state, broken, f"{engine} was lost: {cause}")
 
 
 def demote(state: SchedulerState, engine: str, cause: str) -> None:
     """Put an engine on standby: it answers, but does not have the fleet's weights."""
-    state.tell(LostFact(engine=engine, cause=cause, standby=True))
+    lost = facts.EngineLost(engine=engine, cause=cause, standby=True)
+    state.tell(lost)
     _leave(state, engine, cause)
-    state.commands.append(LoseEngine(engine=engine, cause=cause, standby=True, last=False))
+    state.commands.append(lost)
 
 
 def _leave(state: SchedulerState, engine: str, cause: str) -> list[RequestRecord]:
@@ -221,11 +190,11 @@ def _leave(state: SchedulerState, engine: str, cause: str) -> list[RequestRecord
     if control is not None:
         state.fleet.control.standby[engine] = control
         state.fleet.control.touch(engine)
-        state.weights.versions.leave(engine)
+        state.weights.versions.note(engine, None)
     requests = list(state.in_flight.open_requests(engine))
     for request in requests:
         state.in_flight.close_attempt(request, None)
-        state.tell(AttemptEnded(request_id=request.request_id, outcome="engine_lost"))
+        state.tell(facts.AttemptEnded(request_id=request.request_id, outcome="engine_lost"))
         request.shun(engine)
         take_back(state, request)
     if state.weights.update is not None:
@@ -260,7 +229,7 @@ def _move_open(state: SchedulerState, engine: str, where: State, move: Move) -> 
 # never lost for being slow, because going on slowly is better than not going on.
 
 
-def on_tick(state: SchedulerState, _: Tick) -> None:
+def on_tick(state: SchedulerState, _: ev.Tick) -> None:
     seconds = state.fleet.health.tick(state.now)
     for control in list(state.fleet.control.engines.values()):
         engine, health = control.name, state.fleet.health.of(control.name)
@@ -287,7 +256,7 @@ def _stalled(state: SchedulerState, engine: str, health: EngineHealth) -> bool:
     """Whether the engine is silent for longer than the timeout and the prefill of all requests that
     it has not answered yet."""
     context = sum(
-        len(request.rollout.prompt_ids) + len(request.rollout.log)
+        request.rollout.context_tokens
         for request in state.in_flight.open_requests(engine)
         if request.pending_prefill or not request.gained
     )
@@ -316,8 +285,7 @@ def _compare_rates(
         health.learn(window)
         if not health.reported:
             health.reported = True
-            state.tell(EngineSlow(engine=engine, cause=cause))
-            state.commands.append(ReportSlow(engine=engine, cause=cause))
+            state.announce(facts.EngineSlow(engine=engine, cause=cause))
         return
     health.slow += 1
     if health.slow >= SLOW_WINDOWS:
@@ -395,18 +363,14 @@ def _await(state: SchedulerState, outage: Outage) -> None:
     now = state.now
     if outage.since is None:
         outage.since = now
-    lost, left = (
-        tuple(state.fleet.lost.items()),
-        outage.since + state.config.health.fleet_wait_s - now,
-    )
+    lost, waited = tuple(state.fleet.lost.items()), now - outage.since
+    left = outage.since + state.config.health.fleet_wait_s - now
     if left <= 0:
         outage.given_up = True
-        state.tell(FleetGivenUp(lost=lost, waited_s=now - outage.since))
-        state.commands.append(GiveUpFleet(lost=lost, waited_s=now - outage.since))
+        state.announce(facts.FleetGivenUp(lost=lost, waited_s=waited))
     elif outage.said_at is None or now - outage.said_at >= _SAY_AGAIN_S:
         outage.said_at = now
-        state.tell(FleetAwaited(lost=lost, waited_s=now - outage.since, left_s=left))
-        state.commands.append(AwaitFleet(lost=lost, waited_s=now - outage.since, left_s=left))
+        state.announce(facts.FleetAwaited(lost=lost, waited_s=waited, left_s=left))
 
 
 def _want_update(state: SchedulerState) -> None:
@@ -423,16 +387,8 @@ def _want_update(state: SchedulerState) -> None:
                 drop(state, group, Reason.ABANDONED, cause)
     if batch:
         state.delivery.called = False
-    state.tell(
-        UpdateWanted(
-            engines=engines,
-            version=state.weights.versions.trainer,
-            batch=batch,
-            evaluations=abandoned,
-        )
-    )
-    state.commands.append(
-        WantUpdate(
+    state.announce(
+        facts.UpdateWanted(
             engines=engines,
             version=state.weights.versions.trainer,
             batch=batch,

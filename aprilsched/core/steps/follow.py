@@ -15,7 +15,9 @@ else makes counts as no silence of the engine, for as long as an update may take
 
 from __future__ import annotations
 
-from aprilsched.core.messages.events import Verified, VersionSeen
+from collections.abc import Iterable
+
+from aprilsched.core.messages import events as ev
 from aprilsched.core.state.engine_control import EngineControl, Mode
 from aprilsched.core.state.ledger import Reason
 from aprilsched.core.state.records import RequestRecord
@@ -25,7 +27,6 @@ from aprilsched.core.steps.drop import drop
 from aprilsched.core.steps.engines import demote, promote
 from aprilsched.core.steps.launch import launch_again
 from aprilsched.core.steps.refit import begin
-from aprilsched.types import VersionSpan
 
 
 def follow(state: SchedulerState, engine: str, version: int | None) -> bool:
@@ -43,7 +44,7 @@ def follow(state: SchedulerState, engine: str, version: int | None) -> bool:
     return True
 
 
-def on_version_seen(state: SchedulerState, event: VersionSeen) -> None:
+def on_version_seen(state: SchedulerState, event: ev.VersionSeen) -> None:
     control = state.fleet.control.of(event.engine)
     if control is None:
         return
@@ -54,7 +55,7 @@ def on_version_seen(state: SchedulerState, event: VersionSeen) -> None:
         follow(state, event.engine, event.version)
 
 
-def _note_pause(state: SchedulerState, control: EngineControl, event: VersionSeen) -> None:
+def _note_pause(state: SchedulerState, control: EngineControl, event: ev.VersionSeen) -> None:
     """Note whether somebody else has paused an engine that should run."""
     if event.paused is None:
         return
@@ -93,7 +94,7 @@ def _join_in(state: SchedulerState, control: EngineControl) -> None:
 # group with such tokens is dropped, and the prompt is generated again.
 
 
-def on_verified(state: SchedulerState, event: Verified) -> None:
+def on_verified(state: SchedulerState, event: ev.Verified) -> None:
     control = state.fleet.control.confirm(event.engine, Mode.VERIFYING, Mode.RUNNING)
     if control is None:
         return
@@ -120,22 +121,13 @@ def _stand_by_or_follow(
     return followed
 
 
-def foreign_label(state: SchedulerState, request: RequestRecord, label: int | None) -> int | None:
-    """The label, if the open attempt cannot have been sampled under its version; None otherwise."""
-    oldest, newest = _possible(state, request)
-    return label if label is not None and not oldest <= label <= newest else None
-
-
-def foreign_span(
-    state: SchedulerState, request: RequestRecord, spans: tuple[VersionSpan, ...] | None
+def foreign_version(
+    state: SchedulerState, request: RequestRecord, versions: Iterable[int]
 ) -> int | None:
-    """The first version in `spans` that the attempt cannot have been sampled under; None if there
-    is none."""
+    """The first of the `versions` that the attempt cannot have been sampled under; None if there is
+    none."""
     oldest, newest = _possible(state, request)
-    for span in spans or ():
-        if not oldest <= span.version <= newest:
-            return span.version
-    return None
+    return next((version for version in versions if not oldest <= version <= newest), None)
 
 
 def disown(state: SchedulerState, request: RequestRecord, version: int) -> None:

@@ -8,15 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from aprilsched.core.messages.commands import FetchPrompts, Launch, StartEpisode
-from aprilsched.core.messages.events import EvaluationRequested, EvaluationWithdrawn, PromptsArrived
-from aprilsched.core.messages.facts import (
-    EpisodeStarted,
-    PromptsReceived,
-    PromptsRequested,
-)
-from aprilsched.core.messages.facts import EvaluationRequested as RequestedFact
-from aprilsched.core.messages.facts import EvaluationWithdrawn as WithdrawnFact
+from aprilsched.core.messages import events as ev
+from aprilsched.core.messages import facts
 from aprilsched.core.policies.refill import PoolView
 from aprilsched.core.state.assembly import launched
 from aprilsched.core.state.ledger import Reason
@@ -24,12 +17,13 @@ from aprilsched.core.state.records import GroupRecord
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.steps.batch import full, retarget
 from aprilsched.core.steps.drop import drop, refuse
+from aprilsched.core.steps.turns import start_episode
 from aprilsched.types import Prompt, RefusedPrompt, SamplingParams
 
 
-def on_evaluation_requested(state: SchedulerState, event: EvaluationRequested) -> None:
+def on_evaluation_requested(state: SchedulerState, event: ev.EvaluationRequested) -> None:
     state.tell(
-        RequestedFact(
+        facts.EvaluationRequested(
             evaluation_id=event.evaluation_id,
             prompts=len(event.prompts),
             group_size=event.group_size,
@@ -38,8 +32,8 @@ def on_evaluation_requested(state: SchedulerState, event: EvaluationRequested) -
     state.evaluations.waiting.append(event)
 
 
-def on_evaluation_withdrawn(state: SchedulerState, event: EvaluationWithdrawn) -> None:
-    state.tell(WithdrawnFact(evaluation_id=event.evaluation_id))
+def on_evaluation_withdrawn(state: SchedulerState, event: ev.EvaluationWithdrawn) -> None:
+    state.tell(facts.EvaluationWithdrawn(evaluation_id=event.evaluation_id))
     state.evaluations.waiting = [
         waiting
         for waiting in state.evaluations.waiting
@@ -91,9 +85,9 @@ def begin_again(state: SchedulerState, group: GroupRecord, cause: str) -> None:
     _launch_group(state, group.prompt, group.size, evaluation_id=None, before=group)
 
 
-def on_prompts_arrived(state: SchedulerState, event: PromptsArrived) -> None:
+def on_prompts_arrived(state: SchedulerState, event: ev.PromptsArrived) -> None:
     state.tell(
-        PromptsReceived(
+        facts.PromptsReceived(
             prompts=len(event.prompts),
             last=event.last,
             partial=event.partial,
@@ -115,8 +109,7 @@ def launch(state: SchedulerState) -> None:
     if missing > 0 and not state.prompts.exhausted:
         if not state.prompts.fetching:
             state.prompts.fetching = True
-            state.tell(PromptsRequested(count=missing))
-            state.commands.append(FetchPrompts(count=missing))
+            state.announce(facts.PromptsRequested(count=missing))
         # A wave should reach the engines together. Where the source has no more prompts at the
         # moment, the prompts at hand must not wait for it: the wave stays pending and is completed
         # later. Bad prompts are not held either: a source of nothing else would fill the stock
@@ -232,26 +225,8 @@ def _launch_group(
         state.in_flight.journal.change_group(group)
     state.expectations.note_limit(max(m.sampling.max_new_tokens for m in group.members))
     state.tell(launched(group, tokens=state.tells_tokens))
-    if episodes:
-        state.facts.extend(EpisodeStarted(rollout_id=m.rollout_id) for m in group.members)
-    state.commands.append(
-        Launch(
-            group_id=group.group_id,
-            rollout_ids=tuple(member.rollout_id for member in group.members),
-            prompt=prompt,
-            evaluation_id=evaluation_id,
-        )
-    )
-    if episodes:
-        state.commands.extend(
-            StartEpisode(
-                rollout_id=member.rollout_id,
-                index=member.index,
-                prompt=prompt,
-                sampling=member.sampling,
-            )
-            for member in group.members
-        )
+    for member in group.members if episodes else ():
+        start_episode(state, member)
     return group
 
 

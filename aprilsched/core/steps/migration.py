@@ -18,7 +18,7 @@ that do not report it. Where requests wait, as many move as wait there, and none
 
 from __future__ import annotations
 
-from aprilsched.core.messages.events import LoadSeen
+from aprilsched.core.messages import events as ev
 from aprilsched.core.state.records import RequestRecord
 from aprilsched.core.state.state import PoolReport, SchedulerState
 from aprilsched.core.steps.batch import training_runs
@@ -37,7 +37,7 @@ _FRESH_S = 3.0
 """Seconds for which a report counts. An engine that is paused reports nothing."""
 
 
-def on_load_seen(state: SchedulerState, event: LoadSeen) -> None:
+def on_load_seen(state: SchedulerState, event: ev.LoadSeen) -> None:
     if event.engine in state.fleet.control.engines:
         state.fleet.pools[event.engine] = PoolReport(
             used=event.used,
@@ -76,8 +76,10 @@ def migrate(state: SchedulerState) -> None:
         surplus = _filled(state, engine) - control.kv_tokens
         requests = [r for r in state.in_flight.open_requests(engine) if not r.aborting]
         # What was called back already gives its room soon.
-        surplus -= sum(_context(r) for r in state.in_flight.open_requests(engine) if r.aborting)
-        requests.sort(key=lambda r: (r.gained, _context(r), -r.request_id))
+        surplus -= sum(
+            r.rollout.context_tokens for r in state.in_flight.open_requests(engine) if r.aborting
+        )
+        requests.sort(key=lambda r: (r.gained, r.rollout.context_tokens, -r.request_id))
         report = _report(state, engine)
         waiting = report.queued if report is not None and report.queued else len(requests)
         for request in requests:
@@ -85,7 +87,7 @@ def migrate(state: SchedulerState) -> None:
                 break
             if not request.gained and waiting <= 0:
                 continue
-            if not _may_move(request):
+            if request.moved or not request.rollout.group.in_training:
                 continue
             rest = float(state.expectations.work([request])[0])
             if not _pays(state, request, rest):
@@ -93,11 +95,11 @@ def migrate(state: SchedulerState) -> None:
             # Most looks move nothing, and this one looks at every engine.
             rooms = _rooms(state) if rooms is None else rooms
             _, roomiest = max(zip(rooms.values(), rooms, strict=True), default=(0.0, ""))
-            needed = _context(request) + rest
+            needed = request.rollout.context_tokens + rest
             if not roomiest or roomiest == engine or rooms[roomiest] < needed:
                 break
             rooms[roomiest] -= needed
-            surplus -= _context(request)
+            surplus -= request.rollout.context_tokens
             waiting -= not request.gained
             request.destination, request.moved = roomiest, True
             state.fleet.moving.add(request.request_id)
@@ -135,20 +137,11 @@ def _rooms(state: SchedulerState) -> dict[str, float]:
         if request is None or not request.destination:
             state.fleet.moving.remove(request_id)
         elif request.destination in rooms:
-            rooms[request.destination] -= _context(request)
+            rooms[request.destination] -= request.rollout.context_tokens
     return rooms
-
-
-def _may_move(request: RequestRecord) -> bool:
-    group = request.rollout.group
-    return not request.moved and group.evaluation_id is None and group.dropped is None
 
 
 def _pays(state: SchedulerState, request: RequestRecord, rest: float) -> bool:
     """Whether prefilling the context elsewhere takes less time than decoding the rest does."""
     prices = state.config.prices
-    return _context(request) / prices.prefill_tokens_per_s < rest * prices.step_seconds
-
-
-def _context(request: RequestRecord) -> int:
-    return len(request.rollout.prompt_ids) + len(request.rollout.log)
+    return request.rollout.context_tokens / prices.prefill_tokens_per_s < rest * prices.step_seconds

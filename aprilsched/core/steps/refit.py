@@ -16,29 +16,8 @@
 
 from __future__ import annotations
 
-from aprilsched.core.messages.commands import FinishSleep, FinishUpdate, Refit, Retire
-from aprilsched.core.messages.events import (
-    PartsFollow,
-    Refitted,
-    Released,
-    SleepRequested,
-    UpdateRequested,
-    UpdateWithdrawn,
-    WakeRequested,
-    Woken,
-)
-from aprilsched.core.messages.facts import (
-    AdapterRetired,
-    EngineRefitted,
-    RefitBegun,
-    SleepBegun,
-    SleepEnded,
-    UpdateBegun,
-    UpdateFinished,
-)
-from aprilsched.core.messages.facts import SleepRequested as SleepFact
-from aprilsched.core.messages.facts import UpdateWithdrawn as WithdrawnFact
-from aprilsched.core.messages.facts import WakeRequested as WakeFact
+from aprilsched.core.messages import events as ev
+from aprilsched.core.messages import facts
 from aprilsched.core.state.engine_control import WEIGHTS, EngineControl, Mode
 from aprilsched.core.state.ledger import Reason
 from aprilsched.core.state.records import RequestRecord
@@ -52,7 +31,7 @@ from aprilsched.core.steps.replan import stay_synchronous
 from aprilsched.errors import InvariantViolation
 
 
-def on_update_requested(state: SchedulerState, event: UpdateRequested) -> None:
+def on_update_requested(state: SchedulerState, event: ev.UpdateRequested) -> None:
     # What the trainer itself says counts more, also where it says the same.
     end_following(state, f"version {event.version} was asked for meanwhile")
     # Where no engine has the fleet's version, as after a restart, it may be published once more.
@@ -79,14 +58,14 @@ def on_update_requested(state: SchedulerState, event: UpdateRequested) -> None:
     )
 
 
-def _may_roll(state: SchedulerState, event: UpdateRequested) -> bool:
+def _may_roll(state: SchedulerState, event: ev.UpdateRequested) -> bool:
     """Whether engines can take the version one by one, now and later. Engines that sleep take it
     together, because nothing runs in them."""
     full = not (event.adapter or event.external)
     return state.rolling and full and event.republishable and state.fleet.sleep is None
 
 
-def on_parts_follow(state: SchedulerState, _: PartsFollow) -> None:
+def on_parts_follow(state: SchedulerState, _: ev.PartsFollow) -> None:
     """Note it for the store. Only a process that goes on after this one has to know."""
     state.weights.in_parts = True
 
@@ -97,14 +76,14 @@ def end_following(state: SchedulerState, cause: str) -> None:
     update = state.weights.update
     if update is not None and update.followed:
         state.weights.update = None
-        state.tell(UpdateFinished(version=update.version, cause=cause))
+        state.tell(facts.UpdateFinished(version=update.version, cause=cause))
 
 
 def begin(state: SchedulerState, update: Update) -> None:
     """Begin an update; there must be none under way."""
     end_stream(state)
     state.tell(
-        UpdateBegun(version=update.version, adapter=update.adapter, external=update.external)
+        facts.UpdateBegun(version=update.version, adapter=update.adapter, external=update.external)
     )
     withdraw_offer(state)
     state.weights.update = update
@@ -118,23 +97,23 @@ def begin(state: SchedulerState, update: Update) -> None:
             _cross(state, request, update)
 
 
-def on_update_withdrawn(state: SchedulerState, event: UpdateWithdrawn) -> None:
+def on_update_withdrawn(state: SchedulerState, event: ev.UpdateWithdrawn) -> None:
     """End an update that the trainer gave up. An update whose weights are being loaded goes on."""
     update = state.weights.update
     if update is not None and update.version == event.version and not update.refitting:
-        state.tell(WithdrawnFact(version=event.version))
+        state.tell(facts.UpdateWithdrawn(version=event.version))
         cause = "the call was cancelled before any weights were loaded"
         _finish(state, update, cause=cause)
 
 
-def on_refitted(state: SchedulerState, event: Refitted) -> None:
+def on_refitted(state: SchedulerState, event: ev.Refitted) -> None:
     control, update = state.fleet.control.of(event.engine), state.weights.update
     if control is None or control.catching_up != event.catch_up:
         return
     if not event.catch_up and not _asked(update, event):
         return
     state.tell(
-        EngineRefitted(
+        facts.EngineRefitted(
             engine=event.engine,
             version=event.version,
             cause=event.cause,
@@ -153,7 +132,7 @@ def on_refitted(state: SchedulerState, event: Refitted) -> None:
         update.answers[event.engine] = (version, event.cause)
 
 
-def _asked(update: Update | None, event: Refitted) -> bool:
+def _asked(update: Update | None, event: ev.Refitted) -> bool:
     """Is this answer waited for? What an engine answers that was lost and is back, it was asked
     before, and counts for nothing. So does an answer to a version that was followed until the
     trainer asked for another."""
@@ -165,7 +144,7 @@ def _asked(update: Update | None, event: Refitted) -> bool:
     )
 
 
-def _note_consistency(control: EngineControl, event: Refitted, wanted: int) -> None:
+def _note_consistency(control: EngineControl, event: ev.Refitted, wanted: int) -> None:
     """Note whether the engine's weights are inconsistent. Only the wanted version, loaded without
     an error, makes inconsistent weights consistent again."""
     took = event.version == wanted and not event.cause
@@ -240,16 +219,8 @@ def refit(state: SchedulerState) -> None:
     update.refitting = frozenset(control.name for control in targets)
     update.loading_since = state.now
     names = tuple(control.name for control in targets)
-    state.tell(
-        RefitBegun(
-            version=update.version,
-            engines=names,
-            adapter=update.adapter,
-            external=update.external,
-        )
-    )
-    state.commands.append(
-        Refit(
+    state.announce(
+        facts.RefitBegun(
             version=update.version,
             engines=names,
             adapter=update.adapter,
@@ -331,16 +302,8 @@ def _has_base(state: SchedulerState, control: EngineControl) -> bool:
 
 def _refit_alone(state: SchedulerState, control: EngineControl) -> None:
     control.loading, control.loading_since = state.weights.versions.trainer, state.now
-    state.tell(
-        RefitBegun(
-            version=state.weights.versions.trainer,
-            engines=(control.name,),
-            adapter=state.weights.adapter is not None,
-            catch_up=True,
-        )
-    )
-    state.commands.append(
-        Refit(
+    state.announce(
+        facts.RefitBegun(
             version=state.weights.versions.trainer,
             engines=(control.name,),
             adapter=state.weights.adapter is not None,
@@ -349,13 +312,14 @@ def _refit_alone(state: SchedulerState, control: EngineControl) -> None:
     )
 
 
-def _caught_up(state: SchedulerState, event: Refitted) -> None:
+def _caught_up(state: SchedulerState, event: ev.Refitted) -> None:
     control = state.fleet.control.of(event.engine)
     if control is None:
         return
     control.catching_up = False
     state.fleet.control.touch(control.name)
-    took = event.version == control.loading and not event.cause and not _loading(state)
+    loads = state.weights.update is not None and bool(state.weights.update.refitting)
+    took = event.version == control.loading and not event.cause and not loads
     if not took:
         control.failed_version = control.loading
         if control.name in state.fleet.control.engines:
@@ -363,17 +327,13 @@ def _caught_up(state: SchedulerState, event: Refitted) -> None:
             demote(state, control.name, f"refit to version {control.loading} failed: {why}")
     elif control.name in state.fleet.control.engines:
         state.times.refits.add(state.now - control.loading_since)
-        state.weights.versions.refitted(control.name, control.loading)
+        state.weights.versions.note(control.name, control.loading)
         control.base = control.loading
         control.version_seen_at, control.doubt = state.now, ""
     elif control.loading == state.weights.versions.trainer:
         promote(state, event.engine)
         if state.weights.adapter is not None:
             state.weights.adapters.setdefault(event.engine, set()).add(state.weights.adapter)
-
-
-def _loading(state: SchedulerState) -> bool:
-    return state.weights.update is not None and bool(state.weights.update.refitting)
 
 
 def _conclude(state: SchedulerState, update: Update) -> None:
@@ -404,7 +364,7 @@ def _roll_over(state: SchedulerState, update: Update) -> None:
     """Make the version the trainer's. Each engine takes it alone, in :func:`catch_up`."""
     versions = state.weights.versions
     changes = update.version != versions.trainer
-    versions.advance(update.version)
+    versions.trainer = update.version
     state.weights.base, state.weights.republishable = update.version, update.republishable
     if changes:
         state.delivery.batches_since_update = 0
@@ -431,7 +391,8 @@ def _leads_astray(state: SchedulerState, update: Update, took: frozenset[str]) -
                     f"{cause} where the fleet has {state.weights.base}, so it was loaded by mistake"
                 )
                 demote(state, control.name, why)
-        elif _answer(update, control.name) == state.weights.versions.trainer:
+        # One that joined later was not asked.
+        elif update.answers.get(control.name, (None,))[0] == state.weights.versions.trainer:
             _uncross(state, control.name, update)
         elif control.name in state.fleet.control.engines:
             demote(state, control.name, f"it did not say which version it has: {cause}")
@@ -442,17 +403,11 @@ def _leads_astray(state: SchedulerState, update: Update, took: frozenset[str]) -
     return True
 
 
-def _answer(update: Update, engine: str) -> int | None:
-    """The version that the engine said it has; None if it joined later and was not asked."""
-    version, _ = update.answers.get(engine, (None, ""))
-    return version
-
-
 def _publish(state: SchedulerState, update: Update, took: frozenset[str]) -> None:
     """Make the version the fleet's, and note it for every engine that took it."""
     old = state.weights.versions.trainer
     for engine in took & state.fleet.control.engines.keys():
-        state.weights.versions.refitted(engine, update.version)
+        state.weights.versions.note(engine, update.version)
         control = state.fleet.control.engines[engine]
         control.version_seen_at, control.doubt = state.now, ""
         if update.external:
@@ -531,8 +486,7 @@ def retire(state: SchedulerState) -> None:
             used = {request.adapter for request in state.in_flight.open_requests(engine)}
             for version in sorted(loaded - used - {state.weights.adapter}):
                 loaded.remove(version)
-                state.tell(AdapterRetired(engine=engine, version=version))
-                state.commands.append(Retire(engine=engine, version=version))
+                state.announce(facts.AdapterRetired(engine=engine, version=version))
 
 
 def _finish(
@@ -543,8 +497,7 @@ def _finish(
     failed: tuple[tuple[str, str], ...] = (),
 ) -> None:
     state.weights.update = None
-    state.tell(UpdateFinished(version=update.version, failed=failed, cause=cause))
-    state.commands.append(FinishUpdate(version=update.version, failed=failed, cause=cause))
+    state.announce(facts.UpdateFinished(version=update.version, failed=failed, cause=cause))
 
 
 def _enforce_bound(state: SchedulerState) -> None:
@@ -568,25 +521,25 @@ def _enforce_bound(state: SchedulerState) -> None:
 # generated: an engine that wakes without a refit goes on standby.
 
 
-def on_sleep_requested(state: SchedulerState, event: SleepRequested) -> None:
+def on_sleep_requested(state: SchedulerState, event: ev.SleepRequested) -> None:
     end_following(state, "the trainer asked for the engines' memory meanwhile")
     if state.fleet.sleep is not None or state.weights.update is not None:
         raise InvariantViolation("sleep was asked for during a sleep or an update")
-    state.tell(SleepFact(tags=event.tags))
+    state.tell(facts.SleepRequested(tags=event.tags))
     holds = all(control.holds_stragglers for control in state.fleet.control.engines.values())
     inside = state.behaviour.waits_asleep and holds
     stay_synchronous(state)
     state.fleet.sleep = Sleep(tags=frozenset(event.tags), inside=inside)
 
 
-def on_wake_requested(state: SchedulerState, _: WakeRequested) -> None:
+def on_wake_requested(state: SchedulerState, _: ev.WakeRequested) -> None:
     if state.fleet.sleep is None:
         raise InvariantViolation("the engines were woken without a sleep")
-    state.tell(WakeFact())
+    state.tell(facts.WakeRequested())
     state.fleet.sleep.waking = True
 
 
-def on_released(state: SchedulerState, event: Released) -> None:
+def on_released(state: SchedulerState, event: ev.Released) -> None:
     control = state.fleet.control.confirm(event.engine, Mode.RELEASING, Mode.PAUSED)
     if control is not None:
         control.released |= set(event.tags)
@@ -595,7 +548,7 @@ def on_released(state: SchedulerState, event: Released) -> None:
         )
 
 
-def on_woken(state: SchedulerState, event: Woken) -> None:
+def on_woken(state: SchedulerState, event: ev.Woken) -> None:
     control = state.fleet.control.confirm(event.engine, Mode.WAKING, Mode.PAUSED)
     if control is not None:
         control.released -= set(event.tags)
@@ -615,9 +568,7 @@ def advance_sleep(state: SchedulerState) -> None:
             demote(state, control.name, "its weights were released and not brought back")
         if not any(control.released for control in engines):
             state.fleet.sleep = None
-            state.tell(SleepEnded())
-            state.commands.append(FinishSleep(asleep=False))
+            state.announce(facts.SleepEnded())
     elif sleep.may_pause and not sleep.asleep and all(sleep.tags <= c.released for c in engines):
         sleep.asleep = True
-        state.tell(SleepBegun())
-        state.commands.append(FinishSleep(asleep=True))
+        state.announce(facts.SleepBegun())

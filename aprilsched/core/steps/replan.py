@@ -21,9 +21,9 @@ import numpy as np
 
 from aprilsched.core.lengths.laws import kaplan_meier
 from aprilsched.core.lengths.observed import GroupLengths
-from aprilsched.core.messages.commands import Plan
-from aprilsched.core.messages.events import Planned
-from aprilsched.core.messages.facts import ScheduleChanged, ScheduleRefused
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import events as ev
+from aprilsched.core.messages import facts
 from aprilsched.core.policies.schedule import Pace, Schedule
 from aprilsched.core.state.records import group_lengths
 from aprilsched.core.state.state import SchedulerState
@@ -108,7 +108,7 @@ def plan(state: SchedulerState) -> None:
     state.plan.planned_training = training
     state.plan.planned_early = (training or 0.0) * state.times.early_share
     state.commands.append(
-        Plan(
+        do.Plan(
             batch_groups=state.batch_groups,
             group_size=size,
             ended=tuple(ended),
@@ -128,14 +128,14 @@ def plan(state: SchedulerState) -> None:
     )
 
 
-def on_planned(state: SchedulerState, event: Planned) -> None:
+def on_planned(state: SchedulerState, event: ev.Planned) -> None:
     """Put the chosen schedule into force; None keeps the present one."""
     state.plan.requested = False
     if event.schedule is None:
         return
     schedule = fitting(state, event.schedule)
     if isinstance(schedule, str):
-        state.tell(ScheduleRefused(schedule=event.schedule.why, cause=schedule))
+        state.tell(facts.ScheduleRefused(schedule=event.schedule.why, cause=schedule))
         return
     _put_into_force(state, schedule)
 
@@ -192,7 +192,7 @@ def tell_schedule(state: SchedulerState, *, kept: bool) -> None:
     """Tell listeners which schedule is in force, and whether it is the one that was in force."""
     schedule = state.plan.schedule
     state.tell(
-        ScheduleChanged(
+        facts.ScheduleChanged(
             schedule=schedule.why,
             forecast=schedule.forecast,
             refill=schedule.refill.name,

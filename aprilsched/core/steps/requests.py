@@ -6,15 +6,15 @@ answers are ignored, so that no token is counted twice.
 
 from __future__ import annotations
 
-from aprilsched.core.messages.events import Failed, Finished, Interrupted, Progress
-from aprilsched.core.messages.facts import AttemptEnded, Outcome, TokensReceived
+from aprilsched.core.messages import events as ev
+from aprilsched.core.messages import facts
 from aprilsched.core.state.ledger import Reason
 from aprilsched.core.state.lifecycle import State
 from aprilsched.core.state.records import Refusal, RequestRecord
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.steps.drop import count_failure, drop
 from aprilsched.core.steps.engines import lose
-from aprilsched.core.steps.follow import disown, follow, foreign_label, foreign_span
+from aprilsched.core.steps.follow import disown, follow, foreign_version
 from aprilsched.core.steps.migration import note_crowding
 from aprilsched.core.steps.turns import end_turn, take_back
 from aprilsched.types import VersionSpan
@@ -23,7 +23,7 @@ _MOST_FAILURES = 3
 """Failed attempts in a row, without one that went well, after which an engine is lost."""
 
 
-def on_progress(state: SchedulerState, event: Progress) -> None:
+def on_progress(state: SchedulerState, event: ev.Progress) -> None:
     request = state.in_flight.attempt(event.request_id, event.attempt)
     if request is None:
         return
@@ -34,17 +34,16 @@ def on_progress(state: SchedulerState, event: Progress) -> None:
     counters.tokens_reprefilled += request.pending_prefill
     dropped = request.rollout.group.dropped
     # Appended without a call, because it is the most frequent of all facts.
-    if state.tells_tokens:
-        state.facts.append(_with_tokens(request, event))
-    else:
-        state.facts.append(
-            TokensReceived(
-                request_id=event.request_id,
-                tokens=tokens,
-                recomputed=request.pending_prefill,
-                dropped=dropped,
-            )
+    state.facts.append(
+        facts.TokensReceived(
+            request_id=event.request_id,
+            tokens=tokens,
+            recomputed=request.pending_prefill,
+            dropped=dropped,
+            token_ids=event.token_ids.tolist() if state.tells_tokens else None,
+            logprobs=event.logprobs.tolist() if state.tells_tokens else None,
         )
+    )
     if request.pending_prefill:
         request.pending_prefill = 0
         _note_success(state, request)
@@ -53,8 +52,10 @@ def on_progress(state: SchedulerState, event: Progress) -> None:
         state.in_flight.ledger.late_tokens(dropped, tokens)
         return
     # Nearly every chunk has the expected label, so the comparison is made here first.
-    same = event.label is None or event.label == request.version
-    foreign = None if same else foreign_label(state, request, event.label)
+    label, foreign = event.label, None
+    same = label is None or label == request.version
+    if label is not None and not same:
+        foreign = foreign_version(state, request, (label,))
     if foreign is not None and follow(state, request.engine, foreign):
         foreign = None
     if foreign is not None:
@@ -72,38 +73,6 @@ def on_progress(state: SchedulerState, event: Progress) -> None:
         _count_engine_failure(state, refusal.engine, why, sent=refusal.sent)
     if foreign is not None:
         disown(state, request, foreign)
-
-
-def _with_tokens(request: RequestRecord, event: Progress) -> TokensReceived:
-    return TokensReceived(
-        request_id=event.request_id,
-        tokens=len(event.token_ids),
-        recomputed=request.pending_prefill,
-        dropped=request.rollout.group.dropped,
-        token_ids=event.token_ids.tolist(),
-        logprobs=event.logprobs.tolist(),
-    )
-
-
-def _tell_end(
-    state: SchedulerState,
-    request: RequestRecord,
-    outcome: Outcome,
-    *,
-    cause: str = "",
-    retried: bool = False,
-    spans: tuple[VersionSpan, ...] | None = None,
-) -> None:
-    rows = None if spans is None else tuple([(s.version, s.start, s.end) for s in spans])
-    state.tell(
-        AttemptEnded(
-            request_id=request.request_id,
-            outcome=outcome,
-            cause=cause,
-            retried=retried,
-            spans=rows,
-        )
-    )
 
 
 def _note_reported_version(state: SchedulerState, request: RequestRecord, label: int) -> None:
@@ -133,18 +102,14 @@ def _note_newer_version(state: SchedulerState, request: RequestRecord) -> None:
             state.weights.update.met.discard(request.request_id)
 
 
-def on_finished(state: SchedulerState, event: Finished) -> None:
+def on_finished(state: SchedulerState, event: ev.Finished) -> None:
     request = state.in_flight.attempt(event.request_id, event.attempt)
     if request is None:
         return
     control = state.fleet.control.engines[request.engine]
     control.consecutive_failures, control.version_seen_at = 0, state.now
     state.fleet.health.tokens_arrived(request.engine, 0)
-    state.note_work(request.engine)
-    state.in_flight.close_attempt(request, event.spans, event.rows)
-    _tell_end(state, request, "finished", spans=event.spans)
-    state.delivery.must_deliver.note(request.rollout.group, state.weights.versions.trainer)
-    foreign = foreign_span(state, request, event.spans)
+    foreign = _close(state, request, "finished", event)
     if foreign is not None:
         disown(state, request, foreign)
     if request.rollout.group.dropped is not None:
@@ -158,22 +123,35 @@ def on_finished(state: SchedulerState, event: Finished) -> None:
     end_turn(state, request)
 
 
-def on_interrupted(state: SchedulerState, event: Interrupted) -> None:
+def on_interrupted(state: SchedulerState, event: ev.Interrupted) -> None:
     request = state.in_flight.attempt(event.request_id, event.attempt)
     if request is not None:
         if request.gained:
             request.failures, request.avoid = 0, frozenset()
-        state.note_work(request.engine)
-        state.in_flight.close_attempt(request, event.spans, event.rows)
-        _tell_end(state, request, "interrupted", spans=event.spans)
-        state.delivery.must_deliver.note(request.rollout.group, state.weights.versions.trainer)
-        foreign = foreign_span(state, request, event.spans)
+        foreign = _close(state, request, "interrupted", event)
         take_back(state, request)
         if foreign is not None:
             disown(state, request, foreign)
 
 
-def on_failed(state: SchedulerState, event: Failed) -> None:
+def _close(
+    state: SchedulerState,
+    request: RequestRecord,
+    outcome: facts.Outcome,
+    event: ev.Finished | ev.Interrupted,
+) -> int | None:
+    """Close an attempt that came back. Returns the first version in its spans that it cannot have
+    been sampled under; None if there is none."""
+    spans = event.spans
+    state.note_work(request.engine)
+    state.in_flight.close_attempt(request, spans, event.rows)
+    told = None if spans is None else tuple([(s.version, s.start, s.end) for s in spans])
+    state.tell(facts.AttemptEnded(request_id=request.request_id, outcome=outcome, spans=told))
+    state.delivery.must_deliver.note(request.rollout.group, state.weights.versions.trainer)
+    return foreign_version(state, request, [span.version for span in spans or ()])
+
+
+def on_failed(state: SchedulerState, event: ev.Failed) -> None:
     request = state.in_flight.attempt(event.request_id, event.attempt)
     if request is None:
         return
@@ -191,7 +169,11 @@ def on_failed(state: SchedulerState, event: Failed) -> None:
         if event.answered and request.refusal is None:
             request.refusal = Refusal(engine=engine, sent=request.sent, cause=event.cause)
     retried = rollout.group.dropped is None and not exhausted
-    _tell_end(state, request, "failed", cause=event.cause, retried=retried)
+    state.tell(
+        facts.AttemptEnded(
+            request_id=request.request_id, outcome="failed", cause=event.cause, retried=retried
+        )
+    )
     if rollout.group.dropped is None and exhausted:
         drop(state, rollout.group, Reason.FAILED, exhausted, culprit=rollout.rollout_id)
     else:

@@ -18,11 +18,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from aprilsched.core.messages.commands import Launch, ScoreGroup, ScoreRollout, StartEpisode
-from aprilsched.core.messages.facts import EpisodeStarted, GroupAccepted, RewardRequested
+from aprilsched.core.messages import facts
 from aprilsched.core.policies.schedule import Schedule
-from aprilsched.core.state.assembly import batch_of, group_of, launched, rollout_of
-from aprilsched.core.state.ledger import Entry, Outcome, Reason
+from aprilsched.core.state.assembly import batch_again, launched
+from aprilsched.core.state.ledger import Outcome, Reason
 from aprilsched.core.state.lifecycle import GENERATING, State
 from aprilsched.core.state.records import (
     DeliveredBatch,
@@ -30,7 +29,6 @@ from aprilsched.core.state.records import (
     Replay,
     RequestRecord,
     RolloutRecord,
-    group_lengths,
 )
 from aprilsched.core.state.saved import (
     RolloutState,
@@ -49,7 +47,13 @@ from aprilsched.core.state.token_log import TokenLog
 from aprilsched.core.steps.batch import retarget
 from aprilsched.core.steps.replan import fitting
 from aprilsched.core.steps.stragglers import release_all
-from aprilsched.core.steps.turns import filter_or_accept, leave_one
+from aprilsched.core.steps.turns import (
+    ask_for_reward,
+    ask_for_rewards,
+    filter_or_accept,
+    leave_one,
+    start_episode,
+)
 from aprilsched.errors import ConfigError
 
 _STATES = {
@@ -113,47 +117,26 @@ def call_again(state: SchedulerState) -> None:
     """Ask again for the rewards, answers and episodes that the prior run had asked for."""
     for group in state.in_flight.training_groups():
         state.tell(launched(group, restored=True, tokens=state.tells_tokens))
-        state.commands.append(_launched_again(group))
         for member in group.members:
-            _call_again(state, group, member)
+            _call_again(state, member)
         if group.complete and group.accepted:
-            state.tell(GroupAccepted(group_id=group.group_id))
+            state.tell(facts.GroupAccepted(group_id=group.group_id))
         if not group.complete or group.accepted:
             continue
-        if group.unscored:
-            if state.caller.reward_scope == "group":
-                state.tell(RewardRequested(group_id=group.group_id))
-                state.commands.append(ScoreGroup(group=group_of(group)))
-        else:
+        if group.scored:
             filter_or_accept(state, group)
+        elif state.caller.reward_scope == "group":
+            ask_for_rewards(state, group)
 
 
-def _launched_again(group: GroupRecord) -> Launch:
-    return Launch(
-        group_id=group.group_id,
-        rollout_ids=tuple(member.rollout_id for member in group.members),
-        prompt=group.prompt,
-        restored=group_lengths(group),
-    )
-
-
-def _call_again(state: SchedulerState, group: GroupRecord, member: RolloutRecord) -> None:
+def _call_again(state: SchedulerState, member: RolloutRecord) -> None:
     if member.state is State.THINKING:
-        state.tell(EpisodeStarted(rollout_id=member.rollout_id))
-        state.commands.append(
-            StartEpisode(
-                rollout_id=member.rollout_id,
-                index=member.index,
-                prompt=group.prompt,
-                sampling=member.sampling,
-            )
-        )
+        start_episode(state, member)
     elif member.state is State.QUEUED and member.request is not None:
         request = member.request
         leave_one(state, member, request.output_start, request.sampling.max_new_tokens)
     elif member.state is State.SCORING and state.caller.reward_scope == "rollout":
-        state.tell(RewardRequested(group_id=group.group_id, rollout_id=member.rollout_id))
-        state.commands.append(ScoreRollout(rollout=rollout_of(member), prompt=group.prompt))
+        ask_for_reward(state, member)
 
 
 def _restore_run(state: SchedulerState, saved: Saved) -> None:
@@ -171,7 +154,7 @@ def _restore_run(state: SchedulerState, saved: Saved) -> None:
     state.prompts.outcome = Outcome(
         delivered=run.delivered_groups, causes=Counter(run.failed_groups)
     )
-    state.weights.versions.start(run.version)
+    state.weights.versions.trainer = run.version
     state.weights.base, state.weights.adapter = run.base, run.adapter
     state.weights.in_parts = run.in_parts
     state.delivery.batches_since_update = run.batches_since_update
@@ -227,7 +210,6 @@ def _group(state: SchedulerState, saved: Saved, group: SavedGroup) -> GroupRecor
     record.size = len(record.members) if left or group.size is None else group.size
     record.members.sort(key=lambda member: member.index if left else member.rollout_id)
     record.unfinished = sum(member.state in GENERATING for member in record.members)
-    record.unscored = sum(member.state is not State.DONE for member in record.members)
     return record
 
 
@@ -248,8 +230,7 @@ def _open_scores(state: SchedulerState, run: RunState, group: GroupRecord) -> No
             for member in generated:
                 member.state, member.reward = State.SCORING, None
                 member.reward_parts, member.info = {}, {}
-    group.unscored = sum(member.state is not State.DONE for member in group.members)
-    if group.unscored or (state.caller.accepts and not run.accepts):
+    if not group.scored or (state.caller.accepts and not run.accepts):
         group.accepted = None
 
 
@@ -315,15 +296,18 @@ def _request(
     state: SchedulerState, rollout: RolloutRecord, known: SavedRequest | None
 ) -> RequestRecord:
     state.in_flight.last_id += 1
-    return RequestRecord(
+    request = RequestRecord(
         request_id=state.in_flight.last_id,
         rollout=rollout,
-        sampling=rollout.sampling if known is None else known.sampling,
-        output_start=0 if known is None else known.output_start,
-        attempt=1 if known is None and len(rollout.log) else 0 if known is None else known.attempts,
-        failures=0 if known is None else known.failures,
-        interruptions=0 if known is None else known.interruptions,
+        sampling=rollout.sampling,
+        output_start=0,
+        attempt=1 if len(rollout.log) else 0,
     )
+    if known is not None:
+        request.sampling, request.output_start = known.sampling, known.output_start
+        request.attempt, request.failures = known.attempts, known.failures
+        request.interruptions = known.interruptions
+    return request
 
 
 def _runs(known: RolloutState, tokens: SavedTokens) -> list[SavedRun]:
@@ -370,20 +354,14 @@ def _restore_batch(
     for group in members:
         for member in group.members:
             member.state = State.DELIVERED
-    again = batch_of(
-        members,
-        index=batch.index,
-        version=batch.version,
-        oldest_unmasked=batch.oldest_unmasked,
-        redelivered=True,
-    )
-    state.delivery.redelivery.append(again)
-    state.delivery.unacknowledged[batch.index] = DeliveredBatch(
+    record = DeliveredBatch(
         index=batch.index,
         version=batch.version,
         oldest_unmasked=batch.oldest_unmasked,
         groups=tuple(members),
     )
+    state.delivery.redelivery.append(batch_again(record))
+    state.delivery.unacknowledged[batch.index] = record
 
 
 def _left(saved: Saved, group: GroupRecord) -> bool:
@@ -427,14 +405,6 @@ def _drop_damaged(state: SchedulerState, saved: Saved, delivered: set[int]) -> N
 def _drop(
     state: SchedulerState, rollout_id: int, group_id: int, tokens: int, reason: Reason, cause: str
 ) -> None:
-    entry = Entry(
-        rollout_id=rollout_id,
-        group_id=group_id,
-        reason=reason,
-        cause=cause,
-        tokens=tokens,
-        at=state.now,
-    )
-    state.in_flight.counters.tokens_discarded += tokens
-    state.in_flight.ledger.add(entry)
-    state.in_flight.journal.drop_saved(entry)
+    in_flight = state.in_flight
+    entry = in_flight.enter(rollout_id, group_id, reason, cause, tokens=tokens, now=state.now)
+    in_flight.journal.drop_saved(entry)

@@ -35,7 +35,9 @@ def resolve_stragglers(state: SchedulerState) -> None:
     state.stragglers.resolved = True
     if defers:
         defer_all(state)
-    stragglers = [r for r in state.in_flight.open_requests() if _training(r) and not r.aborting]
+    stragglers = [
+        r for r in state.in_flight.open_requests() if r.rollout.group.in_training and not r.aborting
+    ]
     if not stragglers:
         return
     if defers:
@@ -43,11 +45,6 @@ def resolve_stragglers(state: SchedulerState) -> None:
             _call_back(state, request)
         return
     _decide(state, stragglers)
-
-
-def _training(request: RequestRecord) -> bool:
-    group = request.rollout.group
-    return group.evaluation_id is None and group.dropped is None
 
 
 def _prune(state: SchedulerState) -> None:
@@ -93,7 +90,7 @@ def _straggler(state: SchedulerState, request: RequestRecord) -> Straggler:
     group = rollout.group
     expected = state.expectations
     return Straggler(
-        context=len(rollout.prompt_ids) + len(rollout.log),
+        context=rollout.context_tokens,
         group_tokens=group.tokens if group.unfinished == 1 else 0,
         ends_within=lambda tokens: expected.ends_within(request, tokens),
         remaining=lambda: expected.remaining(request),
@@ -132,7 +129,12 @@ def choose_groups(state: SchedulerState) -> None:
     state.plan.choice_pending = state.prompts.dry and not supplied
     groups = [group for group in state.in_flight.training_groups() if not group.complete]
     if groups:
-        _choose(state, refill, groups, tail=tail)
+        view = _view(state, groups, tail=tail)
+        for group, started in zip(groups, refill.members(view).tolist(), strict=True):
+            if started and group.first_run is None:
+                group.first_run = state.begun
+                state.in_flight.journal.change_group(group)
+            _release(state, group.members[:started])
     state.plan.tail_below = -1 if tail else _tail_below(state, refill, groups)
 
 
@@ -171,14 +173,6 @@ def _idle(state: SchedulerState) -> bool:
     return not any(member.eligible and member.state in GENERATING for member in members)
 
 
-def _choose(
-    state: SchedulerState, refill: Refill, groups: list[GroupRecord], *, tail: bool
-) -> None:
-    view = _view(state, groups, tail=tail)
-    for group, started in zip(groups, refill.members(view).tolist(), strict=True):
-        _start(state, group, group.members[:started])
-
-
 def _view(state: SchedulerState, groups: list[GroupRecord], *, tail: bool) -> OpenGroups:
     batch = state.begun
     tokens, finished = member_tokens(groups)
@@ -207,13 +201,6 @@ def _runs(group: GroupRecord) -> bool:
     """
     requests = (m.request for m in group.members if m.state in (State.RUNNING, State.HELD))
     return any(request is not None and not request.aborting for request in requests)
-
-
-def _start(state: SchedulerState, group: GroupRecord, members: list[RolloutRecord]) -> None:
-    if members and group.first_run is None:
-        group.first_run = state.begun
-        state.in_flight.journal.change_group(group)
-    _release(state, members)
 
 
 def _release(state: SchedulerState, members: list[RolloutRecord]) -> None:

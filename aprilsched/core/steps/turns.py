@@ -7,44 +7,31 @@ dropped and counted as soon as the episode continues.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
-from aprilsched.core.messages.commands import (
-    Filter,
-    ResolveTurn,
-    ScoreGroup,
-    ScoreRollout,
-)
-from aprilsched.core.messages.events import (
-    EpisodeFailed,
-    EpisodeFinished,
-    Filtered,
-    GroupRewarded,
-    Rewarded,
-    RewardFailed,
-    TurnKept,
-    TurnRequested,
-    TurnWithdrawn,
-)
-from aprilsched.core.messages.facts import (
-    GroupAccepted,
-    RewardRequested,
-    RolloutFinished,
-    RolloutScored,
-    TokensDiscarded,
-    TurnBegun,
-    TurnEnded,
-    VerdictRequested,
-)
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import events as ev
+from aprilsched.core.messages import facts
 from aprilsched.core.state.assembly import group_of, rollout_of
 from aprilsched.core.state.ledger import Reason
 from aprilsched.core.state.lifecycle import GENERATING, Move, State
-from aprilsched.core.state.records import GroupRecord, Replay, RequestRecord, RolloutRecord
+from aprilsched.core.state.records import GroupRecord, RequestRecord, RolloutRecord
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.steps.drop import abort, drop
 from aprilsched.types import NO_VERSION, FinishReason, Int32Array, Score
+
+
+def start_episode(state: SchedulerState, rollout: RolloutRecord) -> None:
+    """Start the episode that drives a rollout."""
+    state.tell(facts.EpisodeStarted(rollout_id=rollout.rollout_id))
+    state.commands.append(
+        do.StartEpisode(
+            rollout_id=rollout.rollout_id,
+            index=rollout.index,
+            prompt=rollout.group.prompt,
+            sampling=rollout.sampling,
+        )
+    )
 
 
 def end_turn(state: SchedulerState, request: RequestRecord) -> None:
@@ -77,27 +64,22 @@ def take_back(state: SchedulerState, request: RequestRecord) -> None:
         state.in_flight.requeue(request)
 
 
-def on_turn_requested(state: SchedulerState, event: TurnRequested) -> None:
+def on_turn_requested(state: SchedulerState, event: ev.TurnRequested) -> None:
     rollout = state.in_flight.rollouts.get(event.rollout_id)
     if rollout is None:
         return
     _drop_undecided(state, rollout)
-    known = ask_again(state, rollout, event.input_ids)
-    before = len(rollout.log)
-    if isinstance(known, AnsweredTurn):
+    begin, before = _known_begin(state, rollout, event.input_ids), len(rollout.log)
+    if rollout.replay is not None:
+        rollout.replay.answered += 1
         _tell_begun(state, rollout, before)
         rollout.turns += 1
-        _answer(state, rollout, known.turn)
+        _answer(state, rollout, rollout.replay.answered - 1)
         return
     sampling = event.sampling or rollout.sampling
-    if known is not None:
-        leave_one(state, rollout, known.begin, sampling.max_new_tokens)
-    state.in_flight.add_request(
-        rollout,
-        event.input_ids,
-        sampling,
-        output_start=None if known is None else known.begin,
-    )
+    if begin is not None:
+        leave_one(state, rollout, begin, sampling.max_new_tokens)
+    state.in_flight.add_request(rollout, event.input_ids, sampling, output_start=begin)
     _tell_begun(state, rollout, before)
 
 
@@ -105,7 +87,7 @@ def _tell_begun(state: SchedulerState, rollout: RolloutRecord, before: int) -> N
     """Tell listeners that an episode asks for a turn; the response had `before` tokens before
     it."""
     state.tell(
-        TurnBegun(
+        facts.TurnBegun(
             rollout_id=rollout.rollout_id,
             prompt_tokens=len(rollout.prompt_ids),
             environment=max(0, len(rollout.log) - before),
@@ -113,7 +95,7 @@ def _tell_begun(state: SchedulerState, rollout: RolloutRecord, before: int) -> N
     )
 
 
-def on_turn_withdrawn(state: SchedulerState, event: TurnWithdrawn) -> None:
+def on_turn_withdrawn(state: SchedulerState, event: ev.TurnWithdrawn) -> None:
     rollout = state.in_flight.rollouts.get(event.rollout_id)
     if rollout is None or rollout.state is State.RETURNING:
         return
@@ -135,7 +117,7 @@ def on_turn_withdrawn(state: SchedulerState, event: TurnWithdrawn) -> None:
     _hand_back(state, rollout, request.output_start)
 
 
-def on_turn_kept(state: SchedulerState, event: TurnKept) -> None:
+def on_turn_kept(state: SchedulerState, event: ev.TurnKept) -> None:
     rollout = state.in_flight.rollouts.get(event.rollout_id)
     if rollout is None or rollout.undecided is None:
         return
@@ -148,7 +130,7 @@ def on_turn_kept(state: SchedulerState, event: TurnKept) -> None:
         state.in_flight.journal.change(rollout)
 
 
-def on_episode_finished(state: SchedulerState, event: EpisodeFinished) -> None:
+def on_episode_finished(state: SchedulerState, event: ev.EpisodeFinished) -> None:
     rollout = state.in_flight.rollouts.get(event.rollout_id)
     if rollout is None:
         return
@@ -166,7 +148,7 @@ def on_episode_finished(state: SchedulerState, event: EpisodeFinished) -> None:
         finish(state, rollout, event.score)
 
 
-def on_episode_failed(state: SchedulerState, event: EpisodeFailed) -> None:
+def on_episode_failed(state: SchedulerState, event: ev.EpisodeFailed) -> None:
     _fail(state, event.rollout_id, event.cause)
 
 
@@ -222,7 +204,7 @@ def _resolve(
     ids, logprobs, versions = rollout.log.tail(begin)
     size = end - begin
     state.tell(
-        TurnEnded(
+        facts.TurnEnded(
             rollout_id=rollout.rollout_id,
             tokens=size,
             finish_reason=reason,
@@ -230,7 +212,7 @@ def _resolve(
         )
     )
     state.commands.append(
-        ResolveTurn(
+        do.ResolveTurn(
             rollout_id=rollout.rollout_id,
             token_ids=ids[:size],
             logprobs=logprobs[:size],
@@ -259,7 +241,7 @@ def finish(state: SchedulerState, rollout: RolloutRecord, score: Score | None) -
         # Its place in what is delivered, before a reward function can see it.
         rollout.index = len(group.members) - group.unfinished
     state.in_flight.finish(rollout)
-    state.tell(RolloutFinished(rollout_id=rollout.rollout_id, group_id=group.group_id))
+    state.tell(facts.RolloutFinished(rollout_id=rollout.rollout_id, group_id=group.group_id))
     if group.racing and len(group.members) - group.unfinished == group.size:
         _end_race(state, group)
     elif group.complete and group.evaluation_id is None:
@@ -271,11 +253,22 @@ def finish(state: SchedulerState, rollout: RolloutRecord, score: Score | None) -
     if scope == "none" or rollout.reward is not None:
         _score(state, rollout)
     elif scope == "rollout":
-        state.tell(RewardRequested(group_id=group.group_id, rollout_id=rollout.rollout_id))
-        state.commands.append(ScoreRollout(rollout=rollout_of(rollout), prompt=group.prompt))
-    if scope == "group" and group.complete and group.unscored:
-        state.tell(RewardRequested(group_id=group.group_id))
-        state.commands.append(ScoreGroup(group=group_of(group)))
+        ask_for_reward(state, rollout)
+    if scope == "group" and group.complete and not group.scored:
+        ask_for_rewards(state, group)
+
+
+def ask_for_reward(state: SchedulerState, rollout: RolloutRecord) -> None:
+    """Ask the reward function about one rollout."""
+    group = rollout.group
+    state.tell(facts.RewardRequested(group_id=group.group_id, rollout_id=rollout.rollout_id))
+    state.commands.append(do.ScoreRollout(rollout=rollout_of(rollout), prompt=group.prompt))
+
+
+def ask_for_rewards(state: SchedulerState, group: GroupRecord) -> None:
+    """Ask the reward function about a whole group."""
+    state.tell(facts.RewardRequested(group_id=group.group_id))
+    state.commands.append(do.ScoreGroup(group=group_of(group)))
 
 
 def _end_race(state: SchedulerState, group: GroupRecord) -> None:
@@ -287,14 +280,14 @@ def _end_race(state: SchedulerState, group: GroupRecord) -> None:
     drop(state, losers, Reason.OUTRACED, "enough other responses of its prompt were complete")
 
 
-def on_rewarded(state: SchedulerState, event: Rewarded) -> None:
+def on_rewarded(state: SchedulerState, event: ev.Rewarded) -> None:
     rollout = state.in_flight.rollouts.get(event.rollout_id)
     if rollout is not None:
         rollout.attach(event.score)
         _score(state, rollout)
 
 
-def on_group_rewarded(state: SchedulerState, event: GroupRewarded) -> None:
+def on_group_rewarded(state: SchedulerState, event: ev.GroupRewarded) -> None:
     group = state.in_flight.groups.get(event.group_id)
     if group is None:
         return
@@ -304,13 +297,13 @@ def on_group_rewarded(state: SchedulerState, event: GroupRewarded) -> None:
             _score(state, rollout)
 
 
-def on_reward_failed(state: SchedulerState, event: RewardFailed) -> None:
+def on_reward_failed(state: SchedulerState, event: ev.RewardFailed) -> None:
     group = state.in_flight.groups.get(event.group_id)
     if group is not None:
         drop(state, group, Reason.REWARD_FAILED, event.cause)
 
 
-def on_filtered(state: SchedulerState, event: Filtered) -> None:
+def on_filtered(state: SchedulerState, event: ev.Filtered) -> None:
     group = state.in_flight.groups.get(event.group_id)
     if group is None:
         return
@@ -324,7 +317,7 @@ def _score(state: SchedulerState, rollout: RolloutRecord) -> None:
     rollout.move(Move.SCORE)
     state.in_flight.journal.finish(rollout)
     state.tell(
-        RolloutScored(
+        facts.RolloutScored(
             rollout_id=rollout.rollout_id,
             group_id=rollout.group.group_id,
             reward=rollout.reward,
@@ -332,8 +325,7 @@ def _score(state: SchedulerState, rollout: RolloutRecord) -> None:
             info=rollout.info,
         )
     )
-    rollout.group.unscored -= 1
-    if not rollout.group.unscored:
+    if rollout.group.scored:
         filter_or_accept(state, rollout.group)
 
 
@@ -342,8 +334,8 @@ def filter_or_accept(state: SchedulerState, group: GroupRecord) -> None:
     none."""
     # An evaluation returns every response, so the accept function is not asked.
     if state.caller.accepts and group.evaluation_id is None:
-        state.tell(VerdictRequested(group_id=group.group_id))
-        state.commands.append(Filter(group=group_of(group)))
+        state.tell(facts.VerdictRequested(group_id=group.group_id))
+        state.commands.append(do.Filter(group=group_of(group)))
     else:
         _accept(state, group)
 
@@ -352,7 +344,7 @@ def _accept(state: SchedulerState, group: GroupRecord) -> None:
     if not group.accepted:
         group.accepted = True
         state.in_flight.ready.accept(group)
-    state.tell(GroupAccepted(group_id=group.group_id))
+    state.tell(facts.GroupAccepted(group_id=group.group_id))
     state.in_flight.journal.change_group(group)
     state.prompts.consecutive_failures = 0
 
@@ -368,36 +360,23 @@ def _accept(state: SchedulerState, group: GroupRecord) -> None:
 # counted.
 
 
-@dataclass(frozen=True, slots=True)
-class AnsweredTurn:
-    """The turn with this number has a saved answer."""
-
-    turn: int
-
-
-@dataclass(frozen=True, slots=True)
-class BegunTurn:
-    """The turn was saved in part; its output begins at position `begin` of the response."""
-
-    begin: int
-
-
-def ask_again(
+def _known_begin(
     state: SchedulerState, rollout: RolloutRecord, input_ids: Int32Array
-) -> AnsweredTurn | BegunTurn | None:
-    """Find the saved part of the turn that the episode asks for; None if there is none."""
+) -> int | None:
+    """Where the known output of the turn begins that the episode asks for; None if nothing of it is
+    known. The replay ends with the first turn whose answer is not known."""
     replay = rollout.replay
     if replay is None:
         return None
-    begin = _begin(rollout, replay)
-    if begin is None or not np.array_equal(input_ids, rollout.context()[: _known(rollout, begin)]):
+    is_answered = replay.answered < len(rollout.answered)
+    begin = rollout.answered[replay.answered][0] if is_answered else replay.partial
+    known = len(rollout.prompt_ids) + (begin or 0)
+    if begin is None or not np.array_equal(input_ids, rollout.context()[:known]):
         forget_rest(state, rollout)
         return None
-    if replay.answered == len(rollout.answered):
+    if not is_answered:
         rollout.replay = None
-        return BegunTurn(begin)
-    replay.answered += 1
-    return AnsweredTurn(replay.answered - 1)
+    return begin
 
 
 def forget_rest(state: SchedulerState, rollout: RolloutRecord) -> None:
@@ -441,21 +420,10 @@ def truncate(state: SchedulerState, rollout: RolloutRecord, size: int, reason: R
     state.in_flight.counters.tokens_discarded += sampled
     state.in_flight.ledger.late_tokens(reason, sampled)
     state.tell(
-        TokensDiscarded(
+        facts.TokensDiscarded(
             rollout_id=rollout.rollout_id,
             sampled=sampled,
             environment=environment,
             reason=reason.value,
         )
     )
-
-
-def _begin(rollout: RolloutRecord, replay: Replay) -> int | None:
-    """Where the output of the next known turn begins; None if there is none."""
-    if replay.answered < len(rollout.answered):
-        return rollout.answered[replay.answered][0]
-    return replay.partial
-
-
-def _known(rollout: RolloutRecord, begin: int) -> int:
-    return len(rollout.prompt_ids) + begin

@@ -49,7 +49,7 @@ class LogResumed(Fact, frozen=True):
 KINDS: dict[str, type[Fact]] = {
     kind.__name__: kind
     for kind in (*vars(facts).values(), LogBegun, LogResumed)
-    if isinstance(kind, type) and issubclass(kind, Fact) and kind is not Fact
+    if isinstance(kind, type) and issubclass(kind, Fact) and kind not in (Fact, facts.Order)
 }
 """Every kind of line by its name."""
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 from typing import Self
 
@@ -21,9 +20,9 @@ from rich.text import Text
 from aprilsched.core.messages.facts import BatchDelivered, Fact
 from aprilsched.core.state.ledger import Counters, Ledger
 from aprilsched.telemetry.base import Listener, TokenChunks
-from aprilsched.telemetry.batch_figures import Measured, efficiency
-from aprilsched.telemetry.live.live_model import RECENT_BATCHES, LiveModel, RunFacts
-from aprilsched.telemetry.live.view import ASCII, BLOCKS, frame, one_line
+from aprilsched.telemetry.figures import Figures, Measured
+from aprilsched.telemetry.live.live_model import LiveModel, RunFacts
+from aprilsched.telemetry.live.view import ASCII, BLOCKS, figure_texts, frame, one_line
 from aprilsched.telemetry.live_figures import LiveFigures
 
 log = logging.getLogger("aprilsched")
@@ -164,7 +163,6 @@ class PlainLines:
         self._console = console
         self._facts = facts
         self._figures = figures
-        self._recent: deque[Measured] = deque(maxlen=RECENT_BATCHES)
         self.said = said
 
     @property
@@ -193,24 +191,17 @@ class PlainLines:
     def on_tokens(self, chunks: TokenChunks, now: float) -> None:
         pass
 
-    def _delivered(self, measured: Measured) -> None:
+    def _delivered(self, batch: Measured) -> None:
         # A log that is read again from its start has batches whose lines were printed before.
-        if measured.figures.index < self.said:
+        if batch.index < self.said:
             return
-        self.said = measured.figures.index + 1
-        line = self._line(measured)
-        self._console.print(line, soft_wrap=True, highlight=False, markup=False)
-
-    def _line(self, measured: Measured) -> str:
-        figures = measured.figures
-        self._recent.append(measured)
-        # The efficiency of a single batch says little, because carried rollouts took time before
-        # it.
-        latest = efficiency(self._recent)
-        return (
-            f"{self._facts.title}  batch {figures.index + 1}/{self._facts.batches}"
-            f"  {figures.seconds + figures.trainer_seconds:.1f} s  {figures.tokens:,} tokens"
-            f"  {len(self._figures.state.growing)} carried  version {figures.version}"
-            f"  staleness {figures.staleness_mean:.2f}"
-            + ("" if latest is None else f"  efficiency lately {latest:.0%}")
+        self.said = batch.index + 1
+        line = (
+            f"{self._facts.title}  batch {batch.index + 1}/{self._facts.batches}"
+            f"  {batch.seconds + batch.trainer_seconds:.1f} s  {batch.sums.sampled:,} tokens"
+            f"  {len(self._figures.state.growing)} carried  version {batch.version}; lately "
+            # The efficiency of a single batch says little, because carried rollouts took time
+            # before it.
+            + ", ".join(figure_texts(Figures.over(self._figures.recent)))
         )
+        self._console.print(line, soft_wrap=True, highlight=False, markup=False)

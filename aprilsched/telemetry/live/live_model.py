@@ -19,16 +19,11 @@ from aprilsched.core.messages import facts as of
 from aprilsched.core.messages.facts import Fact
 from aprilsched.core.state.ledger import Reason
 from aprilsched.telemetry.base import DispatchingListener, TokenChunks
-from aprilsched.telemetry.batch_figures import Measured, efficiency, forecasts
 from aprilsched.telemetry.engine_time import BUSY, EngineState, EngineUsage, Part, utilization_of
-from aprilsched.telemetry.figures import BatchFigures, ForecastFigures
+from aprilsched.telemetry.figures import Figures
 from aprilsched.telemetry.live_figures import LiveFigures
 
 # The data that the live view shows of a run at one moment.
-
-RECENT_BATCHES = 20
-"""Number of latest batches whose mean is shown: enough to even out single batches, and few enough
-to follow a change."""
 
 Phase: TypeAlias = Literal[
     "decoding", "straggler", "prefilling", "re-prefilling", "paused", "waiting", "tools", "scoring"
@@ -108,9 +103,7 @@ class Snapshot:
         in_flight: number of rollouts by phase, without phases that have none.
         utilization: busy share of all engines' time so far; `columns` has that of the last minutes.
         idle: shares of the other parts, the largest first.
-        efficiency: T_bound over the time of the latest batches; None if no model is known.
-        latest: the figures of the batch that was delivered last; None before the first.
-        forecast: forecast and outcome of those batches; None if no schedule was forecast.
+        recent: the figures of the latest batches; None before the first.
         note: an additional text, for example that the run has written nothing for some time.
     """
 
@@ -126,11 +119,9 @@ class Snapshot:
     columns: tuple[float, ...]
     idle: tuple[tuple[Part, float], ...]
     tokens_per_s: float
-    efficiency: float | None
-    latest: BatchFigures | None
+    recent: Figures | None
     faults: Faults
     engines: tuple[EngineRow, ...]
-    forecast: ForecastFigures | None = None
     note: str = ""
 
 
@@ -148,14 +139,8 @@ _RATE_SECONDS = 60.0
 speed does not jump at every pause."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Sample:
-    """Sums since the run began, by engine."""
-
-    time: float
-    busy: dict[str, float]
-    wall: dict[str, float]
-    tokens: dict[str, int]
+_Sums: TypeAlias = Mapping[str, tuple[float, float, int]]
+"""Busy seconds, all seconds and tokens since the run began, by engine."""
 
 
 class History:
@@ -164,7 +149,7 @@ class History:
     def __init__(self) -> None:
         self.due = 0.0
         """Time of the next sample."""
-        self._samples: deque[_Sample] = deque(maxlen=_COLUMNS + 1)
+        self._samples: deque[tuple[float, _Sums]] = deque(maxlen=_COLUMNS + 1)
         self._columns: tuple[float, ...] | None = None
         """Columns computed from the present samples. A frame is drawn several times between two
         samples."""
@@ -172,7 +157,8 @@ class History:
     def add(self, now: float, engines: Mapping[str, EngineUsage]) -> None:
         """Take a sample. The engines' seconds must be counted up to `now`."""
         self.due = now + COLUMN_SECONDS
-        self._samples.append(_sample(now, engines))
+        sums = {name: (each.busy, each.wall, each.tokens) for name, each in engines.items()}
+        self._samples.append((now, sums))
         self._columns = None
 
     def utilization(self) -> tuple[float, ...]:
@@ -182,72 +168,68 @@ class History:
         return self._columns
 
     def _compute(self) -> tuple[float, ...]:
-        times: NDArray[np.float64] = np.array([sample.time for sample in self._samples])
+        times: NDArray[np.float64] = np.array([time for time, _ in self._samples])
         if len(times) < 2:
             return ()
         columns = min(_COLUMNS, max(1, round((times[-1] - times[0]) / COLUMN_SECONDS)))
         # If nothing happened for some time, one sample covers several columns.
         stops: NDArray[np.float64] = times[-1] - COLUMN_SECONDS * np.arange(columns, -1, -1)
-        busy: NDArray[np.float64] = np.interp(
-            stops, times, [sum(s.busy.values()) for s in self._samples]
-        )
-        wall: NDArray[np.float64] = np.interp(
-            stops, times, [sum(s.wall.values()) for s in self._samples]
-        )
-        spent: NDArray[np.float64] = np.diff(wall)
-        shares = np.divide(np.diff(busy), spent, out=np.zeros(columns), where=spent > 0)
+        sums = [
+            [sum(column) for column in zip(*each.values(), strict=True)] or [0.0, 0.0]
+            for _, each in self._samples
+        ]
+        busy, wall = (np.diff(np.interp(stops, times, [s[i] for s in sums])) for i in (0, 1))
+        shares = np.divide(busy, wall, out=np.zeros(columns), where=wall > 0)
         return tuple(np.clip(shares, 0.0, 1.0).tolist())
 
     def lately(self, engine: EngineUsage, now: float) -> tuple[float, float]:
         """The engine's busy share and its tokens a second in the last minute."""
-        before = self._before(now)
-        busy = engine.busy - before.busy.get(engine.name, 0.0)
-        wall = engine.wall - before.wall.get(engine.name, 0.0)
-        tokens = engine.tokens - before.tokens.get(engine.name, 0)
-        if wall <= 0:
+        busy, wall, tokens = self._before(now).get(engine.name, (0.0, 0.0, 0))
+        spent = engine.wall - wall
+        if spent <= 0:
             return 0.0, 0.0
-        return min(1.0, max(0.0, busy / wall)), tokens / wall
+        return min(1.0, max(0.0, (engine.busy - busy) / spent)), (engine.tokens - tokens) / spent
 
-    def _before(self, now: float) -> _Sample:
-        for sample in self._samples:
-            if now - sample.time <= _RATE_SECONDS:
-                if now > sample.time:
-                    return sample
+    def _before(self, now: float) -> _Sums:
+        for time, sums in self._samples:
+            if now - time <= _RATE_SECONDS:
+                if now > time:
+                    return sums
                 break
-        return self._samples[-2] if len(self._samples) > 1 else _sample(0.0, {})
+        return self._samples[-2][1] if len(self._samples) > 1 else {}
 
 
-def _sample(now: float, engines: Mapping[str, EngineUsage]) -> _Sample:
-    return _Sample(
-        time=now,
-        busy={name: engine.busy for name, engine in engines.items()},
-        wall={name: engine.wall for name, engine in engines.items()},
-        tokens={name: engine.tokens for name, engine in engines.items()},
-    )
+# --- live model ----------------------------------------------------------------------------------
 
-
-# --- mishaps -------------------------------------------------------------------------------------
-
-# Keeps the latest fault of a run as text, for the live view.
 
 _FAILED = {Reason.REWARD_FAILED.value: "a reward", Reason.EPISODE_FAILED.value: "an episode"}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Mishap:
-    """A fault as text, and its time."""
+class LiveModel(DispatchingListener):
+    """The live view's model of a run. It keeps only what the figures of the run do not have: the
+    last minutes of the engines, and what went wrong last.
 
-    text: str
-    time: float
+    Args:
+        facts: what is known of the run before it begins.
+        figures: the figures of the run, a listener before this one.
 
+    Attributes:
+        note: text that is added to every snapshot.
+    """
 
-class Mishaps(DispatchingListener):
-    """Keeps the latest fault of a run in words; the counts are in the state of the run."""
-
-    def __init__(self) -> None:
+    def __init__(self, facts: RunFacts, figures: LiveFigures) -> None:
         super().__init__()
-        self.latest: Mishap | None = None
+        self.note = ""
+        self._facts = facts
+        self._figures = figures
+        self._fault = ("", 0.0)
+        """The latest fault in words, and its time; the counts are in the state of the run."""
+        self._history = History()
+        self._skipped = 0
+        self._began: float | None = None
+        self._batch_began = 0.0
         self._handlers = {
+            of.BatchDelivered: self._delivered,
             of.GroupDropped: self._group_dropped,
             of.EngineLost: lambda fact: self._note(f"{fact.engine} lost: {fact.cause}"),
             of.EngineSlow: lambda fact: self._note(f"{fact.engine} is slow: {fact.cause}"),
@@ -262,45 +244,6 @@ class Mishaps(DispatchingListener):
             of.UpdateFinished: self._updated,
         }
 
-    def _group_dropped(self, fact: of.GroupDropped) -> None:
-        what = _FAILED.get(fact.reason)
-        if what is not None:
-            self._note(f"{what} failed: {fact.cause}")
-
-    def _updated(self, fact: of.UpdateFinished) -> None:
-        if fact.cause:
-            self._note(f"version {fact.version} did not get in: {fact.cause}")
-
-    def _note(self, text: str) -> None:
-        self.latest = Mishap(text=" ".join(text.split()), time=self._now)
-
-
-# --- live model ----------------------------------------------------------------------------------
-
-
-class LiveModel:
-    """The live view's model of a run. It keeps only what the state of the run does not have: the
-    latest batches, the last minutes of the engines, and what went wrong last.
-
-    Args:
-        facts: what is known of the run before it begins.
-        figures: the figures of the run, a listener before this one.
-
-    Attributes:
-        note: text that is added to every snapshot.
-    """
-
-    def __init__(self, facts: RunFacts, figures: LiveFigures) -> None:
-        self.note = ""
-        self._facts = facts
-        self._figures = figures
-        self._mishaps = Mishaps()
-        self._history = History()
-        self._recent: deque[Measured] = deque(maxlen=RECENT_BATCHES)
-        self._skipped = 0
-        self._began: float | None = None
-        self._batch_began = 0.0
-
     def skip(self, batches: int) -> None:
         """Note that the prior run has delivered `batches` batches, which no fact tells here."""
         self._skipped = batches
@@ -311,10 +254,7 @@ class LiveModel:
         with self._figures.lock:
             if self._began is None:
                 self._began = self._batch_began = now
-            self._mishaps.on_facts(facts, now)
-            for fact in facts:
-                if isinstance(fact, of.BatchDelivered):
-                    self._delivered(fact.batch, now)
+            super().on_facts(facts, now)
             if now >= self._history.due:
                 self._sample(now)
 
@@ -323,13 +263,20 @@ class LiveModel:
             with self._figures.lock:
                 self._sample(now)
 
-    def _delivered(self, index: int, now: float) -> None:
-        self._batch_began = now
-        measured = self._figures.batch
-        if measured is None or measured.figures.index != index:
-            return
-        if not self._recent or self._recent[-1] is not measured:
-            self._recent.append(measured)
+    def _delivered(self, _: of.BatchDelivered) -> None:
+        self._batch_began = self._now
+
+    def _group_dropped(self, fact: of.GroupDropped) -> None:
+        what = _FAILED.get(fact.reason)
+        if what is not None:
+            self._note(f"{what} failed: {fact.cause}")
+
+    def _updated(self, fact: of.UpdateFinished) -> None:
+        if fact.cause:
+            self._note(f"version {fact.version} did not get in: {fact.cause}")
+
+    def _note(self, text: str) -> None:
+        self._fault = " ".join(text.split()), self._now
 
     @property
     def _batches(self) -> int:
@@ -338,7 +285,7 @@ class LiveModel:
     def _sample(self, now: float) -> None:
         state = self._figures.state
         state.advance(now)
-        self._history.add(now, state.engine_usage)
+        self._history.add(now, state.engines)
 
     # --- what is shown -------------------------------------------------------------------------
 
@@ -352,7 +299,7 @@ class LiveModel:
 
     def _snapshot(self, now: float) -> Snapshot:
         state = self._figures.state
-        engines = state.engine_usage
+        engines = state.engines
         rows = tuple(self._row(engine, now) for engine in engines.values())
         seconds = state.seconds()
         return Snapshot(
@@ -368,9 +315,7 @@ class LiveModel:
             columns=self._history.utilization(),
             idle=_idle(seconds),
             tokens_per_s=sum(row.tokens_per_s for row in rows),
-            efficiency=efficiency(list(self._recent)) if self._recent else None,
-            latest=self._recent[-1].figures if self._recent else None,
-            forecast=forecasts(list(self._recent)),
+            recent=Figures.over(self._figures.recent) if self._figures.recent else None,
             faults=self._faults(now),
             engines=rows,
             note=self.note,
@@ -378,7 +323,7 @@ class LiveModel:
 
     def _row(self, engine: EngineUsage, now: float) -> EngineRow:
         info = engine.info
-        most = None if info is None else info.max_running
+        most = info.max_running
         running = engine.in_flight if most is None else min(engine.in_flight, most)
         busy, tokens_per_s = self._history.lately(engine, now)
         return EngineRow(
@@ -388,7 +333,7 @@ class LiveModel:
             queued=engine.in_flight - running,
             max_running=most,
             kv_tokens=engine.context_tokens,
-            kv_pool=None if info is None else info.kv_tokens,
+            kv_pool=info.kv_tokens,
             tokens_per_s=tokens_per_s,
             version=engine.version,
             busy=busy,
@@ -398,15 +343,15 @@ class LiveModel:
         at_work = [engine for engine in engines.values() if engine.state == "generating"]
         state = self._figures.state
         carried, outside = state.carried, len(state.outside)
-        decoding = sum(engine.decoding for engine in at_work)
+        decoding = sum(engine.decode for engine in at_work)
         stragglers = len(carried.intersection(state.decoding())) if carried else 0
         open_requests = sum(engine.in_flight for engine in engines.values())
         waiting = len(state.growing) - open_requests - outside
         counts: dict[Phase, int] = {
             "decoding": decoding - stragglers,
             "straggler": stragglers,
-            "prefilling": sum(engine.prefilling for engine in at_work),
-            "re-prefilling": sum(engine.re_prefilling for engine in at_work),
+            "prefilling": sum(engine.prefill for engine in at_work),
+            "re-prefilling": sum(engine.re_prefill for engine in at_work),
             "paused": open_requests - sum(engine.in_flight for engine in at_work),
             "waiting": waiting,
             "tools": outside,
@@ -418,14 +363,14 @@ class LiveModel:
         remaining = self._facts.batches - self._batches
         if remaining <= 0:
             return 0.0
-        if not self._recent:
+        recent = self._figures.recent
+        if not recent:
             return None
-        figures = [measured.figures for measured in self._recent]
-        mean = sum(f.seconds + f.trainer_seconds for f in figures) / len(figures)
+        mean = sum(each.seconds + each.trainer_seconds for each in recent) / len(recent)
         return max(0.0, mean * remaining - min(mean, now - self._batch_began))
 
     def _faults(self, now: float) -> Faults:
-        latest = self._mishaps.latest
+        latest, at = self._fault
         # The counters may be the scheduler's own, which has no lock, so they are copied in one
         # step.
         dropped = dict(self._figures.ledger.rollouts)
@@ -433,8 +378,8 @@ class LiveModel:
             dropped={str(reason): n for reason, n in dropped.items()},
             engines_lost=sum(engine.losses for engine in self._figures.state.engines.values()),
             retries=self._figures.counters.retries,
-            latest="" if latest is None else latest.text,
-            ago=0.0 if latest is None else max(0.0, now - latest.time),
+            latest=latest,
+            ago=max(0.0, now - at) if latest else 0.0,
         )
 
 

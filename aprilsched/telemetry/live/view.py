@@ -14,6 +14,7 @@ from typing import TypeVar
 from rich.text import Text
 
 from aprilsched.telemetry.engine_time import PART_LABELS
+from aprilsched.telemetry.figures import Figures, figures_in
 from aprilsched.telemetry.live.live_model import COLUMN_SECONDS, EngineRow, Faults, Phase, Snapshot
 
 # Short forms of names and figures for the live view.
@@ -371,30 +372,34 @@ def _idle(snapshot: Snapshot, glyphs: Glyphs) -> Text:
     return line
 
 
-def _speed(snapshot: Snapshot, room: int, glyphs: Glyphs) -> Text:
-    said = [f"{thousands(snapshot.tokens_per_s)} tokens/s", f"policy v{snapshot.version}"]
-    if snapshot.latest is not None:
-        latest = snapshot.latest
-        said.append(f"staleness {latest.staleness_mean:.2f}, max {latest.staleness_max}")
-    if snapshot.efficiency is not None:
-        said.append(f"efficiency {percent(snapshot.efficiency)}")
-    line = _label("speed")
-    line.append(glyphs.dot.join(said))
-    forecast = snapshot.forecast
+def figure_texts(figures: Figures) -> list[str]:
+    """Each figure that has a name in the live view, with its value if this is known."""
+    texts: list[str] = []
+    for name, figure in figures_in(Figures).items():
+        value = getattr(figures, name)
+        if figure.live and value is not None:
+            number = f"{value:.2f}" if isinstance(value, float) else f"{value:,}"
+            texts.append(f"{figure.live} {percent(value) if figure.unit == 'share' else number}")
+    forecast = figures.forecast
     if forecast is not None and forecast.efficiency is not None:
-        expected = percent(forecast.efficiency_forecast)
-        compared = f"{glyphs.dot}forecast {expected}, outcome {percent(forecast.efficiency)}"
-        if len(line) + len(compared) <= room + _LABEL:
-            line.append(compared)
-    latest = snapshot.latest
-    if latest and latest.length_distance is not None and latest.iid_length_distance is not None:
-        off, usual = latest.length_distance, latest.iid_length_distance
-        lengths = f"{glyphs.dot}lengths {off:.2f} off the law (at random {usual:.2f})"
-        if len(line) + len(lengths) <= room + _LABEL:
-            line.append(lengths)
-    meant = " (T_bound / time; no schedule beats 100%)"
-    if snapshot.efficiency is not None and len(line) + len(meant) <= room + _LABEL:
-        line.append(meant, style="dim")
+        expected, outcome = percent(forecast.efficiency_forecast), percent(forecast.efficiency)
+        texts.append(f"forecast {expected}, outcome {outcome}")
+    return texts
+
+
+def _speed(snapshot: Snapshot, room: int, glyphs: Glyphs) -> Text:
+    line = _label("speed")
+    line.append(
+        f"{thousands(snapshot.tokens_per_s)} tokens/s{glyphs.dot}policy v{snapshot.version}"
+    )
+    recent = snapshot.recent
+    said = [] if recent is None else [f"{glyphs.dot}{text}" for text in figure_texts(recent)]
+    if recent is not None and recent.efficiency is not None:
+        said.append(" (efficiency is T_bound / time; no schedule beats 100%)")
+    for text in said:
+        if len(line) + len(text) > room + _LABEL:
+            break
+        line.append(text)
     return line
 
 
@@ -462,9 +467,9 @@ def frame(snapshot: Snapshot, *, width: int, height: int, glyphs: Glyphs = BLOCK
 
 def one_line(snapshot: Snapshot, *, width: int) -> Text:
     """The short form of the view: one line."""
-    facts, latest = snapshot.facts, snapshot.latest
+    facts, recent = snapshot.facts, snapshot.recent
     total = sum(snapshot.in_flight.values())
-    stale = 0.0 if latest is None else latest.staleness_mean
+    stale = 0.0 if recent is None else recent.staleness_mean or 0.0
     line = Text(
         f"{facts.title} {min(snapshot.batches + 1, facts.batches)}/{facts.batches}"
         f" | groups {min(snapshot.ready, facts.batch_groups)}/{facts.batch_groups}"

@@ -1,210 +1,114 @@
-"""The middleware around all others in which the faults happen to the calls."""
+"""Carries the faults of a script out: on whole answers, on streams and on the engine."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+import socket
+import struct
+from collections.abc import AsyncGenerator, Coroutine, Generator, Sequence
+from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from aprilsched.engines.sim.sim_engine import SimEngine
 from aprilsched.errors import EngineError
-from aprilsched.serving import as_json
-from aprilsched.testing.faults.script import (
+from aprilsched.serving import Item, frame_item
+from aprilsched.testing.faults.kinds import (
     Broken,
-    Delay,
     Die,
     EngineWide,
-    Fault,
-    Faults,
-    FloodAnswer,
-    Garbage,
     Hang,
-    IgnoredAbort,
     Met,
-    RefitFails,
-    Reset,
-    Silence,
     Slow,
-    SlowLoris,
-    Status,
-    StuckVersion,
-    Truncate,
-    reset,
+    Steps,
     wait,
 )
-from aprilsched.testing.faults.stream_faults import Items, dribbled, flood, spoiled
+from aprilsched.testing.faults.script import Faults
 
-# Carries out the faults of whole answers: before the call is carried out, and after.
-#
-# Before the call, a fault may wait, break the connection, or answer instead of the server. After
-# the call, it replaces the answer or drops it. Streamed answers have begun by then and are not
-# changed.
+Items: TypeAlias = AsyncGenerator[Item, None]
 
-Before: TypeAlias = Callable[[Met[Any]], Awaitable[web.Response | None]]
-After: TypeAlias = Callable[
-    [Met[Any], web.Request, web.Response], Awaitable[web.Response | web.StreamResponse]
-]
+_NO_LINGER = struct.pack("ii", 1, 0)
 
 
-async def instead(mets: Iterable[Met[Fault]]) -> web.Response | None:
-    """Return the answer that replaces the call; None if the call must be carried out.
-
-    Raises:
-        Broken: if the connection must be reset.
-    """
-    for met in mets:
-        before = _BEFORE.get(type(met.fault))
-        if before is not None and (answer := await before(met)) is not None:
-            return answer
-    return None
+def reset(transport: asyncio.BaseTransport | None) -> None:
+    """Close with a TCP RST: the peer sees a broken connection, and no end of the stream."""
+    if not isinstance(transport, asyncio.WriteTransport):
+        return
+    held: socket.socket | None = transport.get_extra_info("socket")
+    if held is not None and held.fileno() >= 0:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+    transport.abort()
 
 
-async def after(
-    mets: Iterable[Met[Fault]], request: web.Request, answer: web.StreamResponse
-) -> web.StreamResponse:
-    """Return the answer that replaces the server's own `answer`.
+# --- answers and streams -------------------------------------------------------------------------
+
+
+async def _replace_answer(
+    met: Met, request: web.Request, own: web.Response | None
+) -> web.StreamResponse | None:
+    """What is answered instead of the server's `own` answer, or of carrying the call out.
 
     Raises:
         Broken: if the connection must be reset.
     """
-    for met in mets:
-        change = _AFTER.get(type(met.fault))
-        if change is not None and isinstance(answer, web.Response):
-            answer = await change(met, request, answer)
-    return answer
-
-
-# -- before -------------------------------------------------------------------------------------
-
-
-async def _late(met: Met[Delay]) -> None:
-    if not met.fault.every_event and met.fire():
-        await wait(met.fault.seconds)
-
-
-async def _silent(met: Met[Silence]) -> None:
-    if not met.fault.carried_out and met.fire():
-        await wait(met.fault.seconds)
-
-
-async def _reset(met: Met[Reset]) -> None:
-    if met.fault.after_tokens is None and not met.fault.carried_out and met.fire():
-        raise Broken
-
-
-async def _failed(met: Met[Status]) -> web.Response | None:
-    return None if met.fault.carried_out or not met.fire() else _error(met.fault)
-
-
-async def _refused(met: Met[RefitFails]) -> web.Response | None:
-    why = met.fault.message
-    content = {"success": False, "message": why, "error_message": why}
-    return as_json(content, met.fault.status) if met.fire() else None
-
-
-async def _pretended(met: Met[StuckVersion]) -> web.Response | None:
-    content = {"success": True, "message": "Succeeded to update model weights."}
-    return as_json(content) if met.fire() else None
-
-
-async def _ignored(met: Met[IgnoredAbort]) -> web.Response | None:
-    return web.Response() if met.fire() else None
-
-
-# -- after --------------------------------------------------------------------------------------
-
-
-async def _silent_then(met: Met[Silence], _: web.Request, answer: web.Response) -> web.Response:
-    if met.fault.carried_out and met.fire():
-        await wait(met.fault.seconds)
-    return answer
-
-
-async def _reset_then(met: Met[Reset], _: web.Request, answer: web.Response) -> web.Response:
-    if met.fault.carried_out and met.fire():
-        raise Broken
-    return answer
-
-
-async def _failed_then(met: Met[Status], _: web.Request, answer: web.Response) -> web.Response:
-    return _error(met.fault) if met.fault.carried_out and met.fire() else answer
-
-
-async def _truncated(met: Met[Truncate], _: web.Request, answer: web.Response) -> web.Response:
-    body = _body(answer)
-    return _with(answer, body[: len(body) // 2]) if met.fire() else answer
-
-
-async def _garbage(met: Met[Garbage], _: web.Request, answer: web.Response) -> web.Response:
-    return _with(answer, met.random_bytes(met.fault.bytes)) if met.fire() else answer
-
-
-async def _slow_loris(
-    met: Met[SlowLoris], request: web.Request, answer: web.Response
-) -> web.StreamResponse:
-    body = _body(answer)
-    if not body or not met.fire():
-        return answer
-    response = web.StreamResponse(status=answer.status)
-    response.content_type, response.content_length = answer.content_type, len(body)
+    body = own.body if own is not None and isinstance(own.body, bytes) else b""
+    told = met.fault.answer(met, body)
+    if told is None or not met.fire():
+        return own
+    if isinstance(told, Broken):
+        raise told
+    if isinstance(told, web.Response):
+        return told
+    if isinstance(told, int | float):
+        await wait(told)
+        return own
+    own = own or web.Response()
+    if isinstance(told, bytes):
+        return web.Response(body=told, status=own.status, content_type=own.content_type)
+    response = web.StreamResponse(status=own.status)
+    response.content_type = own.content_type
     await response.prepare(request)
-    async with aclosing(dribbled(met.fault, body)) as pieces:
+    async with aclosing(_carry_out(told)) as pieces:
         async for piece in pieces:
-            await response.write(piece)
+            await response.write(frame_item(piece))
     return response
 
 
-async def _flooded(
-    met: Met[FloodAnswer], request: web.Request, answer: web.Response
-) -> web.StreamResponse:
-    if not met.fire():
-        return answer
-    response = web.StreamResponse(status=answer.status)
-    response.content_type = answer.content_type
-    await response.prepare(request)
-    for piece in flood(b"[", b"1,", met.fault.bytes):
-        await response.write(piece)
-    return response
+async def _spoil_stream(met: Met, items: Items) -> Items:
+    """The items of a stream to which the fault happens."""
+    fault, sent, happens, over = met.fault, 0, False, False
+    async for item in items:
+        steps: Steps | None = fault.again(item) if happens else None
+        if not over and isinstance(item, dict):
+            if sent >= fault.tokens_before:
+                steps = fault.instead(met, item)
+            happens = over = steps is not None and met.fire()
+            sent += len(item.get("output_ids", ()))
+        if not happens or steps is None:
+            yield item
+            continue
+        async with aclosing(_carry_out(steps, items)) as pieces:
+            async for piece in pieces:
+                yield piece
+        if fault.ends:
+            return
 
 
-def _error(fault: Status) -> web.Response:
-    if fault.body is not None:
-        return web.Response(status=fault.status, text=fault.body)
-    return as_json({"error": {"message": fault.message}}, fault.status)
-
-
-def _with(answer: web.Response, body: bytes) -> web.Response:
-    return web.Response(body=body, status=answer.status, content_type=answer.content_type)
-
-
-def _body(answer: web.Response) -> bytes:
-    return answer.body if isinstance(answer.body, bytes) else b""
-
-
-_BEFORE: Mapping[type[Fault], Before] = {
-    Delay: _late,
-    Silence: _silent,
-    Reset: _reset,
-    Status: _failed,
-    RefitFails: _refused,
-    StuckVersion: _pretended,
-    IgnoredAbort: _ignored,
-}
-_AFTER: Mapping[type[Fault], After] = {
-    Silence: _silent_then,
-    Reset: _reset_then,
-    Status: _failed_then,
-    Truncate: _truncated,
-    Garbage: _garbage,
-    SlowLoris: _slow_loris,
-    FloodAnswer: _flooded,
-}
+async def _carry_out(steps: Steps, items: Items | None = None) -> Items:
+    """The items that `steps` send, in their time; `items` has what follows in the stream."""
+    for step in steps:
+        if isinstance(step, Broken):
+            raise step
+        if isinstance(step, int | float):
+            await wait(step)
+        elif step is not None:
+            yield step
+        elif items is not None and (following := await anext(items, None)) is not None:
+            yield following
 
 
 # --- engine faults -------------------------------------------------------------------------------
@@ -262,7 +166,7 @@ class EngineFaults:
         """Wait while the engine hangs."""
         await self._awake.wait()
 
-    def start(self, met: Met[EngineWide]) -> bool:
+    def start(self, met: Met) -> bool:
         """Start a fault now; False if the engine is dead or the fault is used up."""
         if self._dead or not met.fire():
             return False
@@ -278,7 +182,7 @@ class EngineFaults:
                 raise AssertionError(met.fault)
         return True
 
-    async def _at(self, met: Met[EngineWide]) -> None:
+    async def _at(self, met: Met) -> None:
         await wait(met.fault.at)
         self.start(met)
 
@@ -326,46 +230,55 @@ def _keep(tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> No
 class _Call:
     """The faults that a call has met on its arrival, and the source of those of its stream."""
 
-    mets: Sequence[Met[Fault]]
+    mets: Sequence[Met]
     faults: Faults
 
 
 _CALL: web.RequestKey[_Call] = web.RequestKey("call", _Call)
 
 
-def spoiling(faults: Faults, engine: EngineFaults) -> Middleware:
+def fault_middleware(faults: Faults, engine: EngineFaults) -> Middleware:
     """The middleware that lets the faults of a script happen to the calls that they are for."""
 
     @web.middleware
-    async def spoiling(request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def fault_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         mets = faults.meet(request.path)
         try:
             await _start_engine_faults(mets, engine)
             await engine.wait_while_hanging()
-            if (answer := await instead(mets)) is not None:
-                return answer
+            for met in mets:
+                told = None if met.fault.late else await _replace_answer(met, request, None)
+                if told is not None:
+                    return told
             request[_CALL] = _Call(mets, faults)
-            return await after(mets, request, await handler(request))
+            answer = await handler(request)
+            for met in mets:
+                # A streamed answer has begun by now and is not changed.
+                if met.fault.late and isinstance(answer, web.Response):
+                    answer = await _replace_answer(met, request, answer) or answer
+            return answer
         except (Broken, EngineError, ConnectionResetError):
             # The script demands it, the engine died under the call, or the client is gone.
             reset(request.transport)
             return await _gone()
 
-    return spoiling
+    return fault_middleware
 
 
-def spoil(request: web.Request, items: Items) -> Items:
-    """The items of a stream, changed by the faults that happen to it."""
-    call = request.get(_CALL)
-    if call is None:
-        return items
-    return spoiled([*call.mets, *call.faults.meet(request.path, in_stream=True)], items)
+async def spoil(request: web.Request, items: Items) -> Items:
+    """The items of a stream, changed by the faults that happen to it, one after the other."""
+    async with AsyncExitStack() as stack:
+        if (call := request.get(_CALL)) is not None:
+            for met in (*call.mets, *call.faults.meet(request.path, in_stream=True)):
+                items = await stack.enter_async_context(aclosing(_spoil_stream(met, items)))
+        async for item in items:
+            yield item
 
 
-async def _start_engine_faults(mets: Sequence[Met[Fault]], engine: EngineFaults) -> None:
+async def _start_engine_faults(mets: Sequence[Met], engine: EngineFaults) -> None:
     for met in mets:
         if isinstance(met.fault, EngineWide):
-            started = engine.start(cast("Met[EngineWide]", met))
+            started = engine.start(met)
             if started and isinstance(met.fault, Die):
                 await _gone()
 

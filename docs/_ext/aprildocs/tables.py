@@ -106,7 +106,8 @@ def summary_figures() -> str:
 def _figures(kind: type[Any], path: str, seen: set[type[Any]]) -> list[str]:
     """The table of one object, then those of the objects inside it."""
     seen.add(kind)
-    texts, hints = field_texts(kind), get_type_hints(kind)
+    known = {name: figure.help for name, figure in figures.figures_in(kind).items()}
+    texts, hints = field_texts(kind) | known, get_type_hints(kind)
     rows = [
         (
             f"`{f.name}`",
