@@ -123,7 +123,7 @@ class Companion:
         written = _WRITTEN.fullmatch(value)
         if written is None:
             raise ConfigError(
-                f'{value!r} is no companion; write its name, type and shape as in '
+                f"{value!r} is no companion; write its name, type and shape as in "
                 '"routed_experts=uint8[48,8]".'
             )
         sizes = [int(size) for size in (written["shape"] or "").split(",") if size.strip()]
@@ -264,6 +264,15 @@ class CompanionLog:
         if len(rows):
             self._parts.append(rows)
             self.held += len(rows)
+
+    def takes(self, rows: Rows) -> bool:
+        """Whether these are rows of this companion: a resumed run may ask for another type."""
+        blank = self.companion.blank(0)
+        return (
+            rows.values.dtype == blank.values.dtype
+            and rows.values.shape[1:] == blank.values.shape[1:]
+            and (rows.ends is None) == (blank.ends is None)
+        )
 
     def fill(self, rows: int) -> None:
         """Add rows of nothing until there are so many."""

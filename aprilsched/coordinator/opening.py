@@ -16,7 +16,6 @@ from typing import ClassVar
 
 from aprilsched.config import SchedulerConfig
 from aprilsched.core.messages.events import EngineInfo, Opened
-from aprilsched.core.policies.straggler import BEHAVIOURS
 from aprilsched.engines.base import Engine, HasAddress, ReportsLoad
 from aprilsched.engines.selfcheck import check, pause_during
 from aprilsched.errors import ConfigError, EngineError, InconsistentWeights
@@ -107,7 +106,8 @@ def _check_engine(engine: Engine, config: SchedulerConfig) -> None:
         if companion.name not in able.companions:
             raise ConfigError(
                 f"{engine.name} ({able.server}) does not return {companion.name}; start it with "
-                f"--enable-return-{companion.name.replace('_', '-')}, or leave it out of companions."
+                f"--enable-return-{companion.name.replace('_', '-')}, or leave it out of "
+                "companions."
             )
     if behaviour.needs_flush_while_paused(config.cached_kv) and not able.flush_while_paused:
         raise ConfigError(

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from aprilsched.companions import Rows
 from aprilsched.core.policies.kinds import OVER_PROVISIONS, REFILLS
 from aprilsched.core.policies.refill import Refill
 from aprilsched.core.policies.schedule import Forecast, OverProvision, Pace, Schedule
@@ -355,6 +356,24 @@ def group_from(body: bytes) -> SavedGroup:
             for rollout, index, place in record.members
         ),
     )
+
+
+def rows_record(rows: Rows) -> bytes:
+    """Encode rows of a companion."""
+    ends = None if rows.ends is None else pack(rows.ends)
+    return encode((pack(np.ascontiguousarray(rows.values)), ends))
+
+
+def rows_from(body: bytes) -> Rows:
+    """Decode the rows in `body`.
+
+    Raises:
+        msgspec.MsgspecError or ValueError: if `body` has no rows.
+    """
+    values, ends = decode(body, tuple[Any, Any])
+    if not isinstance(values, np.ndarray) or not (ends is None or isinstance(ends, np.ndarray)):
+        raise ValueError("it has no arrays")
+    return Rows(cast("NDArray[Any]", values), cast("NDArray[np.int64] | None", ends))
 
 
 def schedule_record(schedule: Schedule) -> bytes:

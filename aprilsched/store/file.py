@@ -235,6 +235,12 @@ SCRIPTS: tuple[str, ...] = (
         token_ids BLOB NOT NULL, logprobs BLOB NOT NULL, crc INTEGER
     );
     CREATE INDEX tokens_by_group ON tokens (group_id);
+    CREATE TABLE companions (
+        n INTEGER PRIMARY KEY AUTOINCREMENT, group_id INTEGER NOT NULL, rollout_id INTEGER NOT NULL,
+        name TEXT NOT NULL, start INTEGER NOT NULL, body BLOB NOT NULL, crc INTEGER
+    );
+    CREATE INDEX companions_by_group ON companions (group_id);
+    CREATE INDEX companions_by_rollout ON companions (rollout_id);
     CREATE TABLE batches (batch INTEGER PRIMARY KEY, body BLOB NOT NULL, crc INTEGER);
     CREATE TABLE dropped (n INTEGER PRIMARY KEY AUTOINCREMENT, body BLOB NOT NULL, crc INTEGER);
     CREATE TABLE schedule (one INTEGER PRIMARY KEY CHECK (one = 1), body BLOB, crc INTEGER);

@@ -57,6 +57,11 @@ class MemoryStore:
         weakref.finalize(self, self._connection.close)
         migrate(self._connection, _PLACE)
 
+    def __deepcopy__(self, _: object) -> MemoryStore:
+        copied = MemoryStore()
+        self._connection.backup(copied._connection)
+        return copied
+
     def open(self) -> Saved | None:
         """Return what was saved before; None if nothing was."""
         return read_saved(self._connection, _PLACE)

@@ -38,6 +38,7 @@ from aprilsched.core.state.saved import (
     Saved,
     SavedBatch,
     SavedGroup,
+    SavedRows,
     SavedRun,
     SavedTokens,
     Snapshot,
@@ -50,6 +51,8 @@ from aprilsched.store.codec import (
     encode,
     group_from,
     group_record,
+    rows_from,
+    rows_record,
     schedule_from,
     schedule_record,
 )
@@ -84,6 +87,7 @@ _TABLES = (
     "group_states",
     "rollouts",
     "tokens",
+    "companions",
     "batches",
     "dropped",
     "lengths",
@@ -292,6 +296,7 @@ def save_snapshot(connection: sqlite3.Connection, snapshot: Snapshot) -> None:
         _put(connection, "group_states", ((g.group_id, encode(g)) for g in snapshot.group_states))
         _write_rollouts(connection, snapshot)
         _write_tokens(connection, snapshot)
+        _write_companions(connection, snapshot)
         _append(connection, "dropped", map(encode, snapshot.dropped), KEPT_ENTRIES)
         _append(connection, "lengths", map(encode, snapshot.lengths), KEPT_LENGTHS)
         _remember(connection, snapshot)
@@ -299,7 +304,7 @@ def save_snapshot(connection: sqlite3.Connection, snapshot: Snapshot) -> None:
         connection.executemany("DELETE FROM batches WHERE batch = ?", rows)
         _put(connection, "batches", ((batch.index, encode(batch)) for batch in snapshot.batches))
         rows = [(group_id,) for group_id in snapshot.removed]
-        for table in ("groups", "group_states", "rollouts", "tokens"):
+        for table in ("groups", "group_states", "rollouts", "tokens", "companions"):
             connection.executemany(f"DELETE FROM {table} WHERE group_id = ?", rows)
 
 
@@ -346,6 +351,20 @@ def _write_tokens(connection: sqlite3.Connection, snapshot: Snapshot) -> None:
     connection.executemany(
         "INSERT INTO tokens (group_id, slices, token_ids, logprobs, crc) VALUES (?, ?, ?, ?, ?)",
         _token_rows(page),
+    )
+
+
+def _write_companions(connection: sqlite3.Connection, snapshot: Snapshot) -> None:
+    rewritten = [(state.rollout_id,) for state in snapshot.rollouts if state.rewritten]
+    connection.executemany("DELETE FROM companions WHERE rollout_id = ?", rewritten)
+    bodies = ((saved, rows_record(saved.rows)) for saved in snapshot.companions)
+    connection.executemany(
+        "INSERT INTO companions (group_id, rollout_id, name, start, body, crc)"
+        " VALUES (?, ?, ?, ?, ?, ?)",
+        (
+            (each.group_id, each.rollout_id, each.name, each.start, body, checksum(body))
+            for each, body in bodies
+        ),
     )
 
 
@@ -460,6 +479,7 @@ def _read(connection: sqlite3.Connection, path: Path) -> Saved | None:
         group_states=_group_states(connection, damaged),
         rollouts=rollouts,
         tokens=_tokens(connection, groups, since, path),
+        companions=_companions(connection),
         batches=list(_list(connection, "batches", "batch", SavedBatch)),
         dropped=list(_list(connection, "dropped", "n", Entry)),
         lengths=list(_list(connection, "lengths", "n", GroupLengths)),
@@ -549,6 +569,22 @@ def _tokens(
             damaged,
         )
     return {rollout_id: _joined(own) for rollout_id, own in pieces.items()}
+
+
+def _companions(connection: sqlite3.Connection) -> dict[int, list[SavedRows]]:
+    """The rows of each rollout. Damaged ones are left out: what was lost is asked for again."""
+    found: dict[int, list[SavedRows]] = {}
+    for *place, body, crc in connection.execute(
+        "SELECT group_id, rollout_id, name, start, body, crc FROM companions ORDER BY n"
+    ):
+        rows = _record(body, crc, rows_from)
+        if rows is not None:
+            group_id, rollout_id, name, start = place
+            saved = SavedRows(
+                group_id=group_id, rollout_id=rollout_id, name=name, start=start, rows=rows
+            )
+            found.setdefault(rollout_id, []).append(saved)
+    return found
 
 
 def _joined(pieces: list[_Piece]) -> SavedTokens:

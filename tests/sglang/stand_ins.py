@@ -1,8 +1,8 @@
 """Replaces what SGLang needs of a GPU on a machine without one: two modules, and pinned memory.
 
 Call :func:`install` before sglang or transformers' models are imported, :func:`fork` and
-:func:`doze` before a server boots, :func:`unpin` before one with LoRA does, and that and :func:`unregister` before one that returns
-routed experts does.
+:func:`doze` before a server boots, :func:`unpin` before one with LoRA does, and that and
+:func:`unregister` before one that returns routed experts does.
 """
 
 # pyright: basic, reportMissingImports=false

@@ -103,9 +103,7 @@ def truth(models: Sequence[Path], rollouts: Sequence[Rollout], folder: Path) -> 
 
 
 @pytest.fixture(scope="module")
-def runs(
-    servers: tuple[CpuServer, CpuServer], mixtures: tuple[Path, Path]
-) -> Callable[[str], Run]:
+def runs(servers: tuple[CpuServer, CpuServer], mixtures: tuple[Path, Path]) -> Callable[[str], Run]:
     async def make(kind: str) -> Run:
         rule, changes = RULES[kind]
         return await record(

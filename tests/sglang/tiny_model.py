@@ -1,7 +1,8 @@
 """Writes a tiny random Qwen3 in the Hugging Face layout; module_runner.py runs it.
 
-``main(DIRECTORY, SEED, KIND)``, where KIND is "dense" or "moe", a mixture of EXPERTS experts. Another seed gives very different weights of the same shape: their
-logprobs differ by several nats, so a test notices if a token is scored with the wrong weights.
+``main(DIRECTORY, SEED, KIND)``, where KIND is "dense" or "moe", a mixture of EXPERTS experts.
+Another seed gives very different weights of the same shape: their logprobs differ by several nats,
+so a test notices if a token is scored with the wrong weights.
 """
 
 # pyright: basic, reportMissingImports=false

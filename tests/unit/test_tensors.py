@@ -217,7 +217,7 @@ def with_companions(given: Rollout) -> Rollout:
             ),
             "sampling_mask": CompanionRows(
                 MASK,
-                Rows.ragged([[token] * (i % 3) for i, token in enumerate(given.token_ids)], "int32"),
+                Rows.ragged([[int(t)] * (i % 3) for i, t in enumerate(given.token_ids)], "int32"),
                 np.ones(tokens, dtype=np.bool_),
             ),
         },
@@ -228,7 +228,8 @@ def with_companions(given: Rollout) -> Rollout:
 def test_companions_are_aligned_to_the_tokens(packed: bool) -> None:
     plain = batch([[(1, 6), (4, 3)], [(2, 1)]])
     groups = tuple(
-        replace(group, rollouts=tuple(map(with_companions, group.rollouts))) for group in plain.groups
+        replace(group, rollouts=tuple(map(with_companions, group.rollouts)))
+        for group in plain.groups
     )
     given = replace(plain, groups=groups)
     tensors = pack(given) if packed else pad(given)

@@ -21,7 +21,7 @@ import pytest
 from hypothesis import example, given, note, settings
 from hypothesis import strategies as st
 
-from aprilsched.engines.base import Chunk
+from aprilsched.engines.base import Chunk, GenerationRequest
 from aprilsched.engines.http import Allowance, Answer, HttpLimits, UnfinishedEvents, rejection
 from aprilsched.engines.sglang.probe import (
     _capabilities,  # pyright: ignore[reportPrivateUsage]
@@ -42,6 +42,7 @@ from aprilsched.engines.sglang.wire import (
     version_number,
 )
 from aprilsched.errors import AprilschedError, EngineError, EngineRejected
+from aprilsched.types import SamplingParams
 from tests.support.mutation import cut, spoiled_answer, spoiled_stream
 
 FOLDER = Path(__file__).parents[1] / "support" / "wire"

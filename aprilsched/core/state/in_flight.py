@@ -271,6 +271,7 @@ class InFlight:
         elif request.crossed and len(log) > request.attempt_start:
             log.exact = False
         if rows is not None:
+            self.journal.expect_rows(request.rollout)
             log.add_context_rows(
                 rows,
                 prompt=len(request.rollout.prompt_ids),
@@ -293,6 +294,7 @@ class InFlight:
             self.work.note(request)
         rollout.log.append(ids, logprobs, version=version, engine=engine)
         if rows is not None:
+            self.journal.expect_rows(rollout)
             rollout.log.add_token_rows(rows)
         if self.journal.active:
             self.journal.arrive(rollout, ids, logprobs, version=version, engine=engine)

@@ -112,6 +112,8 @@ class Journal:
         """Groups that were launched."""
         self.arrived = PageBuilder(room)
         """Tokens that arrived."""
+        self.rows_from: dict[int, tuple[RolloutRecord, dict[str, int]]] = {}
+        """Rollouts whose companions have new rows, and the first of these by name."""
         self.changed: dict[int, RolloutRecord] = {}
         """Rollouts that changed in something other than their tokens."""
         self.changed_groups: dict[int, GroupRecord] = {}
@@ -157,6 +159,12 @@ class Journal:
         if self.active and len(ids) and rollout.group.in_training:
             start = len(rollout.log) - len(ids)
             self.arrived.add(rollout, start, ids, logprobs, version, engine)
+
+    def expect_rows(self, rollout: RolloutRecord) -> None:
+        """Note that rows of companions are about to be added to the rollout's log."""
+        if self.active and rollout.rollout_id not in self.rows_from and rollout.group.in_training:
+            held = {name: each.held for name, each in rollout.log.companions.items()}
+            self.rows_from[rollout.rollout_id] = rollout, held
 
     def change(self, rollout: RolloutRecord) -> None:
         if self.active and rollout.group.in_training:
@@ -220,6 +228,7 @@ class Journal:
         for member in members:
             self.gone.add(member.rollout_id)
             self.changed.pop(member.rollout_id, None)
+            self.rows_from.pop(member.rollout_id, None)
         self.removed[group_id] = None
         self.launched.pop(group_id, None)
         self.changed_groups.pop(group_id, None)

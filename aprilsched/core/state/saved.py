@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 
+from aprilsched.companions import Rows
 from aprilsched.core.lengths.observed import GroupLengths, Remembered
 from aprilsched.core.policies.schedule import Schedule
 from aprilsched.core.state.ledger import Counters, Entry
@@ -113,6 +114,7 @@ class RolloutState(msgspec.Struct, frozen=True, kw_only=True):
         eligible: the rollout may generate; otherwise it is deferred.
         prompt_ids: the context of its first token, where that is not the group's prompt.
         turns: the finished turns of an episode.
+        foreign: for each companion the response tokens whose row is of another pass.
         index: its place in its group, if a race of responses has given it one; None if it is the
             one that it was launched with.
     """
@@ -133,6 +135,7 @@ class RolloutState(msgspec.Struct, frozen=True, kw_only=True):
     stale_keys: bool = False
     reward_parts: dict[str, float] = msgspec.field(default_factory=dict[str, float])
     info: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
+    foreign: dict[str, list[tuple[int, int]]] = {}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,6 +190,17 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SavedRows:
+    """Rows of one companion of one rollout, from row `start` on."""
+
+    group_id: int
+    rollout_id: int
+    name: str
+    start: int
+    rows: Rows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Snapshot:
     """Everything that changed since the snapshot before it, or everything that there is.
 
@@ -214,6 +228,7 @@ class Snapshot:
     dropped: Sequence[Entry] = ()
     lengths: Sequence[GroupLengths] = ()
     remembered: Sequence[Remembered] = ()
+    companions: Sequence[SavedRows] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -245,6 +260,7 @@ class Saved:
     lengths: Sequence[GroupLengths]
     damaged: dict[int, str]
     remembered: Sequence[Remembered] = ()
+    companions: dict[int, list[SavedRows]] = field(default_factory=dict[int, list[SavedRows]])
     given: int = 0
     """Batches with a smaller index may have been given to the trainer, also where the store has
     lost them."""

@@ -10,7 +10,7 @@ move everything to a new array.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -181,6 +181,29 @@ class TokenLog:
                 begin = each.held - prompt + 1
                 each.add(added)
                 each.mark(foreign, max(0, begin), max(0, each.held - prompt + 1))
+
+    def restore_rows(
+        self,
+        saved: Iterable[tuple[str, int, Rows]],
+        foreign: Mapping[str, Sequence[tuple[int, int]]],
+        *,
+        prompt: int,
+    ) -> None:
+        """Take saved rows back, after the tokens: names, first rows and rows, in the order in which
+        they were saved. A row of the context that is missing among them is asked for again."""
+        for name, start, rows in saved:
+            each = self.companions.get(name)
+            if each is not None and each.takes(rows) and start <= each.held:
+                each.add(rows.part(min(each.held - start, len(rows))))
+        for name, each in self.companions.items():
+            each.foreign = [(begin, end) for begin, end in foreign.get(name, ())]
+            wanted = max(0, prompt + self._size - 1)
+            if each.companion.per == "token":
+                wanted = self._size
+                if each.held < wanted:
+                    each.foreign.append((each.held, wanted))
+                    each.fill(wanted)
+            each.truncate(wanted, self._size)
 
     def companion_rows(self, *, prompt: int) -> dict[str, CompanionRows]:
         """The rows of each companion, of a response after `prompt` tokens."""

@@ -17,7 +17,6 @@ from aprilsched.core.steps.engines import lose
 from aprilsched.core.steps.follow import disown, follow, foreign_version
 from aprilsched.core.steps.migration import note_crowding
 from aprilsched.core.steps.turns import end_turn, take_back
-from aprilsched.types import VersionSpan
 
 _MOST_FAILURES = 3
 """Failed attempts in a row, without one that went well, after which an engine is lost."""

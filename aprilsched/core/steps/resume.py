@@ -206,7 +206,14 @@ def _group(state: SchedulerState, saved: Saved, group: SavedGroup) -> GroupRecor
         if known is None:
             known = RolloutState(rollout_id=member.rollout_id, group_id=group.group_id)
         tokens = saved.tokens.get(member.rollout_id, SavedTokens())
-        record.members.append(_rollout(state, record, member, known, tokens))
+        rollout = _rollout(state, record, member, known, tokens)
+        state.in_flight.carry_companions(rollout)
+        rollout.log.restore_rows(
+            [(s.name, s.start, s.rows) for s in saved.companions.get(member.rollout_id, ())],
+            known.foreign,
+            prompt=len(rollout.prompt_ids),
+        )
+        record.members.append(rollout)
     record.size = len(record.members) if left or group.size is None else group.size
     record.members.sort(key=lambda member: member.index if left else member.rollout_id)
     record.unfinished = sum(member.state in GENERATING for member in record.members)

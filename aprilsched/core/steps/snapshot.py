@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from aprilsched.core.policies.schedule import Schedule
@@ -18,6 +18,7 @@ from aprilsched.core.state.saved import (
     SavedGroup,
     SavedMember,
     SavedRequest,
+    SavedRows,
     Snapshot,
     Stage,
     TokenPage,
@@ -37,6 +38,7 @@ def take_changes(state: SchedulerState) -> Snapshot:
         groups=tuple(_group(group) for group in journal.launched.values()),
         group_states=tuple(_group_state(group) for group in journal.changed_groups.values()),
         rollouts=tuple(_rollout(rollout) for rollout in journal.changed.values()),
+        companions=_new_rows(journal),
         batches=tuple(_batch(batch) for batch in journal.delivered.values()),
         acknowledged=tuple(journal.acknowledged),
         removed=tuple(journal.removed),
@@ -87,6 +89,7 @@ def _everything(
         groups=tuple(_group(group) for group in groups),
         group_states=tuple(_group_state(group) for group in groups),
         rollouts=tuple(_rollout(rollout) for rollout in rollouts),
+        companions=[rows for rollout in rollouts for rows in _rows(rollout)],
         batches=tuple(_batch(batch) for batch in batches),
         dropped=tuple(state.in_flight.ledger.entries),
         lengths=tuple(state.expectations.observed.cohort()),
@@ -111,6 +114,29 @@ def _arrived(journal: Journal) -> TokenPage | None:
     journal.arrived.forget(journal.gone.union(rollout.rollout_id for rollout in again))
     _add_all(journal.arrived, again)
     return journal.arrived.page()
+
+
+def _new_rows(journal: Journal) -> list[SavedRows]:
+    """The rows to save: the new ones, and all rows of the rollouts that are rewritten."""
+    found = [rows for each in journal.changed.values() if each.rewritten for rows in _rows(each)]
+    for rollout, begin in journal.rows_from.values():
+        if not rollout.rewritten:
+            found += _rows(rollout, begin)
+    return found
+
+
+def _rows(rollout: RolloutRecord, begin: Mapping[str, int] | None = None) -> Iterator[SavedRows]:
+    """The rows of the rollout's companions, from row `begin` on where it is given."""
+    for name, log in rollout.log.companions.items():
+        start = 0 if begin is None else begin[name]
+        if log.held > start:
+            yield SavedRows(
+                group_id=rollout.group.group_id,
+                rollout_id=rollout.rollout_id,
+                name=name,
+                start=start,
+                rows=log.since(start),
+            )
 
 
 def _held(rollouts: Iterable[RolloutRecord]) -> TokenPage | None:
@@ -173,6 +199,7 @@ def _rollout(rollout: RolloutRecord) -> RolloutState:
         stale_keys=rollout.log.stale_keys,
         reward_parts=rollout.reward_parts,
         info=rollout.info,
+        foreign={n: each.foreign for n, each in rollout.log.companions.items() if each.foreign},
     )
 
 

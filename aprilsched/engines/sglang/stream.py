@@ -49,9 +49,7 @@ class ChunkAssembler:
     `first_version` is the version of weights that are labelled "0".
     """
 
-    def __init__(
-        self, engine: str, request: GenerationRequest, *, first_version: int = 0
-    ) -> None:
+    def __init__(self, engine: str, request: GenerationRequest, *, first_version: int = 0) -> None:
         self.engine = engine
         self.request_id = request.request_id
         self.max_tokens = request.sampling.max_new_tokens

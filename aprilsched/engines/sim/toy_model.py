@@ -208,7 +208,8 @@ def toy_rows(companion: Companion, positions: NDArray[np.int64], keys: UInt64Arr
     `keys`. Rows of other positions and other weights differ, so a wrong join shows."""
     values = np.arange(1, math.prod(companion.shape) + 1, dtype=np.uint64)
     mixed = _mix_array(
-        keys[:, np.newaxis] + (positions.astype(np.uint64) * np.uint64(_PLACE))[:, np.newaxis]
+        keys[:, np.newaxis]
+        + (positions.astype(np.uint64) * np.uint64(_PLACE))[:, np.newaxis]
         + values * np.uint64(_TOKEN)
     )
     most = min(np.iinfo(companion.dtype).max, np.iinfo(np.int32).max)
