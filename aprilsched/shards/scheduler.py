@@ -381,7 +381,7 @@ class ShardedScheduler(AsyncScheduler):
             task = self._start(self._evaluate(chosen, group_size))
             self._evaluations.add(task)
             task.add_done_callback(self._evaluations.discard)
-        return await self._result(task, asyncio.Task.cancel)
+        return await self._result(task, lambda left: left.cancel())
 
     async def _evaluate(self, prompts: Sequence[Prompt], group_size: int) -> Batch:
         self._evaluated += 1
