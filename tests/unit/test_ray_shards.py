@@ -19,8 +19,7 @@ import pytest
 from aprilsched import Batch, DiskPublisher, SamplingParams, SchedulerConfig, SGLangFleet
 from aprilsched.errors import ConfigError
 from aprilsched.shards import ShardedScheduler
-from aprilsched.testing.contract import WAIT_SECONDS
-from aprilsched.testing.server import ThreadedServer
+from aprilsched.testing.server import SimServer, ThreadedServer
 from tests.support import in_an_actor
 from tests.support.ray_cluster import local_cluster, pid_of
 
@@ -139,13 +138,14 @@ async def test_a_call_that_is_cancelled_is_withdrawn_in_the_actor(
     servers: list[ThreadedServer], tmp_path: Path
 ):
     """An evaluation that nobody waits for had gone on there, and an update waited for its end."""
-    endless = config(tokens=1_000_000)
-    members = shards(servers, tmp_path)[:1]
+    endless = config(tokens=100_000)
     prompts = list(islice(in_an_actor.endless(), 2))
-    async with ShardedScheduler(members, [], config=endless) as rollouts:
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.5):
-                await rollouts.evaluate(prompts)
-        async with asyncio.timeout(WAIT_SECONDS):
-            report = await rollouts.update_weights(checkpoint_files(tmp_path))
-        assert report.quarantined == {}
+    with ThreadedServer(SimServer(time_scale=1.0)) as slow:
+        shard = RayShard("a", partial(in_an_actor.shard_of, slow.url, tmp_path / "a"), num_cpus=0)
+        async with ShardedScheduler([shard], [], config=endless) as rollouts:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await rollouts.evaluate(prompts)
+            async with asyncio.timeout(120):
+                report = await rollouts.update_weights(checkpoint_files(tmp_path))
+            assert report.quarantined == {}
