@@ -46,10 +46,9 @@ import struct
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Self
@@ -59,12 +58,14 @@ from aprilsched.coordinator.prompts import PromptQueue
 from aprilsched.errors import ConfigError, SchedulerClosed, closed_meanwhile
 from aprilsched.remote import (
     SILENT_S,
+    Answer,
     BlockingRemote,
     FromTrainer,
     Raised,
     RemoteScheduler,
     Served,
     absolute,
+    checked_scheduler,
     retrieved,
     said,
     unsendable,
@@ -75,11 +76,9 @@ __all__ = ["FromTrainer", "RolloutScheduler"]
 
 log = logging.getLogger("aprilsched")
 
-_HEADER = struct.Struct("<Iqq?")
-"""What a message begins with: the length of its content, the number of its call, the fleet's
-version, and whether the content is the path of a file that has it."""
-_OPENING = 0
-"""The number of the call that opens the scheduler."""
+_HEADER = struct.Struct("<Iq?")
+"""What a message begins with: the length of its content, the number of its call, and whether the
+content is the path of a file that has it."""
 _NO_ANSWER = -1
 """The number of calls without an answer."""
 _INLINE_BYTES = 1 << 14
@@ -158,7 +157,7 @@ class _Remote(RemoteScheduler):
         self._process: _Process | None = None
         self._failure: BaseException | None = None
         """Why no call can be answered any more."""
-        self._numbers = itertools.count(_OPENING)
+        self._numbers = itertools.count()
         self._unanswered: dict[int, asyncio.Future[Any]] = {}
         self._forwarding: list[asyncio.Task[None]] = []
         self._reading: asyncio.Task[None] | None = None
@@ -174,12 +173,11 @@ class _Remote(RemoteScheduler):
     async def __aenter__(self) -> Self:
         if self._process is not None:
             raise SchedulerClosed("a RolloutScheduler is opened once; make a new one.")
-        self._process = process = _Process(self._order)
+        self._process = process = _Process()
         loop = asyncio.get_running_loop()
-        number, opened = self._expect()
         self._reading = loop.create_task(self._read(process))
         try:
-            await self._answer(number, opened)
+            await self.call("open", self._order)
         except BaseException:
             await self._close(process)
             raise
@@ -235,7 +233,7 @@ class _Remote(RemoteScheduler):
         if self._process is not None:
             self._send(_NO_ANSWER, name, *arguments)
 
-    async def _withdraw(self, number: int) -> None:
+    async def _withdraw(self, number: Hashable) -> None:
         with suppress(SchedulerClosed):
             await self._begin("withdraw", number)[1]
 
@@ -245,16 +243,8 @@ class _Remote(RemoteScheduler):
         """Make a call; returns its number and the future of its answer."""
         if self._failure is not None:
             raise self._failure
-        number, future = self._expect()
-        try:
-            self._send(number, name, *arguments, **named)
-        except ConfigError:
-            del self._unanswered[number]
-            raise
-        return number, future
-
-    def _expect(self) -> tuple[int, asyncio.Future[Any]]:
         number, future = next(self._numbers), asyncio.get_running_loop().create_future()
+        self._send(number, name, *arguments, **named)
         self._unanswered[number] = future
         return number, future
 
@@ -264,12 +254,11 @@ class _Remote(RemoteScheduler):
         except Exception as error:
             raise unsendable(f"an argument of {name}()", error) from error
         if self._process is not None:
-            self._process.link.send(number, self.version, content)
+            self._process.link.send(number, content)
 
     async def _read(self, process: _Process) -> None:
         """Receive what the process says, until it has ended."""
         async for message in process.link.received():
-            self._version = message.version
             self._receive(message)
         code = await process.exit_code()
         hint = ", which its output explains" if code > 0 else ""
@@ -285,14 +274,15 @@ class _Remote(RemoteScheduler):
         if future is None or future.done():
             return
         try:
-            result, error = message.read()
+            answer: Answer = message.read()
         except Exception as trouble:
             future.set_exception(unsendable("the scheduler's answer", trouble))
         else:
-            if error is None:
-                future.set_result(result)
+            self._version = answer.version
+            if answer.raised is None:
+                future.set_result(answer.result)
             else:
-                future.set_exception(error.again())
+                future.set_exception(answer.raised.again())
         retrieved(future)
 
     async def _forward(self, number: int, queue: PromptQueue) -> None:
@@ -333,13 +323,9 @@ class _QueueOf:
 
 
 class _Process:
-    """The scheduler's process as the trainer's has it, and the link to it.
+    """The scheduler's process as the trainer's has it, and the link to it."""
 
-    Raises:
-        ConfigError: if what it begins with cannot be sent.
-    """
-
-    def __init__(self, order: _Order) -> None:
+    def __init__(self) -> None:
         loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[None] = loop.create_future()
         context = multiprocessing.get_context("spawn")
@@ -348,15 +334,14 @@ class _Process:
         self._process = context.Process(
             target=_main,
             args=(theirs, str(self.link.folder), os.getpid()),
-            kwargs={"order": order},
             name="aprilsched",
         )
         try:
             with theirs:
                 self._process.start()
-        except Exception as error:
+        except BaseException:
             self.link.close()
-            raise unsendable("the function or an argument of it", error) from error
+            raise
         # Python's own one is held open by what the process forks.
         self._pidfd = _pidfd(self._process.pid or 0)
         self._sentinel = self._process.sentinel if self._pidfd is None else self._pidfd
@@ -411,7 +396,6 @@ def _pidfd(pid: int) -> int | None:
 @dataclass(frozen=True)
 class _Message:
     number: int
-    version: int
     content: bytes
     in_file: bool
 
@@ -446,7 +430,7 @@ class _Link:
         """Whether this process made the link, and was not forked from the one that did."""
         return os.getpid() == self._pid
 
-    def send(self, number: int, version: int, content: bytes) -> None:
+    def send(self, number: int, content: bytes) -> None:
         """Send a message. If nobody reads any more, nothing is sent: whoever reads notices that.
 
         Raises:
@@ -464,7 +448,7 @@ class _Link:
                     "TMPDIR to another disk."
                 ) from error
             content = os.fsencode(path)
-        message = _HEADER.pack(len(content), number, version, in_file) + content
+        message = _HEADER.pack(len(content), number, in_file) + content
         if self._transport is None:
             self._unsent += message
         elif not self._transport.is_closing():
@@ -482,8 +466,8 @@ class _Link:
             with suppress(asyncio.IncompleteReadError, OSError):
                 while True:
                     header = await reader.readexactly(_HEADER.size)
-                    length, number, version, in_file = _HEADER.unpack(header)
-                    yield _Message(number, version, await reader.readexactly(length), in_file)
+                    length, number, in_file = _HEADER.unpack(header)
+                    yield _Message(number, await reader.readexactly(length), in_file)
         finally:
             # What could not be sent by now is wanted by nobody.
             self._transport.abort()
@@ -505,11 +489,11 @@ class _Link:
 # --- the scheduler's process ---------------------------------------------------------------------
 
 
-def _main(end: socket.socket, folder: str, trainer: int, *, order: _Order) -> None:
+def _main(end: socket.socket, folder: str, trainer: int) -> None:
     """What the scheduler's process runs, until the trainer's process hangs up or has ended."""
     # Ctrl-C reaches both processes. The trainer's decides what becomes of its call.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    asyncio.run(_Served(_Link(end, Path(folder)), order).run(trainer))
+    asyncio.run(_Served(_Link(end, Path(folder))).run(trainer))
 
 
 def _end_with(trainer: int, loop: asyncio.AbstractEventLoop, link: _Link) -> None:
@@ -538,34 +522,28 @@ def _end_with(trainer: int, loop: asyncio.AbstractEventLoop, link: _Link) -> Non
 class _Served(Served):
     """Answers the calls of the trainer's process."""
 
-    def __init__(self, link: _Link, order: _Order) -> None:
+    def __init__(self, link: _Link) -> None:
         super().__init__()
         self._link = link
-        self._order = order
         self._queues: dict[int, PromptQueue] = {}
 
     async def run(self, trainer: int) -> None:
         loop = asyncio.get_running_loop()
         watch = (trainer, loop, self._link)
         threading.Thread(target=_end_with, args=watch, name="aprilsched-end", daemon=True).start()
-        self._answer(_OPENING, self._begin(_OPENING, self._open()))
         async for message in self._link.received():
             self._handle(message.number, message)
         await self.close()
         # A trainer that was killed has left the folder.
         self._link.close()
 
-    async def _open(self) -> None:
-        order = self._order
-        made: Any = order.make(
-            *(self._replaced(each) for each in order.arguments),
-            **{name: self._replaced(each) for name, each in order.named.items()},
-        )
-        if not isinstance(made, AsyncRolloutScheduler):
-            raise ConfigError(
-                f"the scheduler's function returned a {type(made).__name__}; return an "
-                "aprilsched.RolloutScheduler."
+    async def open(self, order: _Order) -> None:
+        made = checked_scheduler(
+            order.make(
+                *(self._replaced(each) for each in order.arguments),
+                **{name: self._replaced(each) for name, each in order.named.items()},
             )
+        )
         if order.restored is not None:
             made.restore(order.restored)
         await made.__aenter__()
@@ -580,37 +558,33 @@ class _Served(Served):
         try:
             name, arguments, named = message.read()
         except Exception as error:
-            self._reply(number, None, unsendable("an argument", error))
+            refused = unsendable("an argument", error)
+            self._reply(number, Answer(version=self.version, raised=Raised.of(refused)))
+            return
+        if number == _NO_ANSWER:
+            getattr(self, name)(*arguments)
             return
         if name == "withdraw":
-            self.withdraw(*arguments)
-            self._reply(number, None, None)
-        elif number == _NO_ANSWER:
-            getattr(self, name)(*arguments)
-        else:
-            self._answer(number, self.begin(number, name, arguments, named))
+            # At once: what is told next, that a batch has not arrived, is said of this call.
+            self.cancel(*arguments)
+            self._reply(number, Answer(version=self.version))
+            return
+        call = self.begin(number, name, arguments, named)
+        call.add_done_callback(lambda _: self._reply(number, self.outcome(call)))
 
-    def _answer(self, number: int, call: asyncio.Task[Any]) -> None:
-        call.add_done_callback(partial(self._end, number))
-
-    def _end(self, number: int, task: asyncio.Task[Any]) -> None:
-        error = asyncio.CancelledError() if task.cancelled() else task.exception()
-        self._reply(number, None if error else task.result(), error)
-
-    def _reply(self, number: int, result: object, error: BaseException | None) -> None:
-        version = self.version
-        raised = None if error is None else Raised.of(error, tell_where=True)
+    def _reply(self, number: int, answer: Answer) -> None:
         try:
             try:
-                content = pickle.dumps((result, raised))
+                content = pickle.dumps(answer)
             except BaseException as trouble:
                 raise ConfigError(
                     f"what the scheduler returned cannot be sent to the trainer's process "
                     f"({said(trouble)}); give prompts only metadata that pickle can take."
                 ) from trouble
-            self._link.send(number, version, content)
+            self._link.send(number, content)
         except ConfigError as refused:
-            self._link.send(number, version, pickle.dumps((None, Raised.of(refused))))
+            raised = Raised.of(refused)
+            self._link.send(number, pickle.dumps(replace(answer, result=None, raised=raised)))
 
     # --- what it is told, without an answer ----------------------------------------------------
 

@@ -1,12 +1,17 @@
-"""A scheduler that runs in another process than the trainer: what both sides have, whatever
-connects them.
+"""A scheduler, or a shard, that runs in another process: what both sides have, whatever connects
+them.
 
-:class:`RemoteScheduler` is the trainer's side. It has the methods of the asyncio scheduler, and
-makes a call or tells something without an answer. :class:`Served` is the scheduler's side, which
-answers. :mod:`aprilsched.process` connects them by a pipe, and :mod:`aprilsched.ray` by an actor.
+A :class:`Caller` waits for the answers of an :class:`Answering` side. :class:`RemoteScheduler` is
+the trainer's side of a scheduler. It has the methods of the asyncio scheduler, and makes a call or
+tells something without an answer. :class:`Served` is the scheduler's side. They are connected by a
+pipe in :mod:`aprilsched.process`, and by an actor in :mod:`aprilsched.ray`.
 
-Invariant: a batch counts as delivered only when the trainer's call returns it. Until the trainer's
-side says that it was taken, it is on its way, and is offered again if it does not arrive.
+Invariants:
+
+- A call that is cancelled is withdrawn on the other side, and its end is waited for, as long as
+  that side answers at all.
+- A batch counts as delivered only when the trainer's call returns it. Until the trainer's side says
+  that it was taken, it is on its way, and is offered again if it does not arrive.
 """
 
 from __future__ import annotations
@@ -15,13 +20,21 @@ import asyncio
 import logging
 import pickle
 import traceback
-from abc import abstractmethod
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import (
+    AsyncGenerator,
+    Callable,
+    Coroutine,
+    Hashable,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 from aprilsched import blocking
 from aprilsched.coordinator import BiasNow, RefitReport
@@ -42,6 +55,8 @@ from aprilsched.weights.external import ExternalWeights, Handshake
 from aprilsched.weights.publisher import AdapterPublisher, ConcludingPublisher, WeightPublisher
 
 log = logging.getLogger("aprilsched")
+
+T = TypeVar("T")
 
 SILENT_S = 5.0
 """Seconds after which a side that has not answered an empty call counts as standing still."""
@@ -175,10 +190,44 @@ class LastingPublisher(Protocol):
     async def aclose(self) -> None: ...
 
 
-# --- the trainer's side --------------------------------------------------------------------------
+# --- the side that calls -------------------------------------------------------------------------
 
 
-class RemoteScheduler(FleetScheduler):
+class Caller(ABC):
+    """Waits for the answers of another process; a subclass says what connects the two."""
+
+    @abstractmethod
+    async def _withdraw(self, number: Hashable) -> None:
+        """Cancel a call over there, if it has not ended; returns when that has arrived."""
+
+    async def _answer(self, number: Hashable, future: asyncio.Future[T]) -> T:
+        """The answer of a call. If the wait for it is cancelled, the call is withdrawn, and its end
+        is waited for, because it may still take effect."""
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            await self._ended(future, withdrawing=number)
+            future.add_done_callback(retrieved)
+            raise
+
+    async def _ended(
+        self,
+        future: asyncio.Future[Any],
+        *,
+        withdrawing: Hashable = _NO_CALL,
+        within: float | None = None,
+    ) -> None:
+        """Wait until a call has ended, for at most `within` seconds, or until the other side has
+        not answered for :data:`SILENT_S`: user code blocks its loop, or the process was stopped."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within):
+                while not future.done():
+                    async with asyncio.timeout(SILENT_S):
+                        await self._withdraw(withdrawing)
+                    await asyncio.wait([future], timeout=_LOOK_S)
+
+
+class RemoteScheduler(Caller, FleetScheduler):
     """The scheduler as the trainer's side has it; its methods are those of
     :class:`aprilsched.RolloutScheduler`, which describes them."""
 
@@ -206,36 +255,6 @@ class RemoteScheduler(FleetScheduler):
     @abstractmethod
     def tell(self, name: str, *arguments: object) -> None:
         """Call a method of :class:`Served` that has no answer."""
-
-    @abstractmethod
-    async def _withdraw(self, number: int) -> None:
-        """Cancel a call over there, if it has not ended; returns when that has arrived."""
-
-    async def _answer(self, number: int, future: asyncio.Future[Any]) -> Any:
-        """The answer of a call. If the wait for it is cancelled, the call is withdrawn, and its end
-        is waited for, because it may still take effect."""
-        try:
-            return await asyncio.shield(future)
-        except asyncio.CancelledError:
-            await self._ended(future, withdrawing=number)
-            future.add_done_callback(retrieved)
-            raise
-
-    async def _ended(
-        self,
-        future: asyncio.Future[Any],
-        *,
-        withdrawing: int = _NO_CALL,
-        within: float | None = None,
-    ) -> None:
-        """Wait until a call has ended, for at most `within` seconds, or until the other side has
-        not answered for :data:`SILENT_S`: user code blocks its loop, or the process was stopped."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(within):
-                while not future.done():
-                    async with asyncio.timeout(SILENT_S):
-                        await self._withdraw(withdrawing)
-                    await asyncio.wait([future], timeout=_LOOK_S)
 
     async def _end_updates(self) -> None:
         """End the updates of this side, and close the engines of its publishers."""
@@ -388,11 +407,6 @@ class BlockingRemote(blocking.RolloutScheduler):
         self._use_fleet(remote)
 
     @property
-    def version(self) -> int:
-        """The trainer's policy version, as of the last answer of the scheduler."""
-        return self._remote.version
-
-    @property
     def state(self) -> SchedulerState:
         """A copy of the scheduler's state."""
         return self._wait(lambda: self._remote.call("state"))
@@ -409,6 +423,20 @@ def unsendable(what: str, error: Exception) -> ConfigError:
         "classes of a module, and a publisher that needs the trainer's memory as "
         "FromTrainer(publisher, fleet)."
     )
+
+
+def checked_scheduler(made: object) -> AsyncRolloutScheduler:
+    """What the user's function has made.
+
+    Raises:
+        ConfigError: if that is no scheduler.
+    """
+    if not isinstance(made, AsyncRolloutScheduler):
+        raise ConfigError(
+            f"the scheduler's function returned a {type(made).__name__}; return an "
+            "aprilsched.RolloutScheduler."
+        )
+    return made
 
 
 def absolute(path: Path | str) -> Path:
@@ -491,16 +519,90 @@ def retrieved(future: asyncio.Future[Any]) -> None:
         future.exception()
 
 
-# --- the scheduler's side ------------------------------------------------------------------------
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a call returned or raised, and the version of the scheduler then."""
+
+    version: int = 0
+    result: Any = None
+    raised: Raised | None = None
+
+    def get(self) -> Any:
+        """The result.
+
+        Raises:
+            BaseException: what the call raised.
+        """
+        if self.raised is not None:
+            raise self.raised.again()
+        return self.result
 
 
-class Served:
-    """Answers the calls of the trainer's side, on the event loop of the scheduler."""
+# --- the side that answers -----------------------------------------------------------------------
+
+
+class Answering:
+    """Answers the calls of another process, on the event loop of what is called."""
 
     def __init__(self) -> None:
+        self._calls: dict[Hashable, asyncio.Task[Any]] = {}
+
+    @property
+    def version(self) -> int:
+        """The trainer's policy version; 0 for what has none."""
+        return 0
+
+    def _method(self, name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
+        """What is called by this name."""
+        return getattr(self, name)
+
+    def begin(
+        self, number: Hashable, name: str, arguments: Sequence[object], named: Mapping[str, object]
+    ) -> asyncio.Task[Any]:
+        """Begin a call."""
+        call = self._call(name, arguments, named)
+        task = self._calls[number] = asyncio.get_running_loop().create_task(call)
+        # A task that is cancelled before it begins runs nothing of its coroutine.
+        task.add_done_callback(lambda _: self._calls.pop(number, None))
+        return task
+
+    async def _call(
+        self, name: str, arguments: Sequence[object], named: Mapping[str, object]
+    ) -> Any:
+        return await self._method(name)(*arguments, **named)
+
+    async def answer(
+        self, number: Any, name: str, arguments: Sequence[object], named: Mapping[str, object]
+    ) -> Answer:
+        """Make a call, and say how it has ended."""
+        call = self.begin(number, name, arguments, named)
+        await asyncio.wait([call])
+        return self.outcome(call)
+
+    def outcome(self, call: asyncio.Task[Any]) -> Answer:
+        """How a call has ended."""
+        error = asyncio.CancelledError() if call.cancelled() else call.exception()
+        if error is None:
+            return Answer(version=self.version, result=call.result())
+        return Answer(version=self.version, raised=Raised.of(error, tell_where=True))
+
+    def cancel(self, number: Hashable) -> None:
+        """Cancel a call, if it has not ended."""
+        if number in self._calls:
+            self._calls[number].cancel()
+
+    async def withdraw(self, number: Hashable) -> None:
+        """What the side that calls asks for: see :meth:`cancel`."""
+        self.cancel(number)
+
+
+class Served(Answering):
+    """Answers the calls of the trainer's side of a scheduler."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self.scheduler: AsyncRolloutScheduler | None = None
         """The scheduler whose calls these are; None before it is open."""
-        self._calls: dict[int, asyncio.Task[Any]] = {}
         self._on_its_way: Batch | None = None
         """The batch, or the part of one, that the trainer's side was sent and has not taken."""
         self._blocks: list[AbstractAsyncContextManager[Any]] = []
@@ -509,31 +611,10 @@ class Served:
 
     @property
     def version(self) -> int:
-        """The trainer's policy version."""
         return 0 if self.scheduler is None else self.scheduler.version
 
-    def begin(
-        self, number: int, name: str, arguments: Sequence[object], named: Mapping[str, object]
-    ) -> asyncio.Task[Any]:
-        """Begin a call of a method with this name, of this class or else of the scheduler."""
-        return self._begin(number, self._call(name, arguments, named))
-
-    async def _call(
-        self, name: str, arguments: Sequence[object], named: Mapping[str, object]
-    ) -> Any:
-        method = getattr(self, name, None) or getattr(self._opened, name)
-        return await method(*arguments, **named)
-
-    def withdraw(self, number: int) -> None:
-        """Cancel a call, if it has not ended."""
-        if number in self._calls:
-            self._calls[number].cancel()
-
-    def _begin(self, number: int, call: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        task = self._calls[number] = asyncio.get_running_loop().create_task(call)
-        # A task that is cancelled before it begins runs nothing of its coroutine.
-        task.add_done_callback(lambda _: self._calls.pop(number, None))
-        return task
+    def _method(self, name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
+        return getattr(self, name, None) or getattr(self._opened, name)
 
     async def close(self) -> None:
         """Close the scheduler, which ends every call, or stop opening it."""

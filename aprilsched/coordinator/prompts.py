@@ -165,6 +165,20 @@ def checked(prompt: object, group_size: int, refill: Refill | None = None) -> Pr
     return prompt
 
 
+def checked_evaluation(prompts: Iterable[object], group_size: int) -> tuple[Prompt, ...]:
+    """The prompts of an evaluation with `group_size` responses to each that has no size of its own.
+
+    Raises:
+        ConfigError: if there is no prompt, if one cannot be used, or if `group_size` is 0.
+    """
+    if group_size < 1:
+        raise ConfigError(f"group_size is {group_size}; give 1 or more.")
+    chosen = tuple(checked(prompt, group_size) for prompt in prompts)
+    if not chosen:
+        raise ConfigError("evaluate() got no prompts; give at least one.")
+    return chosen
+
+
 # --- prompt queue --------------------------------------------------------------------------------
 
 # A source of prompts for trainers that push them, for example those of one step at a time.

@@ -6,13 +6,14 @@ import asyncio
 import uuid
 from collections.abc import AsyncIterable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from pathlib import Path
 from typing import Literal, Self, cast
 
 from aprilsched.coordinator.episodes import Episode
 from aprilsched.coordinator.live_bias import BiasNow
 from aprilsched.coordinator.logprob_comparison import compared
-from aprilsched.coordinator.prompts import PromptSource, checked
+from aprilsched.coordinator.prompts import PromptSource, checked_evaluation
 from aprilsched.coordinator.protocol import FleetScheduler, waited
 from aprilsched.coordinator.refits import RefitReport
 from aprilsched.coordinator.session import Session
@@ -159,29 +160,14 @@ class RolloutScheduler(FleetScheduler):
 
     async def offered(self, within: float | None = None, *, streamed: bool = False) -> Batch:
         self._check_open()
-        batch = await waited(self._next_offer(streamed=streamed), within)
+        request = partial(self._feed, ev.BatchRequested(streamed=streamed))
+        batch = await waited(self._waits.next_offer(request, self._gave_up), within)
         self._session.begin_hand_over()
         return batch
 
-    async def _next_offer(self, *, streamed: bool) -> Batch:
-        if self._waits.batch_awaited:
-            raise ConfigError(
-                "another next_batch() call is waiting already; await it before the next call."
-            )
-        future = self._waits.for_batch()
-        self._feed(ev.BatchRequested(streamed=streamed))
-        try:
-            while self._waits.offer is None:
-                await future
-                if self._waits.offer is None:
-                    # An update came between the offer and this line, so the offer was withdrawn.
-                    future = self._waits.for_batch()
-        except asyncio.CancelledError:
+    def _gave_up(self, error: BaseException) -> None:
+        if isinstance(error, asyncio.CancelledError):
             self._feed(ev.BatchWithdrawn())
-            raise
-        finally:
-            self._waits.end_batch_wait()
-        return self._waits.offer
 
     def take(self) -> None:
         batch, self._waits.offer = self._waits.offer, None
@@ -208,11 +194,7 @@ class RolloutScheduler(FleetScheduler):
             ConfigError: if there is no prompt, if one cannot be used, or if `group_size` is 0.
         """
         self._check_open()
-        if group_size < 1:
-            raise ConfigError(f"group_size is {group_size}; give 1 or more.")
-        chosen = tuple(checked(prompt, group_size) for prompt in prompts)
-        if not chosen:
-            raise ConfigError("evaluate() got no prompts; give at least one.")
+        chosen = checked_evaluation(prompts, group_size)
         self._evaluations += 1
         number = self._evaluations
         future = self._waits.for_evaluation(number)
@@ -287,6 +269,10 @@ class RolloutScheduler(FleetScheduler):
         """Say, before the scheduler is opened, that an update may have ended halfway: no engine is
         used before the next update."""
         self._session.weights_unknown = True
+
+    def hold(self, *, held: bool) -> None:
+        """Pause the engines with the requests inside them, or let them generate again."""
+        self._feed(ev.HoldRequested() if held else ev.HoldEnded())
 
     async def checkpoint(self, path: Path | str, *, acknowledge: bool = True) -> None:
         """Write the scheduler's state to one file, for the trainer's own checkpoint.

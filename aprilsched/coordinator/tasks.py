@@ -19,7 +19,7 @@ from aprilsched.core.messages.commands import DeliverEvaluation
 from aprilsched.core.messages.events import Event
 from aprilsched.core.messages.facts import SleepBegun, SleepEnded, UpdateFinished
 from aprilsched.engines.base import Engine
-from aprilsched.errors import InvariantViolation
+from aprilsched.errors import ConfigError, InvariantViolation
 from aprilsched.types import Batch
 
 TaskKey: TypeAlias = str | tuple[Any, ...]
@@ -201,22 +201,38 @@ class Waits:
     def batch_requested(self) -> bool:
         return self._batch is not None and not self._batch.done()
 
-    @property
-    def batch_awaited(self) -> bool:
-        """Whether a call waits for a batch, or was shown one and has not woken up yet: another
-        call that took the offer in between got the same batch."""
-        return self._batch is not None
+    async def next_offer(
+        self, request: Callable[[], None], gave_up: Callable[[BaseException], None]
+    ) -> Batch:
+        """Wait until a batch is offered. One call waits at a time: another one that took the offer
+        in between got the same batch.
 
-    def for_batch(self) -> asyncio.Future[None]:
-        """A future that is done when a batch is offered."""
-        self._batch = self._check().create_future()
-        return self._batch
+        Args:
+            request: asks for the batch.
+            gave_up: is told what has ended the wait without a batch.
 
-    def end_batch_wait(self) -> None:
-        """The call that waited for a batch has ended."""
+        Raises:
+            ConfigError: if another call is waiting.
+        """
         if self._batch is not None:
-            self._batch.cancel()
+            raise ConfigError(
+                "another next_batch() call is waiting already; await it before the next call."
+            )
+        self._batch = future = self._check().create_future()
+        request()
+        try:
+            while self.offer is None:
+                await future
+                if self.offer is None:
+                    # An update came between the offer and this line, so the offer was withdrawn.
+                    self._batch = future = self._check().create_future()
+        except BaseException as error:
+            gave_up(error)
+            raise
+        finally:
+            future.cancel()
             self._batch = None
+        return self.offer
 
     def for_update(self) -> asyncio.Future[UpdateFinished]:
         self._update = self._check().create_future()

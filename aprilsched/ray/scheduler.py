@@ -36,21 +36,13 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import time
 import uuid
-from collections.abc import (
-    AsyncGenerator,
-    Awaitable,
-    Callable,
-    Coroutine,
-    Generator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeAlias, TypeVar
 
@@ -65,15 +57,16 @@ from aprilsched.errors import (
     SchedulerClosed,
     StoreError,
 )
-from aprilsched.loop_thread import LoopThread
-from aprilsched.ray.library import exceptions, named, ray
+from aprilsched.ray.library import ActorAway, ActorCaller, LoopActor, exceptions, named, ray
 from aprilsched.remote import (
+    Answer,
     BlockingRemote,
     FromTrainer,
     Raised,
     RemoteScheduler,
     Served,
     absolute,
+    checked_scheduler,
     unsendable,
 )
 from aprilsched.types import Batch
@@ -130,7 +123,7 @@ def start_scheduler(
     options = {"num_cpus": 1, "max_restarts": -1, **options, "name": name, "namespace": namespace}
     order = _Order(name=name, make=make, restored=None if restore is None else absolute(restore))
     try:
-        _started[namespace, name] = ray.remote(_SchedulerActor).options(**options).remote(order)
+        _started[namespace, name] = ray.remote(LoopActor).options(**options).remote(_Life, order)
     except ValueError as error:
         if named(name, namespace) is None:
             raise
@@ -153,7 +146,7 @@ def stop_scheduler(name: str, *, namespace: str | None = None) -> None:
     try:
         # An actor that waits for room in the cluster has nothing to close.
         ray.get(actor.__ray_ready__.remote(), timeout=_READY_S)
-        ray.get(actor.end.remote(), timeout=_END_S)
+        ray.get(actor.do.remote("close"), timeout=_END_S)
     except (exceptions.RayActorError, exceptions.GetTimeoutError) as error:
         log.warning("the scheduler actor %s was not closed: %s", name, type(error).__name__)
     ray.kill(actor)
@@ -168,7 +161,7 @@ nobody has a handle."""
 # --- the trainer's side --------------------------------------------------------------------------
 
 
-class ActorScheduler(RemoteScheduler):
+class ActorScheduler(ActorCaller, RemoteScheduler):
     """The scheduler of an actor, with the methods of :class:`aprilsched.RolloutScheduler`.
 
     ::
@@ -205,14 +198,12 @@ class ActorScheduler(RemoteScheduler):
         self._namespace = namespace
         self._wait_s = wait_s
         self._trainer = _Trainer(since=time.time_ns(), number=uuid.uuid4().hex)
-        self._actor: Any = None
         self._life: str | None = None
         """The life of the actor that this side is attached to; None if it must attach."""
         self._opened = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._failure: Exception | None = None
         """Why no call can be answered any more."""
-        self._numbers = itertools.count()
         self._held: dict[int, bool] = {}
         """Batches that the trainer has, and whether it has acknowledged each. Those that the
         scheduler has said to be acknowledged are forgotten."""
@@ -253,7 +244,7 @@ class ActorScheduler(RemoteScheduler):
             with suppress(exceptions.RayError, TimeoutError):
                 async with asyncio.timeout(_DETACH_S):
                     await self._told()
-                    await self._actor.detach.remote(self._trainer)
+                    await self._actor.do.remote("detach", self._trainer)
         self._life = None
         self._failure = self._failure or SchedulerClosed(
             "use the scheduler inside its `async with` block."
@@ -285,7 +276,8 @@ class ActorScheduler(RemoteScheduler):
                 async with asyncio.timeout_at(until):
                     self._actor = await asyncio.to_thread(named, self.name, self._namespace)
                     if self._actor is not None:
-                        answer: _Answer = await self._actor.attach.remote(
+                        answer: _Answer = await self._actor.do.remote(
+                            "attach",
                             self._trainer,
                             dict(self._held),
                             (self._streamed_of, frozenset(self._streamed)),
@@ -334,7 +326,7 @@ class ActorScheduler(RemoteScheduler):
             life = self._life
             if life is not None:
                 with suppress(exceptions.RayError):
-                    if await self._actor.stay.remote(self._trainer, life):
+                    if await self._actor.do.remote("stay", self._trainer, life):
                         return  # another trainer has attached
             try:
                 await self._attach(life)
@@ -348,62 +340,45 @@ class ActorScheduler(RemoteScheduler):
     # --- calls ---------------------------------------------------------------------------------
 
     async def call(self, name: str, *arguments: object, **named: object) -> Any:
+        call = partial(self._call, name, *arguments, **named)
+        return await (call() if name in _ONCE else self._repeated(call))
+
+    async def _repeated(self, call: Callable[[], Awaitable[T]]) -> T:
+        """What a call returns, which is made again whenever the actor was away."""
         while True:
             life = self._life
             try:
-                return await self._call(name, arguments, named)
-            except _Away:
-                if name in _ONCE:
-                    raise
+                return await call()
+            except ActorAway:
                 self._check_block()
                 await self._attach(life)
 
-    async def _call(
-        self, name: str, arguments: Sequence[object], named: Mapping[str, object]
-    ) -> Any:
+    async def _call(self, name: str, *arguments: object, **named: object) -> Any:
         """Make a call once.
 
         Raises:
-            _Away: if the actor has died meanwhile, or is not there.
+            ActorAway: if the actor has died meanwhile, or is not there.
         """
         if not self._opened:
             raise SchedulerClosed("use the scheduler inside its `async with` block.")
         if self._failure is not None:
             raise self._failure
         await self._told()
-        life = self._life
+        life, held = self._life, tuple(self._held)
         if life is None:
-            raise _Away
-        number, held = next(self._numbers), tuple(self._held)
-        try:
-            reference = self._actor.answer.remote(
-                self._trainer, life, number, name, arguments, named
-            )
-        except TypeError as error:
-            raise unsendable(f"an argument of {name}()", error) from error
-        future = asyncio.ensure_future(_awaited(reference))
-        try:
-            answer: _Answer = await self._answer(number, future)
-        except (exceptions.RayActorError, exceptions.ObjectLostError) as error:
-            raise _Away from error
-        except exceptions.RayTaskError as error:
-            raise ConfigError(
-                f"what the scheduler returned cannot be sent to the trainer ({error.cause}); give "
-                "prompts only metadata that pickle can take."
-            ) from error
+            raise ActorAway
+        answer: _Answer = await self._asked(self._number(life), name, arguments, named)
         if answer.life != life:
-            raise _Away
+            raise ActorAway
         self._note(answer, held)
-        if answer.raised is not None:
-            error = answer.raised.again()
-            if isinstance(error, _Replaced):
-                self._failure = error
-            raise error
-        return answer.result
+        try:
+            return answer.get()
+        except _Replaced as error:
+            self._failure = error
+            raise
 
-    async def _withdraw(self, number: int) -> None:
-        with suppress(exceptions.RayError):
-            await self._actor.withdraw.remote(self._trainer, number)
+    def _number(self, life: str) -> _Number:
+        return _Number(self._trainer, life, next(self._numbers))
 
     def tell(self, name: str, *arguments: object) -> None:
         before = self._telling
@@ -418,9 +393,7 @@ class ActorScheduler(RemoteScheduler):
         if life is not None:
             # If it does not arrive, the next attachment says the same.
             with suppress(exceptions.RayError):
-                await self._actor.answer.remote(
-                    self._trainer, life, next(self._numbers), name, arguments, {}
-                )
+                await self._actor.do.remote("answer", self._number(life), name, arguments, {})
 
     async def _told(self) -> None:
         """Wait until everything that was told has arrived."""
@@ -430,25 +403,6 @@ class ActorScheduler(RemoteScheduler):
     # --- batches -------------------------------------------------------------------------------
 
     async def offered(self, within: float | None = None, *, streamed: bool = False) -> Batch:
-        loop = asyncio.get_running_loop()
-        until = None if within is None else loop.time() + within
-        while True:
-            life = self._life
-            left = None if until is None else max(0.0, until - loop.time())
-            try:
-                return await self._offered_once(left, streamed=streamed)
-            except _Away:
-                self._check_block()
-                try:
-                    async with asyncio.timeout_at(until):
-                        await self._attach(life)
-                except TimeoutError:
-                    raise TimeoutError(
-                        f"no batch was complete within {within} s, because the scheduler actor is "
-                        "being restarted; the next call continues the wait."
-                    ) from None
-
-    async def _offered_once(self, within: float | None, *, streamed: bool) -> Batch:
         self._part = await super().offered(within, streamed=streamed)
         return self._part
 
@@ -522,10 +476,10 @@ class ActorScheduler(RemoteScheduler):
     async def _update(
         self, publisher: WeightPublisher, version: int, acknowledge: bool
     ) -> RefitReport:
-        named = {"version": version, "acknowledge": acknowledge}
-        return await self._repeated(
-            lambda: self._call("update_weights", (publisher,), named), version
+        call = partial(
+            self._call, "update_weights", publisher, version=version, acknowledge=acknowledge
         )
+        return await self._updated(call, version)
 
     @contextmanager
     def _changing_weights(self) -> Generator[None]:
@@ -548,38 +502,32 @@ class ActorScheduler(RemoteScheduler):
                     self, here, version, acknowledge, begun
                 )
 
-        return await self._repeated(publish, version)
+        return await self._updated(publish, version)
 
-    async def _repeated(
+    async def _updated(
         self,
         update: Callable[[], Awaitable[RefitReport]],
         number: int,
     ) -> RefitReport:
-        """Update, again if the actor was away."""
+        """Update, again if the actor was away, unless it has the version."""
         now = asyncio.get_running_loop().time
-        started = now()
-        while True:
-            life = self._life
-            try:
-                return await update()
-            except _Away:
-                self._check_block()
-                await self._attach(life)
-            # Otherwise the scheduler of a new life trusts no engine before the update is repeated.
-            if self.version == number and not (self._unsure and self._life != life):
+        started, tried = now(), None
+
+        async def update_unless_done() -> RefitReport:
+            nonlocal tried
+            before, tried = tried, self._life
+            # The scheduler of a new life trusts no engine before an unsure update was repeated.
+            new_life = self._unsure and before != tried
+            if before is not None and self.version == number and not new_life:
                 return RefitReport(version=number, quarantined={}, seconds=now() - started)
+            return await update()
+
+        return await self._repeated(update_unless_done)
 
     @asynccontextmanager
     async def _block(self, name: str, **named: object) -> AsyncGenerator[Any]:
         with self._changing_weights():
-            while True:
-                life = self._life
-                try:
-                    entered = await self._call("enter", (name,), named)
-                    break
-                except _Away:
-                    self._check_block()
-                    await self._attach(life)
+            entered = await self._repeated(partial(self._call, "enter", name, **named))
             with self._loading:
                 self._block_open = name
                 try:
@@ -593,8 +541,8 @@ class ActorScheduler(RemoteScheduler):
     async def _leave(self, name: str, raised: Raised | None) -> None:
         self._block_open = None
         try:
-            await self._call("leave", (raised,), {})
-        except _Away:
+            await self._call("leave", raised)
+        except ActorAway:
             if name == "asleep":
                 self._failure = SchedulerClosed(
                     f"the scheduler actor {self.name!r} died while the engines were asleep, and "
@@ -640,10 +588,6 @@ class _Count:
         await self._none.wait()
 
 
-async def _awaited(reference: Any) -> Any:
-    return await reference
-
-
 class RolloutScheduler(BlockingRemote):
     """The scheduler of an actor for a trainer that is not asyncio code: the methods of
     :class:`aprilsched.blocking.RolloutScheduler`, over an :class:`ActorScheduler`, which describes
@@ -665,10 +609,6 @@ _SAVED = frozenset({"end_update", "update_weights"})
 """Calls that return once the store knows which batches are acknowledged."""
 
 
-class _Away(Exception):
-    """The actor has died since the call was made, or is not there."""
-
-
 class _Replaced(SchedulerClosed):
     """Another trainer has attached to the scheduler."""
 
@@ -685,6 +625,15 @@ class _Trainer:
     number: str
 
 
+@dataclass(frozen=True)
+class _Number:
+    """The number of a call, which it has in one life of the actor."""
+
+    trainer: _Trainer
+    life: str
+    count: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Order:
     """What every life of the actor begins with."""
@@ -695,14 +644,11 @@ class _Order:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Answer:
-    """What a call returned or raised."""
+class _Answer(Answer):
+    """What a call returned or raised in one life of the actor."""
 
     life: str
     restarted: bool
-    version: int
-    result: Any = None
-    raised: Raised | None = None
     unacknowledged: tuple[int, ...] | None = None
     """Batches that the scheduler, and its store, would deliver again; None if this was not
     asked."""
@@ -711,56 +657,13 @@ class _Answer:
 # --- the actor -----------------------------------------------------------------------------------
 
 
-class _SchedulerActor:
-    """The actor: it passes calls on to the scheduler, whose event loop has a thread of its own.
-
-    So user code that blocks the scheduler's loop does not keep the actor from answering Ray.
-    """
-
-    def __init__(self, order: _Order) -> None:
-        restarted = bool(ray.get_runtime_context().was_current_actor_reconstructed)
-        self._thread = LoopThread("aprilsched-loop")
-        self._life = _Life(order, restarted=restarted)
-
-    async def attach(
-        self, trainer: _Trainer, held: Mapping[int, bool], streamed: _Streamed, *, unsure: bool
-    ) -> _Answer:
-        return await self._on_loop(self._life.attach(trainer, held, streamed, unsure=unsure))
-
-    async def answer(
-        self,
-        trainer: _Trainer,
-        life: str,
-        number: int,
-        name: str,
-        arguments: Sequence[object],
-        named: Mapping[str, object],
-    ) -> _Answer:
-        return await self._on_loop(self._life.answer(trainer, life, number, name, arguments, named))
-
-    async def withdraw(self, trainer: _Trainer, number: int) -> None:
-        await self._on_loop(self._life.withdraw_of(trainer, number))
-
-    async def stay(self, trainer: _Trainer, life: str) -> bool:
-        return await self._on_loop(self._life.stay(trainer, life))
-
-    async def detach(self, trainer: _Trainer) -> None:
-        await self._on_loop(self._life.detach(trainer))
-
-    async def end(self) -> None:
-        await self._on_loop(self._life.close())
-
-    async def _on_loop(self, work: Coroutine[Any, Any, T]) -> T:
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._thread.loop))
-
-
 class _Life(Served):
     """The scheduler of one life of the actor."""
 
-    def __init__(self, order: _Order, *, restarted: bool) -> None:
+    def __init__(self, order: _Order) -> None:
         super().__init__()
         self._order = order
-        self._restarted = restarted
+        self._restarted = bool(ray.get_runtime_context().was_current_actor_reconstructed)
         self._name = uuid.uuid4().hex
         self._trainer: _Trainer | None = None
         self._attaching = asyncio.Lock()
@@ -840,12 +743,7 @@ class _Life(Served):
 
     async def _open(self, held: Mapping[int, bool], streamed: _Streamed, *, unsure: bool) -> None:
         order = self._order
-        made: Any = order.make()
-        if not isinstance(made, AsyncRolloutScheduler):
-            raise ConfigError(
-                f"the scheduler's function returned a {type(made).__name__}; return an "
-                "aprilsched.RolloutScheduler."
-            )
+        made = checked_scheduler(order.make())
         if made.restores:
             raise ConfigError(
                 "the scheduler's function restores a checkpoint, and would do so again after each "
@@ -883,41 +781,31 @@ class _Life(Served):
     # --- calls ---------------------------------------------------------------------------------
 
     async def answer(
-        self,
-        trainer: _Trainer,
-        life: str,
-        number: int,
-        name: str,
-        arguments: Sequence[object],
-        named: Mapping[str, object],
+        self, number: _Number, name: str, arguments: Sequence[object], named: Mapping[str, object]
     ) -> _Answer:
         """Answer a call of the trainer that is attached."""
-        if life != self._name:
+        if number.life != self._name:
             return self._said()
-        if trainer != self._trainer:
+        if number.trainer != self._trainer:
             return self._said(raised=Raised.of(self._another()))
         if name in _TOLD:
             getattr(self, name)(*arguments)
             return self._said()
         call = self.begin(number, name, arguments, named)
         await asyncio.wait([call])
-        error = asyncio.CancelledError() if call.cancelled() else call.exception()
         if call.cancelled():
             # Calls are cancelled while another trainer takes this one's place, and the trainer is
             # told that, not that it has cancelled something.
             async with self._attaching:
-                if self._trainer is not None and trainer < self._trainer:
-                    error = self._another()
-        if error is not None:
-            return self._said(raised=Raised.of(error, tell_where=True))
+                if self._trainer is not None and number.trainer < self._trainer:
+                    return self._said(raised=Raised.of(self._another()))
+        answer = self.outcome(call)
+        saved = name in _SAVED and answer.raised is None
         return self._said(
-            result=call.result(),
-            unacknowledged=self._unacknowledged() if name in _SAVED else None,
+            result=answer.result,
+            raised=answer.raised,
+            unacknowledged=self._unacknowledged() if saved else None,
         )
-
-    async def withdraw_of(self, trainer: _Trainer, number: int) -> None:
-        if trainer == self._trainer:
-            self.withdraw(number)
 
     def _unacknowledged(self) -> tuple[int, ...]:
         return tuple(self._opened.state.delivery.unacknowledged)

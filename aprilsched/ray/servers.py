@@ -31,24 +31,21 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import aiohttp
 
 from aprilsched.engines.http import HttpLimits
 from aprilsched.engines.sglang.fleet import SGLangListedFleet
 from aprilsched.errors import AprilschedError, ConfigError, EngineUnreachable
-from aprilsched.loop_thread import LoopThread
-from aprilsched.ray.library import exceptions, named, ray
+from aprilsched.ray.library import LoopActor, exceptions, named, ray
 
 log = logging.getLogger("aprilsched")
-
-T = TypeVar("T")
 
 _LOOPBACK = "127.0.0.1"
 _LAUNCH = (sys.executable, "-m", "sglang.launch_server")
@@ -225,7 +222,7 @@ class SGLangServers:
 
     def wait_ready(self) -> None:
         """Wait until every server has answered."""
-        waiting = {actors[0].ready.remote(): name for actors, name in self._named_actors()}
+        waiting = {actors[0].do.remote("ready"): name for actors, name in self._named_actors()}
         while waiting:
             (done,), _ = ray.wait(list(waiting), num_returns=1)
             name = waiting.pop(done)
@@ -240,13 +237,13 @@ class SGLangServers:
     def logs(self) -> dict[str, tuple[str, ...]]:
         """Where the present output of each server is, as "node:path" for each of its nodes."""
         return {
-            name: tuple(ray.get([actor.where.remote() for actor in actors]))
+            name: tuple(ray.get([actor.do.remote("where") for actor in actors]))
             for actors, name in self._named_actors()
         }
 
     def close(self) -> None:
         """End the servers and their actors."""
-        heads = [actors[0].end.remote() for actors in self._actors]
+        heads = [actors[0].do.remote("end") for actors in self._actors]
         if heads:
             # An actor that is just being restarted has no process.
             ray.wait(heads, num_returns=len(heads), timeout=2 * _TERM_S)
@@ -313,9 +310,13 @@ class SGLangServers:
                     placement_group=group, placement_group_bundle_index=rank
                 ),
             }
-            actor = ray.remote(_ServerActor).options(**options)
             try:
-                return actor.remote(self._plan, name, rank, followers)
+                if rank == 0:
+                    head = ray.remote(_HeadActor).options(**options)
+                    return head.remote(self._plan, name, followers)
+                return (
+                    ray.remote(LoopActor).options(**options).remote(_Node, self._plan, name, rank)
+                )
             except ValueError as error:
                 raise ConfigError(
                     f"the actor {options['name']!r} cannot be started ({error})"
@@ -352,177 +353,8 @@ class _Plan:
     ready_s: float
 
 
-class _ServerActor:
-    """The actor of one node of a server."""
-
-    def __init__(self, plan: _Plan, name: str, rank: int, followers: Sequence[Any]) -> None:
-        self._thread = LoopThread("aprilsched-server")
-        self._node = _Node(plan, name, rank)
-        self._head: _Head | None = None
-        if rank == 0:
-            restarted = bool(ray.get_runtime_context().was_current_actor_reconstructed)
-            self._head = _Head(self._node, followers, restarted=restarted)
-            self._running = asyncio.run_coroutine_threadsafe(self._head.run(), self._thread.loop)
-
-    # --- for everybody -------------------------------------------------------------------------
-
-    async def get_url(self) -> str | None:
-        """Where the server listens; None if it does not run now. It waits for the first start."""
-        error = await self.ready()
-        if error is not None:
-            raise AprilschedError(error)
-        return None if self._head is None else self._head.url
-
-    async def ready(self) -> str | None:
-        """Wait for the first start; returns why it failed, or None."""
-        return None if self._head is None else await self._on_loop(self._head.ready())
-
-    async def where(self) -> str:
-        return await self._on_loop(self._node.where())
-
-    async def end(self) -> None:
-        if self._head is not None:
-            await self._on_loop(self._head.end())
-
-    # --- for the head --------------------------------------------------------------------------
-
-    async def launch(self, meet: str) -> None:
-        await self._on_loop(self._node.start(meet))
-
-    async def ended(self, meet: str) -> str | None:
-        """Why the process that was started for the meeting at `meet` does not run; None if it
-        does."""
-        return await self._on_loop(self._node.ended(meet))
-
-    async def stop(self) -> None:
-        await self._on_loop(self._node.stop())
-
-    async def _on_loop(self, work: Coroutine[Any, Any, T]) -> T:
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._thread.loop))
-
-
 class _Ended(Exception):
     """A server has ended, or does not come up; the message says why."""
-
-
-class _Head:
-    """Starts the processes of a server, again when one of them has ended."""
-
-    def __init__(self, node: _Node, followers: Sequence[Any], *, restarted: bool) -> None:
-        self.url: str | None = None
-        """Where the server listens; None while it does not."""
-        self._node = node
-        self._followers = followers
-        self._known = asyncio.Event()
-        """Whether it is known what became of the first start."""
-        self._restarted = restarted
-        if restarted:
-            # Whoever asks then uses the other servers meanwhile.
-            self._known.set()
-        self._error: str | None = None
-        self._task: asyncio.Task[None] | None = None
-
-    async def ready(self) -> str | None:
-        await self._known.wait()
-        return self._error
-
-    async def run(self) -> None:
-        self._task = asyncio.current_task()
-        shortest, longest = _PAUSES_S
-        pause = shortest
-        for starts in itertools.count():
-            up = self._node.clock()
-            try:
-                cause = await self._serve()
-            except _Ended as error:
-                cause = str(error)
-            except OSError as error:
-                cause = f"cannot be started ({error}); look at its command and at logs="
-            finally:
-                self.url = None
-                await self._stop()
-            if not self._known.is_set():
-                self._error = cause
-                self._known.set()
-                return
-            pause = shortest if self._node.clock() - up > longest else min(2 * pause, longest)
-            log.warning(
-                "server %s is started again in %g s (start %d): %s",
-                self._node.name, pause, starts + 2, cause,
-            )  # fmt: skip
-            await asyncio.sleep(pause)
-
-    async def end(self) -> None:
-        """Stop the server for good."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
-
-    async def _serve(self) -> str:
-        """Start the server, and return when it has ended, with the cause.
-
-        Raises:
-            _Ended: if it does not come up.
-        """
-        meet = await self._start()
-        for _ in range(_BINDS):
-            if await self._comes_up(meet):
-                break
-            await self._stop()
-            meet = await self._start()
-        self.url = self._node.url
-        self._known.set()
-        log.info("server %s listens at %s", self._node.name, self.url)
-        while True:
-            cause = await self._ended(meet)
-            if cause is not None:
-                return cause
-            await asyncio.sleep(4 * _POLL_S)
-
-    async def _start(self) -> str:
-        """Start the process of every node; returns where the ranks meet."""
-        meet = self._node.meeting()
-        try:
-            await asyncio.gather(*(each.launch.remote(meet) for each in self._followers))
-        except exceptions.RayError as error:
-            raise _Ended(f"an actor of another node is away ({_first(error)})") from None
-        await self._node.start(meet)
-        return meet
-
-    async def _comes_up(self, meet: str) -> bool:
-        """Wait until the server answers; returns False if its port was taken meanwhile."""
-        until = self._node.clock() + self._node.plan.ready_s
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30.0)) as session:
-            while self._node.clock() < until:
-                if self._node.cannot_bind():
-                    return False
-                cause = await self._ended(meet)
-                if cause is not None:
-                    raise _Ended(cause)
-                with suppress(aiohttp.ClientError, TimeoutError):
-                    async with session.get(f"{self._node.url}/health") as answer:
-                        if answer.status == 200:
-                            return True
-                await asyncio.sleep(_POLL_S)
-        raise _Ended(
-            f"did not answer within {self._node.plan.ready_s:g} s; {self._node.last_words()}"
-        )
-
-    async def _ended(self, meet: str) -> str | None:
-        """Why a process of the server has ended; None if all of them run."""
-        cause = await self._node.ended(meet)
-        for follower in self._followers:
-            if cause is None:
-                try:
-                    cause = await follower.ended.remote(meet)
-                except exceptions.RayError as error:
-                    cause = f"an actor of another node has died ({_first(error)})"
-        return cause
-
-    async def _stop(self) -> None:
-        await self._node.stop()
-        with suppress(exceptions.RayError):
-            await asyncio.gather(*(each.stop.remote() for each in self._followers))
 
 
 class _Node:
@@ -531,16 +363,13 @@ class _Node:
     def __init__(self, plan: _Plan, name: str, rank: int) -> None:
         self.plan = plan
         self.name = name
-        self.url = ""
         self._rank = rank
         self._process: subprocess.Popen[bytes] | None = None
+        self._address = ""
         self._meet = ""
         self._log: Path | None = None
 
-    def clock(self) -> float:
-        return time.monotonic()
-
-    def meeting(self) -> str:
+    def _meeting(self) -> str:
         """An address of this node at which the ranks of the server can find each other."""
         address = ray.util.get_node_ip_address()
         return f"{address}:{_free_port(address)}"
@@ -564,7 +393,7 @@ class _Node:
         self._log = plan.logs / f"{self.name}-node-{self._rank}-{time.time_ns()}.log"
         self._process = self._spawn(arguments, self._log)
         self._meet = meet
-        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self._address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def _spawn(self, arguments: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
         with open(os.open(log, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as output:
@@ -581,7 +410,7 @@ class _Node:
         if self._process is None or self._meet != meet:
             return "was stopped"
         code = self._process.poll()
-        return None if code is None else f"has ended with exit code {code}; {self.last_words()}"
+        return None if code is None else f"has ended with exit code {code}; {self._last_words()}"
 
     async def stop(self) -> None:
         """End the process and its children, gently first."""
@@ -599,10 +428,10 @@ class _Node:
     async def where(self) -> str:
         return f"{ray.util.get_node_ip_address()}:{self._log}"
 
-    def cannot_bind(self) -> bool:
+    def _cannot_bind(self) -> bool:
         return b"address already in use" in self._tail()
 
-    def last_words(self) -> str:
+    def _last_words(self) -> str:
         """The last lines of the output, without keys, and where the rest is."""
         lines = self._tail().decode(errors="replace").splitlines()[-_TAIL_LINES:]
         text = " | ".join(line.strip() for line in lines if line.strip())
@@ -616,6 +445,143 @@ class _Node:
         with self._log.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
             return file.read()
+
+
+class _Head(_Node):
+    """The first node of a server, which starts the processes of all nodes, again when one of them
+    has ended."""
+
+    def __init__(self, plan: _Plan, name: str, followers: Sequence[Any]) -> None:
+        super().__init__(plan, name, 0)
+        self._url: str | None = None
+        """Where the server listens; None while it does not."""
+        self._followers = followers
+        self._known = asyncio.Event()
+        """Whether it is known what became of the first start."""
+        if ray.get_runtime_context().was_current_actor_reconstructed:
+            # Whoever asks then uses the other servers meanwhile.
+            self._known.set()
+        self._error: str | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def get_url(self) -> str | None:
+        """Where the server listens; None if it does not run now. It waits for the first start."""
+        error = await self.ready()
+        if error is not None:
+            raise AprilschedError(error)
+        return self._url
+
+    async def ready(self) -> str | None:
+        """Wait for the first start; returns why it failed, or None."""
+        await self._known.wait()
+        return self._error
+
+    async def run(self) -> None:
+        self._task = asyncio.current_task()
+        shortest, longest = _PAUSES_S
+        pause = shortest
+        for starts in itertools.count():
+            up = time.monotonic()
+            try:
+                cause = await self._serve()
+            except _Ended as error:
+                cause = str(error)
+            except OSError as error:
+                cause = f"cannot be started ({error}); look at its command and at logs="
+            finally:
+                self._url = None
+                await self._stop_all()
+            if not self._known.is_set():
+                self._error = cause
+                self._known.set()
+                return
+            pause = shortest if time.monotonic() - up > longest else min(2 * pause, longest)
+            log.warning(
+                "server %s is started again in %g s (start %d): %s",
+                self.name, pause, starts + 2, cause,
+            )  # fmt: skip
+            await asyncio.sleep(pause)
+
+    async def end(self) -> None:
+        """Stop the server for good."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    async def _serve(self) -> str:
+        """Start the server, and return when it has ended, with the cause.
+
+        Raises:
+            _Ended: if it does not come up.
+        """
+        meet = await self._start_all()
+        for _ in range(_BINDS):
+            if await self._comes_up(meet):
+                break
+            await self._stop_all()
+            meet = await self._start_all()
+        self._url = self._address
+        self._known.set()
+        log.info("server %s listens at %s", self.name, self._url)
+        while True:
+            cause = await self._any_ended(meet)
+            if cause is not None:
+                return cause
+            await asyncio.sleep(4 * _POLL_S)
+
+    async def _start_all(self) -> str:
+        """Start the process of every node; returns where the ranks meet."""
+        meet = self._meeting()
+        try:
+            await asyncio.gather(*(each.do.remote("start", meet) for each in self._followers))
+        except exceptions.RayError as error:
+            raise _Ended(f"an actor of another node is away ({_first(error)})") from None
+        await self.start(meet)
+        return meet
+
+    async def _comes_up(self, meet: str) -> bool:
+        """Wait until the server answers; returns False if its port was taken meanwhile."""
+        until = time.monotonic() + self.plan.ready_s
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30.0)) as session:
+            while time.monotonic() < until:
+                if self._cannot_bind():
+                    return False
+                cause = await self._any_ended(meet)
+                if cause is not None:
+                    raise _Ended(cause)
+                with suppress(aiohttp.ClientError, TimeoutError):
+                    async with session.get(f"{self._address}/health") as answer:
+                        if answer.status == 200:
+                            return True
+                await asyncio.sleep(_POLL_S)
+        raise _Ended(f"did not answer within {self.plan.ready_s:g} s; {self._last_words()}")
+
+    async def _any_ended(self, meet: str) -> str | None:
+        """Why a process of the server has ended; None if all of them run."""
+        cause = await self.ended(meet)
+        for follower in self._followers:
+            if cause is None:
+                try:
+                    cause = await follower.do.remote("ended", meet)
+                except exceptions.RayError as error:
+                    cause = f"an actor of another node has died ({_first(error)})"
+        return cause
+
+    async def _stop_all(self) -> None:
+        await self.stop()
+        with suppress(exceptions.RayError):
+            await asyncio.gather(*(each.do.remote("stop") for each in self._followers))
+
+
+class _HeadActor(LoopActor):
+    """The actor of the first node, which a fleet asks for the server."""
+
+    def __init__(self, plan: _Plan, name: str, followers: Sequence[Any]) -> None:
+        super().__init__(_Head, plan, name, followers)
+        self._running = asyncio.run_coroutine_threadsafe(self.do("run"), self._thread.loop)
+
+    async def get_url(self) -> str | None:
+        return await self.do("get_url")
 
 
 def _secrets(plan: _Plan) -> list[str]:

@@ -19,8 +19,7 @@ place, on any node that has its resources, and continues from the store.
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -28,23 +27,19 @@ from typing import Any
 from aprilsched.coordinator.refits import RefitReport
 from aprilsched.core.config import SchedulerConfig
 from aprilsched.engines.base import Engine
-from aprilsched.errors import SchedulerClosed
-from aprilsched.loop_thread import LoopThread
-from aprilsched.ray.library import exceptions, ray
-from aprilsched.remote import FromTrainer, Raised, Served, absolute, unsendable
+from aprilsched.ray.library import ActorAway, ActorCaller, LoopActor, exceptions, ray
+from aprilsched.remote import Answer, Answering, FromTrainer, Raised, Served, absolute
 from aprilsched.shards.base import News, Opened, Orders, Part, ShardLost
 from aprilsched.shards.local import LocalShard, ShardParts
 from aprilsched.types import Batch, Prompt
 from aprilsched.weights.disk import DiskPublisher
 from aprilsched.weights.publisher import WeightPublisher
 
-log = logging.getLogger("aprilsched")
-
 _END_S = 60.0
 """Seconds that a shard has to close."""
 
 
-class RayShard:
+class RayShard(ActorCaller):
     """A shard in an actor of its own.
 
     Weights reach its engines from a :class:`~aprilsched.DiskPublisher`, which saves once in this
@@ -62,10 +57,10 @@ class RayShard:
     """
 
     def __init__(self, name: str, parts: Callable[[], ShardParts], **options: Any) -> None:
+        super().__init__()
         self.name = name
         self._parts = parts
         self._options = {"num_cpus": 1, **options, "max_restarts": 0}
-        self._actor: Any = None
 
     # --- lifetime ------------------------------------------------------------------------------
 
@@ -79,18 +74,16 @@ class RayShard:
     ) -> Opened:
         """Start an actor, and begin there."""
         await self.close()
-        try:
-            self._actor = ray.remote(_ShardActor).options(**self._options).remote(self.name)
-            return await self._call(
-                "open",
-                self._parts,
-                config,
-                log=None if log is None else absolute(log),
-                checkpoint=None if checkpoint is None else absolute(checkpoint),
-                suspect=suspect,
-            )
-        except TypeError as error:
-            raise unsendable("the function that makes the parts of a shard", error) from error
+        actor = ray.remote(LoopActor).options(**self._options)
+        self._actor = actor.remote(_ServedShard, self.name)
+        return await self._call(
+            "open",
+            self._parts,
+            config,
+            log=None if log is None else absolute(log),
+            checkpoint=None if checkpoint is None else absolute(checkpoint),
+            suspect=suspect,
+        )
 
     async def close(self) -> None:
         """Close the scheduler, and end the actor."""
@@ -99,7 +92,7 @@ class RayShard:
             return
         with suppress(exceptions.RayError, TimeoutError):
             async with asyncio.timeout(_END_S):
-                await actor.call.remote("close", (), {})
+                await actor.do.remote("close")
         await asyncio.to_thread(ray.kill, actor)
 
     # --- messages ------------------------------------------------------------------------------
@@ -132,10 +125,7 @@ class RayShard:
         if isinstance(original, DiskPublisher):
             # What was saved is a directory for the others; the trainer's model stays here.
             sent = DiskPublisher(absolute(original.path(version)))
-        try:
-            report = await self._call("update", _Prepared(sent), version)
-        except TypeError as error:
-            raise unsendable("the publisher", error) from error
+        report = await self._call("update", _Prepared(sent), version)
         if isinstance(original, DiskPublisher):
             # Of the versions before this one, only those that are kept stay on the disk.
             await original.publish(version, ())
@@ -170,13 +160,10 @@ class RayShard:
         if self._actor is None:
             raise ShardLost(f"{self.name} is not open.")
         try:
-            answer: Any = await self._actor.call.remote(name, arguments, named)
-        except (exceptions.RayActorError, exceptions.ObjectLostError) as error:
-            why = str(error).partition("\n")[0]
-            raise ShardLost(f"the actor of {self.name} has died: {why}") from error
-        if isinstance(answer, Raised):
-            raise answer.again()
-        return answer
+            answer: Answer = await self._asked(next(self._numbers), name, arguments, named)
+        except ActorAway as error:
+            raise ShardLost(f"the actor of {self.name} has died: {error}") from error
+        return answer.get()
 
 
 class _Prepared:
@@ -193,33 +180,24 @@ class _Prepared:
         return await self._publisher.publish(version, engines)
 
 
-class _ShardActor:
-    """The actor. The event loop of its scheduler has a thread of its own, so that user code that
-    blocks it does not keep the actor from answering Ray."""
+class _ServedShard(Answering):
+    """Answers the collector's calls, inside of the actor."""
 
     def __init__(self, name: str) -> None:
+        super().__init__()
         self._name = name
-        self._thread = LoopThread("aprilsched-loop")
         self._shard: _Held | None = None
 
-    async def call(
-        self, name: str, arguments: Sequence[Any], named: dict[str, Any]
-    ) -> object | Raised:
-        work = self._answer(name, arguments, named)
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._thread.loop))
+    def _method(self, name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
+        return self.open if name == "open" else getattr(self._shard, name)
 
-    async def _answer(
-        self, name: str, arguments: Sequence[Any], named: dict[str, Any]
-    ) -> object | Raised:
-        try:
-            if name == "open":
-                parts, *arguments = arguments
-                self._shard = _Held(self._name, parts)
-            if self._shard is None:
-                raise SchedulerClosed("the shard is not open.")
-            return await getattr(self._shard, name)(*arguments, **named)
-        except BaseException as error:
-            return Raised.of(error, tell_where=True)
+    async def open(self, parts: Callable[[], ShardParts], *arguments: Any, **named: Any) -> Opened:
+        self._shard = _Held(self._name, parts)
+        return await self._shard.open(*arguments, **named)
+
+    async def close(self) -> None:
+        if self._shard is not None:
+            await self._shard.close()
 
 
 class _Held(LocalShard):
@@ -231,7 +209,7 @@ class _Held(LocalShard):
 
     async def begin_update(self, version: int) -> tuple[str, ...] | RefitReport:
         """Pause the engines for a publisher of the collector's process; returns their names."""
-        self._serving.scheduler = self.scheduler
+        self._serving.scheduler = self.opened()
         return await self._serving.begin_update(version, acknowledge=False)
 
     async def end_update(self, raised: Raised | None) -> RefitReport:

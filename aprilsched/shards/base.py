@@ -38,7 +38,7 @@ class ShardLost(AprilschedError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Complete:
-    """Groups that are generated to their end and have not been received from their shard.
+    """Groups that are generated to their end; a stop rule reads it.
 
     Attributes:
         groups: their number.
@@ -49,6 +49,16 @@ class Complete:
     groups: int = 0
     samples: int = 0
     tokens: int = 0
+
+    def __len__(self) -> int:
+        return self.groups
+
+    def __add__(self, other: Complete) -> Complete:
+        return Complete(
+            groups=self.groups + other.groups,
+            samples=self.samples + other.samples,
+            tokens=self.tokens + other.tokens,
+        )
 
 
 NOTHING = Complete()

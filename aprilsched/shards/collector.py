@@ -4,7 +4,8 @@ make a batch.
 Like the core, it is told what happened and carries nothing out, so the asyncio shell
 (:mod:`aprilsched.shards.scheduler`) and a simulation use the same decisions. Prompts are permits: a
 shard starts a group for every prompt that it gets, so the refill rule, the over-provision ratio and
-the staleness gate of the run are asked here, once, about the sums over all shards.
+the staleness gate of the run are asked here, once, about the sums over all shards, by the core's
+own :func:`~aprilsched.core.steps.launch.admitted`.
 
 Invariants:
 - A serial is with one shard, or its group is ready here, or it was delivered or dropped.
@@ -24,8 +25,11 @@ import msgspec
 
 from aprilsched.core.config import SchedulerConfig
 from aprilsched.core.policies.refill import PoolView, Wave
+from aprilsched.core.policies.schedule import Schedule
 from aprilsched.core.state.ledger import Outcome
 from aprilsched.core.state.saved import SavedGroup
+from aprilsched.core.state.state import Plan, PromptSupply
+from aprilsched.core.steps.launch import admitted
 from aprilsched.errors import ConfigError, InvariantViolation, StoreError
 from aprilsched.shards.base import (
     NOTHING,
@@ -39,10 +43,7 @@ from aprilsched.shards.base import (
 )
 from aprilsched.store.codec import decode, encode, group_from, group_record
 from aprilsched.telemetry.event_log.merging import SLOTS
-from aprilsched.types import Batch, Group, Prompt, Rollout
-
-_SIZES = 32
-"""Number of groups over which the mean group size is taken."""
+from aprilsched.types import Batch, Group, Prompt, RefusedPrompt, Rollout
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -89,6 +90,7 @@ class _Arrived:
     post: Post
     number: int
     serial: int
+    size: Complete
 
     @property
     def members(self) -> Sequence[Rollout]:
@@ -96,17 +98,7 @@ class _Arrived:
 
     @property
     def tokens(self) -> int:
-        return sum(len(rollout) for rollout in self.group.rollouts)
-
-
-class _Held:
-    """The sums that a stop rule reads."""
-
-    def __init__(self, groups: int, samples: int, tokens: int) -> None:
-        self.samples, self.tokens, self._groups = samples, tokens, groups
-
-    def __len__(self) -> int:
-        return self._groups
+        return self.size.tokens
 
 
 class Collector:
@@ -120,12 +112,10 @@ class Collector:
         version: the trainer's policy version.
         batches: number of batches that the trainer has taken.
         serials: number of serials that were given out.
-        cursor: number of the source's prompts that were used.
-        stock: prompts that have come from the source and are not given to a shard.
-        exhausted: whether the source has ended.
+        prompts: the prompts that have come from the source and are not given to a shard, and what
+            became of the others.
         requested: whether a batch is in work that the trainer has asked for.
         updating: whether an update is under way.
-        outcome: what became of the prompts.
         evicted: groups that were dropped here because they became too stale, since this was
             emptied.
 
@@ -140,27 +130,24 @@ class Collector:
             raise ConfigError("over_provision is not known beforehand; give a ratio.")
         self.config = config
         self._stop, self._staleness = policies.stop, policies.staleness
-        self._over_provision, self._refill = policies.over_provision, policies.refill
+        self._plan = Plan(
+            Schedule(over_provision=policies.over_provision, refill=policies.refill),
+            usual_group=float(config.group_size),
+            wave_pending=False,
+        )
         self.posts = [Post(name=name, slot=place) for place, name in enumerate(names)]
         self._slots = len(self.posts)
         self.version = 0
         self.batches = 0
         self.serials = 0
-        self.cursor = 0
-        self.stock: deque[Prompt | None] = deque()
-        self.exhausted = False
-        self.fetching = False
-        self.dry = False
-        """Whether the source has no more prompts at the moment."""
+        self.prompts = PromptSupply(usual_size=float(config.group_size))
         self.requested = False
         self.updating = False
-        self.outcome = Outcome()
         self.evicted: list[Group] = []
-        self._prompts: dict[int, Prompt] = {}
+        self._given: dict[int, Prompt] = {}
         """The prompts that are with a shard, as the user gave them."""
         self._ready: list[_Arrived] = []
-        self._samples = self._tokens = 0
-        """The rollouts and tokens in `_ready`."""
+        self._ready_size = NOTHING
         self._offer: tuple[Batch, list[_Arrived]] | None = None
         self.by_group = False
         """Whether the trainer takes the groups of a batch one by one."""
@@ -170,11 +157,6 @@ class Collector:
         """Number of groups that the trainer has of the batch in work, which are the first of
         `_ready`."""
         self._batches_since_update = 0
-        self._target = 0
-        self._usual_group = float(config.group_size)
-        self._usual_size = float(config.group_size)
-        self._sizes_seen = 0
-        self._wave_pending = False
         self._aim()
 
     # --- the trainer ---------------------------------------------------------------------------
@@ -183,7 +165,7 @@ class Collector:
         """The trainer waits for a batch, or with `streamed` for the next group of one."""
         # A call that gave up its wait has not ended the batch in work, as in the core.
         if self._synchronous and not self.requested:
-            self._wave_pending = True
+            self._plan.wave_pending = True
         self.requested, self.by_group = True, streamed
 
     def end_request(self) -> None:
@@ -230,11 +212,11 @@ class Collector:
     def _composed(self, count: int) -> Batch:
         """Offer the first `count` groups, which are not ready for another batch any more."""
         taken = self._ready[:count]
-        self._remove(taken)
+        self._keep(self._ready[count:])
         batch = self._batch(taken)
         self._offer = (batch, taken)
         self._aim()
-        self._wave_pending = self._wave_pending or not self._synchronous
+        self._plan.wave_pending = self._plan.wave_pending or not self._synchronous
         return batch
 
     def withdraw_offer(self) -> None:
@@ -243,8 +225,7 @@ class Collector:
         self._part_offered = False
         if self._offer is not None:
             (_, taken), self._offer = self._offer, None
-            self._ready[:0] = taken
-            self._count(taken, 1)
+            self._keep([*taken, *self._ready])
 
     def take(self) -> Batch | None:
         """The trainer has taken what was offered; returns the batch that it has as a whole now."""
@@ -271,7 +252,7 @@ class Collector:
         self._offer = None
         self._streamed = 0
         self.batches += 1
-        self.outcome.delivered += len(taken)
+        self.prompts.outcome.delivered += len(taken)
         self._batches_since_update += 1
         for each in taken:
             each.post.received.append(each.number)
@@ -286,8 +267,10 @@ class Collector:
     @property
     def drained(self) -> bool:
         """Whether the prompts have ended and no shard has one."""
-        waiting = self.stock or self.fetching or any(post.serials for post in self.posts)
-        return self.exhausted and not waiting
+        waiting = (
+            self.prompts.stock or self.prompts.fetching or any(post.serials for post in self.posts)
+        )
+        return self.prompts.exhausted and not waiting
 
     @property
     def ended(self) -> bool:
@@ -300,7 +283,9 @@ class Collector:
         """The shards that do not take part and have all that the trainer can still get: it waits,
         and those that take part have nothing left, and no prompts to start."""
         waits = self._collecting and not self.updating
-        more = self.stock or not (self.dry or (self.exhausted and not self.fetching))
+        more = self.prompts.stock or not (
+            self.prompts.dry or (self.prompts.exhausted and not self.prompts.fetching)
+        )
         working = list(self._working())
         if not waits or more or not working or any(post.serials for post in working):
             return []
@@ -315,7 +300,7 @@ class Collector:
     def step(self) -> int:
         """The number of rollouts whose end a shard reports: with all shards together, a group. A
         wave counts groups only."""
-        if isinstance(self._refill, Wave):
+        if isinstance(self._plan.schedule.refill, Wave):
             return 0
         return max(1, self.config.group_size // len(self.posts))
 
@@ -344,7 +329,7 @@ class Collector:
         post.version, post.engines = opened.version, max(1, opened.engines)
         post.launched, post.complete = 0, NOTHING
         post.generating = sum(size for serial, size in post.serials.items() if serial in known)
-        post.prompts = [numbered(self._prompts[serial], serial) for serial in lost]
+        post.prompts = [numbered(self._given[serial], serial) for serial in lost]
         post.told = deque(post.serials[serial] for serial in lost)
         # Those that it keeps nevertheless arrive again, and are received once more.
         post.received.clear()
@@ -361,7 +346,7 @@ class Collector:
         post.told.clear()
         loads = self._loads()
         for serial, size in serials.items():
-            self._give_to_least(loads, serial, self._prompts[serial], size)
+            self._give_to_least(loads, serial, self._given[serial], size)
         return len(serials)
 
     def note(self, post: Post, news: News) -> None:
@@ -376,9 +361,9 @@ class Collector:
         post.launched = max(post.launched, news.launched)
         for serial, cause in news.dropped.items():
             if post.serials.pop(serial, None) is not None:
-                self._prompts.pop(serial, None)
+                self._given.pop(serial, None)
                 if cause:
-                    self.outcome.fail(cause)
+                    self.prompts.outcome.fail(cause)
         for number, group in news.groups:
             self._arrive(post, number, group)
 
@@ -389,14 +374,15 @@ class Collector:
             if not self._renumbered(post, number, serial):
                 post.received.append(number)
             return
-        group = qualified(group, self._prompts.pop(serial), slot=post.slot, shard=post.name)
-        arrived = _Arrived(group, post, number, serial)
+        group = qualified(group, self._given.pop(serial), slot=post.slot, shard=post.name)
+        size = Complete(groups=1, samples=len(group.rollouts), tokens=sum(map(len, group.rollouts)))
+        arrived = _Arrived(group, post, number, serial, size)
         if self._too_stale(arrived):
             post.received.append(number)
             self.evicted.append(arrived.group)
             return
         self._ready.append(arrived)
-        self._count([arrived], 1)
+        self._ready_size += size
 
     def _kept(self) -> Iterable[_Arrived]:
         """The groups that have arrived and are not taken."""
@@ -414,11 +400,13 @@ class Collector:
 
     # --- prompts -------------------------------------------------------------------------------
 
-    def arrived(self, prompts: Iterable[Prompt | None], *, last: bool, partial: bool) -> None:
-        """Prompts have come from the source. None stands for one that cannot be used."""
-        self.stock.extend(prompts)
-        self.fetching = self.dry = partial
-        self.exhausted = self.exhausted or last
+    def arrived(
+        self, prompts: Iterable[Prompt | RefusedPrompt], *, last: bool, partial: bool
+    ) -> None:
+        """Prompts have come from the source."""
+        self.prompts.stock.extend(prompts)
+        self.prompts.fetching = self.prompts.dry = partial
+        self.prompts.exhausted = self.prompts.exhausted or last
 
     def give(self) -> int:
         """Distribute the prompts that may be started now to the shards, in `post.prompts`; returns
@@ -426,30 +414,24 @@ class Collector:
         if self.updating or not self._may_launch() or not any(map(self.takes_part, self.posts)):
             return 0
         count = self._launches()
-        usable = sum(prompt is not None for prompt in self.stock)
-        missing = count - usable
-        if missing > 0 and not self.exhausted:
-            ask = 0 if self.fetching else missing
-            # A wave should reach the engines together.
-            if not self.dry and usable == len(self.stock):
-                return ask
-        else:
-            ask = 0
-        self._distribute(count)
+        missing = self.prompts.missing(count)
+        ask = 0 if self.prompts.fetching else missing
+        if not (missing and self.prompts.waits):
+            self._distribute(count)
         return ask
 
     def _distribute(self, count: int) -> None:
         """Give each prompt to the shard with the fewest rollouts for each engine."""
         loads = self._loads()
-        while count and self.stock:
-            prompt = self.stock.popleft()
-            self.cursor += 1
-            if prompt is None:
+        while count and self.prompts.stock:
+            prompt = self.prompts.stock.popleft()
+            self.prompts.cursor += 1
+            if isinstance(prompt, RefusedPrompt):
                 continue
             count -= 1
             size = prompt.group_size or self.config.group_size
-            self._note_size(size)
-            self._prompts[self.serials] = prompt
+            self.prompts.note_size(size, self.config.group_size)
+            self._given[self.serials] = prompt
             self._give_to_least(loads, self.serials, prompt, size)
             self.serials += 1
 
@@ -473,34 +455,27 @@ class Collector:
         post.prompts.append(numbered(prompt, serial))
         heapq.heapreplace(loads, (load + size / post.engines, place))
 
-    def _note_size(self, size: int) -> None:
-        self._sizes_seen = min(self._sizes_seen + 1, _SIZES)
-        self._usual_size += (size - self._usual_size) / self._sizes_seen
-
     def _may_launch(self) -> bool:
         if self._synchronous:
             return self._collecting
         return not self._stop.enough(self._merged(), batches=self.config.ready_batches)
 
     def _launches(self) -> int:
-        view = self._view()
-        count = self._refill.launches(view)
+        refill, view = self._plan.schedule.refill, self._view()
+        count = refill.launches(view)
         if count and self._stop.learns:
             self._aim()
             view = self._view()
-            count = self._refill.launches(view)
-        if count:
-            admissible = self._staleness.admissible(
-                batch_groups=self._batch_groups,
-                outstanding=view.open_groups + view.ready_groups,
-                batches_since_update=self._batches_since_update + (self._offer is not None),
-                wanted=self._collecting,
-            )
-            if admissible is not None and count > admissible:
-                return admissible
-        usable = sum(prompt is not None for prompt in self.stock)
-        self._wave_pending = self._wave_pending and count > usable and not self.exhausted
-        return count
+            count = refill.launches(view)
+        return admitted(
+            self._plan,
+            self.prompts,
+            self._staleness,
+            view,
+            count,
+            batches_since_update=self._batches_since_update + (self._offer is not None),
+            wanted=self._collecting,
+        )
 
     # --- sums over the shards ------------------------------------------------------------------
 
@@ -518,57 +493,47 @@ class Collector:
 
     @property
     def _batch_groups(self) -> int:
-        return self._stop.batch_groups(self._usual_group)
+        return self._stop.batch_groups(self._plan.usual_group)
 
     def _working(self) -> Iterable[Post]:
         return (post for post in self.posts if self.takes_part(post))
 
-    def _merged(self) -> _Held:
+    def _merged(self) -> Complete:
         """What is complete, here and in the shards."""
-        groups, samples, tokens = len(self._ready), self._samples, self._tokens
-        for post in self._working():
-            groups += post.complete.groups
-            samples += post.complete.samples
-            tokens += post.complete.tokens
-        return _Held(groups, samples, tokens)
+        return sum((post.complete for post in self._working()), self._ready_size)
 
     def _view(self) -> PoolView:
         merged = self._merged()
         working = list(self._working())
         return PoolView(
             batch_groups=self._batch_groups,
-            group_size=self._usual_size,
-            target_groups=self._target,
+            group_size=self.prompts.usual_size,
+            target_groups=self._plan.target_groups,
             open_groups=sum(len(post.serials) - post.complete.groups for post in working),
-            ready_groups=self._stop.as_groups(merged, self._usual_group),
+            ready_groups=self._stop.as_groups(merged, self._plan.usual_group),
             in_flight=sum(post.running for post in working),
-            wave_due=self._wave_pending,
+            wave_due=self._plan.wave_pending,
             batch_open=not self._stop.enough(merged),
             asynchronous=not self._synchronous,
         )
 
     def _aim(self) -> None:
         """Decide how many groups are kept open for the next batch."""
-        usual = self._stop.usual_group(self._usual_size, lambda: None)
-        self._usual_group = self._usual_group if usual is None else usual
-        self._target = self._over_provision.target_groups(self._batch_groups)
+        plan = self._plan
+        usual = self._stop.usual_group(self.prompts.usual_size, lambda: None)
+        plan.usual_group = plan.usual_group if usual is None else usual
+        plan.target_groups = plan.schedule.over_provision.target_groups(self._batch_groups)
 
     # --- groups that are ready -----------------------------------------------------------------
 
-    def _count(self, groups: Iterable[_Arrived], sign: int) -> None:
-        for each in groups:
-            self._samples += sign * len(each.members)
-            self._tokens += sign * each.tokens
-
-    def _remove(self, groups: Sequence[_Arrived]) -> None:
-        gone = set(map(id, groups))
-        self._ready = [each for each in self._ready if id(each) not in gone]
-        self._count(groups, -1)
+    def _keep(self, groups: list[_Arrived]) -> None:
+        self._ready = groups
+        self._ready_size = sum((each.size for each in groups), NOTHING)
 
     def _evict(self) -> None:
         stale = [each for each in self._ready if self._too_stale(each)]
         if stale:
-            self._remove(stale)
+            self._keep([each for each in self._ready if not self._too_stale(each)])
         for each in stale:
             each.post.received.append(each.number)
             self.evicted.append(each.group)
@@ -592,9 +557,9 @@ class Collector:
                 batches=self.batches,
                 batches_since_update=self._batches_since_update,
                 serials=self.serials,
-                cursor=self.cursor,
-                delivered=self.outcome.delivered,
-                failed=dict(self.outcome.causes),
+                cursor=self.prompts.cursor,
+                delivered=self.prompts.outcome.delivered,
+                failed=dict(self.prompts.outcome.causes),
                 slots=self._slots,
                 shards=[
                     _SavedShard(
@@ -608,7 +573,7 @@ class Collector:
                 ],
                 prompts=[],
             ),
-            self._prompts | kept,
+            self._given | kept,
         )
 
     def restore(self, saved: bytes) -> str:
@@ -632,9 +597,9 @@ class Collector:
             )
         self.version, self.batches = record.version, record.batches
         self._batches_since_update = record.batches_since_update
-        self.serials, self.cursor, self._slots = record.serials, record.cursor, record.slots
-        self.outcome = Outcome(delivered=record.delivered, causes=Counter(record.failed))
-        self._prompts.update(prompts)
+        self.serials, self.prompts.cursor, self._slots = record.serials, record.cursor, record.slots
+        self.prompts.outcome = Outcome(delivered=record.delivered, causes=Counter(record.failed))
+        self._given.update(prompts)
         for post, shard in zip(self.posts, record.shards, strict=True):
             post.slot, post.serials = shard.slot, dict(shard.serials)
         return record.folder
@@ -672,7 +637,7 @@ class Cut:
 
     def __init__(self, saved: _Saved, prompts: Mapping[int, Prompt]) -> None:
         self._saved = saved
-        self._prompts = prompts
+        self._given = prompts
 
     def encoded(self, folder: str) -> bytes:
         """The content of a file.
@@ -686,7 +651,7 @@ class Cut:
         self._saved.folder = folder
         self._saved.prompts = [
             group_record(SavedGroup(group_id=serial, prompt=prompt, opened=0, members=()))
-            for serial, prompt in self._prompts.items()
+            for serial, prompt in self._given.items()
         ]
         return encode(self._saved)
 

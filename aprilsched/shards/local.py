@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -15,7 +15,6 @@ from aprilsched.coordinator.prompts import PromptQueue
 from aprilsched.coordinator.refits import RefitReport
 from aprilsched.coordinator.rollouts import RolloutScheduler
 from aprilsched.core.config import SchedulerConfig
-from aprilsched.core.messages import events as ev
 from aprilsched.core.messages import facts as of
 from aprilsched.core.messages.facts import Fact
 from aprilsched.core.state.ledger import FAILURES
@@ -52,14 +51,6 @@ class ShardParts:
     listeners: Sequence[AnyListener] = ()
 
 
-class _Rollouts(RolloutScheduler):
-    """The scheduler of a shard, which the collector holds."""
-
-    def hold(self, *, held: bool) -> None:
-        """Pause the engines with the requests inside them, or let them generate again."""
-        self._feed(ev.HoldRequested() if held else ev.HoldEnded())
-
-
 class LocalShard:
     """A shard in this process.
 
@@ -73,7 +64,7 @@ class LocalShard:
     def __init__(self, name: str, parts: Callable[[], ShardParts]) -> None:
         self.name = name
         self._parts = parts
-        self._rollouts: _Rollouts | None = None
+        self._rollouts: RolloutScheduler | None = None
         self._queue = PromptQueue(together_s=0)
         self._reporter = self._new_reporter()
         self._log: EventLog | None = None
@@ -84,15 +75,6 @@ class LocalShard:
         self._held = False
         self._failure: BaseException | None = None
         self._taking: asyncio.Task[None] | None = None
-
-    @property
-    def scheduler(self) -> RolloutScheduler:
-        """The scheduler.
-
-        Raises:
-            ShardLost: if the shard is not open, or has lost its fleet.
-        """
-        return self._open()
 
     # --- lifetime ------------------------------------------------------------------------------
 
@@ -115,7 +97,7 @@ class LocalShard:
             log.parent.mkdir(parents=True, exist_ok=True)
             self._log = EventLog(log)
             listeners.append(self._log)
-        rollouts = self._rollouts = _Rollouts(
+        rollouts = self._rollouts = RolloutScheduler(
             parts.fleet,
             self._queue,
             reward=parts.reward,
@@ -167,7 +149,7 @@ class LocalShard:
 
     async def tell(self, orders: Orders) -> None:
         """Carry out orders; see :meth:`~aprilsched.shards.base.Shard.tell`."""
-        rollouts = self._open()
+        rollouts = self.opened()
         for number in orders.received:
             batch = self._batches.pop(number, None)
             if batch is not None:
@@ -181,49 +163,42 @@ class LocalShard:
 
     async def ask(self) -> News:
         """Wait for news; see :meth:`~aprilsched.shards.base.Shard.ask`."""
-        self._open()
+        self.opened()
         with suppress(TimeoutError):
             async with asyncio.timeout(self._answer_s / 3):
                 await self._news.wait()
-        self._open()
+        self.opened()
         self._news.clear()
         return self._reporter.news()
 
     async def update(self, publisher: WeightPublisher, version: int) -> RefitReport:
         """Load a version; see :meth:`~aprilsched.shards.base.Shard.update`."""
-        rollouts = self._open()
-        try:
-            return await rollouts.update_weights(publisher, version=version, acknowledge=False)
-        except (FleetLost, SchedulerClosed) as error:
-            raise ShardLost(str(error)) from error
+        with _lost_with_its_fleet():
+            return await self.opened().update_weights(publisher, version=version, acknowledge=False)
 
     async def evaluate(self, prompts: Sequence[Prompt], group_size: int) -> Batch:
         """Generate responses; see :meth:`~aprilsched.shards.base.Shard.evaluate`."""
-        rollouts = self._open()
-        try:
-            return await rollouts.evaluate(prompts, group_size=group_size)
-        except (FleetLost, SchedulerClosed) as error:
-            raise ShardLost(str(error)) from error
+        with _lost_with_its_fleet():
+            return await self.opened().evaluate(prompts, group_size=group_size)
 
     async def checkpoint(self, path: Path) -> None:
         """Write the state to a file; see :meth:`~aprilsched.shards.base.Shard.checkpoint`."""
-        await self._open().checkpoint(path, acknowledge=False)
+        await self.opened().checkpoint(path, acknowledge=False)
 
     # --- the scheduler -------------------------------------------------------------------------
 
     def _new_reporter(self) -> Reporter:
-        return Reporter(lambda: self._open().state, lambda: self._news.set())
+        return Reporter(lambda: self.opened().state, lambda: self._news.set())
 
-    def _open(self) -> _Rollouts:
+    def opened(self) -> RolloutScheduler:
         """The scheduler.
 
         Raises:
             ShardLost: if the shard is not open, or has lost its fleet.
         """
         if self._failure is not None:
-            if isinstance(self._failure, FleetLost | SchedulerClosed):
-                raise ShardLost(str(self._failure)) from self._failure
-            raise self._failure
+            with _lost_with_its_fleet():
+                raise self._failure
         if self._rollouts is None:
             raise ShardLost(f"{self.name} is not open.")
         return self._rollouts
@@ -244,6 +219,15 @@ class LocalShard:
             if batch.receipt is not None:
                 self._batches[batch.index] = batch
             self._reporter.deliver(batch.index, batch.groups)
+
+
+@contextmanager
+def _lost_with_its_fleet() -> Generator[None]:
+    """Raise ShardLost for the end of the shard's scheduler."""
+    try:
+        yield
+    except (FleetLost, SchedulerClosed) as error:
+        raise ShardLost(str(error)) from error
 
 
 # --- reporter ------------------------------------------------------------------------------------

@@ -16,13 +16,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterable, Callable, Coroutine, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from shutil import rmtree
 from typing import Any, Self, TypeVar
 
 from aprilsched.coordinator.logprob_comparison import compared
-from aprilsched.coordinator.prompts import PromptSource, checked
+from aprilsched.coordinator.prompts import PromptSource, checked_evaluation
 from aprilsched.coordinator.protocol import AsyncScheduler, waited
 from aprilsched.coordinator.refits import RefitReport
 from aprilsched.coordinator.tasks import Waits
@@ -44,7 +45,6 @@ from aprilsched.errors import (
 )
 from aprilsched.shards.base import (
     JointUpdate,
-    Opened,
     Orders,
     Shard,
     ShardLost,
@@ -219,7 +219,6 @@ class ShardedScheduler(AsyncScheduler):
         self._frozen = False
         """Whether a checkpoint is being written, so that shards are told nothing."""
         self._restored: Path | None = None
-        self._refused_in_a_row = 0
         self._changed = asyncio.Event()
         self._none_since: float | None = None
         self._is_open = False
@@ -249,7 +248,7 @@ class ShardedScheduler(AsyncScheduler):
         if fresh and any(post.version is not None for post in collector.posts):
             collector.version = max(p.version for p in collector.posts if p.version is not None)
         if not fresh:
-            self._source.pass_over(collector.cursor)
+            self._source.pass_over(collector.prompts.cursor)
         if any(member.stored for member in self._members):
             self._source.must_be_storable()
         for member in self._members:
@@ -306,36 +305,23 @@ class ShardedScheduler(AsyncScheduler):
 
     async def offered(self, within: float | None = None, *, streamed: bool = False) -> Batch:
         self._check_open()
-        batch = await waited(self._next_offer(streamed=streamed), within)
+        offer = self._waits.next_offer(partial(self._ask_for_batch, streamed), self._gave_up)
+        batch = await waited(offer, within)
         self._waits.begin_hand_over()
         return batch
 
-    async def _next_offer(self, *, streamed: bool) -> Batch:
-        if self._waits.batch_awaited:
-            raise ConfigError(
-                "another next_batch() call is waiting already; await it before the next call."
-            )
-        future = self._waits.for_batch()
+    def _ask_for_batch(self, streamed: bool) -> None:
         if self._waits.offer is not None and self._collector.by_group != streamed:
             self._withdraw_offer()
         if not streamed:
             self._end_stream()
         self._request(streamed=streamed)
         self._act()
-        try:
-            while self._waits.offer is None:
-                await future
-                if self._waits.offer is None:
-                    # An update came between the offer and this line, so the offer was withdrawn.
-                    future = self._waits.for_batch()
-        except BaseException as error:
-            self._called = False
-            if isinstance(error, asyncio.CancelledError):
-                self._tell_facts(of.BatchRequestWithdrawn())
-            raise
-        finally:
-            self._waits.end_batch_wait()
-        return self._waits.offer
+
+    def _gave_up(self, error: BaseException) -> None:
+        self._called = False
+        if isinstance(error, asyncio.CancelledError):
+            self._tell_facts(of.BatchRequestWithdrawn())
 
     def _request(self, *, streamed: bool) -> None:
         if not self._called:
@@ -389,23 +375,13 @@ class ShardedScheduler(AsyncScheduler):
         What a shard that is lost had of it is generated again by the others.
         """
         self._check_open()
-        if group_size < 1:
-            raise ConfigError(f"group_size is {group_size}; give 1 or more.")
-        chosen = [checked(prompt, group_size) for prompt in prompts]
-        if not chosen:
-            raise ConfigError("evaluate() got no prompts; give at least one.")
+        chosen = checked_evaluation(prompts, group_size)
         async with self._lock:
             self._check_open()
             task = self._start(self._evaluate(chosen, group_size))
             self._evaluations.add(task)
             task.add_done_callback(self._evaluations.discard)
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            if not self._is_open and task.cancelled():
-                raise closed_meanwhile() from None
-            task.cancel()
-            raise
+        return await self._result(task, lambda left: left.cancel())
 
     async def _evaluate(self, prompts: Sequence[Prompt], group_size: int) -> Batch:
         self._evaluated += 1
@@ -505,13 +481,7 @@ class ShardedScheduler(AsyncScheduler):
                 "weights to shards."
             )
         task = self._start(self._update(publisher, version))
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            if not self._is_open and task.cancelled():
-                raise closed_meanwhile() from None
-            task.add_done_callback(_note_end)
-            raise
+        return await self._result(task, lambda left: left.add_done_callback(_note_end))
 
     async def _update(self, publisher: WeightPublisher, version: int | None) -> RefitReport:
         started = asyncio.get_running_loop().time()
@@ -792,13 +762,10 @@ class ShardedScheduler(AsyncScheduler):
         member.open, member.stored = True, opened.stored
         member.held = member.told = False
         self._collector.opened(post, opened)
-        self._note_opened(member, opened)
-
-    def _note_opened(self, member: _Member, opened: Opened) -> None:
         self._tell_facts(
             of.ShardOpened(
-                shard=member.shard.name,
-                slot=member.post.slot,
+                shard=shard.name,
+                slot=post.slot,
                 opening=member.openings,
                 version=opened.run_version,
             )
@@ -918,14 +885,14 @@ class ShardedScheduler(AsyncScheduler):
             collector.end_request()
             self._tell_facts(of.PromptsEnded())
             share = self.config.retries.failed_share
-            end = collector.outcome.end(collector.cursor, share)
+            end = collector.prompts.outcome.end(collector.prompts.cursor, share)
             self._waits.refuse(end, batch=True, evaluations=())
         if self._frozen:
             return
         self._refuse_stranded()
         missing = collector.give()
         if missing:
-            collector.fetching = True
+            collector.prompts.fetching = True
             self._tell_facts(of.PromptsRequested(count=missing))
             self._start(self._fetch(missing))
         for member in self._members:
@@ -1002,9 +969,6 @@ class ShardedScheduler(AsyncScheduler):
             return None
         if any(collector.takes_part(each.post) or self._coming(each) for each in self._members):
             return None
-        return self._no_version()
-
-    def _no_version(self) -> RefitError:
         return RefitError(
             f"no shard has version {self.version}; call update_weights() with it or a newer one."
         )
@@ -1025,22 +989,19 @@ class ShardedScheduler(AsyncScheduler):
     def _arrive(
         self, prompts: Sequence[Prompt | RefusedPrompt], *, last: bool, partial: bool
     ) -> None:
-        usable: list[Prompt | None] = []
+        supply = self._collector.prompts
         for prompt in prompts:
             if isinstance(prompt, Prompt):
-                usable.append(prompt)
-                self._refused_in_a_row = 0
+                supply.consecutive_failures = 0
                 continue
-            usable.append(None)
-            self._refused_in_a_row += 1
-            outcome = self._collector.outcome
-            if prompt.cause not in outcome.causes:
+            supply.consecutive_failures += 1
+            if prompt.cause not in supply.outcome.causes:
                 log.error("a prompt cannot be used: %s; later ones are only counted", prompt.cause)
-            outcome.fail(prompt.cause)
-            if self._refused_in_a_row >= self.config.retries.failed_groups:
-                self._waits.fail(outcome.given_up(self._refused_in_a_row, prompt.cause))
+            supply.outcome.fail(prompt.cause)
+            if supply.consecutive_failures >= self.config.retries.failed_groups:
+                self._waits.fail(supply.outcome.given_up(supply.consecutive_failures, prompt.cause))
         self._tell_facts(of.PromptsReceived(prompts=len(prompts), last=last, partial=partial))
-        self._collector.arrived(usable, last=last, partial=partial)
+        self._collector.arrived(prompts, last=last, partial=partial)
         self._act()
 
     # --- tasks and facts -----------------------------------------------------------------------
@@ -1052,11 +1013,21 @@ class ShardedScheduler(AsyncScheduler):
         if whole:
             self._check_whole()
 
-    def _start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    def _start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work, name="aprilsched shards")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+    async def _result(self, task: asyncio.Task[T], leave: Callable[[asyncio.Task[T]], object]) -> T:
+        """What a task returns; `leave` is called if the wait for it is cancelled."""
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if not self._is_open and task.cancelled():
+                raise closed_meanwhile() from None
+            leave(task)
+            raise
 
     def _tell_facts(self, *facts: of.Fact) -> None:
         self._listeners.facts(facts, asyncio.get_running_loop().time())

@@ -4,6 +4,7 @@
 # Ray has no complete types.
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ import pytest
 from aprilsched import Batch, DiskPublisher, SamplingParams, SchedulerConfig, SGLangFleet
 from aprilsched.errors import ConfigError
 from aprilsched.shards import ShardedScheduler
-from aprilsched.testing.server import ThreadedServer
+from aprilsched.testing.server import SimServer, ThreadedServer
 from tests.support import in_an_actor
 from tests.support.ray_cluster import local_cluster, pid_of
 
@@ -131,3 +132,20 @@ async def test_what_cannot_be_sent_is_said(servers: list[ThreadedServer], tmp_pa
     with pytest.raises(ConfigError, match="cannot be sent"):
         async with ShardedScheduler([shard], [], config=config()):
             pass
+
+
+async def test_a_call_that_is_cancelled_is_withdrawn_in_the_actor(
+    servers: list[ThreadedServer], tmp_path: Path
+):
+    """An evaluation that nobody waits for had gone on there, and an update waited for its end."""
+    endless = config(tokens=100_000)
+    prompts = list(islice(in_an_actor.endless(), 2))
+    with ThreadedServer(SimServer(time_scale=1.0)) as slow:
+        shard = RayShard("a", partial(in_an_actor.shard_of, slow.url, tmp_path / "a"), num_cpus=0)
+        async with ShardedScheduler([shard], [], config=endless) as rollouts:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await rollouts.evaluate(prompts)
+            async with asyncio.timeout(120):
+                report = await rollouts.update_weights(checkpoint_files(tmp_path))
+            assert report.quarantined == {}

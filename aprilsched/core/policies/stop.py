@@ -34,8 +34,10 @@ class GroupSize(Protocol):
 class Held(Protocol):
     """What the rule reads of all complete groups."""
 
-    samples: int
-    tokens: int
+    @property
+    def samples(self) -> int: ...
+    @property
+    def tokens(self) -> int: ...
 
     def __len__(self) -> int: ...
 

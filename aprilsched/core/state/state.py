@@ -106,6 +106,26 @@ class PromptSupply:
     sizes_vary: bool = False
     """A group was launched whose size is not that of the configuration."""
 
+    @property
+    def usable(self) -> int:
+        """Number of prompts at hand for which a group can be launched."""
+        return sum(isinstance(prompt, Prompt) for prompt in self.stock)
+
+    def missing(self, count: int) -> int:
+        """How many prompts the source should still give, so that `count` groups can be launched."""
+        return 0 if self.exhausted else max(0, count - self.usable)
+
+    @property
+    def waits(self) -> bool:
+        """Whether the prompts at hand wait for those that are missing, because a wave should reach
+        the engines together.
+
+        Where the source has no more prompts at the moment, they must not wait for it: the wave
+        stays pending and is completed later. Bad prompts are not held either: a source of nothing
+        else would fill the stock without end.
+        """
+        return not self.dry and self.usable == len(self.stock)
+
     def note_size(self, size: int, configured: int) -> None:
         """Note the size of a group that is launched, and that of the configuration."""
         self.sizes_seen = min(self.sizes_seen + 1, _SIZES)

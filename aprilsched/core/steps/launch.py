@@ -11,10 +11,11 @@ from typing import Any
 from aprilsched.core.messages import events as ev
 from aprilsched.core.messages import facts
 from aprilsched.core.policies.refill import PoolView
+from aprilsched.core.policies.staleness import Staleness
 from aprilsched.core.state.assembly import launched
 from aprilsched.core.state.ledger import Reason
 from aprilsched.core.state.records import GroupRecord
-from aprilsched.core.state.state import SchedulerState
+from aprilsched.core.state.state import Plan, PromptSupply, SchedulerState
 from aprilsched.core.steps.batch import full, retarget
 from aprilsched.core.steps.drop import drop, refuse
 from aprilsched.core.steps.turns import start_episode
@@ -105,16 +106,12 @@ def launch(state: SchedulerState) -> None:
         return
     count = _count(state)
     # Most events start nothing, and the prompts at hand are counted one by one.
-    missing = count - _usable(state) if count else 0
-    if missing > 0 and not state.prompts.exhausted:
+    missing = state.prompts.missing(count) if count else 0
+    if missing:
         if not state.prompts.fetching:
             state.prompts.fetching = True
             state.announce(facts.PromptsRequested(count=missing))
-        # A wave should reach the engines together. Where the source has no more prompts at the
-        # moment, the prompts at hand must not wait for it: the wave stays pending and is completed
-        # later. Bad prompts are not held either: a source of nothing else would fill the stock
-        # without end.
-        if not state.prompts.dry and _usable(state) == len(state.prompts.stock):
+        if state.prompts.waits:
             return
     while state.prompts.stock and not state.given_up:
         prompt = state.prompts.stock[0]
@@ -132,11 +129,6 @@ def launch(state: SchedulerState) -> None:
             refuse(state, prompt.cause)
 
 
-def _usable(state: SchedulerState) -> int:
-    """Number of prompts at hand for which a group can be launched."""
-    return sum(isinstance(prompt, Prompt) for prompt in state.prompts.stock)
-
-
 def _may_launch(state: SchedulerState) -> bool:
     if not state.asynchronous:
         return state.collecting
@@ -147,25 +139,48 @@ def _may_launch(state: SchedulerState) -> bool:
 def _count(state: SchedulerState) -> int:
     if not state.plan.target_groups:
         retarget(state)
-    count = state.plan.schedule.refill.launches(_pool_view(state))
+    view = _pool_view(state)
+    count = state.plan.schedule.refill.launches(view)
     if count and state.stop.learns:
         # The number of groups that a batch takes can be estimated better now than when it began.
         retarget(state)
-        count = state.plan.schedule.refill.launches(_pool_view(state))
-    if count and state.staleness.bound is not None:
-        admissible = state.staleness.admissible(
-            batch_groups=state.batch_groups,
-            outstanding=_open_groups(state) + state.ready_groups,
-            # An offered batch counts as taken.
-            batches_since_update=state.delivery.batches_since_update + (state.offered_groups > 0),
-            wanted=state.collecting,
+        view = _pool_view(state)
+        count = state.plan.schedule.refill.launches(view)
+    return admitted(
+        state.plan,
+        state.prompts,
+        state.staleness,
+        view,
+        count,
+        # An offered batch counts as taken.
+        batches_since_update=state.delivery.batches_since_update + (state.offered_groups > 0),
+        wanted=state.collecting,
+    )
+
+
+def admitted(
+    plan: Plan,
+    prompts: PromptSupply,
+    staleness: Staleness,
+    view: PoolView,
+    count: int,
+    *,
+    batches_since_update: int,
+    wanted: bool,
+) -> int:
+    """How many of the `count` groups that the refill rule asks for the staleness gate admits. The
+    collector of shards asks this too."""
+    if count:
+        admissible = staleness.admissible(
+            batch_groups=view.batch_groups,
+            outstanding=view.open_groups + view.ready_groups,
+            batches_since_update=batches_since_update,
+            wanted=wanted,
         )
         if admissible is not None and count > admissible:
             # A wave that the gate has cut short stays pending: the next update admits the rest.
             return admissible
-    state.plan.wave_pending = (
-        state.plan.wave_pending and count > _usable(state) and not state.prompts.exhausted
-    )
+    plan.wave_pending = plan.wave_pending and count > prompts.usable and not prompts.exhausted
     return count
 
 
