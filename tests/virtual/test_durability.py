@@ -37,7 +37,7 @@ from aprilsched.core.invariants import check as check_invariants
 from aprilsched.core.messages.commands import Command, Send
 from aprilsched.core.messages.events import Event, Finished
 from aprilsched.core.state.ledger import Reason
-from aprilsched.core.state.saved import Snapshot
+from aprilsched.core.state.saved import Saved, Snapshot
 from aprilsched.engines.base import Engine
 from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import (
@@ -452,6 +452,23 @@ def test_engines_that_were_restarted_wait_for_the_runs_version():
     assert {v for r in batch.rollouts for v in r.versions.tolist()} <= {0, 1, 2}
 
 
+class _Behind:
+    """A store whose process was killed between the engines' answer to an update and its
+    snapshot."""
+
+    inline = True
+
+    def __init__(self, store: MemoryStore) -> None:
+        self.save = store.save
+        self.close = store.close
+        self._store = store
+
+    def open(self) -> Saved:
+        saved = self._store.open()
+        assert saved is not None
+        return replace(saved, run=structs.replace(saved.run, version=0, base=0))
+
+
 @in_virtual_time
 async def test_engines_that_took_an_update_which_nobody_noted_keep_it():
     store = MemoryStore()
@@ -462,16 +479,10 @@ async def test_engines_that_took_an_update_which_nobody_noted_keep_it():
         saved = store.open()
         assert saved is not None
         await rollouts.update_weights(SimPublisher())
-    older = MemoryStore()
     old = store.open()
     assert old is not None
     assert old.run.version == 1
-    # The process was killed between the engines' answer and its snapshot.
-    snapshot = store._latest  # pyright: ignore[reportPrivateUsage]
-    assert snapshot is not None
-    older.__dict__.update(store.__dict__)
-    older._latest = replace(snapshot, run=structs.replace(snapshot.run, version=0, base=0))  # pyright: ignore[reportPrivateUsage]
-    async with scheduler(older, fleet=fleet) as rollouts:
+    async with scheduler(_Behind(store), fleet=fleet) as rollouts:
         assert rollouts.version == 1
         await rollouts.next_batch()
 
