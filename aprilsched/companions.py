@@ -165,6 +165,11 @@ class Rows:
         return len(self.values if self.ends is None else self.ends)
 
     @property
+    def offsets(self) -> list[int]:
+        """Where each row ends in `values`; for rows of one shape, the numbers from 1 on."""
+        return list(range(1, len(self) + 1)) if self.ends is None else self.ends.tolist()
+
+    @property
     def nbytes(self) -> int:
         """Size of the values in bytes."""
         return self.values.nbytes

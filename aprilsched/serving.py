@@ -143,6 +143,10 @@ class GenerateBody(msgspec.Struct, frozen=True):
     return_logprob: bool = False
     lora_path: str | None = None
     extra_key: str | None = None
+    return_routed_experts: bool = False
+    routed_experts_start_len: int = 0
+    return_indexer_topk: bool = False
+    return_sampling_mask: bool = False
 
 
 class PromptsBody(msgspec.Struct, frozen=True):
@@ -483,6 +487,8 @@ class Backend(Protocol):
     """
 
     model_path: str
+    generate_body: type[msgspec.Struct]
+    """The body of POST /generate."""
 
     @property
     def label(self) -> str:
@@ -719,13 +725,14 @@ async def _openapi(request: web.Request) -> web.Response:
     for route in request.app.router.routes():
         if route.resource is not None:
             paths.setdefault(route.resource.canonical, {})[route.method.lower()] = {}
-    _, known = msgspec.json.schema_components(_SCHEMAS.values())
+    bodies = {**_SCHEMAS, "GenerateReqInput": request.app[BACKEND].generate_body}
+    _, known = msgspec.json.schema_components(bodies.values())
     return as_json(
         {
             "openapi": "3.1.0",
             "info": {"title": "FastAPI", "version": "0.1.0"},
             "paths": paths,
-            "components": {"schemas": {n: known[kind.__name__] for n, kind in _SCHEMAS.items()}},
+            "components": {"schemas": {n: known[kind.__name__] for n, kind in bodies.items()}},
         }
     )
 

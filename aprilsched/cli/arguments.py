@@ -308,7 +308,10 @@ class SamplingFlags(SamplingParams):
 def _flags() -> list[Flag]:
     """A field for each flag that is not a field of the configuration."""
     hints = get_type_hints(SchedulerConfig, include_extras=True)
-    found: list[Flag] = [("sampling", SamplingFlags, field(default_factory=SamplingFlags))]
+    found: list[Flag] = [
+        ("sampling", SamplingFlags, field(default_factory=SamplingFlags)),
+        ("companions", tuple[str, ...], field(default=())),
+    ]
     for name, kinds in POLICIES.items():
         default = next(own for own in fields(SchedulerConfig) if own.name == name).default
         found.append((name, _shorthand(hints[name]), field(default=default)))

@@ -53,7 +53,14 @@ from aprilsched.gateway.updates import (
     leave_group,
     ranks_of,
 )
-from aprilsched.serving import BroadcastBody, DiskBody, JoinBody, PauseMode, TensorBody
+from aprilsched.serving import (
+    BroadcastBody,
+    DiskBody,
+    JoinBody,
+    PauseMode,
+    PromptsBody,
+    TensorBody,
+)
 from aprilsched.store.codec import check_storable
 from aprilsched.store.sqlite import SqliteStore
 from aprilsched.telemetry.base import AnyListener
@@ -128,6 +135,8 @@ class Service:
     Raises:
         ConfigError: if a setting cannot work.
     """
+
+    generate_body = PromptsBody
 
     def __init__(
         self,

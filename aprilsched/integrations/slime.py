@@ -48,6 +48,7 @@ from typing import Any, NoReturn, TypeVar, cast
 import numpy as np
 
 from aprilsched.blocking import RolloutScheduler
+from aprilsched.companions import Companion, routed_experts
 from aprilsched.config import SchedulerConfig
 from aprilsched.engines.http import ServerAddress
 from aprilsched.engines.sglang.fleet import SGLangFleet
@@ -229,7 +230,7 @@ class _Rollouts:
         self._args = args
         self._trainer = trainer = _Trainer()
         _check(args, trainer)
-        self._config = _settings(args)
+        self._config = _settings(args, trainer)
         self._tokenizer = trainer.tokenizer(args)
         self._reading = threading.Lock()
         """A tokenizer of Hugging Face may raise "Already borrowed" when two threads use it."""
@@ -594,6 +595,11 @@ class _Rollouts:
         sample.response_length = len(ids)
         sample.loss_mask = rollout.loss_mask.astype(int).tolist()
         sample.rollout_log_probs = rollout.logprobs.tolist()
+        if (experts := rollout.companions.get("routed_experts")) is not None:
+            sample.rollout_routed_experts = experts.rows.values.astype(np.int32)
+        if (kept := rollout.companions.get("sampling_mask")) is not None:
+            sample.rollout_top_p_token_ids = kept.rows.values.tolist()
+            sample.rollout_top_p_token_offsets = [0, *kept.rows.offsets]
         versions = (each.version for each in rollout.segments if each.version != NO_VERSION)
         sample.weight_versions = [str(version) for version, _ in itertools.groupby(versions)]
         ended: Any = self._trainer.sample.Status
@@ -851,6 +857,8 @@ class _Trainer:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop().loop))
 
 
+_MOST_KEPT = 4096
+"""Largest top-k with which SGLang returns sampling masks."""
 _ELSEWHERE = "it sends requests of its own, which the scheduler does not see"
 
 
@@ -858,11 +866,32 @@ def _check(args: Any, trainer: _Trainer) -> None:
     """Refuse arguments that do not work here."""
     if getattr(args, "custom_generate_function_path", None) is not None:
         _refuse("--custom-generate-function-path", _ELSEWHERE)
-    for name in ("use_rollout_routing_replay", "use_rollout_indexer_replay"):
-        if getattr(args, name, False):
-            _refuse(_flag(name), "the experts and indices of a response are not carried")
-    if args.rollout_top_p != 1.0 and hasattr(trainer.sample, "rollout_top_p_token_ids"):
-        _refuse("--rollout-top-p", "slime then trains on the kept tokens of each step, not carried")
+    if getattr(args, "use_rollout_indexer_replay", False):
+        _refuse("--use-rollout-indexer-replay", "its layers are not known from the arguments")
+    if _keeps_masks(args, trainer) and not 1 <= args.rollout_top_k <= _MOST_KEPT:
+        raise ConfigError(
+            f"--rollout-top-p {args.rollout_top_p} needs the tokens that each token was sampled "
+            f"from, which SGLang returns for a finite top-k; set --rollout-top-k, at most "
+            f"{_MOST_KEPT}."
+        )
+
+
+def _keeps_masks(args: Any, trainer: _Trainer) -> bool:
+    """Whether the trainer's loss needs the tokens that each token was sampled from."""
+    return args.rollout_top_p != 1.0 and hasattr(trainer.sample, "rollout_top_p_token_ids")
+
+
+def _companions(args: Any, trainer: _Trainer) -> Iterator[Companion]:
+    """What the engines return beside the tokens, for the trainer's own arguments."""
+    if getattr(args, "use_rollout_routing_replay", False):
+        yield routed_experts(
+            layers=args.num_layers,
+            per_token=args.moe_router_topk,
+            experts=args.num_experts,
+            required=True,
+        )
+    if _keeps_masks(args, trainer):
+        yield Companion("sampling_mask", required=True)
 
 
 def _refuse(what: str, why: str) -> NoReturn:
@@ -897,7 +926,7 @@ def _table(args: Any) -> dict[str, Any]:
     return dict(table)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
 
 
-def _settings(args: Any) -> SchedulerConfig:
+def _settings(args: Any, trainer: _Trainer) -> SchedulerConfig:
     """The scheduler's settings: those of the mapping `aprilsched`, and what the flags say."""
     table = _table(args)
     for own in ("data_source_path", "listeners_path"):
@@ -923,7 +952,8 @@ def _settings(args: Any) -> SchedulerConfig:
         top_k=args.rollout_top_k,
         max_new_tokens=args.rollout_max_response_len,
     )
-    return replace(config_of(table, "aprilsched."), sampling=sampling)
+    companions = tuple(_companions(args, trainer))
+    return replace(config_of(table, "aprilsched."), sampling=sampling, companions=companions)
 
 
 def _sampling(args: Any, **values: Any) -> SamplingParams:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from base64 import b64encode
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -18,6 +19,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from aprilsched.checks import OWN
+from aprilsched.companions import Companion
 from aprilsched.engines.base import Chunk, GenerationRequest
 from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.engines.sim.sim_engine import TAGS
@@ -45,6 +47,8 @@ from aprilsched.types import SamplingParams
 
 # Makes the request of the embedded engine from a body, and refuses what SGLang would refuse.
 
+_MOST_KEPT = 4096
+"""Largest number of ids in a sampling mask."""
 _DEFAULT_NEW_TOKENS = 128
 _KNOWN = {*OWN, *SERVER, "n", "stop", "stream_interval"}
 """SGLang's sampling parameters; those of the server's own are not modelled."""
@@ -84,7 +88,29 @@ def generation_request(body: GenerateBody, rid: str, config: SimConfig) -> Gener
         sampling=sampling,
         adapter=body.lora_path,
         cache_key=body.extra_key,
+        companions=_companions(body, len(ids), sampling, config),
     )
+
+
+def _companions(
+    body: GenerateBody, prompt: int, sampling: SamplingParams, config: SimConfig
+) -> tuple[tuple[Companion, int], ...]:
+    found: list[tuple[Companion, int]] = []
+    if body.return_routed_experts:
+        start = body.routed_experts_start_len
+        if not 0 <= start <= prompt:
+            raise Refused(f"routed_experts_start_len is {start}, outside of 0 to {prompt}.")
+        found.append((Companion("routed_experts", "uint8", config.rows), start))
+    if body.return_indexer_topk:
+        found.append((Companion("indexer_topk", "int32", config.rows), 0))
+    if body.return_sampling_mask:
+        if sampling.temperature > 0 and not 1 <= sampling.top_k <= _MOST_KEPT:
+            raise Refused(
+                "return_sampling_mask requires top_k=1 for greedy sampling or finite "
+                f"1 < top_k <= {_MOST_KEPT}; got top_k={sampling.top_k}."
+            )
+        found.append((Companion("sampling_mask"), 0))
+    return tuple(found)
 
 
 def _sampling(given: dict[str, Any], vocab_size: int) -> SamplingParams:
@@ -117,6 +143,7 @@ class Answer:
         self._call = call
         self._logprobs = logprobs
         self._tokens = 0
+        self._masks = 0
         self._began = asyncio.get_running_loop().time()
 
     def event(self, chunk: Chunk) -> Event:
@@ -136,6 +163,14 @@ class Answer:
             meta["input_token_logprobs"] = []
             meta["output_token_logprobs"] = token_logprobs(ids, chunk.logprobs.tolist())
             meta["output_token_logprobs_length"] = self._tokens
+        for rows in (chunk.token_rows or {}).values():
+            self._masks += len(rows)
+            meta["output_token_sampling_mask"] = [
+                rows.row(index).tolist() for index in range(len(rows))
+            ]
+            meta["output_token_sampling_mask_length"] = self._masks
+        for name, rows in (chunk.context_rows or {}).items():
+            meta[name] = b64encode(rows.values.astype("<i4").tobytes()).decode()
         meta["reasoning_tokens"] = 0
         meta["completion_tokens"] = self._tokens
         meta["cached_tokens"] = chunk.cached_tokens or 0

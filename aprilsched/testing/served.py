@@ -26,6 +26,7 @@ from typing import Any, Literal
 import numpy as np
 from aiohttp import web
 
+from aprilsched.companions import Rows
 from aprilsched.engines.base import Chunk, GenerationRequest
 from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.engines.sim.sim_engine import SimEngine
@@ -33,6 +34,7 @@ from aprilsched.errors import ConfigError, EngineError, EngineRejected
 from aprilsched.serving import (
     BroadcastBody,
     DiskBody,
+    GenerateBody,
     JoinBody,
     PauseMode,
     Refused,
@@ -64,6 +66,8 @@ class Call:
 
 class ServedEngine:
     """One engine, its requests and its control calls; it belongs to one loop."""
+
+    generate_body = GenerateBody
 
     def __init__(self, engine: SimEngine, config: SimConfig, *, time_scale: float) -> None:
         self.engine = engine
@@ -162,6 +166,8 @@ class ServedEngine:
             "disable_radix_cache": True,
             "tp_size": 1,
             "enable_lora": True,
+            "enable_return_routed_experts": True,
+            "enable_return_indexer_topk": True,
             "enable_metrics": False,
             "enable_memory_saver": False,
             "enable_weights_cpu_backup": False,
@@ -215,7 +221,9 @@ class ServedEngine:
         if last.finish == "abort" and self.retracted:
             kept = len(ids) // _KEPT * _KEPT
             ids, logprobs = ids[:kept], logprobs[:kept]
-        return replace(last, token_ids=ids, logprobs=logprobs)
+        rows = [chunk.token_rows for chunk in chunks if chunk.token_rows is not None]
+        joined = {name: Rows.join([each[name] for each in rows]) for name in last.token_rows or ()}
+        return replace(last, token_ids=ids, logprobs=logprobs, token_rows=joined or None)
 
     async def healthy(self) -> bool:
         """Whether it generates a token in time, as SGLang's health checks test; they hang while it

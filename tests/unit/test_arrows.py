@@ -89,8 +89,9 @@ RULES: dict[str, Rule] = {
     "aprilsched.errors": Rule(others=frozenset(), pure=True),
     "aprilsched.extras": Rule(ours=("aprilsched.errors",), others=frozenset(), pure=True),
     "aprilsched.checks": Rule(ours=("aprilsched.errors",), others=NUMPY, pure=True),
+    "aprilsched.companions": Rule(ours=("aprilsched.errors",), others=NUMPY, pure=True),
     "aprilsched.types": Rule(
-        ours=("aprilsched.checks", "aprilsched.errors"),
+        ours=("aprilsched.checks", "aprilsched.companions", "aprilsched.errors"),
         ours_deferred=("aprilsched.tensors",),
         others=NUMPY,
         pure=True,
@@ -98,7 +99,7 @@ RULES: dict[str, Rule] = {
     "aprilsched.sampling": Rule(
         ours=("aprilsched.checks", "aprilsched.errors", "aprilsched.types"), others=NUMPY
     ),
-    "aprilsched.tensors": Rule(ours=("aprilsched.extras",), others=NUMPY),
+    "aprilsched.tensors": Rule(ours=("aprilsched.companions", "aprilsched.extras"), others=NUMPY),
     "aprilsched.corrections": Rule(ours=("aprilsched.errors",), others=NUMPY),
     "aprilsched.timing.model": Rule(others=NUMPY, pure=True),
     "aprilsched.workload": Rule(ours=("aprilsched.errors", "aprilsched.types"), others=NUMPY),
@@ -120,6 +121,7 @@ RULES: dict[str, Rule] = {
     ),
     "aprilsched.core.messages": Rule(
         ours=(
+            "aprilsched.companions",
             "aprilsched.core.lengths",
             "aprilsched.core.messages",
             "aprilsched.errors",
@@ -131,6 +133,7 @@ RULES: dict[str, Rule] = {
     ),
     "aprilsched.core.state": Rule(
         ours=(
+            "aprilsched.companions",
             "aprilsched.core.lengths",
             "aprilsched.core.messages",
             "aprilsched.core.config",
@@ -145,6 +148,7 @@ RULES: dict[str, Rule] = {
     # The records that a store writes.
     "aprilsched.core.state.saved": Rule(
         ours=(
+            "aprilsched.companions",
             "aprilsched.core.lengths",
             "aprilsched.core.policies",
             "aprilsched.core.state",
@@ -154,7 +158,13 @@ RULES: dict[str, Rule] = {
         pure=True,
     ),
     "aprilsched.core": Rule(
-        ours=("aprilsched.checks", "aprilsched.core", "aprilsched.errors", "aprilsched.types"),
+        ours=(
+            "aprilsched.checks",
+            "aprilsched.companions",
+            "aprilsched.core",
+            "aprilsched.errors",
+            "aprilsched.types",
+        ),
         others=NUMPY,
         pure=True,
     ),
@@ -172,6 +182,7 @@ RULES: dict[str, Rule] = {
     "aprilsched.presets": Rule(ours=("aprilsched.config",), others=frozenset(), pure=True),
     "aprilsched.engines": Rule(
         ours=(
+            "aprilsched.companions",
             "aprilsched.engines",
             "aprilsched.errors",
             "aprilsched.extras",
@@ -213,6 +224,7 @@ RULES: dict[str, Rule] = {
     ),
     "aprilsched.store": Rule(
         ours=(
+            "aprilsched.companions",
             "aprilsched.core.state.ledger",
             "aprilsched.core.lengths.observed",
             "aprilsched.core.lengths.observed",

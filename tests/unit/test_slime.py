@@ -21,10 +21,12 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from aprilsched.engines.sim.settings import SimConfig
@@ -982,7 +984,6 @@ def test_the_class_form_of_miles_checks_the_version_that_it_is_told(
     ("changes", "why"),
     [
         ({"custom_generate_function_path": "a.b"}, "--custom-generate-function-path does not"),
-        ({"use_rollout_routing_replay": True}, "--use-rollout-routing-replay does not"),
         ({"use_rollout_indexer_replay": True}, "--use-rollout-indexer-replay does not"),
         ({"aprilsched": {"straggler": "retract"}}, "aprilsched.straggler is 'retract'"),
         ({"aprilsched": {"pace": "asynchronous"}}, "aprilsched.pace is 'asynchronous'"),
@@ -1019,16 +1020,47 @@ def test_samples_that_do_not_work_are_refused_in_a_sentence(
         loop.generate(0)
 
 
-def test_top_p_is_refused_where_the_trainer_needs_the_kept_tokens(
-    begun: Callable[..., Loop], trainer: SimpleNamespace
-):
+@pytest.fixture
+def keeps_masks(trainer: SimpleNamespace) -> Iterator[None]:
+    """A trainer whose samples have the tokens that each token was sampled from."""
     trainer.Sample.rollout_top_p_token_ids = None
-    try:
-        with pytest.raises(ConfigError, match="--rollout-top-p does not"):
-            begun(rollout_top_p=0.9).generate(0)
-    finally:
-        if not (trainer.real and trainer.name == "slime"):
-            del trainer.Sample.rollout_top_p_token_ids
+    yield
+    if not (trainer.real and trainer.name == "slime"):
+        del trainer.Sample.rollout_top_p_token_ids
+
+
+@pytest.mark.usefixtures("keeps_masks")
+def test_top_p_without_top_k_is_refused_where_the_trainer_needs_the_kept_tokens(
+    begun: Callable[..., Loop],
+):
+    with pytest.raises(ConfigError, match="set --rollout-top-k, at most 4096"):
+        begun(rollout_top_p=0.9).generate(0)
+
+
+@pytest.mark.usefixtures("keeps_masks")
+def test_samples_have_the_kept_tokens_of_top_p(begun: Callable[..., Loop]):
+    for group in begun(rollout_top_p=0.9, rollout_top_k=20).generate(0).samples:
+        for sample in group:
+            offsets = sample.rollout_top_p_token_offsets
+            assert len(offsets) == sample.response_length + 1
+            assert offsets[-1] == len(sample.rollout_top_p_token_ids)
+            response = sample.tokens[-sample.response_length :]
+            kept = [sample.rollout_top_p_token_ids[begin:end] for begin, end in pairwise(offsets)]
+            assert all(token in own for token, own in zip(response, kept, strict=True))
+
+
+def test_samples_have_the_experts_of_every_token(begun: Callable[..., Loop]):
+    replay = {
+        "use_rollout_routing_replay": True,
+        "num_layers": 3,
+        "moe_router_topk": 2,
+        "num_experts": 256,
+    }
+    for group in begun(**replay).generate(0).samples:
+        for sample in group:
+            assert sample.rollout_routed_experts.shape == (len(sample.tokens) - 1, 3, 2)
+            assert sample.rollout_routed_experts.dtype == np.int32
+            assert all(sample.loss_mask)
 
 
 def test_without_a_trainer_the_function_says_where_it_belongs():

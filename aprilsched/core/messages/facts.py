@@ -95,6 +95,7 @@ class DeliveredRollout(Struct, frozen=True, kw_only=True, omit_defaults=True, gc
         segments: start, end, version and engine of each run of one version, see
             :class:`~aprilsched.types.Segment`.
         masked: sampled tokens that are masked in the loss because they are too stale.
+        companions: the size of each companion's rows, in bytes.
     """
 
     rollout_id: int
@@ -109,6 +110,7 @@ class DeliveredRollout(Struct, frozen=True, kw_only=True, omit_defaults=True, gc
     masked: int = 0
     versions_exact: bool = True
     stale_keys: bool = False
+    companions: dict[str, int] = {}
     key: str | int | None = None
     input_ids: list[int] | None = None
     token_ids: list[int] | None = None
@@ -618,6 +620,7 @@ def _delivered(rollout: Rollout, key: str | int | None, *, tokens: bool) -> Deli
         masked=sampled - int(np.count_nonzero(rollout.loss_mask)),
         versions_exact=rollout.versions_exact,
         stale_keys=rollout.stale_keys,
+        companions={name: each.rows.nbytes for name, each in rollout.companions.items()},
         key=key,
         input_ids=rollout.prompt_ids.tolist() if tokens else None,
         token_ids=rollout.token_ids.tolist() if tokens else None,

@@ -28,6 +28,7 @@ class SimConfig:
             again finds its earlier KV, until the cache is flushed.
         make_tokens: False for pure timing: all token ids and logprobs are 0, and stop tokens
             never occur.
+        rows: shape of the rows of each companion of the context that the test server returns.
         model: makes the toy model from the size of its vocabulary. With a model of its own a test
             can see which weights sampled each token, whatever the engine reports.
 
@@ -44,6 +45,7 @@ class SimConfig:
     stream_at_pause: bool = True
     prefix_cache: bool = False
     make_tokens: bool = True
+    rows: tuple[int, ...] = (3, 2)
     model: Callable[[int], ToyModel] = ToyModel
 
     def __post_init__(self) -> None:
