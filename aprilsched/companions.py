@@ -308,9 +308,10 @@ class CompanionLog:
             self.held = len(kept)
         self.foreign = [(a, min(b, tokens)) for a, b in self.foreign if a < tokens]
 
-    def whole(self, *, prompt: int, tokens: int, sampled: NDArray[np.bool_]) -> CompanionRows:
-        """The rows of a rollout with so many prompt and response tokens, of which a policy has
-        `sampled` some, bool [T]."""
+    def whole(self, *, prompt: int, sampled: NDArray[np.bool_]) -> CompanionRows:
+        """The rows of a rollout with so many prompt tokens, and of those response tokens of which
+        `sampled`, bool [T], says whether a policy sampled them."""
+        tokens = len(sampled)
         per_context = self.companion.per == "context"
         wanted = max(0, prompt + tokens - 1) if per_context else tokens
         rows = self.since(0).part(0, min(wanted, self.held))

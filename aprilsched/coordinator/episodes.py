@@ -12,12 +12,13 @@ otherwise have no tokens keeps them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
+from aprilsched.companions import CompanionRows
 from aprilsched.core.messages.commands import ResolveTurn
 from aprilsched.core.messages.events import TurnKept, TurnRequested, TurnWithdrawn
 from aprilsched.errors import EpisodeError
@@ -44,12 +45,15 @@ class TurnOutput:
         logprobs: float32 [n], log-probability of each token under the version that sampled it.
         versions: int32 [n], policy version of each token.
         finish_reason: "length" if the turn was cut short.
+        companions: what engines returned beside the tokens, by name: rows of the rollout from its
+            first prompt token to the last token of this turn, if the scheduler asks for them.
     """
 
     token_ids: Int32Array
     logprobs: Float32Array
     versions: Int32Array
     finish_reason: FinishReason
+    companions: Mapping[str, CompanionRows] = field(default_factory=dict[str, CompanionRows])
 
 
 class Turn:
@@ -160,6 +164,7 @@ class Turn:
                     logprobs=command.logprobs,
                     versions=command.versions,
                     finish_reason=command.finish_reason,
+                    companions=command.companions,
                 )
             )
 

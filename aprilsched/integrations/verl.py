@@ -263,10 +263,12 @@ class _Client:
         )
         versions = turn.versions.tolist()
         first, last = (min(versions), max(versions)) if versions else (None, None)
+        experts = turn.companions.get("routed_experts")
         return _package("verl.workers.rollout.replica").TokenOutput(
             token_ids=turn.token_ids.tolist(),
             log_probs=turn.logprobs.tolist() if sampling_params.get("logprobs") else None,
             stop_reason=turn.finish_reason,
+            routed_experts=None if experts is None else experts.rows.values.astype(np.int32),
             extra_fields={
                 "global_steps": last,
                 "min_global_steps": first,
@@ -540,10 +542,6 @@ def _settings(config: Any, own: SchedulerConfig) -> SchedulerConfig:
         )
     lora: Any = model.get("lora") or {}
     refused: dict[str, tuple[Any, str]] = {
-        "actor_rollout_ref.rollout.enable_rollout_routing_replay": (
-            rollout.get("enable_rollout_routing_replay"),
-            "routed experts are not carried",
-        ),
         "actor_rollout_ref.rollout.disaggregation.enabled": (
             (rollout.get("disaggregation") or {}).get("enabled"),
             "a server with prefill apart from decode cannot be paused as a whole",
@@ -556,6 +554,13 @@ def _settings(config: Any, own: SchedulerConfig) -> SchedulerConfig:
     for name, (present, why) in refused.items():
         if present:
             raise ConfigError(f"{name} is set, and {why}; leave it out.")
+    carried = {each.name for each in own.policies.companions}
+    if rollout.get("enable_rollout_routing_replay") and "routed_experts" not in carried:
+        raise ConfigError(
+            "actor_rollout_ref.rollout.enable_rollout_routing_replay is set, and the scheduler "
+            "does not know the shape of the rows; set its companions, such as "
+            '("routed_experts=uint8[48,8]",).'
+        )
     usual = SchedulerConfig()
     for name in _DECIDED:
         if getattr(own, name) != getattr(usual, name):

@@ -186,6 +186,9 @@ async def test_an_episode_has_rows_for_every_turn() -> None:
             tokens = int(ids.sum()) % 150 + 20 * number + 1
             sampling = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
             answer = await turn.generate(ids, sampling)
+            experts = answer.companions["routed_experts"]
+            assert len(experts.rows) == len(ids) + len(answer.token_ids) - 1
+            assert experts.exact.all()
             ids = np.concatenate((ids, answer.token_ids, np.array([7, 8, 9], dtype=np.int32)))
         return 1.0
 

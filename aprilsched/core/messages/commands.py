@@ -6,11 +6,12 @@ has become true, and needs to know no more than the listeners do.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 from msgspec import Struct
 
-from aprilsched.companions import Companion
+from aprilsched.companions import Companion, CompanionRows
 from aprilsched.core.lengths.observed import GroupLengths
 from aprilsched.core.policies.schedule import Pace, Schedule
 from aprilsched.errors import RunEnded, RunGivenUp
@@ -130,6 +131,7 @@ class ResolveTurn(Command, frozen=True, eq=False):
         logprobs: float32 [n].
         versions: int32 [n].
         withdrawn: the episode withdrew the turn, and these are the tokens generated until then.
+        companions: the rows of the whole context up to the turn's last token, by name.
     """
 
     rollout_id: int
@@ -138,6 +140,7 @@ class ResolveTurn(Command, frozen=True, eq=False):
     versions: Int32Array
     finish_reason: Literal["stop", "length"]
     withdrawn: bool = False
+    companions: Mapping[str, CompanionRows] = {}
 
 
 class ScoreRollout(Command, frozen=True, eq=False):

@@ -205,13 +205,14 @@ class TokenLog:
                     each.fill(wanted)
             each.truncate(wanted, self._size)
 
-    def companion_rows(self, *, prompt: int) -> dict[str, CompanionRows]:
-        """The rows of each companion, of a response after `prompt` tokens."""
+    def companion_rows(self, *, prompt: int, tokens: int | None = None) -> dict[str, CompanionRows]:
+        """The rows of each companion, of a response after `prompt` tokens: of all its tokens, or of
+        the first `tokens`."""
         if not self.companions:
             return {}
-        sampled = self.sampled()
+        sampled = self.sampled()[:tokens]
         return {
-            name: each.whole(prompt=prompt, tokens=self._size, sampled=sampled)
+            name: each.whole(prompt=prompt, sampled=sampled)
             for name, each in self.companions.items()
         }
 

@@ -219,6 +219,7 @@ def _resolve(
             versions=versions[:size],
             finish_reason=reason,
             withdrawn=withdrawn,
+            companions=rollout.log.companion_rows(prompt=len(rollout.prompt_ids), tokens=end),
         )
     )
 
