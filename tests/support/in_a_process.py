@@ -31,6 +31,7 @@ from aprilsched import (
 )
 from aprilsched.engines.base import Engine
 from aprilsched.shards import ShardParts
+from tests.support.companions import EXPERTS, MASK
 
 __all__ = [
     "Raising",
@@ -53,7 +54,9 @@ __all__ = [
     "wrong",
 ]
 
-CONFIG = SchedulerConfig(batch_groups=2, group_size=2, over_provision=1.5)
+CONFIG = SchedulerConfig(
+    batch_groups=2, group_size=2, over_provision=1.5, companions=(EXPERTS, MASK)
+)
 
 
 def workload(count: int | None = None, median: int = 9) -> LongTailWorkload:

@@ -26,6 +26,7 @@ import pytest
 from aprilsched import Batch, Handshake, Prompt, PromptQueue, SimPublisher
 from aprilsched.errors import ConfigError, PromptsExhausted, RefitError, SchedulerClosed
 from tests.support import fronts, in_a_process
+from tests.support.companions import check_rows
 from tests.support.fronts import FRONTS, Front, in_a_fork
 from tests.support.interrupting import InterruptingLoop
 from tests.support.ray_cluster import local_cluster, pid_of
@@ -149,11 +150,14 @@ def prompt(*ids: int, **more: Any) -> Prompt:
 
 
 def check(batches: list[Batch]) -> None:
-    """Each batch has come once, in order, and so has each group."""
+    """Each batch has come once, in order, and so has each group, with all rows of its tokens."""
     indexes = [batch.index for batch in batches]
     assert indexes == list(range(indexes[0], indexes[0] + len(indexes)))
     groups = [group.group_id for batch in batches for group in batch.groups]
     assert len(set(groups)) == len(groups)
+    for batch in batches:
+        for rollout in batch.rollouts:
+            check_rows(rollout)
 
 
 # --- what a trainer asks for ---------------------------------------------------------------------

@@ -35,14 +35,12 @@ from aprilsched.config import Retries
 from aprilsched.core.policies.straggler import BEHAVIOURS
 from aprilsched.engines.base import Capabilities, Chunk, GenerationRequest
 from aprilsched.engines.sim import SimEngine, sim_fleet
-from aprilsched.engines.sim.toy_model import toy_masks, toy_rows, weights_key_of_version
+from aprilsched.engines.sim.toy_model import toy_rows, weights_key_of_version
 from aprilsched.errors import ConfigError, EngineError
 from aprilsched.runs.config_tree import config_of, table_of
 from aprilsched.types import NO_VERSION
+from tests.support.companions import EXPERTS, MASK, check_rows
 from tests.support.virtual_time import in_virtual_time
-
-EXPERTS = Companion("routed_experts", "uint8", (3, 2))
-MASK = Companion("sampling_mask")
 
 RULES: dict[str, dict[str, Any]] = {
     "retract": {},
@@ -73,24 +71,6 @@ def config(**changes: Any) -> SchedulerConfig:
 
 def workload(**changes: Any) -> LongTailWorkload:
     return LongTailWorkload(median=60, cap=900, group_size=4, vocab_size=1000, seed=5, **changes)
-
-
-def check_rows(rollout: Rollout) -> None:
-    """Compare every row with that of the weights that sampled its token."""
-    prompt, tokens = len(rollout.prompt_ids), len(rollout)
-    experts, masks = rollout.companions["routed_experts"], rollout.companions["sampling_mask"]
-    assert len(experts.rows) == prompt + tokens - 1
-    assert len(masks.rows) == tokens
-    sampled = rollout.versions != NO_VERSION
-    assert experts.exact.all()
-    assert masks.exact.all()
-    keys = [weights_key_of_version(int(version)) for version in rollout.versions[sampled]]
-    positions = np.arange(prompt - 1, prompt + tokens - 1)[sampled]
-    expected = toy_rows(EXPERTS, positions, np.array(keys, dtype=np.uint64))
-    assert np.array_equal(experts.rows.values[prompt - 1 :][sampled], expected.values)
-    for index in range(tokens):
-        kept = toy_masks(MASK, rollout.token_ids[index : index + 1]).values
-        assert masks.rows.row(index).tolist() == (kept.tolist() if sampled[index] else [])
 
 
 async def batches(
