@@ -13,9 +13,8 @@ from aprilsched.doctor.checks import CHECKS, Finding, Notes, PauseNotes
 from aprilsched.doctor.client import Client, Generation, until
 from aprilsched.engines.base import PauseMode
 from aprilsched.engines.http import HttpLimits, ServerAddress, Transport
+from aprilsched.engines.server import despite_cancellation, release
 from aprilsched.engines.sglang import SGLangEngine
-from aprilsched.engines.sglang.http_engine import despite_cancellation
-from aprilsched.engines.sglang.probe import release
 from aprilsched.errors import EngineError
 
 SCENARIO_SECONDS = 40.0

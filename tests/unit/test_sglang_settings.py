@@ -10,10 +10,12 @@ import pytest
 
 from aprilsched.engines.base import GenerationRequest
 from aprilsched.engines.http import Answer, HttpLimits, rejection
+from aprilsched.engines.server import release
 from aprilsched.engines.sglang import SGLangEngine, probe
 from aprilsched.engines.sglang.fleet import SGLangFleet
-from aprilsched.engines.sglang.probe import SPANS_SINCE, release
-from aprilsched.engines.sglang.wire import ServerInfo, generate_body, version_number
+from aprilsched.engines.sglang.probe import SPANS_SINCE
+from aprilsched.engines.sglang.wire import ServerInfo, generate_body
+from aprilsched.engines.stream import version_number
 from aprilsched.errors import ConfigError
 from aprilsched.types import SamplingParams
 from aprilsched.weights.disk import DiskPublisher

@@ -23,24 +23,24 @@ from hypothesis import strategies as st
 
 from aprilsched.engines.base import Chunk
 from aprilsched.engines.http import Allowance, Answer, HttpLimits, UnfinishedEvents, rejection
+from aprilsched.engines.server import release
 from aprilsched.engines.sglang.probe import (
     _capabilities,  # pyright: ignore[reportPrivateUsage]
     decode,
-    release,
 )
 from aprilsched.engines.sglang.router import (
     Roster,
     _Listing,  # pyright: ignore[reportPrivateUsage]
 )
-from aprilsched.engines.sglang.stream import ChunkAssembler, read_chunks
+from aprilsched.engines.sglang.stream import ChunkAssembler
 from aprilsched.engines.sglang.wire import (
     Labelled,
     ModelInfo,
     OpenApi,
     ServerInfo,
     UpdateAnswer,
-    version_number,
 )
+from aprilsched.engines.stream import read_chunks, version_number
 from aprilsched.errors import AprilschedError, EngineError, EngineRejected
 from tests.support.mutation import cut, spoiled_answer, spoiled_stream
 
