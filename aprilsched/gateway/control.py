@@ -347,10 +347,15 @@ def _room(service: Service) -> tuple[int, int]:
     )
 
 
+_RELEASE = ("0", "5", "21")
+
+
 def _release(service: Service) -> str:
-    """The oldest release among the engines, whose answers those of the gateway resemble."""
-    found = [re.findall(r"\d+", engine.capabilities.server)[:3] for engine in service.fleet.engines]
-    return ".".join(min(found, key=lambda parts: [int(part) for part in parts]))
+    """The oldest release of SGLang among the engines, whose answers those of the gateway resemble;
+    in front of other engines the newest that the gateway resembles."""
+    servers = [engine.capabilities.server for engine in service.fleet.engines]
+    found = [re.findall(r"\d+", name)[:3] for name in servers if "vLLM" not in name]
+    return ".".join(min(found, key=lambda parts: [int(part) for part in parts], default=_RELEASE))
 
 
 # --- tokenize ------------------------------------------------------------------------------------

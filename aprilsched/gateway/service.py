@@ -28,7 +28,7 @@ from aprilsched.core.config import SchedulerConfig
 from aprilsched.core.messages import events as ev
 from aprilsched.core.state.engine_control import Mode
 from aprilsched.engines.base import Engine, Fleet, RefitGroup
-from aprilsched.engines.sglang import SGLangEngine
+from aprilsched.engines.server import HttpEngine
 from aprilsched.errors import (
     AprilschedError,
     ConfigError,
@@ -214,7 +214,7 @@ class Service:
         known = [
             engine.facts.vocab_size
             for engine in self.fleet.engines
-            if isinstance(engine, SGLangEngine) and engine.facts.vocab_size is not None
+            if isinstance(engine, HttpEngine) and engine.facts.vocab_size is not None
         ]
         return min(known, default=None)
 
@@ -225,7 +225,7 @@ class Service:
         known = [
             engine.facts.context_tokens
             for engine in self.fleet.engines
-            if isinstance(engine, SGLangEngine) and engine.facts.context_tokens is not None
+            if isinstance(engine, HttpEngine) and engine.facts.context_tokens is not None
         ]
         return self.texts.context(min(known, default=None))
 
@@ -515,7 +515,7 @@ class Service:
                 "own."
             )
         first = self.fleet.engines[0]
-        if isinstance(first, SGLangEngine):
+        if isinstance(first, HttpEngine):
             self.model_path = first.facts.model_path
             if self._rollouts.version not in self._labels:
                 self._labels.name(self._rollouts.version, first.facts.label)

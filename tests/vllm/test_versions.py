@@ -1,0 +1,163 @@
+"""Tests pause, refit and continue on a real vLLM server, with every token accounted for.
+
+There is one run for each straggler rule, with long tails, an over-provisioning of 2, and a refit
+from a folder with very different weights after each batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from aprilsched import DiskPublisher, Rollout, RolloutScheduler, SchedulerConfig
+from aprilsched.config import Dispatch, Pool
+from aprilsched.core.policies.straggler import StragglerRule
+from aprilsched.engines.vllm.fleet import VLLMFleet
+from aprilsched.testing.contract import until
+from tests.sglang.recorded import TOLERANCE, Recorder, crossing, long_tail, record, scores
+from tests.vllm.conftest import KEY
+from tests.vllm.server import VLLMServer
+
+BATCHES = 4
+fleet = partial(VLLMFleet, api_key=KEY, stream_interval=16)
+
+KINDS: dict[str, tuple[StragglerRule, dict[str, object]]] = {
+    "retract": ("retract", {}),
+    "in_place": ("in_place", {}),
+    "abort": ("abort", {}),
+    "choose": ("choose", {"dispatch": Dispatch(order="longest")}),
+    "run": ("run", {}),
+}
+
+
+def differences(
+    rollouts: Sequence[Rollout], models: tuple[Path, Path], folder: Path, python: Path
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """For each rollout |logprob - score| under the token's own version, and under the other."""
+    by_model = scores(models, rollouts, folder, python=python)
+    found: list[tuple[np.ndarray, np.ndarray]] = []
+    for index, rollout in enumerate(rollouts):
+        both = np.stack([by_model[0][index], by_model[1][index]])
+        own, at = rollout.versions % 2, np.arange(len(rollout))
+        found.append(
+            (
+                np.abs(rollout.logprobs - both[own, at]),
+                np.abs(rollout.logprobs - both[1 - own, at]),
+            )
+        )
+    return found
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+async def test_every_token_is_of_the_version_that_it_was_given(
+    clean_server: VLLMServer,
+    models: tuple[Path, Path],
+    tmp_path: Path,
+    vllm_python: Path,
+    kind: str,
+) -> None:
+    rule, changes = KINDS[kind]
+    prompts = long_tail(60, longest=500)
+    run = await record(
+        [clean_server.url],
+        models,
+        rule,
+        prompts=prompts,
+        batches=BATCHES,
+        changes=changes,
+        fleet=fleet,
+    )
+    assert [batch.version for batch in run.batches] == list(range(BATCHES))
+    ids = [rollout.rollout_id for rollout in run.rollouts]
+    assert len(set(ids)) == len(ids)
+    assert not run.dropped
+    assert run.counters.launched == len(ids) + len(run.in_flight)
+    for rollout in run.rollouts:
+        assert rollout.versions_exact
+        assert rollout.versions.tolist() == run.recorder.reported(rollout)
+    mixed = crossing(run)
+    assert bool(mixed) == (rule != "run")
+    for rollout, (own, other) in zip(
+        run.rollouts, differences(run.rollouts, models, tmp_path, vllm_python), strict=True
+    ):
+        exact = len(rollout)
+        if rule == "in_place":  # Later tokens attend to the keys of older weights.
+            exact = int(np.argmax(np.append(rollout.versions, -1) != rollout.versions[0]))
+        assert own[:exact].max() < TOLERANCE
+        assert np.median(other[:exact]) > 0.5, "the two checkpoints are too alike"
+
+
+async def test_rolling_refits_and_a_server_that_is_killed_between_them(
+    clean_server: VLLMServer,
+    models: tuple[Path, Path],
+    tmp_path: Path,
+    vllm_python: Path,
+) -> None:
+    """A server is killed with -9 amid generation, while the other is refitted, and comes back with
+    the weights that it was started with."""
+    victim = VLLMServer(models[0], tmp_path / "victim.txt")
+    recorder = Recorder()
+    try:
+        victim.start()
+        victim.wait_ready()
+        name = victim.url.removeprefix("http://")
+        scheduler = RolloutScheduler(
+            fleet([clean_server.url, victim.url]),
+            long_tail(400, longest=300, every=2),
+            config=SchedulerConfig(
+                batch_groups=4,
+                group_size=4,
+                over_provision=2.0,
+                refill=Pool(together=1),
+                pace="asynchronous",
+                straggler="run",
+                refit="rolling",
+            ),
+            listeners=[recorder],
+        )
+        recorder.scheduler = scheduler
+        async with scheduler as rollouts:
+            versions = rollouts.state.weights.versions
+
+            def save(path: Path) -> None:
+                shutil.copytree(models[(rollouts.version + 1) % 2], path, dirs_exist_ok=True)
+
+            publisher = DiskPublisher(tmp_path / "weights", save)
+            batches = [await rollouts.next_batch()]
+            await rollouts.update_weights(publisher)
+            batches.append(await rollouts.next_batch())
+            await until(
+                lambda: any(
+                    request.engine == name and request.generated
+                    for request in rollouts.state.in_flight.open_requests()
+                )
+            )
+            updating = asyncio.create_task(rollouts.update_weights(publisher))
+            await until(lambda: rollouts.state.weights.update is not None)
+            victim.kill()
+            await updating
+            await until(lambda: name not in versions.engines)
+            victim.start()
+            batches.append(await rollouts.next_batch())
+            await asyncio.to_thread(victim.wait_ready)
+            while versions.engines.get(name) != rollouts.version:
+                await rollouts.update_weights(publisher)
+                batches.append(await rollouts.next_batch())
+            delivered = [rollout for batch in batches for rollout in batch.rollouts]
+            in_flight = rollouts.state.in_flight
+            ids = {rollout.rollout_id for rollout in delivered}
+            assert len(ids) == len(delivered)
+            assert in_flight.ledger.total == 0
+            assert in_flight.counters.launched == len(ids) + len(in_flight.rollouts)
+    finally:
+        victim.stop()
+    assert all(len(set(rollout.versions.tolist())) == 1 for rollout in delivered)
+    assert all(rollout.versions_exact for rollout in delivered)
+    for own, _ in differences(delivered, models, tmp_path, vllm_python):
+        assert own.max() < TOLERANCE
