@@ -79,7 +79,7 @@ def second_server(
         models[0],
         tmp_path_factory.mktemp("second") / "log.txt",
         *("--api-key", KEY, "--logprobs-mode", "processed_logprobs"),
-        *("--enable-lora", "--max-lora-rank", "8"),
+        *("--enable-lora", "--max-lora-rank", "8", "--max-loras", "4"),
     )
     try:
         server.start()
