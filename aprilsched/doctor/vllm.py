@@ -80,9 +80,11 @@ async def _examined(engine: VLLMEngine) -> list[Finding]:
         ),
         _finding(
             "process",
-            passed(f"its instance is {engine.facts.process}"),
+            passed("it tells when it was started")
+            if engine.facts.process
+            else warned("it does not tell when it was started"),
             "A restarted server has its first weights under the label of version 0.",
-            "compares the instance before it trusts a version",
+            "compares the time of the start before it trusts a version",
         ),
     ]
     tries = {
@@ -243,10 +245,12 @@ async def _in_place(engine: VLLMEngine) -> Verdict:
 
 async def _paused(engine: VLLMEngine, mode: PauseMode) -> Verdict:
     reference = _Stream(engine)
-    stream = None
     try:
         await reference.task
-        stream = _Stream(engine)
+    finally:
+        await reference.leave()
+    stream = _Stream(engine)
+    try:
         await stream.begun.wait()
         try:
             await engine.pause(mode)
@@ -259,9 +263,7 @@ async def _paused(engine: VLLMEngine, mode: PauseMode) -> Verdict:
             await engine.resume()
         await stream.task
     finally:
-        for each in (reference, stream):
-            if each is not None:
-                await each.leave()
+        await stream.leave()
     if late:
         return failed(f"{late} tokens arrived while it was paused", NO_STRAGGLERS)
     if stream.ids != reference.ids:

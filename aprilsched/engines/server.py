@@ -35,12 +35,12 @@ from collections.abc import (
 )
 from contextlib import AbstractAsyncContextManager, aclosing, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeAlias, TypeVar
+from typing import Any, Generic, Literal, TypeAlias, TypeVar, cast
 
 import aiohttp
 import msgspec
 
-from aprilsched.engines.base import Capabilities, Chunk, GenerationRequest, PauseMode
+from aprilsched.engines.base import Capabilities, Chunk, Engine, GenerationRequest, PauseMode
 from aprilsched.engines.http import (
     UNREADABLE,
     Allowance,
@@ -630,6 +630,11 @@ class HttpEngine(Control[FactsT]):
             inflow_of(response),
         )
         return read_chunks(response.content.readany, allowance, self._reader(request))
+
+
+def facts_of(engine: Engine) -> Facts | None:
+    """What a server said about itself when it was opened; None for an engine that is no server."""
+    return cast("HttpEngine[Facts]", engine).facts if isinstance(engine, HttpEngine) else None
 
 
 async def _drain(response: aiohttp.ClientResponse) -> None:

@@ -28,7 +28,7 @@ from aprilsched.core.config import SchedulerConfig
 from aprilsched.core.messages import events as ev
 from aprilsched.core.state.engine_control import Mode
 from aprilsched.engines.base import Engine, Fleet, RefitGroup
-from aprilsched.engines.server import HttpEngine
+from aprilsched.engines.server import facts_of
 from aprilsched.errors import (
     AprilschedError,
     ConfigError,
@@ -211,22 +211,15 @@ class Service:
     @property
     def vocab_size(self) -> int | None:
         """Smallest number of token ids among the engines that tell it."""
-        known = [
-            engine.facts.vocab_size
-            for engine in self.fleet.engines
-            if isinstance(engine, HttpEngine) and engine.facts.vocab_size is not None
-        ]
-        return min(known, default=None)
+        told = filter(None, map(facts_of, self.fleet.engines))
+        return min((f.vocab_size for f in told if f.vocab_size is not None), default=None)
 
     @property
     def context_tokens(self) -> int | None:
         """Tokens of a prompt and its response together that every engine has room for; None if
         nobody tells."""
-        known = [
-            engine.facts.context_tokens
-            for engine in self.fleet.engines
-            if isinstance(engine, HttpEngine) and engine.facts.context_tokens is not None
-        ]
+        told = filter(None, map(facts_of, self.fleet.engines))
+        known = (f.context_tokens for f in told if f.context_tokens is not None)
         return self.texts.context(min(known, default=None))
 
     # --- responses -----------------------------------------------------------------------------
@@ -514,11 +507,11 @@ class Service:
                 f"{self.settings.store} has the run of a trainer; give the gateway a store of its "
                 "own."
             )
-        first = self.fleet.engines[0]
-        if isinstance(first, HttpEngine):
-            self.model_path = first.facts.model_path
+        first = facts_of(self.fleet.engines[0])
+        if first is not None:
+            self.model_path = first.model_path
             if self._rollouts.version not in self._labels:
-                self._labels.name(self._rollouts.version, first.facts.label)
+                self._labels.name(self._rollouts.version, first.label)
         await self.texts.open(self.model_path)
         if self._stored:
             loop = asyncio.get_running_loop()

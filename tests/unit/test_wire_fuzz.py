@@ -145,7 +145,6 @@ ANSWERS: list[tuple[Any, type[Any], Use]] = [
     (
         {
             "vllm_config": {
-                "instance_id": "1795632258333432110",
                 "model_config": {
                     "model": "/models/a",
                     "max_model_len": 8192,

@@ -9,12 +9,13 @@ from tests.sglang.server import CpuServer, server_environment
 
 __all__ = ["ENVIRONMENT", "VLLMServer", "server_python"]
 
+HERE = Path(__file__).parent
 ENVIRONMENT = "APRILSCHED_VLLM_PYTHON"
 
 
 def server_python() -> Path | None:
     """The Python that has vLLM; None where there is none."""
-    default = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
+    default = HERE.parents[1] / ".venv-vllm" / "bin" / "python"
     python = Path(os.environ.get(ENVIRONMENT, default))
     return python if python.is_file() else None
 
@@ -22,12 +23,13 @@ def server_python() -> Path | None:
 class VLLMServer(CpuServer):
     """One server; see :class:`CpuServer`."""
 
-    ready_path = "/health"
+    # The first call takes long on a busy machine, and no test is about that.
+    ready_path = "/server_info?config_format=json"
 
     def _command(self) -> list[str]:
         python = server_python()
         assert python is not None
-        return [str(python.with_name("vllm")), "serve", *self._arguments()]
+        return [str(python), str(HERE / "launch_cpu_server.py"), "serve", *self._arguments()]
 
     def _environment(self) -> dict[str, str]:
         return {

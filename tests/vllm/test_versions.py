@@ -21,7 +21,8 @@ from aprilsched.core.policies.straggler import StragglerRule
 from aprilsched.engines.vllm.fleet import VLLMFleet
 from aprilsched.testing.contract import until
 from tests.sglang.recorded import TOLERANCE, Recorder, crossing, long_tail, record, scores
-from tests.vllm.conftest import KEY
+from tests.sglang.server import write_model
+from tests.vllm.conftest import KEY, reset
 from tests.vllm.server import VLLMServer
 
 BATCHES = 4
@@ -37,21 +38,56 @@ KINDS: dict[str, tuple[StragglerRule, dict[str, object]]] = {
 
 
 def differences(
-    rollouts: Sequence[Rollout], models: tuple[Path, Path], folder: Path, python: Path
+    rollouts: Sequence[Rollout], models: Sequence[Path], folder: Path, python: Path
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """For each rollout |logprob - score| under the token's own version, and under the other."""
+    """For each rollout |logprob - score| under the token's own version, and under the next one.
+
+    Version v has the weights of ``models[v % len(models)]``.
+    """
     by_model = scores(models, rollouts, folder, python=python)
     found: list[tuple[np.ndarray, np.ndarray]] = []
     for index, rollout in enumerate(rollouts):
-        both = np.stack([by_model[0][index], by_model[1][index]])
-        own, at = rollout.versions % 2, np.arange(len(rollout))
+        each = np.stack([scored[index] for scored in by_model])
+        of, at = rollout.versions % len(models), np.arange(len(rollout))
         found.append(
             (
-                np.abs(rollout.logprobs - both[own, at]),
-                np.abs(rollout.logprobs - both[1 - own, at]),
+                np.abs(rollout.logprobs - each[of, at]),
+                np.abs(rollout.logprobs - each[(of + 1) % len(models), at]),
             )
         )
     return found
+
+
+async def run_and_check(
+    url: str, models: Sequence[Path], folder: Path, python: Path, kind: str, batches: int
+) -> tuple[int, float]:
+    """Run a rule, and check every token of it; gives the number of tokens that were held to their
+    version, and their largest difference."""
+    rule, changes = KINDS[kind]
+    prompts = long_tail(15 * batches, longest=500)
+    run = await record(
+        [url], models, rule, prompts=prompts, batches=batches, changes=changes, fleet=fleet
+    )
+    assert [batch.version for batch in run.batches] == list(range(batches))
+    ids = [rollout.rollout_id for rollout in run.rollouts]
+    assert len(set(ids)) == len(ids)
+    assert not run.dropped
+    assert run.counters.launched == len(ids) + len(run.in_flight)
+    for rollout in run.rollouts:
+        assert rollout.versions_exact
+        assert rollout.versions.tolist() == run.recorder.reported(rollout)
+    assert bool(crossing(run)) == (rule != "run")
+    tokens, largest = 0, 0.0
+    for rollout, (own, other) in zip(
+        run.rollouts, differences(run.rollouts, models, folder, python), strict=True
+    ):
+        exact = len(rollout)
+        if rule == "in_place":  # Later tokens attend to the keys of older weights.
+            exact = int(np.argmax(np.append(rollout.versions, -1) != rollout.versions[0]))
+        assert own[:exact].max() < TOLERANCE
+        assert np.median(other[:exact]) > 0.5, "the checkpoints are too alike to prove anything"
+        tokens, largest = tokens + exact, max(largest, float(own[:exact].max()))
+    return tokens, largest
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
@@ -62,35 +98,31 @@ async def test_every_token_is_of_the_version_that_it_was_given(
     vllm_python: Path,
     kind: str,
 ) -> None:
-    rule, changes = KINDS[kind]
-    prompts = long_tail(60, longest=500)
-    run = await record(
-        [clean_server.url],
-        models,
-        rule,
-        prompts=prompts,
-        batches=BATCHES,
-        changes=changes,
-        fleet=fleet,
+    await run_and_check(clean_server.url, models, tmp_path, vllm_python, kind, 4)
+
+
+@pytest.mark.long
+async def test_a_hundred_thousand_tokens_under_six_sets_of_weights(
+    clean_server: VLLMServer,
+    models: tuple[Path, Path],
+    tmp_path: Path,
+    vllm_python: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    more = (
+        write_model(tmp_path / f"model-{seed}", seed=seed, python=vllm_python)
+        for seed in range(2, 6)
     )
-    assert [batch.version for batch in run.batches] == list(range(BATCHES))
-    ids = [rollout.rollout_id for rollout in run.rollouts]
-    assert len(set(ids)) == len(ids)
-    assert not run.dropped
-    assert run.counters.launched == len(ids) + len(run.in_flight)
-    for rollout in run.rollouts:
-        assert rollout.versions_exact
-        assert rollout.versions.tolist() == run.recorder.reported(rollout)
-    mixed = crossing(run)
-    assert bool(mixed) == (rule != "run")
-    for rollout, (own, other) in zip(
-        run.rollouts, differences(run.rollouts, models, tmp_path, vllm_python), strict=True
-    ):
-        exact = len(rollout)
-        if rule == "in_place":  # Later tokens attend to the keys of older weights.
-            exact = int(np.argmax(np.append(rollout.versions, -1) != rollout.versions[0]))
-        assert own[:exact].max() < TOLERANCE
-        assert np.median(other[:exact]) > 0.5, "the two checkpoints are too alike"
+    several, total = (*models, *more), 0
+    for kind in KINDS:
+        await reset(clean_server.url, models[0])
+        tokens, largest = await run_and_check(
+            clean_server.url, several, tmp_path, vllm_python, kind, 26
+        )
+        total += tokens
+        with capsys.disabled():
+            print(f"\n{kind}: {tokens:,} tokens, at most {largest:.1e} from transformers")
+    assert total > 100_000
 
 
 async def test_rolling_refits_and_a_server_that_is_killed_between_them(

@@ -130,7 +130,7 @@ async def _model_info(engine: str, transport: ControlCalls, timeout: float) -> M
         raise EngineProtocolError(
             engine,
             f"does not answer /model_info like SGLang (HTTP {error.status}); give the URL of an "
-            "SGLang server.",
+            "SGLang server, or vllm+http://… for one of vLLM.",
         ) from error
     model = decode(engine, "/model_info", answer.body, ModelInfo)
     if not model.is_generation:

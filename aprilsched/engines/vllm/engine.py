@@ -25,7 +25,7 @@ from aprilsched.engines.vllm.probe import (
     paused,
     probe,
     read_load,
-    server_info,
+    server_process,
     weight_label,
 )
 from aprilsched.engines.vllm.wire import PREFIX, EventReader, generate_body
@@ -171,8 +171,7 @@ class VLLMEngine(HttpEngine[ServerFacts]):
         return label
 
     async def _ask_process(self) -> object:
-        info = await server_info(self.name, self._transport, self._limits.control_timeout)
-        return info.vllm_config.instance_id
+        return await server_process(self._transport, self._limits.control_timeout)
 
     async def _set_label(self, label: str) -> None:
         await self._control("update_weight_version", {"new_version": label})

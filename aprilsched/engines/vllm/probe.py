@@ -27,6 +27,9 @@ version are two calls: whoever asks between them must not take the new weights f
 _NOT_FOUND = 404
 _TOO_LARGE = 2**31 - 1
 _SERIES_BYTES = 2**22
+_FIRST_SECONDS = 120.0
+"""At the first call of /server_info a process looks for the system's packages: 3 s (0.32), and more
+than 30 on a busy machine."""
 
 
 class _Model(msgspec.Struct, frozen=True):
@@ -56,7 +59,6 @@ class _Device(msgspec.Struct, frozen=True):
 
 
 class _Config(msgspec.Struct, frozen=True):
-    instance_id: Name
     model_config: _Model
     cache_config: _Cache
     parallel_config: _Parallel
@@ -118,7 +120,7 @@ async def probe(engine: str, transport: Transport, timeout: float) -> ServerFact
     version = decode(engine, "/version", answer.body, _Version).version
     if release(version) < SINCE:
         raise EngineProtocolError(engine, f"is vLLM {version}; use vLLM 0.32 or later.")
-    info = await server_info(engine, transport, timeout)
+    info = await _server_info(engine, transport, max(timeout, _FIRST_SECONDS))
     config = info.vllm_config
     parallel, model = config.parallel_config, config.model_config
     if parallel.api_processes > 1:
@@ -153,15 +155,15 @@ async def probe(engine: str, transport: Transport, timeout: float) -> ServerFact
             server=f"vLLM {version}",
         ),
         vocab_size=await _vocab_size(transport, timeout),
-        process=config.instance_id,
+        process=await server_process(transport, timeout),
         context_tokens=model.max_model_len,
         logprobs_mode=model.logprobs_mode,
         device=config.device_config.device,
     )
 
 
-async def server_info(engine: str, transport: Transport, timeout: float) -> ServerInfo:  # noqa: ASYNC109
-    """Ask for the server's configuration; the first call of a process takes some seconds."""
+async def _server_info(engine: str, transport: Transport, timeout: float) -> ServerInfo:  # noqa: ASYNC109
+    """Ask for the server's configuration."""
     answer = await _asked(transport, "server_info", timeout, query={"config_format": "json"})
     if answer.status == _NOT_FOUND:
         raise EngineProtocolError(
@@ -170,6 +172,20 @@ async def server_info(engine: str, transport: Transport, timeout: float) -> Serv
             "VLLM_SERVER_DEV_MODE=1.",
         )
     return decode(engine, "/server_info", answer.body, ServerInfo)
+
+
+async def server_process(transport: Transport, timeout: float) -> str | None:  # noqa: ASYNC109
+    """Ask when the process that answers was started; None where the system does not tell."""
+    page = await _metrics(transport, timeout)
+    match = re.search(rb"^process_start_time_seconds ([0-9.e+]{1,32})$", page, re.MULTILINE)
+    return None if match is None else match[1].decode()
+
+
+async def _metrics(transport: Transport, timeout: float) -> bytes:  # noqa: ASYNC109
+    answer = await transport.call(
+        "GET", "metrics", timeout=timeout, admin=False, at_most=_SERIES_BYTES
+    )
+    return answer.body
 
 
 async def weight_label(engine: str, transport: Transport, timeout: float) -> str:  # noqa: ASYNC109
@@ -245,12 +261,10 @@ async def read_load(
         EngineError: if the server does not report its load.
     """
     try:
-        page = await transport.call(
-            "GET", "metrics", timeout=timeout, admin=False, at_most=_SERIES_BYTES
-        )
+        page = await _metrics(transport, timeout)
     except EngineRejected as error:
         raise EngineError(engine, f"does not report its load ({error}).") from error
-    found = read_series(page.body, {**SERIES, **_COUNTERS}, program="vllm")
+    found = read_series(page, {**SERIES, **_COUNTERS}, program="vllm")
     if "num_requests_running" not in found or "num_requests_waiting" not in found:
         raise EngineError(engine, "does not report its load; start it without --disable-log-stats.")
     capacity, usage = facts.capabilities.kv_tokens, found.get("kv_cache_usage_perc")
