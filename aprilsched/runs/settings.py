@@ -180,7 +180,7 @@ class RunSettings:
             )
         if self.simulated and self.gpu == "on":
             raise ConfigError(
-                'gpu is "on", and the embedded engine has none; give the URLs of SGLang servers, '
+                'gpu is "on", and the embedded engine has none; give the URLs of servers, '
                 'or leave it "auto".'
             )
         tracker_names(self.track)

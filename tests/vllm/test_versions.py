@@ -25,7 +25,7 @@ from tests.sglang.server import write_model
 from tests.vllm.conftest import KEY, reset
 from tests.vllm.server import VLLMServer
 
-BATCHES = 4
+TRIES = 5
 fleet = partial(VLLMFleet, api_key=KEY, stream_interval=16)
 
 KINDS: dict[str, tuple[StragglerRule, dict[str, object]]] = {
@@ -64,10 +64,20 @@ async def run_and_check(
     """Run a rule, and check every token of it; gives the number of tokens that were held to their
     version, and their largest difference."""
     rule, changes = KINDS[kind]
-    prompts = long_tail(15 * batches, longest=500)
-    run = await record(
-        [url], models, rule, prompts=prompts, batches=batches, changes=changes, fleet=fleet
-    )
+    for _ in range(TRIES):
+        run = await record(
+            [url],
+            models,
+            rule,
+            prompts=long_tail(15 * batches),
+            batches=batches,
+            changes=changes,
+            fleet=fleet,
+        )
+        if rule == "run" or crossing(run):
+            break
+        # A busy machine kept the scheduler waiting until the stragglers had ended by themselves.
+        await reset(url, models[0])
     assert [batch.version for batch in run.batches] == list(range(batches))
     ids = [rollout.rollout_id for rollout in run.rollouts]
     assert len(set(ids)) == len(ids)
@@ -76,7 +86,7 @@ async def run_and_check(
     for rollout in run.rollouts:
         assert rollout.versions_exact
         assert rollout.versions.tolist() == run.recorder.reported(rollout)
-    assert bool(crossing(run)) == (rule != "run")
+    assert bool(crossing(run)) == (rule != "run"), "no response outlived an update"
     tokens, largest = 0, 0.0
     for rollout, (own, other) in zip(
         run.rollouts, differences(run.rollouts, models, folder, python), strict=True

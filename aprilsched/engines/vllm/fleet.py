@@ -46,7 +46,9 @@ class VLLMFleet(UrlFleet[VLLMEngine]):
 
 
 class VLLMListedFleet(ListedFleet[VLLMEngine]):
-    """The vLLM servers that a function lists, as they come and go; see :class:`ListedFleet`.
+    """The vLLM servers that a function lists, as they come and go.
+
+    A server joins and leaves as with :class:`~aprilsched.SGLangListedFleet`.
 
     Args:
         list_urls: ``async def list_urls()`` returns the URLs of the servers that run now, as
