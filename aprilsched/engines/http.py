@@ -289,7 +289,6 @@ _EVENT_BYTES = 4096
 _TOKEN_BYTES = 256
 """Bytes for each token in an event: id and triple take 40, the text takes a few more, and an abort
 repeats the whole response."""
-_REMEDY = "or start the server with --incremental-streaming-output"
 
 
 class UnfinishedEvents:
@@ -311,7 +310,7 @@ class UnfinishedEvents:
             raise EngineProtocolError(
                 self._engine,
                 f"its streams sent more than {self._max_bytes} bytes of events that are not whole "
-                f"yet; raise max_unfinished_bytes, {_REMEDY}.",
+                "yet; raise max_unfinished_bytes, or let the server send shorter events.",
             )
 
 
@@ -353,7 +352,8 @@ class Allowance:
             raise EngineProtocolError(
                 self._engine,
                 f"request {self._request_id}: sent more than {self._max_bytes} bytes beyond what "
-                f"its tokens account for; raise max_answer_bytes, {_REMEDY}.",
+                "its tokens account for; raise max_answer_bytes, or let the server send each token "
+                "once.",
             )
 
     def pay(self, event: int, tokens: int) -> None:

@@ -69,7 +69,7 @@ async def run_and_check(
             [url],
             models,
             rule,
-            prompts=long_tail(15 * batches),
+            prompts=long_tail(10 * batches, longest=400, every=2),
             batches=batches,
             changes=changes,
             fleet=fleet,
@@ -108,7 +108,7 @@ async def test_every_token_is_of_the_version_that_it_was_given(
     vllm_python: Path,
     kind: str,
 ) -> None:
-    await run_and_check(clean_server.url, models, tmp_path, vllm_python, kind, 4)
+    await run_and_check(clean_server.url, models, tmp_path, vllm_python, kind, 6)
 
 
 @pytest.mark.long
@@ -127,7 +127,7 @@ async def test_a_hundred_thousand_tokens_under_six_sets_of_weights(
     for kind in KINDS:
         await reset(clean_server.url, models[0])
         tokens, largest = await run_and_check(
-            clean_server.url, several, tmp_path, vllm_python, kind, 26
+            clean_server.url, several, tmp_path, vllm_python, kind, 24
         )
         total += tokens
         with capsys.disabled():
