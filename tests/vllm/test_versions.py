@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from aprilsched import DiskPublisher, Rollout, RolloutScheduler, SchedulerConfig
+from aprilsched import Batch, DiskPublisher, Rollout, RolloutScheduler, SchedulerConfig
 from aprilsched.config import Dispatch, Pool
 from aprilsched.core.policies.straggler import StragglerRule
 from aprilsched.engines.vllm.fleet import VLLMFleet
@@ -151,7 +151,7 @@ async def test_rolling_refits_and_a_server_that_is_killed_between_them(
         name = victim.url.removeprefix("http://")
         scheduler = RolloutScheduler(
             fleet([clean_server.url, victim.url]),
-            long_tail(400, longest=300, every=2),
+            long_tail(400, longest=900, every=2),
             config=SchedulerConfig(
                 batch_groups=4,
                 group_size=4,
@@ -171,15 +171,21 @@ async def test_rolling_refits_and_a_server_that_is_killed_between_them(
                 shutil.copytree(models[(rollouts.version + 1) % 2], path, dirs_exist_ok=True)
 
             publisher = DiskPublisher(tmp_path / "weights", save)
-            batches = [await rollouts.next_batch()]
-            await rollouts.update_weights(publisher)
-            batches.append(await rollouts.next_batch())
-            await until(
-                lambda: any(
+
+            def decodes() -> bool:
+                """The victim is in the middle of a response."""
+                return any(
                     request.engine == name and request.generated
                     for request in rollouts.state.in_flight.open_requests()
                 )
-            )
+
+            batches: list[Batch] = []
+            while len(batches) < 2 or not decodes():
+                batches.append(await rollouts.next_batch())
+                await rollouts.update_weights(publisher)
+                waiting = asyncio.create_task(until(decodes))
+                await asyncio.wait([waiting], timeout=1.0)
+                waiting.cancel()
             updating = asyncio.create_task(rollouts.update_weights(publisher))
             await until(lambda: rollouts.state.weights.update is not None)
             victim.kill()

@@ -154,7 +154,7 @@ async def probe(engine: str, transport: Transport, timeout: float) -> ServerFact
             and bool(info.vllm_env.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING")),
             server=f"vLLM {version}",
         ),
-        vocab_size=await _vocab_size(transport, timeout),
+        vocab_size=await _vocab_size(engine, transport, timeout),
         process=await server_process(transport, timeout),
         context_tokens=model.max_model_len,
         logprobs_mode=model.logprobs_mode,
@@ -211,7 +211,7 @@ async def _asked(
     )
 
 
-async def _vocab_size(transport: Transport, timeout: float) -> int | None:  # noqa: ASYNC109
+async def _vocab_size(engine: str, transport: Transport, timeout: float) -> int | None:  # noqa: ASYNC109
     """The model's vocabulary size, which vLLM tells only in a refusal.
 
     A bias on an impossible id is refused before the request reaches the scheduler, so nothing
@@ -223,9 +223,15 @@ async def _vocab_size(transport: Transport, timeout: float) -> int | None:  # no
         "inference/v1/generate",
         {"token_ids": [0], "sampling_params": params},
         timeout=timeout,
-        accept=(200, 400),
+        accept=(200, 400, _NOT_FOUND),
         admin=False,
     )
+    if answer.status == _NOT_FOUND:
+        raise EngineProtocolError(
+            engine,
+            "has no /inference/v1/generate; start it with --tokens-only, or with "
+            "--enable-scale-out where text is needed too.",
+        )
     match = re.search(rb"Vocabulary size: (\d{1,9})", answer.body)
     return None if match is None else int(match[1])
 
