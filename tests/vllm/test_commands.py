@@ -6,6 +6,7 @@ import asyncio
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import numpy as np
@@ -106,7 +107,7 @@ async def test_a_request_through_the_gateway_outlives_new_weights(
         body = {"input_ids": prompt, "sampling_params": params, "stream": True}
         ids: list[int] = []
         logprobs: list[float] = []
-        meta: dict[str, object] = {}
+        meta: dict[str, Any] = {}
         async with session.post("/generate", json={**body, "return_logprob": True}) as answer:
             loading = None
             async for line in answer.content:
@@ -124,8 +125,7 @@ async def test_a_request_through_the_gateway_outlives_new_weights(
             assert loading is not None
             async with await loading as loaded:
                 assert loaded.status == 200, await loaded.text()
-    spans = meta["weight_versions"]
-    assert isinstance(spans, list)
+    spans: list[dict[str, Any]] = meta["weight_versions"]
     assert [span["version"] for span in spans] == ["default", "one"]
     response = [(np.array(prompt, np.int32), np.array(ids, np.int32))]
     ((old,), (new,)) = sequence_scores(models, response, tmp_path, python=vllm_python)
