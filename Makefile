@@ -85,7 +85,7 @@ help: ## Show this list.
 
 .venv-sglang: $(SGLANG_READY) ## Make the environment of the test server (Python 3.11, 3.3 GB).
 
-.venv-vllm: $(VLLM_READY) ## Make the environment of the other test server (Python 3.11, 3 GB).
+.venv-vllm: $(VLLM_READY) ## Make the environment of the other test server (Python 3.11, 2.3 GB).
 
 .venv-areal: .venv-areal/.stamp ## Make the environment of AReaL's tests, on top of .venv.
 
