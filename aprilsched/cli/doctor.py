@@ -1,4 +1,4 @@
-"""``aprilsched doctor URL…``: finds what live SGLang servers can do and which hazards they have."""
+"""``aprilsched doctor URL…``: finds what live servers can do and which hazards they have."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rich.text import Text
 
 from aprilsched.cli.arguments import parsed
 from aprilsched.doctor import Finding, Status, examine
+from aprilsched.engines.addresses import VLLM
 from aprilsched.engines.http import ServerAddress
 from aprilsched.errors import ConfigError, EngineError
 from aprilsched.runs.settings import key_from
@@ -25,10 +26,10 @@ _STYLES = {"pass": "green", "warn": "yellow", "fail": "bold red"}
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorCommand:
-    """Probe live SGLang servers; this is harmless, and its time is bounded."""
+    """Probe live SGLang or vLLM servers; this is harmless, and its time is bounded."""
 
     urls: tyro.conf.Positional[tuple[str, ...]]
-    """URLs of the servers, such as http://127.0.0.1:30000."""
+    """URLs of the servers, such as http://127.0.0.1:30000; vllm+http://… for vLLM."""
     json: bool = False
     """Print a list of objects on stdout instead of lines."""
     quiet: bool = False
@@ -50,7 +51,8 @@ def main(arguments: Sequence[str]) -> int:
     if not command.urls:
         raise ConfigError("No server is named; give the URL of one.")
     for url in command.urls:
-        ServerAddress.parse(url)  # A mistake in the last one must not cost what the others showed.
+        # A mistake in the last one must not cost what the others showed.
+        ServerAddress.parse(url.removeprefix(VLLM))
     admin_key, api_key = key_from(command.admin_key_env), key_from(command.api_key_env)
     found = {url: _examined(url, admin_key, api_key) for url in command.urls}
     shown = {
@@ -85,7 +87,7 @@ def _examined(url: str, admin_key: str | None, api_key: str | None) -> list[Find
             check=REACHED,
             status="fail",
             seen=" ".join(str(error).split()).rstrip("."),
-            meaning="A server that refuses the key or does not answer like SGLang is not examined.",
+            meaning="A server that refuses the key or cannot be paused is not examined.",
             action="does not open a fleet with such a server",
             to_do="start it, or correct its URL or key",
         )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import tyro
 
 from aprilsched.cli.arguments import parsed
-from aprilsched.engines.sglang.fleet import SGLangFleet
+from aprilsched.engines.addresses import fleet_at
 from aprilsched.errors import ConfigError
 from aprilsched.gateway import Gateway, GatewaySettings
 from aprilsched.runs.settings import key_from
@@ -21,11 +21,11 @@ _STREAM_INTERVAL = 8
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayCommand:
-    """Serve one address in front of SGLang servers; requests survive pauses, new weights and
-    servers that fail."""
+    """Serve one address in front of servers; requests survive pauses, new weights and servers that
+    fail."""
 
     engine: tuple[str, ...]
-    """URLs of the servers, such as http://127.0.0.1:30001."""
+    """URLs of the servers, such as http://127.0.0.1:30001; vllm+http://… for vLLM."""
     gateway: tyro.conf.OmitArgPrefixes[GatewaySettings] = field(default_factory=GatewaySettings)
     """How the gateway listens, and how much it takes on."""
     api_key_env: str | None = None
@@ -48,7 +48,7 @@ class GatewayCommand:
         """
         if not self.engine:
             raise ConfigError("No server is named; give the URL of one as --engine.")
-        fleet = SGLangFleet(
+        fleet = fleet_at(
             self.engine,
             admin_key=key_from(self.engine_admin_key_env),
             api_key=key_from(self.engine_api_key_env),

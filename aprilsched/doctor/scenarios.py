@@ -11,11 +11,12 @@ import msgspec
 
 from aprilsched.doctor.checks import CHECKS, Finding, Notes, PauseNotes
 from aprilsched.doctor.client import Client, Generation, until
+from aprilsched.doctor.vllm import examine_vllm
+from aprilsched.engines.addresses import VLLM
 from aprilsched.engines.base import PauseMode
 from aprilsched.engines.http import HttpLimits, ServerAddress, Transport
+from aprilsched.engines.server import despite_cancellation, release
 from aprilsched.engines.sglang import SGLangEngine
-from aprilsched.engines.sglang.http_engine import despite_cancellation
-from aprilsched.engines.sglang.probe import release
 from aprilsched.errors import EngineError
 
 SCENARIO_SECONDS = 40.0
@@ -29,9 +30,12 @@ async def examine(
     """Run every check on the server at `url`; the findings are in the order of the table.
 
     Raises:
-        EngineError: if it cannot be reached, is not SGLang, or does not accept the key.
+        EngineError: if it cannot be reached or used, is another program than its URL says, or does
+            not accept the key.
         ConfigError: if `url` or a key is not valid.
     """
+    if url.startswith(VLLM):
+        return await examine_vllm(url.removeprefix(VLLM), api_key=api_key)
     engine = SGLangEngine(url, admin_key=admin_key, api_key=api_key, limits=_LIMITS)
     await engine.open()
     await engine.close()

@@ -289,7 +289,6 @@ _EVENT_BYTES = 4096
 _TOKEN_BYTES = 256
 """Bytes for each token in an event: id and triple take 40, the text takes a few more, and an abort
 repeats the whole response."""
-_REMEDY = "or start the server with --incremental-streaming-output"
 
 
 class UnfinishedEvents:
@@ -311,7 +310,7 @@ class UnfinishedEvents:
             raise EngineProtocolError(
                 self._engine,
                 f"its streams sent more than {self._max_bytes} bytes of events that are not whole "
-                f"yet; raise max_unfinished_bytes, {_REMEDY}.",
+                "yet; raise max_unfinished_bytes, or let the server send shorter events.",
             )
 
 
@@ -353,7 +352,8 @@ class Allowance:
             raise EngineProtocolError(
                 self._engine,
                 f"request {self._request_id}: sent more than {self._max_bytes} bytes beyond what "
-                f"its tokens account for; raise max_answer_bytes, {_REMEDY}.",
+                "its tokens account for; raise max_answer_bytes, or let the server send each token "
+                "once.",
             )
 
     def pay(self, event: int, tokens: int) -> None:
@@ -517,6 +517,7 @@ class Transport:
         repeatable: bool = True,
         admin: bool = True,
         headers: Mapping[str, str] | None = None,
+        query: Mapping[str, str] | None = None,
         at_most: int | None = None,
     ) -> Answer:
         """Make one control call, retried where that is safe.
@@ -537,7 +538,7 @@ class Transport:
         try:
             async with asyncio.timeout(timeout):
                 answer: Answer = await retries(
-                    self._once, session, method, path, body, headers, at_most
+                    self._once, session, method, path, body, headers, query, at_most
                 )
         except TimeoutError as error:
             raise ControlTimeout(
@@ -554,6 +555,7 @@ class Transport:
         path: str,
         body: object,
         headers: Mapping[str, str] | None,
+        query: Mapping[str, str] | None,
         at_most: int | None,
     ) -> Answer:
         data = None if body is None else msgspec.json.encode(body)
@@ -561,7 +563,12 @@ class Transport:
             raise EngineError(self._name, "was closed during a call.")
         try:
             async with session.request(
-                method, self._url / path, data=data, headers=headers, allow_redirects=False
+                method,
+                self._url / path,
+                params=query,
+                data=data,
+                headers=headers,
+                allow_redirects=False,
             ) as response:
                 return Answer(response.status, await self.read(response, at_most))
         except (aiohttp.ClientError, OSError) as error:

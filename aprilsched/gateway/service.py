@@ -33,7 +33,7 @@ from aprilsched.core.config import SchedulerConfig
 from aprilsched.core.messages import events as ev
 from aprilsched.core.state.engine_control import Mode
 from aprilsched.engines.base import Engine, Fleet
-from aprilsched.engines.sglang import SGLangEngine
+from aprilsched.engines.server import facts_of
 from aprilsched.errors import (
     AprilschedError,
     ConfigError,
@@ -290,17 +290,16 @@ class Service:
     @property
     def vocab_size(self) -> int | None:
         """Smallest number of token ids among the engines that tell it."""
-        return self._least(lambda engine: engine.facts.vocab_size)
+        told = filter(None, map(facts_of, self.fleet.engines))
+        return min((f.vocab_size for f in told if f.vocab_size is not None), default=None)
 
     @property
     def context_tokens(self) -> int | None:
         """Tokens of a prompt and its response together that every engine has room for; None if
         nobody tells."""
-        return self.texts.context(self._least(lambda engine: engine.facts.context_tokens))
-
-    def _least(self, fact: Callable[[SGLangEngine], int | None]) -> int | None:
-        told = [fact(each) for each in self.fleet.engines if isinstance(each, SGLangEngine)]
-        return min((each for each in told if each is not None), default=None)
+        told = filter(None, map(facts_of, self.fleet.engines))
+        known = (f.context_tokens for f in told if f.context_tokens is not None)
+        return self.texts.context(min(known, default=None))
 
     # --- responses -----------------------------------------------------------------------------
 
@@ -603,11 +602,11 @@ class Service:
                 f"{self.settings.store} has the run of a trainer; give the gateway a store of its "
                 "own."
             )
-        first = self.fleet.engines[0]
-        if isinstance(first, SGLangEngine):
-            self.model_path = first.facts.model_path
+        first = facts_of(self.fleet.engines[0])
+        if first is not None:
+            self.model_path = first.model_path
             if self._rollouts.version not in self._labels:
-                self._labels.name(self._rollouts.version, first.facts.label)
+                self._labels.name(self._rollouts.version, first.label)
         await self.texts.open(self.model_path)
         if self._stored:
             loop = asyncio.get_running_loop()

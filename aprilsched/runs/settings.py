@@ -89,7 +89,8 @@ class RunSettings:
     """Everything that decides what a run does."""
 
     engine: tuple[str, ...] = ("sim",)
-    """"sim", the embedded engine under a virtual clock, or the URLs of SGLang servers."""
+    """"sim", the embedded engine under a virtual clock, or the URLs of SGLang servers, or of
+    vLLM servers as vllm+http://…."""
     prompts: str | None = None
     """A JSONL file of prompts. Each line has input_ids or text, and optionally key and sampling.
     Without a file the built-in long-tail workload is used."""
@@ -167,11 +168,11 @@ class RunSettings:
             if value is not None and value < least:
                 raise ConfigError(f"{name} is {value}; give {least} or more.")
         if not self.engine:
-            raise ConfigError('engine is empty; give "sim" or the URLs of SGLang servers.')
+            raise ConfigError('engine is empty; give "sim" or the URLs of servers.')
         if "sim" in self.engine and not self.simulated:
             raise ConfigError('engine mixes "sim" with URLs; give one or the other.')
         if self.simulated and self.weights is not None:
-            raise ConfigError("weights is for SGLang servers; give their URLs as engine too.")
+            raise ConfigError("weights is for servers; give their URLs as engine too.")
         if not self.simulated and self.weights is None and self.update_every:
             raise ConfigError(
                 f"update_every is {self.update_every} and there are no new weights; give weights "
@@ -179,7 +180,7 @@ class RunSettings:
             )
         if self.simulated and self.gpu == "on":
             raise ConfigError(
-                'gpu is "on", and the embedded engine has none; give the URLs of SGLang servers, '
+                'gpu is "on", and the embedded engine has none; give the URLs of servers, '
                 'or leave it "auto".'
             )
         tracker_names(self.track)

@@ -20,9 +20,9 @@ from aprilsched.config import SchedulerConfig
 from aprilsched.coordinator.prompts import checked
 from aprilsched.core.state.records import group_lengths
 from aprilsched.core.state.state import SchedulerState
+from aprilsched.engines.addresses import ServerFleet, fleet_at
 from aprilsched.engines.base import Fleet
-from aprilsched.engines.sglang import SGLangEngine
-from aprilsched.engines.sglang.fleet import SGLangFleet
+from aprilsched.engines.server import HttpEngine
 from aprilsched.engines.sim import SimFleet, SimPublisher
 from aprilsched.errors import ConfigError
 from aprilsched.extras import extra
@@ -132,13 +132,13 @@ def _fleet(settings: RunSettings, timing: StepTimeModel) -> Fleet:
     )
 
 
-def servers(settings: RunSettings) -> SGLangFleet:
-    """The SGLang servers of a run.
+def servers(settings: RunSettings) -> ServerFleet:
+    """The servers of a run.
 
     Raises:
-        ConfigError: if a URL or a key cannot be used.
+        ConfigError: if a URL or a key cannot be used, or the servers are of two programs.
     """
-    return SGLangFleet(
+    return fleet_at(
         settings.engine,
         admin_key=key_from(settings.admin_key_env),
         api_key=key_from(settings.api_key_env),
@@ -167,7 +167,7 @@ def bound_of(settings: RunSettings, timing: StepTimeModel) -> Bound:
 # servers, and a setting that does not fit is refused at once.
 
 
-def fitted(settings: RunSettings, fleet: Callable[[], SGLangFleet]) -> RunSettings:
+def fitted(settings: RunSettings, fleet: Callable[[], ServerFleet]) -> RunSettings:
     """`settings` with the vocabulary and the longest response of the built-in workload.
 
     Args:
@@ -185,7 +185,7 @@ def fitted(settings: RunSettings, fleet: Callable[[], SGLangFleet]) -> RunSettin
     return replace(settings, workload=asyncio.run(_fitted(workload, fleet())))
 
 
-async def _fitted(workload: WorkloadSettings, fleet: SGLangFleet) -> WorkloadSettings:
+async def _fitted(workload: WorkloadSettings, fleet: ServerFleet) -> WorkloadSettings:
     await fleet.open()
     try:
         if any(engine.facts.vocab_size is None for engine in fleet.engines):
@@ -203,7 +203,7 @@ async def _fitted(workload: WorkloadSettings, fleet: SGLangFleet) -> WorkloadSet
         await fleet.close()
 
 
-def _check(workload: WorkloadSettings, engine: SGLangEngine) -> None:
+def _check(workload: WorkloadSettings, engine: HttpEngine[Any]) -> None:
     known, context = engine.facts.vocab_size, engine.facts.context_tokens
     if known is not None and (workload.vocab_size or 0) > known:
         raise ConfigError(
@@ -225,7 +225,7 @@ def _check(workload: WorkloadSettings, engine: SGLangEngine) -> None:
         )
 
 
-def _room(workload: WorkloadSettings, engine: SGLangEngine) -> int:
+def _room(workload: WorkloadSettings, engine: HttpEngine[Any]) -> int:
     """Number of tokens of the longest response that fits the engine's context."""
     return (engine.facts.context_tokens or 0) - workload.prompt_tokens
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from aprilsched.core.messages.commands import Command, Send
 from aprilsched.core.messages.events import EngineLost, Event, Finished, Interrupted, Progress
 from aprilsched.core.policies.straggler import StragglerRule
 from aprilsched.core.state.ledger import Counters
+from aprilsched.engines.base import Fleet
 from aprilsched.errors import PromptsExhausted
 from aprilsched.testing.contract import until
 from aprilsched.types import Int32Array, VersionSpan
@@ -151,15 +152,16 @@ async def record(
     batches: int = BATCHES,
     lose_one: bool = False,
     changes: Mapping[str, object] | None = None,
+    fleet: Callable[[Sequence[str]], Fleet] | None = None,
 ) -> Run:
     """Run `batches` batches; after each, version v comes from ``checkpoints[v % len]``.
 
     Ends earlier with the prompts. With `lose_one` an engine is given up in mid-response.
-    `changes` are further settings of the scheduler.
+    `changes` are further settings of the scheduler, and `fleet` makes a fleet that is not SGLang's.
     """
     recorder = Recorder()
     scheduler = RolloutScheduler(
-        SGLangFleet(urls, admin_key=admin_key, stream_interval=16),
+        fleet(urls) if fleet else SGLangFleet(urls, admin_key=admin_key, stream_interval=16),
         prompts if prompts is not None else long_tail(200),
         config=SchedulerConfig(straggler=straggler, **{**CONFIG, **(changes or {})}),  # type: ignore[arg-type]
         listeners=[recorder],
@@ -237,14 +239,24 @@ def _greedy_scores(
 
 
 def scores(
-    models: Sequence[Path], rollouts: Sequence[Rollout], folder: Path
+    models: Sequence[Path],
+    rollouts: Sequence[Rollout],
+    folder: Path,
+    *,
+    python: Path | None = None,
 ) -> list[list[NDArray[np.float64]]]:
-    """For each model, the log-probabilities of every response token according to transformers."""
-    return sequence_scores(models, [(r.prompt_ids, r.token_ids) for r in rollouts], folder)
+    """For each model, the log-probabilities of every response token according to transformers of
+    `python`, by default that of SGLang."""
+    responses = [(r.prompt_ids, r.token_ids) for r in rollouts]
+    return sequence_scores(models, responses, folder, python=python)
 
 
 def sequence_scores(
-    models: Sequence[Path], responses: Sequence[tuple[Int32Array, Int32Array]], folder: Path
+    models: Sequence[Path],
+    responses: Sequence[tuple[Int32Array, Int32Array]],
+    folder: Path,
+    *,
+    python: Path | None = None,
 ) -> list[list[NDArray[np.float64]]]:
     """The same log-probabilities for prompts and their responses."""
     source = folder / "in.npz"
@@ -252,7 +264,7 @@ def sequence_scores(
     whole = {str(i): np.concatenate(r).astype(np.int64) for i, r in enumerate(responses)}
     np.savez(source, **whole)  # type: ignore[arg-type]
     pairs = [part for pair in zip(models, targets, strict=True) for part in pair]
-    run_with_server_packages("score", source, *pairs)
+    run_with_server_packages("score", source, *pairs, python=python)
     found: list[list[NDArray[np.float64]]] = []
     for target in targets:
         with np.load(target) as arrays:

@@ -52,13 +52,13 @@ def server_python() -> Path:
 
 
 @functools.cache
-def _module_runner(purpose: str) -> subprocess.Popen[str]:
+def _module_runner(purpose: str, python: Path) -> subprocess.Popen[str]:
     """The process of module_runner.py for a purpose, which the first call starts.
 
     It runs as long as this one.
     """
     process = subprocess.Popen(
-        [str(server_python()), str(HERE / "module_runner.py")],
+        [str(python), str(HERE / "module_runner.py")],
         env={**server_environment(), "PYTHONPATH": str(HERE.parents[1])},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -70,15 +70,17 @@ def _module_runner(purpose: str) -> subprocess.Popen[str]:
     return process
 
 
-def run_with_server_packages(module: str, *arguments: object, purpose: str = "models") -> None:
+def run_with_server_packages(
+    module: str, *arguments: object, purpose: str = "models", python: Path | None = None
+) -> None:
     """Call `main` of a module beside module_runner.py, with the server's packages and aprilsched.
 
-    Calls of one `purpose` share a process.
+    Calls of one `purpose` and `python` share a process; the default is SGLang's.
 
     Raises:
         RuntimeError: if it raises.
     """
-    process = _module_runner(purpose)
+    process = _module_runner(purpose, python or server_python())
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(json.dumps([module, *map(str, arguments)]) + "\n")
@@ -90,14 +92,19 @@ def run_with_server_packages(module: str, *arguments: object, purpose: str = "mo
         raise RuntimeError(f"{module} failed:\n{trouble}")
 
 
-def write_model(directory: Path, *, seed: int = 0, kind: str = "dense") -> Path:
+def write_model(
+    directory: Path, *, seed: int = 0, kind: str = "dense", python: Path | None = None
+) -> Path:
     """Write a tiny random model, "dense" or "moe", into `directory` and return it."""
-    run_with_server_packages("tiny_model", directory, seed, kind)
+    run_with_server_packages("tiny_model", directory, seed, kind, python=python)
     return directory
 
 
 class CpuServer:
     """One server, from :meth:`start` to :meth:`stop`."""
+
+    ready_path = "/ready"
+    """It answers 200 when the server can be used."""
 
     def __init__(self, model: Path, log: Path, *extra: str) -> None:
         self.model = model
@@ -113,11 +120,10 @@ class CpuServer:
 
     def start(self) -> None:
         """Start the process; :meth:`wait_ready` waits for it."""
-        command = [str(server_python()), str(HERE / "launch_cpu_server.py"), *self._arguments()]
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                command,
-                env=server_environment(),
+                self._command(),
+                env=self._environment(),
                 cwd=self.log.parent,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -135,7 +141,7 @@ class CpuServer:
         while time.monotonic() < deadline:
             if self._process is None or self._process.poll() is not None or self._cannot_bind():
                 raise RuntimeError(f"The server exited while it booted:\n{self.tail()}")
-            if _answers(self.port):
+            if _answers(self.port, self.ready_path):
                 return
             time.sleep(0.25)
         raise RuntimeError(f"The server was not up after {BOOT_SECONDS:g} s:\n{self.tail()}")
@@ -180,6 +186,12 @@ class CpuServer:
     def _cannot_bind(self) -> bool:
         return b"address already in use" in self.log.read_bytes()
 
+    def _command(self) -> list[str]:
+        return [str(server_python()), str(HERE / "launch_cpu_server.py"), *self._arguments()]
+
+    def _environment(self) -> dict[str, str]:
+        return server_environment()
+
     def _arguments(self) -> list[str]:
         settings = {
             "--model-path": str(self.model),
@@ -221,10 +233,10 @@ def free_port() -> int:
     raise RuntimeError(f"No free port from {_PORTS.start} to {_PORTS.stop} for the server.")
 
 
-def _answers(port: int) -> bool:
+def _answers(port: int, path: str) -> bool:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
     try:
-        connection.request("GET", "/ready")
+        connection.request("GET", path)
         return connection.getresponse().status == 200
     except OSError:
         return False

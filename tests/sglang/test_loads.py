@@ -33,6 +33,8 @@ async def test_a_server_that_measures_itself_tells_more(
             load = await engine.load(metrics=True)
             told = engine is telling
             assert (load.tokens_per_s is not None) == told
+            assert load.decode_seconds is not None
+            assert load.prefill_seconds is not None
             assert set(load.series) == (set(SERIES) if told else set())
             assert load.generated is not None
             assert load.generated > 0

@@ -85,6 +85,18 @@ class Rule:
 
 EVERYTHING = Rule(ours=("aprilsched",))
 
+_SHARED = Rule(
+    ours=(
+        "aprilsched.engines.base",
+        "aprilsched.engines.fleet",
+        "aprilsched.engines.http",
+        "aprilsched.engines.server",
+        "aprilsched.engines.stream",
+        "aprilsched.errors",
+        "aprilsched.types",
+    )
+)
+
 RULES: dict[str, Rule] = {
     "aprilsched.errors": Rule(others=frozenset(), pure=True),
     "aprilsched.extras": Rule(ours=("aprilsched.errors",), others=frozenset(), pure=True),
@@ -196,8 +208,20 @@ RULES: dict[str, Rule] = {
     "aprilsched.engines.sim.clock": Rule(
         ours=("aprilsched.errors", "aprilsched.extras"), others=frozenset()
     ),
-    # Another engine's adapter takes this and nothing of SGLang's.
+    # What all adapters of servers take; they know no server, and no adapter knows another one.
     "aprilsched.engines.http": Rule(ours=("aprilsched.engines.http", "aprilsched.errors")),
+    **{f"aprilsched.engines.{shared}": _SHARED for shared in ("fleet", "server", "stream")},
+    **{
+        f"aprilsched.engines.{program}": Rule(
+            ours=(
+                *_SHARED.ours,
+                f"aprilsched.engines.{program}",
+                "aprilsched.extras",
+                "aprilsched.loop_thread",
+            )
+        )
+        for program in ("sglang", "vllm")
+    },
     "aprilsched.doctor": Rule(
         ours=(
             # Which settings need what an engine cannot do.

@@ -63,7 +63,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("--engine nonsense", "give one like http://10.0.0.1:30000"),
         ("--engine http://127.0.0.1:1", "cannot connect"),
         ("--engine http://127.0.0.1:1 --admin-key-env NO_SUCH_VARIABLE", "is not set"),
-        ("--weights /checkpoint", "weights is for SGLang servers"),
+        ("--weights /checkpoint", "weights is for servers"),
         ("--tokenizer /model", "give prompts too"),
         ("--prompts missing.jsonl", "missing.jsonl cannot be read"),
         ("--config missing.toml", "missing.toml cannot be read"),

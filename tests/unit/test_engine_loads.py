@@ -10,8 +10,9 @@ import pytest
 
 from aprilsched.engines.base import EngineLoad
 from aprilsched.engines.http import HttpLimits
+from aprilsched.engines.server import read_series
 from aprilsched.engines.sglang import SGLangEngine
-from aprilsched.engines.sglang.probe import Loads, decode, load_of, read_series
+from aprilsched.engines.sglang.probe import SERIES, Loads, decode, load_of
 from aprilsched.errors import EngineError, EngineProtocolError, EngineRejected
 from tests.support.hostile import CHUNKED, Hostile, chunked, hostile
 
@@ -101,7 +102,7 @@ def test_what_cannot_be_is_refused(change: dict[str, Any]):
 
 
 def test_gauges_are_found_in_a_page():
-    found = read_series(PAGE)
+    found = read_series(PAGE, SERIES, program="sglang")
     assert found == {"num_running_reqs": 7.0, "token_usage": 0.5}
 
 

@@ -17,7 +17,12 @@ from tests.unit.test_arrows import CLI, DEPENDENCIES
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDES = ("README.md", "CONTRIBUTING.md")
-PINNED = ("constraints.txt", "requirements/sglang-cpu.txt", "requirements/verl-cpu.txt")
+PINNED = (
+    "constraints.txt",
+    "requirements/sglang-cpu.txt",
+    "requirements/verl-cpu.txt",
+    "requirements/vllm-cpu.txt",
+)
 PIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*==[A-Za-z0-9.]+")
 
 # In pieces, so that this file does not contain what it looks for.

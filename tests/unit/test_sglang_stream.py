@@ -14,7 +14,8 @@ import pytest
 from aprilsched.companions import Companion
 from aprilsched.engines.base import Chunk, GenerationRequest
 from aprilsched.engines.http import Allowance, EventSplitter, UnfinishedEvents
-from aprilsched.engines.sglang.stream import ChunkAssembler, read_chunks
+from aprilsched.engines.sglang.stream import ChunkAssembler
+from aprilsched.engines.stream import read_chunks
 from aprilsched.errors import EngineError, EngineProtocolError, EngineRejected
 from aprilsched.types import SamplingParams, VersionSpan
 

@@ -23,24 +23,26 @@ from hypothesis import strategies as st
 
 from aprilsched.engines.base import Chunk, GenerationRequest
 from aprilsched.engines.http import Allowance, Answer, HttpLimits, UnfinishedEvents, rejection
+from aprilsched.engines.server import release
 from aprilsched.engines.sglang.probe import (
     _capabilities,  # pyright: ignore[reportPrivateUsage]
     decode,
-    release,
 )
 from aprilsched.engines.sglang.router import (
     Roster,
     _Listing,  # pyright: ignore[reportPrivateUsage]
 )
-from aprilsched.engines.sglang.stream import ChunkAssembler, read_chunks
+from aprilsched.engines.sglang.stream import ChunkAssembler
 from aprilsched.engines.sglang.wire import (
     Labelled,
     ModelInfo,
     OpenApi,
     ServerInfo,
     UpdateAnswer,
-    version_number,
 )
+from aprilsched.engines.stream import ResponseReader, read_chunks, version_number
+from aprilsched.engines.vllm.probe import ServerInfo as VLLMServerInfo
+from aprilsched.engines.vllm.wire import EventReader
 from aprilsched.errors import AprilschedError, EngineError, EngineRejected
 from aprilsched.types import SamplingParams
 from tests.support.mutation import cut, spoiled_answer, spoiled_stream
@@ -67,6 +69,32 @@ class Recorded:
     def load(cls, path: Path) -> Recorded:
         form, kind = path.stem.split("-", 1)
         return cls(form, kind, ASKED.get(kind, 4000), path.read_bytes())
+
+    def reader(self) -> type[ResponseReader]:
+        return EventReader if self.form == "vllm" else ChunkAssembler
+
+    def told(self) -> tuple[list[int], list[float], str, list[str]]:
+        """The tokens, logprobs, end and labels of spans, as the events have them."""
+        if self.form == "vllm":
+            choices = [event["choices"][0] for event in self.events()]
+            sampled = [entry for choice in choices for entry in choice["logprobs"]["content"]]
+            return (
+                [token for choice in choices for token in choice["token_ids"]],
+                [entry["logprob"] for entry in sampled],
+                choices[-1]["finish_reason"],
+                [span["version"] for span in choices[-1]["weight_versions"]],
+            )
+        triples: list[Any] = []
+        metas = [event["meta_info"] for event in self.events()]
+        for meta in metas:
+            triples = triples[: meta["completion_tokens"] - len(meta["output_token_logprobs"])]
+            triples += meta["output_token_logprobs"]
+        return (
+            [token for _, token, _ in triples],
+            [logprob for logprob, _, _ in triples],
+            metas[-1]["finish_reason"]["type"],
+            [span["version"] for span in metas[-1]["weight_versions"]],
+        )
 
     def events(self) -> list[Any]:
         lines = [line[6:] for line in self.content.split(b"\n\n") if line]
@@ -116,6 +144,24 @@ ANSWERS: list[tuple[Any, type[Any], Use]] = [
         lambda api: _strings(api.properties("ContinueGenerationReqInput")),
     ),
     (
+        {
+            "vllm_config": {
+                "model_config": {
+                    "model": "/models/a",
+                    "max_model_len": 8192,
+                    "logprobs_mode": "raw_logprobs",
+                },
+                "cache_config": {"kv_cache_size_tokens": 1048576},
+                "parallel_config": {"tensor_parallel_size": 2, "_api_process_count": 1},
+                "scheduler_config": {"max_num_seqs": 16},
+                "device_config": {"device": "cpu"},
+            },
+            "vllm_env": {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": True},
+        },
+        VLLMServerInfo,
+        lambda info: None,
+    ),
+    (
         {"success": False, "message": "Failed to get it", "num_paused_requests": 0},
         UpdateAnswer,
         lambda answer: None,
@@ -138,7 +184,7 @@ def _version(label: str | None) -> None:
 
 
 def _facts(info: ServerInfo) -> None:
-    able = _capabilities(info)
+    able = _capabilities(info, OpenApi())
     assert able.ranks >= 1
     assert all(part >= 0 for part in release(info.version))
 
@@ -162,7 +208,7 @@ async def _read(recorded: Recorded, pieces: list[bytes], chunks: list[Chunk]) ->
     reader = read_chunks(
         read,
         Allowance("engine:1", "r", ROOM, UNFINISHED),
-        ChunkAssembler(
+        recorded.reader()(
             "engine:1",
             GenerationRequest(
                 request_id="r",
@@ -230,18 +276,11 @@ def test_what_was_recorded_reads_as_it_was_sent(recorded: Recorded) -> None:
             assert isinstance(error, EngineRejected)
             continue
         assert error is None
-        events = recorded.events()
-        assert chunks[-1].finish == events[-1]["meta_info"]["finish_reason"]["type"]
-        ids = np.concatenate([chunk.token_ids for chunk in chunks]).tolist()
-        logprobs = np.concatenate([chunk.logprobs for chunk in chunks])
-        triples: list[Any] = []
-        for event in events:
-            meta = event["meta_info"]
-            triples = triples[: meta["completion_tokens"] - len(meta["output_token_logprobs"])]
-            triples += meta["output_token_logprobs"]
-        assert ids == [token for _, token, _ in triples]
-        assert logprobs.tolist() == pytest.approx([logprob for logprob, _, _ in triples])
-        labels = [span["version"] for span in events[-1]["meta_info"]["weight_versions"]]
+        ids, logprobs, finish, labels = recorded.told()
+        assert chunks[-1].finish == finish
+        assert np.concatenate([chunk.token_ids for chunk in chunks]).tolist() == ids
+        found = np.concatenate([chunk.logprobs for chunk in chunks]).tolist()
+        assert found == pytest.approx(logprobs)
         assert chunks[-1].spans is not None
         assert [span.version for span in chunks[-1].spans] == [int(v == "7") * 7 for v in labels]
 

@@ -17,7 +17,7 @@ from aprilsched import LongTailWorkload, RolloutScheduler, SchedulerConfig, SGLa
 from aprilsched.config import Dispatch
 from aprilsched.engines.base import Chunk, GenerationRequest, PauseMode
 from aprilsched.engines.http import Answer, HttpLimits, Transport
-from aprilsched.engines.sglang.http_engine import despite_cancellation
+from aprilsched.engines.server import despite_cancellation
 from aprilsched.engines.sim import SimConfig, SimEngine, run_virtual
 from aprilsched.errors import SchedulerClosed
 from aprilsched.testing import SimServer

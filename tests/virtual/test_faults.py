@@ -648,3 +648,39 @@ async def _begun(setting: Setting, tokens: int) -> str:
     await until(lambda: setting.server.engine.counters.generated >= tokens)
     (request,) = setting.engine._calls  # pyright: ignore[reportPrivateUsage]
     return request
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["the server goes on", "the server is lost"])
+@in_virtual_time
+async def test_a_connection_that_breaks_after_our_abort_ends_the_aborted_response(lost: bool):
+    """SGLang broke one once, and every token had arrived. A lost server has failed all the same."""
+    silence = {"kind": "silence", "routes": ["/abort_request"], "after": 2}
+    broken = {"kind": "reset", "after_tokens": 100, "times": 1}
+    async with Setting(silence, broken) as setting:
+        request, seen = greedy(TOKENS), Seen()
+        aborting: asyncio.Task[None] | None = None
+        try:
+            async with aclosing(setting.engine.generate(request)) as chunks:
+                async for chunk in chunks:
+                    seen.ids += chunk.token_ids.tolist()
+                    seen.logprobs += chunk.logprobs.tolist()
+                    seen.last = chunk
+                    if aborting is None:
+                        aborting = asyncio.create_task(setting.engine.abort(request.request_id))
+                        await until(lambda: "silence" in setting.fired)
+                        if lost:
+                            await setting.server.stop()
+        except AprilschedError as error:
+            seen.error = error
+        assert aborting is not None
+        aborting.cancel()
+        await asyncio.wait([aborting])
+        check(seen, whole=False)
+        if lost:
+            assert isinstance(seen.error, EngineError)
+            return
+        assert seen.error is None
+        assert seen.finish == "abort"
+        assert len(seen.ids) >= 100
+        assert seen.last is not None
+        assert seen.last.spans is None

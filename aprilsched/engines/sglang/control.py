@@ -1,17 +1,15 @@
-"""The control calls of a server: each is bounded in time, and none of them generates.
+"""The control calls of SGLang: each is bounded in time, and none of them generates.
 
 The safe order around a refit is pause(retract), flush, update, resume. SGLang starts a pause
 without waiting until it takes effect, but it keeps the order of later calls.
 
-The client remembers what was released, because the server does not check: it dies when it wakes
-memory that was not released, and continues without its memory when it is told to. A call counts as
-executed unless the server refused it or could not be reached.
+A server does not check the order of memory calls: it dies when it wakes memory that was not
+released, and continues without its memory when it is told to.
 
 A server takes new weights while it is paused, and its cache is left alone:
 
-- The weights count as *inconsistent* from the first byte of an update until it has succeeded. A
-  server whose update failed half-way holds weights of two versions under its old label, so only
-  the client's record shows it.
+- A server whose update failed half-way holds weights of two versions under its old label, so only
+  the client's record shows that they are inconsistent.
 - A call of its own sets the version after all weights have arrived: a version that came with the
   last bucket would name weights that are not finalized yet.
 - Weights are written in place. SGLang 0.5.21 says that it rolls back a failed load from disk, but
@@ -22,22 +20,20 @@ A server takes new weights while it is paused, and its cache is left alone:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tenacity import AsyncRetrying, retry_if_result, wait_exponential
 
 from aprilsched.engines.base import (
-    Capabilities,
     EngineLoad,
-    GenerationRequest,
     PauseMode,
     RefitGroup,
     TensorMeta,
 )
 from aprilsched.engines.http import Answer, ControlCalls, HttpLimits, quote
+from aprilsched.engines.server import Control
 from aprilsched.engines.sglang.probe import (
     ServerFacts,
     decode,
@@ -45,19 +41,15 @@ from aprilsched.engines.sglang.probe import (
     server_process,
     weight_label,
 )
-from aprilsched.engines.sglang.wire import UpdateAnswer, version_number
+from aprilsched.engines.sglang.wire import UpdateAnswer
 from aprilsched.errors import (
     ControlTimeout,
     EngineError,
     EngineRejected,
-    EngineRestarted,
-    EngineUnreachable,
-    InconsistentWeights,
 )
 
-_BAD_REQUEST = _BUSY = _REFUSED = 400
+_BUSY = _REFUSED = 400
 _PAUSED = 503
-_CONFLICT = 409
 _FLUSH_POLL_SECONDS = 0.05
 _LOAD_SECONDS = 5.0
 """The bound is short, because the caller asks for a load again soon."""
@@ -66,38 +58,14 @@ _UNTOUCHED = ("Failed to get",)
 """Starts of the messages of a load from disk that failed before the first tensor."""
 
 
-class ServerControl:
+class ServerControl(Control[ServerFacts]):
     """The control calls of an engine, and those that change its weights."""
 
     def __init__(
         self, name: str, server: ControlCalls, limits: HttpLimits, *, first_version: int = 0
     ) -> None:
-        self._name = name
-        self._server = server
-        self._limits = limits
-        self._first_version = first_version
-        self._facts: ServerFacts | None = None
-        self._released: frozenset[str] = frozenset()
-        self._open_update = ""
-        """Names the update that was begun and has not succeeded; empty if there is none."""
+        super().__init__(name, server, limits, first_version=first_version)
         self._groups: set[str] = set()
-
-    @property
-    def name(self) -> str:
-        """Host and port; also the path, where several servers share them."""
-        return self._name
-
-    @property
-    def facts(self) -> ServerFacts:
-        """What the server said about itself when it was opened."""
-        if self._facts is None:
-            raise EngineUnreachable(self.name, "is not open; call open() before using it.")
-        return self._facts
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """What the server can do; known after :meth:`open`."""
-        return self.facts.capabilities
 
     async def is_paused(self) -> bool | None:
         """Whether the server is paused; None where it cannot tell (before SGLang had /ready)."""
@@ -119,8 +87,7 @@ class ServerControl:
 
     async def resume(self) -> None:
         """Continue after a pause; refused while any of the server's memory is released."""
-        if self._released:
-            raise self._conflict(f"its {min(self._released)} is released; wake it first.")
+        self._check_awake()
         body = {"torch_empty_cache": False} if self.facts.torch_empty_cache else {}
         await self._control("continue_generation", body)
 
@@ -148,37 +115,26 @@ class ServerControl:
                 "pause with retract before it, and end the requests of other clients.",
             ) from error
 
-    async def release(self, tags: Sequence[str]) -> None:
-        """Release memory; the server dies unless it is paused with retract."""
-        if twice := sorted(self._released.intersection(tags)):
-            raise self._conflict(f"{twice[0]} is released already; release each part once.")
-        await self._change_memory("release_memory_occupation", tags, self._released.union(tags))
-
-    async def wake(self, tags: Sequence[str]) -> None:
-        """Take released memory back."""
-        if awake := sorted(set(tags) - self._released):
-            raise self._conflict(f"{awake[0]} was not released; wake only what was.")
-        await self._change_memory("resume_memory_occupation", tags, self._released.difference(tags))
-
     async def released(self) -> frozenset[str]:
         """Ask what is released now; nothing is if the server was restarted since."""
         await self._forget_releases_of_prior_run()
         return self._released
 
-    async def _change_memory(self, path: str, tags: Sequence[str], after: frozenset[str]) -> None:
-        before, self._released = self._released, after
-        try:
-            # The call is not repeated: a second wake kills the server.
-            await self._server.call(
-                "POST",
-                path,
-                {"tags": list(tags)},
-                timeout=self._limits.control_timeout,
-                repeatable=False,
-            )
-        except (EngineRejected, EngineUnreachable):
-            self._released = before
-            raise
+    async def _release(self, tags: Sequence[str]) -> None:
+        await self._call_memory("release_memory_occupation", tags)
+
+    async def _wake(self, tags: Sequence[str]) -> None:
+        await self._call_memory("resume_memory_occupation", tags)
+
+    async def _call_memory(self, path: str, tags: Sequence[str]) -> None:
+        # The call is not repeated: a second wake kills the server.
+        await self._server.call(
+            "POST",
+            path,
+            {"tags": list(tags)},
+            timeout=self._limits.control_timeout,
+            repeatable=False,
+        )
 
     async def _forget_releases_of_prior_run(self) -> None:
         """A server that is not paused was restarted, so it has all of its memory."""
@@ -187,40 +143,22 @@ class ServerControl:
 
     # --- weights -------------------------------------------------------------------------------
 
-    async def version(self) -> int:
-        """Ask for the policy version; raise if the weights are inconsistent."""
-        # The server is asked in any case: that it is lost matters more than its weights.
-        label = await weight_label(self.name, self._server, self._limits.control_timeout)
-        version = version_number(label, self._first_version)
-        if self._open_update:
-            raise InconsistentWeights(
-                self.name,
-                f"{self._open_update} failed, so its weights are a mixture of old and new; it "
-                "needs a complete refit.",
-            )
-        return version
+    async def _ask_label(self) -> str:
+        return await weight_label(self.name, self._server, self._limits.control_timeout)
 
-    async def verify(self) -> int:
-        """Ask for the policy version; raise if the process is not the one that was opened."""
-        await self._check_process()
-        return await self.version()
+    async def _ask_process(self) -> object:
+        return await server_process(self.name, self._server, self._limits.control_timeout)
 
-    async def _check_process(self) -> None:
-        timeout = self._limits.control_timeout
-        process = await server_process(self.name, self._server, timeout)
-        if process != self.facts.process:
-            raise EngineRestarted(
-                self.name,
-                "was restarted since it was opened, so it has the weights that it was started "
-                "with; it is opened again.",
-            )
+    async def _set_label(self, label: str) -> None:
+        body = {"new_version": label, "abort_all_requests": False}
+        await self._control("update_weight_version", body)
 
     # --- from disk -----------------------------------------------------------------------------
 
     async def update_from_disk(self, path: Path, version: int) -> None:
         """Load `path` as `version`; the server itself reads the path."""
         before = self._open_update
-        async with self._update(f"loading {path}"):
+        with self._update(f"loading {path}"):
             try:
                 # The default is the format that the server was started with: a server that
                 # was started with dummy weights would load nothing.
@@ -255,7 +193,7 @@ class ServerControl:
         """Finalize and label the weights; SGLang's default would abort all requests."""
         if self.facts.update_sessions:
             await self._control("end_weight_update", {})
-        await self._label(version)
+        await self._set_label(self._name_of(version))
         self._open_update = ""
 
     async def join_group(self, group: RefitGroup, *, rank_offset: int) -> None:
@@ -321,33 +259,11 @@ class ServerControl:
 
     async def update_from_sockets(self, handles: Mapping[str, str], version: int) -> None:
         """Load from a checkpoint-engine on the server's machine."""
-        async with self._update("an update from a checkpoint-engine"):
+        with self._update("an update from a checkpoint-engine"):
             await self._load(
                 "update_weights_from_ipc",
                 {"zmq_handles": dict(handles), "weight_version": self._name_of(version)},
             )
-
-    # --- by somebody else ----------------------------------------------------------------------
-
-    def expect_weights(self) -> None:
-        """Take the weights for inconsistent, because somebody else may begin to load some."""
-        self._open_update = "an update by the trainer"
-
-    async def accept_weights(self, version: int, *, label: bool = False) -> None:
-        """Take the weights for `version`; raise if the server does not name them so."""
-        await self._check_process()
-        if label:
-            await self._label(version)
-        timeout = self._limits.control_timeout
-        said = await weight_label(self.name, self._server, timeout)
-        if version_number(said, self._first_version) != version:
-            raise EngineRejected(
-                self.name,
-                f'names its weights "{quote(said)}" and not "{self._name_of(version)}"; let the '
-                "trainer label them with the decimal version, or use label=True.",
-                status=_CONFLICT,
-            )
-        self._open_update = ""
 
     # --- adapters ------------------------------------------------------------------------------
 
@@ -373,23 +289,6 @@ class ServerControl:
 
     # --- calls ---------------------------------------------------------------------------------
 
-    def _name_of(self, version: int) -> str:
-        """The label of a version."""
-        return str(version - self._first_version)
-
-    async def _label(self, version: int) -> None:
-        await self._control(
-            "update_weight_version",
-            {"new_version": self._name_of(version), "abort_all_requests": False},
-        )
-
-    @asynccontextmanager
-    async def _update(self, what: str) -> AsyncGenerator[None, None]:
-        """One update by one call; the weights are inconsistent unless it succeeds."""
-        self._open_update = what
-        yield
-        self._open_update = ""
-
     async def _load(self, path: str, body: Mapping[str, Any], *, loads: bool = True) -> None:
         """Make a long call that is never repeated and whose answer says whether it succeeded."""
         if loads:
@@ -408,28 +307,3 @@ class ServerControl:
         if not outcome.success:
             message = quote(outcome.message or outcome.error_message or "")
             raise EngineRejected(self.name, f"{path} failed ({message}).", status=answer.status)
-
-    def _check_ids(self, request: GenerationRequest) -> None:
-        vocab = self.facts.vocab_size
-        largest = int(request.input_ids.max(initial=0))
-        # SGLang 0.5.21 does not check: the lookup in the embedding fails and the server dies.
-        if vocab is not None and largest >= vocab:
-            raise EngineRejected(
-                self.name,
-                f"request {request.request_id} holds token id {largest}, and the model knows "
-                f"{vocab}; tokenize the prompt with this model's tokenizer.",
-                status=_BAD_REQUEST,
-            )
-
-    def _conflict(self, why: str) -> EngineRejected:
-        return EngineRejected(self.name, why, status=_CONFLICT)
-
-    async def _control(
-        self, path: str, body: object = None, *, accept: tuple[int, ...] = (200,)
-    ) -> Answer:
-        return await self._server.call(
-            "POST", path, body, timeout=self._limits.control_timeout, accept=accept
-        )
-
-    async def _abort(self, request_id: str, timeout: float) -> None:  # noqa: ASYNC109
-        await self._server.call("POST", "abort_request", {"rid": request_id}, timeout=timeout)

@@ -1,25 +1,16 @@
-"""Fleets of SGLang servers of one model, which join and leave while the fleet is open."""
+"""Fleets of SGLang servers of one model."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any
 
-from aprilsched.engines.base import FleetChange
-from aprilsched.engines.http import HttpLimits, ServerAddress
+from aprilsched.engines.fleet import ListedFleet, UrlFleet
+from aprilsched.engines.http import HttpLimits
 from aprilsched.engines.sglang.http_engine import SGLangEngine
-from aprilsched.engines.sglang.probe import ServerFacts
-from aprilsched.engines.sglang.wire import version_number
-from aprilsched.errors import ConfigError, EngineError, EngineUnreachable
-
-_log = logging.getLogger(__name__)
-_LISTINGS_UNTIL_GONE = 2
 
 
-class SGLangFleet:
+class SGLangFleet(UrlFleet[SGLangEngine]):
     """The SGLang servers at `urls`.
 
     Args:
@@ -48,11 +39,7 @@ class SGLangFleet:
         limits: HttpLimits | None = None,
         first_version: int = 0,
     ) -> None:
-        if isinstance(urls, str):
-            raise ConfigError(f"urls is the string {urls!r}; give a list of URLs.")
-        if not urls:
-            raise ConfigError("The list of servers is empty; give at least one URL.")
-        self._engine = partial(
+        engine = partial(
             SGLangEngine,
             admin_key=admin_key,
             api_key=api_key,
@@ -60,113 +47,10 @@ class SGLangFleet:
             limits=limits,
             first_version=first_version,
         )
-        engines = [self._engine(url) for url in urls]
-        names = [engine.name for engine in engines]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
-            raise ConfigError(f"The server {twice} is listed twice; give each server once.")
-        self._members = Members(engines, model_path)
-
-    def __repr__(self) -> str:
-        return f"SGLangFleet({[engine.name for engine in self.engines]})"
-
-    @property
-    def engines(self) -> Sequence[SGLangEngine]:
-        """The servers in the order of their URLs, followed by those that were added."""
-        return self._members.engines
-
-    async def open(self) -> None:
-        """Open every server and check that they agree; close all of them if anything is wrong.
-
-        Servers may have different numbered versions, which only a resumed run can do with.
-
-        Raises:
-            EngineError: if a server cannot be reached or is not an SGLang server.
-            ConfigError: if the servers differ in model, or in the weights that they began with.
-        """
-        await self._members.open()
-
-    async def close(self) -> None:
-        """Close every server's connections."""
-        await self._members.close()
-
-    async def add(self, url: str) -> None:
-        """Add a server while the fleet is open; its weights may be of any version.
-
-        Raises:
-            EngineError: if the server cannot be reached or is not an SGLang server.
-            ConfigError: if the URL is bad or in the fleet already, or the model is another one.
-        """
-        await self._members.join(self._engine(url))
-
-    async def remove(self, url: str) -> None:
-        """Remove a server from the fleet; the generations on it are lost.
-
-        Raises:
-            ConfigError: if the server is not in the fleet, or is the last one.
-        """
-        self._members.leave(ServerAddress.parse(url).name)
-
-    async def watch(self) -> AsyncGenerator[FleetChange, None]:
-        """Yield the changes that :meth:`add` and :meth:`remove` make.
-
-        See :class:`aprilsched.engines.base.WatchesMembership`.
-        """
-        while True:
-            await self._members.changed()
-            change = self._members.take()
-            if change is not None:
-                yield change
+        super().__init__(urls, engine, model_path=model_path)
 
 
-class PolledFleet:
-    """A fleet that follows a list which somebody else keeps; the base of those that do.
-
-    Args:
-        model_path: refuse servers that serve another model; None accepts any one model.
-        poll_s: seconds between two looks at the list.
-
-    Raises:
-        ConfigError: if `poll_s` is not above 0.
-    """
-
-    def __init__(self, model_path: str | None, poll_s: float) -> None:
-        if not poll_s > 0:
-            raise ConfigError(f"poll_s is {poll_s}; give a number of seconds above 0.")
-        self._model_path = model_path
-        self._poll_s = poll_s
-        self._members = ListedMembers((), model_path)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({[engine.name for engine in self.engines]})"
-
-    @property
-    def engines(self) -> Sequence[SGLangEngine]:
-        """One engine for each server; known after :meth:`open`."""
-        return self._members.engines
-
-    async def close(self) -> None:
-        """Close every server's connections."""
-        await self._members.close()
-
-    async def watch(self) -> AsyncGenerator[FleetChange, None]:
-        """Yield the servers that have come into the list or are missing in it.
-
-        See :class:`aprilsched.engines.base.WatchesMembership`.
-        """
-        while True:
-            await asyncio.sleep(self._poll_s)
-            await self._look()
-            change = self._members.take()
-            if change is not None:
-                yield change
-
-    async def _look(self) -> None:
-        """Take in what is listed now."""
-        raise NotImplementedError
-
-
-class SGLangListedFleet(PolledFleet):
+class SGLangListedFleet(ListedFleet[SGLangEngine]):
     """The SGLang servers that a function lists, as they come and go.
 
     The function is asked when the fleet is opened, and again every `poll_s` seconds. A server that
@@ -198,250 +82,11 @@ class SGLangListedFleet(PolledFleet):
         limits: HttpLimits | None = None,
         poll_s: float = 5.0,
     ) -> None:
-        super().__init__(model_path, poll_s)
-        self._list_urls = list_urls
-        self._engine = partial(
+        engine = partial(
             SGLangEngine,
             admin_key=admin_key,
             api_key=api_key,
             stream_interval=stream_interval,
             limits=limits,
         )
-        self._apart: dict[str, SGLangEngine] = {}
-        """Engines of :meth:`listed`, by name."""
-
-    async def open(self) -> None:
-        """Ask for the list and open each server; close all of them if anything is wrong.
-
-        Raises:
-            EngineUnreachable: if the list is empty.
-            EngineError: if a server cannot be reached or is not an SGLang server.
-            ConfigError: if a URL is bad, or if the servers differ in model, or in the weights that
-                they began with.
-            Exception: any exception of the function that lists the servers.
-        """
-        urls = await self._list_urls()
-        if not urls:
-            raise EngineUnreachable("the list of servers", "is empty; start the servers first.")
-        engines = {engine.name: engine for engine in map(self._engine, urls)}
-        self._members = ListedMembers(tuple(engines.values()), self._model_path)
-        await self._members.open()
-
-    async def listed(self) -> Sequence[SGLangEngine]:
-        """Ask for the list; returns an engine for each server of it, which the caller opens and
-        closes. It is for somebody who is not the scheduler, such as a publisher of another process.
-        A server that is still listed has the same engine as before."""
-        urls = {ServerAddress.parse(url).name: url for url in await self._list_urls()}
-        self._apart = {
-            name: self._apart.get(name) or self._engine(url) for name, url in urls.items()
-        }
-        return tuple(self._apart.values())
-
-    async def _look(self) -> None:
-        try:
-            urls = await self._list_urls()
-            listed = {ServerAddress.parse(url).name: url for url in urls}
-        except Exception as error:  # The run goes on with the servers that it has.
-            self._members.warn_once("", f"listing the servers failed: {error!r}")
-            return
-        if not listed:
-            self._members.warn_once("", "the list of servers is empty.")
-            return
-        self._members.fine("")
-        await self._members.follow(
-            {name: partial(self._engine, url) for name, url in listed.items()}
-        )
-
-
-class Members:
-    """The engines of a fleet by name; it belongs to one loop from :meth:`open` to :meth:`close`."""
-
-    def __init__(self, engines: Sequence[SGLangEngine], model_path: str | None) -> None:
-        self._engines = {engine.name: engine for engine in engines}
-        self._model_path = model_path
-        self._joined: dict[str, SGLangEngine] = {}
-        self._left: list[str] = []
-        self._departed: list[SGLangEngine] = []
-        self._changed = asyncio.Event()
-
-    @property
-    def engines(self) -> tuple[SGLangEngine, ...]:
-        """The engines in the order in which they joined."""
-        return tuple(self._engines.values())
-
-    async def open(self) -> None:
-        """Open every engine and check that they agree; close all of them if anything is wrong."""
-        self._joined, self._left, self._changed = {}, [], asyncio.Event()
-        try:
-            outcomes = await asyncio.gather(
-                *(engine.open() for engine in self.engines), return_exceptions=True
-            )
-            failures = [outcome for outcome in outcomes if outcome is not None]
-            for other in failures[1:]:
-                failures[0].add_note(f"also {other}")
-            if failures:
-                raise failures[0]
-            check_fleet(self.engines, self._model_path)
-        except BaseException:
-            await self.close()
-            raise
-
-    async def close(self) -> None:
-        """Close every engine, including those that left."""
-        await asyncio.gather(*(engine.close() for engine in (*self.engines, *self._departed)))
-        self._departed = []
-
-    async def join(self, engine: SGLangEngine) -> None:
-        """Open `engine` and add it.
-
-        Raises:
-            EngineError: if it cannot be reached or is not an SGLang server.
-            ConfigError: if it serves another model, or is in the fleet already.
-        """
-        try:
-            self._check_new(engine)
-            await engine.open()
-            self._check_new(engine)
-            check_joiner(self.engines[0], engine)
-        except BaseException:
-            await engine.close()
-            raise
-        self._engines[engine.name] = self._joined[engine.name] = engine
-        self._changed.set()
-
-    def leave(self, name: str) -> None:
-        """Remove the engine `name`.
-
-        Raises:
-            ConfigError: if it is unknown, or the last one.
-        """
-        if name not in self._engines:
-            raise ConfigError(f"{name} is not in the fleet of {', '.join(self._engines)}.")
-        if len(self._engines) == 1:
-            raise ConfigError(f"{name} is the last server of the fleet; add another one first.")
-        self._departed.append(self._engines.pop(name))
-        if self._joined.pop(name, None) is None:
-            self._left.append(name)
-        self._changed.set()
-
-    async def changed(self) -> None:
-        """Wait until :meth:`take` has a change to return."""
-        await self._changed.wait()
-
-    def take(self) -> FleetChange | None:
-        """The change since the last call; None if nothing changed."""
-        self._changed.clear()
-        if not self._left and not self._joined:
-            return None
-        change = FleetChange(left=tuple(self._left), joined=tuple(self._joined.values()))
-        self._left, self._joined = [], {}
-        return change
-
-    def _check_new(self, engine: SGLangEngine) -> None:
-        if engine.name in self._engines:
-            raise ConfigError(f"The server {engine.name} is in the fleet already.")
-
-
-class ListedMembers(Members):
-    """Members of a fleet that follow a list which somebody else keeps."""
-
-    def __init__(self, engines: Sequence[SGLangEngine], model_path: str | None) -> None:
-        super().__init__(engines, model_path)
-        self._missing: dict[str, int] = {}
-        """Number of lists in a row in which an engine was missing, by engine."""
-        self._warned: dict[str, str] = {}
-
-    async def follow(self, listed: Mapping[str, Callable[[], SGLangEngine] | None]) -> None:
-        """Take in what is listed, and let go what was missing in two lists in a row.
-
-        `listed` has a function that makes the engine for each name; None for an engine that is
-        listed and must not join now.
-        """
-        for name, engine in listed.items():
-            if engine is not None and name not in self._engines:
-                await self._take_in(name, engine)
-        for engine in self.engines:
-            times = 0 if engine.name in listed else self._missing.get(engine.name, 0) + 1
-            self._missing[engine.name] = times
-            if times >= _LISTINGS_UNTIL_GONE and len(self.engines) > 1:
-                del self._missing[engine.name]
-                self.leave(engine.name)
-
-    async def _take_in(self, name: str, engine: Callable[[], SGLangEngine]) -> None:
-        try:
-            await self.join(engine())
-        except (EngineError, ConfigError) as error:
-            self.warn_once(name, str(error))
-        else:
-            self.fine(name)
-
-    def warn_once(self, about: str, what: str) -> None:
-        """Log a problem once, not at every list."""
-        if self._warned.get(about) != what:
-            self._warned[about] = what
-            _log.warning("the fleet stays as it is: %s", what)
-
-    def fine(self, about: str) -> None:
-        """Note that a problem is over, so that the next one is logged again."""
-        self._warned.pop(about, None)
-
-
-Trait = tuple[str, Callable[[ServerFacts], Any], str]
-
-
-def _model(facts: ServerFacts) -> str | None:
-    """The model that a server was started with; None where it does not tell.
-
-    A server that has loaded weights from disk names their folder, which may be another one for
-    each version.
-    """
-    return None if version_number(facts.label) else facts.model_path
-
-
-_ONE_MODEL: Sequence[Trait] = (
-    ("model", lambda facts: _model(facts), "serve one model in the whole fleet"),
-    ("vocabulary size", lambda facts: facts.vocab_size, "serve one model in the whole fleet"),
-)
-_ONE_VERSION: Trait = (
-    "weight version",
-    # Of servers with numbered versions the scheduler judges: in a resumed run a server may have an
-    # older one, or the label that it was started with, because it has been restarted too.
-    lambda facts: None if version_number(facts.label) else facts.label,
-    "load the same weights everywhere, under the same weight_version, or restart the servers",
-)
-
-
-def check_fleet(engines: Sequence[SGLangEngine], model_path: str | None) -> None:
-    """Refuse open engines that differ in model, or in the weights that they began with, or serve
-    another model than `model_path`.
-
-    Raises:
-        ConfigError: if they do; it names two that differ, and what to change.
-    """
-    first, *others = engines
-    if model_path is not None and first.facts.model_path != model_path:
-        raise ConfigError(
-            f"{first.name} serves {first.facts.model_path!r} and not {model_path!r}; "
-            "start it with that model or change model_path."
-        )
-    for other in others:
-        _agree(first, other, (*_ONE_MODEL, _ONE_VERSION))
-
-
-def check_joiner(first: SGLangEngine, joiner: SGLangEngine) -> None:
-    """Refuse an open engine of another model; its weights may be of any version.
-
-    Raises:
-        ConfigError: if the models differ; it names both engines, and what to change.
-    """
-    _agree(first, joiner, _ONE_MODEL)
-
-
-def _agree(first: SGLangEngine, other: SGLangEngine, traits: Sequence[Trait]) -> None:
-    for what, of, remedy in traits:
-        ours, theirs = of(first.facts), of(other.facts)
-        if ours != theirs and ours is not None and theirs is not None:
-            raise ConfigError(
-                f"{first.name} and {other.name} disagree on the {what} ({ours!r} and "
-                f"{theirs!r}); {remedy}."
-            )
+        super().__init__(list_urls, engine, model_path=model_path, poll_s=poll_s)

@@ -48,11 +48,12 @@ import msgspec
 
 from aprilsched.engines.base import Chunk, EngineLoad, GenerationRequest
 from aprilsched.engines.http import Answer, HttpLimits, quote, rejection
+from aprilsched.engines.server import despite_cancellation
 from aprilsched.engines.sglang.control import ServerControl
-from aprilsched.engines.sglang.http_engine import despite_cancellation
 from aprilsched.engines.sglang.probe import probe
-from aprilsched.engines.sglang.stream import ChunkAssembler, empty_chunk
+from aprilsched.engines.sglang.stream import ChunkAssembler
 from aprilsched.engines.sglang.wire import generate_body
+from aprilsched.engines.stream import empty_chunk
 from aprilsched.errors import (
     ConfigError,
     ControlTimeout,
@@ -228,7 +229,7 @@ class SGLangInProcessEngine(ServerControl):
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
         """Stream one response; see :meth:`aprilsched.engines.base.Engine.generate`."""
-        self._check_ids(request)
+        self._check_request(request)
         interval = self._stream_interval if self.facts.stream_interval else None
         generation = self._application.generate(generate_body(request, stream_interval=interval))
         self._generations[request.request_id] = generation

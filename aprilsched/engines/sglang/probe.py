@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
+from aprilsched.engines import server
 from aprilsched.engines.base import Capabilities, EngineLoad
-from aprilsched.engines.http import UNREADABLE, ControlCalls, quote
+from aprilsched.engines.http import ControlCalls
+from aprilsched.engines.server import Facts, Over, read_series, release
 from aprilsched.engines.sglang.wire import Labelled, ModelInfo, OpenApi, ServerInfo, ServerProcess
 from aprilsched.errors import EngineProtocolError, EngineRejected
 
@@ -34,53 +35,29 @@ _UNKNOWN_REQUEST = "aprilsched-probe-of-the-key"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ServerFacts:
-    """What :func:`probe` found out about a server.
+class ServerFacts(Facts):
+    """What :func:`probe` found out about a server, besides what every server tells.
 
     Attributes:
-        label: the label of the weights at the time of the probe, as the server spells it.
         incremental: whether streams carry only new tokens; None where the server does not say.
         stream_interval: whether a request may set its stream interval.
-        vocab_size: smallest token id that kills SGLang's scheduler; None where it is not known.
         torch_empty_cache: whether continue_generation has this parameter.
         update_sessions: whether tensors are refused outside of begin and end (0.5.21).
         pipelined: whether the layers are spread over several pipeline stages.
         metrics: whether the server runs with --enable-metrics.
-        process: what distinguishes the server's process from a later one at its address.
-        context_tokens: tokens of a prompt and its response together; None where it is not known.
     """
 
-    model_path: str
-    label: str
-    capabilities: Capabilities
-    vocab_size: int | None
     incremental: bool | None
     stream_interval: bool
     torch_empty_cache: bool
     update_sessions: bool
     pipelined: bool
     metrics: bool
-    process: ServerProcess
-    context_tokens: int | None = None
-
-
-def release(version: str) -> tuple[int, int, int]:
-    """The release in a version string: "0.5.18.dev3" is 0.5.18, and no release is (0, 0, 0)."""
-    match = re.match(r"v?(\d{1,6})\.(\d{1,6})(?:\.(\d{1,6}))?", version)
-    if match is None:
-        return (0, 0, 0)
-    major, minor, patch = match.groups("0")
-    return (int(major), int(minor), int(patch))
 
 
 def decode(engine: str, what: str, body: bytes, kind: type[T]) -> T:
     """Decode `body` as a `kind`, or raise an error that names the call."""
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except UNREADABLE as error:
-        raise EngineProtocolError(
-            engine, f"does not answer {what} like SGLang ({quote(str(error))})."
-        ) from error
+    return server.decode(engine, what, body, kind, program="SGLang")
 
 
 async def weight_label(engine: str, transport: ControlCalls, timeout: float) -> str:  # noqa: ASYNC109
@@ -113,27 +90,27 @@ async def probe(
     """
     model = await _model_info(engine, transport, timeout)
     answer = await transport.call("GET", "server_info", timeout=timeout, admin=False)
-    server = decode(engine, "/server_info", answer.body, ServerInfo)
+    info = decode(engine, "/server_info", answer.body, ServerInfo)
     process = decode(engine, "/server_info", answer.body, ServerProcess)
     # Control calls may want another key than these two calls, and a wrong key must show now and
     # not at the first pause. Only an abort of an unknown request has no effect.
     await transport.call("POST", "abort_request", {"rid": _UNKNOWN_REQUEST}, timeout=timeout)
-    found = release(server.version)
+    found = release(info.version)
     schema = await _schema(engine, transport, timeout)
     return ServerFacts(
         model_path=model.model_path,
         label=await weight_label(engine, transport, timeout),
-        capabilities=_capabilities(server, schema),
+        capabilities=_capabilities(info, schema),
         vocab_size=vocab_size or await _vocab_size(engine, transport, timeout),
-        incremental=server.incremental_streaming_output,
+        incremental=info.incremental_streaming_output,
         stream_interval=found >= STREAM_INTERVAL_SINCE,
         torch_empty_cache="torch_empty_cache" in schema.properties("ContinueGenerationReqInput"),
         update_sessions="/begin_weight_update" in schema.paths,
-        pipelined=(server.pp_size or 1) > 1,
-        metrics=bool(server.enable_metrics),
+        pipelined=(info.pp_size or 1) > 1,
+        metrics=bool(info.enable_metrics),
         process=process,
         context_tokens=(
-            None if server.max_req_input_len is None else server.max_req_input_len + _SHORT_OF
+            None if info.max_req_input_len is None else info.max_req_input_len + _SHORT_OF
         ),
     )
 
@@ -153,7 +130,7 @@ async def _model_info(engine: str, transport: ControlCalls, timeout: float) -> M
         raise EngineProtocolError(
             engine,
             f"does not answer /model_info like SGLang (HTTP {error.status}); give the URL of an "
-            "SGLang server.",
+            "SGLang server, or vllm+http://… for one of vLLM.",
         ) from error
     model = decode(engine, "/model_info", answer.body, ModelInfo)
     if not model.is_generation:
@@ -161,17 +138,17 @@ async def _model_info(engine: str, transport: ControlCalls, timeout: float) -> M
     return model
 
 
-def _capabilities(server: ServerInfo, schema: OpenApi) -> Capabilities:
-    found = release(server.version)
-    ranks = server.dp_size or 1
-    running = server.max_running_requests
-    if server.internal_states:
-        per_rank = server.internal_states[0].effective_max_running_requests_per_dp
+def _capabilities(info: ServerInfo, schema: OpenApi) -> Capabilities:
+    found = release(info.version)
+    ranks = info.dp_size or 1
+    running = info.max_running_requests
+    if info.internal_states:
+        per_rank = info.internal_states[0].effective_max_running_requests_per_dp
         running = per_rank * ranks if per_rank is not None else running
-    tokens = server.max_total_num_tokens
+    tokens = info.max_total_num_tokens
     companions = {
-        "routed_experts": server.enable_return_routed_experts,
-        "indexer_topk": server.enable_return_indexer_topk,
+        "routed_experts": info.enable_return_routed_experts,
+        "indexer_topk": info.enable_return_indexer_topk,
         "sampling_mask": "return_sampling_mask" in schema.properties("GenerateReqInput"),
     }
     return Capabilities(
@@ -179,13 +156,12 @@ def _capabilities(server: ServerInfo, schema: OpenApi) -> Capabilities:
         flush_while_paused=found >= WAITING_SINCE,
         max_running_requests=running,
         kv_tokens=None if tokens is None else tokens * ranks,
-        ranks=(server.tp_size or 1) * (server.pp_size or 1),
+        ranks=(info.tp_size or 1) * (info.pp_size or 1),
         release_while_paused=found >= WAITING_SINCE,
-        keeps_released_weights=not server.enable_memory_saver
-        or bool(server.enable_weights_cpu_backup),
-        adapters=bool(server.enable_lora),
+        keeps_released_weights=not info.enable_memory_saver or bool(info.enable_weights_cpu_backup),
+        adapters=bool(info.enable_lora),
         companions=frozenset(name for name, able in companions.items() if able),
-        server=f"SGLang {server.version or '(unknown version)'}",
+        server=f"SGLang {info.version or '(unknown version)'}",
     )
 
 
@@ -314,7 +290,7 @@ async def read_load(
     text = await transport.call(
         "GET", "metrics", timeout=timeout, admin=False, at_most=_SERIES_BYTES
     )
-    return replace(load, series=read_series(text.body, SERIES))
+    return replace(load, series=read_series(text.body, SERIES, program="sglang"))
 
 
 def load_of(answer: Loads, *, enabled: bool) -> EngineLoad:
@@ -378,8 +354,6 @@ def _age(answer: Loads) -> float:
     return max(0.0, answer.timestamp.timestamp() - min(told))
 
 
-Over: TypeAlias = Literal["sum", "mean"]
-
 SERIES: Mapping[str, Over] = {
     "num_running_reqs": "sum",
     "num_queue_reqs": "sum",
@@ -390,28 +364,3 @@ SERIES: Mapping[str, Over] = {
     "utilization": "mean",
 }
 """The gauges of SGLang that are sampled, and how the values of several ranks become one."""
-
-_LINE = re.compile(rb"^sglang:([a-z_]+)(?:\{[^\n]*\})? ([^ \n]{1,32})(?: \d+)?$", re.MULTILINE)
-
-
-def read_series(page: bytes, wanted: Mapping[str, Over] = SERIES) -> dict[str, float]:
-    """The `wanted` gauges of a page, without those that are missing or not finite."""
-    found: dict[str, list[float]] = {}
-    for match in _LINE.finditer(page):
-        name = match[1].decode()
-        if name in wanted and (value := _finite(match[2])) is not None:
-            found.setdefault(name, []).append(value)
-    return {name: _over(wanted[name], values) for name, values in found.items()}
-
-
-def _over(over: Over, values: Sequence[float]) -> float:
-    total = math.fsum(values)
-    return total if over == "sum" else total / len(values)
-
-
-def _finite(text: bytes) -> float | None:
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return value if math.isfinite(value) else None

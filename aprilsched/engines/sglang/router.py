@@ -22,9 +22,10 @@ import aiohttp
 import msgspec
 
 from aprilsched.engines.base import GenerationRequest
+from aprilsched.engines.fleet import ListedMembers, PolledFleet
 from aprilsched.engines.http import HttpLimits, ServerAddress, Transport, engine_error, quote
-from aprilsched.engines.sglang.fleet import ListedMembers, PolledFleet
-from aprilsched.engines.sglang.http_engine import HungUp, SGLangEngine, despite_cancellation
+from aprilsched.engines.server import HungUp, despite_cancellation
+from aprilsched.engines.sglang.http_engine import SGLangEngine
 from aprilsched.engines.sglang.probe import decode
 from aprilsched.engines.sglang.wire import generate_body
 from aprilsched.errors import (
@@ -204,7 +205,7 @@ def _retrieve_error(task: asyncio.Task[list[Worker]]) -> None:
 #   parameter that would be lost in this way is refused.
 # - A request that a pause holds is ended only by closing its connection: the router notices that at
 #   the first token after the pause, and the worker then aborts the request. An earlier abort would
-#   be lost, and SGLang would not pass a later one on (see ``http_engine``).
+#   be lost, and SGLang would not pass a later one on (see ``engines/server.py``).
 # - A worker that the router does not consider healthy counts as unreachable; it was sent nothing.
 
 ROUTING_KEY = "x-smg-routing-key"
@@ -382,7 +383,7 @@ class RoutedEngine(SGLangEngine):
 # --- router fleet --------------------------------------------------------------------------------
 
 
-class SGLangRouterFleet(PolledFleet):
+class SGLangRouterFleet(PolledFleet[RoutedEngine]):
     """The workers of the router at `url`, which must have the policy consistent_hashing.
 
     Args:

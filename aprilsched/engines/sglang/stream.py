@@ -1,4 +1,4 @@
-"""Turns the bytes of a streamed answer into chunks of tokens.
+"""Turns the bytes of SGLang's streamed answers into chunks of tokens.
 
 Invariants:
 
@@ -8,16 +8,12 @@ Invariants:
 - New tokens are found by count (``completion_tokens`` minus the tokens already held), not by the
   form of the event, so incremental events, cumulative events and repeats are read alike. The
   count never decreases, and never exceeds the number of tokens that were asked for.
-- The spans of the last chunk cover exactly the tokens that were given.
-- Whatever a server sends, the result is chunks or an error of this package, and the number of
-  bytes is bounded.
 """
 
 from __future__ import annotations
 
 from base64 import b64decode
-from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from operator import itemgetter
 from typing import Any, Literal
 
@@ -26,47 +22,25 @@ import numpy as np
 
 from aprilsched.companions import Rows, fitting
 from aprilsched.engines.base import Chunk, GenerationRequest
-from aprilsched.engines.http import UNREADABLE, Allowance, EventSplitter, quote
-from aprilsched.engines.sglang.wire import (
-    Finish,
-    LabelSpan,
-    MetaInfo,
-    StreamEvent,
-    Triple,
-    version_number,
-)
-from aprilsched.errors import EngineError, EngineProtocolError, EngineRejected
-from aprilsched.types import FinishReason, VersionSpan
+from aprilsched.engines.http import UNREADABLE, quote
+from aprilsched.engines.sglang.wire import Finish, MetaInfo, StreamEvent, Triple
+from aprilsched.engines.stream import ResponseReader, version_number
+from aprilsched.types import FinishReason
 
-_DONE = b"[DONE]"
 _decoder = msgspec.json.Decoder(StreamEvent)
 _LOGPROB, _ID = itemgetter(0), itemgetter(1)
 
 
-class ChunkAssembler:
-    """Turns the events of one request into chunks, and counts the tokens that were given.
-
-    `first_version` is the version of weights that are labelled "0".
-    """
+class ChunkAssembler(ResponseReader):
+    """Turns SGLang's events of one request into chunks; see :class:`ResponseReader`."""
 
     def __init__(self, engine: str, request: GenerationRequest, *, first_version: int = 0) -> None:
-        self.engine = engine
-        self.request_id = request.request_id
-        self.max_tokens = request.sampling.max_new_tokens
-        self._context = len(request.input_ids)
-        self._companions = request.companions
-        self.first_version = first_version
-        self.held = 0
+        super().__init__(engine, request, first_version=first_version)
         self._label: tuple[str | None, int | None] = (None, None)
         """The server's latest label, and the version that it stands for."""
 
     def feed(self, payload: bytes) -> Chunk:
-        """Return the chunk that one event's payload carries.
-
-        Raises:
-            EngineProtocolError: if the payload is not what SGLang sends.
-            EngineRejected: if the server reports that it failed the request.
-        """
+        """Return the chunk that one event's payload carries."""
         try:
             event = _decoder.decode(payload)
         except UNREADABLE as error:
@@ -202,82 +176,3 @@ class ChunkAssembler:
                 raise self._rejected(reason.message or "aborted", reason.status_code)
             case other:
                 raise self._broken(f"finished with the unknown reason {quote(other)!r}")
-
-    def _spans(self, spans: list[LabelSpan] | None) -> tuple[VersionSpan, ...] | None:
-        """The spans over exactly the held tokens; None where the server reports none."""
-        if self.held == 0:
-            return ()
-        if spans is None:
-            return None
-        exact: list[VersionSpan] = []
-        at = 0
-        for span in spans:
-            end = min(span.end, self.held)
-            if end <= span.start:  # Zero-length spans occur at a change of version.
-                continue
-            if span.start != at:
-                break
-            version = version_number(span.version, self.first_version)
-            exact.append(VersionSpan(version=version, start=at, end=end))
-            at = end
-        if at != self.held:
-            raise self._broken(f"sent weight_versions that do not cover its {self.held} tokens")
-        return tuple(exact)
-
-    def _broken(self, what: str) -> EngineProtocolError:
-        return EngineProtocolError(self.engine, f"request {self.request_id}: {what}.")
-
-    def _rejected(self, message: str, status: int | None) -> EngineRejected:
-        text = f"request {self.request_id}: {quote(message)}"
-        return EngineRejected(self.engine, text, status=status or 400)
-
-
-def empty_chunk(*, spans_known: bool) -> Chunk:
-    """The only chunk of a request that was aborted before it gave a token."""
-    return Chunk(
-        token_ids=np.empty(0, np.int32),
-        logprobs=np.empty(0, np.float32),
-        finish="abort",
-        spans=() if spans_known else None,
-    )
-
-
-async def read_chunks(
-    read: Callable[[], Awaitable[bytes]], allowance: Allowance, assembler: ChunkAssembler
-) -> AsyncGenerator[Chunk, None]:
-    """Yield every chunk of one response, up to the last one.
-
-    Args:
-        read: waits for more bytes, and returns none when the stream has ended.
-        allowance: bounds the bytes.
-        assembler: makes the chunks.
-
-    Raises:
-        EngineError: if the stream ends before the response does.
-        EngineProtocolError: if the stream holds what SGLang does not send, or too much.
-    """
-    splitter = EventSplitter(allowance)
-    try:
-        while data := await read():
-            payloads = deque(splitter.feed(data))
-            # A paused stream is silent for a long time. Thousands of them would keep their last
-            # read alive: after a burst, several times the size of all their tokens.
-            del data
-            while payloads:
-                payload = payloads.popleft()
-                if payload == _DONE:
-                    continue
-                chunk = assembler.feed(payload)
-                if len(chunk.token_ids):
-                    allowance.pay(len(payload), assembler.held)
-                del payload
-                yield chunk
-                if chunk.finish is not None:
-                    return
-    finally:
-        allowance.close()
-    raise EngineError(
-        assembler.engine,
-        f"request {assembler.request_id}: the stream ended after {assembler.held} tokens, before "
-        "the response was finished.",
-    )

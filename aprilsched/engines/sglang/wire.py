@@ -1,32 +1,20 @@
 """The JSON bodies of SGLang's calls as typed structs; nothing is ever unpickled.
 
 Unknown fields are ignored, because every server version adds some. A missing or mistyped field
-that a token depends on makes decoding fail: no token is guessed. Every number has bounds, so that
-a server cannot send one that does not fit into our arrays.
+that a token depends on makes decoding fail: no token is guessed.
 """
 
 from __future__ import annotations
 
-import math
-from typing import Annotated, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
 from aprilsched.engines.base import GenerationRequest
+from aprilsched.engines.stream import Count, LabelSpan, Logprob, Name, TokenId
 
-_INT32_MAX = 2**31 - 1
-_FLOAT32_MAX = 3.4028234663852886e38
-_DIGITS = len(str(_INT32_MAX))
-_ROUNDING = 1e-3
-"""Amount by which rounding may lift the logarithm of a probability above 0."""
-
-TokenId = Annotated[int, msgspec.Meta(ge=0, le=_INT32_MAX)]
-Logprob = Annotated[float, msgspec.Meta(ge=-_FLOAT32_MAX, le=_ROUNDING)]
-"""A NaN or an infinity arrives as null, which fails to decode."""
 Triple: TypeAlias = tuple[Logprob, TokenId, str | None]
 """A sampled token as SGLang reports it: logprob, id, text."""
-Count = Annotated[int, msgspec.Meta(ge=0, le=_INT32_MAX)]
-Name = Annotated[str, msgspec.Meta(max_length=4096)]
 
 
 class Finish(msgspec.Struct, frozen=True):
@@ -35,14 +23,6 @@ class Finish(msgspec.Struct, frozen=True):
     type: str
     message: str | None = None
     status_code: int | None = None
-
-
-class LabelSpan(msgspec.Struct, frozen=True):
-    """Says that tokens `start` to `end` were sampled with the weights labelled `version`."""
-
-    version: Name
-    start: Count
-    end: Count
 
 
 class MetaInfo(msgspec.Struct, frozen=True):
@@ -161,29 +141,6 @@ class UpdateAnswer(msgspec.Struct, frozen=True):
     success: bool
     message: str = ""
     error_message: str | None = None
-
-
-def version_number(label: str | None, first: int = 0) -> int:
-    """The policy version that a label stands for, where "0" stands for version `first`, and so does
-    any label that is no number."""
-    if not label or len(label) > _DIGITS or not (label.isascii() and label.isdigit()):
-        return first
-    return number if (number := first + int(label)) <= _INT32_MAX else first
-
-
-_MASK_BYTES = 12 * 4096
-"""Largest size of one sampling mask as JSON: the server keeps at most 4,096 ids of a token."""
-
-
-def companion_bytes(request: GenerationRequest) -> int:
-    """The largest size of the companions in an answer: base64 of int32, or lists of ids."""
-    context = len(request.input_ids) + request.sampling.max_new_tokens
-    return sum(
-        request.sampling.max_new_tokens * _MASK_BYTES
-        if companion.ragged
-        else context * math.prod(companion.shape) * 6
-        for companion, _ in request.companions
-    )
 
 
 def generate_body(request: GenerationRequest, *, stream_interval: int | None) -> dict[str, Any]:

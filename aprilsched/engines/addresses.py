@@ -1,0 +1,42 @@
+"""A fleet from addresses as users write them: ``vllm+http://…`` is a vLLM server, and any other URL
+one of SGLang."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from aprilsched.engines.sglang.fleet import SGLangFleet
+from aprilsched.engines.vllm.fleet import VLLMFleet
+from aprilsched.errors import ConfigError
+
+ServerFleet: TypeAlias = SGLangFleet | VLLMFleet
+
+VLLM = "vllm+"
+
+
+def fleet_at(
+    urls: Sequence[str],
+    *,
+    admin_key: str | None = None,
+    api_key: str | None = None,
+    stream_interval: int = 64,
+) -> ServerFleet:
+    """The servers at `urls`, which are all of one program.
+
+    Raises:
+        ConfigError: if a URL or a key cannot be used, or if the URLs are of both programs.
+    """
+    of_vllm = [url.startswith(VLLM) for url in urls]
+    if not any(of_vllm):
+        return SGLangFleet(
+            urls, admin_key=admin_key, api_key=api_key, stream_interval=stream_interval
+        )
+    if not all(of_vllm):
+        raise ConfigError(
+            "The fleet mixes vLLM and SGLang servers, whose log-probabilities differ; give servers "
+            "of one program."
+        )
+    return VLLMFleet(
+        [url.removeprefix(VLLM) for url in urls], api_key=api_key, stream_interval=stream_interval
+    )

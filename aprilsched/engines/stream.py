@@ -1,0 +1,158 @@
+"""Tokens of a streamed response, whatever server sends them: types, versions, the end of a stream.
+
+Invariants of every reader of a stream:
+
+- The spans of the last chunk cover exactly the tokens that were given.
+- Whatever a server sends, the result is chunks or an error of this package, and the number of
+  bytes is bounded. Every number has bounds, so that a server cannot send one that does not fit
+  into our arrays.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from typing import Annotated
+
+import msgspec
+import numpy as np
+
+from aprilsched.engines.base import Chunk, GenerationRequest
+from aprilsched.engines.http import Allowance, EventSplitter, quote
+from aprilsched.errors import EngineError, EngineProtocolError, EngineRejected
+from aprilsched.types import VersionSpan
+
+_DONE = b"[DONE]"
+_INT32_MAX = 2**31 - 1
+_FLOAT32_MAX = 3.4028234663852886e38
+_DIGITS = len(str(_INT32_MAX))
+_ROUNDING = 1e-3
+"""Amount by which rounding may lift the logarithm of a probability above 0."""
+
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=_INT32_MAX)]
+Logprob = Annotated[float, msgspec.Meta(ge=-_FLOAT32_MAX, le=_ROUNDING)]
+"""A NaN or an infinity arrives as null, which fails to decode."""
+Count = Annotated[int, msgspec.Meta(ge=0, le=_INT32_MAX)]
+Name = Annotated[str, msgspec.Meta(max_length=4096)]
+
+
+class LabelSpan(msgspec.Struct, frozen=True):
+    """Says that tokens `start` to `end` were sampled with the weights labelled `version`."""
+
+    version: Name
+    start: Count
+    end: Count
+
+
+def version_number(label: str | None, first: int = 0) -> int:
+    """The policy version that a label stands for, where "0" stands for version `first`, and so does
+    any label that is no number."""
+    if not label or len(label) > _DIGITS or not (label.isascii() and label.isdigit()):
+        return first
+    return number if (number := first + int(label)) <= _INT32_MAX else first
+
+
+class ResponseReader:
+    """Turns the events of one request into chunks, and counts the tokens that were given.
+
+    `first_version` is the version of weights that are labelled "0".
+    """
+
+    def __init__(self, engine: str, request: GenerationRequest, *, first_version: int = 0) -> None:
+        self.engine = engine
+        self.request_id = request.request_id
+        self.max_tokens = request.sampling.max_new_tokens
+        self._context = len(request.input_ids)
+        self._companions = request.companions
+        self.first_version = first_version
+        self.held: int = 0
+
+    def feed(self, payload: bytes) -> Chunk | None:
+        """Return the chunk that one event's payload carries; None if it carries none.
+
+        Raises:
+            EngineProtocolError: if the payload is not what the server should send.
+            EngineRejected: if the server reports that it failed the request.
+        """
+        raise NotImplementedError
+
+    def _spans(self, spans: Sequence[LabelSpan] | None) -> tuple[VersionSpan, ...] | None:
+        """The spans over exactly the held tokens; None where the server reports none."""
+        if self.held == 0:
+            return ()
+        if spans is None:
+            return None
+        exact: list[VersionSpan] = []
+        at = 0
+        for span in spans:
+            end = min(span.end, self.held)
+            if end <= span.start:  # Zero-length spans occur at a change of version.
+                continue
+            if span.start != at:
+                break
+            version = version_number(span.version, self.first_version)
+            exact.append(VersionSpan(version=version, start=at, end=end))
+            at = end
+        if at != self.held:
+            raise self._broken(f"sent weight_versions that do not cover its {self.held} tokens")
+        return tuple(exact)
+
+    def _broken(self, what: str) -> EngineProtocolError:
+        return EngineProtocolError(self.engine, f"request {self.request_id}: {what}.")
+
+    def _rejected(self, message: str, status: int | None) -> EngineRejected:
+        text = f"request {self.request_id}: {quote(message)}"
+        return EngineRejected(self.engine, text, status=status or 400)
+
+
+def empty_chunk(*, spans_known: bool) -> Chunk:
+    """The last chunk of a request that was aborted, where no token comes with it."""
+    return Chunk(
+        token_ids=np.empty(0, np.int32),
+        logprobs=np.empty(0, np.float32),
+        finish="abort",
+        spans=() if spans_known else None,
+    )
+
+
+async def read_chunks(
+    read: Callable[[], Awaitable[bytes]], allowance: Allowance, reader: ResponseReader
+) -> AsyncGenerator[Chunk, None]:
+    """Yield every chunk of one response, up to the last one.
+
+    Args:
+        read: waits for more bytes, and returns none when the stream has ended.
+        allowance: bounds the bytes.
+        reader: makes the chunks.
+
+    Raises:
+        EngineError: if the stream ends before the response does.
+        EngineProtocolError: if the stream holds what the server does not send, or too much.
+    """
+    splitter = EventSplitter(allowance)
+    try:
+        while data := await read():
+            payloads = deque(splitter.feed(data))
+            # A paused stream is silent for a long time. Thousands of them would keep their last
+            # read alive: after a burst, several times the size of all their tokens.
+            del data
+            while payloads:
+                payload = payloads.popleft()
+                if payload == _DONE:
+                    continue
+                chunk = reader.feed(payload)
+                if chunk is None:
+                    continue
+                if len(chunk.token_ids):
+                    allowance.pay(len(payload), reader.held)
+                del payload
+                yield chunk
+                if chunk.finish is not None:
+                    return
+    finally:
+        allowance.close()
+    raise EngineError(
+        reader.engine,
+        f"request {reader.request_id}: the stream ended after {reader.held} tokens, before "
+        "the response was finished.",
+    )

@@ -1,0 +1,224 @@
+"""One vLLM server over HTTP.
+
+- A pause is ``mode=keep``. It returns when no further step samples, and with ``clear_cache`` every
+  running request has given up its KV (0.32; its help says that this is ignored).
+- vLLM moves the weights of a model to the meta device before it reads a checkpoint, so a load that
+  fails leaves none, and the next token ends the process. The folder from before is loaded again.
+- A server that was put to sleep continues by itself as soon as its last part is awake. Its cache is
+  therefore woken by :meth:`VLLMEngine.resume`, when nothing stands between it and the next token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from aprilsched.engines.base import EngineLoad, GenerationRequest, PauseMode
+from aprilsched.engines.http import Answer, HttpLimits
+from aprilsched.engines.server import HttpEngine
+from aprilsched.engines.stream import version_number
+from aprilsched.engines.vllm.probe import (
+    LOADING,
+    ServerFacts,
+    decode,
+    paused,
+    probe,
+    read_load,
+    server_process,
+    weight_label,
+)
+from aprilsched.engines.vllm.wire import PREFIX, EventReader, generate_body
+from aprilsched.errors import EngineRejected
+
+_BAD_REQUEST = 400
+_NOT_FOUND = 404
+_LOAD_SECONDS = 5.0
+"""The bound is short, because the caller asks for a load again soon."""
+
+
+class VLLMEngine(HttpEngine[ServerFacts]):
+    """One vLLM server, started with ``VLLM_SERVER_DEV_MODE=1 vllm serve … --tokens-only``.
+
+    Args:
+        url: URL where the server listens, as ``http://host:port``.
+        api_key: the server's ``--api-key``; control calls need none.
+        stream_interval: tokens between two events of a stream; a server with a larger
+            ``--stream-interval`` keeps to that.
+        limits: timeouts and sizes.
+        first_version: version of the weights that the server labels "0".
+
+    Raises:
+        ConfigError: if `url`, the key or `stream_interval` cannot be used.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        stream_interval: int = 64,
+        limits: HttpLimits | None = None,
+        first_version: int = 0,
+    ) -> None:
+        super().__init__(
+            url,
+            api_key=api_key,
+            stream_interval=stream_interval,
+            limits=limits,
+            first_version=first_version,
+        )
+        self._loaded: str | None = None
+        """The folder of the weights that the server has, where it is known."""
+        self._asleep: frozenset[str] = frozenset()
+        """What of the server's memory is away: its cache comes back later than it is asked for."""
+
+    async def _probe(self) -> ServerFacts:
+        facts = await probe(self.name, self._transport, self._limits.control_timeout)
+        if self._facts is None or self._facts.process != facts.process:
+            self._released = self._asleep = frozenset()
+            self._loaded = None if version_number(facts.label) else facts.model_path
+        return facts
+
+    # --- generation ----------------------------------------------------------------------------
+
+    def _check_request(self, request: GenerationRequest) -> None:
+        super()._check_request(request)
+        temperature = request.sampling.temperature
+        if temperature not in (0, 1) and not self.facts.logprobs_mode.startswith("processed"):
+            raise EngineRejected(
+                self.name,
+                f"request {request.request_id} has the temperature {temperature:g}, and the "
+                "server gives logprobs from before the temperature; start it with "
+                "--logprobs-mode processed_logprobs.",
+                status=_BAD_REQUEST,
+            )
+
+    def _post(self, request: GenerationRequest) -> tuple[str, dict[str, Any]]:
+        body = generate_body(request, stream_interval=self._stream_interval)
+        return "inference/v1/generate", body
+
+    def _reader(self, request: GenerationRequest) -> EventReader:
+        return EventReader(self.name, request, first_version=self._first_version)
+
+    async def _abort(self, request_id: str, timeout: float) -> None:  # noqa: ASYNC109
+        body = {"request_ids": [PREFIX + request_id]}
+        await self._transport.call("POST", "abort_requests", body, timeout=timeout)
+
+    # --- control -------------------------------------------------------------------------------
+
+    async def is_paused(self) -> bool | None:
+        """Whether the server is paused."""
+        return await paused(self.name, self._transport, self._limits.control_timeout)
+
+    async def load(self, *, metrics: bool = False) -> EngineLoad:
+        """Ask for the server's load; see :class:`~aprilsched.engines.base.ReportsLoad`."""
+        timeout = min(_LOAD_SECONDS, self._limits.control_timeout)
+        return await read_load(self.facts, self.name, self._transport, timeout, metrics=metrics)
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop decoding. The mode is always sent: vLLM's default aborts every request."""
+        cleared = "true" if mode == "retract" else "false"
+        await self._ask("pause", {"mode": "keep", "clear_cache": cleared})
+
+    async def flush(self) -> None:
+        """Drop all cached KV, also that of requests which a pause in place had kept."""
+        answer = await self._ask("reset_prefix_cache", {"reset_running_requests": "true"})
+        if not decode(self.name, "/reset_prefix_cache", answer.body, dict[str, Any])["success"]:
+            raise self._conflict("did not drop its cached KV, which something still uses.")
+
+    async def resume(self) -> None:
+        """Continue after a pause; refused while any of the server's memory is released."""
+        self._check_awake()
+        if self._asleep:
+            await self._wake_up("kv_cache")
+        await self._ask("resume")
+
+    async def released(self) -> frozenset[str]:
+        """Ask what is released now; nothing is if the server was restarted since."""
+        if self._released and await self._ask_process() != self.facts.process:
+            self._released = self._asleep = frozenset()
+        return self._released
+
+    async def _release(self, tags: Sequence[str]) -> None:
+        if "weights" in tags and "weights" not in self._asleep:
+            # The weights are copied to the CPU. The cache goes with them.
+            await self._ask("sleep", {"level": "1", "mode": "keep"})
+            self._asleep = frozenset({"kv_cache", "weights"})
+        elif "kv_cache" in tags and not self._asleep:
+            await self._ask("release_kv_cache_memory")
+            self._asleep = frozenset({"kv_cache"})
+
+    async def _wake(self, tags: Sequence[str]) -> None:
+        if "weights" in tags:
+            await self._wake_up("weights")
+
+    async def _wake_up(self, tag: str) -> None:
+        await self._ask("wake_up", {"tags": tag})
+        self._asleep -= {tag}
+
+    # --- weights -------------------------------------------------------------------------------
+
+    async def _ask_label(self) -> str:
+        label = await weight_label(self.name, self._transport, self._limits.control_timeout)
+        if label == LOADING and not self._open_update:
+            self._open_update = "an update of another client"
+        return label
+
+    async def _ask_process(self) -> object:
+        return await server_process(self._transport, self._limits.control_timeout)
+
+    async def _set_label(self, label: str) -> None:
+        await self._control("update_weight_version", {"new_version": label})
+
+    async def update_from_disk(self, path: Path, version: int) -> None:
+        """Load `path` as `version`; the server itself reads the path.
+
+        A checkpoint in which tensors are missing is loaded without an error (0.32).
+        """
+        with self._update(f"loading {path}"):
+            before = await self._ask_label()
+            await self._set_label(LOADING)
+            try:
+                await self._reload(str(path))
+            except EngineRejected:
+                if self._loaded is not None and before != LOADING:
+                    await self._reload(self._loaded)
+                    await self._set_label(before)
+                    self._open_update = ""
+                raise
+            await self._set_label(self._name_of(version))
+            self._loaded = str(path)
+
+    async def _reload(self, path: str) -> None:
+        body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
+        # The server closes the connection after a failure, without saying so.
+        await self._transport.call(
+            "POST",
+            "collective_rpc",
+            body,
+            timeout=self._limits.update_timeout,
+            headers={"Connection": "close"},
+        )
+
+    # --- adapters ------------------------------------------------------------------------------
+
+    async def load_adapter(self, name: str, path: Path) -> None:
+        """Load a LoRA adapter in addition to the others, while requests generate."""
+        body = {"lora_name": name, "lora_path": str(path)}
+        timeout = self._limits.update_timeout
+        await self._transport.call("POST", "v1/load_lora_adapter", body, timeout=timeout)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Remove a LoRA adapter; requests that run with it go on."""
+        await self._transport.call(
+            "POST",
+            "v1/unload_lora_adapter",
+            {"lora_name": name},
+            timeout=self._limits.update_timeout,
+            accept=(200, _NOT_FOUND),
+        )
+
+    async def _ask(self, path: str, query: Mapping[str, str] | None = None) -> Answer:
+        timeout = self._limits.control_timeout
+        return await self._transport.call("POST", path, timeout=timeout, query=query)

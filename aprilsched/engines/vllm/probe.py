@@ -1,0 +1,288 @@
+"""Finds out what one vLLM server is and can do by asking it, and what load it has."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from aprilsched.engines import server
+from aprilsched.engines.base import Capabilities, EngineLoad
+from aprilsched.engines.http import Answer, Transport
+from aprilsched.engines.server import Facts, Over, read_series, release
+from aprilsched.engines.stream import Count, Name
+from aprilsched.errors import EngineError, EngineProtocolError, EngineRejected
+
+T = TypeVar("T")
+
+SINCE = (0, 32, 0)
+"""First release whose pause, labels and spans were tried."""
+LOADING = "aprilsched-loading"
+"""Label of weights that are being loaded. A label of its own, because the load and the label of its
+version are two calls: whoever asks between them must not take the new weights for the old ones."""
+
+_NOT_FOUND = 404
+_TOO_LARGE = 2**31 - 1
+_SERIES_BYTES = 2**22
+_FIRST_SECONDS = 120.0
+"""At the first call of /server_info a process looks for the system's packages: 3 s (0.32), and more
+than 30 on a busy machine."""
+
+
+class _Model(msgspec.Struct, frozen=True):
+    model: Name
+    max_model_len: Count
+    logprobs_mode: Name
+    enable_sleep_mode: bool = False
+
+
+class _Cache(msgspec.Struct, frozen=True):
+    kv_cache_size_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**53)] | None = None
+
+
+class _Parallel(msgspec.Struct, frozen=True):
+    tensor_parallel_size: Count = 1
+    pipeline_parallel_size: Count = 1
+    data_parallel_size: Count = 1
+    api_processes: Count = msgspec.field(default=1, name="_api_process_count")
+
+
+class _Scheduler(msgspec.Struct, frozen=True):
+    max_num_seqs: Count
+
+
+class _Device(msgspec.Struct, frozen=True):
+    device: Name = ""
+
+
+class _Config(msgspec.Struct, frozen=True):
+    model_config: _Model
+    cache_config: _Cache
+    parallel_config: _Parallel
+    scheduler_config: _Scheduler
+    device_config: _Device = _Device()
+    lora_config: dict[str, Any] | None = None
+
+
+class ServerInfo(msgspec.Struct, frozen=True):
+    """The part of GET /server_info that is used."""
+
+    vllm_config: _Config
+    vllm_env: dict[str, Any] = {}
+
+
+class _Version(msgspec.Struct, frozen=True):
+    version: Name
+
+
+class _WeightInfo(msgspec.Struct, frozen=True):
+    weight_version: Name
+
+
+class _Paused(msgspec.Struct, frozen=True):
+    is_paused: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerFacts(Facts):
+    """What :func:`probe` found out about a server, besides what every server tells.
+
+    Attributes:
+        logprobs_mode: of which logits the logprobs are, as ``--logprobs-mode`` names it.
+        device: the kind of device that it runs on, as "cuda" or "cpu".
+    """
+
+    logprobs_mode: str
+    device: str
+
+
+def decode(engine: str, what: str, body: bytes, kind: type[T]) -> T:
+    """Decode `body` as a `kind`, or raise an error that names the call."""
+    return server.decode(engine, what, body, kind, program="vLLM")
+
+
+async def probe(engine: str, transport: Transport, timeout: float) -> ServerFacts:  # noqa: ASYNC109
+    """Ask a server what it is; refuse one whose responses could not be paused, aborted and scored.
+
+    Raises:
+        EngineProtocolError: if it is another program or an older release, or if its settings do
+            not fit; the message says what to change.
+        EngineRejected: if the server wants a key that we do not have.
+    """
+    answer = await _asked(transport, "version", timeout)
+    if answer.status == _NOT_FOUND:
+        raise EngineProtocolError(
+            engine, "does not answer /version like vLLM; give the URL of a vLLM server."
+        )
+    version = decode(engine, "/version", answer.body, _Version).version
+    if release(version) < SINCE:
+        raise EngineProtocolError(engine, f"is vLLM {version}; use vLLM 0.32 or later.")
+    info = await _server_info(engine, transport, max(timeout, _FIRST_SECONDS))
+    config = info.vllm_config
+    parallel, model = config.parallel_config, config.model_config
+    if parallel.api_processes > 1:
+        raise EngineProtocolError(
+            engine,
+            f"is served by {parallel.api_processes} processes, and an abort reaches only one of "
+            "them; start it with --api-server-count 1.",
+        )
+    if not model.logprobs_mode.endswith("_logprobs"):
+        raise EngineProtocolError(
+            engine,
+            f"gives {model.logprobs_mode} in the place of logprobs; start it with "
+            "--logprobs-mode processed_logprobs.",
+        )
+    label = await weight_label(engine, transport, timeout)
+    ranks, tokens = parallel.data_parallel_size, config.cache_config.kv_cache_size_tokens
+    asleep = model.enable_sleep_mode or config.device_config.device == "cpu"
+    return ServerFacts(
+        model_path=model.model,
+        # The version of weights that nobody finished loading is asked for later.
+        label="0" if label == LOADING else label,
+        capabilities=Capabilities(
+            version_spans=True,
+            flush_while_paused=True,
+            max_running_requests=config.scheduler_config.max_num_seqs * ranks,
+            kv_tokens=None if tokens is None else tokens * ranks,
+            ranks=parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
+            release_while_paused=asleep,
+            keeps_released_weights=True,
+            adapters=config.lora_config is not None
+            and bool(info.vllm_env.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING")),
+            server=f"vLLM {version}",
+        ),
+        vocab_size=await _vocab_size(engine, transport, timeout),
+        process=await server_process(transport, timeout),
+        context_tokens=model.max_model_len,
+        logprobs_mode=model.logprobs_mode,
+        device=config.device_config.device,
+    )
+
+
+async def _server_info(engine: str, transport: Transport, timeout: float) -> ServerInfo:  # noqa: ASYNC109
+    """Ask for the server's configuration."""
+    answer = await _asked(transport, "server_info", timeout, query={"config_format": "json"})
+    if answer.status == _NOT_FOUND:
+        raise EngineProtocolError(
+            engine,
+            "has no control calls, so it can be neither paused nor refitted; start it with "
+            "VLLM_SERVER_DEV_MODE=1.",
+        )
+    return decode(engine, "/server_info", answer.body, ServerInfo)
+
+
+async def server_process(transport: Transport, timeout: float) -> str | None:  # noqa: ASYNC109
+    """Ask when the process that answers was started; None where the system does not tell."""
+    page = await _metrics(transport, timeout)
+    match = re.search(rb"^process_start_time_seconds ([0-9.e+]{1,32})$", page, re.MULTILINE)
+    return None if match is None else match[1].decode()
+
+
+async def _metrics(transport: Transport, timeout: float) -> bytes:  # noqa: ASYNC109
+    answer = await transport.call(
+        "GET", "metrics", timeout=timeout, admin=False, at_most=_SERIES_BYTES
+    )
+    return answer.body
+
+
+async def weight_label(engine: str, transport: Transport, timeout: float) -> str:  # noqa: ASYNC109
+    """Ask for the label of the weights that the server has now."""
+    answer = await transport.call("GET", "weight_info", timeout=timeout, admin=False)
+    return decode(engine, "/weight_info", answer.body, _WeightInfo).weight_version
+
+
+async def paused(engine: str, transport: Transport, timeout: float) -> bool:  # noqa: ASYNC109
+    """Ask whether the server is paused, by whomever."""
+    answer = await transport.call("GET", "is_paused", timeout=timeout, admin=False)
+    return decode(engine, "/is_paused", answer.body, _Paused).is_paused
+
+
+async def _asked(
+    transport: Transport,
+    path: str,
+    timeout: float,  # noqa: ASYNC109
+    query: Mapping[str, str] | None = None,
+) -> Answer:
+    return await transport.call(
+        "GET", path, timeout=timeout, accept=(200, _NOT_FOUND), admin=False, query=query
+    )
+
+
+async def _vocab_size(engine: str, transport: Transport, timeout: float) -> int | None:  # noqa: ASYNC109
+    """The model's vocabulary size, which vLLM tells only in a refusal.
+
+    A bias on an impossible id is refused before the request reaches the scheduler, so nothing
+    is generated, also by a paused server.
+    """
+    params = {"max_tokens": 1, "logit_bias": {str(_TOO_LARGE): 0.0}}
+    answer = await transport.call(
+        "POST",
+        "inference/v1/generate",
+        {"token_ids": [0], "sampling_params": params},
+        timeout=timeout,
+        accept=(200, 400, _NOT_FOUND),
+        admin=False,
+    )
+    if answer.status == _NOT_FOUND:
+        raise EngineProtocolError(
+            engine,
+            "has no /inference/v1/generate; start it with --tokens-only, or with "
+            "--enable-scale-out where text is needed too.",
+        )
+    match = re.search(rb"Vocabulary size: (\d{1,9})", answer.body)
+    return None if match is None else int(match[1])
+
+
+# --- loads ---------------------------------------------------------------------------------------
+
+SERIES: Mapping[str, Over] = {
+    "num_requests_running": "sum",
+    "num_requests_waiting": "sum",
+    "kv_cache_usage_perc": "mean",
+}
+"""The gauges of vLLM that are sampled, and how the values of several ranks become one."""
+_COUNTERS: Mapping[str, Over] = {
+    "generation_tokens_total": "sum",
+    "prefix_cache_queries_total": "sum",
+    "prefix_cache_hits_total": "sum",
+}
+
+
+async def read_load(
+    facts: ServerFacts,
+    engine: str,
+    transport: Transport,
+    timeout: float,  # noqa: ASYNC109
+    *,
+    metrics: bool,
+) -> EngineLoad:
+    """Ask a server for its load, which it tells on its page of metrics only.
+
+    vLLM counts no seconds of steps, so ``decode_seconds`` and ``prefill_seconds`` are None.
+
+    Raises:
+        EngineError: if the server does not report its load.
+    """
+    try:
+        page = await _metrics(transport, timeout)
+    except EngineRejected as error:
+        raise EngineError(engine, f"does not report its load ({error}).") from error
+    found = read_series(page, {**SERIES, **_COUNTERS}, program="vllm")
+    if "num_requests_running" not in found or "num_requests_waiting" not in found:
+        raise EngineError(engine, "does not report its load; start it without --disable-log-stats.")
+    capacity, usage = facts.capabilities.kv_tokens, found.get("kv_cache_usage_perc")
+    generated = found.get("generation_tokens_total")
+    asked = found.get("prefix_cache_queries_total")
+    return EngineLoad(
+        running=int(found["num_requests_running"]),
+        queued=int(found["num_requests_waiting"]),
+        max_running=facts.capabilities.max_running_requests,
+        kv_tokens=None if capacity is None or usage is None else round(usage * capacity),
+        kv_capacity=capacity,
+        generated=None if generated is None else int(generated),
+        cache_hit_rate=found.get("prefix_cache_hits_total", 0.0) / asked if asked else None,
+        series={name: found[name] for name in SERIES if name in found} if metrics else {},
+    )

@@ -1,0 +1,52 @@
+"""Starts vLLM on a CPU with a tiny random model."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from tests.sglang.server import CpuServer, server_environment
+
+__all__ = ["ENVIRONMENT", "VLLMServer", "server_python"]
+
+HERE = Path(__file__).parent
+ENVIRONMENT = "APRILSCHED_VLLM_PYTHON"
+
+
+def server_python() -> Path | None:
+    """The Python that has vLLM; None where there is none."""
+    default = HERE.parents[1] / ".venv-vllm" / "bin" / "python"
+    python = Path(os.environ.get(ENVIRONMENT, default))
+    return python if python.is_file() else None
+
+
+class VLLMServer(CpuServer):
+    """One server; see :class:`CpuServer`."""
+
+    # The first call takes long on a busy machine, and no test is about that.
+    ready_path = "/server_info?config_format=json"
+
+    def _command(self) -> list[str]:
+        python = server_python()
+        assert python is not None
+        return [str(python), str(HERE / "launch_cpu_server.py"), "serve", *self._arguments()]
+
+    def _environment(self) -> dict[str, str]:
+        return {
+            "VLLM_SERVER_DEV_MODE": "1",
+            **server_environment(),
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+
+    def _arguments(self) -> list[str]:
+        return [
+            str(self.model),
+            *("--host", "127.0.0.1", "--port", str(self.port)),
+            *("--dtype", "float32", "--max-model-len", "8192", "--max-num-seqs", "64"),
+            *("--skip-tokenizer-init", "--enforce-eager", "--tokens-only"),
+            *self._extra,
+        ]

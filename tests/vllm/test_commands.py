@@ -1,0 +1,135 @@
+"""Tests the commands and the gateway on a real vLLM server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+from aprilsched import VLLMFleet
+from aprilsched.gateway import Gateway, GatewaySettings
+from tests.sglang.recorded import TOLERANCE, sequence_scores
+from tests.vllm.server import VLLMServer
+
+SECONDS = 600
+
+
+async def command(*arguments: str) -> tuple[int | None, str, str]:
+    """Run ``aprilsched ARGUMENTS``; returns exit code, stdout and stderr."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "aprilsched", *arguments),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    async with asyncio.timeout(SECONDS):
+        out, err = await process.communicate()
+    return process.returncode, out.decode(), err.decode()
+
+
+async def test_run_drives_a_server_and_updates_it(
+    clean_server: VLLMServer, models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    code, out, errors = await command(
+        *("run", "--engine", f"vllm+{clean_server.url}", "--weights", str(models[1])),
+        *[
+            "--median",
+            "20",
+            "--sigma",
+            "0.5",
+            "--cap",
+            "200",
+            "--batches",
+            "3",
+            "--batch-groups",
+            "3",
+            "--group-size",
+            "2",
+        ],
+        *f"--over-provision 2 --no-report --json --out {tmp_path / 'run'}".split(),
+    )
+    assert code == 0, errors
+    summary = json.loads(out)
+    assert summary["rollouts"]["delivered"] == 3 * 3 * 2
+    assert summary["rollouts"]["lost"] == summary["rollouts"]["duplicated"] == 0
+    async with (
+        aiohttp.ClientSession() as session,
+        session.get(f"{clean_server.url}/weight_info") as answer,
+    ):
+        assert int((await answer.json())["weight_version"]) >= 2
+
+
+async def test_a_server_under_the_wrong_name_is_refused_in_one_sentence(
+    clean_server: VLLMServer, tmp_path: Path
+) -> None:
+    for urls, said in (
+        ([clean_server.url], "vllm+http://"),
+        ([clean_server.url, f"vllm+{clean_server.url}"], "mixes vLLM and SGLang servers"),
+    ):
+        code, _, errors = await command(
+            "run", "--engine", *urls, "--batches", "1", "--out", str(tmp_path / "run")
+        )
+        assert code != 0
+        assert said in errors
+        assert errors.count("\n") == 1
+
+
+async def test_the_doctor_fails_no_check_and_leaves_the_server_as_it_was(
+    clean_server: VLLMServer,
+) -> None:
+    code, out, errors = await command("doctor", f"vllm+{clean_server.url}", "--json")
+    found = {finding["check"]: finding for finding in json.loads(out)}
+    assert code == 0, errors
+    assert {name for name, finding in found.items() if finding["status"] == "warn"} == {
+        "logprobs",
+        "incomplete checkpoints",
+        "failed load",
+        "LoRA adapters",
+    }
+    assert found["left as found"]["status"] == "pass"
+
+
+async def test_a_request_through_the_gateway_outlives_new_weights(
+    clean_server: VLLMServer, models: tuple[Path, Path], tmp_path: Path, vllm_python: Path
+) -> None:
+    """A client of SGLang's API is told which weights sampled each token."""
+    prompt = [9, 8, 7, 6, 5]
+    params = {"max_new_tokens": 600, "ignore_eos": True}
+    fleet = VLLMFleet([clean_server.url], stream_interval=8)
+    async with (
+        Gateway(fleet, settings=GatewaySettings(port=0, drain_s=0)) as gateway,
+        aiohttp.ClientSession(gateway.url) as session,
+    ):
+        body = {"input_ids": prompt, "sampling_params": params, "stream": True}
+        ids: list[int] = []
+        logprobs: list[float] = []
+        meta: dict[str, Any] = {}
+        async with session.post("/generate", json={**body, "return_logprob": True}) as answer:
+            loading = None
+            async for line in answer.content:
+                if not line.startswith(b"data: {"):
+                    continue
+                event = json.loads(line.removeprefix(b"data: "))
+                ids += event["output_ids"]
+                logprobs += [entry[0] for entry in event["meta_info"]["output_token_logprobs"]]
+                meta = event["meta_info"]
+                if loading is None and len(ids) > 50:
+                    update = {"model_path": str(models[1]), "weight_version": "one"}
+                    loading = asyncio.create_task(
+                        session.post("/update_weights_from_disk", json=update).__aenter__()
+                    )
+            assert loading is not None
+            async with await loading as loaded:
+                assert loaded.status == 200, await loaded.text()
+    spans: list[dict[str, Any]] = meta["weight_versions"]
+    assert [span["version"] for span in spans] == ["default", "one"]
+    response = [(np.array(prompt, np.int32), np.array(ids, np.int32))]
+    ((old,), (new,)) = sequence_scores(models, response, tmp_path, python=vllm_python)
+    at = spans[1]["start"]
+    expected = np.concatenate([old[:at], new[at:]])
+    assert len(ids) == 600
+    assert np.abs(np.array(logprobs) - expected).max() < TOLERANCE
