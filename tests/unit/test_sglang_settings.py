@@ -14,7 +14,7 @@ from aprilsched.engines.server import release
 from aprilsched.engines.sglang import SGLangEngine, probe
 from aprilsched.engines.sglang.fleet import SGLangFleet
 from aprilsched.engines.sglang.probe import SPANS_SINCE
-from aprilsched.engines.sglang.wire import ServerInfo, generate_body
+from aprilsched.engines.sglang.wire import OpenApi, ServerInfo, generate_body
 from aprilsched.engines.stream import version_number
 from aprilsched.errors import ConfigError
 from aprilsched.types import SamplingParams
