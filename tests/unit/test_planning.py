@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 from numpy.typing import NDArray
 
 from aprilsched.config import Samples, SchedulerConfig, Staleness, Tokens
@@ -879,7 +880,7 @@ def test_unfinished_groups_are_evidence_too() -> None:
         for index in range(10)
     )
     without = Planner().setting(command, rules())
-    with_them = Planner().setting(replace(command, open=unfinished), rules())
+    with_them = Planner().setting(structs.replace(command, open=unfinished), rules())
     assert with_them.lengths.mean() > 1.3 * without.lengths.mean()
 
 
@@ -887,7 +888,7 @@ def test_a_run_with_one_response_for_each_prompt_is_planned_too() -> None:
     driver = Driver(config(group_size=1, batch_groups=4))
     assert batches(driver, 3) == [1, 3]
     ended = tuple(GroupLengths.whole(i, [int(n)]) for i, n in enumerate(drawn(64)[:, 0]))
-    command = replace(plan(POOR), ended=ended, group_size=1)
+    command = structs.replace(plan(POOR), ended=ended, group_size=1)
     best = Planner().plan(command, rules(group_size=1))
     assert best.forecast is not None
     waiting = try_out(POOR, setting(lengths=drawn(64)[:, :1]))
@@ -931,7 +932,7 @@ def test_without_stale_tokens_auto_beats_waiting_and_says_by_how_much() -> None:
     settings = rules(max_staleness=0, group_size=8)
     lengths = drawn(400)
     ended = tuple(GroupLengths.whole(i, row.tolist()) for i, row in enumerate(lengths))
-    command = replace(plan(POOR), ended=ended, group_size=8)
+    command = structs.replace(plan(POOR), ended=ended, group_size=8)
     best = Planner().plan(command, settings)
     assert isinstance(best.refill, LengthBuckets)
     assert best.over_provision == FixedRatio(1.0)
@@ -1000,7 +1001,9 @@ def test_a_schedule_names_a_pace_only_where_it_is_chosen() -> None:
 @pytest.mark.parametrize(("train_seconds", "pace"), [(0.0, "synchronous"), (60.0, "asynchronous")])
 def test_the_trainers_time_decides_the_pace(train_seconds: float, pace: Pace) -> None:
     settings = rules(pace="auto")
-    command = replace(plan(POOR), paces=BOTH, train_seconds=train_seconds, refit_seconds=0.1)
+    command = structs.replace(
+        plan(POOR), paces=BOTH, train_seconds=train_seconds, refit_seconds=0.1
+    )
     best = Planner().plan(command, settings)
     assert best.pace == pace
     assert best.forecast is not None

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from aprilsched.config import SchedulerConfig
 from aprilsched.coordinator import replanning
@@ -34,7 +35,7 @@ LONG_S = 300.0
 
 def command() -> Plan:
     current = Schedule(over_provision=FixedRatio(ratio=1.5), refill=Wave())
-    return replace(plan(current), ended=plan(current).ended[:40])
+    return structs.replace(plan(current), ended=plan(current).ended[:40])
 
 
 # --- what it gives -------------------------------------------------------------------------------
