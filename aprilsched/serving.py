@@ -31,6 +31,7 @@ from aiohttp import StreamReader, hdrs, web
 from aiohttp.typedefs import Handler, Middleware
 
 from aprilsched.errors import AprilschedError, ConfigError
+from aprilsched.types import MEDIA, Media
 
 # --- refusals ------------------------------------------------------------------------------------
 
@@ -143,6 +144,23 @@ class GenerateBody(msgspec.Struct, frozen=True):
     return_logprob: bool = False
     lora_path: str | None = None
     extra_key: str | None = None
+    priority: int | None = None
+    data_parallel_rank: int | None = None
+    custom_logit_processor: str | None = None
+    return_hidden_states: bool = False
+    image_data: str | list[str] | None = None
+    video_data: str | list[str] | None = None
+    audio_data: str | list[str] | None = None
+
+    @property
+    def media(self) -> tuple[Media, ...]:
+        """The images, videos and sounds, of each kind in their order."""
+        found: list[Media] = []
+        for kind in MEDIA:
+            given: str | list[str] | None = getattr(self, f"{kind}_data")
+            several = [given] if isinstance(given, str) else given or ()
+            found += [Media(kind, source) for source in several]
+        return tuple(found)
 
 
 class PromptsBody(msgspec.Struct, frozen=True):

@@ -162,6 +162,8 @@ class ServedEngine:
             "disable_radix_cache": True,
             "tp_size": 1,
             "enable_lora": True,
+            "enable_priority_scheduling": config.priority,
+            "schedule_low_priority_values_first": True,
             "enable_metrics": False,
             "enable_memory_saver": False,
             "enable_weights_cpu_backup": False,

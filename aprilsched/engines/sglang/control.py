@@ -420,6 +420,22 @@ class ServerControl:
                 f"{vocab}; tokenize the prompt with this model's tokenizer.",
                 status=_BAD_REQUEST,
             )
+        if request.media or request.sampling.request:
+            self._check_fields(request)
+
+    def _check_fields(self, request: GenerationRequest) -> None:
+        """Refuse what SGLang would ignore without a word."""
+        facts = self.facts
+        unseen = {media.kind for media in request.media} - facts.capabilities.media
+        unknown = request.sampling.request.keys() - facts.request_fields
+        if unseen:
+            why = f"its model does not understand {', '.join(sorted(unseen))}; leave media out."
+        elif unknown and facts.request_fields:
+            why = f"it knows no field {', '.join(sorted(unknown))}; correct request."
+        else:
+            return
+        what = f"request {request.request_id}: {why}"
+        raise EngineRejected(self.name, what, status=_BAD_REQUEST)
 
     def _conflict(self, why: str) -> EngineRejected:
         return EngineRejected(self.name, why, status=_CONFLICT)

@@ -309,7 +309,8 @@ class SGLangEngine(ServerControl):
     ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         """The response to the one POST that asks for `request`."""
         interval = self._stream_interval if self.facts.stream_interval else None
-        return self._transport.stream("generate", generate_body(request, stream_interval=interval))
+        body = generate_body(request, stream_interval=interval, priority=self.capabilities.priority)
+        return self._transport.stream("generate", body)
 
     async def _check_status(self, response: aiohttp.ClientResponse) -> None:
         if response.status == 200:

@@ -48,6 +48,7 @@ class ServerFacts:
         metrics: whether the server runs with --enable-metrics.
         process: what distinguishes the server's process from a later one at its address.
         context_tokens: tokens of a prompt and its response together; None where it is not known.
+        request_fields: the fields of a request that it knows; empty where it does not say.
     """
 
     model_path: str
@@ -62,6 +63,7 @@ class ServerFacts:
     metrics: bool
     process: ServerProcess
     context_tokens: int | None = None
+    request_fields: frozenset[str] = frozenset()
 
 
 def release(version: str) -> tuple[int, int, int]:
@@ -123,7 +125,7 @@ async def probe(
     return ServerFacts(
         model_path=model.model_path,
         label=await weight_label(engine, transport, timeout),
-        capabilities=_capabilities(server, schema),
+        capabilities=_capabilities(model, server, schema),
         vocab_size=vocab_size or await _vocab_size(engine, transport, timeout),
         incremental=server.incremental_streaming_output,
         stream_interval=found >= STREAM_INTERVAL_SINCE,
@@ -135,6 +137,7 @@ async def probe(
         context_tokens=(
             None if server.max_req_input_len is None else server.max_req_input_len + _SHORT_OF
         ),
+        request_fields=schema.properties("GenerateReqInput"),
     )
 
 
@@ -161,7 +164,7 @@ async def _model_info(engine: str, transport: ControlCalls, timeout: float) -> M
     return model
 
 
-def _capabilities(server: ServerInfo, schema: OpenApi) -> Capabilities:
+def _capabilities(model: ModelInfo, server: ServerInfo, schema: OpenApi) -> Capabilities:
     found = release(server.version)
     ranks = server.dp_size or 1
     running = server.max_running_requests
@@ -174,6 +177,12 @@ def _capabilities(server: ServerInfo, schema: OpenApi) -> Capabilities:
         "indexer_topk": server.enable_return_indexer_topk,
         "sampling_mask": "return_sampling_mask" in schema.properties("GenerateReqInput"),
     }
+    media = {
+        "image": model.has_image_understanding,
+        "video": model.has_image_understanding,
+        "audio": model.has_audio_understanding,
+    }
+    sign = 1 if server.schedule_low_priority_values_first else -1
     return Capabilities(
         version_spans=found >= SPANS_SINCE,
         flush_while_paused=found >= WAITING_SINCE,
@@ -185,6 +194,8 @@ def _capabilities(server: ServerInfo, schema: OpenApi) -> Capabilities:
         or bool(server.enable_weights_cpu_backup),
         adapters=bool(server.enable_lora),
         companions=frozenset(name for name, able in companions.items() if able),
+        media=frozenset(kind for kind, able in media.items() if able is not False),
+        priority=sign if server.enable_priority_scheduling else 0,
         server=f"SGLang {server.version or '(unknown version)'}",
     )
 

@@ -36,7 +36,7 @@ from aprilsched.engines.sglang.wire import (
     version_number,
 )
 from aprilsched.errors import EngineError, EngineProtocolError, EngineRejected
-from aprilsched.types import FinishReason, VersionSpan
+from aprilsched.types import Answer, FinishReason, VersionSpan
 
 _DONE = b"[DONE]"
 _decoder = msgspec.json.Decoder(StreamEvent)
@@ -55,6 +55,8 @@ class ChunkAssembler:
         self.max_tokens = request.sampling.max_new_tokens
         self._context = len(request.input_ids)
         self._companions = request.companions
+        self._media = bool(request.media)
+        self._keep = request.sampling.keep
         self.first_version = first_version
         self.held = 0
         self._label: tuple[str | None, int | None] = (None, None)
@@ -73,7 +75,8 @@ class ChunkAssembler:
             raise self._broken(
                 f"sent an event that cannot be read ({quote(str(error))})"
             ) from error
-        return self._of(event)
+        last = self._keep and event.meta_info is not None and event.meta_info.finish_reason
+        return self._of(event, msgspec.json.decode(payload) if last else None)
 
     def convert(self, output: Mapping[str, Any]) -> Chunk:
         """Return the chunk of an event that is an object, not yet JSON; errors as :meth:`feed`."""
@@ -83,16 +86,20 @@ class ChunkAssembler:
             raise self._broken(
                 f"gave an output that cannot be read ({quote(str(error))})"
             ) from error
-        return self._of(event)
+        return self._of(event, output)
 
-    def _of(self, event: StreamEvent) -> Chunk:
+    def _of(self, event: StreamEvent, output: Mapping[str, Any] | None) -> Chunk:
+        """The chunk of an event, which is `output` before it was typed."""
         if event.error is not None:
             raise self._rejected(event.error.message, event.error.code)
         if event.meta_info is None or event.index != 0:
             raise self._broken("sent an event that is not one of a single response")
-        return self._chunk(event.output_ids or [], event.meta_info)
+        entries: Mapping[str, Any] = {}
+        if self._keep and output is not None:
+            entries = output["meta_info"]
+        return self._chunk(event.output_ids or [], event.meta_info, entries)
 
-    def _chunk(self, output_ids: list[int], meta: MetaInfo) -> Chunk:
+    def _chunk(self, output_ids: list[int], meta: MetaInfo, entries: Mapping[str, Any]) -> Chunk:
         finish = None if meta.finish_reason is None else self._finish(meta.finish_reason)
         fresh = self._fresh(meta, finish)
         tokens = list(map(_ID, fresh))
@@ -111,6 +118,8 @@ class ChunkAssembler:
             label=self._version(meta.weight_version) if spans is None else None,
             token_rows=self._token_rows(meta, begin) if self._companions else None,
             context_rows=self._context_rows(meta) if finish and self._companions else None,
+            prompt_tokens=meta.prompt_tokens if self._media else None,
+            answer=Answer.of(entries, self._keep) if finish and entries else None,
         )
 
     def _token_rows(self, meta: MetaInfo, begin: int) -> dict[str, Rows]:
