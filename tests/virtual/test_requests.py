@@ -91,19 +91,19 @@ async def batches(rollouts: RolloutScheduler, count: int) -> AsyncIterator[Batch
 @in_virtual_time
 async def test_every_attempt_has_the_media_and_the_fields(straggler: Any) -> None:
     several = 0
-    fleet = SimFleet(2, SimConfig(vocab_size=1000))
+    fleet = SimFleet(2, vocab_size=1000)
     async with RolloutScheduler(fleet, prompts(), config=config(straggler=straggler)) as rollouts:
         async for batch in batches(rollouts, 5):
             for rollout in batch.rollouts:
                 check(rollout)
                 several += len(rollout.answers) > 1
-    assert several or straggler in ("retract", "in_place")
+    assert several or straggler != "abort"
 
 
 async def _whole(media: tuple[Media, ...]) -> dict[Any, list[list[int]]]:
     """The responses to the first prompts, none of which is interrupted."""
     found: dict[Any, list[list[int]]] = {}
-    fleet = SimFleet(1, SimConfig(vocab_size=1000))
+    fleet = SimFleet(1, vocab_size=1000)
     async with RolloutScheduler(fleet, prompts(media), config=config()) as rollouts:
         for _ in range(3):
             for group in (await rollouts.next_batch()).groups:
@@ -118,22 +118,20 @@ async def test_a_killed_run_goes_on_with_media_and_answers() -> None:
     assert expected.keys() == without.keys()
     assert expected != without, "the tokens depend on the media"
     store = MemoryStore()
-    fleet = SimFleet(1, SimConfig(vocab_size=1000))
+    fleet = SimFleet(1, vocab_size=1000)
     scheduler = RolloutScheduler(fleet, prompts(), config=config(straggler="abort"), store=store)
     async with scheduler as rollouts:
         (await rollouts.next_batch()).acknowledge()
         await asyncio.sleep(10)  # until the others have come back
         kept = copy.deepcopy(store)
-    again = RolloutScheduler(
-        SimFleet(2, SimConfig(vocab_size=1000)), prompts(), config=config(), store=kept
-    )
+    again = RolloutScheduler(SimFleet(2, vocab_size=1000), prompts(), config=config(), store=kept)
     carried = 0
     async with again as rollouts:
         for _ in range(2):
             for group in (await rollouts.next_batch()).groups:
                 assert group.prompt.media == MEDIA
                 assert [r.token_ids.tolist() for r in group.rollouts] == expected[group.prompt.key]
-                carried += sum(rollout.answers[0].start > 0 for rollout in group.rollouts)
+                carried += sum(len(rollout.answers) > 1 for rollout in group.rollouts)
                 for rollout in group.rollouts:
                     check(rollout)
     assert carried
@@ -144,7 +142,7 @@ async def test_answers_are_saved_with_their_rollout_and_logged_by_size(tmp_path:
     path, log = tmp_path / "run.sqlite", tmp_path / "events.jsonl"
     events = EventLog(log, patient=True)
     events.start()
-    fleet = SimFleet(1, SimConfig(vocab_size=1000))
+    fleet = SimFleet(1, vocab_size=1000)
     first = RolloutScheduler(
         fleet,
         prompts(),
@@ -159,7 +157,7 @@ async def test_answers_are_saved_with_their_rollout_and_logged_by_size(tmp_path:
     assert ended
     assert {tuple(each["answers"]) for each in ended} == {KEEP}
     assert "custom_logit_processor" not in log.read_text()
-    fleet = SimFleet(1, SimConfig(vocab_size=1000))
+    fleet = SimFleet(1, vocab_size=1000)
     second = RolloutScheduler(fleet, prompts(), config=config(), store=SqliteStore(path))
     async with second as rollouts:
         batch = await rollouts.next_batch()
@@ -179,7 +177,7 @@ async def test_each_turn_of_an_episode_may_keep_something_else() -> None:
             ids = np.concatenate((ids, answer.token_ids, np.array([7, 8], dtype=np.int32)))
         return 1.0
 
-    fleet = SimFleet(1, SimConfig(vocab_size=1000))
+    fleet = SimFleet(1, vocab_size=1000)
     async with RolloutScheduler(fleet, prompts(), config=config(), episode=episode) as rollouts:
         for rollout in (await rollouts.next_batch()).rollouts:
             assert [each.values["request"] for each in rollout.answers] == [
@@ -192,7 +190,7 @@ async def test_each_turn_of_an_episode_may_keep_something_else() -> None:
 
 @in_virtual_time
 async def test_media_take_room_in_the_kv_pool_as_far_as_the_engine_says() -> None:
-    fleet = SimFleet(1, SimConfig(vocab_size=1000))
+    fleet = SimFleet(1, vocab_size=1000)
     async with RolloutScheduler(fleet, prompts(), config=config()) as rollouts:
         await rollouts.next_batch()
         in_flight = rollouts.state.in_flight
@@ -206,13 +204,13 @@ async def test_media_take_room_in_the_kv_pool_as_far_as_the_engine_says() -> Non
 @in_virtual_time
 async def test_media_and_rows_of_the_context_are_refused_together() -> None:
     companions = (Companion("routed_experts", "uint8", (3, 2)),)
-    fleet = SimFleet(1, SimConfig(vocab_size=1000))
+    fleet = SimFleet(1, vocab_size=1000)
     asked = config(companions=companions)
     async with RolloutScheduler(fleet, prompts(), config=asked) as rollouts:
         with pytest.raises(ConfigError, match="a prompt has media, and a row of routed_experts"):
-            await rollouts.evaluate([next(prompts())])
+            await rollouts.evaluate([next(prompts())], group_size=2)
     async with RolloutScheduler(fleet, prompts(), config=config()) as rollouts:
-        assert (await rollouts.evaluate([next(prompts())])).groups
+        assert (await rollouts.evaluate([next(prompts())], group_size=2)).groups
 
 
 @in_virtual_time
