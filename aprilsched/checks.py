@@ -161,7 +161,7 @@ def names(name: str, value: Any) -> tuple[str, ...]:
     Raises:
         ConfigError: if it is no row of strings.
     """
-    several = cast("Iterable[Any]", value) if isinstance(value, list | tuple) else (None,)
+    several: Any = cast("Any", value if isinstance(value, list | tuple) else (None,))
     if not all(isinstance(each, str) for each in several):
         raise ConfigError(f"{name} is {value!r}; give a list of names.")
     return tuple(str.__str__(each) for each in several)

@@ -197,7 +197,7 @@ class Prompt:
         object.__setattr__(self, "input_ids", token_array(self.input_ids, "input_ids"))
         if self.media or type(self.media) is not tuple:
             given: Any = self.media
-            several = cast("Sequence[Any]", given) if isinstance(given, list | tuple) else (None,)
+            several: Any = cast("Any", given if isinstance(given, list | tuple) else (None,))
             if not all(isinstance(each, Media) for each in several):
                 raise ConfigError(f"media is {typed(given)}; give a tuple of Media(...).")
             object.__setattr__(self, "media", tuple(several))

@@ -110,8 +110,7 @@ async def _asked(
     prompts, one = await prompts_of(service, given, name)
     check_media(fields, len(prompts))
     params: Any = body.sampling_params or {}
-    listed = params if isinstance(params, list) else [params] * len(prompts)
-    each = cast("list[Any]", listed)
+    each = cast("list[Any]", params if isinstance(params, list) else [params] * len(prompts))
     if len(each) != len(prompts):
         raise Refused(f"There are {len(prompts)} prompts and {len(each)} sampling_params.")
     try:

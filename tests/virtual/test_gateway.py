@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -76,8 +77,8 @@ async def test_a_request_that_every_engine_refuses_fails_alone(one: Front):
 
 
 async def test_clients_set_only_the_fields_that_the_operator_lists():
-    image = {"image_data": "data:image/png;base64,AA=="}
-    fields = {"priority": 7, "return_hidden_states": True, **image}
+    image: dict[str, Any] = {"image_data": "data:image/png;base64,AA=="}
+    fields: dict[str, Any] = {"priority": 7, "return_hidden_states": True, **image}
     async with front() as one:
         plain = await one.reference(40)
         _, ignored = await one.raw.post("/generate", asked(40, **fields))

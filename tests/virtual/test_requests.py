@@ -218,7 +218,7 @@ async def test_what_is_too_large_is_left_out_and_logged(caplog: pytest.LogCaptur
     def large() -> Iterator[Prompt]:
         sampling = SamplingParams(max_new_tokens=5, request={"note": "x" * (1 << 20)}, keep=KEEP)
         while True:
-            yield Prompt(input_ids=np.arange(5), sampling=sampling)
+            yield Prompt(input_ids=np.arange(5, dtype=np.int32), sampling=sampling)
 
     async with RolloutScheduler(SimFleet(1), large(), config=config()) as rollouts:
         rollout = next((await rollouts.next_batch()).rollouts)
@@ -238,7 +238,7 @@ async def test_fields_media_and_ranks_arrive_at_a_server(ranked: bool) -> None:
 
     def asked() -> Iterator[Prompt]:
         while True:
-            yield Prompt(input_ids=np.arange(1, 6), sampling=sampling, media=MEDIA)
+            yield Prompt(input_ids=np.arange(1, 6, dtype=np.int32), sampling=sampling, media=MEDIA)
 
     async with SimServer(server_config, time_scale=0.01) as server:
         fleet = SGLangFleet([server.url])
