@@ -21,7 +21,17 @@ from aprilsched.engines.vllm.fleet import VLLMFleet, VLLMListedFleet
 from aprilsched.errors import AprilschedError
 from aprilsched.sampling import sampling_params
 from aprilsched.store import MemoryStore, SqliteStore
-from aprilsched.types import Batch, Group, Prompt, Rollout, SamplingParams, Score, Segment
+from aprilsched.types import (
+    Answer,
+    Batch,
+    Group,
+    Media,
+    Prompt,
+    Rollout,
+    SamplingParams,
+    Score,
+    Segment,
+)
 from aprilsched.weights.checkpoint_engine import CheckpointEnginePublisher
 from aprilsched.weights.disk import DiskPublisher, LoraPublisher
 from aprilsched.weights.distributed import DistributedPublisher
@@ -33,6 +43,7 @@ from aprilsched.workload import LongTailWorkload
 __version__ = "0.1.0"
 
 __all__ = [
+    "Answer",
     "AprilschedError",
     "Batch",
     "CheckpointEnginePublisher",
@@ -43,6 +54,7 @@ __all__ = [
     "Handshake",
     "LongTailWorkload",
     "LoraPublisher",
+    "Media",
     "MemoryStore",
     "Prompt",
     "PromptQueue",

@@ -32,7 +32,23 @@ OWN: Mapping[str, Kind] = {
     "ignore_eos": bool,
     "sampling_seed": Integral,
 }
-"""The fields of :class:`~aprilsched.types.SamplingParams`, without ``extra``."""
+"""The fields of :class:`~aprilsched.types.SamplingParams` that are sampling parameters."""
+
+OWNED = frozenset(
+    {
+        *("rid", "text", "prompt", "input_ids", "input_embeds", "sampling_params", "n"),
+        *("stream", "background", "http_worker_ipc", "positional_embed_overrides"),
+        *("return_logprob", "logprob_start_len", "top_logprobs_num", "token_ids_logprob"),
+        *("return_routed_experts", "routed_experts_start_len"),
+        *("return_indexer_topk", "return_sampling_mask"),
+        *("lora_path", "lora_id", "extra_key", "routing_key", "weight_version"),
+        *("session_id", "session_params"),
+        *("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key"),
+        *("image_data", "video_data", "audio_data"),
+    }
+)
+"""Fields of a request that nobody else may set: the scheduler does, or a response that continues on
+another engine would not be the same."""
 
 WORDS: Mapping[Kind, str] = {
     Integral: "a whole number",
@@ -118,6 +134,37 @@ def plain(name: str, value: Any, *, depth: int = 0) -> Any:
     raise ConfigError(
         f"{name} holds {typed(value)}; give what JSON can hold: numbers, strings, lists, mappings."
     )
+
+
+def request_fields(value: Any) -> dict[str, Any]:
+    """`value` as further fields of a request, by name.
+
+    Raises:
+        ConfigError: if it is no mapping that JSON can hold, or has a field that the scheduler sets.
+    """
+    fields: dict[str, Any] = plain("request", checked("request", value, Mapping))
+    for name in fields:
+        if name in OWNED:
+            raise ConfigError(f"request holds {name}, which the scheduler sets; {_instead(name)}.")
+    return fields
+
+
+def _instead(name: str) -> str:
+    if name.endswith("_data"):
+        return "give media of Prompt"
+    return "ask for it in companions" if name.startswith("return_") else "leave it out"
+
+
+def names(name: str, value: Any) -> tuple[str, ...]:
+    """`value` as a tuple of strings.
+
+    Raises:
+        ConfigError: if it is no row of strings.
+    """
+    several: Any = cast("Any", value if isinstance(value, list | tuple) else (None,))
+    if not all(isinstance(each, str) for each in several):
+        raise ConfigError(f"{name} is {value!r}; give a list of names.")
+    return tuple(str.__str__(each) for each in several)
 
 
 def suggesting(synonyms: Mapping[str, str] | None = None) -> Callable[[Class], Class]:

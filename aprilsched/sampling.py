@@ -63,7 +63,8 @@ def sampling_params(
     """Sampling parameters from `mapping`, which uses SGLang's, vLLM's or OpenAI's names.
 
     The value None means that the parameter is not given, so that the default of
-    :class:`SamplingParams` is used. An explicit ``extra`` mapping reaches the server unchanged.
+    :class:`SamplingParams` is used. An explicit ``extra`` mapping reaches the server unchanged, and
+    ``request`` and ``keep`` are those of :class:`SamplingParams`.
 
     Args:
         mapping: names and values, for example ``{"max_tokens": 4096, "temperature": 0.8}``.
@@ -77,6 +78,7 @@ def sampling_params(
         raise ConfigError(f"Sampling parameters are {typed(mapping)}; give a mapping.")
     given = {name: value for name, value in mapping.items() if value is not None}
     extra = dict(checked("extra", given.pop("extra", {}), Mapping))
+    request, keep = given.pop("request", {}), given.pop("keep", ())
     stops = given.pop("stop", None)
     sources: dict[str, str] = {}
     own: dict[str, Any] = {}
@@ -98,7 +100,7 @@ def sampling_params(
     _keep_apart(extra)
     if stops is not None:
         own["stop_token_ids"] = own.get("stop_token_ids", ()) + _stop_ids(stops, tokenizer)
-    return SamplingParams(**own, extra=extra)
+    return SamplingParams(**own, extra=extra, request=request, keep=keep)
 
 
 def check_sampling(sampling: object) -> None:
@@ -128,7 +130,7 @@ def _target(name: str, value: Any) -> str | None:
     target = SYNONYMS.get(name, name)
     if target in OWN or target in SERVER:
         return target
-    known = [*OWN, *SERVER, *SYNONYMS, "stop", "extra"]
+    known = [*OWN, *SERVER, *SYNONYMS, "stop", "extra", "request", "keep"]
     near = get_close_matches(str(name), known, n=1)
     hint = f"did you mean {near[0]}?" if near else "put it into extra if your server knows it."
     raise ConfigError(f"{name} is no known sampling parameter; {hint}")

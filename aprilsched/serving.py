@@ -31,6 +31,7 @@ from aiohttp import StreamReader, hdrs, web
 from aiohttp.typedefs import Handler, Middleware
 
 from aprilsched.errors import AprilschedError, ConfigError
+from aprilsched.types import MEDIA, Media
 
 # --- refusals ------------------------------------------------------------------------------------
 
@@ -147,6 +148,23 @@ class GenerateBody(msgspec.Struct, frozen=True):
     routed_experts_start_len: int = 0
     return_indexer_topk: bool = False
     return_sampling_mask: bool = False
+    priority: int | None = None
+    data_parallel_rank: int | None = None
+    custom_logit_processor: str | None = None
+    return_hidden_states: bool = False
+    image_data: str | list[str] | None = None
+    video_data: str | list[str] | None = None
+    audio_data: str | list[str] | None = None
+
+    @property
+    def media(self) -> tuple[Media, ...]:
+        """The images, videos and sounds, of each kind in their order."""
+        found: list[Media] = []
+        for kind in MEDIA:
+            given: str | list[str] | None = getattr(self, f"{kind}_data")
+            several = [given] if isinstance(given, str) else given or ()
+            found += [Media(kind, source) for source in several]
+        return tuple(found)
 
 
 class PromptsBody(msgspec.Struct, frozen=True):

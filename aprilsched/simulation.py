@@ -111,6 +111,7 @@ class ModelledEngine:
             input_ids=command.input_ids,
             sampling=command.sampling,
             affinity=command.group_id,
+            rank=command.rank,
         )
         self.batcher.submit(request, self._agenda.now)
         self._arm()

@@ -11,12 +11,22 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.checks import OWN, SYNONYMS, checked, converted, plain, suggesting
+from aprilsched.checks import (
+    OWN,
+    SYNONYMS,
+    checked,
+    converted,
+    names,
+    plain,
+    request_fields,
+    suggesting,
+    typed,
+)
 from aprilsched.companions import CompanionRows
 from aprilsched.errors import ConfigError
 
@@ -27,6 +37,7 @@ Int32Array: TypeAlias = NDArray[np.int32]
 Float32Array: TypeAlias = NDArray[np.float32]
 BoolArray: TypeAlias = NDArray[np.bool_]
 FinishReason: TypeAlias = Literal["stop", "length"]
+MediaKind: TypeAlias = Literal["image", "video", "audio"]
 
 _PLAIN: Mapping[str, type] = {
     "max_new_tokens": int,
@@ -46,6 +57,9 @@ SCORE_BYTES = 1 << 14
 """Largest size of the parts and the info of a :class:`Score` as JSON, in bytes. They are kept with
 each rollout, saved by the store and written to the event log."""
 
+ANSWER_BYTES = 1 << 20
+"""Largest size of what is kept of an engine's answer to one attempt, as JSON, in bytes."""
+
 NO_VERSION = -1
 """Policy version of tokens that no policy sampled: an environment added them."""
 
@@ -59,6 +73,10 @@ class SamplingParams:
     so any other parameter of the server can be used; its values must be valid JSON.
     :func:`aprilsched.sampling_params` builds this from a mapping in the names of other libraries
     (``max_tokens``, ``stop``, ``seed``).
+
+    ``request`` has further fields of the request itself, beside the sampling parameters, such as
+    ``{"priority": 3}``; fields that the scheduler sets are refused. ``keep`` names what the engine
+    answers beside the tokens (SGLang: entries of ``meta_info``); a rollout has it as ``answers``.
     """
 
     max_new_tokens: int = 1024
@@ -71,6 +89,8 @@ class SamplingParams:
     ignore_eos: bool = False
     sampling_seed: int | None = None
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    request: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    keep: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name, kind in OWN.items():
@@ -80,6 +100,10 @@ class SamplingParams:
         if self.extra or type(self.extra) is not dict:
             extra: Any = plain("extra", checked("extra", self.extra, Mapping))
             object.__setattr__(self, "extra", extra)
+        if self.request or type(self.request) is not dict:
+            object.__setattr__(self, "request", request_fields(self.request))
+        if self.keep or type(self.keep) is not tuple:
+            object.__setattr__(self, "keep", names("keep", self.keep))
         if self.max_new_tokens < 1:
             raise ConfigError(
                 f"max_new_tokens is {self.max_new_tokens}; a response needs at least 1 token."
@@ -109,6 +133,32 @@ class SamplingParams:
         )
 
 
+MEDIA: tuple[MediaKind, ...] = ("image", "video", "audio")
+
+
+@dataclass(frozen=True, slots=True)
+class Media:
+    """An image, a video or a sound of a prompt. The scheduler never opens it.
+
+    Args:
+        kind: "image", "video" or "audio".
+        source: a path or URL that the engines can read, or the content of the file.
+
+    Raises:
+        ConfigError: if there is no such kind, or if the source is empty or neither str nor bytes.
+    """
+
+    kind: MediaKind
+    source: str | bytes
+
+    def __post_init__(self) -> None:
+        if self.kind not in MEDIA:
+            raise ConfigError(f"media has the kind {self.kind!r}; give one of {', '.join(MEDIA)}.")
+        source: Any = self.source
+        if not isinstance(source, str | bytes) or not source:
+            raise ConfigError(f"the source of {self.kind} is empty or no str or bytes; give one.")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Prompt:
     """One prompt, which a group of rollouts answers.
@@ -127,10 +177,12 @@ class Prompt:
         affinity: name that prompts share whose contexts begin alike, such as the turns of one
             conversation. With ``Dispatch(placement="prefix")`` their rollouts go to the same
             engine, for its cached keys, unless that has far more to do than the others.
+        media: images and other media, in the order of their places in `input_ids`. These ids have
+            one placeholder for each, as the chat template writes it: the engine expands it.
 
     Raises:
-        ConfigError: if `input_ids` is empty, not one-dimensional or holds negative ids, or if
-            `group_size` is not a whole number of 1 or more.
+        ConfigError: if `input_ids` is empty, not one-dimensional or holds negative ids, if
+            `group_size` is not a whole number of 1 or more, or if `media` has anything else.
     """
 
     input_ids: Int32Array
@@ -139,9 +191,16 @@ class Prompt:
     metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
     group_size: int | None = None
     affinity: str | None = None
+    media: tuple[Media, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "input_ids", token_array(self.input_ids, "input_ids"))
+        if self.media or type(self.media) is not tuple:
+            given: Any = self.media
+            several: Any = cast("Any", given if isinstance(given, list | tuple) else (None,))
+            if not all(isinstance(each, Media) for each in several):
+                raise ConfigError(f"media is {typed(given)}; give a tuple of Media(...).")
+            object.__setattr__(self, "media", tuple(several))
         key: object = self.key
         # A key of a subclass or of NumPy would not be remembered, nor found again in a store.
         if isinstance(key, str):
@@ -270,6 +329,47 @@ class Segment:
     engine: str | None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What an engine answered beside the tokens of one attempt (``SamplingParams.keep``).
+
+    Attributes:
+        start: where the tokens of the attempt begin in the response.
+        values: the entries by name, in JSON's types.
+        sizes: the size of each entry that came, as JSON in bytes; 0 if JSON has no form for it. An
+            entry that is not in `values` was left out: those of one attempt have at most 1 MiB
+            together.
+    """
+
+    start: int = 0
+    values: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    sizes: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Names of entries that came and are not kept."""
+        return tuple(name for name in self.sizes if name not in self.values)
+
+    @staticmethod
+    def of(entries: Mapping[str, Any], keep: Sequence[str]) -> Answer | None:
+        """What of an engine's `entries` is to be kept; None if nothing of it came."""
+        values: dict[str, Any] = {}
+        sizes: dict[str, int] = {}
+        room = ANSWER_BYTES
+        for name in keep:
+            if name in entries:
+                try:
+                    value = plain(name, entries[name])
+                except ConfigError:
+                    sizes[name] = 0
+                    continue
+                sizes[name] = len(json.dumps(value))
+                if sizes[name] <= room:
+                    room -= sizes[name]
+                    values[name] = value
+        return Answer(values=values, sizes=sizes) if sizes else None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Rollout:
     """One sampled response. All token arrays have the length of the response, T.
@@ -294,6 +394,8 @@ class Rollout:
             belong to no single version, although `versions` names one.
         companions: what the engines returned beside the tokens, by name, if
             ``SchedulerConfig.companions`` asks for it.
+        answers: what else the engines answered, for each attempt that brought something of what
+            ``SamplingParams.keep`` names, in their order.
     """
 
     rollout_id: int
@@ -313,6 +415,7 @@ class Rollout:
     reward_parts: Mapping[str, float] = field(default_factory=dict[str, float])
     info: Mapping[str, Any] = field(default_factory=dict[str, Any])
     companions: Mapping[str, CompanionRows] = field(default_factory=dict[str, CompanionRows])
+    answers: tuple[Answer, ...] = ()
 
     def __len__(self) -> int:
         return len(self.token_ids)

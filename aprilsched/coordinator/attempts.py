@@ -14,8 +14,9 @@ from aprilsched.coordinator.tasks import Part, Shell, TaskKey
 from aprilsched.core.messages.commands import Abort, Send
 from aprilsched.core.messages.events import Event, Failed, Interrupted
 from aprilsched.driver.loop import ending, progress
-from aprilsched.engines.base import GenerationRequest
+from aprilsched.engines.base import Chunk, GenerationRequest
 from aprilsched.errors import EngineError, EngineRejected, EngineUnreachable
+from aprilsched.types import ANSWER_BYTES
 
 log = logging.getLogger("aprilsched")
 
@@ -47,6 +48,8 @@ class Attempts(Part):
         self._open: dict[Key, Send] = {}
         self._aborts_unasked: set[str] = set()
         """Engines for which an abort that this run did not request was logged."""
+        self._left_out: set[str] = set()
+        """Engines for which an answer that is too large was logged."""
 
     def start(self) -> None:
         self._tasks.start("dispatcher", self._dispatch())
@@ -136,6 +139,8 @@ class Attempts(Part):
             adapter=self._adapter(send),
             cache_key=self._cache_key(send),
             companions=send.companions,
+            media=send.media,
+            rank=send.rank,
         )
         try:
             async with aclosing(self._engines[send.engine].generate(request)) as chunks:
@@ -146,6 +151,7 @@ class Attempts(Part):
                             self._feed(news)
                     elif (end := ending(chunk, request_id, attempt)) is not None:
                         self._look_for_others(end, send)
+                        self._look_at_size(chunk, send)
                         last = [end] if news is None else [news, end]
                         break
         except EngineError as error:
@@ -176,6 +182,20 @@ class Attempts(Part):
                 "%s aborted a request although this run did not ask for it; the request is sent "
                 "again, but if another scheduler uses the engine, give each its own engines",
                 send.engine,
+            )
+
+    def _look_at_size(self, chunk: Chunk, send: Send) -> None:
+        """Log once for each engine that more of its answer was wanted than is kept."""
+        if (answer := chunk.answer) is None or not answer.left_out:
+            return
+        if send.engine not in self._left_out:
+            self._left_out.add(send.engine)
+            log.warning(
+                "%s answered more than is kept of an attempt (%s): at most %d bytes as JSON; "
+                "Rollout.answers names what is left out",
+                send.engine,
+                ", ".join(f"{name}: {answer.sizes[name]} bytes" for name in answer.left_out),
+                ANSWER_BYTES,
             )
 
     async def _call_back(self, send: Send) -> None:

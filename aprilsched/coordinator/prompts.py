@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from typing import Any, Self
 
+from aprilsched.companions import Companion
 from aprilsched.core.policies.refill import Refill
 from aprilsched.errors import ConfigError
 from aprilsched.sampling import check_sampling
@@ -30,7 +31,9 @@ class PromptSource:
         *,
         group_size: int,
         refill: Refill | None = None,
+        companions: Sequence[Companion] = (),
     ) -> None:
+        self._companions = companions
         self._group_size = group_size
         self._refill = refill
         self._async: AsyncIterator[Prompt] | None = None
@@ -112,7 +115,7 @@ class PromptSource:
                     raise self._raised
                 return None
             self._raised = None
-            usable = checked(prompt, self._group_size, self._refill)
+            usable = checked(prompt, self._group_size, self._refill, self._companions)
             if self._storable:
                 check_storable(usable)
         except ConfigError as error:
@@ -139,10 +142,15 @@ class PromptSource:
             self._passed -= 1
 
 
-def checked(prompt: object, group_size: int, refill: Refill | None = None) -> Prompt:
+def checked(
+    prompt: object,
+    group_size: int,
+    refill: Refill | None = None,
+    companions: Sequence[Companion] = (),
+) -> Prompt:
     """`prompt`, if a group can be launched for it, of `group_size` unless it has its own size. If
     the responses of a group race by the `refill` rule, it may have sampling parameters for all that
-    are launched.
+    are launched. The run asks for the `companions`.
 
     Raises:
         ConfigError: if it cannot.
@@ -158,6 +166,12 @@ def checked(prompt: object, group_size: int, refill: Refill | None = None) -> Pr
             f"a prompt has {len(prompt.sampling)} sampling parameters for a group of {size}; "
             "give one for each rollout, or one for all."
         )
+    of_context = [each.name for each in companions if each.per == "context"]
+    if prompt.media and of_context:
+        raise ConfigError(
+            f"a prompt has media, and a row of {', '.join(of_context)} belongs to a position in "
+            "the context with the media expanded, which only the engine knows; leave either out."
+        )
     several: Any = prompt.sampling if isinstance(prompt.sampling, tuple) else (prompt.sampling,)
     for sampling in several:
         if sampling is not None:
@@ -165,15 +179,18 @@ def checked(prompt: object, group_size: int, refill: Refill | None = None) -> Pr
     return prompt
 
 
-def checked_evaluation(prompts: Iterable[object], group_size: int) -> tuple[Prompt, ...]:
-    """The prompts of an evaluation with `group_size` responses to each that has no size of its own.
+def checked_evaluation(
+    prompts: Iterable[object], group_size: int, companions: Sequence[Companion] = ()
+) -> tuple[Prompt, ...]:
+    """The prompts of an evaluation with `group_size` responses to each that has no size of its own,
+    in a run that asks for the `companions`.
 
     Raises:
         ConfigError: if there is no prompt, if one cannot be used, or if `group_size` is 0.
     """
     if group_size < 1:
         raise ConfigError(f"group_size is {group_size}; give 1 or more.")
-    chosen = tuple(checked(prompt, group_size) for prompt in prompts)
+    chosen = tuple(checked(prompt, group_size, None, companions) for prompt in prompts)
     if not chosen:
         raise ConfigError("evaluate() got no prompts; give at least one.")
     return chosen

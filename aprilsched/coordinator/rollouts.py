@@ -93,7 +93,12 @@ class RolloutScheduler(FleetScheduler):
             )
         per_group = reward_scope == "group"
         work = Work(
-            prompts=PromptSource(prompts, group_size=size, refill=refill),
+            prompts=PromptSource(
+                prompts,
+                group_size=size,
+                refill=refill,
+                companions=self.config.policies.companions,
+            ),
             reward=None if per_group else cast("Reward | None", reward),
             group_reward=cast("GroupReward | None", reward) if per_group else None,
             accept=accept,
@@ -194,7 +199,7 @@ class RolloutScheduler(FleetScheduler):
             ConfigError: if there is no prompt, if one cannot be used, or if `group_size` is 0.
         """
         self._check_open()
-        chosen = checked_evaluation(prompts, group_size)
+        chosen = checked_evaluation(prompts, group_size, self.config.policies.companions)
         self._evaluations += 1
         number = self._evaluations
         future = self._waits.for_evaluation(number)

@@ -96,7 +96,8 @@ def _counts(state: SchedulerState) -> Iterator[str]:
 def _held_on(state: SchedulerState) -> dict[str, int]:
     held: dict[str, int] = {}
     for request in state.in_flight.open_requests():
-        held[request.engine] = held.get(request.engine, 0) + request.rollout.context_tokens
+        context = request.rollout.context_tokens + request.media_tokens
+        held[request.engine] = held.get(request.engine, 0) + context
     return held
 
 

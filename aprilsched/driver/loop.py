@@ -128,6 +128,7 @@ def progress(chunk: Chunk, request_id: int, attempt: int) -> Progress | None:
         logprobs=chunk.logprobs,
         label=chunk.label,
         rows=chunk.token_rows,
+        prompt_tokens=chunk.prompt_tokens,
     )
 
 
@@ -137,7 +138,11 @@ def ending(chunk: Chunk, request_id: int, attempt: int) -> Finished | Interrupte
         return None
     if chunk.finish == "abort":
         return Interrupted(
-            request_id=request_id, attempt=attempt, spans=chunk.spans, rows=chunk.context_rows
+            request_id=request_id,
+            attempt=attempt,
+            spans=chunk.spans,
+            rows=chunk.context_rows,
+            answer=chunk.answer,
         )
     return Finished(
         request_id=request_id,
@@ -145,4 +150,5 @@ def ending(chunk: Chunk, request_id: int, attempt: int) -> Finished | Interrupte
         reason=chunk.finish,
         spans=chunk.spans,
         rows=chunk.context_rows,
+        answer=chunk.answer,
     )

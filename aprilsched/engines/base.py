@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 from aprilsched.companions import Companion, Rows
-from aprilsched.types import FinishReason, Float32Array, Int32Array, SamplingParams, VersionSpan
+from aprilsched.types import (
+    Answer,
+    FinishReason,
+    Float32Array,
+    Int32Array,
+    Media,
+    SamplingParams,
+    VersionSpan,
+)
 
 __all__ = [
     "Capabilities",
@@ -62,6 +70,11 @@ class Capabilities:
     """Several LoRA adapters can be served at a time."""
     companions: frozenset[str] = frozenset()
     """The names of the companions that it returns when a request asks for them."""
+    media: frozenset[str] = frozenset()
+    """The kinds of media that its model understands."""
+    priority: int = 0
+    """Where requests have priorities: 1 if small numbers run first, -1 if large ones do. 0: they
+    run in the order in which they came."""
     server: str = ""
     """Name and version of the server, for people to read."""
 
@@ -74,7 +87,9 @@ class GenerationRequest:
     `affinity` is equal for requests that share a prompt prefix. `adapter` names the LoRA adapter
     to sample with. Cached KV is shared only between requests of equal `cache_key`. `companions` has
     what is to be returned beside the tokens, with the first position of the context whose row is
-    missing (for a companion of tokens it has no meaning).
+    missing (for a companion of tokens it has no meaning). `media` are those of the prompt, whose
+    placeholders in `input_ids` the engine expands. Requests of a lower `rank` should run first,
+    where the engine has priorities.
     """
 
     request_id: str
@@ -84,6 +99,8 @@ class GenerationRequest:
     adapter: str | None = None
     cache_key: str | None = None
     companions: tuple[tuple[Companion, int], ...] = ()
+    media: tuple[Media, ...] = ()
+    rank: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -98,6 +115,8 @@ class Chunk:
     `spans` gives the version of each token. `token_rows` has the n rows of each companion of
     tokens; `context_rows`, on the last chunk only, the rows of each companion of the context, from
     the position that the request names to the last one that was forwarded, or fewer.
+    `prompt_tokens`, of requests with media, is the number of tokens of the context that was sent,
+    with the media expanded. `answer`, on the last chunk only, is what the request wants to keep.
     """
 
     token_ids: Int32Array
@@ -108,6 +127,8 @@ class Chunk:
     label: int | None = None
     token_rows: Mapping[str, Rows] | None = None
     context_rows: Mapping[str, Rows] | None = None
+    prompt_tokens: int | None = None
+    answer: Answer | None = None
 
 
 class Engine(Protocol):

@@ -637,14 +637,17 @@ def facts_of(engine: Engine) -> Facts | None:
     return cast("HttpEngine[Facts]", engine).facts if isinstance(engine, HttpEngine) else None
 
 
+_KEPT_BYTES = 64 << 20
+"""Largest size on the wire of what a request keeps: a little of it may be wanted of much."""
 _MASK_BYTES = 12 * 4096
 """Largest size of one sampling mask as JSON: a server keeps at most 4,096 ids of a token."""
 
 
 def companion_bytes(request: GenerationRequest) -> int:
-    """The largest size of the companions in an answer: base64 of int32, or lists of ids."""
+    """The largest size of the companions in an answer (base64 of int32, or lists of ids), and of
+    what else is kept of it."""
     context = len(request.input_ids) + request.sampling.max_new_tokens
-    return sum(
+    return bool(request.sampling.keep) * _KEPT_BYTES + sum(
         request.sampling.max_new_tokens * _MASK_BYTES
         if companion.ragged
         else context * math.prod(companion.shape) * 6

@@ -20,8 +20,10 @@ from aprilsched.errors import ConfigError
 from aprilsched.gateway.reading import Part, Reading, TextRules, parts_of, parts_until_failure
 from aprilsched.gateway.responses import Asked
 from aprilsched.gateway.service import SERVICE, Service
+from aprilsched.gateway.settings import MEDIA_FIELDS
 from aprilsched.sampling import sampling_params
 from aprilsched.serving import (
+    BODIES,
     DONE,
     Event,
     Item,
@@ -29,13 +31,13 @@ from aprilsched.serving import (
     Refused,
     Unavailable,
     as_json,
-    body_of,
+    decode,
     error_event,
     finish_reason,
     send_stream,
     token_logprobs,
 )
-from aprilsched.types import Prompt, SamplingParams
+from aprilsched.types import Media, MediaKind, Prompt, SamplingParams
 
 GROUP_HEADER = "X-Aprilsched-Group"
 """Names the group that the responses to a request belong to."""
@@ -70,8 +72,11 @@ class _Options(TextOptions, frozen=True, kw_only=True):
 async def generate(request: web.Request) -> web.StreamResponse:
     """Answer one body: with one response, or with a list where it asks for several."""
     service = request.app[SERVICE]
-    body = await body_of(request, PromptsBody)
-    asked, rules, several = await _asked(service, body, request.headers.get(GROUP_HEADER))
+    async with request.app[BODIES].read(request) as content:
+        content, fields = take_fields(service, content)
+        body = decode(content, PromptsBody)
+    given = request.headers.get(GROUP_HEADER)
+    asked, rules, several = await _asked(service, body, given, fields)
     with open_responses(service, asked, rules) as readings:
         answers = _Answers(service, several=several, logprobs=body.return_logprob)
         if body.stream:
@@ -86,7 +91,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
 
 
 async def _asked(
-    service: Service, body: PromptsBody, group: str | None
+    service: Service, body: PromptsBody, group: str | None, fields: Mapping[str, Any]
 ) -> tuple[list[Asked], list[TextRules], bool]:
     """What a body asks for, in the order of the answers, and whether the answer is a list.
 
@@ -103,9 +108,9 @@ async def _asked(
     if body.lora_path is not None:
         raise Refused("The gateway serves no adapters by name; leave lora_path out.")
     prompts, one = await prompts_of(service, given, name)
+    check_media(fields, len(prompts))
     params: Any = body.sampling_params or {}
-    listed = params if isinstance(params, list) else [params] * len(prompts)
-    each = cast("list[Any]", listed)
+    each = cast("list[Any]", params if isinstance(params, list) else [params] * len(prompts))
     if len(each) != len(prompts):
         raise Refused(f"There are {len(prompts)} prompts and {len(each)} sampling_params.")
     try:
@@ -124,7 +129,7 @@ async def _asked(
         for ids, params, option in zip(prompts, each, options, strict=True):
             rule = text_rules(service, option)
             near = group or (uuid.uuid4().hex if n > 1 else None)
-            prompt = prompt_of(service, ids, rule.given(params), near)
+            prompt = prompt_of(service, ids, rule.given(params), near, fields=fields)
             asked += [Asked(rid=next(rids), prompt=prompt, group=group) for _ in range(n)]
             rules += [rule] * n
     except msgspec.ValidationError as error:
@@ -249,11 +254,54 @@ def rids_of(
         yield from itertools.repeat(given, count)
 
 
+def take_fields(service: Service, content: bytes) -> tuple[bytes, dict[str, Any]]:
+    """The body without the fields that the operator lets clients set, and these fields.
+
+    Raises:
+        Malformed: if it is no object.
+    """
+    if not service.settings.client_fields:
+        return content, {}
+    body = decode(content, dict[str, msgspec.Raw])
+    found = [name for name in service.settings.client_fields if name in body]
+    fields = {name: msgspec.json.decode(body.pop(name)) for name in found}
+    fields = {name: value for name, value in fields.items() if value is not None}
+    return (msgspec.json.encode(body) if found else content), fields
+
+
+def check_media(fields: Mapping[str, Any], prompts: int) -> None:
+    """Refuse media for several prompts.
+
+    Raises:
+        Refused: if there are some.
+    """
+    if prompts > 1 and fields.keys() & MEDIA_FIELDS.keys():
+        raise Refused("There are several prompts with media; send each in a body of its own.")
+
+
+def media_of(kind: MediaKind, given: Any) -> list[Media]:
+    """The media in a field of a body: one, or a list.
+
+    Raises:
+        Refused: if one is no URL: a client must not have an engine open the files of its machine.
+    """
+    several: list[Any] = cast("list[Any]", given) if isinstance(given, list) else [given]
+    for each in several:
+        if not isinstance(each, str) or not each.startswith(("data:", "http://", "https://")):
+            raise Refused(f"{kind} is no URL that begins with data:, http: or https:; give one.")
+    return [Media(kind, each) for each in several]
+
+
 def prompt_of(
-    service: Service, input_ids: Sequence[int], given: Mapping[str, Any], near: str | None
+    service: Service,
+    input_ids: Sequence[int],
+    given: Mapping[str, Any],
+    near: str | None,
+    *,
+    fields: Mapping[str, Any],
 ) -> Prompt:
-    """The prompt of a response to `input_ids`, with the sampling parameters that are `given`; those
-    with the same `near` are sent to one engine.
+    """The prompt of a response to `input_ids`, with the sampling parameters that are `given` and
+    the further `fields` of the request; those with the same `near` are sent to one engine.
 
     Raises:
         Refused: if a token id would kill an engine.
@@ -261,18 +309,26 @@ def prompt_of(
     """
     # How tokens travel between the gateway and its engines is not for a client to choose.
     params = {key: value for key, value in given.items() if key not in _NOT_FOR_ENGINES}
-    if params.get("extra") is not None:
-        # Nobody has looked at what is in it, and an engine may fail for all because of it.
-        raise Refused(
-            "extra passes parameters on unchecked, which the gateway does not; give the parameters "
-            "that it knows by their names."
-        )
+    for name in ("extra", "request", "keep"):
+        if params.get(name) is not None:
+            # Nobody has looked at what is in it, and an engine may fail for all because of it.
+            raise Refused(
+                f"{name} passes parameters on unchecked, which the gateway does not; give the "
+                "parameters that it knows by their names."
+            )
+    params["request"] = {k: value for k, value in fields.items() if k not in MEDIA_FIELDS}
+    media = [media_of(MEDIA_FIELDS[k], fields[k]) for k in MEDIA_FIELDS if k in fields]
     if params.get("max_new_tokens") is None and params.get("max_tokens") is None:
         params["max_new_tokens"] = _NEW_TOKENS
     sampling = sampling_params(params)
     _check_vocabulary(service.vocab_size, input_ids, sampling)
     ids: Any = input_ids
-    return Prompt(input_ids=ids, sampling=sampling, affinity=near)
+    return Prompt(
+        input_ids=ids,
+        sampling=sampling,
+        affinity=near,
+        media=tuple(itertools.chain.from_iterable(media)),
+    )
 
 
 def _check_vocabulary(size: int | None, input_ids: Sequence[int], sampling: SamplingParams) -> None:

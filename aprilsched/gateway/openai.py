@@ -17,10 +17,12 @@ from aiohttp import web
 from aprilsched.errors import ConfigError
 from aprilsched.gateway.generate import (
     GROUP_HEADER,
+    check_media,
     open_responses,
     prompt_of,
     prompts_of,
     rids_of,
+    take_fields,
     text_rules,
 )
 from aprilsched.gateway.openai_bodies import (
@@ -36,7 +38,7 @@ from aprilsched.gateway.reading import Failed, Part, Reading, parts_until_failur
 from aprilsched.gateway.responses import Asked
 from aprilsched.gateway.service import SERVICE, Service
 from aprilsched.gateway.tokenizer import ModelTokenizer
-from aprilsched.serving import BODIES, DONE, Event, Item, as_json, body_of, decode, send_stream
+from aprilsched.serving import BODIES, DONE, Event, Item, as_json, decode, send_stream
 
 
 def _room(service: Service, prompt: Sequence[int]) -> int | None:
@@ -64,6 +66,7 @@ class _Answer:
         tokenizer: writes the tokens of the logprobs.
         body: what was asked.
         kinds: the field ``object`` of the whole answer, and that of an event.
+        fields: the further fields of the request.
     """
 
     def __init__(
@@ -72,7 +75,9 @@ class _Answer:
         tokenizer: ModelTokenizer,
         body: CompletionBody | ChatBody,
         kinds: tuple[str, str],
+        fields: Mapping[str, Any],
     ) -> None:
+        self._fields = fields
         self._name = uuid.uuid4().hex if body.rid is None else body.rid
         self._service = service
         self._tokenizer = tokenizer
@@ -98,6 +103,7 @@ class _Answer:
             Failed: if one of the responses fails, because clients know no error of one choice.
         """
         body, given = self._asked, request.headers.get(GROUP_HEADER)
+        check_media(self._fields, len(prompts))
         count = len(prompts) * body.choices
         rids = rids_of(body.rid, count, several=count > 1)
         rules = text_rules(self._service, body, skip_special=skip_special)
@@ -109,7 +115,9 @@ class _Answer:
                 if body.seed is not None:
                     # One seed for all would make every choice the same.
                     params["seed"] = body.seed + number
-                made = prompt_of(self._service, prompt, rules.given(params), near)
+                made = prompt_of(
+                    self._service, prompt, rules.given(params), near, fields=self._fields
+                )
                 # The group has the name that the answer tells, so an abort by it finds them.
                 asked.append(Asked(rid=next(rids), prompt=made, group=given or self._name))
         with open_responses(self._service, asked, [rules] * count) as readings:
@@ -206,9 +214,11 @@ _NEW_TOKENS = 16
 async def completions(request: web.Request) -> web.StreamResponse:
     """Answer every prompt of the body `n` times."""
     service = request.app[SERVICE]
-    body = await body_of(request, CompletionBody)
+    async with request.app[BODIES].read(request) as content:
+        content, fields = take_fields(service, content)
+        body = decode(content, CompletionBody)
     body.check()
-    answer = _CompletionAnswer(service, body)
+    answer = _CompletionAnswer(service, body, fields)
     prompts, _ = await prompts_of(service, body.prompt, "prompt", body.choices)
     new = _NEW_TOKENS if body.max_tokens is None else body.max_tokens
     for prompt in prompts:
@@ -224,9 +234,9 @@ async def completions(request: web.Request) -> web.StreamResponse:
 class _CompletionAnswer(_Answer):
     """Makes the answer, whole or event by event."""
 
-    def __init__(self, service: Service, body: CompletionBody) -> None:
+    def __init__(self, service: Service, body: CompletionBody, fields: Mapping[str, Any]) -> None:
         kinds = ("text_completion", "text_completion")
-        super().__init__(service, service.texts.tokenizer, body, kinds)
+        super().__init__(service, service.texts.tokenizer, body, kinds, fields)
         self._offsets: dict[int, int] = {}
         """Characters of the tokens that each choice has told."""
 
@@ -272,12 +282,17 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     """Answer the messages of the body `n` times."""
     service = request.app[SERVICE]
     async with request.app[BODIES].read(request) as content:
+        content, fields = take_fields(service, content)
         body, size = decode(content, ChatBody), len(content)
     body.check()
     tokenizer = service.texts.tokenizer
     if body.used_tools:
         _check_tools(tokenizer)
-    messages = for_template(body.messages)
+    messages, images = for_template(body.messages)
+    if images and "image_data" not in service.settings.client_fields:
+        raise ConfigError("This gateway takes no images; start it with --client-fields image_data.")
+    if images:
+        fields["image_data"] = images
     text = await service.texts.work_out(lambda: _render(tokenizer, body, messages), size=size)
     # The template has written the special tokens around the messages.
     (prompt,) = await service.texts.encode_texts([text], service.context_tokens, special=False)
@@ -286,7 +301,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     new = _new_tokens(_room(service, prompt), body)
     # The delimiters of regions may be special tokens.
     skip_special = body.skip_special_tokens and not tokenizer.parses
-    answer = _ChatAnswer(service, body, text)
+    answer = _ChatAnswer(service, body, text, fields)
     return await answer.respond(request, [prompt], new_tokens=new, skip_special=skip_special)
 
 
@@ -331,9 +346,11 @@ def _new_tokens(free: int | None, body: ChatBody) -> int:
 class _ChatAnswer(_Answer):
     """Makes the answer, whole or event by event."""
 
-    def __init__(self, service: Service, body: ChatBody, prompt: str) -> None:
+    def __init__(
+        self, service: Service, body: ChatBody, prompt: str, fields: Mapping[str, Any]
+    ) -> None:
         kinds = ("chat.completion", "chat.completion.chunk")
-        super().__init__(service, service.texts.tokenizer, body, kinds)
+        super().__init__(service, service.texts.tokenizer, body, kinds, fields)
         self._tools = body.used_tools
         self._prompt = prompt
         self._messages: dict[int, Message] = {}

@@ -231,21 +231,26 @@ _REASONING_REGIONS = ("reasoning_content", "reasoning", "thinking")
 """Names of the region with reasoning in response templates."""
 
 
-def for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """`messages` as templates of transformers take them: content is text, and the arguments of tool
-    calls are objects.
+def for_template(
+    messages: Sequence[Mapping[str, Any]],
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """`messages` as templates of transformers take them: content is text, or parts where there are
+    images, and the arguments of tool calls are objects; and the URLs of the images.
 
     Raises:
-        ConfigError: if a message has a part that is no text, or has not OpenAI's form.
+        ConfigError: if a message has a part that is neither text nor an image, or has not OpenAI's
+            form.
     """
-    return [_for_template(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    images: list[str] = []
+    told = [_for_template(each, f"messages[{i}]", images) for i, each in enumerate(messages)]
+    return told, images
 
 
-def _for_template(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _for_template(message: Mapping[str, Any], where: str, images: list[str]) -> dict[str, Any]:
     if not isinstance(message.get("role"), str):
         raise ConfigError(f"{where} has no role; give system, user, assistant or tool.")
     told = {name: value for name, value in message.items() if value is not None}
-    told["content"] = _text(message.get("content"), where)
+    told["content"] = _content(message.get("content"), where, images)
     if calls := message.get("tool_calls"):
         if not isinstance(calls, list):
             raise ConfigError(f"{where} has tool_calls that are no list; give a list.")
@@ -253,24 +258,34 @@ def _for_template(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     return told
 
 
-def _text(content: object, where: str) -> str:
+def _content(content: object, where: str, images: list[str]) -> str | list[dict[str, str]]:
     match content:
         case None:
             return ""
         case str():
             return content
         case list():
-            return " ".join(_part(part, where) for part in cast("list[Any]", content))
+            before = len(images)
+            parts = [_part(part, where, images) for part in cast("list[Any]", content)]
+            # A template of a model without images knows text alone.
+            seen = len(images) > before
+            return parts if seen else " ".join(part["text"] for part in parts)
         case _:
             raise ConfigError(f"{where} has content that is neither text nor a list of parts.")
 
 
-def _part(part: Any, where: str) -> str:
+def _part(part: Any, where: str, images: list[str]) -> dict[str, str]:
     match part:
         case {"type": "text", "text": str(text)}:
-            return text
+            return {"type": "text", "text": text}
+        case {"type": "image_url", "image_url": {"url": str(url)}}:
+            images.append(url)
+            return {"type": "image"}
         case _:
-            raise ConfigError(f"{where} has a part that is no text; the gateway takes text alone.")
+            raise ConfigError(
+                f"{where} has a part that is neither text nor an image_url; the gateway takes no "
+                "other."
+            )
 
 
 def _call(call: Any, where: str) -> dict[str, Any]:

@@ -448,4 +448,5 @@ class Responses:
 
 def _same(one: Prompt, other: Prompt) -> bool:
     """Whether two prompts ask for the same response."""
-    return one.sampling == other.sampling and np.array_equal(one.input_ids, other.input_ids)
+    same = one.sampling == other.sampling and one.media == other.media
+    return same and np.array_equal(one.input_ids, other.input_ids)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar
 
+from aprilsched.checks import request_fields
 from aprilsched.core.config import Dispatch, Retries, SchedulerConfig
 from aprilsched.core.policies.bounds import AT_LEAST_0, AT_LEAST_1, check_settings
 from aprilsched.core.policies.refill import PoolView, Refill
@@ -14,8 +15,11 @@ from aprilsched.core.policies.staleness import Staleness
 from aprilsched.core.policies.stop import Groups, GroupSize
 from aprilsched.errors import ConfigError
 from aprilsched.serving import check_port
+from aprilsched.types import MEDIA, MediaKind
 
 _NEVER = 2**31 - 1
+MEDIA_FIELDS: Mapping[str, MediaKind] = {f"{kind}_data": kind for kind in MEDIA}
+"""The kind of media in each field of a request that has some."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,9 +113,15 @@ class GatewaySettings:
     """Seconds after a restart for which responses of the prior process wait for their clients.
     Those that no client has asked for again by then are given up."""
 
+    client_fields: tuple[str, ...] = ()
+    """Further fields of requests that clients may set, such as priority or image_data. They are
+    passed on to the servers as they are; image_data lets chats have images too. Whoever may set a
+    custom_logit_processor runs code of theirs on the servers."""
+
     def __post_init__(self) -> None:
         check_settings(self)
         check_port(self.port)
+        request_fields({name: None for name in self.client_fields if name not in MEDIA_FIELDS})
         if self.per_version is not None and self.max_staleness is None:
             raise ConfigError(
                 "per_version says how many responses a version consumes, which matters to "

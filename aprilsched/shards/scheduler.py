@@ -204,7 +204,11 @@ class ShardedScheduler(AsyncScheduler):
         self._members = [
             _Member(shard, post) for shard, post in zip(shards, self._collector.posts, strict=True)
         ]
-        self._source = PromptSource(prompts, group_size=self.config.group_size)
+        self._source = PromptSource(
+            prompts,
+            group_size=self.config.group_size,
+            companions=self.config.policies.companions,
+        )
         self._waits = Waits()
         self._called = False
         """Whether a call of the trainer for the batch in work is open, or goes on with its next
@@ -375,7 +379,7 @@ class ShardedScheduler(AsyncScheduler):
         What a shard that is lost had of it is generated again by the others.
         """
         self._check_open()
-        chosen = checked_evaluation(prompts, group_size)
+        chosen = checked_evaluation(prompts, group_size, self.config.policies.companions)
         async with self._lock:
             self._check_open()
             task = self._start(self._evaluate(chosen, group_size))

@@ -22,7 +22,7 @@ from aprilsched.core.policies.refill import Refill
 from aprilsched.core.policies.schedule import Forecast, OverProvision, Pace, Schedule
 from aprilsched.core.state.saved import SavedGroup, SavedMember
 from aprilsched.errors import ConfigError
-from aprilsched.types import Prompt, SamplingParams
+from aprilsched.types import Media, Prompt, SamplingParams
 
 # Packs the caller's own values (keys and metadata of prompts) as MessagePack that keeps types.
 #
@@ -215,6 +215,8 @@ class _Group(msgspec.Struct, array_like=True):
     affinity: str | None = None
     again: int | None = None
     size: int | None = None
+    media: list[list[Any]] = []
+    """The kind and the source, str or bytes, of each."""
 
 
 class _Schedule(msgspec.Struct, array_like=True):
@@ -311,6 +313,7 @@ def group_record(group: SavedGroup) -> bytes:
         affinity=prompt.affinity,
         again=group.again,
         size=group.size,
+        media=[[each.kind, each.source] for each in prompt.media],
     )
     try:
         record.key, record.metadata = pack(prompt.key), pack(prompt.metadata)
@@ -350,6 +353,7 @@ def group_from(body: bytes) -> SavedGroup:
             metadata=cast("dict[Any, Any]", metadata),
             group_size=record.group_size,
             affinity=record.affinity,
+            media=tuple([Media(*each) for each in record.media]),
         ),
         members=tuple(
             SavedMember(rollout_id=rollout, index=index, sampling=record.samplings[place])

@@ -54,6 +54,12 @@ _KNOWN = {*OWN, *SERVER, "n", "stop", "stream_interval"}
 """SGLang's sampling parameters; those of the server's own are not modelled."""
 
 
+_TOLD = ("priority", "data_parallel_rank", "custom_logit_processor", "return_hidden_states")
+_KEPT = ("request",)
+"""The last event of an answer has those of these fields that the request had, under this name, so
+that tests see what arrives."""
+
+
 def known_parameters(body: GenerateBody) -> None:
     """Fail like SGLang at a sampling parameter that it does not know.
 
@@ -76,7 +82,10 @@ def generation_request(body: GenerateBody, rid: str, config: SimConfig) -> Gener
         raise Refused("Either text, input_ids or input_embeds should be provided.")
     if not body.input_ids:
         raise Refused("input_ids cannot be empty.")
-    sampling = _sampling(body.sampling_params or {}, config.vocab_size)
+    fields = {name: getattr(body, name) for name in _TOLD if getattr(body, name)}
+    sampling = replace(
+        _sampling(body.sampling_params or {}, config.vocab_size), request=fields, keep=_KEPT
+    )
     largest, smallest = max(body.input_ids), min(body.input_ids)
     if smallest < 0 or largest >= config.vocab_size:
         wrong = smallest if smallest < 0 else largest
@@ -89,6 +98,8 @@ def generation_request(body: GenerateBody, rid: str, config: SimConfig) -> Gener
         adapter=body.lora_path,
         cache_key=body.extra_key,
         companions=_companions(body, len(ids), sampling, config),
+        media=body.media,
+        rank=body.priority or 0,
     )
 
 
@@ -155,7 +166,7 @@ class Answer:
             "finish_reason": finish_reason(
                 chunk.finish, tokens=self._tokens, last=ids[-1] if ids else 0
             ),
-            "prompt_tokens": len(self._call.request.input_ids),
+            "prompt_tokens": chunk.prompt_tokens or len(self._call.request.input_ids),
             "weight_version": self._served.label,
             "num_retractions": self._call.retractions,
         }
@@ -177,6 +188,7 @@ class Answer:
         if chunk.finish is not None:
             meta["weight_versions"] = self._served.labelled(chunk.spans or (), self._tokens)
             meta["e2e_latency"] = asyncio.get_running_loop().time() - self._began
+            meta |= {} if chunk.answer is None else chunk.answer.values
         meta["cached_tokens_details"] = None
         meta["dp_rank"] = None
         return {"output_ids": ids, "meta_info": meta}

@@ -168,6 +168,8 @@ class ServedEngine:
             "enable_lora": True,
             "enable_return_routed_experts": True,
             "enable_return_indexer_topk": True,
+            "enable_priority_scheduling": config.priority,
+            "schedule_low_priority_values_first": True,
             "enable_metrics": False,
             "enable_memory_saver": False,
             "enable_weights_cpu_backup": False,

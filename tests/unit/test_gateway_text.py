@@ -221,8 +221,21 @@ def test_without_a_response_template_all_text_is_content():
     }
 
 
+def test_images_are_parts_for_the_template_and_urls_for_the_engine():
+    text = {"type": "text", "text": "What is this?"}
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    messages = [
+        {"role": "user", "content": [image, text]},
+        {"role": "user", "content": [text, text]},
+    ]
+    told, images = for_template(messages)
+    assert images == ["data:image/png;base64,AA=="]
+    assert told[0]["content"] == [{"type": "image"}, text], "the template writes the placeholder"
+    assert told[1]["content"] == "What is this? What is this?"
+
+
 def test_messages_are_given_to_templates_in_their_form():
-    (message,) = for_template(
+    (message,), images = for_template(
         [
             {
                 "role": "assistant",
@@ -232,6 +245,7 @@ def test_messages_are_given_to_templates_in_their_form():
             }
         ]
     )
+    assert images == []
     assert message == {
         "role": "assistant",
         "content": "",

@@ -15,7 +15,7 @@ from aprilsched.checks import OWN
 from aprilsched.engines.http import HttpLimits, Transport
 from aprilsched.errors import ConfigError, EngineRejected
 from aprilsched.sampling import REFUSED, SERVER, SYNONYMS, sampling_params
-from aprilsched.types import Prompt, SamplingParams
+from aprilsched.types import Media, Prompt, SamplingParams
 
 
 class Letters:
@@ -60,7 +60,7 @@ def test_a_name_is_translated_and_its_value_is_plain_python(
 
 
 def test_every_field_has_an_entry_in_the_table():
-    assert {*OWN, "extra"} == set(SamplingParams.__dataclass_fields__)
+    assert {*OWN, "extra", "request", "keep"} == set(SamplingParams.__dataclass_fields__)
     assert not {*OWN} & {*SERVER}
     assert {*SYNONYMS.values()} <= {*OWN}
     assert not {*REFUSED} & {*OWN, *SERVER, *SYNONYMS}
@@ -214,3 +214,33 @@ def test_a_body_that_cannot_be_written_is_a_refusal_of_its_request(value: Any):
     with pytest.raises(EngineRejected, match="cannot be written as JSON") as caught:
         transport.stream("generate", {"sampling_params": {"x": value}})
     assert caught.value.status == 400
+
+
+def test_fields_of_a_request_are_plain_and_the_schedulers_own_are_refused():
+    params = sampling_params({"request": {"priority": np.int64(3)}, "keep": ["hidden_states"]})
+    assert params == SamplingParams(request={"priority": 3}, keep=("hidden_states",))
+    assert params.after(5).request == {"priority": 3}
+    for name, instead in (
+        ("input_ids", "leave it out"),
+        ("rid", "leave it out"),
+        ("return_routed_experts", "ask for it in companions"),
+        ("image_data", "give media of Prompt"),
+    ):
+        with pytest.raises(ConfigError, match=f"request holds {name}, .* {instead}"):
+            SamplingParams(request={name: 1})
+    wrong: list[Any] = [{"request": 3}, {"request": {"a": object()}}, {"keep": "hidden_states"}]
+    for given in wrong:
+        with pytest.raises(ConfigError, match=r"request|keep"):
+            SamplingParams(**given)
+
+
+def test_media_are_checked_when_they_are_made():
+    wrong: list[Any] = [("picture", "a.png"), ("image", ""), ("image", 7)]
+    for given in wrong:
+        with pytest.raises(ConfigError, match=r"media has the kind|the source of image"):
+            Media(*given)
+    some: Any = ["a.png"]
+    with pytest.raises(ConfigError, match=r"give a tuple of Media"):
+        Prompt(input_ids=np.array([1]), media=some)
+    listed: Any = [Media("image", "a.png")]
+    assert Prompt(input_ids=np.array([1]), media=listed).media == (Media("image", "a.png"),)

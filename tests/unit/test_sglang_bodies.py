@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
+import msgspec
 import numpy as np
+import pytest
 
 from aprilsched.core.messages import events as ev
-from aprilsched.engines.base import GenerationRequest
-from aprilsched.engines.sglang.wire import generate_body
-from aprilsched.types import SamplingParams
+from aprilsched.core.policies.placement import rank_of
+from aprilsched.engines.base import Capabilities, GenerationRequest
+from aprilsched.engines.sglang import probe
+from aprilsched.engines.sglang.http_engine import SGLangEngine
+from aprilsched.engines.sglang.wire import ModelInfo, OpenApi, ServerInfo, generate_body
+from aprilsched.errors import EngineRejected
+from aprilsched.types import Media, SamplingParams
 from tests.support.driver import Driver, config
 
 
@@ -52,3 +61,74 @@ def test_apart_gives_every_version_a_cache_of_its_own_and_flushes_nothing():
     assert driver.refits, "no flush in between"
     driver.settle()
     assert {send.cache_version for send in driver.sends.values()} == {1}
+
+
+def test_fields_media_and_priority_are_at_the_top_of_the_body():
+    media = (Media("image", b"\x89PNG"), Media("image", "http://a/b.png"), Media("audio", "c.wav"))
+    asked = replace(
+        request(),
+        sampling=SamplingParams(request={"custom_logit_processor": "code"}, keep=("a",)),
+        media=media,
+        rank=2,
+    )
+    body = generate_body(asked, stream_interval=None, priority=-1)
+    assert body["image_data"] == ["data:image/png;base64,iVBORw==", "http://a/b.png"]
+    assert body["audio_data"] == ["c.wav"]
+    assert body["input_ids"] == [0, 1, 2], "the engine expands the placeholders, and nobody else"
+    assert (body["priority"], body["custom_logit_processor"]) == (-2, "code")
+    assert generate_body(asked, stream_interval=None, priority=1)["priority"] == 2
+    assert "priority" not in generate_body(asked, stream_interval=None)
+    own = replace(asked, sampling=SamplingParams(request={"priority": 9}))
+    assert generate_body(own, stream_interval=None, priority=1)["priority"] == 9
+    assert generate_body(request(), stream_interval=None).keys() == {
+        *("rid", "input_ids", "sampling_params", "stream", "return_logprob", "routing_key")
+    }
+
+
+def test_what_a_server_would_ignore_is_refused():
+    facts = SimpleNamespace(
+        vocab_size=None,
+        request_fields=frozenset({"priority"}),
+        capabilities=Capabilities(
+            version_spans=True, flush_while_paused=True, media=frozenset({"image"})
+        ),
+    )
+    engine = SGLangEngine("http://127.0.0.1:9")
+    engine._facts = facts  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    check = engine._check_ids  # pyright: ignore[reportPrivateUsage]
+    check(replace(request(), sampling=SamplingParams(request={"priority": 1})))
+    check(replace(request(), media=(Media("image", "a.png"),)))
+    with pytest.raises(EngineRejected, match="knows no field prioritty; correct request"):
+        check(replace(request(), sampling=SamplingParams(request={"prioritty": 1})))
+    with pytest.raises(EngineRejected, match="does not understand audio; leave media out"):
+        check(replace(request(), media=(Media("audio", "a.wav"),)))
+
+
+@pytest.mark.parametrize(
+    ("told", "sign"),
+    [
+        ({}, 0),
+        ({"schedule_low_priority_values_first": True}, 0),
+        ({"enable_priority_scheduling": True}, -1),
+        ({"enable_priority_scheduling": True, "schedule_low_priority_values_first": True}, 1),
+    ],
+)
+def test_the_direction_of_priorities_is_the_servers(told: dict[str, bool], sign: int):
+    server = msgspec.convert({"version": "0.5.21", **told}, ServerInfo)
+    model = ModelInfo(model_path="m", has_image_understanding=True, has_audio_understanding=False)
+    can = probe._capabilities(model, server, OpenApi())  # pyright: ignore[reportPrivateUsage]
+    assert can.priority == sign
+    assert can.media == {"image", "video"}
+
+
+def test_carried_requests_go_before_new_ones_inside_an_engine_too():
+    driver = Driver(config(straggler="abort"), engines=("a",))
+    assert {send.rank for send in driver.sends.values()} == {2}
+    driver.feed(ev.UpdateRequested(version=1))
+    for key in driver.attempts():
+        driver.interrupt(key)
+    driver.settle()
+    assert {send.rank for send in driver.sends.values()} == {1}
+    ranks = [rank_of("longest", training=True, carried=carried) for carried in (False, True)]
+    assert ranks == [1, 1], "by its length alone"
+    assert rank_of("carried", training=False, carried=False) == 0

@@ -14,7 +14,7 @@ from aprilsched.engines.server import release
 from aprilsched.engines.sglang import SGLangEngine, probe
 from aprilsched.engines.sglang.fleet import SGLangFleet
 from aprilsched.engines.sglang.probe import SPANS_SINCE
-from aprilsched.engines.sglang.wire import OpenApi, ServerInfo, generate_body
+from aprilsched.engines.sglang.wire import ModelInfo, OpenApi, ServerInfo, generate_body
 from aprilsched.engines.stream import version_number
 from aprilsched.errors import ConfigError
 from aprilsched.types import SamplingParams
@@ -82,7 +82,8 @@ def test_the_release_of_any_version_string() -> None:
     ],
 )
 def test_what_a_release_can_do(version: str, spans: bool, waiting: bool) -> None:
-    can = probe._capabilities(ServerInfo(version=version), OpenApi())  # pyright: ignore[reportPrivateUsage]
+    model, server = ModelInfo(model_path="m"), ServerInfo(version=version)
+    can = probe._capabilities(model, server, OpenApi())  # pyright: ignore[reportPrivateUsage]
     assert can.version_spans is spans
     assert can.flush_while_paused is can.release_while_paused is waiting
 

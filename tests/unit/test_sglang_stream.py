@@ -6,6 +6,7 @@ import json
 from base64 import b64encode
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from aprilsched.engines.http import Allowance, EventSplitter, UnfinishedEvents
 from aprilsched.engines.sglang.stream import ChunkAssembler
 from aprilsched.engines.stream import read_chunks
 from aprilsched.errors import EngineError, EngineProtocolError, EngineRejected
-from aprilsched.types import SamplingParams, VersionSpan
+from aprilsched.types import ANSWER_BYTES, Media, SamplingParams, VersionSpan
 
 MAX_TOKENS = 100
 ROOM = 10_000
@@ -446,3 +447,30 @@ def test_tokens_without_their_sampling_mask_are_refused() -> None:
     assembler = ChunkAssembler("engine:1", asked((MASK, 0)))
     with pytest.raises(EngineProtocolError, match="sampling masks that do not cover its tokens"):
         assembler.feed(event(0, 2))
+
+
+@pytest.mark.parametrize("as_object", [False, True])
+def test_what_a_request_keeps_comes_with_its_last_event(as_object: bool) -> None:
+    sampling = SamplingParams(
+        max_new_tokens=MAX_TOKENS, keep=("hidden_states", "dp_rank", "large", "missing")
+    )
+    assembler = ChunkAssembler("engine:1", replace(asked(), sampling=sampling))
+
+    def fed(payload: bytes) -> Chunk:
+        return assembler.convert(json.loads(payload)) if as_object else assembler.feed(payload)
+
+    assert fed(event(0, 2, dp_rank=1)).answer is None
+    large = "x" * ANSWER_BYTES
+    entries = {"hidden_states": [[0.5, 1]], "dp_rank": None, "large": large, "other": 1}
+    answer = fed(event(2, 5, finish=LENGTH, spans=[("0", 0, 5)], **entries)).answer
+    assert answer is not None
+    assert answer.values == {"hidden_states": [[0.5, 1]], "dp_rank": None}
+    assert answer.sizes == {"hidden_states": 10, "dp_rank": 4, "large": ANSWER_BYTES + 2}
+    assert answer.left_out == ("large",)
+
+
+def test_the_tokens_of_a_prompt_are_told_where_it_has_media() -> None:
+    with_media = replace(asked(), media=(Media("image", "a.png"),))
+    for request, told in ((asked(), None), (with_media, 68)):
+        assembler = ChunkAssembler("engine:1", request)
+        assert assembler.feed(event(0, 2, prompt_tokens=68)).prompt_tokens == told

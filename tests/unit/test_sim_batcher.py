@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -47,6 +49,17 @@ def test_one_request_takes_a_pass_and_one_step_for_each_further_token() -> None:
     assert (counters.generated, counters.prefilled, counters.reprefilled) == (300, 4, 0)
     assert (counters.steps, counters.prefill_passes) == (299, 1)
     assert driver.batcher.kv_in_use == 0
+
+
+@pytest.mark.parametrize(("priority", "order"), [(False, "cabd"), (True, "bdca")])
+def test_what_waits_runs_in_the_order_of_its_rank(priority: bool, order: str) -> None:
+    """Those of one rank keep their order."""
+    driver = Driver(SimConfig(max_running=1, priority=priority))
+    for name, rank in (("c", 2), ("a", 2), ("b", 1), ("d", 1)):
+        driver.submit(replace(request(name, 10), rank=rank))
+    driver.settle()
+    ended = {outcome.ended_at: name for name, outcome in driver.outcomes.items()}
+    assert "".join(ended[at] for at in sorted(at for at in ended if at is not None)) == order
 
 
 def test_a_single_token_needs_no_step() -> None:

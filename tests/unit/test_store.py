@@ -26,7 +26,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from aprilsched import MemoryStore, Prompt, SamplingParams, SqliteStore
+from aprilsched import Media, MemoryStore, Prompt, SamplingParams, SqliteStore
 from aprilsched.core.lengths.observed import GroupLengths, Remembered
 from aprilsched.core.messages import events as ev
 from aprilsched.core.policies.refill import LengthBuckets, Pool, Refill, Wave
@@ -693,6 +693,7 @@ def test_a_group_is_the_same_after_the_way_through_bytes():
             sampling=(one, two),
             key="row-17",
             metadata={"answer": [1, 2.5, None, "x", b"y"], "n": np.int64(3), "deep": {"a": {}}},
+            media=(Media("image", b"\x89PNG"), Media("video", "http://a/b.mp4")),
         ),
         members=(
             SavedMember(rollout_id=10, index=0, sampling=one),
@@ -703,6 +704,7 @@ def test_a_group_is_the_same_after_the_way_through_bytes():
     assert (again.group_id, again.opened, again.members) == (9, 4, group.members)
     assert again.prompt.input_ids.tolist() == [5, 6]
     assert again.prompt.sampling == (one, two)
+    assert again.prompt.media == group.prompt.media
     assert again.prompt.key == "row-17"
     assert alike(again.prompt.metadata, group.prompt.metadata)
 

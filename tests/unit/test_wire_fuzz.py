@@ -184,7 +184,7 @@ def _version(label: str | None) -> None:
 
 
 def _facts(info: ServerInfo) -> None:
-    able = _capabilities(info, OpenApi())
+    able = _capabilities(ModelInfo(model_path="m"), info, OpenApi())
     assert able.ranks >= 1
     assert all(part >= 0 for part in release(info.version))
 

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -73,6 +74,35 @@ async def test_a_request_that_every_engine_refuses_fails_alone(one: Front):
     assert (error["error"]["code"], error["error"]["retryable"]) == (400, False)
     assert one.state.in_flight.ledger.rollouts == {Reason.FAILED: 2}
     assert len((await running.end()).ids) == LONG
+
+
+async def test_clients_set_only_the_fields_that_the_operator_lists():
+    image: dict[str, Any] = {"image_data": "data:image/png;base64,AA=="}
+    fields: dict[str, Any] = {"priority": 7, "return_hidden_states": True, **image}
+    async with front() as one:
+        plain = await one.reference(40)
+        _, ignored = await one.raw.post("/generate", asked(40, **fields))
+        assert ignored["output_ids"] == plain, "nothing of it has arrived"
+        for name in ("extra", "request", "keep"):
+            params = {**asked(40)["sampling_params"], name: {"priority": 1}}
+            status, refused = await one.raw.post(
+                "/generate", {**asked(40), "sampling_params": params}
+            )
+            assert status == 400
+            assert f"{name} passes parameters on unchecked" in str(refused)
+    async with front(client_fields=("priority", "image_data")) as one:
+        _, answer = await one.raw.post("/generate", asked(40, **fields))
+        assert answer["output_ids"] != plain, "the engine has seen the image"
+        for bad in ("/etc/passwd", "file:///etc/passwd", 7):
+            status, refused = await one.raw.post("/generate", asked(40, image_data=bad))
+            assert status == 400
+            assert "no URL that begins with data:" in str(refused)
+        several = {**asked(40, **image), "input_ids": [[1, 2], [3]]}
+        status, refused = await one.raw.post("/generate", several)
+        assert status == 400
+        assert "several prompts with media" in str(refused)
+    with pytest.raises(ConfigError, match="request holds rid"):
+        GatewaySettings(client_fields=("rid",))
 
 
 # --- clients that leave or abort ---------------------------------------------------------------

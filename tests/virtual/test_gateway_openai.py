@@ -32,6 +32,12 @@ from tests.support.tiny_tokenizer import bytes_tokenizer, calling_tokenizer
 MODEL = "any-name"
 SAID: Any = [{"role": "user", "content": "How are you, Zoë? 😀"}]
 GREEDY: dict[str, Any] = {"temperature": 0.0, "extra_body": {"ignore_eos": True}}
+WITH_IMAGE: Any = [
+    {
+        "role": "user",
+        "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}],
+    }
+]
 TOOL = {
     "type": "function",
     "function": {
@@ -382,7 +388,9 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": []}, "messages is empty"),
     (CHAT, {"messages": [{"content": "x"}]}, "has no role"),
     (CHAT, {"messages": [{"role": "pirate", "content": "x"}]}, "there is no role pirate"),
-    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "is no text"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "is neither text"),
+    (CHAT, {**SHORT, "priority": 3}, "unknown field"),
+    (CHAT, {**SHORT, "messages": WITH_IMAGE}, "takes no images; start it with --client-fields"),
     (CHAT, {"messages": with_call("{")}, "arguments are no JSON"),
     (CHAT, {"messages": [{"role": "assistant", "tool_calls": 5}]}, "tool_calls that are no list"),
     (CHAT, {"messages": SAID}, "give max_completion_tokens"),

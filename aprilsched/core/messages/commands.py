@@ -15,7 +15,16 @@ from aprilsched.companions import Companion, CompanionRows
 from aprilsched.core.lengths.observed import GroupLengths
 from aprilsched.core.policies.schedule import Pace, Schedule
 from aprilsched.errors import RunEnded, RunGivenUp
-from aprilsched.types import Batch, Float32Array, Group, Int32Array, Prompt, Rollout, SamplingParams
+from aprilsched.types import (
+    Batch,
+    Float32Array,
+    Group,
+    Int32Array,
+    Media,
+    Prompt,
+    Rollout,
+    SamplingParams,
+)
 
 
 class Command(Struct, frozen=True, kw_only=True):
@@ -35,6 +44,8 @@ class Send(Command, frozen=True, eq=False, gc=False):
             with all.
         companions: what the engine is to return beside the tokens, with the first position of the
             context whose row is missing.
+        media: those of the prompt; their placeholders in `input_ids` are not expanded.
+        rank: what has a lower one should run first inside the engine.
     """
 
     engine: str
@@ -47,6 +58,8 @@ class Send(Command, frozen=True, eq=False, gc=False):
     adapter: int | None = None
     cache_version: int | None = None
     companions: tuple[tuple[Companion, int], ...] = ()
+    media: tuple[Media, ...] = ()
+    rank: int = 0
 
 
 class Abort(Command, frozen=True, gc=False):

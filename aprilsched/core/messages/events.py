@@ -11,6 +11,7 @@ from msgspec import Struct
 from aprilsched.companions import Rows
 from aprilsched.core.policies.schedule import Schedule
 from aprilsched.types import (
+    Answer,
     FinishReason,
     Float32Array,
     Int32Array,
@@ -248,6 +249,8 @@ class Progress(Event, frozen=True, eq=False, gc=False):
         label: the version that the engine reported with them; None if it reported none, or if the
             spans at the attempt's end report the version of each token.
         rows: the rows of these tokens, for each companion of tokens.
+        prompt_tokens: what the context that was sent became with its media expanded, in tokens;
+            None without media.
     """
 
     request_id: int
@@ -256,27 +259,31 @@ class Progress(Event, frozen=True, eq=False, gc=False):
     logprobs: Float32Array
     label: int | None = None
     rows: Mapping[str, Rows] | None = None
+    prompt_tokens: int | None = None
 
 
 class Finished(Event, frozen=True, gc=False):
     """An attempt ran to its end. `spans` has the versions of the attempt's own output, as reported
-    by the engine, and `rows` the new rows of each companion of the context."""
+    by the engine, `rows` the new rows of each companion of the context, and `answer` what else of
+    the engine's answer is kept."""
 
     request_id: int
     attempt: int
     reason: FinishReason
     spans: tuple[VersionSpan, ...] | None = None
     rows: Mapping[str, Rows] | None = None
+    answer: Answer | None = None
 
 
 class Interrupted(Event, frozen=True, gc=False):
     """An attempt came back before its end: it was aborted, or never sent. Its tokens are known.
-    `spans` and `rows` are as in :class:`Finished`."""
+    `spans`, `rows` and `answer` are as in :class:`Finished`."""
 
     request_id: int
     attempt: int
     spans: tuple[VersionSpan, ...] | None = None
     rows: Mapping[str, Rows] | None = None
+    answer: Answer | None = None
 
 
 class Failed(Event, frozen=True):

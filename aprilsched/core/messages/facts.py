@@ -400,13 +400,15 @@ class TokensReceived(Fact, frozen=True):
 
 class AttemptEnded(Fact, frozen=True):
     """The attempt is closed. `retried`: it failed, and its request will be sent again. `spans`
-    (version, start, end) has the versions of its tokens, as the engine reports them."""
+    (version, start, end) has the versions of its tokens, as the engine reports them. `answers` has
+    the size in bytes of what else the engine answered and the request keeps, by name."""
 
     request_id: int
     outcome: Outcome
     cause: str = ""
     retried: bool = False
     spans: tuple[tuple[int, int, int], ...] | None = None
+    answers: dict[str, int] | None = None
 
 
 # --- engines -----------------------------------------------------------------------------------

@@ -145,3 +145,10 @@ def place_of(
     if order == "shortest":
         return (training, not carried, remaining(), group_id, index)
     return (training, False, -remaining(), group_id, index)
+
+
+def rank_of(order: ResumeOrder, *, training: bool, carried: bool) -> int:
+    """What an engine that has priorities is told of the order of requests that wait inside it: one
+    of a lower rank goes first. It is 0 for an evaluation, 1 for a carried rollout and 2 for a new
+    one. Ranks differ too little to put a running request out of an engine's batch for another."""
+    return training + (training and not carried and order != "longest")

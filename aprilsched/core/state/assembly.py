@@ -42,6 +42,8 @@ def rollout_of(record: RolloutRecord, *, oldest_unmasked: int | None = None) -> 
         info=deepcopy(record.info) if record.info else {},
         turns=record.turns,
         companions=companions,
+        # A copy, for the same reason.
+        answers=deepcopy(record.log.answers) if record.log.answers else (),
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from aprilsched.core.state.queues import Ready, Waiting
 from aprilsched.core.state.records import GroupRecord, RequestRecord, RolloutRecord
 from aprilsched.types import (
     NO_VERSION,
+    Answer,
     Float32Array,
     Int32Array,
     Prompt,
@@ -213,7 +215,8 @@ class InFlight:
         rollout.move(Move.SEND)
         rollout.group.engine = engine
         self._note_home(rollout.group.prompt.affinity, engine)
-        context = rollout.context_tokens
+        request.media_tokens = rollout.group.media_tokens
+        context = rollout.context_tokens + request.media_tokens
         request.pending_prefill = context if request.attempt else 0
         request.attempt += 1
         request.attempt_start = len(rollout.log)
@@ -252,14 +255,16 @@ class InFlight:
         request: RequestRecord,
         spans: tuple[VersionSpan, ...] | None,
         rows: Mapping[str, Rows] | None = None,
+        answer: Answer | None = None,
     ) -> None:
         """End an attempt, which came back. `spans` has the versions of its tokens, as the engine
-        reports them, and `rows` the rows of the companions of the context."""
+        reports them, `rows` the rows of the companions of the context, and `answer` what else of
+        the engine's answer is kept."""
         request.open = request.unsure = False
         self.open[request.engine] -= 1
         self._changed[request.engine] = None
         self.open_attempts -= 1
-        self.held_on[request.engine] -= request.rollout.context_tokens
+        self.held_on[request.engine] -= request.rollout.context_tokens + request.media_tokens
         del self._open_on[request.engine][request.request_id]
         self.called_back -= request.aborting
         if self.work is not None:
@@ -278,6 +283,8 @@ class InFlight:
                 start=request.attempt_start,
                 recomputed=not request.kept_keys,
             )
+        if answer is not None:
+            log.answers += (replace(answer, start=request.attempt_start),)
         self.journal.change(request.rollout)
 
     def arrive(
@@ -305,6 +312,12 @@ class InFlight:
         if request.kept_keys and not rollout.log.stale_keys:
             rollout.log.stale_keys = True
             self.journal.change(rollout)
+
+    def expand(self, request: RequestRecord, added: int) -> None:
+        """Count `added` tokens that media became in the context of an open attempt, beside their
+        placeholders. The next attempts of the group are expected to hold as many."""
+        self.held_on[request.engine] += added - request.media_tokens
+        request.media_tokens = request.rollout.group.media_tokens = added
 
     def requeue(self, request: RequestRecord) -> None:
         """Let the rest of a request wait to be sent, with all tokens known so far."""

@@ -79,6 +79,8 @@ class RequestRecord:
     """It was moved once for that, so it stays from now on."""
     pending_prefill: int = 0
     """Context tokens that the engine recomputes before the attempt's next chunk."""
+    media_tokens: int = 0
+    """Tokens of the latest attempt's context that media became, as far as that is known."""
 
     @property
     def generated(self) -> int:
@@ -162,6 +164,11 @@ class RolloutRecord:
         """Tokens of prompt and response so far."""
         return len(self.prompt_ids) + len(self.log)
 
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens of the context inside an engine, where media are expanded."""
+        return self.context_tokens + self.group.media_tokens
+
     def context(self) -> Int32Array:
         """Prompt and response so far, int32 [P + T], as the engine must see it."""
         return self.log.after(self.prompt_ids)
@@ -202,6 +209,8 @@ class GroupRecord:
     """Why the group was dropped; None while it is in flight."""
     offered: bool = False
     """The group is in the batch that is offered."""
+    media_tokens: int = 0
+    """Tokens that the media of the prompt became inside an engine, beside their placeholders."""
 
     @property
     def in_training(self) -> bool:

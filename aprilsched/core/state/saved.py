@@ -20,7 +20,7 @@ from aprilsched.companions import Rows
 from aprilsched.core.lengths.observed import GroupLengths, Remembered
 from aprilsched.core.policies.schedule import Schedule
 from aprilsched.core.state.ledger import Counters, Entry
-from aprilsched.types import FinishReason, Float32Array, Int32Array, Prompt, SamplingParams
+from aprilsched.types import Answer, FinishReason, Float32Array, Int32Array, Prompt, SamplingParams
 
 SavedRun: TypeAlias = tuple[int, int, str | None]
 """A run of tokens of one version: its end, its version and its engine."""
@@ -136,6 +136,7 @@ class RolloutState(msgspec.Struct, frozen=True, kw_only=True):
     reward_parts: dict[str, float] = msgspec.field(default_factory=dict[str, float])
     info: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
     foreign: dict[str, list[tuple[int, int]]] = {}
+    answers: tuple[Answer, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

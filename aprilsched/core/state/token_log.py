@@ -18,6 +18,7 @@ import numpy as np
 from aprilsched.companions import CompanionLog, CompanionRows, Rows
 from aprilsched.types import (
     NO_VERSION,
+    Answer,
     BoolArray,
     Float32Array,
     Int32Array,
@@ -42,7 +43,16 @@ class _Run:
 class TokenLog:
     """Growable response tokens with the policy version of each."""
 
-    __slots__ = ("_ids", "_logprobs", "_runs", "_size", "companions", "exact", "stale_keys")
+    __slots__ = (
+        "_ids",
+        "_logprobs",
+        "_runs",
+        "_size",
+        "answers",
+        "companions",
+        "exact",
+        "stale_keys",
+    )
 
     def __init__(self) -> None:
         self._ids = _NO_IDS
@@ -55,6 +65,8 @@ class TokenLog:
         """True once tokens have arrived that attend to keys which older weights computed."""
         self.companions: dict[str, CompanionLog] = _NO_COMPANIONS
         """What engines return beside the tokens, by name."""
+        self.answers: tuple[Answer, ...] = ()
+        """What else they answered to the attempts, and is kept."""
 
     def __len__(self) -> int:
         return self._size
@@ -89,6 +101,7 @@ class TokenLog:
     def truncate(self, size: int, *, prompt: int) -> None:
         """Forget all tokens after the first `size`, of a response after `prompt` tokens."""
         self._size = min(self._size, size)
+        self.answers = tuple([each for each in self.answers if each.start < self._size])
         for each in self.companions.values():
             # A response that begins again may have another prompt.
             context = prompt + self._size - 1 if self._size else 0

@@ -7,7 +7,7 @@ from collections.abc import Sequence, Set
 
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import facts
-from aprilsched.core.policies.placement import Places
+from aprilsched.core.policies.placement import Places, rank_of
 from aprilsched.core.state.engine_control import RUN, EngineControl, Goal, Mode
 from aprilsched.core.state.records import GroupRecord, RequestRecord
 from aprilsched.core.state.state import SchedulerState
@@ -151,7 +151,7 @@ def _has_room(state: SchedulerState, engine: str, request: RequestRecord) -> boo
     if control is None or control.kv_tokens is None:
         return True
     held = state.in_flight.held_on[engine]
-    return control.kv_tokens - held >= request.rollout.context_tokens
+    return control.kv_tokens - held >= request.rollout.computed_tokens
 
 
 def _without_room(
@@ -272,6 +272,11 @@ def _may_have_restarted(state: SchedulerState, control: EngineControl) -> bool:
 
 def _send(state: SchedulerState, request: RequestRecord, engine: str) -> None:
     version = state.weights.versions.engines[engine]
+    rank = rank_of(
+        state.config.dispatch.order,
+        training=request.rollout.group.evaluation_id is None,
+        carried=request.rollout.carried,
+    )
     state.note_work(engine)
     state.in_flight.open_attempt(request, engine, version=version, adapter=state.weights.adapter)
     state.fleet.attempts_sent += 1
@@ -308,6 +313,8 @@ def _send(state: SchedulerState, request: RequestRecord, engine: str) -> None:
             companions=tuple(
                 [(each.companion, each.held) for each in rollout.log.companions.values()]
             ),
+            media=rollout.group.prompt.media,
+            rank=rank,
         )
     )
 

@@ -134,7 +134,7 @@ def on_continued(state: SchedulerState, event: ev.Continued) -> None:
     state.fleet.health.of(event.engine).silence = 0.0
     if control.flushed:
         for request in state.in_flight.open_requests(event.engine):
-            request.pending_prefill = request.rollout.context_tokens
+            request.pending_prefill = request.rollout.computed_tokens
             state.fleet.health.of(event.engine).pending_prefill += request.pending_prefill
 
 
@@ -256,7 +256,7 @@ def _stalled(state: SchedulerState, engine: str, health: EngineHealth) -> bool:
     """Whether the engine is silent for longer than the timeout and the prefill of all requests that
     it has not answered yet."""
     context = sum(
-        request.rollout.context_tokens
+        request.rollout.computed_tokens
         for request in state.in_flight.open_requests(engine)
         if request.pending_prefill or not request.gained
     )

@@ -77,9 +77,9 @@ def migrate(state: SchedulerState) -> None:
         requests = [r for r in state.in_flight.open_requests(engine) if not r.aborting]
         # What was called back already gives its room soon.
         surplus -= sum(
-            r.rollout.context_tokens for r in state.in_flight.open_requests(engine) if r.aborting
+            r.rollout.computed_tokens for r in state.in_flight.open_requests(engine) if r.aborting
         )
-        requests.sort(key=lambda r: (r.gained, r.rollout.context_tokens, -r.request_id))
+        requests.sort(key=lambda r: (r.gained, r.rollout.computed_tokens, -r.request_id))
         report = _report(state, engine)
         waiting = report.queued if report is not None and report.queued else len(requests)
         for request in requests:
@@ -95,11 +95,11 @@ def migrate(state: SchedulerState) -> None:
             # Most looks move nothing, and this one looks at every engine.
             rooms = _rooms(state) if rooms is None else rooms
             _, roomiest = max(zip(rooms.values(), rooms, strict=True), default=(0.0, ""))
-            needed = request.rollout.context_tokens + rest
+            needed = request.rollout.computed_tokens + rest
             if not roomiest or roomiest == engine or rooms[roomiest] < needed:
                 break
             rooms[roomiest] -= needed
-            surplus -= request.rollout.context_tokens
+            surplus -= request.rollout.computed_tokens
             waiting -= not request.gained
             request.destination, request.moved = roomiest, True
             state.fleet.moving.add(request.request_id)
@@ -137,11 +137,13 @@ def _rooms(state: SchedulerState) -> dict[str, float]:
         if request is None or not request.destination:
             state.fleet.moving.remove(request_id)
         elif request.destination in rooms:
-            rooms[request.destination] -= request.rollout.context_tokens
+            rooms[request.destination] -= request.rollout.computed_tokens
     return rooms
 
 
 def _pays(state: SchedulerState, request: RequestRecord, rest: float) -> bool:
     """Whether prefilling the context elsewhere takes less time than decoding the rest does."""
     prices = state.config.prices
-    return request.rollout.context_tokens / prices.prefill_tokens_per_s < rest * prices.step_seconds
+    return (
+        request.rollout.computed_tokens / prices.prefill_tokens_per_s < rest * prices.step_seconds
+    )

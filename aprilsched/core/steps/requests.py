@@ -26,6 +26,9 @@ def on_progress(state: SchedulerState, event: ev.Progress) -> None:
     request = state.in_flight.attempt(event.request_id, event.attempt)
     if request is None:
         return
+    if event.prompt_tokens is not None:
+        sent = len(request.rollout.prompt_ids) + request.attempt_start
+        state.in_flight.expand(request, max(0, event.prompt_tokens - sent))
     counters = state.in_flight.counters
     tokens = len(event.token_ids)
     state.fleet.health.tokens_arrived(request.engine, tokens)
@@ -143,9 +146,14 @@ def _close(
     been sampled under; None if there is none."""
     spans = event.spans
     state.note_work(request.engine)
-    state.in_flight.close_attempt(request, spans, event.rows)
+    state.in_flight.close_attempt(request, spans, event.rows, event.answer)
     told = None if spans is None else tuple([(s.version, s.start, s.end) for s in spans])
-    state.tell(facts.AttemptEnded(request_id=request.request_id, outcome=outcome, spans=told))
+    answers = None if event.answer is None else dict(event.answer.sizes)
+    state.tell(
+        facts.AttemptEnded(
+            request_id=request.request_id, outcome=outcome, spans=told, answers=answers
+        )
+    )
     state.delivery.must_deliver.note(request.rollout.group, state.weights.versions.trainer)
     return foreign_version(state, request, [span.version for span in spans or ()])
 

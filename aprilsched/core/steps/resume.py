@@ -207,6 +207,8 @@ def _group(state: SchedulerState, saved: Saved, group: SavedGroup) -> GroupRecor
             known = RolloutState(rollout_id=member.rollout_id, group_id=group.group_id)
         tokens = saved.tokens.get(member.rollout_id, SavedTokens())
         rollout = _rollout(state, record, member, known, tokens)
+        size = len(rollout.log)
+        rollout.log.answers = tuple([each for each in known.answers if each.start <= size])
         state.in_flight.carry_companions(rollout)
         rollout.log.restore_rows(
             [(s.name, s.start, s.rows) for s in saved.companions.get(member.rollout_id, ())],

@@ -199,6 +199,7 @@ def _rollout(rollout: RolloutRecord) -> RolloutState:
         stale_keys=rollout.log.stale_keys,
         reward_parts=rollout.reward_parts,
         info=rollout.info,
+        answers=rollout.log.answers,
         foreign={n: each.foreign for n, each in rollout.log.companions.items() if each.foreign},
     )
 

@@ -90,7 +90,7 @@ def _straggler(state: SchedulerState, request: RequestRecord) -> Straggler:
     group = rollout.group
     expected = state.expectations
     return Straggler(
-        context=rollout.context_tokens,
+        context=rollout.computed_tokens,
         group_tokens=group.tokens if group.unfinished == 1 else 0,
         ends_within=lambda tokens: expected.ends_within(request, tokens),
         remaining=lambda: expected.remaining(request),

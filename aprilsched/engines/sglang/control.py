@@ -28,6 +28,7 @@ from tenacity import AsyncRetrying, retry_if_result, wait_exponential
 
 from aprilsched.engines.base import (
     EngineLoad,
+    GenerationRequest,
     PauseMode,
     RefitGroup,
     TensorMeta,
@@ -307,3 +308,22 @@ class ServerControl(Control[ServerFacts]):
         if not outcome.success:
             message = quote(outcome.message or outcome.error_message or "")
             raise EngineRejected(self.name, f"{path} failed ({message}).", status=answer.status)
+
+    def _check_request(self, request: GenerationRequest) -> None:
+        super()._check_request(request)
+        if request.media or request.sampling.request:
+            self._check_fields(request)
+
+    def _check_fields(self, request: GenerationRequest) -> None:
+        """Refuse what SGLang would ignore without a word."""
+        facts = self.facts
+        unseen = {media.kind for media in request.media} - facts.capabilities.media
+        unknown = request.sampling.request.keys() - facts.request_fields
+        if unseen:
+            why = f"its model does not understand {', '.join(sorted(unseen))}; leave media out."
+        elif unknown and facts.request_fields:
+            why = f"it knows no field {', '.join(sorted(unknown))}; correct request."
+        else:
+            return
+        what = f"request {request.request_id}: {why}"
+        raise EngineRejected(self.name, what, status=400)

@@ -49,7 +49,8 @@ class SGLangEngine(HttpEngine[ServerFacts], ServerControl):
 
     def _post(self, request: GenerationRequest) -> tuple[str, dict[str, Any]]:
         interval = self._stream_interval if self.facts.stream_interval else None
-        return "generate", generate_body(request, stream_interval=interval)
+        priority = self.capabilities.priority
+        return "generate", generate_body(request, stream_interval=interval, priority=priority)
 
     def _reader(self, request: GenerationRequest) -> ChunkAssembler:
         return ChunkAssembler(self.name, request, first_version=self._first_version)

@@ -231,7 +231,8 @@ class SGLangInProcessEngine(ServerControl):
         """Stream one response; see :meth:`aprilsched.engines.base.Engine.generate`."""
         self._check_request(request)
         interval = self._stream_interval if self.facts.stream_interval else None
-        generation = self._application.generate(generate_body(request, stream_interval=interval))
+        body = generate_body(request, stream_interval=interval, priority=self.capabilities.priority)
+        generation = self._application.generate(body)
         self._generations[request.request_id] = generation
         assembler = ChunkAssembler(self.name, request, first_version=self._first_version)
         finished = False

@@ -45,6 +45,7 @@ class ServerFacts(Facts):
         update_sessions: whether tensors are refused outside of begin and end (0.5.21).
         pipelined: whether the layers are spread over several pipeline stages.
         metrics: whether the server runs with --enable-metrics.
+        request_fields: the fields of a request that it knows; empty where it does not say.
     """
 
     incremental: bool | None
@@ -53,6 +54,7 @@ class ServerFacts(Facts):
     update_sessions: bool
     pipelined: bool
     metrics: bool
+    request_fields: frozenset[str] = frozenset()
 
 
 def decode(engine: str, what: str, body: bytes, kind: type[T]) -> T:
@@ -100,7 +102,7 @@ async def probe(
     return ServerFacts(
         model_path=model.model_path,
         label=await weight_label(engine, transport, timeout),
-        capabilities=_capabilities(info, schema),
+        capabilities=_capabilities(model, info, schema),
         vocab_size=vocab_size or await _vocab_size(engine, transport, timeout),
         incremental=info.incremental_streaming_output,
         stream_interval=found >= STREAM_INTERVAL_SINCE,
@@ -112,6 +114,7 @@ async def probe(
         context_tokens=(
             None if info.max_req_input_len is None else info.max_req_input_len + _SHORT_OF
         ),
+        request_fields=schema.properties("GenerateReqInput"),
     )
 
 
@@ -138,7 +141,7 @@ async def _model_info(engine: str, transport: ControlCalls, timeout: float) -> M
     return model
 
 
-def _capabilities(info: ServerInfo, schema: OpenApi) -> Capabilities:
+def _capabilities(model: ModelInfo, info: ServerInfo, schema: OpenApi) -> Capabilities:
     found = release(info.version)
     ranks = info.dp_size or 1
     running = info.max_running_requests
@@ -151,6 +154,12 @@ def _capabilities(info: ServerInfo, schema: OpenApi) -> Capabilities:
         "indexer_topk": info.enable_return_indexer_topk,
         "sampling_mask": "return_sampling_mask" in schema.properties("GenerateReqInput"),
     }
+    media = {
+        "image": model.has_image_understanding,
+        "video": model.has_image_understanding,
+        "audio": model.has_audio_understanding,
+    }
+    sign = 1 if info.schedule_low_priority_values_first else -1
     return Capabilities(
         version_spans=found >= SPANS_SINCE,
         flush_while_paused=found >= WAITING_SINCE,
@@ -161,6 +170,8 @@ def _capabilities(info: ServerInfo, schema: OpenApi) -> Capabilities:
         keeps_released_weights=not info.enable_memory_saver or bool(info.enable_weights_cpu_backup),
         adapters=bool(info.enable_lora),
         companions=frozenset(name for name, able in companions.items() if able),
+        media=frozenset(kind for kind, able in media.items() if able is not False),
+        priority=sign if info.enable_priority_scheduling else 0,
         server=f"SGLang {info.version or '(unknown version)'}",
     )
 

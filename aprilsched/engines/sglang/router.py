@@ -370,11 +370,15 @@ class RoutedEngine(SGLangEngine):
         await asyncio.gather(*(peer._abort_quietly(request_id) for peer in self._peers()))
 
     def _check_sampling(self, request: GenerationRequest) -> None:
-        lost = sorted(request.sampling.extra.keys() - _PASSED_ON)
+        lost = sorted(
+            (request.sampling.extra.keys() - _PASSED_ON)
+            | request.sampling.request.keys()
+            | {f"{media.kind}_data" for media in request.media}
+        )
         if lost:
             raise EngineRejected(
                 self.name,
-                f"the {self._roster.name} does not pass on the sampling parameters "
+                f"the {self._roster.name} does not pass on the parameters "
                 f"{', '.join(lost)}; leave them out, or use SGLangFleet without the router.",
                 status=_BAD_REQUEST,
             )

@@ -25,7 +25,7 @@ from aprilsched.engines.base import Chunk, GenerationRequest
 from aprilsched.engines.http import UNREADABLE, quote
 from aprilsched.engines.sglang.wire import Finish, MetaInfo, StreamEvent, Triple
 from aprilsched.engines.stream import ResponseReader, version_number
-from aprilsched.types import FinishReason
+from aprilsched.types import Answer, FinishReason
 
 _decoder = msgspec.json.Decoder(StreamEvent)
 _LOGPROB, _ID = itemgetter(0), itemgetter(1)
@@ -36,6 +36,8 @@ class ChunkAssembler(ResponseReader):
 
     def __init__(self, engine: str, request: GenerationRequest, *, first_version: int = 0) -> None:
         super().__init__(engine, request, first_version=first_version)
+        self._media = bool(request.media)
+        self._keep = request.sampling.keep
         self._label: tuple[str | None, int | None] = (None, None)
         """The server's latest label, and the version that it stands for."""
 
@@ -47,7 +49,8 @@ class ChunkAssembler(ResponseReader):
             raise self._broken(
                 f"sent an event that cannot be read ({quote(str(error))})"
             ) from error
-        return self._of(event)
+        last = self._keep and event.meta_info is not None and event.meta_info.finish_reason
+        return self._of(event, msgspec.json.decode(payload) if last else None)
 
     def convert(self, output: Mapping[str, Any]) -> Chunk:
         """Return the chunk of an event that is an object, not yet JSON; errors as :meth:`feed`."""
@@ -57,16 +60,20 @@ class ChunkAssembler(ResponseReader):
             raise self._broken(
                 f"gave an output that cannot be read ({quote(str(error))})"
             ) from error
-        return self._of(event)
+        return self._of(event, output)
 
-    def _of(self, event: StreamEvent) -> Chunk:
+    def _of(self, event: StreamEvent, output: Mapping[str, Any] | None) -> Chunk:
+        """The chunk of an event, which is `output` before it was typed."""
         if event.error is not None:
             raise self._rejected(event.error.message, event.error.code)
         if event.meta_info is None or event.index != 0:
             raise self._broken("sent an event that is not one of a single response")
-        return self._chunk(event.output_ids or [], event.meta_info)
+        entries: Mapping[str, Any] = {}
+        if self._keep and output is not None:
+            entries = output["meta_info"]
+        return self._chunk(event.output_ids or [], event.meta_info, entries)
 
-    def _chunk(self, output_ids: list[int], meta: MetaInfo) -> Chunk:
+    def _chunk(self, output_ids: list[int], meta: MetaInfo, entries: Mapping[str, Any]) -> Chunk:
         finish = None if meta.finish_reason is None else self._finish(meta.finish_reason)
         fresh = self._fresh(meta, finish)
         tokens = list(map(_ID, fresh))
@@ -85,6 +92,8 @@ class ChunkAssembler(ResponseReader):
             label=self._version(meta.weight_version) if spans is None else None,
             token_rows=self._token_rows(meta, begin) if self._companions else None,
             context_rows=self._context_rows(meta) if finish and self._companions else None,
+            prompt_tokens=meta.prompt_tokens if self._media else None,
+            answer=Answer.of(entries, self._keep) if finish and entries else None,
         )
 
     def _token_rows(self, meta: MetaInfo, begin: int) -> dict[str, Rows]:

@@ -6,12 +6,15 @@ that a token depends on makes decoding fail: no token is guessed.
 
 from __future__ import annotations
 
+from base64 import b64encode
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import msgspec
 
 from aprilsched.engines.base import GenerationRequest
 from aprilsched.engines.stream import Count, LabelSpan, Logprob, Name, TokenId
+from aprilsched.types import Media
 
 Triple: TypeAlias = tuple[Logprob, TokenId, str | None]
 """A sampled token as SGLang reports it: logprob, id, text."""
@@ -32,6 +35,7 @@ class MetaInfo(msgspec.Struct, frozen=True):
     response, whatever part of it the event carries. `weight_version` is the server's label at the
     time of the event. `routed_experts` and `indexer_topk` are base64 of int32, in the last event.
     The list of sampling masks ends at `output_token_sampling_mask_length`, counted as above.
+    `prompt_tokens` counts media as the tokens that their placeholders became.
     """
 
     completion_tokens: Count
@@ -41,6 +45,7 @@ class MetaInfo(msgspec.Struct, frozen=True):
     weight_versions: list[LabelSpan] | None = None
     weight_version: Name | None = None
     cached_tokens: Count | None = None
+    prompt_tokens: Count | None = None
     routed_experts: str | None = None
     indexer_topk: str | None = None
     output_token_sampling_mask: list[list[TokenId]] | None = None
@@ -74,6 +79,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
 
     model_path: Name
     is_generation: bool = True
+    has_image_understanding: bool | None = None
+    has_audio_understanding: bool | None = None
     weight_version: Name | None = None
 
 
@@ -108,6 +115,8 @@ class ServerInfo(msgspec.Struct, frozen=True):
     incremental_streaming_output: bool | None = None
     enable_return_routed_experts: bool | None = None
     enable_return_indexer_topk: bool | None = None
+    enable_priority_scheduling: bool | None = None
+    schedule_low_priority_values_first: bool | None = None
     internal_states: list[InternalState] = []
 
 
@@ -143,8 +152,21 @@ class UpdateAnswer(msgspec.Struct, frozen=True):
     error_message: str | None = None
 
 
-def generate_body(request: GenerationRequest, *, stream_interval: int | None) -> dict[str, Any]:
-    """The body of POST /generate; with `stream_interval` None the server's own interval holds."""
+_MIME: Mapping[str, str] = {"image": "image/png", "video": "video/mp4", "audio": "audio/wav"}
+"""SGLang needs a media type before the data and looks at the data alone."""
+
+
+def _source(media: Media) -> str:
+    if isinstance(media.source, str):
+        return media.source
+    return f"data:{_MIME[media.kind]};base64,{b64encode(media.source).decode()}"
+
+
+def generate_body(
+    request: GenerationRequest, *, stream_interval: int | None, priority: int = 0
+) -> dict[str, Any]:
+    """The body of POST /generate; with `stream_interval` None the server's own interval holds.
+    `priority` is that of :class:`~aprilsched.engines.base.Capabilities`."""
     sampling = request.sampling
     params: dict[str, Any] = {
         "max_new_tokens": sampling.max_new_tokens,
@@ -161,7 +183,7 @@ def generate_body(request: GenerationRequest, *, stream_interval: int | None) ->
         params["sampling_seed"] = sampling.sampling_seed
     if stream_interval is not None:
         params["stream_interval"] = stream_interval
-    body = {
+    body: dict[str, Any] = {
         "rid": request.request_id,
         "input_ids": request.input_ids.tolist(),
         "sampling_params": {**params, **sampling.extra},
@@ -177,4 +199,8 @@ def generate_body(request: GenerationRequest, *, stream_interval: int | None) ->
         body[f"return_{companion.name}"] = True
         if companion.name == "routed_experts":
             body["routed_experts_start_len"] = start
-    return body
+    for media in request.media:
+        body.setdefault(f"{media.kind}_data", []).append(_source(media))
+    if priority:
+        body["priority"] = priority * request.rank
+    return {**body, **sampling.request} if sampling.request else body

@@ -30,7 +30,7 @@ from typing import TypeAlias
 
 from aprilsched.engines.base import Chunk, GenerationRequest, PauseMode
 from aprilsched.engines.sim.cache import KvPool, PrefixCache
-from aprilsched.engines.sim.sequence import Ending, Output, Sequence
+from aprilsched.engines.sim.sequence import MEDIA_TOKENS, Ending, Output, Sequence, expand
 from aprilsched.engines.sim.settings import Counters, SimConfig
 from aprilsched.engines.sim.toy_model import weights_key_of_version
 
@@ -128,7 +128,8 @@ class Batcher:
             return f"request id {request.request_id!r} is in use; give every request its own."
         if request.adapter is not None and request.adapter not in self.adapters:
             return f"adapter {request.adapter!r} is not loaded; load it first."
-        total = len(request.input_ids) + request.sampling.max_new_tokens
+        prompt = len(request.input_ids) + MEDIA_TOKENS * len(request.media)
+        total = prompt + request.sampling.max_new_tokens
         if total > self.config.kv_tokens:
             return (
                 f"prompt and max_new_tokens need {total} tokens of KV cache and the engine has "
@@ -148,13 +149,14 @@ class Batcher:
             raise ValueError(why)
         adapter = 0 if request.adapter is None else self.adapters[request.adapter]
         stops, seed = self._output.stop_ids(request.sampling), self._output.seed(request)
-        sequence = Sequence(request, stops, adapter, seed)
+        ids = expand(request, self.config.vocab_size)
+        sequence = Sequence(request, ids, stops, adapter, seed)
         self._by_id[request.request_id] = sequence
         if self._paused or self._pausing:
             self._held[request.request_id] = sequence
             return
         blocked = bool(self._pool.waiting) or len(self._batch) >= self.config.max_running
-        self._pool.waiting.append(sequence)
+        self._pool.queue(sequence)
         if not blocked:
             self._interrupt(now)
 
@@ -191,7 +193,8 @@ class Batcher:
             self.counters.paused_seconds += now - self._paused_since
             self._paused = None
             self._batch.predict_again(self.weights_key)
-        self._pool.waiting.extend(self._held.values())
+        for sequence in self._held.values():
+            self._pool.queue(sequence)
         self._held.clear()
         self._interrupt(now)
 
@@ -298,7 +301,7 @@ class Batcher:
         (sequence,) = self._batch.take([self._batch.newest], self.weights_key)
         self._pool.running -= sequence.context
         sequence.drop_kv()
-        self._pool.waiting.append(sequence)
+        self._pool.queue(sequence)
         self.counters.preemptions += 1
 
     def _plan_prefill(self, now: float) -> _Prefill | None:

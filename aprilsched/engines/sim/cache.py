@@ -28,6 +28,7 @@ class KvPool:
         self._kept = 0
         self._kv_tokens = config.kv_tokens
         self._chunk = config.timing.prefill_chunk
+        self._by_rank = config.priority
 
     @property
     def used(self) -> int:
@@ -36,6 +37,15 @@ class KvPool:
     @property
     def free(self) -> int:
         return self._kv_tokens - self.used
+
+    def queue(self, sequence: Sequence) -> None:
+        """Put a request at the end of the queue, or before those of a higher rank."""
+        place = len(self.waiting)
+        while self._by_rank and place:
+            if self.waiting[place - 1].request.rank <= sequence.request.rank:
+                break
+            place -= 1
+        self.waiting.insert(place, sequence)
 
     def pick(
         self, places: int, running: Collection[Sequence], steps: int
@@ -79,7 +89,7 @@ class KvPool:
 
     def retain(self, sequence: Sequence) -> None:
         """Put a request at the end of the queue with its KV."""
-        self.waiting.append(sequence)
+        self.queue(sequence)
         self._kept += sequence.cached
 
     def remove(self, sequence: Sequence) -> bool:

@@ -10,6 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
@@ -27,7 +28,7 @@ from aprilsched.engines.sim.toy_model import (
     toy_masks,
     toy_rows,
 )
-from aprilsched.types import Float32Array, Int32Array, SamplingParams, VersionSpan
+from aprilsched.types import Answer, Float32Array, Int32Array, SamplingParams, VersionSpan
 
 
 def version_spans(
@@ -50,15 +51,31 @@ def version_spans(
     return tuple(spans)
 
 
+MEDIA_TOKENS = 16
+"""Tokens that each image, video or sound becomes."""
+
+
+def expand(request: GenerationRequest, vocab_size: int) -> Int32Array:
+    """The context that is computed: each of the media is a few tokens in front of the others, which
+    follow from its source."""
+    if not request.media:
+        return request.input_ids
+    told = [repr(media.source).encode() for media in request.media]
+    ids = np.array([zlib.crc32(each) % vocab_size for each in told], dtype=np.int32)
+    return np.concatenate((ids.repeat(MEDIA_TOKENS), request.input_ids))
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class Sequence:
     """The mutable state of one request; :class:`~aprilsched.engines.sim.batcher.Batcher` owns it.
 
     `stops` are the token ids that end the response, after at least `min_new` tokens. `adapter` is
     the weights key of its adapter, 0 without one. `seed` is the result of `sampling_key`.
+    `input_ids` is the context that the request sends, with its media expanded.
     """
 
     request: GenerationRequest
+    input_ids: Int32Array
     stops: frozenset[int]
     adapter: int = 0
     seed: int = 0
@@ -91,7 +108,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         sampling = self.request.sampling
-        self.prompt = len(self.request.input_ids)
+        self.prompt = len(self.input_ids)
         self.limit = sampling.max_new_tokens
         self.min_new = sampling.min_new_tokens
         self.state = ContextState(hash=0, last=0, length=0, seed=self.seed)
@@ -107,7 +124,7 @@ class Sequence:
 
     def context_ids(self) -> Int32Array:
         """The whole context so far, int32 [context]; only while ``made == out``."""
-        return np.concatenate((self.request.input_ids, *self.tokens))
+        return np.concatenate((self.input_ids, *self.tokens))
 
     def drop_kv(self) -> None:
         """Drop the KV: the context has to be prefilled again."""
@@ -165,6 +182,15 @@ def context_rows(sequence: Sequence) -> dict[str, Rows] | None:
             passed = keys[np.searchsorted(ends, positions, side="right")]
             found[companion.name] = toy_rows(companion, positions, passed)
     return found or None
+
+
+def _answer(sequence: Sequence) -> Answer | None:
+    """What a request keeps: the number of its tokens, and what it has asked for itself."""
+    sampling = sequence.request.sampling
+    if not sampling.keep:
+        return None
+    entries = {"prompt_tokens": sequence.prompt, "request": sampling.request}
+    return Answer.of(entries, sampling.keep)
 
 
 # --- output --------------------------------------------------------------------------------------
@@ -270,7 +296,13 @@ class Output:
                 rows = token_rows(sequence, ids)
                 self._put(
                     sequence,
-                    Chunk(token_ids=ids, logprobs=logprobs, label=version, token_rows=rows),
+                    Chunk(
+                        token_ids=ids,
+                        logprobs=logprobs,
+                        label=version,
+                        token_rows=rows,
+                        prompt_tokens=sequence.prompt if sequence.request.media else None,
+                    ),
                 )
 
     def end(self, sequence: Sequence, ending: Ending, version: int) -> None:
@@ -285,6 +317,8 @@ class Output:
             cached_tokens=0,
             token_rows=token_rows(sequence, ids),
             context_rows=context_rows(sequence),
+            prompt_tokens=sequence.prompt if sequence.request.media else None,
+            answer=_answer(sequence),
         )
         self._put(sequence, chunk)
 

@@ -26,6 +26,8 @@ class SimConfig:
             SGLang, they are sent later, and an abort of a retracted request loses them.
         prefix_cache: whether prompts of a group are prefilled once, and a request that is sent
             again finds its earlier KV, until the cache is flushed.
+        priority: whether waiting requests run in the order of their ranks, as those of SGLang with
+            --enable-priority-scheduling do.
         make_tokens: False for pure timing: all token ids and logprobs are 0, and stop tokens
             never occur.
         rows: shape of the rows of each companion of the context that the test server returns.
@@ -44,6 +46,7 @@ class SimConfig:
     eos_token_id: int | None = None
     stream_at_pause: bool = True
     prefix_cache: bool = False
+    priority: bool = False
     make_tokens: bool = True
     rows: tuple[int, ...] = (3, 2)
     model: Callable[[int], ToyModel] = ToyModel

@@ -33,6 +33,7 @@ from aprilsched.errors import (
     EngineRestarted,
     InconsistentWeights,
 )
+from aprilsched.types import MEDIA
 
 
 class Adapters:
@@ -178,6 +179,8 @@ class SimEngine:
             keeps_released_weights=True,
             adapters=True,
             companions=frozenset(KINDS),
+            media=frozenset(MEDIA),
+            priority=int(self._config.priority),
             server="aprilsched simulated engine",
         )
 

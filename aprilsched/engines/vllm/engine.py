@@ -84,6 +84,14 @@ class VLLMEngine(HttpEngine[ServerFacts]):
 
     def _check_request(self, request: GenerationRequest) -> None:
         super()._check_request(request)
+        sampling = request.sampling
+        if request.media or sampling.request or sampling.keep:
+            raise EngineRejected(
+                self.name,
+                f"request {request.request_id} has media, or asks for fields of a request or an "
+                "answer, which are carried to SGLang alone; leave media, request and keep out.",
+                status=_BAD_REQUEST,
+            )
         temperature = request.sampling.temperature
         if temperature not in (0, 1) and not self.facts.logprobs_mode.startswith("processed"):
             raise EngineRejected(
