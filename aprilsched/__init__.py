@@ -17,7 +17,7 @@ from aprilsched.engines.sglang.fleet import SGLangFleet, SGLangListedFleet
 from aprilsched.engines.sglang.in_process import SGLangInProcessFleet
 from aprilsched.engines.sglang.router import SGLangRouterFleet
 from aprilsched.engines.sim import SimFleet, SimPublisher
-from aprilsched.errors import AprilschedError
+from aprilsched.errors import AprilschedError, MemberLost
 from aprilsched.sampling import sampling_params
 from aprilsched.store import MemoryStore, SqliteStore
 from aprilsched.types import Batch, Group, Prompt, Rollout, SamplingParams, Score, Segment
@@ -42,6 +42,7 @@ __all__ = [
     "Handshake",
     "LongTailWorkload",
     "LoraPublisher",
+    "MemberLost",
     "MemoryStore",
     "Prompt",
     "PromptQueue",

@@ -208,13 +208,15 @@ class _Group(msgspec.Struct, array_like=True):
     key: Any
     metadata: Any
     """The caller's own values, as :func:`pack` makes them."""
-    members: list[tuple[int, int, int]]
-    """For each member its rollout id, its index, and the index of its sampling in `samplings`."""
+    members: list[tuple[int, int, int, int]]
+    """For each member its rollout id, its index, the index of its sampling in `samplings`, and how
+    often it was generated again."""
     samplings: list[SamplingParams]
     group_size: int | None = None
     affinity: str | None = None
     again: int | None = None
     size: int | None = None
+    lost: int = 0
 
 
 class _Schedule(msgspec.Struct, array_like=True):
@@ -291,12 +293,12 @@ def group_record(group: SavedGroup) -> bytes:
     """
     prompt = group.prompt
     samplings: list[SamplingParams] = []
-    members: list[tuple[int, int, int]] = []
+    members: list[tuple[int, int, int, int]] = []
     for member in group.members:
         if member.sampling not in samplings:
             samplings.append(member.sampling)
         place = samplings.index(member.sampling)
-        members.append((member.rollout_id, member.index, place))
+        members.append((member.rollout_id, member.index, place, member.again))
     sampling = prompt.sampling
     record = _Group(
         group_id=group.group_id,
@@ -311,6 +313,7 @@ def group_record(group: SavedGroup) -> bytes:
         affinity=prompt.affinity,
         again=group.again,
         size=group.size,
+        lost=group.lost,
     )
     try:
         record.key, record.metadata = pack(prompt.key), pack(prompt.metadata)
@@ -343,6 +346,7 @@ def group_from(body: bytes) -> SavedGroup:
         opened=record.opened,
         again=record.again,
         size=record.size,
+        lost=record.lost,
         prompt=Prompt(
             input_ids=np.frombuffer(record.input_ids, dtype=np.int32),
             sampling=tuple(sampling) if isinstance(sampling, list) else sampling,
@@ -352,8 +356,10 @@ def group_from(body: bytes) -> SavedGroup:
             affinity=record.affinity,
         ),
         members=tuple(
-            SavedMember(rollout_id=rollout, index=index, sampling=record.samplings[place])
-            for rollout, index, place in record.members
+            SavedMember(
+                rollout_id=rollout, index=index, sampling=record.samplings[place], again=again
+            )
+            for rollout, index, place, again in record.members
         ),
     )
 
