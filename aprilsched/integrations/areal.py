@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from aprilsched.blocking import RolloutScheduler
 from aprilsched.config import SchedulerConfig
+from aprilsched.integrations import check_fixed_groups
 from aprilsched.coordinator import PromptQueue, RefitReport, Turn
 from aprilsched.core.policies.straggler import BEHAVIOURS
 from aprilsched.engines.base import Engine, Fleet, RefitFromGroup
@@ -752,6 +753,7 @@ def _settings(config: SchedulerConfig, areal: Any, group_size: int) -> Scheduler
             f"stop is {config.stop!r}, and a step of AReaL takes a fixed number of groups; leave "
             'it at "groups".'
         )
+    check_fixed_groups(config, "AReaL")
     bound = areal.max_head_offpolicyness
     own = config.policies.staleness.bound
     if own is None:

@@ -49,6 +49,7 @@ import numpy as np
 
 from aprilsched.blocking import RolloutScheduler
 from aprilsched.config import SchedulerConfig
+from aprilsched.integrations import check_fixed_groups
 from aprilsched.engines.http import ServerAddress
 from aprilsched.engines.sglang.fleet import SGLangFleet
 from aprilsched.errors import ConfigError, EngineError
@@ -923,7 +924,9 @@ def _settings(args: Any) -> SchedulerConfig:
         top_k=args.rollout_top_k,
         max_new_tokens=args.rollout_max_response_len,
     )
-    return replace(config_of(table, "aprilsched."), sampling=sampling)
+    config = config_of(table, "aprilsched.")
+    check_fixed_groups(config, "slime")
+    return replace(config, sampling=sampling)
 
 
 def _sampling(args: Any, **values: Any) -> SamplingParams:

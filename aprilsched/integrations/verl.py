@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, cast
 import numpy as np
 
 from aprilsched.config import Pool, SchedulerConfig
+from aprilsched.integrations import check_fixed_groups
 from aprilsched.coordinator import PromptQueue, RolloutScheduler, Turn
 from aprilsched.core.messages.facts import (
     BatchDelivered,
@@ -556,6 +557,7 @@ def _settings(config: Any, own: SchedulerConfig) -> SchedulerConfig:
     for name, (present, why) in refused.items():
         if present:
             raise ConfigError(f"{name} is set, and {why}; leave it out.")
+    check_fixed_groups(own, "verl")
     usual = SchedulerConfig()
     for name in _DECIDED:
         if getattr(own, name) != getattr(usual, name):

@@ -253,9 +253,7 @@ async def test_stale_episodes_are_given_back_when_they_are_dropped():
         long = int(prompt.input_ids[0]) > 2
         return await _holds(sandboxes, turn, prompt, 4000 if long else 40)
 
-    settings = config(
-        over_provision=2.0, max_staleness=Staleness(0, "evict"), pace="asynchronous"
-    )
+    settings = config(over_provision=2.0, max_staleness=Staleness(0, "evict"), pace="asynchronous")
     async with opened(settings, count=3, episode=episode) as rollouts:
         await rollouts.next_batch()
         await rollouts.update_weights(SimPublisher())
