@@ -33,11 +33,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from aprilsched.blocking import RolloutScheduler
 from aprilsched.config import SchedulerConfig
-from aprilsched.integrations import check_fixed_groups
 from aprilsched.coordinator import PromptQueue, RefitReport, Turn
 from aprilsched.core.policies.straggler import BEHAVIOURS
 from aprilsched.engines.base import Engine, Fleet, RefitFromGroup
 from aprilsched.errors import ConfigError, MissingExtra, RefitError
+from aprilsched.integrations import check_fixed_groups
 from aprilsched.telemetry.base import AnyListener
 from aprilsched.tensors import pad
 from aprilsched.types import NO_VERSION, Group, Prompt, SamplingParams, Score

@@ -49,10 +49,10 @@ import numpy as np
 
 from aprilsched.blocking import RolloutScheduler
 from aprilsched.config import SchedulerConfig
-from aprilsched.integrations import check_fixed_groups
 from aprilsched.engines.http import ServerAddress
 from aprilsched.engines.sglang.fleet import SGLangFleet
 from aprilsched.errors import ConfigError, EngineError
+from aprilsched.integrations import check_fixed_groups
 from aprilsched.runs.config_tree import config_of
 from aprilsched.sampling import sampling_params
 from aprilsched.store import MemoryStore

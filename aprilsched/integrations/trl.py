@@ -34,11 +34,11 @@ import numpy as np
 
 from aprilsched.blocking import RolloutScheduler
 from aprilsched.config import SchedulerConfig
-from aprilsched.integrations import check_fixed_groups
 from aprilsched.coordinator import Accept
 from aprilsched.engines.base import Fleet
 from aprilsched.errors import ConfigError
 from aprilsched.extras import extra
+from aprilsched.integrations import check_fixed_groups
 from aprilsched.store import MemoryStore
 from aprilsched.telemetry.base import AnyListener
 from aprilsched.types import Batch, Group, Prompt, Rollout, SamplingParams, Score

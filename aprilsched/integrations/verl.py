@@ -31,7 +31,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, cast
 import numpy as np
 
 from aprilsched.config import Pool, SchedulerConfig
-from aprilsched.integrations import check_fixed_groups
 from aprilsched.coordinator import PromptQueue, RolloutScheduler, Turn
 from aprilsched.core.messages.facts import (
     BatchDelivered,
@@ -44,6 +43,7 @@ from aprilsched.core.policies.schedule import OverProvision
 from aprilsched.engines.sglang.fleet import SGLangListedFleet
 from aprilsched.errors import ConfigError, RefitError
 from aprilsched.extras import extra
+from aprilsched.integrations import check_fixed_groups
 from aprilsched.sampling import sampling_params
 from aprilsched.telemetry.base import AnyListener
 from aprilsched.types import Prompt, SamplingParams, Score
