@@ -87,10 +87,11 @@ class Turn:
         as a sandbox.
 
         It is called however the episode ends: it returned, raised, or was cancelled because its
-        rollout was dropped, became too stale or was lost, or because the scheduler closes. Register it as soon as there is something to give back. Functions are called one
-        after the other, the latest first. A coroutine function runs on the event loop, and a plain
-        one in a thread. Each has 30 seconds. What it raises is logged once and counted
-        (``teardowns_failed``), and has no other effect.
+        rollout was dropped, became too stale or was lost, or because the scheduler closes. Register
+        it as soon as there is something to give back. Functions are called one after the other, the
+        latest first. A coroutine function runs on the event loop, and a plain one in a thread. Each
+        has 30 seconds. What it raises is logged once and counted (``teardowns_failed``), and has no
+        other effect.
 
         Raises:
             EpisodeError: if the episode has ended, and a task of it that still runs registers

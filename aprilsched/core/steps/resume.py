@@ -216,9 +216,9 @@ def _group(state: SchedulerState, saved: Saved, group: SavedGroup) -> GroupRecor
         )
         record.members.append(rollout)
     record.size = len(record.members) if group.size is None else group.size
-    if left:
-        record.members.sort(key=lambda member: member.index)
     record.unfinished = sum(member.state in GENERATING for member in record.members)
+    if left and record.complete:
+        record.members.sort(key=lambda member: member.index)
     return record
 
 
