@@ -18,7 +18,7 @@ from aprilsched.engines.sglang.in_process import SGLangInProcessFleet
 from aprilsched.engines.sglang.router import SGLangRouterFleet
 from aprilsched.engines.sim import SimFleet, SimPublisher
 from aprilsched.engines.vllm.fleet import VLLMFleet, VLLMListedFleet
-from aprilsched.errors import AprilschedError
+from aprilsched.errors import AprilschedError, MemberLost
 from aprilsched.sampling import sampling_params
 from aprilsched.store import MemoryStore, SqliteStore
 from aprilsched.types import (
@@ -55,6 +55,7 @@ __all__ = [
     "LongTailWorkload",
     "LoraPublisher",
     "Media",
+    "MemberLost",
     "MemoryStore",
     "Prompt",
     "PromptQueue",

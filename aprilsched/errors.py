@@ -18,6 +18,7 @@
     │   ├── RunGivenUp         too many groups failed, or none was delivered
     │   └── PromptsExhausted   the prompts have ended, as they should
     ├── EpisodeError           an episode used its turn in a way that cannot be recorded
+    ├── MemberLost             raised by user code: its rollout is lost, and its group may go on
     ├── CallbackError          the caller's code raised CancelledError, StopIteration or the like
     ├── RunFolderError         a run folder is missing, in use or unreadable
     ├── StoreError             a store or checkpoint cannot be read, written or used
@@ -45,6 +46,7 @@ __all__ = [
     "FleetLost",
     "InconsistentWeights",
     "InvariantViolation",
+    "MemberLost",
     "MissingExtra",
     "PromptsExhausted",
     "RefitError",
@@ -146,6 +148,12 @@ class PromptsExhausted(RunEnded):
 
 class EpisodeError(AprilschedError):
     """An episode asked for something that cannot be recorded as one token sequence."""
+
+
+class MemberLost(AprilschedError):
+    """Raised by user code: an episode or a reward function says that its rollout is lost by no
+    fault of its own, for example because its sandbox is gone. ``retries.member`` says what becomes
+    of its group."""
 
 
 class CallbackError(AprilschedError):

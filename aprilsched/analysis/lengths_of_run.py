@@ -48,6 +48,9 @@ __all__ = [
     "read_record",
 ]
 
+_LEAVING = frozenset({Reason.OUTRACED, Reason.MEMBER_LOST})
+"""Reasons of rollouts that leave a group which goes on."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordedGroup:
@@ -210,6 +213,7 @@ class Launches:
             of.RunOpened: self._opened,
             of.PromptsReceived: self._received,
             of.GroupLaunched: self._launched,
+            of.MemberLaunched: self._launched_again,
             of.EpisodeStarted: self._episode,
             of.AttemptSent: self._sent,
             of.TokensReceived: self._tokens,
@@ -314,10 +318,15 @@ class Launches:
 
     def _dropped(self, fact: of.GroupDropped | of.PromptRefused) -> None:
         self._settled.add(fact.group_id)
-        if isinstance(fact, of.GroupDropped) and fact.reason == Reason.OUTRACED:
-            self._outraced(fact)
+        if isinstance(fact, of.GroupDropped) and fact.reason in _LEAVING:
+            self._left(fact)
 
-    def _outraced(self, fact: of.GroupDropped) -> None:
+    def _launched_again(self, fact: of.MemberLaunched) -> None:
+        if fact.group_id in self._sizes:
+            self._sizes[fact.group_id] += 1
+            self._groups[fact.rollout_id] = fact.group_id
+
+    def _left(self, fact: of.GroupDropped) -> None:
         """Forget members that their group goes on without."""
         for rollout_id in fact.rollout_ids:
             group_id = self._groups.get(rollout_id)

@@ -80,6 +80,33 @@ class Turn:
         self._back: asyncio.Future[TurnOutput] | None = None
         """Output of the cancelled call, until the episode takes it or begins another turn."""
         self._ended = False
+        self.ending: list[Callable[[], object]] = []
+        """Functions to call when the episode has ended, in the order in which it registered
+        them."""
+        self.over = False
+        """All of these were called, so no further one may come."""
+
+    def on_end(self, function: Callable[[], object]) -> None:
+        """Call `function` once when the episode has ended, to give back what it holds outside, such
+        as a sandbox.
+
+        It is called however the episode ends: it returned, raised, or was cancelled because its
+        rollout was dropped, became too stale or was lost, or because the scheduler closes. Register
+        it as soon as there is something to give back. Functions are called one after the other, the
+        latest first. A coroutine function runs on the event loop, and a plain one in a thread. Each
+        has 30 seconds. What it raises is logged once and counted (``teardowns_failed``), and has no
+        other effect.
+
+        Raises:
+            EpisodeError: if the episode has ended, and a task of it that still runs registers
+                something.
+        """
+        if self.over:
+            raise EpisodeError(
+                "the episode has ended and its functions for that were called; give back in place "
+                "what was made after that."
+            )
+        self.ending.append(function)
 
     async def generate(
         self, input_ids: Sequence[int] | Int32Array, sampling: SamplingParams | None = None

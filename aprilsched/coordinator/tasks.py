@@ -43,7 +43,8 @@ class Tasks:
         self._owner = asyncio.current_task()
 
     def start(self, key: TaskKey, work: Coroutine[Any, Any, None]) -> None:
-        """Start `work` under a key that is not in use.
+        """Start `work` under a key that is not in use, or is that of the task that starts it and
+        is about to end.
 
         Raises:
             InvariantViolation: if the key is in use, because the older task could then not be
@@ -52,7 +53,8 @@ class Tasks:
         if self._group is None:
             work.close()
             return
-        if key in self._tasks:
+        other = self._tasks.get(key)
+        if other is not None and other is not asyncio.current_task() and not other.done():
             work.close()
             raise InvariantViolation(f"a task named {key} runs already")
         task = self._group.create_task(work)
@@ -114,7 +116,8 @@ class Tasks:
             task.cancel()
 
     def _end(self, key: TaskKey, task: asyncio.Task[None]) -> None:
-        del self._tasks[key]
+        if self._tasks.get(key) is task:
+            del self._tasks[key]
         expected = task in self._cancelled
         self._cancelled.discard(task)
         # The whole group is cancelled with its owner, and when the first task raises.

@@ -26,19 +26,25 @@ from aprilsched.driver.callbacks import (
     CallbackRunner,
     Failures,
     GroupReward,
+    Overdue,
     Reward,
     WrongResult,
     called,
     check_callable,
 )
-from aprilsched.errors import RunEnded
+from aprilsched.errors import MemberLost, RunEnded
 from aprilsched.types import Prompt, RefusedPrompt, Score
+from aprilsched.weights.publisher import to_the_end
 
 log = logging.getLogger("aprilsched")
 
 _REWARD = "the reward function"
 _ACCEPT = "the accept function"
 _EPISODE = "the episode"
+_TEARDOWN = "the teardown of an episode"
+
+_TEARDOWN_S = 30.0
+"""Seconds that each function has that an episode registered for its end."""
 
 _EXPECTED = frozenset({"rejected", "stale", "begun_again", "outraced", "withdrawn"})
 """Reasons that the user asked for. All other reasons are failures."""
@@ -77,6 +83,8 @@ class Work:
         self._episode = episode
         self._feed = feed
         self._runner = CallbackRunner()
+        self._teardowns = CallbackRunner()
+        """Has threads of its own, because rewards may block all of theirs."""
         self._turns: dict[int, Turn] = {}
         self._tasks = Tasks()
         self._asked: deque[int] = deque()
@@ -101,6 +109,7 @@ class Work:
 
     def close(self) -> None:
         self._runner.close()
+        self._teardowns.close()
 
     # --- commands ------------------------------------------------------------------------------
 
@@ -122,7 +131,15 @@ class Work:
         def scored(reward: object) -> ev.Event:
             return ev.Rewarded(rollout_id=rollout.rollout_id, score=_rewarded(reward))
 
-        work = self._ask(_REWARD, self._reward, rollout.group_id, scored, rollout, command.prompt)
+        work = self._ask(
+            _REWARD,
+            self._reward,
+            rollout.group_id,
+            scored,
+            rollout,
+            command.prompt,
+            rollout_id=rollout.rollout_id,
+        )
         self._tasks.start(("reward", rollout.rollout_id), work)
 
     def score_group(self, command: do.ScoreGroup) -> None:
@@ -147,21 +164,25 @@ class Work:
         self._tasks.start(("verdict", group.group_id), work)
 
     def refuse(self, command: facts.PromptRefused) -> None:
-        self._note_failure(command.group_id, Reason.BAD_PROMPT.value, command.cause)
+        what = f"group {command.group_id}"
+        self._note_failure(what, Reason.BAD_PROMPT.value, command.cause)
 
-    def _note_failure(self, group_id: int, reason: str, cause: str) -> None:
+    def _note_failure(self, what: str, reason: str, cause: str) -> None:
         failed = reason not in _EXPECTED and not cause.startswith(_NOTED)
         # Causes of one kind differ in ids, counts and names of engines.
         if failed and self._failures.first(reason, re.sub(r"\d+", "", cause)):
             log.error(
-                "group %d %s: %s; later failures of this kind are only counted",
-                group_id,
+                "%s %s: %s; later failures of this kind are only counted",
+                what,
                 reason,
                 cause,
             )
 
     def cancel(self, command: facts.GroupDropped) -> None:
-        self._note_failure(command.group_id, command.reason, command.cause)
+        what = f"group {command.group_id}"
+        if command.reason == Reason.MEMBER_LOST:
+            what = f"rollout {command.rollout_ids[0]}"
+        self._note_failure(what, command.reason, command.cause)
         self._tasks.cancel([("group", command.group_id), ("verdict", command.group_id)])
         for rollout_id in command.rollout_ids:
             if rollout_id in self._turns:
@@ -206,6 +227,16 @@ class Work:
         rollout_id = command.rollout_id
         turn = Turn(rollout_id, command.index, self._tell)
         self._turns[rollout_id] = turn
+        try:
+            await self._drive(turn, command)
+        finally:
+            # Neither a cancellation nor the end of the scheduler interrupts it.
+            if turn.ending:
+                await to_the_end(self._tear_down(turn, rollout_id))
+            turn.over = True
+
+    async def _drive(self, turn: Turn, command: do.StartEpisode) -> None:
+        rollout_id = command.rollout_id
         ending: ev.Event
         try:
             if self._episode is None:
@@ -216,11 +247,27 @@ class Work:
             ending = ev.EpisodeFinished(rollout_id=rollout_id, score=score)
         except Exception as error:
             cause = self._failures.note(_EPISODE, self._episode, error)
-            ending = ev.EpisodeFailed(rollout_id=rollout_id, cause=cause)
+            lost = isinstance(error, MemberLost)
+            ending = ev.EpisodeFailed(rollout_id=rollout_id, cause=cause, lost=lost)
         finally:
             turn.end()
             del self._turns[rollout_id]
         self._feed(ending)
+
+    async def _tear_down(self, turn: Turn, rollout_id: int) -> None:
+        """Call what the episode registered for its end, the latest first."""
+        while turn.ending:
+            function = turn.ending.pop()
+            call = self._teardowns.call
+            try:
+                await called(_TEARDOWN, call, _TEARDOWN, function, within=_TEARDOWN_S)
+                continue
+            except Overdue:
+                late = WrongResult(f"nothing within {_TEARDOWN_S:.0f} s")
+                cause = self._failures.note(_TEARDOWN, function, late)
+            except Exception as error:
+                cause = self._failures.note(_TEARDOWN, function, error)
+            self._feed(ev.TeardownFailed(rollout_id=rollout_id, cause=cause))
 
     async def _ask(
         self,
@@ -229,15 +276,18 @@ class Work:
         group_id: int,
         event_of: Callable[[object], ev.Event],
         *args: Any,
+        rollout_id: int | None = None,
     ) -> None:
-        """Call a function that judges a group, and tell the core what it has said of it."""
+        """Call a function that judges a group, or one rollout of it, and tell the core what it has
+        said."""
         if function is None:
             return
         try:
             event = event_of(await self._runner.call(what, function, *args))
         except Exception as error:
             cause = self._failures.note(what, function, error)
-            event = ev.RewardFailed(group_id=group_id, cause=cause)
+            lost = rollout_id if isinstance(error, MemberLost) else None
+            event = ev.RewardFailed(group_id=group_id, cause=cause, lost=lost)
         self._feed(event)
 
 

@@ -51,6 +51,7 @@ LONG_WAIT = 8
 PaceRule: TypeAlias = Pace | Literal["auto"]
 RefitRule: TypeAlias = Literal["together", "rolling"]
 RewardScope: TypeAlias = Literal["none", "rollout", "group"]
+MemberRule: TypeAlias = Literal["again", "shrink", "drop_group"]
 
 _NOT_0 = Bound(least=0.001, words="0.001 or more")
 _SHARE_FROM_0 = Bound(least=0, most=1, words="a share from 0 to 1")
@@ -100,10 +101,21 @@ class Retries:
 
     attempts: Annotated[int, AT_LEAST_1] = 3
     """Number of attempts of a request that may fail in a row without a new token. After them its
-    rollout is dropped as failed."""
+    rollout is lost."""
     interruptions: Annotated[int, AT_LEAST_1] = 16
     """Number of attempts of a request that may be interrupted after new tokens, or because their
-    engine is lost. After them its rollout is dropped as failed."""
+    engine is lost. After them its rollout is lost."""
+    member: MemberRule = "again"
+    """What happens to a group when one of its rollouts is lost, because its attempts are used up or
+    user code raises MemberLost: "again" generates that member again, "shrink" delivers the group
+    without it, and "drop_group" drops the group. A group that races uses a spare member first,
+    except with "drop_group"."""
+    regenerations: Annotated[int, AT_LEAST_0] = 2
+    """Number of times that one member of a group may be generated or scored again. After them its
+    group is dropped."""
+    smallest_group: Annotated[int, AT_LEAST_1] = 2
+    """Number of rollouts to which a group may shrink; a smaller one is dropped, because a single
+    reward has no advantage. A group of an evaluation may shrink to one rollout."""
     failed_groups: Annotated[int, AT_LEAST_1] = 64
     """Number of groups that may fail in a row, with no accepted one between them. After them the
     run is given up."""

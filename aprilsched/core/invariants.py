@@ -56,8 +56,8 @@ def _group(state: SchedulerState, group: GroupRecord) -> Iterator[str]:
     if listed != (group.complete and group.evaluation_id is None and not group.offered):
         yield f"{name} is {'' if listed else 'not '}among the ready"
     own_size = group.prompt.group_size
-    if own_size is not None and group.size != own_size:
-        yield f"{name} delivers {group.size} members instead of {own_size}"
+    if own_size is not None and group.size + group.lost != own_size:
+        yield f"{name} delivers {group.size} of {own_size} members and has lost {group.lost}"
     spare = len(group.members) - group.size
     if spare < 0 or (spare and generating <= spare):
         yield f"{name} of {group.size} has {len(group.members)} members"

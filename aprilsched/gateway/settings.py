@@ -164,6 +164,8 @@ def for_clients(config: SchedulerConfig, settings: GatewaySettings) -> Scheduler
         retries=Retries(
             attempts=config.retries.attempts,
             interruptions=config.retries.interruptions,
+            # A client has the tokens of its response already, so it is told of the failure.
+            member="drop_group",
             # A client whose requests are refused must not end the service for the others.
             failed_groups=_NEVER,
         ),

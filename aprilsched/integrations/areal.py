@@ -37,6 +37,7 @@ from aprilsched.coordinator import PromptQueue, RefitReport, Turn
 from aprilsched.core.policies.straggler import BEHAVIOURS
 from aprilsched.engines.base import Engine, Fleet, RefitFromGroup
 from aprilsched.errors import ConfigError, MissingExtra, RefitError
+from aprilsched.integrations import check_fixed_groups
 from aprilsched.telemetry.base import AnyListener
 from aprilsched.tensors import pad
 from aprilsched.types import NO_VERSION, Group, Prompt, SamplingParams, Score
@@ -752,6 +753,7 @@ def _settings(config: SchedulerConfig, areal: Any, group_size: int) -> Scheduler
             f"stop is {config.stop!r}, and a step of AReaL takes a fixed number of groups; leave "
             'it at "groups".'
         )
+    check_fixed_groups(config, "AReaL")
     bound = areal.max_head_offpolicyness
     own = config.policies.staleness.bound
     if own is None:

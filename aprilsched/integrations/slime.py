@@ -53,6 +53,7 @@ from aprilsched.config import SchedulerConfig
 from aprilsched.engines.http import ServerAddress
 from aprilsched.engines.sglang.fleet import SGLangFleet
 from aprilsched.errors import ConfigError, EngineError
+from aprilsched.integrations import check_fixed_groups
 from aprilsched.runs.config_tree import config_of
 from aprilsched.sampling import sampling_params
 from aprilsched.store import MemoryStore
@@ -952,8 +953,10 @@ def _settings(args: Any, trainer: _Trainer) -> SchedulerConfig:
         top_k=args.rollout_top_k,
         max_new_tokens=args.rollout_max_response_len,
     )
+    config = config_of(table, "aprilsched.")
+    check_fixed_groups(config, "slime")
     companions = tuple(_companions(args, trainer))
-    return replace(config_of(table, "aprilsched."), sampling=sampling, companions=companions)
+    return replace(config, sampling=sampling, companions=companions)
 
 
 def _sampling(args: Any, **values: Any) -> SamplingParams:

@@ -38,6 +38,7 @@ from aprilsched.coordinator import Accept
 from aprilsched.engines.base import Fleet
 from aprilsched.errors import ConfigError
 from aprilsched.extras import extra
+from aprilsched.integrations import check_fixed_groups
 from aprilsched.store import MemoryStore
 from aprilsched.telemetry.base import AnyListener
 from aprilsched.types import Batch, Group, Prompt, Rollout, SamplingParams, Score
@@ -715,6 +716,7 @@ def _settings(config: SchedulerConfig, args: Any, *, streamed: bool) -> Schedule
             f"stop is {config.stop!r}, and a step of TRL takes a fixed number of rollouts; leave "
             'it at "groups".'
         )
+    check_fixed_groups(config, "TRL")
     ahead = 0 if streamed else 1
     bound = args.max_staleness - ahead
     own = config.policies.staleness.bound

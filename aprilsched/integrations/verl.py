@@ -43,6 +43,7 @@ from aprilsched.core.policies.schedule import OverProvision
 from aprilsched.engines.sglang.fleet import SGLangListedFleet
 from aprilsched.errors import ConfigError, RefitError
 from aprilsched.extras import extra
+from aprilsched.integrations import check_fixed_groups
 from aprilsched.sampling import sampling_params
 from aprilsched.telemetry.base import AnyListener
 from aprilsched.types import Prompt, SamplingParams, Score
@@ -561,6 +562,7 @@ def _settings(config: Any, own: SchedulerConfig) -> SchedulerConfig:
             "does not know the shape of the rows; set its companions, such as "
             '("routed_experts=uint8[48,8]",).'
         )
+    check_fixed_groups(own, "verl")
     usual = SchedulerConfig()
     for name in _DECIDED:
         if getattr(own, name) != getattr(usual, name):

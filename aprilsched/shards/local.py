@@ -289,6 +289,9 @@ class Reporter:
                     if serial is not None:
                         self._dropped[serial] = fact.cause if fact.reason in FAILURES else ""
                         self._wake()
+                    else:
+                        # A group of which a member was lost may be complete without it.
+                        self._look()
                 case of.UpdateFinished() | of.EngineAdmitted() | of.EngineLost():
                     self._wake()
                 case _:

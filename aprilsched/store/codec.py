@@ -208,8 +208,9 @@ class _Group(msgspec.Struct, array_like=True):
     key: Any
     metadata: Any
     """The caller's own values, as :func:`pack` makes them."""
-    members: list[tuple[int, int, int]]
-    """For each member its rollout id, its index, and the index of its sampling in `samplings`."""
+    members: list[tuple[int, int, int, int]]
+    """For each member its rollout id, its index, the index of its sampling in `samplings`, and how
+    often it was generated again."""
     samplings: list[SamplingParams]
     group_size: int | None = None
     affinity: str | None = None
@@ -217,6 +218,7 @@ class _Group(msgspec.Struct, array_like=True):
     size: int | None = None
     media: list[list[Any]] = []
     """The kind and the source, str or bytes, of each."""
+    lost: int = 0
 
 
 class _Schedule(msgspec.Struct, array_like=True):
@@ -293,12 +295,12 @@ def group_record(group: SavedGroup) -> bytes:
     """
     prompt = group.prompt
     samplings: list[SamplingParams] = []
-    members: list[tuple[int, int, int]] = []
+    members: list[tuple[int, int, int, int]] = []
     for member in group.members:
         if member.sampling not in samplings:
             samplings.append(member.sampling)
         place = samplings.index(member.sampling)
-        members.append((member.rollout_id, member.index, place))
+        members.append((member.rollout_id, member.index, place, member.again))
     sampling = prompt.sampling
     record = _Group(
         group_id=group.group_id,
@@ -314,6 +316,7 @@ def group_record(group: SavedGroup) -> bytes:
         again=group.again,
         size=group.size,
         media=[[each.kind, each.source] for each in prompt.media],
+        lost=group.lost,
     )
     try:
         record.key, record.metadata = pack(prompt.key), pack(prompt.metadata)
@@ -346,6 +349,7 @@ def group_from(body: bytes) -> SavedGroup:
         opened=record.opened,
         again=record.again,
         size=record.size,
+        lost=record.lost,
         prompt=Prompt(
             input_ids=np.frombuffer(record.input_ids, dtype=np.int32),
             sampling=tuple(sampling) if isinstance(sampling, list) else sampling,
@@ -356,8 +360,10 @@ def group_from(body: bytes) -> SavedGroup:
             media=tuple([Media(*each) for each in record.media]),
         ),
         members=tuple(
-            SavedMember(rollout_id=rollout, index=index, sampling=record.samplings[place])
-            for rollout, index, place in record.members
+            SavedMember(
+                rollout_id=rollout, index=index, sampling=record.samplings[place], again=again
+            )
+            for rollout, index, place, again in record.members
         ),
     )
 

@@ -192,6 +192,7 @@ CENSORS = frozenset(
         Reason.FAILED,
         Reason.SIBLING_FAILED,
         Reason.EPISODE_FAILED,
+        Reason.MEMBER_LOST,
     }
 )
 """Reasons of drops that may hit long responses more often than short ones."""

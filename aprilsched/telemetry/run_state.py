@@ -177,7 +177,9 @@ class RunState:
             of.PromptsReceived: self._prompts_received,
             of.PromptRefused: self._prompt_refused,
             of.GroupLaunched: self._group_launched,
+            of.MemberLaunched: self._member_launched,
             of.EpisodeStarted: self._episode_started,
+            of.TeardownFailed: self._teardown_failed,
             of.TurnBegun: self._turn_begun,
             of.TurnEnded: self._turn_ended,
             of.TokensDiscarded: self._tokens_discarded,
@@ -425,6 +427,20 @@ class RunState:
         if lengths is None:
             self._launches_unasked |= not self._wanted
 
+    def _member_launched(self, fact: of.MemberLaunched) -> None:
+        self.counters.launched += 1
+        self.counters.regenerated += 1
+        self.rollouts[fact.rollout_id] = RolloutNow(group_id=fact.group_id)
+        self.growing.add(fact.rollout_id)
+        group = self.groups[fact.group_id]
+        group.rollout_ids = (*group.rollout_ids, fact.rollout_id)
+        if not group.growing and not group.evaluated:
+            self._generated -= 1
+        group.growing += 1
+
+    def _teardown_failed(self, _: of.TeardownFailed) -> None:
+        self.counters.teardowns_failed += 1
+
     def _episode_started(self, fact: of.EpisodeStarted) -> None:
         self.outside.add(fact.rollout_id)
 
@@ -499,13 +515,14 @@ class RunState:
         self._forget([fact.group_id])
 
     def _leave(self, group_id: int, rollout_id: int) -> None:
-        """A rollout that has lost a race leaves its group, which goes on without it."""
-        for ids in (self.growing, self.carried):
+        """A rollout that has lost a race, or is lost, leaves its group, which goes on."""
+        grew = rollout_id in self.growing
+        for ids in (self.growing, self.carried, self.scoring, self.outside):
             ids.discard(rollout_id)
         group = self.groups[group_id]
         group.rollout_ids = tuple(each for each in group.rollout_ids if each != rollout_id)
-        group.growing -= 1
-        if not group.growing:
+        group.growing -= grew
+        if grew and not group.growing and not group.evaluated:
             self._generated += 1
 
     def _drop(self, group_id: int, rows: Sequence[tuple[int, Reason, int]], cause: str) -> None:

@@ -91,6 +91,7 @@ class Spans(DispatchingListener):
             of.EvaluationRequested: self._evaluation_requested,
             of.EvaluationDelivered: self._evaluation_delivered,
             of.GroupLaunched: self._launched_group,
+            of.MemberLaunched: self._launched_member,
             of.RolloutFinished: self._finished,
             of.GroupDropped: self._group_dropped,
             of.UpdateBegun: self._update_begun,
@@ -205,6 +206,9 @@ class Spans(DispatchingListener):
 
     def _launched_group(self, fact: of.GroupLaunched) -> None:
         self._launched.update(dict.fromkeys(fact.rollout_ids, self._now))
+
+    def _launched_member(self, fact: of.MemberLaunched) -> None:
+        self._launched[fact.rollout_id] = self._now
 
     def _finished(self, fact: of.RolloutFinished) -> None:
         if fact.rollout_id in self._launched:

@@ -97,6 +97,7 @@ class Summary(DispatchingListener):
             facts.UpdateBegun: self._update_begun,
             facts.UpdateFinished: self._update_finished,
             facts.GroupLaunched: self._launched,
+            facts.MemberLaunched: self._launched_again,
             facts.EpisodeStarted: self._begin,
             facts.AttemptSent: self._begin,
             facts.RolloutFinished: self._finished,
@@ -199,6 +200,10 @@ class Summary(DispatchingListener):
     def _begin(self, fact: facts.AttemptSent | facts.EpisodeStarted) -> None:
         self._sent.add(fact.rollout_id)
         self._bias.newest = max(self._bias.newest, fact.rollout_id)
+
+    def _launched_again(self, fact: facts.MemberLaunched) -> None:
+        if fact.evaluation_id is not None:
+            self._evaluating.add(fact.rollout_id)
 
     def _finished(self, fact: facts.RolloutFinished) -> None:
         self._bias.finished.add(fact.rollout_id)

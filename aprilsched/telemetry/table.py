@@ -140,6 +140,10 @@ _FIGURES: tuple[Figure, ...] = (
            help="Complete groups that wait for their batch."),
     Figure(name="run/request_retries", kind="counter", of=_counted(lambda c: c.retries),
            help="Attempts sent again after one that failed."),
+    Figure(name="run/rollouts_regenerated", kind="counter", of=_counted(lambda c: c.regenerated),
+           help="Rollouts launched in the place of a lost member of their group."),
+    Figure(name="run/teardowns_failed", kind="counter", of=_counted(lambda c: c.teardowns_failed),
+           help="Functions for the end of an episode that raised or did not end in time."),
     *_of_tokens(),
     # --- batches -------------------------------------------------------------------------------
     Figure(name="run/batches_delivered", kind="counter", of=_counted(lambda c: c.batches),

@@ -33,7 +33,7 @@ from aprilsched.config import (
     StopUnit,
     Tokens,
 )
-from aprilsched.core.config import PaceRule, RewardScope
+from aprilsched.core.config import MemberRule, PaceRule, RewardScope
 from aprilsched.core.messages import events as ev
 from aprilsched.core.policies.placement import Placement, ResumeOrder
 from aprilsched.core.policies.refill import LengthBuckets, Pool, Refill, TailBatching, Wave
@@ -94,6 +94,7 @@ class Interleavings(RuleBasedStateMachine):
         keys=st.sampled_from([(None,), (1, "a", None)]),
         pool=st.sampled_from([None, 12, 40]),
         rolling=st.sampled_from([False, False, True]),
+        member=st.sampled_from(["again", "again", "shrink", "drop_group"]),
     )
     def begin(
         self,
@@ -121,6 +122,7 @@ class Interleavings(RuleBasedStateMachine):
         keys: tuple[str | int | None, ...],
         pool: int | None,
         rolling: bool,
+        member: MemberRule,
     ) -> None:
         if rolling:
             pace, straggler, adapters = "asynchronous", "run", False
@@ -150,7 +152,13 @@ class Interleavings(RuleBasedStateMachine):
             ),
             max_staleness=Staleness(bound, rule="mask" if bound is None else rule_),
             # Being given up is an end of its own, tested elsewhere.
-            retries=Retries(attempts=2, interruptions=4, failed_groups=10**9),
+            retries=Retries(
+                attempts=2,
+                interruptions=4,
+                failed_groups=10**9,
+                member=member,
+                smallest_group=1,
+            ),
             health=Health(stall_s=20, fleet_wait_s=60),
             sampling=SamplingParams(max_new_tokens=1_000_000),
         )
@@ -314,13 +322,17 @@ class Interleavings(RuleBasedStateMachine):
         self.driver.feed(dialogues.keep(partial[choice % len(partial)]))
 
     @precondition(lambda self: self.driver.dialogues.thinking)
-    @rule(choice=st.integers(0, 99), raises=st.sampled_from([False, False, False, True]))
-    def episode_ends(self, choice: int, raises: bool) -> None:
+    @rule(
+        choice=st.integers(0, 99),
+        raises=st.sampled_from([False, False, False, True]),
+        lost=st.booleans(),
+    )
+    def episode_ends(self, choice: int, raises: bool, lost: bool) -> None:
         dialogues = self.driver.dialogues
         thinking = list(dialogues.thinking)
         rollout_id = thinking[choice % len(thinking)]
         if raises:
-            self.driver.feed(dialogues.fail(rollout_id))
+            self.driver.feed(dialogues.fail(rollout_id, lost=lost))
         elif dialogues.turns[rollout_id]:
             self.driver.feed(dialogues.end(rollout_id))
 
@@ -431,11 +443,12 @@ class Interleavings(RuleBasedStateMachine):
     # --- callbacks -----------------------------------------------------------------------------
 
     @precondition(lambda self: self.driver.scores)
-    @rule(fails=st.booleans())
-    def scored(self, fails: bool) -> None:
+    @rule(fails=st.booleans(), lost=st.booleans())
+    def scored(self, fails: bool, lost: bool) -> None:
         rollout = self.driver.scores.pop(0).rollout
         if fails:
-            self.driver.feed(ev.RewardFailed(group_id=rollout.group_id, cause="bad"))
+            which = rollout.rollout_id if lost else None
+            self.driver.feed(ev.RewardFailed(group_id=rollout.group_id, cause="bad", lost=which))
         else:
             score = Score(reward=1.0, parts={"answer": float(rollout.rollout_id)})
             self.driver.feed(ev.Rewarded(rollout_id=rollout.rollout_id, score=score))
@@ -602,7 +615,9 @@ class Interleavings(RuleBasedStateMachine):
         for batch in self.driver.batches:
             for group in batch.groups:
                 size = group.prompt.group_size or 2
-                assert len(group.rollouts) == size, "an incomplete group"
+                shrinks = self.driver.config.retries.member == "shrink"
+                least = 1 if shrinks else size
+                assert least <= len(group.rollouts) <= size, "an incomplete group"
             for rollout in batch.rollouts:
                 if self.driver.config.refit == "rolling":
                     own = set(rollout.versions.tolist()) - {-1}  # tokens of the environment

@@ -94,8 +94,8 @@ class Dialogues:
         score = Score(reward=1.0 if rollout_id % 2 else None, info={"rollout": rollout_id})
         return ev.EpisodeFinished(rollout_id=rollout_id, score=score)
 
-    def fail(self, rollout_id: int) -> ev.EpisodeFailed:
-        """The episode raises an error."""
+    def fail(self, rollout_id: int, *, lost: bool = False) -> ev.EpisodeFailed:
+        """The episode raises an error, or MemberLost."""
         del self.thinking[rollout_id]
         self._goes_on(rollout_id)
-        return ev.EpisodeFailed(rollout_id=rollout_id, cause="the tool is broken")
+        return ev.EpisodeFailed(rollout_id=rollout_id, cause="the tool is broken", lost=lost)

@@ -28,7 +28,7 @@ def test_a_failed_attempt_is_sent_again_elsewhere_with_its_tokens():
 
 
 def test_after_the_last_attempt_the_whole_group_is_in_the_ledger_and_replaced():
-    driver = Driver(config(retries=Retries(attempts=2)))
+    driver = Driver(config(retries=Retries(attempts=2, member="drop_group")))
     driver.request_batch()
     key = driver.attempts()[0]
     group_id = driver.sends[key].group_id
@@ -183,7 +183,8 @@ def fail_everywhere(driver: Driver) -> None:
 
 
 def test_requests_that_fail_everywhere_cost_no_engine_that_serves_others():
-    driver = Driver(config(batch_groups=8, group_size=1))
+    whole = Retries(member="drop_group")
+    driver = Driver(config(batch_groups=8, group_size=1, retries=whole))
     driver.request_batch()
     for engine in "ab":
         driver.progress(next(k for k, send in driver.sends.items() if send.engine == engine), 1)

@@ -357,8 +357,9 @@ def test_an_episode_keeps_an_engine_of_its_version_between_two_turns():
     driver.feed(driver.dialogues.ask(thinking[0]))
     assert driver.sends[driver.attempts()[-1]].engine == old
     driver.feed(ev.EngineLost(engine=old, cause="killed"))
-    assert driver.state.in_flight.ledger.rollouts[Reason.VERSION_LOST] == 1
-    assert driver.state.in_flight.ledger.rollouts[Reason.SIBLING_FAILED] == 1
+    assert driver.state.in_flight.ledger.rollouts == {Reason.MEMBER_LOST: 1}
+    begun = driver.state.in_flight.rollouts.keys() & driver.dialogues.thinking.keys()
+    assert max(begun) > max(thinking), "the lost episode begins again"
 
 
 def test_after_a_quiet_time_the_engine_of_a_turns_own_version_is_asked():

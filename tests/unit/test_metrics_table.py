@@ -136,6 +136,8 @@ def test_every_metric_that_has_no_panel_is_a_detail_of_one_that_has():
         "aprilsched_engine_version",
         "aprilsched_rollouts_delivered_total",
         "aprilsched_rollouts_launched_total",
+        "aprilsched_rollouts_regenerated_total",
+        "aprilsched_teardowns_failed_total",
         "aprilsched_tokens_masked_total",
     }
 

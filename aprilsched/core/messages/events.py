@@ -331,10 +331,11 @@ class EpisodeFinished(Event, frozen=True):
 
 
 class EpisodeFailed(Event, frozen=True):
-    """An episode raised."""
+    """An episode raised. `lost`: it said that the rollout is lost (MemberLost)."""
 
     rollout_id: int
     cause: str
+    lost: bool = False
 
 
 class Rewarded(Event, frozen=True):
@@ -352,9 +353,18 @@ class GroupRewarded(Event, frozen=True):
 
 
 class RewardFailed(Event, frozen=True):
-    """The reward or the accept function raised for this group."""
+    """The reward or the accept function raised for this group. `lost` is the rollout that the
+    reward function said is lost (MemberLost), if it did."""
 
     group_id: int
+    cause: str
+    lost: int | None = None
+
+
+class TeardownFailed(Event, frozen=True):
+    """What an episode had registered for its end raised, or did not end in time."""
+
+    rollout_id: int
     cause: str
 
 

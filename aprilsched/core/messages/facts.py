@@ -246,6 +246,16 @@ class GroupLaunched(Fact, frozen=True):
     input_ids: list[int] | None = None
 
 
+class MemberLaunched(Fact, frozen=True):
+    """A rollout of the group is in flight in the place of a lost one, which has left the group and
+    was dropped."""
+
+    group_id: int
+    rollout_id: int
+    instead_of: int
+    evaluation_id: int | None = None
+
+
 class EpisodeStarted(Fact, frozen=True):
     """The episode that drives the rollout was started."""
 
@@ -259,6 +269,13 @@ class TurnBegun(Fact, frozen=True):
     rollout_id: int
     prompt_tokens: int
     environment: int = 0
+
+
+class TeardownFailed(Fact, frozen=True):
+    """What an episode had registered for its end raised, or did not end in time."""
+
+    rollout_id: int
+    cause: str
 
 
 class TurnEnded(Fact, frozen=True):

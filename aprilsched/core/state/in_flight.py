@@ -115,13 +115,8 @@ class InFlight:
                 prompt_ids=prompt.input_ids,
                 eligible=not deferred,
             )
-            self.carry_companions(rollout)
             group.members.append(rollout)
-            self.rollouts[rollout.rollout_id] = rollout
-            if not episodes:
-                self.add_request(rollout, prompt.input_ids, sampling)
-            elif deferred:
-                self.journal.change(rollout)
+            self._enter_flight(rollout, episodes=episodes)
         group.unfinished = len(samplings)
         self.counters.launched += len(samplings)
         if evaluation_id is None:
@@ -129,6 +124,39 @@ class InFlight:
             self.generating += len(samplings)
         self.journal.launch(group)
         return group
+
+    def add_again(
+        self, group: GroupRecord, lost: RolloutRecord, *, episodes: bool
+    ) -> RolloutRecord:
+        """Launch a rollout in a group in the place of a member that has left it."""
+        rollout = RolloutRecord(
+            rollout_id=self._next_id(),
+            index=lost.index,
+            group=group,
+            sampling=lost.sampling,
+            state=State.THINKING,
+            prompt_ids=group.prompt.input_ids,
+            eligible=lost.eligible,
+            again=lost.again + 1,
+        )
+        group.members.append(rollout)
+        group.members.sort(key=lambda member: member.index)
+        group.unfinished += 1
+        self._enter_flight(rollout, episodes=episodes)
+        self.counters.launched += 1
+        self.counters.regenerated += 1
+        if group.evaluation_id is None:
+            self.generating += 1
+        return rollout
+
+    def _enter_flight(self, rollout: RolloutRecord, *, episodes: bool) -> None:
+        """Let a new rollout begin; an episode asks for its turns itself."""
+        self.carry_companions(rollout)
+        self.rollouts[rollout.rollout_id] = rollout
+        if not episodes:
+            self.add_request(rollout, rollout.prompt_ids, rollout.sampling)
+        elif not rollout.eligible:
+            self.journal.change(rollout)
 
     def carry_companions(self, rollout: RolloutRecord) -> None:
         """Let the rollout keep the rows of the companions that the run asks for."""
@@ -350,27 +378,41 @@ class InFlight:
             return
         self.generating -= 1
         if group.complete:
+            if group.left:
+                group.members.sort(key=lambda member: member.index)
             self.ready.add(group)
 
     def end_race(self, group: GroupRecord) -> GroupRecord:
         """Complete a training group with the members that are generated to their end. The others
         leave it as a group of their own, which the caller drops."""
-        losers = GroupRecord(
-            group_id=self._next_id(), prompt=group.prompt, opened=group.opened, size=0
-        )
-        losers.members = [member for member in group.members if member.state in GENERATING]
-        losers.unfinished = len(losers.members)
-        group.members = [member for member in group.members if member.state not in GENERATING]
-        group.left = tuple(member.rollout_id for member in losers.members)
+        losers = self.part(group, [m for m in group.members if m.state in GENERATING])
         group.members.sort(key=lambda member: member.index)
-        for member in losers.members:
-            member.group = losers
-        group.unfinished = 0
-        self.groups[losers.group_id] = losers
-        self.training += 1
         self.ready.add(group)
         self.journal.change_group(group)
         return losers
+
+    def part(self, group: GroupRecord, leaving: list[RolloutRecord]) -> GroupRecord:
+        """Let members leave their group, which is not among the ready. They become a group of their
+        own, which the caller drops."""
+        own = GroupRecord(
+            group_id=self._next_id(),
+            prompt=group.prompt,
+            evaluation_id=group.evaluation_id,
+            opened=group.opened,
+        )
+        own.members = leaving
+        own.unfinished = sum(member.state in GENERATING for member in leaving)
+        if group.racing:
+            group.left = (*group.left, *(member.rollout_id for member in leaving))
+        group.members = [member for member in group.members if member not in leaving]
+        group.unfinished -= own.unfinished
+        for member in leaving:
+            member.group = own
+        self.groups[own.group_id] = own
+        self.training += own.evaluation_id is None
+        if self.work is not None:
+            self.work.note_group(group)
+        return own
 
     # --- leaving ---------------------------------------------------------------------------
 
@@ -418,7 +460,7 @@ class InFlight:
         if group.evaluation_id is None:
             self.training -= 1
             self.generating -= group.unfinished
-            if group.complete and not group.offered:
+            if group in self.ready:
                 self.ready.remove(group)
         for member in group.members:
             del self.rollouts[member.rollout_id]

@@ -35,6 +35,10 @@ class Counters:
     tokens_masked: int = 0
     """Tokens delivered with loss mask 0 because they are older than the staleness bound."""
     retries: int = 0
+    regenerated: int = 0
+    """Rollouts that were launched in the place of a lost member of their group."""
+    teardowns_failed: int = 0
+    """Functions for the end of an episode (``Turn.on_end``) that raised or did not end in time."""
 
 
 _KEPT_ENTRIES = 10_000
@@ -48,7 +52,10 @@ class Reason(StrEnum):
     FAILED = "failed"
     """Its request failed too often, or was refused by the engine."""
     SIBLING_FAILED = "sibling_failed"
-    """Another rollout of its group failed, and a group is dropped as a whole."""
+    """Another rollout of its group failed, and its group was dropped with it."""
+    MEMBER_LOST = "member_lost"
+    """It was lost by the infrastructure. Its group goes on without it, or with another rollout in
+    its place."""
     BAD_PROMPT = "bad_prompt"
     """The prompt cannot be used. It has one entry, and nothing was generated."""
     REWARD_FAILED = "reward_failed"

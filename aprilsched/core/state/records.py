@@ -143,6 +143,8 @@ class RolloutRecord:
     undecided: int | None = None
     """Where the tokens of a withdrawn turn begin, while the episode has not said whether it keeps
     them."""
+    again: int = 0
+    """Number of times that this member of its group was generated or scored again."""
     rewritten: bool = False
     """Saved tokens of the rollout are void: the next snapshot saves all of its tokens again."""
 
@@ -191,7 +193,9 @@ class GroupRecord:
     complete make the group."""
     members: list[RolloutRecord] = field(default_factory=list["RolloutRecord"])
     left: tuple[int, ...] = ()
-    """Ids of the members that have lost such a race. They have left the group."""
+    """Ids of the members that have left such a race, because they lost it or were lost in it."""
+    lost: int = 0
+    """Number of lost members by which the group has shrunk."""
     unfinished: int = 0
     """Members that are still generating."""
     accepted: bool | None = None

@@ -68,11 +68,13 @@ class SavedMember:
     rollout_id: int
     index: int
     sampling: SamplingParams
+    again: int = 0
+    """Number of times that it was generated again before."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SavedGroup:
-    """A launched group; it never changes."""
+    """A launched group. It changes only when a member is lost, and is saved again then."""
 
     group_id: int
     prompt: Prompt
@@ -81,6 +83,8 @@ class SavedGroup:
     again: int | None = None
     size: int | None = None
     """Number of members that it delivers; None for all of them."""
+    lost: int = 0
+    """Number of lost members by which it has shrunk."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +95,7 @@ class GroupState:
     accepted: bool | None = None
     first_run: int | None = None
     left: tuple[int, ...] = ()
-    """Ids of the members that lost a race and have left the group."""
+    """Ids of the members that have left a race, and with it the group."""
 
 
 class SavedRequest(msgspec.Struct, frozen=True, kw_only=True):

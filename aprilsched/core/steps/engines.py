@@ -23,6 +23,7 @@ from aprilsched.core.state.lifecycle import GENERATING, Move, State
 from aprilsched.core.state.records import RequestRecord
 from aprilsched.core.state.state import Outage, SchedulerState
 from aprilsched.core.steps.drop import count_interruption, drop
+from aprilsched.core.steps.members import lose_member
 from aprilsched.core.steps.replan import tell_schedule
 from aprilsched.core.steps.resume import call_again
 from aprilsched.core.steps.turns import take_back
@@ -203,15 +204,14 @@ def _leave(state: SchedulerState, engine: str, cause: str) -> list[RequestRecord
 
 
 def _count_interruptions(state: SchedulerState, requests: list[RequestRecord], cause: str) -> None:
-    """Count an interruption of each request, and drop groups whose request is given up.
+    """Count an interruption of each request, and lose the members whose request is given up.
 
     This comes after all requests are back, because siblings of a dropped rollout must not be called
     back from the engine that is gone."""
     for request in requests:
         exhausted = count_interruption(request, state.config, cause)
         if exhausted and request.request_id in state.in_flight.requests:
-            rollout = request.rollout
-            drop(state, rollout.group, Reason.FAILED, exhausted, culprit=rollout.rollout_id)
+            lose_member(state, request.rollout, Reason.FAILED, exhausted)
 
 
 def _move_open(state: SchedulerState, engine: str, where: State, move: Move) -> None:

@@ -72,7 +72,7 @@ def launch_again(state: SchedulerState, group: GroupRecord) -> None:
         return
     groups = state.evaluations.running[group.evaluation_id]
     groups[groups.index(group)] = _launch_group(
-        state, group.prompt, group.size, evaluation_id=group.evaluation_id
+        state, group.prompt, group.size + group.lost, evaluation_id=group.evaluation_id
     )
 
 
@@ -83,7 +83,8 @@ def begin_again(state: SchedulerState, group: GroupRecord, cause: str) -> None:
     runs it, as it would have done with the former one.
     """
     drop(state, group, Reason.BEGUN_AGAIN, cause)
-    _launch_group(state, group.prompt, group.size, evaluation_id=None, before=group)
+    size = group.size + group.lost
+    _launch_group(state, group.prompt, size, evaluation_id=None, before=group)
 
 
 def on_prompts_arrived(state: SchedulerState, event: ev.PromptsArrived) -> None:

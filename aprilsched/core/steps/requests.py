@@ -15,6 +15,7 @@ from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.steps.drop import count_failure, drop
 from aprilsched.core.steps.engines import lose
 from aprilsched.core.steps.follow import disown, follow, foreign_version
+from aprilsched.core.steps.members import lose_member
 from aprilsched.core.steps.migration import note_crowding
 from aprilsched.core.steps.turns import end_turn, take_back
 
@@ -182,7 +183,10 @@ def on_failed(state: SchedulerState, event: ev.Failed) -> None:
         )
     )
     if rollout.group.dropped is None and exhausted:
-        drop(state, rollout.group, Reason.FAILED, exhausted, culprit=rollout.rollout_id)
+        if event.final:
+            drop(state, rollout.group, Reason.FAILED, exhausted, culprit=rollout.rollout_id)
+        else:
+            lose_member(state, rollout, Reason.FAILED, exhausted)
     else:
         state.in_flight.counters.retries += rollout.group.dropped is None
         take_back(state, request)

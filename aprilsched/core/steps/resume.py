@@ -200,6 +200,7 @@ def _group(state: SchedulerState, saved: Saved, group: SavedGroup) -> GroupRecor
         accepted=None if now is None else now.accepted,
         first_run=None if now is None else now.first_run,
         left=left,
+        lost=group.lost,
     )
     for member in _members(saved, group):
         known = saved.rollouts.get(member.rollout_id)
@@ -216,9 +217,10 @@ def _group(state: SchedulerState, saved: Saved, group: SavedGroup) -> GroupRecor
             prompt=len(rollout.prompt_ids),
         )
         record.members.append(rollout)
-    record.size = len(record.members) if left or group.size is None else group.size
-    record.members.sort(key=lambda member: member.index if left else member.rollout_id)
+    record.size = len(record.members) if group.size is None else group.size
     record.unfinished = sum(member.state in GENERATING for member in record.members)
+    if left and record.complete:
+        record.members.sort(key=lambda member: member.index)
     return record
 
 
@@ -273,6 +275,7 @@ def _rollout(
             stale_keys=known.stale_keys,
         ),
         eligible=known.eligible,
+        again=member.again,
         reward=None if cut_short else known.reward,
         reward_parts={} if cut_short else known.reward_parts,
         info={} if cut_short else known.info,

@@ -11,7 +11,7 @@ whichever that is by then. The other engines run on meanwhile.
 An engine of an old version stays as long as rollouts of that version may need it: those that wait
 to be sent, and episodes between two turns. If the last engine of a version is lost all the same,
 its rollouts begin again under the newest version, and their tokens are in the ledger. An episode
-cannot begin again, since it has acted on its tokens, so its group is dropped.
+has acted on its tokens, so it is a lost member (:mod:`aprilsched.core.steps.members`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from aprilsched.core.state.lifecycle import State
 from aprilsched.core.state.records import RequestRecord
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.steps.batch import training_runs
-from aprilsched.core.steps.drop import abort, drop
+from aprilsched.core.steps.drop import abort
 from aprilsched.core.steps.engines import demote
+from aprilsched.core.steps.members import lose_member
 from aprilsched.core.steps.refit import all_stop
 from aprilsched.core.steps.turns import truncate
 
@@ -60,7 +61,7 @@ def _restart(state: SchedulerState, request: RequestRecord) -> None:
     rollout = request.rollout
     if state.caller.episodes:
         cause = "no engine has the version of its tokens any more"
-        drop(state, rollout.group, Reason.VERSION_LOST, cause, culprit=rollout.rollout_id)
+        lose_member(state, rollout, Reason.VERSION_LOST, cause)
         return
     queue = state.in_flight.queue
     queue.discard(request)

@@ -162,8 +162,9 @@ def _group(group: GroupRecord) -> SavedGroup:
         opened=group.opened,
         again=group.again,
         size=group.size if group.racing else None,
+        lost=group.lost,
         members=tuple(
-            SavedMember(rollout_id=m.rollout_id, index=m.index, sampling=m.sampling)
+            SavedMember(rollout_id=m.rollout_id, index=m.index, sampling=m.sampling, again=m.again)
             for m in group.members
         ),
     )

@@ -136,7 +136,8 @@ def on_episode_finished(state: SchedulerState, event: ev.EpisodeFinished) -> Non
         return
     _drop_undecided(state, rollout)
     if rollout.turns == 0:
-        _fail(state, event.rollout_id, "the episode returned without generating anything")
+        cause = "the episode returned without generating anything"
+        drop(state, rollout.group, Reason.EPISODE_FAILED, cause, culprit=rollout.rollout_id)
     else:
         if rollout.replay is not None:
             forget_rest(state, rollout)
@@ -146,10 +147,6 @@ def on_episode_finished(state: SchedulerState, event: ev.EpisodeFinished) -> Non
             drop(state, rollout.group, Reason.VERSION_LOST, cause, culprit=rollout.rollout_id)
             return
         finish(state, rollout, event.score)
-
-
-def on_episode_failed(state: SchedulerState, event: ev.EpisodeFailed) -> None:
-    _fail(state, event.rollout_id, event.cause)
 
 
 def _withdraw_answered(state: SchedulerState, rollout: RolloutRecord) -> None:
@@ -224,12 +221,6 @@ def _resolve(
     )
 
 
-def _fail(state: SchedulerState, rollout_id: int, cause: str) -> None:
-    rollout = state.in_flight.rollouts.get(rollout_id)
-    if rollout is not None:
-        drop(state, rollout.group, Reason.EPISODE_FAILED, cause, culprit=rollout_id)
-
-
 # --- scoring -------------------------------------------------------------------------------------
 
 # Takes rollouts from generated to accepted: rewards, and the user's accept function.
@@ -238,9 +229,10 @@ def _fail(state: SchedulerState, rollout_id: int, cause: str) -> None:
 def finish(state: SchedulerState, rollout: RolloutRecord, score: Score | None) -> None:
     """Finish a rollout that is generated to its end; `score` is its episode's, if it has one."""
     group = rollout.group
-    if group.racing:
+    if group.racing or group.left:
         # Its place in what is delivered, before a reward function can see it.
-        rollout.index = len(group.members) - group.unfinished
+        taken = {each.index for each in group.members if each.state not in GENERATING}
+        rollout.index = min(set(range(len(group.members))) - taken)
     state.in_flight.finish(rollout)
     state.tell(facts.RolloutFinished(rollout_id=rollout.rollout_id, group_id=group.group_id))
     if group.racing and len(group.members) - group.unfinished == group.size:
@@ -296,12 +288,6 @@ def on_group_rewarded(state: SchedulerState, event: ev.GroupRewarded) -> None:
         if rollout.state is State.SCORING:
             rollout.attach(score)
             _score(state, rollout)
-
-
-def on_reward_failed(state: SchedulerState, event: ev.RewardFailed) -> None:
-    group = state.in_flight.groups.get(event.group_id)
-    if group is not None:
-        drop(state, group, Reason.REWARD_FAILED, event.cause)
 
 
 def on_filtered(state: SchedulerState, event: ev.Filtered) -> None:

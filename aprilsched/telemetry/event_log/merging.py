@@ -263,6 +263,12 @@ class _Merger:
         if fact.group_id not in self._state.groups:
             yield fact
             return
+        known = self._state.groups[fact.group_id].rollout_ids
+        if set(known) != set(fact.rollout_ids):
+            # A member was lost, or took the place of a lost one, after the group was saved.
+            yield self._dropped(fact.group_id, known)
+            yield fact
+            return
         for place, rollout_id in enumerate(fact.rollout_ids):
             rollout = self._state.rollouts[rollout_id]
             lost = rollout.sampled - lengths.sampled[place]

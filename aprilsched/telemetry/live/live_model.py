@@ -88,6 +88,8 @@ class Faults:
     """Number of dropped rollouts by reason."""
     engines_lost: int = 0
     retries: int = 0
+    regenerated: int = 0
+    """Number of rollouts that were launched in the place of a lost one."""
     latest: str = ""
     ago: float = 0.0
 
@@ -202,7 +204,11 @@ class History:
 # --- live model ----------------------------------------------------------------------------------
 
 
-_FAILED = {Reason.REWARD_FAILED.value: "a reward", Reason.EPISODE_FAILED.value: "an episode"}
+_FAILED = {
+    Reason.REWARD_FAILED.value: "a reward",
+    Reason.EPISODE_FAILED.value: "an episode",
+    Reason.MEMBER_LOST.value: "a member of a group",
+}
 
 
 class LiveModel(DispatchingListener):
@@ -378,6 +384,7 @@ class LiveModel(DispatchingListener):
             dropped={str(reason): n for reason, n in dropped.items()},
             engines_lost=sum(engine.losses for engine in self._figures.state.engines.values()),
             retries=self._figures.counters.retries,
+            regenerated=self._figures.counters.regenerated,
             latest=latest,
             ago=max(0.0, now - at) if latest else 0.0,
         )

@@ -421,6 +421,8 @@ def _faults(snapshot: Snapshot, glyphs: Glyphs) -> list[Text]:
         said.append(f"{plural(faults.engines_lost, 'engine')} lost, {out} still out")
     if faults.retries:
         said.append("1 retry" if faults.retries == 1 else f"{faults.retries:,} retries")
+    if faults.regenerated:
+        said.append(f"{faults.regenerated:,} generated again")
     latest = f"{clock_time(faults.ago)} ago: {faults.latest}"
     if not said:
         line.append(latest, style=style)
