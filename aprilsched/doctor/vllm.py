@@ -98,7 +98,21 @@ async def _examined(engine: VLLMEngine) -> list[Finding]:
         else:
             verdict = await _tried(scenario(engine))
         found.append(_finding(name, verdict, meaning, "does the same, and aborts until it ends"))
-    found += [
+    found += _told(engine)
+    found.append(
+        _finding(
+            "left as found",
+            await _tried(_unchanged(engine)),
+            "This command resumes what it paused and ends what it began.",
+            "none",
+        )
+    )
+    return found
+
+
+def _told(engine: VLLMEngine) -> list[Finding]:
+    """What follows from the server's release and settings, without a try."""
+    return [
         _finding(
             "tied embeddings",
             _tied(engine),
@@ -129,14 +143,7 @@ async def _examined(engine: VLLMEngine) -> list[Finding]:
             "Several adapters can be loaded while the server generates.",
             "publishes adapters only where it is possible",
         ),
-        _finding(
-            "left as found",
-            await _tried(_unchanged(engine)),
-            "This command resumes what it paused and ends what it began.",
-            "none",
-        ),
     ]
-    return found
 
 
 def _finding(check: str, verdict: Verdict, meaning: str, action: str) -> Finding:
@@ -273,7 +280,7 @@ async def _paused(engine: VLLMEngine, mode: PauseMode) -> Verdict:
 
 async def _unchanged(engine: VLLMEngine) -> Verdict:
     facts = engine.facts
-    label, paused = await engine._ask_label(), await engine.is_paused()  # pyright: ignore[reportPrivateUsage]
+    label, paused = await engine.ask_label(), await engine.is_paused()
     if label != facts.label or paused:
         return failed(f"its label is {label!r}, paused: {paused}", "look at its log")
     return passed(f"its label is {label!r}, and it is not paused")

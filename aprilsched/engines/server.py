@@ -148,7 +148,7 @@ class Control(Generic[FactsT]):
     """What is known of one server, and the checks around its control calls.
 
     A subclass says how the program of the server is asked: `pause`, `flush`, `resume`,
-    `_ask_label`, `_ask_process`, `_set_label`, `_release` and `_wake`.
+    `ask_label`, `_ask_process`, `_set_label`, `_release` and `_wake`.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class Control(Generic[FactsT]):
     async def version(self) -> int:
         """Ask for the policy version; raise if the weights are inconsistent."""
         # The server is asked in any case: that it is lost matters more than its weights.
-        version = version_number(await self._ask_label(), self._first_version)
+        version = version_number(await self.ask_label(), self._first_version)
         if self._open_update:
             raise InconsistentWeights(
                 self.name,
@@ -214,7 +214,7 @@ class Control(Generic[FactsT]):
         await self._check_process()
         if label:
             await self._set_label(self._name_of(version))
-        said = await self._ask_label()
+        said = await self.ask_label()
         if version_number(said, self._first_version) != version:
             raise EngineRejected(
                 self.name,
@@ -261,7 +261,7 @@ class Control(Generic[FactsT]):
         """See :meth:`aprilsched.engines.base.Engine.resume`."""
         raise NotImplementedError
 
-    async def _ask_label(self) -> str:
+    async def ask_label(self) -> str:
         """Ask for the label of the weights that the server has now."""
         raise NotImplementedError
 

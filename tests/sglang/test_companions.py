@@ -19,7 +19,8 @@ from aprilsched import Prompt, Rollout, SamplingParams
 from aprilsched.companions import Companion, routed_experts
 from aprilsched.config import Dispatch
 from aprilsched.core.policies.straggler import StragglerRule
-from tests.sglang.recorded import Run, long_tail, record, scores
+from tests.sglang.helpers import reset
+from tests.sglang.recorded import Run, crossing, long_tail, record, scores
 from tests.sglang.server import CpuServer, write_model
 from tests.sglang.test_scheduler import wait
 
@@ -38,8 +39,11 @@ RULES: dict[str, tuple[StragglerRule, dict[str, Any]]] = {
     "in place": ("in_place", {}),
     "run": ("run", {}),
     "choose": ("choose", {"dispatch": Dispatch(order="longest")}),
-    "rolling": ("run", {"pace": "asynchronous", "refit": "rolling"}),
 }
+LONG = ("in place", "run", "choose")
+TRIES = 4
+"""Number of runs until one has rollouts of several versions. On a busy machine the long responses
+may all end before the update."""
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +110,8 @@ def truth(models: Sequence[Path], rollouts: Sequence[Rollout], folder: Path) -> 
 def runs(servers: tuple[CpuServer, CpuServer], mixtures: tuple[Path, Path]) -> Callable[[str], Run]:
     async def make(kind: str) -> Run:
         rule, changes = RULES[kind]
+        for server in servers:
+            await reset(server.url, mixtures[0])
         return await record(
             [server.url for server in servers],
             mixtures,
@@ -115,10 +121,20 @@ def runs(servers: tuple[CpuServer, CpuServer], mixtures: tuple[Path, Path]) -> C
             changes={"companions": COMPANIONS, "batch_groups": 3, **changes},
         )
 
-    return lambda kind: wait(make(kind))
+    def run(kind: str) -> Run:
+        found = wait(make(kind))
+        for _ in range(TRIES - 1):
+            if kind == "run" or crossing(found):
+                break
+            found = wait(make(kind))
+        return found
+
+    return run
 
 
-@pytest.mark.parametrize("kind", RULES)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.long] * (kind in LONG)) for kind in RULES]
+)
 def test_rows_are_those_of_the_version_of_their_token(
     kind: str, runs: Callable[[str], Run], mixtures: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -130,8 +146,7 @@ def test_rows_are_those_of_the_version_of_their_token(
         upto = rollout.segments[0].end if kind == "in place" else len(rollout)
         _check_experts(rollout, [own[index] for own in says.experts], upto)
         _check_masks(rollout, [own[index] for own in says.logprobs], upto)
-    if kind not in ("run", "rolling"):
-        assert any(len(set(rollout.versions.tolist())) > 1 for rollout in chosen)
+    assert kind == "run" or crossing(run)
 
 
 def _check_experts(rollout: Rollout, says: Sequence[NDArray[np.uint8]], upto: int) -> None:

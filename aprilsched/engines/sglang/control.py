@@ -144,7 +144,7 @@ class ServerControl(Control[ServerFacts]):
 
     # --- weights -------------------------------------------------------------------------------
 
-    async def _ask_label(self) -> str:
+    async def ask_label(self) -> str:
         return await weight_label(self.name, self._server, self._limits.control_timeout)
 
     async def _ask_process(self) -> object:

@@ -167,7 +167,7 @@ class VLLMEngine(HttpEngine[ServerFacts]):
 
     # --- weights -------------------------------------------------------------------------------
 
-    async def _ask_label(self) -> str:
+    async def ask_label(self) -> str:
         label = await weight_label(self.name, self._transport, self._limits.control_timeout)
         if label == LOADING and not self._open_update:
             self._open_update = "an update of another client"
@@ -185,7 +185,7 @@ class VLLMEngine(HttpEngine[ServerFacts]):
         A checkpoint in which tensors are missing is loaded without an error (0.32).
         """
         with self._update(f"loading {path}"):
-            before = await self._ask_label()
+            before = await self.ask_label()
             await self._set_label(LOADING)
             try:
                 await self._reload(str(path))
