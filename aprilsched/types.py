@@ -199,7 +199,7 @@ class Prompt:
             given: Any = self.media
             several: Any = cast("Any", given if isinstance(given, list | tuple) else (None,))
             if not all(isinstance(each, Media) for each in several):
-                raise ConfigError(f"media is {typed(given)}; give a tuple of Media(...).")
+                raise ConfigError(f"media is {typed(self.media)}; give a tuple of Media(...).")
             object.__setattr__(self, "media", tuple(several))
         key: object = self.key
         # A key of a subclass or of NumPy would not be remembered, nor found again in a store.
