@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from aprilsched.config import Retries, SchedulerConfig, Staleness, TailBatching
@@ -11,6 +9,8 @@ from aprilsched.core.messages import events as ev
 from aprilsched.core.messages import facts
 from aprilsched.core.state.ledger import Reason
 from aprilsched.core.state.records import GroupRecord
+from aprilsched.errors import ConfigError
+from aprilsched.integrations import check_fixed_groups
 from aprilsched.store import MemoryStore, SqliteStore, Store
 from aprilsched.types import Score
 from tests.support.driver import Driver, Key, prompts
@@ -110,18 +110,14 @@ def test_each_member_has_its_own_number_of_tries():
     assert [member.again for member in group.members] == [1, 1, 1]
 
 
-@pytest.mark.parametrize(
-    "fail",
-    [
-        lambda d, g: d.fail(d.attempts(g.group_id)[0], final=True),
-        lambda d, g: d.feed(ev.RewardFailed(group_id=g.group_id, cause="a bug")),
-    ],
-    ids=["refused by the engines", "the reward raised"],
-)
-def test_what_would_fail_again_drops_the_group(fail: Callable[[Driver, GroupRecord], None]):
+@pytest.mark.parametrize("refused", [True, False])
+def test_what_would_fail_again_drops_the_group(refused: bool):
     driver = Driver(config(), engines=("a",), reward_scope="rollout")
     group = begun(driver)
-    fail(driver, group)
+    if refused:
+        driver.fail(driver.attempts(group.group_id)[0], final=True)
+    else:
+        driver.feed(ev.RewardFailed(group_id=group.group_id, cause="a bug"))
     assert group.dropped is not None
     assert Reason.MEMBER_LOST not in ledger(driver)
 
@@ -303,3 +299,10 @@ def test_listeners_are_told_which_rollout_takes_the_place_of_a_lost_one():
     (launched,) = (each for each in told if isinstance(each, facts.MemberLaunched))
     assert (launched.group_id, launched.instead_of) == (group.group_id, gone)
     assert launched.rollout_id == group.members[0].rollout_id
+
+
+def test_trainers_of_groups_of_one_size_refuse_groups_that_shrink():
+    for rule in ("again", "drop_group"):
+        check_fixed_groups(config(rule), "TRL")
+    with pytest.raises(ConfigError, match='TRL takes groups of one size; set "again" or'):
+        check_fixed_groups(config("shrink"), "TRL")
