@@ -308,7 +308,7 @@ class SchedulerConfig:
         """
         behaviour = BEHAVIOURS[self.straggler]
         recomputes = behaviour.waits_inside and self.cached_kv == "recompute"
-        if recomputes and any(each.per == "context" for each in self.policies.companions):
+        if recomputes and any(Companion.of(each).per == "context" for each in self.companions):
             told = BEHAVIOURS["abort"].told
             return replace(
                 behaviour,

@@ -87,6 +87,7 @@ EVERYTHING = Rule(ours=("aprilsched",))
 
 _SHARED = Rule(
     ours=(
+        "aprilsched.companions",
         "aprilsched.engines.base",
         "aprilsched.engines.fleet",
         "aprilsched.engines.http",
@@ -341,6 +342,7 @@ RULES: dict[str, Rule] = {
     # The engine protocol, but no particular engine: that is what lets a test bring its own.
     "aprilsched.coordinator": Rule(
         ours=(
+            "aprilsched.companions",
             "aprilsched.timing",
             "aprilsched.config",
             "aprilsched.coordinator",
@@ -383,11 +385,14 @@ RULES: dict[str, Rule] = {
         )
     ),
     # The server side of SGLang's HTTP API, for the test server and the gateway; it knows neither.
-    "aprilsched.serving": Rule(ours=("aprilsched.errors", "aprilsched.serving")),
+    "aprilsched.serving": Rule(
+        ours=("aprilsched.errors", "aprilsched.serving", "aprilsched.types")
+    ),
     # For tests of other projects, too: the embedded engine behind SGLang's HTTP API.
     "aprilsched.testing": Rule(
         ours=(
             "aprilsched.checks",
+            "aprilsched.companions",
             "aprilsched.engines",
             "aprilsched.errors",
             "aprilsched.extras",
@@ -417,6 +422,7 @@ RULES: dict[str, Rule] = {
         ours=(
             # The version in the answers.
             "aprilsched.__version__",
+            "aprilsched.checks",
             "aprilsched.coordinator",
             "aprilsched.core",
             "aprilsched.engines",

@@ -95,7 +95,7 @@ def test_what_a_server_would_ignore_is_refused():
     )
     engine = SGLangEngine("http://127.0.0.1:9")
     engine._facts = facts  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
-    check = engine._check_ids  # pyright: ignore[reportPrivateUsage]
+    check = engine._check_request  # pyright: ignore[reportPrivateUsage]
     check(replace(request(), sampling=SamplingParams(request={"priority": 1})))
     check(replace(request(), media=(Media("image", "a.png"),)))
     with pytest.raises(EngineRejected, match="knows no field prioritty; correct request"):

@@ -339,7 +339,7 @@ def test_an_update_returns_when_the_store_has_it():
                 await update
                 saved = store.open()
                 assert saved is not None
-                assert (saved.run.version, saved.batches) == (1, ())
+                assert (saved.run.version, saved.batches) == (1, [])
             finally:
                 for _ in range(100):
                     store.gate.release()
