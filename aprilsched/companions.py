@@ -117,7 +117,8 @@ class Companion:
             return value
         if isinstance(value, Mapping):
             try:
-                return Companion(**{**value, "shape": tuple(value.get("shape", ()))})
+                given: dict[str, Any] = {**value, "shape": tuple(value.get("shape", ()))}
+                return Companion(**given)
             except TypeError as error:
                 raise ConfigError(f"{dict(value)!r} is no companion ({error}).") from error
         written = _WRITTEN.fullmatch(value)

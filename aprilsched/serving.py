@@ -505,8 +505,11 @@ class Backend(Protocol):
     """
 
     model_path: str
-    generate_body: type[msgspec.Struct]
-    """The body of POST /generate."""
+
+    @property
+    def generate_body(self) -> type[msgspec.Struct]:
+        """The body of POST /generate."""
+        ...
 
     @property
     def label(self) -> str:

@@ -899,10 +899,6 @@ def _refuse(what: str, why: str) -> NoReturn:
     raise ConfigError(f"{what} does not work with aprilsched: {why}; leave it out.")
 
 
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
 def _check_sample(sample: Any) -> None:
     inputs: dict[str, Any] = sample.multimodal_inputs or {}
     if sample.multimodal_train_inputs is not None or any(v is not None for v in inputs.values()):

@@ -250,7 +250,7 @@ def test_companions_are_aligned_to_the_tokens(packed: bool) -> None:
         expected = rollout.companions["routed_experts"].exact.tolist()
         assert exact.tolist() == [True] * prompt + expected
         for index in range(size):
-            first, last = masks.offsets[begin + index : begin + index + 2].tolist()
+            first, last = (int(masks.offsets[begin + index + step]) for step in (0, 1))
             place = index - prompt
             kept = [int(rollout.token_ids[place])] * (place % 3) if place >= 0 else []
             assert masks.values[first:last].tolist() == kept
