@@ -36,6 +36,8 @@ KINDS: Mapping[str, Per] = {
 }
 """What there is a row for, by the name of the companion."""
 _RAGGED = frozenset({"sampling_mask"})
+MOST_KEPT = 4096
+"""Largest number of ids in a sampling mask: the largest top-k with which SGLang returns it."""
 _WRITTEN = re.compile(r"(?P<name>\w+)(=(?P<dtype>\w+)(\[(?P<shape>[\d, ]*)\])?)?(?P<required>!)?")
 _ROW_BYTES = 1 << 20
 """Largest size of one row. 1,000 layers with 256 experts of 4 bytes each fit."""

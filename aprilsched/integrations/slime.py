@@ -48,7 +48,7 @@ from typing import Any, NoReturn, TypeVar, cast
 import numpy as np
 
 from aprilsched.blocking import RolloutScheduler
-from aprilsched.companions import Companion, routed_experts
+from aprilsched.companions import MOST_KEPT, Companion, routed_experts
 from aprilsched.config import SchedulerConfig
 from aprilsched.engines.http import ServerAddress
 from aprilsched.engines.sglang.fleet import SGLangFleet
@@ -858,8 +858,6 @@ class _Trainer:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop().loop))
 
 
-_MOST_KEPT = 4096
-"""Largest top-k with which SGLang returns sampling masks."""
 _ELSEWHERE = "it sends requests of its own, which the scheduler does not see"
 
 
@@ -869,11 +867,11 @@ def _check(args: Any, trainer: _Trainer) -> None:
         _refuse("--custom-generate-function-path", _ELSEWHERE)
     if getattr(args, "use_rollout_indexer_replay", False):
         _refuse("--use-rollout-indexer-replay", "its layers are not known from the arguments")
-    if _keeps_masks(args, trainer) and not 1 <= args.rollout_top_k <= _MOST_KEPT:
+    if _keeps_masks(args, trainer) and not 1 <= args.rollout_top_k <= MOST_KEPT:
         raise ConfigError(
             f"--rollout-top-p {args.rollout_top_p} needs the tokens that each token was sampled "
             f"from, which SGLang returns for a finite top-k; set --rollout-top-k, at most "
-            f"{_MOST_KEPT}."
+            f"{MOST_KEPT}."
         )
 
 

@@ -19,7 +19,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from aprilsched.checks import OWN
-from aprilsched.companions import Companion
+from aprilsched.companions import MOST_KEPT, Companion
 from aprilsched.engines.base import Chunk, GenerationRequest
 from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.engines.sim.sim_engine import TAGS
@@ -47,8 +47,6 @@ from aprilsched.types import SamplingParams
 
 # Makes the request of the embedded engine from a body, and refuses what SGLang would refuse.
 
-_MOST_KEPT = 4096
-"""Largest number of ids in a sampling mask."""
 _DEFAULT_NEW_TOKENS = 128
 _KNOWN = {*OWN, *SERVER, "n", "stop", "stream_interval"}
 """SGLang's sampling parameters; those of the server's own are not modelled."""
@@ -115,10 +113,10 @@ def _companions(
     if body.return_indexer_topk:
         found.append((Companion("indexer_topk", "int32", config.rows), 0))
     if body.return_sampling_mask:
-        if sampling.temperature > 0 and not 1 <= sampling.top_k <= _MOST_KEPT:
+        if sampling.temperature > 0 and not 1 <= sampling.top_k <= MOST_KEPT:
             raise Refused(
                 "return_sampling_mask requires top_k=1 for greedy sampling or finite "
-                f"1 < top_k <= {_MOST_KEPT}; got top_k={sampling.top_k}."
+                f"1 < top_k <= {MOST_KEPT}; got top_k={sampling.top_k}."
             )
         found.append((Companion("sampling_mask"), 0))
     return tuple(found)
