@@ -140,7 +140,7 @@ async def test_the_same_weights_agree_and_other_weights_do_not(
         report = report_data(folder)
         assert report.alignment is not None
         assert report.alignment.whole.k3 == pytest.approx(found.whole.k3)
-        assert report.headline("alignment_k3").value == pytest.approx(found.whole.k3)
+        assert report.headline("alignment.whole.k3").value == pytest.approx(found.whole.k3)
         assert "engine and trainer differ by" in page([report], library="")
 
 
