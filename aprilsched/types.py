@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -370,8 +371,7 @@ class Answer:
         return Answer(values=values, sizes=sizes) if sizes else None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Rollout:
+class Rollout(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """One sampled response. All token arrays have the length of the response, T.
 
     Attributes:
@@ -412,9 +412,9 @@ class Rollout:
     reward: float | None = None
     turns: int = 1
     stale_keys: bool = False
-    reward_parts: Mapping[str, float] = field(default_factory=dict[str, float])
-    info: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    companions: Mapping[str, CompanionRows] = field(default_factory=dict[str, CompanionRows])
+    reward_parts: Mapping[str, float] = {}
+    info: Mapping[str, Any] = {}
+    companions: Mapping[str, CompanionRows] = {}
     answers: tuple[Answer, ...] = ()
 
     def __len__(self) -> int:

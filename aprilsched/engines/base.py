@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
+import msgspec
+
 from aprilsched.companions import Companion, Rows
 from aprilsched.types import (
     Answer,
@@ -79,8 +81,7 @@ class Capabilities:
     """Name and version of the server, for people to read."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class GenerationRequest:
+class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """One request for tokens: the whole context so far, and the sampling parameters.
 
     All `request_id` of a run have the same length, because SGLang aborts by prefix.
@@ -103,8 +104,7 @@ class GenerationRequest:
     rank: int = 0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Chunk:
+class Chunk(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """New tokens of one request; only the last chunk has a `finish`.
 
     `token_ids` int32 [n] and `logprobs` float32 [n] describe the same n tokens; n may be 0. The

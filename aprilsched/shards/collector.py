@@ -667,4 +667,6 @@ def _masked_rollout(rollout: Rollout, oldest: int) -> Rollout:
     first = rollout.oldest_version
     if first is None or first >= oldest:
         return rollout
-    return replace(rollout, loss_mask=rollout.loss_mask & (rollout.versions >= oldest))
+    return msgspec.structs.replace(
+        rollout, loss_mask=rollout.loss_mask & (rollout.versions >= oldest)
+    )

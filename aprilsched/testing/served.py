@@ -19,10 +19,11 @@ import uuid
 import zlib
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 from aiohttp import web
 
@@ -225,7 +226,9 @@ class ServedEngine:
             ids, logprobs = ids[:kept], logprobs[:kept]
         rows = [chunk.token_rows for chunk in chunks if chunk.token_rows is not None]
         joined = {name: Rows.join([each[name] for each in rows]) for name in last.token_rows or ()}
-        return replace(last, token_ids=ids, logprobs=logprobs, token_rows=joined or None)
+        return msgspec.structs.replace(
+            last, token_ids=ids, logprobs=logprobs, token_rows=joined or None
+        )
 
     async def healthy(self) -> bool:
         """Whether it generates a token in time, as SGLang's health checks test; they hang while it

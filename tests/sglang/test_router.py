@@ -8,6 +8,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from aprilsched import DiskPublisher, RolloutScheduler, SchedulerConfig, SGLangFleet
@@ -159,10 +160,12 @@ async def test_what_the_router_would_leave_out_is_refused(fleet: SGLangRouterFle
     request = greedy(4)
     biased = replace(request.sampling, extra={"logit_bias": {"5": 1.0}})
     with pytest.raises(EngineRejected, match="does not pass on") as caught:
-        await whole(fleet.engines[0], replace(request, sampling=biased))
+        await whole(fleet.engines[0], msgspec.structs.replace(request, sampling=biased))
     assert caught.value.status == 400
     passed = replace(request.sampling, extra={"repetition_penalty": 1.3})
-    assert len(await whole(fleet.engines[0], replace(request, sampling=passed))) == 4
+    assert (
+        len(await whole(fleet.engines[0], msgspec.structs.replace(request, sampling=passed))) == 4
+    )
 
 
 async def test_workers_that_leave_and_join_are_seen(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import msgspec
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from aprilsched.core.messages import events as ev
 from aprilsched.core.policies.placement import rank_of

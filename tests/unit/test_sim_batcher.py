@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from aprilsched.engines.sim.batcher import Batcher
 from aprilsched.engines.sim.sequence import version_spans

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import groupby
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from aprilsched.core.lengths.observed import GroupLengths
 from aprilsched.core.messages import facts as of

@@ -134,9 +134,9 @@ class Waiting:
 
     def discard(self, request: RequestRecord) -> None:
         """Remove a request. It leaves the inside of the heap later, when it comes to the top."""
-        _, lane = self._waiting.pop(request.request_id, (None, None))
-        if lane is None:
+        if request.request_id not in self._waiting:
             return
+        _, lane = self._waiting.pop(request.request_id)
         self._of[lane[1]] -= 1
         heap = self._heaps[lane]
         while heap and not self._in_lane(heap[0][1], lane):

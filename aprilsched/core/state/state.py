@@ -403,11 +403,12 @@ class SchedulerState:
         """Count the work of an engine up to now. To be called before the number of its open
         requests changes, and when it stops or continues."""
         control = self.fleet.control.engines.get(engine)
-        if control is not None:
+        if control is None:
+            return
+        health = self.fleet.health.of(engine)
+        if health.at < self.now:  # many requests are sent at one instant
             works = control.mode in _WORKING and control.paused_elsewhere is None
-            self.fleet.health.of(engine).advance(
-                self.now, self.in_flight.open[engine] if works else 0
-            )
+            health.advance(self.now, self.in_flight.open[engine] if works else 0)
 
     @property
     def asynchronous(self) -> bool:

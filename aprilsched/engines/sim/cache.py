@@ -40,8 +40,11 @@ class KvPool:
 
     def queue(self, sequence: Sequence) -> None:
         """Put a request at the end of the queue, or before those of a higher rank."""
+        if not self._by_rank:
+            self.waiting.append(sequence)
+            return
         place = len(self.waiting)
-        while self._by_rank and place:
+        while place:
             if self.waiting[place - 1].request.rank <= sequence.request.rank:
                 break
             place -= 1
