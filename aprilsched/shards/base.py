@@ -16,6 +16,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Protocol
 
+import msgspec
+
 from aprilsched.coordinator.refits import RefitReport
 from aprilsched.core.config import SchedulerConfig
 from aprilsched.core.policies.refill import PoolView, Refill
@@ -227,7 +229,7 @@ def qualified(group: Group, prompt: Prompt, *, slot: int, shard: str) -> Group:
 
 
 def _qualified(rollout: Rollout, group_id: int, slot: int, shard: str) -> Rollout:
-    return replace(
+    return msgspec.structs.replace(
         rollout,
         rollout_id=qualified_id(rollout.rollout_id, slot),
         group_id=group_id,

@@ -24,9 +24,10 @@ import itertools
 import uuid
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from aprilsched.engines.base import (
@@ -312,7 +313,7 @@ async def every_token_arrives_once(subject: Subject) -> None:
 async def cache_keys_keep_prefixes_apart(subject: Subject) -> None:
     """With another key no KV is shared, and the tokens are the same."""
     found = [
-        await whole(subject.engine, replace(greedy(40), cache_key=key))
+        await whole(subject.engine, msgspec.structs.replace(greedy(40), cache_key=key))
         for key in ("version-1", "version-2", "version-3", None)
     ]
     assert not any(stream.last.cached_tokens for stream in found)

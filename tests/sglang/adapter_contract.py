@@ -7,9 +7,10 @@ import asyncio
 import shutil
 import uuid
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -47,7 +48,7 @@ AdapterCheck = Callable[[Adapting], Awaitable[None]]
 
 def adapted(adapter: str | None, tokens: int = 64) -> GenerationRequest:
     """A greedy request with `adapter`."""
-    return replace(greedy(tokens), adapter=adapter)
+    return msgspec.structs.replace(greedy(tokens), adapter=adapter)
 
 
 async def every_adapter_samples_by_itself(subject: Adapting) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -30,7 +30,7 @@ PREFIX = np.arange(100, 228, dtype=np.int32)
 
 def keyed(key: str | None) -> GenerationRequest:
     """A request that continues the long prefix."""
-    return replace(greedy(20, prompt=PREFIX), cache_key=key)
+    return msgspec.structs.replace(greedy(20, prompt=PREFIX), cache_key=key)
 
 
 async def test_equal_keys_share_a_prefix_and_others_do_not(engine: SGLangEngine) -> None:

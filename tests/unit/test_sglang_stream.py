@@ -6,9 +6,9 @@ import json
 from base64 import b64encode
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -454,7 +454,7 @@ def test_what_a_request_keeps_comes_with_its_last_event(as_object: bool) -> None
     sampling = SamplingParams(
         max_new_tokens=MAX_TOKENS, keep=("hidden_states", "dp_rank", "large", "missing")
     )
-    assembler = ChunkAssembler("engine:1", replace(asked(), sampling=sampling))
+    assembler = ChunkAssembler("engine:1", msgspec.structs.replace(asked(), sampling=sampling))
 
     def fed(payload: bytes) -> Chunk:
         return assembler.convert(json.loads(payload)) if as_object else assembler.feed(payload)
@@ -470,7 +470,7 @@ def test_what_a_request_keeps_comes_with_its_last_event(as_object: bool) -> None
 
 
 def test_the_tokens_of_a_prompt_are_told_where_it_has_media() -> None:
-    with_media = replace(asked(), media=(Media("image", "a.png"),))
+    with_media = msgspec.structs.replace(asked(), media=(Media("image", "a.png"),))
     for request, told in ((asked(), None), (with_media, 68)):
         assembler = ChunkAssembler("engine:1", request)
         assert assembler.feed(event(0, 2, prompt_tokens=68)).prompt_tokens == told

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -209,7 +210,7 @@ def with_companions(given: Rollout) -> Rollout:
     prompt, tokens = len(given.prompt_ids), len(given)
     values = np.arange(prompt + tokens - 1, dtype=np.uint8)[:, np.newaxis, np.newaxis]
     exact = np.arange(tokens) % 4 != 3
-    return replace(
+    return msgspec.structs.replace(
         given,
         companions={
             "routed_experts": CompanionRows(

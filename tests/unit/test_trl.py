@@ -15,11 +15,11 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -748,7 +748,9 @@ def test_a_response_with_a_part_for_reasoning_is_taken_apart_as_by_trl(cpu: Any,
     tokenizer.add_tokens(["<think>", "</think>"])
     made = worker(cpu, tmp_path, processing_class=tokenizer)
     ids = tokenizer("<think> w7 w8 </think> w9")["input_ids"]
-    rollout = replace(of_versions(*[1] * len(ids)), token_ids=np.array(ids, dtype=np.int32))
+    rollout = msgspec.structs.replace(
+        of_versions(*[1] * len(ids)), token_ids=np.array(ids, dtype=np.int32)
+    )
     (message,) = made._chat.completion([{"role": "user", "content": "w5"}], rollout)
     assert message["content"].split() == ["w9"]
     assert message["reasoning_content"].split() == ["w7", "w8"]
