@@ -7,6 +7,7 @@ compared with the router of transformers under the version of its token, over th
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -33,6 +34,7 @@ from aprilsched import (
 from aprilsched.companions import Companion, routed_experts
 from aprilsched.config import Dispatch, Pool
 from aprilsched.core.policies.straggler import StragglerRule
+from aprilsched.doctor import examine
 from aprilsched.engines.http import ServerAddress
 from aprilsched.errors import PromptsExhausted
 from aprilsched.testing.contract import until
@@ -226,6 +228,24 @@ def _check_masks(rollout: Rollout, says: Sequence[NDArray[np.float32]], upto: in
         maybe = set(order[before < TOP_P + CLOSE].tolist())
         assert int(rollout.token_ids[index]) in kept
         assert sure <= kept <= maybe
+
+
+async def test_the_doctor_proves_a_refit_and_that_rows_join(
+    servers: tuple[CpuServer, CpuServer], mixtures: tuple[Path, Path]
+) -> None:
+    await _fresh(servers, mixtures)
+    findings = await examine(servers[0].url, refit=str(mixtures[1]))
+    found = {finding.check: finding for finding in findings}
+    assert [finding for finding in findings if finding.status == "fail"] == []
+    assert "routed_experts, sampling_mask came" in found["companions"].seen
+    assert "hidden_states (--enable-return-hidden-states)" in found["companions"].seen
+    first, more, positions, same = map(int, re.findall(r"\d+", found["rows at a seam"].seen))
+    assert first + more == positions == same
+    before, again, other, back = found["refit by its logprobs"].seen.split(": ")[1].split(", ")
+    assert before == again == back != other
+    new, rows, old = map(int, re.findall(r"\d+", found["rows after a retract"].seen))
+    assert new == rows > 2 * old
+    assert "'default'" in found["left as found"].seen
 
 
 # --- servers and trainers that die ---------------------------------------------------------------
