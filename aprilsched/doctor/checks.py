@@ -692,7 +692,7 @@ def _differ(one: Response, other: Response) -> bool:
     "with routed experts, calls unfinished responses back before an update",
 )
 def rows_after_a_retract(notes: Notes) -> Verdict:
-    """What is recomputed under new weights has their routing, and nothing says so."""
+    """After a retract with recompute, older tokens come with the new weights' routing."""
     if "routed_experts" not in notes.returns:
         return passed(_NO_ROWS)
     if len(notes.refit.rows) < 3:
