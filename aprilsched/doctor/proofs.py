@@ -29,6 +29,8 @@ from aprilsched.types import Float32Array, Int32Array, SamplingParams
 ServerEngine: TypeAlias = SGLangEngine | VLLMEngine
 
 _SECONDS = 60.0
+REFIT_SECONDS = 3600.0
+"""Bound of three loads from a disk and of what is generated between them."""
 _SHORT, _LONG = 24, 192
 """Tokens of a response that shows the weights, and of one that is still under way at a pause."""
 

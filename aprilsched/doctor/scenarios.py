@@ -13,7 +13,7 @@ import msgspec
 from aprilsched.companions import Companion
 from aprilsched.doctor.checks import CHECKS, Finding, Notes, PauseNotes
 from aprilsched.doctor.client import Client, Generation, until
-from aprilsched.doctor.proofs import prove, seam
+from aprilsched.doctor.proofs import REFIT_SECONDS, prove, seam
 from aprilsched.doctor.vllm import examine_vllm
 from aprilsched.engines.addresses import VLLM
 from aprilsched.engines.base import PauseMode
@@ -56,10 +56,11 @@ async def examine(
         try:
             await run_scenarios(client, notes, SCENARIO_SECONDS)
             try:
-                await engine.open()
-                await _proofs(engine, client, notes, refit)
+                async with asyncio.timeout(REFIT_SECONDS if refit else SCENARIO_SECONDS):
+                    await engine.open()
+                    await _proofs(engine, client, notes, refit)
             except (EngineError, TimeoutError, ValueError) as error:
-                notes.trouble["proofs"] = f"broke off ({error})"
+                notes.trouble["proofs"] = f"broke off ({str(error) or 'no answer'})"
             finally:
                 await engine.close()
         finally:

@@ -20,7 +20,7 @@ from aprilsched.doctor.checks import (
     proof,
     warned,
 )
-from aprilsched.doctor.proofs import RefitNotes, Response, prove
+from aprilsched.doctor.proofs import REFIT_SECONDS, RefitNotes, Response, prove
 from aprilsched.engines.base import PauseMode
 from aprilsched.engines.http import HttpLimits
 from aprilsched.engines.server import release
@@ -33,7 +33,6 @@ _READ_UP_TO = (0, 32)
 """The newest release whose source was read for the hazards."""
 _TOKENS = 192
 _SECONDS = 40.0
-_REFIT_SECONDS = 3600.0
 _WATCH_S = 0.5
 
 
@@ -114,7 +113,7 @@ async def _last(engine: VLLMEngine, refit: str | None) -> list[Finding]:
     return [
         _finding(
             "refit by its logprobs",
-            await _tried(_refit(engine, refit), _REFIT_SECONDS),
+            await _tried(_refit(engine, refit), REFIT_SECONDS),
             "Checksums see parameters, and not what the engine made of them at its start.",
             "compares logprobs with the trainer's, if the trainer reports them",
         ),
@@ -216,7 +215,7 @@ async def _tried(scenario: Awaitable[Verdict], seconds: float = _SECONDS) -> Ver
         async with asyncio.timeout(seconds):
             return await scenario
     except (EngineError, TimeoutError) as error:
-        return failed(f"the probe broke off ({error or 'no answer'})", "look at its log")
+        return failed(f"the probe broke off ({str(error) or 'no answer'})", "look at its log")
 
 
 async def _abort(engine: VLLMEngine) -> Verdict:
