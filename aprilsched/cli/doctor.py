@@ -34,6 +34,9 @@ class DoctorCommand:
     """Print a list of objects on stdout instead of lines."""
     quiet: bool = False
     """Print what warns or fails, and nothing else."""
+    refit: str | None = None
+    """A folder of other weights of the model, which the servers can read. Each server that nobody
+    else uses is refitted with them and back, so that fresh responses show what a refit changes."""
     admin_key_env: str | None = None
     """Name of the environment variable that holds the servers' admin API key."""
     api_key_env: str | None = None
@@ -54,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
         # A mistake in the last one must not cost what the others showed.
         ServerAddress.parse(url.removeprefix(VLLM))
     admin_key, api_key = key_from(command.admin_key_env), key_from(command.api_key_env)
-    found = {url: _examined(url, admin_key, api_key) for url in command.urls}
+    found = {url: _examined(url, command.refit, admin_key, api_key) for url in command.urls}
     shown = {
         url: [finding for finding in findings if not (command.quiet and finding.status == "pass")]
         for url, findings in found.items()
@@ -78,10 +81,12 @@ def main(arguments: Sequence[str]) -> int:
     return 1 if _count(found, "fail") else 0
 
 
-def _examined(url: str, admin_key: str | None, api_key: str | None) -> list[Finding]:
+def _examined(
+    url: str, refit: str | None, admin_key: str | None, api_key: str | None
+) -> list[Finding]:
     """What was found on one server, if only that it could not be examined."""
     try:
-        return asyncio.run(examine(url, admin_key=admin_key, api_key=api_key))
+        return asyncio.run(examine(url, admin_key=admin_key, api_key=api_key, refit=refit))
     except EngineError as error:
         finding = Finding(
             check=REACHED,

@@ -11,8 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from aprilsched.core.policies.straggler import rules_that
 from aprilsched.doctor.client import INTERVAL
+from aprilsched.doctor.proofs import RefitNotes, Response
 from aprilsched.engines.sglang.probe import SPANS_SINCE, ServerFacts
 
 # --- findings ------------------------------------------------------------------------------------
@@ -102,6 +106,11 @@ class Notes:
     events: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     cached: list[int] = field(default_factory=list[int])
     """Number of cached tokens of one prompt: under a cache key, under it again, under another."""
+    returned: dict[str, Any] | None = None
+    """The meta_info of a response for which everything was asked that the server can return."""
+    seam: list[NDArray[Any]] = field(default_factory=list[NDArray[Any]])
+    """Routed experts of an aborted response, of its continuation, and of both in one pass."""
+    refit: RefitNotes = field(default_factory=RefitNotes)
     aborted: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     abort_seconds: float | None = None
     unknown_abort_status: int | None = None
@@ -115,6 +124,12 @@ class Notes:
     label_after: str | None = None
     paused_after: bool | None = None
     running_after: int | None = None
+
+    @property
+    def returns(self) -> frozenset[str]:
+        """What beside tokens it says that it can return."""
+        hidden = {"hidden_states"} if self.info.get("enable_return_hidden_states") else set[str]()
+        return self.facts.capabilities.companions | hidden
 
     @property
     def simulated(self) -> bool:
@@ -211,6 +226,7 @@ _INTERVAL = "start it with --stream-interval 64"
 _SPANS = f"{NEWER}, {NO_STRAGGLERS}, or set allow_inexact_versions"
 _MIXING = " or ".join(f'"{name}"' for name in rules_that(lambda rule: rule.needs_spans))
 _NOT_IN_PLACE = 'do not use straggler="in_place"'
+_NO_ROWS = "it returns no routed experts"
 _NEVER_MET = passed("not tried: the scheduler never causes it")
 """The result for a hazard that the scheduler never causes, on whatever server."""
 
@@ -375,6 +391,47 @@ def same(notes: Notes) -> Verdict:
     if ids == whole["output_ids"]:
         return passed("the same greedy response twice")
     return warned("two greedy responses differ")
+
+
+RETURNED = {
+    "routed_experts": "--enable-return-routed-experts",
+    "indexer_topk": "--enable-return-indexer-topk",
+    "hidden_states": "--enable-return-hidden-states",
+    "sampling_mask": "SGLang 0.5.21",
+}
+"""What a request can ask for beside tokens, and what the server needs for it."""
+
+
+@check("companions", "refuses a run that asks for what a server does not return")
+def companions(notes: Notes) -> Verdict:
+    """Routed experts and sampling masks are data of the sampling pass; no later pass has them."""
+    told = observed("companions", notes.returned)
+    came = {name for name in RETURNED if told.get(name) or told.get(f"output_token_{name}")}
+    lacks = ", ".join(f"{name} ({needs})" for name, needs in RETURNED.items() if name not in came)
+    seen = f"{', '.join(sorted(came)) or 'nothing'} came" + (f", not {lacks}" if lacks else "")
+    if missing := notes.returns - came:
+        return failed(f"{seen}: it says that it returns {', '.join(sorted(missing))}", _RESTART)
+    return passed(seen)
+
+
+@check("rows at a seam", "asks each attempt for the rows from the first missing one on")
+def seam(notes: Notes) -> Verdict:
+    """A last token was not forwarded, so its row comes with the continuation of the response."""
+    if "routed_experts" not in notes.returns:
+        return passed(_NO_ROWS)
+    first, more, whole = observed("proofs", notes.seam or None)
+    seen = f"{len(first)} rows of an abort and {len(more)} after it, for {len(whole)} positions"
+    if len(first) + len(more) != len(whole):
+        return failed(seen, NEWER)
+    same = _alike(np.concatenate((first, more)), whole)
+    seen += f"; {same} are those of one pass"
+    # Rounding decides between experts that are nearly as good.
+    return passed(seen) if 2 * same > len(whole) else failed(seen, NEWER)
+
+
+def _alike(some: NDArray[Any], others: NDArray[Any]) -> int:
+    """Number of rows that are equal."""
+    return int((some == others).reshape(len(some), -1).all(1).sum())
 
 
 # --- requests ------------------------------------------------------------------------------------
@@ -599,6 +656,53 @@ def failed_load(notes: Notes) -> Verdict:
     if notes.simulated:
         return warned("not tried: the simulated server keeps its old weights")
     return warned("not tried: it loads the same directory once more, and dies if that fails too")
+
+
+_DIFFERENCE = 1e-3
+"""Log-probabilities under the same weights differ by less: nothing else is on the server, and no
+prefix is cached."""
+
+
+@check("refit by its logprobs", "compares logprobs with the trainer's, if the trainer reports them")
+def fresh(notes: Notes) -> Verdict:
+    """Checksums see parameters, and not what the engine made of them at its start."""
+    return proof(notes.refit)
+
+
+def proof(noted: RefitNotes) -> Verdict:
+    """Whether fresh responses show the weights that were loaded."""
+    if noted.why_not is not None:
+        return warned(f"not tried: {noted.why_not}")
+    before, *after = observed("proofs", noted.responses if len(noted.responses) == 4 else None)
+    changed = [_differ(before, each) for each in after]
+    means = ", ".join(f"{each.logprobs.mean():.4f}" for each in noted.responses)
+    seen = f"mean logprobs before, of its own folder, of the other, and of its own: {means}"
+    if changed != [False, True, False]:
+        return failed(seen, "give other weights than its own, or update it in another way")
+    return passed(seen)
+
+
+def _differ(one: Response, other: Response) -> bool:
+    gap = np.abs(one.logprobs - other.logprobs).max() if one.ids == other.ids else np.inf
+    return bool(gap > _DIFFERENCE)
+
+
+@check(
+    "rows after a retract",
+    "with routed experts, calls unfinished responses back before an update",
+)
+def rows_after_a_retract(notes: Notes) -> Verdict:
+    """After a retract with recompute, older tokens come with the new weights' routing."""
+    if "routed_experts" not in notes.returns:
+        return passed(_NO_ROWS)
+    if len(notes.refit.rows) < 3:
+        return _NEVER_MET
+    came, new, old = notes.refit.rows
+    return passed(
+        f"after a retract with recompute the server returns the new weights' routing for older "
+        f"tokens: {_alike(came, new)} of {len(came)} rows are the new ones, and "
+        f"{_alike(came, old)} the old"
+    )
 
 
 @check("brackets of an update", "puts them there, and closes an update that a failure left open")

@@ -125,6 +125,7 @@ class Client:
         params: dict[str, Any] = {
             "max_new_tokens": tokens,
             "temperature": 0.0,
+            "top_k": 1,
             "ignore_eos": True,
         }
         if self._facts.stream_interval:
@@ -133,12 +134,10 @@ class Client:
         return {"input_ids": ids, "sampling_params": params, "rid": rid, "return_logprob": True}
 
     async def whole(
-        self, tokens: int, *, prompt_tokens: int = _PROMPT_TOKENS, extra_key: str | None = None
+        self, tokens: int, *, prompt_tokens: int = _PROMPT_TOKENS, **fields: object
     ) -> dict[str, Any]:
-        """Get a response that is not streamed."""
-        body = self.body(tokens, uuid.uuid4().hex, prompt_tokens=prompt_tokens)
-        if extra_key is not None:
-            body["extra_key"] = extra_key
+        """Get a response that is not streamed; `fields` are further ones of the request."""
+        body = self.body(tokens, uuid.uuid4().hex, prompt_tokens=prompt_tokens) | fields
         answer = await self._transport.call(
             "POST",
             "generate",

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
+from base64 import b64decode
 from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
+from aprilsched.companions import Companion
 from aprilsched.doctor.checks import CHECKS, Finding, Notes, PauseNotes
 from aprilsched.doctor.client import Client, Generation, until
+from aprilsched.doctor.proofs import REFIT_SECONDS, prove, seam
 from aprilsched.doctor.vllm import examine_vllm
 from aprilsched.engines.addresses import VLLM
 from aprilsched.engines.base import PauseMode
@@ -25,9 +28,12 @@ _LIMITS = HttpLimits(control_timeout=10.0)
 
 
 async def examine(
-    url: str, *, admin_key: str | None = None, api_key: str | None = None
+    url: str, *, admin_key: str | None = None, api_key: str | None = None, refit: str | None = None
 ) -> list[Finding]:
     """Run every check on the server at `url`; the findings are in the order of the table.
+
+    With `refit`, a folder of other weights of the model that the server can read, a server that
+    nobody else uses is refitted with them and back.
 
     Raises:
         EngineError: if it cannot be reached or used, is another program than its URL says, or does
@@ -35,7 +41,7 @@ async def examine(
         ConfigError: if `url` or a key is not valid.
     """
     if url.startswith(VLLM):
-        return await examine_vllm(url.removeprefix(VLLM), api_key=api_key)
+        return await examine_vllm(url.removeprefix(VLLM), api_key=api_key, refit=refit)
     engine = SGLangEngine(url, admin_key=admin_key, api_key=api_key, limits=_LIMITS)
     await engine.open()
     await engine.close()
@@ -49,11 +55,36 @@ async def examine(
     try:
         try:
             await run_scenarios(client, notes, SCENARIO_SECONDS)
+            try:
+                async with asyncio.timeout(REFIT_SECONDS if refit else SCENARIO_SECONDS):
+                    await engine.open()
+                    await _proofs(engine, client, notes, refit)
+            except (EngineError, TimeoutError, ValueError) as error:
+                notes.trouble["proofs"] = f"broke off ({str(error) or 'no answer'})"
+            finally:
+                await engine.close()
         finally:
             await despite_cancellation(_last(client, notes))
     finally:
         await transport.close()
     return [check.finding(notes) for check in CHECKS]
+
+
+async def _proofs(engine: SGLangEngine, client: Client, notes: Notes, folder: str | None) -> None:
+    """What the scheduler's own adapter shows: rows at a seam, and a refit if the server is ours
+    alone, amid a response with routed experts if it can be."""
+    told = notes.returned or {}
+    companion = None
+    if rows := told.get("routed_experts"):
+        values = len(b64decode(rows)) // 4 // (told["prompt_tokens"] + SHORT - 1)
+        companion = Companion("routed_experts", "int32", (values,))
+        notes.seam = await seam(engine, companion)
+    if folder is not None and notes.others == 0 and not notes.paused_before:
+        await client.idle(LEFT_SECONDS)
+        amid = engine.capabilities.flush_while_paused
+        await prove(engine, folder, notes.refit, companion if amid else None)
+        label = {"new_version": notes.facts.label, "abort_all_requests": False}
+        await client.post("update_weight_version", label)
 
 
 def _version(engine: SGLangEngine) -> tuple[int, int, int]:
@@ -123,6 +154,13 @@ async def responses(client: Client, notes: Notes) -> None:
     generation = client.stream(SHORT)
     await until(lambda: generation.done, FIRST_SECONDS)
     notes.events = generation.events
+
+
+async def companions(client: Client, notes: Notes) -> None:
+    """Ask for all that it says it can return beside tokens."""
+    if not notes.paused_before:
+        asked = {f"return_{name}": True for name in notes.returns}
+        notes.returned = (await client.whole(SHORT, **asked))["meta_info"]
 
 
 async def cache_keys(client: Client, notes: Notes) -> None:
@@ -308,6 +346,7 @@ SCENARIOS: Sequence[tuple[str, Scenario]] = (
     ("describe", describe),
     ("health", health),
     ("responses", responses),
+    ("companions", companions),
     ("cache_keys", cache_keys),
     ("aborts", aborts),
     ("hanging_up", hanging_up),

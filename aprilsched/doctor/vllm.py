@@ -8,20 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import json
-import uuid
 from collections.abc import Awaitable
-from contextlib import aclosing, suppress
 from pathlib import Path
 
-import numpy as np
-
-from aprilsched.doctor.checks import NO_STRAGGLERS, Finding, Verdict, failed, passed, warned
-from aprilsched.engines.base import Chunk, GenerationRequest, PauseMode
+from aprilsched.doctor.checks import (
+    NO_STRAGGLERS,
+    Finding,
+    Verdict,
+    failed,
+    passed,
+    proof,
+    warned,
+)
+from aprilsched.doctor.proofs import REFIT_SECONDS, RefitNotes, Response, prove
+from aprilsched.engines.base import PauseMode
 from aprilsched.engines.http import HttpLimits
 from aprilsched.engines.server import release
+from aprilsched.engines.stream import version_number
 from aprilsched.engines.vllm import VLLMEngine
 from aprilsched.errors import EngineError
-from aprilsched.types import SamplingParams
 
 _LIMITS = HttpLimits(control_timeout=20.0)
 _READ_UP_TO = (0, 32)
@@ -31,8 +36,10 @@ _SECONDS = 40.0
 _WATCH_S = 0.5
 
 
-async def examine_vllm(url: str, *, api_key: str | None = None) -> list[Finding]:
-    """Run every check on the vLLM server at `url`.
+async def examine_vllm(
+    url: str, *, api_key: str | None = None, refit: str | None = None
+) -> list[Finding]:
+    """Run every check on the vLLM server at `url`; `refit` is a folder of other weights.
 
     Raises:
         EngineError: if it cannot be reached or used; the message says what to change.
@@ -41,12 +48,12 @@ async def examine_vllm(url: str, *, api_key: str | None = None) -> list[Finding]
     engine = VLLMEngine(url, api_key=api_key, limits=_LIMITS, stream_interval=4)
     await engine.open()
     try:
-        return await _examined(engine)
+        return await _examined(engine, refit)
     finally:
         await engine.close()
 
 
-async def _examined(engine: VLLMEngine) -> list[Finding]:
+async def _examined(engine: VLLMEngine, refit: str | None) -> list[Finding]:
     paused, load = await engine.is_paused(), await engine.load()
     others = load.running + load.queued
     found = [
@@ -98,16 +105,25 @@ async def _examined(engine: VLLMEngine) -> list[Finding]:
         else:
             verdict = await _tried(scenario(engine))
         found.append(_finding(name, verdict, meaning, "does the same, and aborts until it ends"))
-    found += _told(engine)
-    found.append(
+    return [*found, *_told(engine), *await _last(engine, None if paused or others else refit)]
+
+
+async def _last(engine: VLLMEngine, refit: str | None) -> list[Finding]:
+    """What a refit shows, and whether the server is left as it was found."""
+    return [
+        _finding(
+            "refit by its logprobs",
+            await _tried(_refit(engine, refit), REFIT_SECONDS),
+            "Checksums see parameters, and not what the engine made of them at its start.",
+            "compares logprobs with the trainer's, if the trainer reports them",
+        ),
         _finding(
             "left as found",
             await _tried(_unchanged(engine)),
             "This command resumes what it paused and ends what it began.",
             "none",
-        )
-    )
-    return found
+        ),
+    ]
 
 
 def _told(engine: VLLMEngine) -> list[Finding]:
@@ -187,47 +203,23 @@ def _tied(engine: VLLMEngine) -> Verdict:
     return warned(f"the embeddings are tied; not tried on {engine.facts.device}")
 
 
-async def _tried(scenario: Awaitable[Verdict]) -> Verdict:
+async def _refit(engine: VLLMEngine, folder: str | None) -> Verdict:
+    noted = RefitNotes()
+    if folder is not None:
+        await prove(engine, folder, noted)
+    return proof(noted)
+
+
+async def _tried(scenario: Awaitable[Verdict], seconds: float = _SECONDS) -> Verdict:
     try:
-        async with asyncio.timeout(_SECONDS):
+        async with asyncio.timeout(seconds):
             return await scenario
     except (EngineError, TimeoutError) as error:
-        return failed(f"the probe broke off ({error or 'no answer'})", "look at its log")
-
-
-class _Stream:
-    """One greedy response of ours, which a task reads."""
-
-    def __init__(self, engine: VLLMEngine) -> None:
-        self.request = GenerationRequest(
-            request_id=uuid.uuid4().hex,
-            input_ids=np.arange(3, 11, dtype=np.int32) % (engine.facts.vocab_size or 11),
-            sampling=SamplingParams(max_new_tokens=_TOKENS, temperature=0.0, ignore_eos=True),
-        )
-        self.chunks: list[Chunk] = []
-        self.ids: list[int] = []
-        self.begun = asyncio.Event()
-        """Set with the first token, or at the end."""
-        self.task = asyncio.create_task(self._read(engine))
-
-    async def _read(self, engine: VLLMEngine) -> None:
-        try:
-            async with aclosing(engine.generate(self.request)) as chunks:
-                async for chunk in chunks:
-                    self.chunks.append(chunk)
-                    self.ids += chunk.token_ids.tolist()
-                    self.begun.set()
-        finally:
-            self.begun.set()
-
-    async def leave(self) -> None:
-        self.task.cancel()
-        with suppress(asyncio.CancelledError, EngineError):
-            await self.task
+        return failed(f"the probe broke off ({str(error) or 'no answer'})", "look at its log")
 
 
 async def _abort(engine: VLLMEngine) -> Verdict:
-    stream = _Stream(engine)
+    stream = Response(engine, _TOKENS)
     try:
         await stream.begun.wait()
         while not stream.task.done():
@@ -251,12 +243,12 @@ async def _in_place(engine: VLLMEngine) -> Verdict:
 
 
 async def _paused(engine: VLLMEngine, mode: PauseMode) -> Verdict:
-    reference = _Stream(engine)
+    reference = Response(engine, _TOKENS)
     try:
         await reference.task
     finally:
         await reference.leave()
-    stream = _Stream(engine)
+    stream = Response(engine, _TOKENS)
     try:
         await stream.begun.wait()
         try:
@@ -281,6 +273,6 @@ async def _paused(engine: VLLMEngine, mode: PauseMode) -> Verdict:
 async def _unchanged(engine: VLLMEngine) -> Verdict:
     facts = engine.facts
     label, paused = await engine.ask_label(), await engine.is_paused()
-    if label != facts.label or paused:
+    if version_number(label) != version_number(facts.label) or paused:
         return failed(f"its label is {label!r}, paused: {paused}", "look at its log")
     return passed(f"its label is {label!r}, and it is not paused")

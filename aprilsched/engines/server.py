@@ -40,6 +40,7 @@ from typing import Any, Generic, Literal, TypeAlias, TypeVar, cast
 import aiohttp
 import msgspec
 
+from aprilsched.companions import MOST_KEPT
 from aprilsched.engines.base import Capabilities, Chunk, Engine, GenerationRequest, PauseMode
 from aprilsched.engines.http import (
     UNREADABLE,
@@ -639,8 +640,8 @@ def facts_of(engine: Engine) -> Facts | None:
 
 _KEPT_BYTES = 64 << 20
 """Largest size on the wire of what a request keeps: a little of it may be wanted of much."""
-_MASK_BYTES = 12 * 4096
-"""Largest size of one sampling mask as JSON: a server keeps at most 4,096 ids of a token."""
+_ID_BYTES = 12
+"""Largest size of a token id in a list of JSON."""
 
 
 def companion_bytes(request: GenerationRequest) -> int:
@@ -648,7 +649,7 @@ def companion_bytes(request: GenerationRequest) -> int:
     what else is kept of it."""
     context = len(request.input_ids) + request.sampling.max_new_tokens
     return bool(request.sampling.keep) * _KEPT_BYTES + sum(
-        request.sampling.max_new_tokens * _MASK_BYTES
+        request.sampling.max_new_tokens * MOST_KEPT * _ID_BYTES
         if companion.ragged
         else context * math.prod(companion.shape) * 6
         for companion, _ in request.companions

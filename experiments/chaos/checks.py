@@ -24,7 +24,7 @@ from aprilsched.errors import InvariantViolation, PromptsExhausted, RunEnded
 from aprilsched.types import NO_VERSION
 from experiments.chaos.callers import prompt_of
 from experiments.chaos.mix import Mix
-from experiments.chaos.truth import TruthModel, is_right, sampling_of, true_versions
+from experiments.chaos.truth import TruthModel, is_right, sampling_of, true_versions, wrong_rows
 
 __all__ = ["Checks", "Given", "Records"]
 
@@ -82,6 +82,10 @@ class Checks:
         self.rollouts = 0
         self.tokens = 0
         self.inexact = 0
+        self.rows = 0
+        """Rows of companions that are called those of the sampling pass, and are."""
+        self.rows_of_another_pass = 0
+        """Those that say themselves that they are not."""
         self.content_checked = 0
         self.evaluations = 0
 
@@ -201,6 +205,8 @@ class Checks:
         mix = self.mix
         if mixed and mix.config().refit == "rolling" and not mix.has("other_settings"):
             self._complain(f"{name} has tokens of several versions with rolling refits")
+        if rollout.versions_exact:
+            self._rows(rollout, truth, name)
         covered = 0
         for segment in rollout.segments:
             if segment.start != covered or segment.end <= segment.start:
@@ -210,6 +216,16 @@ class Checks:
         if covered != len(rollout):
             self._complain(f"{name} has segments up to {covered} of {len(rollout)} tokens")
         return truth
+
+    def _rows(self, rollout: Rollout, truth: Any, name: str) -> None:
+        if len(rollout.companions) != len(self.mix.config().companions):
+            self._complain(f"{name} has the companions {list(rollout.companions)}")
+        for companion in rollout.companions.values():
+            self.rows += int(companion.exact.sum())
+            self.rows_of_another_pass += int((~companion.exact).sum())
+        # With adapters the truth says nothing of the weights below them.
+        if not self.mix.has("adapters") and (wrong := wrong_rows(rollout, truth)):
+            self._complain(f"{name} {wrong}")
 
     def _content(self, rollout: Rollout, key: Any) -> None:
         """Is each token what the model samples after those before it?"""
@@ -301,4 +317,6 @@ def fingerprint(batch: Batch) -> str:
         for rollout in group.rollouts:
             found.update(f"{rollout.rollout_id} {rollout.index}".encode())
             found.update(rollout.token_ids.tobytes() + rollout.versions.tobytes())
+            for companion in rollout.companions.values():
+                found.update(companion.rows.values.tobytes() + companion.exact.tobytes())
     return found.hexdigest()

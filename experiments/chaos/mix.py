@@ -25,7 +25,7 @@ from aprilsched.config import (
 )
 from aprilsched.engines.sim import SimConfig
 from aprilsched.timing.model import H200_QWEN3_4B
-from experiments.chaos.truth import TruthModel
+from experiments.chaos.truth import COMPANIONS, TruthModel
 
 __all__ = ["KINDS", "Mix"]
 
@@ -116,6 +116,8 @@ class Mix:
     train_s: float
     real_threads: bool
     settings: dict[str, Any]
+    companions: bool
+    """Rows beside the tokens are asked for."""
 
     def has(self, kind: str) -> bool:
         return kind in self.kinds
@@ -137,6 +139,7 @@ class Mix:
         settings = _tree(self.settings)
         if self.has("adapters"):
             settings["refit"] = "together"  # adapters are refused otherwise
+        settings["companions"] = COMPANIONS if self.companions else ()
         return SchedulerConfig(**settings)
 
     def of_next_life(self, life: int) -> Mix:
@@ -166,9 +169,10 @@ class Mix:
         only: Collection[str] | None,
         without: Collection[str],
         repeatable: bool = False,
+        companions: bool = False,
     ) -> Mix:
         """The mix of a seed; `only` some kinds, each of them then in every seed. `repeatable`:
-        without real threads, which a few seeds have."""
+        without real threads, which a few seeds have. `companions` are asked for beside."""
         draw = random.Random(f"{seed}/kinds")
         drawn = {kind: draw.random() < share for kind, share in KINDS.items()}
         if only is not None:
@@ -211,6 +215,7 @@ class Mix:
             train_s=draw.choice([0.0, 0.1, 2.0, 20.0]),
             real_threads=draw.random() < 0.03 and not repeatable,
             settings=_settings(draw, stops="stops" in kinds),
+            companions=companions,
         )
 
 

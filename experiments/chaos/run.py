@@ -45,7 +45,13 @@ def runner(options: argparse.Namespace) -> Callable[..., Outcome]:
     if options.part == "engines":
 
         def engines(seed: int, **named: Any) -> Outcome:
-            return trial.run(Mix.of(seed, only=options.only, without=options.without), **named)
+            mix = Mix.of(
+                seed,
+                only=options.only,
+                without=options.without,
+                companions=options.companions,
+            )
+            return trial.run(mix, **named)
 
         return engines
     if options.part in ("kills", "real"):
@@ -53,7 +59,9 @@ def runner(options: argparse.Namespace) -> Callable[..., Outcome]:
         from experiments.chaos import kills, real
 
         return partial((kills if options.part == "kills" else real).run, options=options)
-    return servers.run if options.part == "servers" else shards.run
+    if options.part == "servers":
+        return partial(servers.run, companions=options.companions)
+    return shards.run
 
 
 def one(task: tuple[int, argparse.Namespace]) -> dict[str, Any]:
@@ -136,6 +144,11 @@ def options_of(arguments_given: Sequence[str] | None = None) -> argparse.Namespa
     parser.add_argument("--verbose", action="store_true", help="one seed: all that happens")
     parser.add_argument("--long", action="store_true", help="with the history of each failing seed")
     parser.add_argument("--lines", type=int, default=80, help="of history")
+    parser.add_argument(
+        "--companions",
+        action="store_true",
+        help="engines and servers: ask for routed experts, and of engines for sampling masks too",
+    )
     engines = parser.add_argument_group("engines")
     engines.add_argument("--only", type=_kinds, help="these kinds of chaos, in every seed")
     engines.add_argument("--without", type=_kinds, default=(), help="not these kinds")

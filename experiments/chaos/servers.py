@@ -54,6 +54,7 @@ from experiments.chaos.truth import (
     is_right,
     sampling_of,
     true_versions,
+    wrong_rows,
 )
 from experiments.library import table
 
@@ -181,13 +182,15 @@ def settings_of(mix: Mix) -> SchedulerConfig:
         retries=Retries(),
         timeouts=Timeouts(),
         health=Health(fleet_wait_s=600.0),
+        # Responses are sampled from the whole vocabulary, of which servers return no masks.
+        companions=mix.config().companions[:1],
     )
 
 
-def run(seed: int, *, aloud: bool = False, lines: int = 200) -> Outcome:
+def run(seed: int, *, companions: bool = False, aloud: bool = False, lines: int = 200) -> Outcome:
     """Run a seed. Complaints are in the outcome; nothing is raised."""
     random.seed(seed)  # the adapter's retries draw their waits from it
-    mix = Mix.of(seed, only=(), without=(), repeatable=True)
+    mix = Mix.of(seed, only=(), without=(), repeatable=True, companions=companions)
     train_s = TRAIN_S[seed % len(TRAIN_S)]
     script = random_script(seed, engines=ENGINES, horizon_s=BATCHES * (BATCH_S + train_s))
     kinds = [fault["kind"] for fault in script["fault"]]
@@ -335,8 +338,11 @@ class _Run:
         if len(rollout) != sampling.max_new_tokens or rollout.finish_reason != "length":
             return False
         truth = true_versions(rollout.logprobs, rollout.versions != NO_VERSION)
-        if (truth != rollout.versions).any():
+        if (truth != rollout.versions).any() or wrong_rows(rollout, truth, file_key):
             return False
+        for companion in rollout.companions.values():
+            self.figures["rows"] += int(companion.exact.sum())
+            self.figures["rows_of_another_pass"] += int((~companion.exact).sum())
         # Where keys are kept, those of later versions have them of several.
         known = len(set(truth.tolist())) == 1 or self.config.straggler in RECOMPUTES
         return not known or is_right(rollout, sampling, self.model, file_key)

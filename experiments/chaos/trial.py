@@ -387,6 +387,9 @@ class _Life:
             }
         for name in ("rollouts", "tokens", "inexact", "content_checked", "evaluations"):
             trial.figures[name] += getattr(self.checks, name)
+        if self.mix.companions:
+            trial.figures["rows"] += self.checks.rows
+            trial.figures["rows_of_another_pass"] += self.checks.rows_of_another_pass
         trial.figures["lives"] += 1
         trial.figures["launched"] += state.in_flight.counters.launched
         await trial.fleet.close()

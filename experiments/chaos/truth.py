@@ -16,17 +16,30 @@ from itertools import pairwise
 
 import numpy as np
 
+from aprilsched.companions import Companion
 from aprilsched.engines.sim.toy_model import (
     ContextState,
     ToyModel,
     adapted_key,
     sampling_key,
+    toy_masks,
+    toy_rows,
     weights_key_of_version,
 )
 from aprilsched.types import NO_VERSION, Float32Array, Int32Array, Prompt, Rollout, SamplingParams
 
-__all__ = ["CONTENT", "TruthModel", "file_key", "is_right", "sampling_of", "true_versions"]
+__all__ = [
+    "COMPANIONS",
+    "CONTENT",
+    "TruthModel",
+    "file_key",
+    "is_right",
+    "sampling_of",
+    "true_versions",
+    "wrong_rows",
+]
 
+COMPANIONS = (Companion("routed_experts", "uint8", (3, 2)), Companion("sampling_mask"))
 MOST_VERSIONS = 400
 CONTENT = "weights of version {}"
 """Of the file of a version that servers load; version 0 is what they start with."""
@@ -116,3 +129,30 @@ def is_right(
         if not np.array_equal(tokens, rollout.token_ids[start:end]):
             return False
     return True
+
+
+def wrong_rows(
+    rollout: Rollout, truth: Int32Array, key: Callable[[int], int] = weights_key_of_version
+) -> str:
+    """What is wrong with the rows beside the tokens, of which `truth` has the true versions; empty
+    if each row that is called exact is the one of the pass that sampled its token."""
+    prompt, tokens = len(rollout.prompt_ids), len(rollout)
+    sampled = truth != NO_VERSION
+    for companion in rollout.companions.values():
+        name, exact = companion.companion.name, companion.exact
+        context = companion.companion.per == "context"
+        if len(companion.rows) != tokens + (prompt - 1 if context else 0):
+            return f"has {len(companion.rows)} rows of {name}"
+        if context:
+            keys = np.array([key(max(0, int(v))) for v in truth], dtype=np.uint64)
+            positions = np.arange(prompt - 1, prompt + tokens - 1)
+            right = toy_rows(companion.companion, positions, keys)
+            same = (companion.rows.values[prompt - 1 :] == right.values).all((1, 2))
+        else:
+            right = toy_masks(companion.companion, rollout.token_ids)
+            same = np.array(
+                [np.array_equal(companion.rows.row(i), right.row(i)) for i in range(tokens)]
+            )
+        if (wrong := np.flatnonzero(exact & sampled & ~same)).size:
+            return f"has the {name} of another pass at {wrong.size} tokens, first {wrong[0]}"
+    return ""

@@ -153,11 +153,13 @@ async def record(
     lose_one: bool = False,
     changes: Mapping[str, object] | None = None,
     fleet: Callable[[Sequence[str]], Fleet] | None = None,
+    publisher: Callable[[Path], DiskPublisher] = DiskPublisher,
 ) -> Run:
     """Run `batches` batches; after each, version v comes from ``checkpoints[v % len]``.
 
     Ends earlier with the prompts. With `lose_one` an engine is given up in mid-response.
-    `changes` are further settings of the scheduler, and `fleet` makes a fleet that is not SGLang's.
+    `changes` are further settings of the scheduler, `fleet` makes a fleet that is not SGLang's, and
+    `publisher` makes what publishes a checkpoint.
     """
     recorder = Recorder()
     scheduler = RolloutScheduler(
@@ -177,7 +179,7 @@ async def record(
             except PromptsExhausted:
                 break
             checkpoint = checkpoints[(rollouts.version + 1) % len(checkpoints)]
-            await rollouts.update_weights(DiskPublisher(checkpoint))
+            await rollouts.update_weights(publisher(checkpoint))
         in_flight = rollouts.state.in_flight
         return Run(
             batches=taken,

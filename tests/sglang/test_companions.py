@@ -6,8 +6,14 @@ compared with the router of transformers under the version of its token, over th
 
 from __future__ import annotations
 
+import asyncio
+import re
+import shutil
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +21,23 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from aprilsched import Prompt, Rollout, SamplingParams
+from aprilsched import (
+    DiskPublisher,
+    Prompt,
+    Rollout,
+    RolloutScheduler,
+    SamplingParams,
+    SchedulerConfig,
+    SGLangFleet,
+    SqliteStore,
+)
 from aprilsched.companions import Companion, routed_experts
-from aprilsched.config import Dispatch
+from aprilsched.config import Dispatch, Pool
 from aprilsched.core.policies.straggler import StragglerRule
+from aprilsched.doctor import examine
+from aprilsched.engines.http import ServerAddress
+from aprilsched.errors import PromptsExhausted
+from aprilsched.testing.contract import until
 from tests.sglang.helpers import reset
 from tests.sglang.recorded import Run, crossing, long_tail, record, scores
 from tests.sglang.server import CpuServer, write_model
@@ -39,8 +58,10 @@ RULES: dict[str, tuple[StragglerRule, dict[str, Any]]] = {
     "in place": ("in_place", {}),
     "run": ("run", {}),
     "choose": ("choose", {"dispatch": Dispatch(order="longest")}),
+    "rolling": ("run", {"pace": "asynchronous", "refit": "rolling", "refill": Pool(together=1)}),
 }
 LONG = ("in place", "run", "choose")
+OF_ONE_VERSION = ("run", "rolling")
 TRIES = 4
 """Number of runs until one has rollouts of several versions. On a busy machine the long responses
 may all end before the update."""
@@ -77,13 +98,17 @@ def servers(
             server.stop()
 
 
-def prompts() -> list[Prompt]:
+def _copy(checkpoint: Path, to: Path) -> None:
+    shutil.copytree(checkpoint, to, dirs_exist_ok=True)
+
+
+def prompts(every: int = 5) -> list[Prompt]:
     """Prompts whose responses are sampled from few tokens."""
 
     def few(sampling: SamplingParams) -> SamplingParams:
         return replace(sampling, top_k=TOP_K, top_p=TOP_P)
 
-    given = long_tail(60, longest=400)
+    given = long_tail(60, longest=400, every=every)
     return [replace(p, sampling=tuple(map(few, p.sampling or ()))) for p in given]  # type: ignore[arg-type]
 
 
@@ -107,11 +132,16 @@ def truth(models: Sequence[Path], rollouts: Sequence[Rollout], folder: Path) -> 
 
 
 @pytest.fixture(scope="module")
-def runs(servers: tuple[CpuServer, CpuServer], mixtures: tuple[Path, Path]) -> Callable[[str], Run]:
+def runs(
+    servers: tuple[CpuServer, CpuServer],
+    mixtures: tuple[Path, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str], Run]:
     async def make(kind: str) -> Run:
         rule, changes = RULES[kind]
         for server in servers:
             await reset(server.url, mixtures[0])
+        saved = tmp_path_factory.mktemp("weights")
         return await record(
             [server.url for server in servers],
             mixtures,
@@ -119,12 +149,14 @@ def runs(servers: tuple[CpuServer, CpuServer], mixtures: tuple[Path, Path]) -> C
             prompts=prompts(),
             batches=4,
             changes={"companions": COMPANIONS, "batch_groups": 3, **changes},
+            # Rolling refits need a version that the publisher itself has written.
+            publisher=lambda checkpoint: DiskPublisher(saved, partial(_copy, checkpoint)),
         )
 
     def run(kind: str) -> Run:
         found = wait(make(kind))
         for _ in range(TRIES - 1):
-            if kind == "run" or crossing(found):
+            if kind in OF_ONE_VERSION or crossing(found):
                 break
             found = wait(make(kind))
         return found
@@ -139,14 +171,29 @@ def test_rows_are_those_of_the_version_of_their_token(
     kind: str, runs: Callable[[str], Run], mixtures: tuple[Path, Path], tmp_path: Path
 ) -> None:
     run = runs(kind)
-    chosen = sorted(run.rollouts, key=lambda rollout: len(rollout.segments), reverse=True)[:12]
-    says = truth(mixtures, chosen, tmp_path)
+    _check(run.rollouts, mixtures, tmp_path, in_place=kind == "in place")
+    if kind in OF_ONE_VERSION:
+        assert not crossing(run)
+        assert len({int(rollout.versions[0]) for rollout in run.rollouts}) > 1
+    else:
+        assert crossing(run)
+
+
+def _check(
+    rollouts: Sequence[Rollout],
+    mixtures: Sequence[Path],
+    folder: Path,
+    *,
+    in_place: bool = False,
+) -> None:
+    """Compare the rows of those rollouts that were interrupted most with both routers."""
+    chosen = sorted(rollouts, key=lambda rollout: len(rollout.segments), reverse=True)[:12]
+    says = truth(mixtures, chosen, folder)
     for index, rollout in enumerate(chosen):
         # After an update in place, the keys are of one version and the weights of another.
-        upto = rollout.segments[0].end if kind == "in place" else len(rollout)
+        upto = rollout.segments[0].end if in_place else len(rollout)
         _check_experts(rollout, [own[index] for own in says.experts], upto)
         _check_masks(rollout, [own[index] for own in says.logprobs], upto)
-    assert kind == "run" or crossing(run)
 
 
 def _check_experts(rollout: Rollout, says: Sequence[NDArray[np.uint8]], upto: int) -> None:
@@ -181,3 +228,117 @@ def _check_masks(rollout: Rollout, says: Sequence[NDArray[np.float32]], upto: in
         maybe = set(order[before < TOP_P + CLOSE].tolist())
         assert int(rollout.token_ids[index]) in kept
         assert sure <= kept <= maybe
+
+
+async def test_the_doctor_proves_a_refit_and_that_rows_join(
+    servers: tuple[CpuServer, CpuServer], mixtures: tuple[Path, Path]
+) -> None:
+    await _fresh(servers, mixtures)
+    findings = await examine(servers[0].url, refit=str(mixtures[1]))
+    found = {finding.check: finding for finding in findings}
+    assert [finding for finding in findings if finding.status == "fail"] == []
+    assert "routed_experts, sampling_mask came" in found["companions"].seen
+    assert "hidden_states (--enable-return-hidden-states)" in found["companions"].seen
+    first, more, positions, same = map(int, re.findall(r"\d+", found["rows at a seam"].seen))
+    assert first + more == positions == same
+    before, again, other, back = found["refit by its logprobs"].seen.split(": ")[1].split(", ")
+    assert before == again == back != other
+    new, rows, old = map(int, re.findall(r"\d+", found["rows after a retract"].seen))
+    assert new == rows > 2 * old
+    assert "'default'" in found["left as found"].seen
+
+
+# --- servers and trainers that die ---------------------------------------------------------------
+
+
+def scheduler(urls: Sequence[str], groups: int, **settings: Any) -> RolloutScheduler:
+    config = {"batch_groups": 3, "group_size": 4, "over_provision": 2.0, "straggler": "abort"}
+    return RolloutScheduler(
+        SGLangFleet(urls, stream_interval=16),
+        prompts(every=2)[:groups],
+        config=SchedulerConfig(**config, companions=COMPANIONS),  # type: ignore[arg-type]
+        **settings,
+    )
+
+
+async def rest(rollouts: RolloutScheduler) -> list[Rollout]:
+    """The rollouts of all remaining batches."""
+    found: list[Rollout] = []
+    with suppress(PromptsExhausted):
+        while True:
+            found += (await rollouts.next_batch()).rollouts
+    return found
+
+
+async def _fresh(servers: Sequence[CpuServer], mixtures: Sequence[Path]) -> None:
+    """Servers with the first weights, also where a test has killed one."""
+    for server in servers:
+        if not server.alive():
+            server.start()
+            await asyncio.to_thread(server.wait_ready)
+        await reset(server.url, mixtures[0])
+
+
+def _first_life(urls: Sequence[str], second: Path, store: Path, updated: Path) -> None:
+    """A trainer that is killed: a batch, new weights, and then it waits for its end."""
+
+    async def live() -> None:
+        async with scheduler(urls, 12, store=SqliteStore(store)) as rollouts:
+            (await rollouts.next_batch()).acknowledge()
+            await rollouts.update_weights(DiskPublisher(second))
+            await asyncio.sleep(2.0)  # the store has what was there within 0.5 s
+            await asyncio.to_thread(updated.touch)
+            await asyncio.Event().wait()
+
+    asyncio.run(live())
+
+
+async def test_a_killed_trainer_goes_on_with_the_rows_of_both_versions(
+    servers: tuple[CpuServer, CpuServer], mixtures: tuple[Path, Path], tmp_path: Path
+) -> None:
+    resumed, carried = list[Rollout](), list[Rollout]()
+    urls = [server.url for server in servers]
+    for number in range(TRIES):
+        await _fresh(servers, mixtures)
+        store, updated = tmp_path / f"store-{number}", tmp_path / f"updated-{number}"
+        trainer = get_context("spawn").Process(
+            target=_first_life, args=(urls, mixtures[1], store, updated)
+        )
+        trainer.start()
+        await until(updated.exists)
+        trainer.kill()
+        await asyncio.to_thread(trainer.join)
+        async with scheduler(urls, 12, store=SqliteStore(store)) as rollouts:
+            resumed = await rest(rollouts)
+        assert len({rollout.rollout_id for rollout in resumed}) == len(resumed) == 9 * 4
+        carried = [r for r in resumed if set(r.versions.tolist()) == {0, 1}]
+        if carried:
+            break
+    _check(resumed, mixtures, tmp_path)
+    assert carried
+
+
+async def test_what_a_killed_server_had_is_routed_again_by_another_one(
+    servers: tuple[CpuServer, CpuServer], mixtures: tuple[Path, Path], tmp_path: Path
+) -> None:
+    await _fresh(servers, mixtures)
+    names = {ServerAddress.parse(server.url).name: server for server in servers}
+    async with scheduler([server.url for server in servers], 15) as rollouts:
+
+        def halfway() -> str:
+            """An engine with a request in the middle of its response."""
+            requests = rollouts.state.in_flight.open_requests()
+            found = (r.engine for r in requests if r.generated >= 32 and r.remaining >= 100)
+            return next(found, "")
+
+        delivered = list((await rollouts.next_batch()).rollouts)
+        await rollouts.update_weights(DiskPublisher(mixtures[1]))
+        waiting = asyncio.create_task(rest(rollouts))
+        await until(lambda: halfway() != "")
+        victim = halfway()
+        names[victim].kill()
+        delivered += await waiting
+    assert len({rollout.rollout_id for rollout in delivered}) == len(delivered) == 15 * 4
+    moved = [r for r in delivered if victim in [segment.engine for segment in r.segments[:-1]]]
+    assert any(len({segment.engine for segment in r.segments}) == 2 for r in moved)
+    _check(moved, mixtures, tmp_path)

@@ -35,6 +35,7 @@ async def test_a_real_server_passes_and_is_left_as_found(clean_server: CpuServer
         "released weights",
         "failed load from disk",
         "flush within an update (hazard 3)",
+        "refit by its logprobs",
         "release while requests wait",
         "trickling requests (hazard 15)",
     }

@@ -225,6 +225,7 @@ RULES: dict[str, Rule] = {
     },
     "aprilsched.doctor": Rule(
         ours=(
+            "aprilsched.companions",
             # Which settings need what an engine cannot do.
             "aprilsched.core.policies.straggler",
             "aprilsched.doctor",

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from aprilsched.doctor.checks import CHECKS, Finding, Notes
+from aprilsched.doctor.proofs import RefitNotes
 from aprilsched.engines.base import Capabilities
 from aprilsched.engines.sglang.probe import ServerFacts
 from aprilsched.engines.sglang.wire import ServerProcess
@@ -87,6 +90,33 @@ def test_a_release_under_waiting_requests_is_told_from_the_version():
     assert "dies" in finding(name, notes()).seen
     able = replace(BARE, release_while_paused=True)
     assert "since 0.5.21" in finding(name, notes(able)).seen
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "status"),
+    [
+        ((-1.0, -1.0, -2.0, -1.0), "pass"),
+        ((-1.0, -2.0, -2.0, -1.0), "fail"),  # its folder has other weights
+        ((-1.0, -1.0, -1.0, -1.0), "fail"),  # new weights change nothing
+        ((-1.0, -1.0, -2.0, -2.0), "fail"),  # its own did not come back
+        ((-1.0, -1.0), "warn"),  # it broke off
+    ],
+)
+def test_fresh_responses_change_with_the_weights_and_come_back(
+    logprobs: tuple[float, ...], status: str
+):
+    responses: Any = [SimpleNamespace(ids=[1, 2], logprobs=np.full(2, each)) for each in logprobs]
+    refit = RefitNotes(why_not=None, responses=responses)
+    assert finding("refit by its logprobs", notes(refit=refit)).status == status
+
+
+@pytest.mark.parametrize(("alike", "status"), [(8, "pass"), (5, "pass"), (4, "fail")])
+def test_rows_of_a_seam_are_mostly_those_of_one_pass(alike: int, status: str):
+    able = replace(BARE, companions=frozenset({"routed_experts"}))
+    whole = np.arange(8)[:, np.newaxis]
+    came = np.where(whole < alike, whole, -1)
+    found = finding("rows at a seam", notes(able, seam=[came[:3], came[3:], whole]))
+    assert (found.status, f"{alike} are those of one pass" in found.seen) == (status, True)
 
 
 def test_brackets_are_told_from_the_schema():

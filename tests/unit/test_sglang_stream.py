@@ -401,7 +401,7 @@ def test_routed_experts_come_with_the_last_event(extra: int) -> None:
     rows = encoded(5 + extra, first=3)
     ended = {"type": "abort", "message": "Abort"} if extra else LENGTH
     last = assembler.feed(event(2, 5, finish=ended, spans=[("0", 0, 5)], routed_experts=rows))
-    assert first.context_rows is None
+    assert first.context_rows is first.token_rows is last.token_rows is None
     assert last.context_rows is not None
     found = last.context_rows["routed_experts"].values
     assert found.dtype == np.uint8

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from types import ModuleType
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 
 from experiments.chaos import servers, shards
+from experiments.chaos.history import Outcome
 from experiments.chaos.mix import Mix
 from experiments.chaos.trial import run
 
@@ -25,19 +26,20 @@ def small_heap() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    "first",
+    ("first", "companions"),
     [
-        0,
-        *(pytest.param(n, marks=pytest.mark.long) for n in range(10, 1000, SEEDS_AT_ONCE)),
+        (0, False),
+        *(pytest.param(n, False, marks=pytest.mark.long) for n in range(10, 1000, SEEDS_AT_ONCE)),
+        *(pytest.param(n, True, marks=pytest.mark.long) for n in range(0, 300, SEEDS_AT_ONCE)),
     ],
 )
 # What the caller's code leaves behind (a coroutine that is never awaited) is its own.
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_nothing_is_lost_wrong_or_hangs_under_chaos(first: int):
+def test_nothing_is_lost_wrong_or_hangs_under_chaos(first: int, companions: bool):
     found: list[str] = []
     for seed in range(first, first + SEEDS_AT_ONCE):
-        mix = Mix.of(seed, only=None, without=(), repeatable=True)
+        mix = Mix.of(seed, only=None, without=(), repeatable=True, companions=companions)
         outcome = run(mix)
         if outcome.complaints:
             found.append(f"seed {seed}: {outcome.complaints}")
@@ -48,12 +50,18 @@ def test_nothing_is_lost_wrong_or_hangs_under_chaos(first: int):
 @pytest.mark.parametrize(
     ("part", "first"),
     [
-        (shards, 0),
-        *(pytest.param(shards, n, marks=pytest.mark.long) for n in range(10, 300, SEEDS_AT_ONCE)),
-        pytest.param(servers, 0, marks=pytest.mark.long),
+        (shards.run, 0),
+        *(
+            pytest.param(shards.run, n, marks=pytest.mark.long)
+            for n in range(10, 300, SEEDS_AT_ONCE)
+        ),
+        pytest.param(servers.run, 0, marks=pytest.mark.long),
+        pytest.param(partial(servers.run, companions=True), 0, marks=pytest.mark.long),
     ],
 )
-def test_faults_of_shards_and_servers_lose_nothing_and_keep_no_call(part: ModuleType, first: int):
-    outcomes = map(part.run, range(first, first + SEEDS_AT_ONCE))
+def test_faults_of_shards_and_servers_lose_nothing_and_keep_no_call(
+    part: Callable[[int], Outcome], first: int
+):
+    outcomes = map(part, range(first, first + SEEDS_AT_ONCE))
     found = [f"seed {each.seed}: {each.complaints}" for each in outcomes if each.complaints]
     assert not found, "\n".join(found)

@@ -7,6 +7,7 @@ overwritten when a context was computed again, is another row.
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import zlib
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -158,20 +159,23 @@ async def test_rows_that_were_lost_are_asked_for_again(monkeypatch: pytest.Monke
     assert later > 0
 
 
+async def episode(turn: Turn, prompt: Prompt) -> float:
+    """Three turns with tokens of an environment between them."""
+    ids = prompt.input_ids
+    for number in range(3):
+        tokens = int(ids.sum()) % 150 + 20 * number + 1
+        sampling = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
+        answer = await turn.generate(ids, sampling)
+        experts = answer.companions["routed_experts"]
+        assert len(experts.rows) == len(ids) + len(answer.token_ids) - 1
+        assert experts.exact.all()
+        await asyncio.sleep(0.1)
+        ids = np.concatenate((ids, answer.token_ids, np.array([7, 8, 9], dtype=np.int32)))
+    return 1.0
+
+
 @in_virtual_time
 async def test_an_episode_has_rows_for_every_turn() -> None:
-    async def episode(turn: Turn, prompt: Prompt) -> float:
-        ids = prompt.input_ids
-        for number in range(3):
-            tokens = int(ids.sum()) % 150 + 20 * number + 1
-            sampling = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
-            answer = await turn.generate(ids, sampling)
-            experts = answer.companions["routed_experts"]
-            assert len(experts.rows) == len(ids) + len(answer.token_ids) - 1
-            assert experts.exact.all()
-            ids = np.concatenate((ids, answer.token_ids, np.array([7, 8, 9], dtype=np.int32)))
-        return 1.0
-
     scheduler = RolloutScheduler(SimFleet(2), workload(), config=config(), episode=episode)
     environment = 0
     async with scheduler as rollouts:
@@ -182,16 +186,20 @@ async def test_an_episode_has_rows_for_every_turn() -> None:
     assert environment > 100
 
 
+@pytest.mark.parametrize("turns", [None, episode])
 @in_virtual_time
-async def test_a_killed_run_goes_on_with_its_rows() -> None:
+async def test_a_killed_run_goes_on_with_its_rows(turns: Any) -> None:
+    """Also where the state was saved between the end of a turn, the tokens of its environment and
+    the first ones of the next turn."""
     store = MemoryStore()
-    first = RolloutScheduler(SimFleet(2), workload(), config=config(), store=store)
+    named: Any = {"config": config(save_interval_s=0.01), "episode": turns}
+    first = RolloutScheduler(SimFleet(2), workload(), store=store, **named)
     async with first as rollouts:
         async for batch in batches(rollouts, 2):
             batch.acknowledge()
         kept = copy.deepcopy(store)
     carried = 0
-    second = RolloutScheduler(SimFleet(2), workload(), config=config(), store=kept)
+    second = RolloutScheduler(SimFleet(2), workload(), store=kept, **named)
     async with second as rollouts:  # its engines were started anew
         await rollouts.update_weights(SimPublisher(), version=3)
         async for batch in batches(rollouts, 3):

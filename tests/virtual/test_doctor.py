@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +23,7 @@ from aprilsched.testing import SimServer
 from aprilsched.testing.app import Answer
 from aprilsched.testing.contract import PROMPT, until
 from aprilsched.testing.served import ServedEngine
-from tests.support.sim_http import Raw, served
+from tests.support.sim_http import Raw, served, two_weights
 
 KEY = "an-admin-key"
 NOBODY = "http://127.0.0.1:9"
@@ -30,6 +33,7 @@ has one stream interval for all."""
 UNTRIED = {
     "failed load from disk",
     "flush within an update (hazard 3)",
+    "refit by its logprobs",
     "release while requests wait",
     "trickling requests (hazard 15)",
 }
@@ -88,6 +92,7 @@ async def test_what_is_not_tried_passes_only_where_the_scheduler_alone_decides(s
     assert by_itself == {
         "abort after retract (hazard 1)",
         "retries (hazard 14)",
+        "rows after a retract",
         "time limits of clients (hazard 13)",
         "unload of an adapter in use",
         "update outside of a pause (hazard 8)",
@@ -175,7 +180,8 @@ async def test_a_server_without_them_fails(
         return found
 
     monkeypatch.setattr(Answer, "event", without)
-    assert names(await examine(server.url), "fail") == {check}
+    # Rows are read as the scheduler reads them, with the tokens.
+    assert names(await examine(server.url), "fail") - {"rows at a seam"} == {check}
 
 
 async def test_a_server_whose_answers_have_another_form_fails_and_is_told_so(
@@ -255,6 +261,98 @@ async def test_keys_are_needed_and_used():
         findings = await examine(server.url, admin_key=KEY)
     assert names(findings, "fail") == set()
     assert KEY not in str(findings)
+
+
+@pytest.fixture
+async def two(server: SimServer, tmp_path: Path) -> tuple[Path, Path]:
+    """Two checkpoints, of which the server has the first as its own."""
+    folders = two_weights(tmp_path)
+    async with Raw(server.url) as raw:
+        body = {"model_path": str(folders[0]), "weight_version": "default"}
+        assert (await raw.post("/update_weights_from_disk", body))[0] == 200
+    return folders
+
+
+REFIT, AFTER_RETRACT = "refit by its logprobs", "rows after a retract"
+
+
+async def test_a_refit_is_proved_and_taken_back(server: SimServer, two: tuple[Path, Path]):
+    key = server.engine.batcher.weights_key
+    found = by_name(await examine(server.url, refit=str(two[1])))
+    assert {name for name, finding in found.items() if finding.status == "fail"} == set()
+    assert found[REFIT].status == "pass"
+    before, again, other, back = found[REFIT].seen.split(": ")[1].split(", ")
+    assert before == again == back != other
+    shown = re.search(
+        r"new weights' routing .* (\d+) of (\d+) rows .* (\d+) the old", found[AFTER_RETRACT].seen
+    )
+    assert shown is not None
+    assert int(shown[1]) == int(shown[2]) > int(shown[3])
+    assert server.engine.batcher.weights_key == key
+    assert "'default'" in found["left as found"].seen
+
+
+async def test_a_refit_that_changes_no_token_fails(
+    server: SimServer, two: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+):
+    """As where an engine computes with a copy that it made of the weights at its start."""
+
+    async def stale(self: ServedEngine, body: Any) -> str:
+        return await self.relabel(body.weight_version)
+
+    monkeypatch.setattr(ServedEngine, "load", stale)
+    found = by_name(await examine(server.url, refit=str(two[1])))
+    assert names(list(found.values()), "fail") == {REFIT}
+    assert "give other weights" in found[REFIT].to_do
+
+
+async def test_weights_of_no_folder_are_not_risked(server: SimServer, two: tuple[Path, Path]):
+    async with Raw(server.url) as raw:
+        await raw.post("/update_weight_version", {"new_version": "7"})
+    key = server.engine.batcher.weights_key
+    found = by_name(await examine(server.url, refit=str(two[1])))
+    assert found[REFIT].status == "warn"
+    assert "version 7, and of no folder" in found[REFIT].seen
+    assert server.engine.batcher.weights_key == key
+
+
+async def test_a_server_whose_rows_do_not_join_fails(
+    server: SimServer, monkeypatch: pytest.MonkeyPatch
+):
+    event = Answer.event
+
+    def late(self: Answer, chunk: Chunk) -> dict[str, Any]:
+        """Begin with the row after the one that was asked for."""
+        rows = dict(chunk.context_rows or {})
+        if any(start for _, start in self._call.request.companions):
+            rows = {name: each.part(1) for name, each in rows.items()}
+        return event(self, replace(chunk, context_rows=rows or None))
+
+    monkeypatch.setattr(Answer, "event", late)
+    found = by_name(await examine(server.url))
+    assert names(list(found.values()), "fail") == {"rows at a seam"}
+
+
+@pytest.mark.parametrize("claims", [False, True])
+async def test_what_a_server_returns_is_told_by_its_flags_and_by_a_response(
+    server: SimServer, monkeypatch: pytest.MonkeyPatch, claims: bool
+):
+    event, facts = Answer.event, ServedEngine.server_facts
+
+    def without(self: Answer, chunk: Chunk) -> dict[str, Any]:
+        return event(self, replace(chunk, context_rows=None))
+
+    def told(self: ServedEngine) -> dict[str, Any]:
+        return {**facts(self), "enable_return_routed_experts": claims}
+
+    monkeypatch.setattr(Answer, "event", without)
+    monkeypatch.setattr(ServedEngine, "server_facts", told)
+    found = by_name(await examine(server.url))
+    assert "routed_experts (--enable-return-routed-experts)" in found["companions"].seen
+    assert "sampling_mask came" in found["companions"].seen
+    assert found["companions"].status == "fail"  # it returns no rows of an indexer either
+    assert ("indexer_topk, routed_experts" in found["companions"].seen) == claims
+    assert (found["rows at a seam"].status == "pass") == (not claims)
 
 
 async def test_what_is_no_sglang_is_refused():

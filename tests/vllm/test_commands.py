@@ -10,6 +10,7 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+import pytest
 
 from aprilsched import VLLMFleet
 from aprilsched.gateway import Gateway, GatewaySettings
@@ -78,10 +79,12 @@ async def test_a_server_under_the_wrong_name_is_refused_in_one_sentence(
         assert errors.count("\n") == 1
 
 
+@pytest.mark.parametrize("refits", [False, True])
 async def test_the_doctor_fails_no_check_and_leaves_the_server_as_it_was(
-    clean_server: VLLMServer,
+    clean_server: VLLMServer, models: tuple[Path, Path], refits: bool
 ) -> None:
-    code, out, errors = await command("doctor", f"vllm+{clean_server.url}", "--json")
+    refit = ("--refit", str(models[1])) if refits else ()
+    code, out, errors = await command("doctor", f"vllm+{clean_server.url}", "--json", *refit)
     found = {finding["check"]: finding for finding in json.loads(out)}
     assert code == 0, errors
     assert {name for name, finding in found.items() if finding["status"] == "warn"} == {
@@ -89,8 +92,13 @@ async def test_the_doctor_fails_no_check_and_leaves_the_server_as_it_was(
         "incomplete checkpoints",
         "failed load",
         "LoRA adapters",
+        *(() if refits else ("refit by its logprobs",)),
     }
     assert found["left as found"]["status"] == "pass"
+    if refits:
+        seen = found["refit by its logprobs"]["seen"]
+        before, again, other, back = seen.split(": ")[1].split(", ")
+        assert before == again == back != other
 
 
 async def test_a_request_through_the_gateway_outlives_new_weights(

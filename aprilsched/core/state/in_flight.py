@@ -181,6 +181,7 @@ class InFlight:
             rollout.prompt_ids = input_ids
         elif output_start is None and len(input_ids) > known:
             added = input_ids[known:]
+            self.journal.expect_rows(rollout)
             rollout.log.append_environment(added)
             nothing = np.zeros(len(added), dtype=np.float32)
             self.journal.arrive(rollout, added, nothing, version=NO_VERSION, engine=None)

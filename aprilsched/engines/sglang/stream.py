@@ -36,6 +36,7 @@ class ChunkAssembler(ResponseReader):
 
     def __init__(self, engine: str, request: GenerationRequest, *, first_version: int = 0) -> None:
         super().__init__(engine, request, first_version=first_version)
+        self._of_tokens = [each for each, _ in request.companions if each.per == "token"]
         self._media = bool(request.media)
         self._keep = request.sampling.keep
         self._label: tuple[str | None, int | None] = (None, None)
@@ -90,7 +91,7 @@ class ChunkAssembler(ResponseReader):
             spans=spans,
             cached_tokens=meta.cached_tokens,
             label=self._version(meta.weight_version) if spans is None else None,
-            token_rows=self._token_rows(meta, begin) if self._companions else None,
+            token_rows=self._token_rows(meta, begin) if self._of_tokens else None,
             context_rows=self._context_rows(meta) if finish and self._companions else None,
             prompt_tokens=meta.prompt_tokens if self._media else None,
             answer=Answer.of(entries, self._keep) if finish and entries else None,
@@ -99,9 +100,7 @@ class ChunkAssembler(ResponseReader):
     def _token_rows(self, meta: MetaInfo, begin: int) -> dict[str, Rows]:
         """The rows of the tokens from `begin` to `held`, for each companion of tokens."""
         found: dict[str, Rows] = {}
-        for companion, _ in self._companions:
-            if companion.per != "token":
-                continue
+        for companion in self._of_tokens:
             masks = meta.output_token_sampling_mask or []
             length = meta.output_token_sampling_mask_length
             # As with log-probabilities, the end of the list is known, and not where it begins.
