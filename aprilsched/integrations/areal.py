@@ -307,7 +307,7 @@ class RolloutEngine:
         def placed(values: Tensor, fill: int = 0) -> Tensor:
             # The engine was sent one placeholder for each image.
             row = torch.full((1, len(made.tokens)), fill, dtype=values.dtype)
-            row[0, made.sent] = values
+            row[0, torch.tensor(made.sent)] = values
             return row
 
         ours = one.versions != NO_VERSION
