@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from aprilsched.companions import Companion
 from aprilsched.config import SchedulerConfig
 from aprilsched.errors import ConfigError
 from aprilsched.types import BoolArray, Media
@@ -26,17 +27,19 @@ def check_fixed_groups(config: SchedulerConfig, trainer: str) -> None:
         )
 
 
-def check_routing_replay(config: SchedulerConfig, setting: str) -> None:
-    """Refuse a trainer's `setting` for the replay of routed experts, if the scheduler does not ask
-    the engines for them.
+def check_replay(
+    config: SchedulerConfig, setting: str, example: str = "routed_experts=uint8[48,8]"
+) -> None:
+    """Refuse a trainer's `setting` for a replay, if the scheduler does not ask the engines for a
+    companion such as `example`.
 
     Raises:
-        ConfigError: if its companions have no routed experts.
+        ConfigError: if its companions lack this one.
     """
-    if all(each.name != "routed_experts" for each in config.policies.companions):
+    if all(each.name != Companion.of(example).name for each in config.policies.companions):
         raise ConfigError(
             f"{setting} is set, and the scheduler does not know the shape of the rows; set its "
-            'companions, such as ("routed_experts=uint8[48,8]",).'
+            f'companions, such as ("{example}",).'
         )
 
 

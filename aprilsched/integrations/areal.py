@@ -41,7 +41,7 @@ from aprilsched.engines.base import Engine, Fleet, RefitFromGroup
 from aprilsched.errors import ConfigError, MissingExtra, RefitError
 from aprilsched.integrations import (
     check_fixed_groups,
-    check_routing_replay,
+    check_replay,
     images_of,
     one_placeholder_each,
 )
@@ -811,7 +811,7 @@ def _settings(config: SchedulerConfig, areal: Any, group_size: int) -> Scheduler
     if getattr(areal, "use_lora", False):
         raise ConfigError("use_lora is set, which the scheduler does not carry; leave it out.")
     if getattr(areal, "return_routed_experts", False):
-        check_routing_replay(config, "return_routed_experts")
+        check_replay(config, "return_routed_experts")
     if config.stop != "groups":
         raise ConfigError(
             f"stop is {config.stop!r}, and a step of AReaL takes a fixed number of groups; leave "

@@ -53,7 +53,7 @@ from aprilsched.config import SchedulerConfig
 from aprilsched.engines.http import ServerAddress
 from aprilsched.engines.sglang.fleet import SGLangFleet
 from aprilsched.errors import ConfigError, EngineError
-from aprilsched.integrations import check_fixed_groups
+from aprilsched.integrations import check_fixed_groups, check_replay
 from aprilsched.runs.config_tree import config_of
 from aprilsched.sampling import sampling_params
 from aprilsched.store import MemoryStore
@@ -598,6 +598,8 @@ class _Rollouts:
         sample.rollout_log_probs = rollout.logprobs.tolist()
         if (experts := rollout.companions.get("routed_experts")) is not None:
             sample.rollout_routed_experts = experts.rows.values.astype(np.int32)
+        if (chosen := rollout.companions.get("indexer_topk")) is not None:
+            sample.rollout_indexer_topk = chosen.rows.values.astype(np.int32)
         if (kept := rollout.companions.get("sampling_mask")) is not None:
             sample.rollout_top_p_token_ids = kept.rows.values.tolist()
             sample.rollout_top_p_token_offsets = [0, *kept.rows.offsets]
@@ -865,8 +867,6 @@ def _check(args: Any, trainer: _Trainer) -> None:
     """Refuse arguments that do not work here."""
     if getattr(args, "custom_generate_function_path", None) is not None:
         _refuse("--custom-generate-function-path", _ELSEWHERE)
-    if getattr(args, "use_rollout_indexer_replay", False):
-        _refuse("--use-rollout-indexer-replay", "its layers are not known from the arguments")
     if _keeps_masks(args, trainer) and not 1 <= args.rollout_top_k <= MOST_KEPT:
         raise ConfigError(
             f"--rollout-top-p {args.rollout_top_p} needs the tokens that each token was sampled "
@@ -949,8 +949,12 @@ def _settings(args: Any, trainer: _Trainer) -> SchedulerConfig:
     )
     config = config_of(table, "aprilsched.")
     check_fixed_groups(config, "slime")
-    companions = tuple(_companions(args, trainer))
-    return replace(config, sampling=sampling, companions=companions)
+    if getattr(args, "use_rollout_indexer_replay", False):
+        check_replay(config, "--use-rollout-indexer-replay", "indexer_topk=int32[4,2048]")
+    own = config.policies.companions
+    named = {each.name for each in own}
+    ours = [each for each in _companions(args, trainer) if each.name not in named]
+    return replace(config, sampling=sampling, companions=(*own, *ours))
 
 
 def _sampling(args: Any, **values: Any) -> SamplingParams:

@@ -984,7 +984,7 @@ def test_the_class_form_of_miles_checks_the_version_that_it_is_told(
     ("changes", "why"),
     [
         ({"custom_generate_function_path": "a.b"}, "--custom-generate-function-path does not"),
-        ({"use_rollout_indexer_replay": True}, "--use-rollout-indexer-replay does not"),
+        ({"use_rollout_indexer_replay": True}, "does not know the shape of the rows"),
         ({"aprilsched": {"straggler": "retract"}}, "aprilsched.straggler is 'retract'"),
         ({"aprilsched": {"pace": "asynchronous"}}, "aprilsched.pace is 'asynchronous'"),
         ({"aprilsched": {"stop": "samples"}}, "aprilsched.stop is 'samples'"),
@@ -1061,6 +1061,25 @@ def test_samples_have_the_experts_of_every_token(begun: Callable[..., Loop]):
             assert sample.rollout_routed_experts.shape == (len(sample.tokens) - 1, 3, 2)
             assert sample.rollout_routed_experts.dtype == np.int32
             assert all(sample.loss_mask)
+
+
+def test_samples_have_what_a_sparse_attention_chose_beside_the_experts(
+    begun: Callable[..., Loop],
+):
+    """The shape is in the settings of the scheduler, because the arguments do not say it."""
+    replay = {
+        "use_rollout_indexer_replay": True,
+        "use_rollout_routing_replay": True,
+        "num_layers": 3,
+        "moe_router_topk": 2,
+        "num_experts": 256,
+        "aprilsched": {"companions": ["indexer_topk=int32[3,2]!"]},
+    }
+    for group in begun(**replay).generate(0).samples:
+        for sample in group:
+            shape = (len(sample.tokens) - 1, 3, 2)
+            assert sample.rollout_indexer_topk.shape == sample.rollout_routed_experts.shape == shape
+            assert sample.rollout_indexer_topk.dtype == np.int32
 
 
 def test_without_a_trainer_the_function_says_where_it_belongs():
