@@ -47,6 +47,7 @@ __all__ = [
     "importance_weights",
     "interpolated_proximal",
     "ratios",
+    "renormalized",
     "second_moment_mask",
     "staleness",
 ]
@@ -148,6 +149,58 @@ def ratios(
         raise ConfigError(f"level is {level!r}; give 'token', 'sequence' or 'geometric'.")
     ratio = xp.exp(xp.clip(log_ratio, -_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO))
     return xp.where(counted, ratio, 0.0)
+
+
+def renormalized(logits: T, token_ids: T, mask: T, *, kept: T, offsets: T) -> T:
+    """Log-probabilities under the policy that top-k, top-p and min-p left to sample from.
+
+    With the ids K of a token's sampling mask and its logits z, that is
+
+    log π'(t) = z_t - log Σ_K exp(z_k) = log π(t) - log Σ_K π(k).
+
+    The engine chose K under its own weights. The policy that is trained is cut to the same K, so
+    that both sides of a ratio have the same support (slime's ``--rollout-top-p``; SGLang reports
+    the engine's side, log b'(t), as ``output_token_sampling_logprobs``). Gradients flow through the
+    logits of K alone. No array of the size of `logits` is made.
+
+    Args:
+        logits: [B, S, V] or [N, V], as a model gives them and divided by the temperature: entry i
+            is for the token after token i.
+        token_ids: integers [B, S] or [N], the tokens; ``input_ids`` of a batch.
+        mask: the tokens that count, same shape.
+        kept: integers [n], ``companions["sampling_mask"].values`` of a batch.
+        offsets: integers [B * S + 1] or [N + 1], its offsets.
+
+    Returns:
+        Log-probabilities of the shape of `token_ids`; 0 outside of `mask`.
+
+    Raises:
+        ConfigError: if a token that counts has no sampling mask, or for shapes and kinds of arrays
+            that differ.
+    """
+    xp = _namespace(token_ids=token_ids, mask=mask)
+    untyped: Any = logits
+    rows: Any = untyped.reshape(-1, untyped.shape[-1])
+    counted: Any = (mask != 0).reshape(-1)
+    if logits.shape[:-1] != token_ids.shape or len(offsets) != len(rows) + 1:
+        raise ConfigError(
+            f"logits have shape {tuple(logits.shape)}, tokens {tuple(token_ids.shape)} and there "
+            f"are {len(offsets)} offsets; give a row of logits and of kept ids for each token."
+        )
+    if bool((counted & (offsets[1:] == offsets[:-1])).any()):
+        raise ConfigError(
+            "a token that counts has no sampling mask; ask for it with required=True, which masks "
+            "tokens whose sampling mask was lost."
+        )
+    owner = _owners(offsets)
+    # The largest logit is subtracted before exp, which would overflow.
+    top = _wide(xp.amax(_detached(rows), -1))
+    among = xp.exp(_wide(rows[owner - 1, kept]) - top[owner - 1])
+    total = xp.where(counted, _sums(among, owner, len(rows)), 1.0)
+    # The first token of a sequence has none before it, and is one of the prompt.
+    before = xp.cumsum(xp.ones_like(offsets[1:]), 0) - 2
+    own = _wide(rows[before, token_ids.reshape(-1)]) - top[before]
+    return xp.where(counted, own - xp.log(total), 0.0).reshape(token_ids.shape)
 
 
 def importance_weights(

@@ -18,7 +18,8 @@ from typing import Protocol
 
 import numpy as np
 
-from aprilsched.companions import CompanionRows
+from aprilsched.companions import Companion, CompanionRows
+from aprilsched.coordinator.prompts import check_media
 from aprilsched.core.messages.commands import ResolveTurn
 from aprilsched.core.messages.events import TurnKept, TurnRequested, TurnWithdrawn
 from aprilsched.errors import EpisodeError
@@ -27,6 +28,7 @@ from aprilsched.types import (
     FinishReason,
     Float32Array,
     Int32Array,
+    Media,
     Prompt,
     SamplingParams,
     Score,
@@ -68,10 +70,12 @@ class Turn:
         rollout_id: int,
         index: int,
         tell: Callable[[TurnRequested | TurnWithdrawn | TurnKept], None],
+        companions: Sequence[Companion] = (),
     ) -> None:
         self.index = index
         self._rollout_id = rollout_id
         self._tell = tell
+        self._companions = companions
         self._context: Int32Array | None = None
         self._asked: Int32Array | None = None
         """Context of the latest call."""
@@ -109,7 +113,10 @@ class Turn:
         self.ending.append(function)
 
     async def generate(
-        self, input_ids: Sequence[int] | Int32Array, sampling: SamplingParams | None = None
+        self,
+        input_ids: Sequence[int] | Int32Array,
+        sampling: SamplingParams | None = None,
+        media: Sequence[Media] | None = None,
     ) -> TurnOutput:
         """Generate one turn after the context `input_ids`, [n].
 
@@ -117,17 +124,23 @@ class Turn:
         previous turn. The tokens after that are recorded as tokens of the environment, with loss
         mask 0.
 
+        `media` are all images and other media of the context, in the order of their places in
+        `input_ids`, such as those of the prompt and one that an environment has answered with. None
+        means those of the prompt.
+
         Cancelling this call, for example with ``asyncio.timeout``, gives up the turn; see
         :meth:`partial`. The next call waits until the engine has ended the request.
 
         Raises:
-            ConfigError: if `input_ids` or `sampling` cannot be used.
+            ConfigError: if `input_ids`, `sampling` or `media` cannot be used.
             EpisodeError: if the context does not continue the previous turn, if a turn is being
                 generated already, or if the rollout has ended.
         """
         ids = token_array(input_ids, "input_ids of the turn")
         if sampling is not None:
             check_sampling(sampling)
+        shown = None if media is None else tuple(media)
+        check_media(shown or (), self._companions)
         self._check_free()
         await self._returned()
         self._check_free()
@@ -140,7 +153,11 @@ class Turn:
             )
         self._asked = ids
         self._answer = answer = asyncio.get_running_loop().create_future()
-        self._tell(TurnRequested(rollout_id=self._rollout_id, input_ids=ids, sampling=sampling))
+        self._tell(
+            TurnRequested(
+                rollout_id=self._rollout_id, input_ids=ids, sampling=sampling, media=shown
+            )
+        )
         try:
             output = await answer
         except (asyncio.CancelledError, GeneratorExit):

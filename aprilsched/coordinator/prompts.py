@@ -13,7 +13,7 @@ from aprilsched.core.policies.refill import Refill
 from aprilsched.errors import ConfigError
 from aprilsched.sampling import check_sampling
 from aprilsched.store.codec import check_storable
-from aprilsched.types import Prompt, RefusedPrompt
+from aprilsched.types import Media, Prompt, RefusedPrompt
 
 _END = object()
 TOGETHER_S = 0.1
@@ -33,7 +33,8 @@ class PromptSource:
         refill: Refill | None = None,
         companions: Sequence[Companion] = (),
     ) -> None:
-        self._companions = companions
+        self.companions = companions
+        """What the run asks the engines for beside the tokens."""
         self._group_size = group_size
         self._refill = refill
         self._async: AsyncIterator[Prompt] | None = None
@@ -115,7 +116,7 @@ class PromptSource:
                     raise self._raised
                 return None
             self._raised = None
-            usable = checked(prompt, self._group_size, self._refill, self._companions)
+            usable = checked(prompt, self._group_size, self._refill, self.companions)
             if self._storable:
                 check_storable(usable)
         except ConfigError as error:
@@ -166,17 +167,26 @@ def checked(
             f"a prompt has {len(prompt.sampling)} sampling parameters for a group of {size}; "
             "give one for each rollout, or one for all."
         )
-    of_context = [each.name for each in companions if each.per == "context"]
-    if prompt.media and of_context:
-        raise ConfigError(
-            f"a prompt has media, and a row of {', '.join(of_context)} belongs to a position in "
-            "the context with the media expanded, which only the engine knows; leave either out."
-        )
+    check_media(prompt.media, companions)
     several: Any = prompt.sampling if isinstance(prompt.sampling, tuple) else (prompt.sampling,)
     for sampling in several:
         if sampling is not None:
             check_sampling(sampling)
     return prompt
+
+
+def check_media(media: Sequence[Media], companions: Sequence[Companion]) -> None:
+    """Refuse media in a run that asks for `companions` with a row for each position of a context.
+
+    Raises:
+        ConfigError: if there are such media.
+    """
+    of_context = [each.name for each in companions if each.per == "context"]
+    if media and of_context:
+        raise ConfigError(
+            f"a prompt has media, and a row of {', '.join(of_context)} belongs to a position in "
+            "the context with the media expanded, which only the engine knows; leave either out."
+        )
 
 
 def checked_evaluation(

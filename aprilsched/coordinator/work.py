@@ -225,7 +225,7 @@ class Work:
 
     async def _run_episode(self, command: do.StartEpisode) -> None:
         rollout_id = command.rollout_id
-        turn = Turn(rollout_id, command.index, self._tell)
+        turn = Turn(rollout_id, command.index, self._tell, self._prompts.companions)
         self._turns[rollout_id] = turn
         try:
             await self._drive(turn, command)

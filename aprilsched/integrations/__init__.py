@@ -1,7 +1,17 @@
 """Adapters for trainers, one module for each; a module is imported only by those who use it."""
 
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from aprilsched.companions import Companion
 from aprilsched.config import SchedulerConfig
 from aprilsched.errors import ConfigError
+from aprilsched.types import BoolArray, Media
 
 
 def check_fixed_groups(config: SchedulerConfig, trainer: str) -> None:
@@ -15,3 +25,63 @@ def check_fixed_groups(config: SchedulerConfig, trainer: str) -> None:
             f'retries.member is "shrink", and {trainer} takes groups of one size; set "again" or '
             '"drop_group".'
         )
+
+
+def check_replay(
+    config: SchedulerConfig, setting: str, example: str = "routed_experts=uint8[48,8]"
+) -> None:
+    """Refuse a trainer's `setting` for a replay, if the scheduler does not ask the engines for a
+    companion such as `example`.
+
+    Raises:
+        ConfigError: if its companions lack this one.
+    """
+    if all(each.name != Companion.of(example).name for each in config.policies.companions):
+        raise ConfigError(
+            f"{setting} is set, and the scheduler does not know the shape of the rows; set its "
+            f'companions, such as ("{example}",).'
+        )
+
+
+def images_of(given: Sequence[Any]) -> tuple[Media, ...]:
+    """A trainer's images: Pillow's, strings and bytes as :class:`~aprilsched.Media` takes them, and
+    rows of Hugging Face's column of images, which have the file's "bytes" or its "path"."""
+    found: list[Media] = []
+    for image in given:
+        source: Any = image
+        if isinstance(image, dict):
+            row = cast("dict[str, Any]", image)
+            source = row.get("bytes") or row.get("path")
+        elif hasattr(image, "save"):
+            file = io.BytesIO()
+            image.save(file, format="PNG")
+            source = file.getvalue()
+        found.append(Media("image", source))
+    return tuple(found)
+
+
+def one_placeholder_each(ids: Sequence[int], images: int, processor: Any) -> BoolArray:
+    """Which of the `ids`, bool [n], an engine is sent that expands placeholders itself.
+
+    Trainers have the ids as `processor` has expanded them, with a row of placeholders for each
+    image. SGLang takes each of these for an image of its own, and tokenizes the decoded text again.
+
+    Raises:
+        ConfigError: if there are not as many rows of placeholders as images.
+    """
+    array = np.asarray(ids)
+    kept = np.ones(len(array), dtype=np.bool_)
+    if not images:
+        return kept
+    token = getattr(processor, "image_token_id", None)
+    if token is None and (text := getattr(processor, "image_token", None)) is not None:
+        token = processor.tokenizer.convert_tokens_to_ids(text)
+    places = array == token
+    if places.sum() != images:
+        kept[1:] = ~(places[1:] & places[:-1])
+    if (rows := int((places & kept).sum())) != images:
+        raise ConfigError(
+            f"a prompt has {images} images and {rows} rows of the placeholder {token}; give it a "
+            "processor that has an image_token_id, and one row for each image."
+        )
+    return kept

@@ -25,11 +25,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
+
+import numpy as np
 
 from aprilsched.blocking import RolloutScheduler
 from aprilsched.config import SchedulerConfig
@@ -37,10 +39,23 @@ from aprilsched.coordinator import PromptQueue, RefitReport, Turn
 from aprilsched.core.policies.straggler import BEHAVIOURS
 from aprilsched.engines.base import Engine, Fleet, RefitFromGroup
 from aprilsched.errors import ConfigError, MissingExtra, RefitError
-from aprilsched.integrations import check_fixed_groups
+from aprilsched.integrations import (
+    check_fixed_groups,
+    check_replay,
+    images_of,
+    one_placeholder_each,
+)
 from aprilsched.telemetry.base import AnyListener
-from aprilsched.tensors import pad
-from aprilsched.types import NO_VERSION, Group, Prompt, SamplingParams, Score
+from aprilsched.tensors import pack
+from aprilsched.types import (
+    NO_VERSION,
+    BoolArray,
+    Group,
+    Prompt,
+    Rollout,
+    SamplingParams,
+    Score,
+)
 from aprilsched.weights.disk import DiskPublisher
 from aprilsched.weights.process_group import GroupEngine, leave
 
@@ -51,7 +66,8 @@ Trajectory: TypeAlias = "dict[str, Tensor]"
 ShouldAccept: TypeAlias = Callable[[Trajectory], bool]
 
 _KEYS = {"input_ids", "loss_mask", "logprobs", "versions", "attention_mask", "rewards"}
-"""What a trajectory has, in AReaL's names."""
+"""What the scheduler gives of a trajectory, in AReaL's names. Further entries are the workflow's
+own."""
 _REJECTED = "areal_rejected"
 """Fact of a rollout whose workflow returned None."""
 _LOOK_SECONDS = 0.2
@@ -260,7 +276,7 @@ class RolloutEngine:
         # The workflow makes the tokens, and the first request of an episode brings them.
         return Prompt(
             input_ids=[0],  # pyright: ignore[reportArgumentType]
-            metadata={"item": item, "task": self._tasks, **facts},
+            metadata={"item": item, "task": self._tasks, "made": {}, **facts},
             group_size=size,
         )
 
@@ -278,15 +294,31 @@ class RolloutEngine:
         rollouts = [each for each in group.rollouts if not each.info.get(_REJECTED)]
         if not rollouts:
             return None
-        rows = pad(rollouts, pad_id=0, no_version=NO_VERSION)
-        ours = rows.versions != NO_VERSION
+        made: Mapping[int, _Made] = group.prompt.metadata["made"]
+        join = _areal("areal.utils.data").concat_padded_tensors
+        return join([self._row(each, made[each.index]) for each in rollouts])
+
+    def _row(self, rollout: Rollout, made: _Made) -> Trajectory:
+        """One rollout as a trajectory of one row, with what its workflow has added."""
+        import torch
+
+        one = pack([rollout], no_version=NO_VERSION)
+
+        def placed(values: Tensor, fill: int = 0) -> Tensor:
+            # The engine was sent one placeholder for each image.
+            row = torch.full((1, len(made.tokens)), fill, dtype=values.dtype)
+            row[0, torch.tensor(made.sent)] = values
+            return row
+
+        ours = one.versions != NO_VERSION
         return {
-            "input_ids": rows.input_ids.int(),
-            "loss_mask": rows.loss_mask.int(),
-            "logprobs": rows.logprobs,
-            "versions": (rows.versions - self._ahead * ours).int(),
-            "attention_mask": rows.attention_mask.bool(),
-            "rewards": rows.rewards,
+            "input_ids": torch.tensor([made.tokens], dtype=torch.int32),
+            "loss_mask": placed(one.loss_mask.int()),
+            "logprobs": placed(one.logprobs),
+            "versions": placed((one.versions - self._ahead * ours).int(), NO_VERSION),
+            "attention_mask": torch.ones(1, len(made.tokens), dtype=torch.bool),
+            "rewards": one.rewards,
+            **made.further,
         }
 
     # --- workflows -----------------------------------------------------------------------------
@@ -320,7 +352,9 @@ class RolloutEngine:
         trajectory = await facts["workflow"].arun_episode(engine, facts["item"])
         if trajectory is None:
             return Score(reward=0.0, info={_REJECTED: True})
-        return Score(reward=engine.reward_of(trajectory))
+        made = engine.check(trajectory)
+        facts["made"][turn.index] = made
+        return Score(reward=float(trajectory["rewards"].reshape(())))
 
     # --- evaluations ---------------------------------------------------------------------------
 
@@ -574,6 +608,16 @@ class RolloutEngine:
         return self._callbacks.address
 
 
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """What a workflow has made of a rollout: its `tokens` with images expanded, which of them were
+    `sent`, and `further` entries of its trajectory."""
+
+    tokens: list[int]
+    sent: BoolArray
+    further: Mapping[str, Any]
+
+
 class _TurnEngine:
     """The engine that a workflow gets: it generates one rollout, and notes its tokens."""
 
@@ -585,18 +629,25 @@ class _TurnEngine:
         self._ahead = ahead
         self._tokens: list[int] = []
         self._mask: list[int] = []
+        self._shown: tuple[int, Any] = (0, None)
+        """Number of the latest request's images, and its processor."""
 
     async def agenerate(self, req: Any) -> Any:
         """Generate the response to a ``ModelRequest``.
 
         Raises:
-            ConfigError: if the request has images, or asks for more than one response.
+            ConfigError: if the request asks for more than one response, or if its images do not
+                fit its tokens.
         """
         ModelResponse = _areal("areal.api").ModelResponse
 
         begun = time.perf_counter()
-        output = await self._turn.generate(req.input_ids, _sampling(req))
+        images = images_of(req.image_data or ())
+        self._shown = len(images), req.processor
+        sent = np.array(req.input_ids)[one_placeholder_each(req.input_ids, *self._shown)]
+        output = await self._turn.generate(sent, _sampling(req), images)
         response = output.token_ids.tolist()
+        experts = output.companions.get("routed_experts")
         added = len(req.input_ids) - len(self._tokens)
         self._tokens = [*req.input_ids, *response]
         self._mask += [0] * added + [1] * len(response)
@@ -608,22 +659,33 @@ class _TurnEngine:
             output_versions=(output.versions - self._ahead()).tolist(),
             stop_reason=output.finish_reason,
             tokenizer=req.tokenizer,
+            input_images=req.image_data or [],
+            processor=req.processor,
             latency=seconds,
             ttft=seconds,
+            routed_experts=None
+            if experts is None
+            else experts.rows.values.astype(np.int32).reshape(len(experts.rows), -1),
         )
 
-    def reward_of(self, trajectory: Any) -> float:
-        """The reward in what a workflow returned.
+    def check(self, trajectory: Any) -> _Made:
+        """What a workflow returned.
 
         Raises:
-            ConfigError: if the rest is not what was generated, since it would be lost.
+            ConfigError: if it is not one sequence, as it was generated, since the rest would be
+                lost.
         """
         found: dict[str, Any] = trajectory if hasattr(trajectory, "keys") else {}
-        keys = set(found)
-        if not keys <= _KEYS or "input_ids" not in keys or "rewards" not in keys:
+        if missing := sorted({"input_ids", "rewards"} - found.keys()):
             raise ConfigError(
-                f"the workflow returned {sorted(keys) or type(trajectory).__name__}, of which only "
-                f"{sorted(_KEYS)} reach the trainer; leave the rest out."
+                f"the workflow returned {sorted(found) or type(trajectory).__name__}, without "
+                f"{' and '.join(missing)}; return a trajectory of tensors, as RLVRWorkflow does."
+            )
+        further = {name: each for name, each in found.items() if name not in _KEYS}
+        if wrong := sorted(name for name, each in further.items() if np.shape(each)[:1] != (1,)):
+            raise ConfigError(
+                f"{', '.join(wrong)} of the workflow's trajectory has not one row; make it a "
+                "tensor or a list with a first dimension of 1."
             )
         tokens, mask = found["input_ids"].tolist(), found.get("loss_mask")
         if tokens != [self._tokens] or (mask is not None and mask.tolist() != [self._mask]):
@@ -631,7 +693,8 @@ class _TurnEngine:
                 "the workflow returned other tokens or another loss mask than those of its "
                 "requests and their responses; return one sequence, as it was generated."
             )
-        return float(found["rewards"].reshape(()))
+        sent = one_placeholder_each(self._tokens, *self._shown)
+        return _Made(self._tokens, sent, further)
 
 
 class _Broadcast:
@@ -745,9 +808,10 @@ class _Callbacks:
 
 def _settings(config: SchedulerConfig, areal: Any, group_size: int) -> SchedulerConfig:
     """The scheduler's settings with the sizes and the bound of AReaL's."""
-    for name in ("use_lora", "return_routed_experts"):
-        if getattr(areal, name, False):
-            raise ConfigError(f"{name} is set, which the scheduler does not carry; leave it out.")
+    if getattr(areal, "use_lora", False):
+        raise ConfigError("use_lora is set, which the scheduler does not carry; leave it out.")
+    if getattr(areal, "return_routed_experts", False):
+        check_replay(config, "return_routed_experts")
     if config.stop != "groups":
         raise ConfigError(
             f"stop is {config.stop!r}, and a step of AReaL takes a fixed number of groups; leave "
@@ -779,8 +843,6 @@ def _sampling(req: Any) -> SamplingParams:
             "a request asks for several responses or a beam search; set gconfig.n_samples to 1 in "
             "the workflow, since a group is made of several episodes."
         )
-    if req.image_data:
-        raise ConfigError("a request has images, which the scheduler does not carry.")
     room = given.max_tokens - len(req.input_ids)
     if room < 1:
         raise ConfigError(

@@ -41,7 +41,7 @@ from collections.abc import (
 )
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -50,14 +50,20 @@ import numpy as np
 from aprilsched.blocking import RolloutScheduler
 from aprilsched.companions import MOST_KEPT, Companion, routed_experts
 from aprilsched.config import SchedulerConfig
+from aprilsched.coordinator.prompts import check_media
 from aprilsched.engines.http import ServerAddress
 from aprilsched.engines.sglang.fleet import SGLangFleet
 from aprilsched.errors import ConfigError, EngineError
-from aprilsched.integrations import check_fixed_groups
+from aprilsched.integrations import (
+    check_fixed_groups,
+    check_replay,
+    images_of,
+    one_placeholder_each,
+)
 from aprilsched.runs.config_tree import config_of
 from aprilsched.sampling import sampling_params
 from aprilsched.store import MemoryStore
-from aprilsched.types import NO_VERSION, Batch, Group, Prompt, Rollout, SamplingParams
+from aprilsched.types import NO_VERSION, Batch, Group, Media, Prompt, Rollout, SamplingParams
 from aprilsched.weights.external import ExternalWeights
 
 log = logging.getLogger("aprilsched")
@@ -71,6 +77,8 @@ _LOOK_SECONDS = 0.005
 _JOIN_SECONDS = 10.0
 """Longest wait for engines that were added; they join later if their checks take longer."""
 _ROUTER_SECONDS = 30.0
+_PROCESSED = ("input_ids", "attention_mask", "mm_token_type_ids")
+"""What a processor makes of a prompt that is not for the training on its images."""
 _AHEAD = 1
 """Number of batches that train_async.py takes ahead of the one that it trains on."""
 
@@ -494,12 +502,30 @@ class _Rollouts:
                     f"samples {first.index} and {sample.index} of a group have two prompts; give "
                     "a group the same prompt."
                 )
+        media = images_of((first.multimodal_inputs or {}).get("images") or ())
+        ids = np.array(
+            self._expanded(group, media) if media else self._prompt_ids(first), dtype=np.int32
+        )
         return Prompt(
-            input_ids=np.array(self._prompt_ids(first), dtype=np.int32),
+            input_ids=ids,
             key=number,
             sampling=self._seeded(self._config.sampling, len(group)),
             group_size=len(group),
+            media=media,
         )
+
+    def _expanded(self, group: Sequence[Any], media: Sequence[Media]) -> Any:
+        """The ids that engines are sent of a prompt with images. Its samples get the ids with
+        expanded placeholders, and what the trainer's processor makes of the images."""
+        check_media(media, self._config.policies.companions)
+        with self._reading:
+            processor, made = self._trainer.processed(self._args, group[0])
+        ids = np.array(made["input_ids"][0])
+        train = {name: each for name, each in made.items() if name not in _PROCESSED}
+        for sample in group:
+            sample.tokens, sample.response_length = ids.tolist(), 0
+            sample.multimodal_train_inputs = train
+        return ids[one_placeholder_each(ids, len(media), processor)]
 
     def _prompt_ids(self, sample: Any) -> list[int]:
         known = sample.tokens[: len(sample.tokens) - sample.response_length]
@@ -592,12 +618,16 @@ class _Rollouts:
                 skip_special_tokens=self._args.rollout_skip_special_tokens,
                 spaces_between_special_tokens=False,
             )
-        sample.tokens = [*rollout.prompt_ids.tolist(), *ids]
+        shown = sample.multimodal_train_inputs is not None
+        before = sample.tokens[: len(sample.tokens) - sample.response_length]
+        sample.tokens = [*(before if shown else rollout.prompt_ids.tolist()), *ids]
         sample.response_length = len(ids)
         sample.loss_mask = rollout.loss_mask.astype(int).tolist()
         sample.rollout_log_probs = rollout.logprobs.tolist()
         if (experts := rollout.companions.get("routed_experts")) is not None:
             sample.rollout_routed_experts = experts.rows.values.astype(np.int32)
+        if (chosen := rollout.companions.get("indexer_topk")) is not None:
+            sample.rollout_indexer_topk = chosen.rows.values.astype(np.int32)
         if (kept := rollout.companions.get("sampling_mask")) is not None:
             sample.rollout_top_p_token_ids = kept.rows.values.tolist()
             sample.rollout_top_p_token_offsets = [0, *kept.rows.offsets]
@@ -806,6 +836,7 @@ class _Trainer:
         self.rewards = self._module("rollout.rm_hub")
         self.filters = self._module("rollout.filter_hub.base_types")
         self.sample = self._module("utils.types").Sample
+        self._processor: Any = None
         self._loop = self._module("utils.async_utils").get_async_loop
         self._function = self._module("utils.misc").load_function
         self.torch: Any = importlib.import_module("torch")
@@ -822,8 +853,27 @@ class _Trainer:
         template = {}
         if self.name == "miles":
             template = {"chat_template_path": args.chat_template_path}
-        load = self._module("utils.processing_utils").load_tokenizer
+        load = self._processing.load_tokenizer
         return load(args.hf_checkpoint, trust_remote_code=True, **template)
+
+    @cached_property
+    def _processing(self) -> Any:
+        return self._module("utils.processing_utils")
+
+    def processor(self, args: Any) -> Any:
+        """The processor of the model's images."""
+        if self._processor is None:
+            load = self._processing.load_processor
+            self._processor = load(args.hf_checkpoint, trust_remote_code=True)
+        return self._processor
+
+    def processed(self, args: Any, sample: Any) -> tuple[Any, Mapping[str, Any]]:
+        """The processor, and what it makes of the text and the images of a sample."""
+        processor, inputs = self.processor(args), sample.multimodal_inputs
+        if (call := getattr(self._processing, "call_processor", None)) is not None:
+            return processor, call(processor, sample.prompt, inputs)
+        given = self._processing.build_processor_kwargs(inputs)
+        return processor, processor(text=sample.prompt, **given)
 
     def dataset(self, args: Any, of: Any) -> Any:
         """A dataset of the evaluation."""
@@ -835,7 +885,7 @@ class _Trainer:
         return self._module("utils.data").Dataset(
             path=of.path,
             tokenizer=self.tokenizer(args),
-            processor=None,
+            processor=self.processor(args) if setting("multimodal_keys") else None,
             max_length=args.eval_max_prompt_len,
             prompt_key=of.input_key,
             label_key=of.label_key,
@@ -865,8 +915,6 @@ def _check(args: Any, trainer: _Trainer) -> None:
     """Refuse arguments that do not work here."""
     if getattr(args, "custom_generate_function_path", None) is not None:
         _refuse("--custom-generate-function-path", _ELSEWHERE)
-    if getattr(args, "use_rollout_indexer_replay", False):
-        _refuse("--use-rollout-indexer-replay", "its layers are not known from the arguments")
     if _keeps_masks(args, trainer) and not 1 <= args.rollout_top_k <= MOST_KEPT:
         raise ConfigError(
             f"--rollout-top-p {args.rollout_top_p} needs the tokens that each token was sampled "
@@ -899,8 +947,8 @@ def _refuse(what: str, why: str) -> NoReturn:
 
 def _check_sample(sample: Any) -> None:
     inputs: dict[str, Any] = sample.multimodal_inputs or {}
-    if sample.multimodal_train_inputs is not None or any(v is not None for v in inputs.values()):
-        _refuse(f"sample {sample.index}", "it has images or other inputs beside its text")
+    if others := [name for name, each in inputs.items() if name != "images" and each is not None]:
+        _refuse(f"sample {sample.index}", f"it has {others[0]}, and only images are carried")
     if sample.generate_function_path is not None:
         _refuse(f"generate_function_path of sample {sample.index}", _ELSEWHERE)
     if getattr(sample, "adapter", None) is not None:
@@ -949,8 +997,12 @@ def _settings(args: Any, trainer: _Trainer) -> SchedulerConfig:
     )
     config = config_of(table, "aprilsched.")
     check_fixed_groups(config, "slime")
-    companions = tuple(_companions(args, trainer))
-    return replace(config, sampling=sampling, companions=companions)
+    if getattr(args, "use_rollout_indexer_replay", False):
+        check_replay(config, "--use-rollout-indexer-replay", "indexer_topk=int32[4,2048]")
+    own = config.policies.companions
+    named = {each.name for each in own}
+    ours = [each for each in _companions(args, trainer) if each.name not in named]
+    return replace(config, sampling=sampling, companions=(*own, *ours))
 
 
 def _sampling(args: Any, **values: Any) -> SamplingParams:

@@ -31,7 +31,7 @@ import numpy as np
 from aprilsched.corrections import staleness
 from aprilsched.errors import ConfigError
 from aprilsched.extras import extra
-from aprilsched.tensors import pack
+from aprilsched.tensors import RaggedTensor, pack
 from aprilsched.types import NO_VERSION, Batch, Rollout
 
 if TYPE_CHECKING:
@@ -64,6 +64,13 @@ def to_tensordicts(batch: Batch) -> LazyStackedTensorDict:
       reward.
     - ``("reward_parts", NAME)``: float32 [1, 1] for each name in the batch; NaN where a rollout
       does not have that part.
+    - ``("companions", NAME)``: [S, ...] for each companion of the run, as in
+      :class:`~aprilsched.tensors.PaddedTensors`. A sampling mask has two entries of its own,
+      ``("companions", "sampling_mask", "values")`` [n] and ``"offsets"``, int64 [S + 1].
+    - ``("companions_exact", NAME)``: bool [S], False for response tokens without the row of the
+      pass that sampled them.
+    - ``"media"``: the tuple of the prompt's :class:`~aprilsched.Media`, if a prompt of the batch
+      has any. The tokens have one placeholder for each of them, as the prompt has.
     - ``("next", "done")``, ``("next", "terminated")``, ``("next", "truncated")``: bool [1]. Every
       rollout is done, and truncated if it has the largest allowed number of tokens.
 
@@ -137,11 +144,13 @@ def _rewarded(batch: Batch) -> bool:
 
 def _tensordicts(batch: Batch) -> Iterator[TensorDict]:
     import torch
-    from tensordict import TensorDict
+    from tensordict import NonTensorData, TensorDict
 
+    shown = any(group.prompt.media for group in batch.groups)
+    media = [group.prompt.media for group in batch.groups for _ in group.rollouts]
     parts = sorted({name for rollout in batch.rollouts for name in rollout.reward_parts})
     rewarded = _rewarded(batch)
-    for rollout in batch.rollouts:
+    for rollout, seen in zip(batch.rollouts, media, strict=True):
         one = pack([rollout], no_version=NO_VERSION)
         entries: dict[str, Any] = {
             "tokens": {"full": one.input_ids},
@@ -157,6 +166,16 @@ def _tensordicts(batch: Batch) -> Iterator[TensorDict]:
             "rollout_id": torch.tensor([rollout.rollout_id]),
             "next": _end(rollout),
         }
+        if one.companions:
+            entries["companions"] = {
+                name: {"values": rows.values, "offsets": rows.offsets}
+                if isinstance(rows, RaggedTensor)
+                else rows
+                for name, rows in one.companions.items()
+            }
+            entries["companions_exact"] = dict(one.companions_exact)
+        if shown:
+            entries["media"] = NonTensorData(seen)
         if rewarded:
             entries["next"]["reward"] = one.rewards[:, None]
         if parts:

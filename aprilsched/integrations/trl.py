@@ -517,8 +517,27 @@ class _Prompts:
     async def __aiter__(self) -> AsyncIterator[Prompt]:
         await asyncio.shield(asyncio.wrap_future(self._started))
         for number in itertools.count(self._start):
-            row = number % len(self._dataset)
-            yield Prompt(input_ids=self._prompt_ids(self._dataset[row]["prompt"]), key=row)  # pyright: ignore[reportArgumentType]
+            key = number % len(self._dataset)
+            row = self._dataset[key]
+            _check_text(row)
+            yield Prompt(input_ids=self._prompt_ids(row["prompt"]), key=key)  # pyright: ignore[reportArgumentType]
+
+
+def _check_text(row: Mapping[str, Any]) -> None:
+    """Refuse a row of the dataset with images: the trainer would train on the text without them."""
+    messages: Any = row["prompt"]
+    parts: list[Any] = [
+        part
+        for message in (() if isinstance(messages, str) else messages)
+        if isinstance(message.get("content"), list)
+        for part in message["content"]
+    ]
+    others = {part["type"] for part in parts} - {"text"}
+    if named := [name for name in ("image", "images") if row.get(name)] or sorted(others):
+        raise ConfigError(
+            f"a row of the dataset has {named[0]}, and AsyncGRPOTrainer gives its model token ids "
+            "alone; leave it out, or use a trainer of your own."
+        )
 
 
 class _Chat:
@@ -717,6 +736,11 @@ def _settings(config: SchedulerConfig, args: Any, *, streamed: bool) -> Schedule
             'it at "groups".'
         )
     check_fixed_groups(config, "TRL")
+    if config.policies.companions:
+        raise ConfigError(
+            "the scheduler's companions are set, and AsyncGRPOTrainer gives its model token ids "
+            "alone, so they would reach nothing; leave them out, or use a trainer of your own."
+        )
     ahead = 0 if streamed else 1
     bound = args.max_staleness - ahead
     own = config.policies.staleness.bound

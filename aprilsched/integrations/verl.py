@@ -43,7 +43,12 @@ from aprilsched.core.policies.schedule import OverProvision
 from aprilsched.engines.sglang.fleet import SGLangListedFleet
 from aprilsched.errors import ConfigError, RefitError
 from aprilsched.extras import extra
-from aprilsched.integrations import check_fixed_groups
+from aprilsched.integrations import (
+    check_fixed_groups,
+    check_replay,
+    images_of,
+    one_placeholder_each,
+)
 from aprilsched.sampling import sampling_params
 from aprilsched.telemetry.base import AnyListener
 from aprilsched.types import Prompt, SamplingParams, Score
@@ -239,6 +244,8 @@ class _Client:
 
     def __init__(self, rollout: Any) -> None:
         self._rollout = rollout
+        self.processor: Any = None
+        """verl's processor, which has expanded the placeholders of images; None without one."""
 
     def enter(self, turn: Turn) -> None:
         """Generate with `turn` in this task and those that it starts."""
@@ -253,15 +260,15 @@ class _Client:
         **given: Any,
     ) -> Any:
         """Generate one turn, as verl's LLMServerClient does."""
-        seen = [name for name in ("image_data", "video_data", "audio_data") if given.get(name)]
-        if seen:
+        if seen := [name for name in ("video_data", "audio_data") if given.get(name)]:
             raise ConfigError(
-                f"the agent loop sends {seen[0]}, and only text is scheduled; use verl's own agent "
-                "loop manager for it."
+                f"the agent loop sends {seen[0]} as verl has decoded it, and servers are sent "
+                "files; use verl's own agent loop manager for it."
             )
-        turn = await _TURN.get().generate(
-            list(prompt_ids), self._sampling(sampling_params, len(prompt_ids))
-        )
+        images = await asyncio.to_thread(images_of, given.get("image_data") or ())
+        sent = one_placeholder_each(prompt_ids, len(images), self.processor)
+        sampling = self._sampling(sampling_params, len(prompt_ids))
+        turn = await _TURN.get().generate(np.asarray(prompt_ids)[sent], sampling, images)
         versions = turn.versions.tolist()
         first, last = (min(versions), max(versions)) if versions else (None, None)
         experts = turn.companions.get("routed_experts")
@@ -315,6 +322,7 @@ class _Scheduler(_Worker):
     ) -> None:
         client = _Client(config.actor_rollout_ref.rollout)
         super().__init__(config, client, teacher_client, reward_loop_worker_handles)
+        client.processor = self.processor
         self._prompts = PromptQueue()
         self._groups = _Groups(self._drop)
         self._sessions: dict[str, set[asyncio.Task[Any]]] = {}
@@ -555,13 +563,8 @@ def _settings(config: Any, own: SchedulerConfig) -> SchedulerConfig:
     for name, (present, why) in refused.items():
         if present:
             raise ConfigError(f"{name} is set, and {why}; leave it out.")
-    carried = {each.name for each in own.policies.companions}
-    if rollout.get("enable_rollout_routing_replay") and "routed_experts" not in carried:
-        raise ConfigError(
-            "actor_rollout_ref.rollout.enable_rollout_routing_replay is set, and the scheduler "
-            "does not know the shape of the rows; set its companions, such as "
-            '("routed_experts=uint8[48,8]",).'
-        )
+    if rollout.get("enable_rollout_routing_replay"):
+        check_replay(own, "actor_rollout_ref.rollout.enable_rollout_routing_replay")
     check_fixed_groups(own, "verl")
     usual = SchedulerConfig()
     for name in _DECIDED:

@@ -34,6 +34,7 @@ from aprilsched import (
 from aprilsched.companions import Companion, routed_experts
 from aprilsched.config import Dispatch, Pool
 from aprilsched.core.policies.straggler import StragglerRule
+from aprilsched.corrections import renormalized
 from aprilsched.doctor import examine
 from aprilsched.engines.http import ServerAddress
 from aprilsched.errors import PromptsExhausted
@@ -49,6 +50,8 @@ COMPANIONS = (
     Companion("sampling_mask"),
 )
 TOP_K, TOP_P = 12, 0.3
+CUT = "output_token_sampling_logprobs"
+"""What the server reports of the policy that it cut to the kept ids."""
 CLOSE = 1e-4
 """Largest difference of two numbers that differ by rounding."""
 
@@ -106,7 +109,7 @@ def prompts(every: int = 5) -> list[Prompt]:
     """Prompts whose responses are sampled from few tokens."""
 
     def few(sampling: SamplingParams) -> SamplingParams:
-        return replace(sampling, top_k=TOP_K, top_p=TOP_P)
+        return replace(sampling, top_k=TOP_K, top_p=TOP_P, keep=(CUT,))
 
     given = long_tail(60, longest=400, every=every)
     return [replace(p, sampling=tuple(map(few, p.sampling or ()))) for p in given]  # type: ignore[arg-type]
@@ -194,6 +197,7 @@ def _check(
         upto = rollout.segments[0].end if in_place else len(rollout)
         _check_experts(rollout, [own[index] for own in says.experts], upto)
         _check_masks(rollout, [own[index] for own in says.logprobs], upto)
+        _check_cut(rollout, [own[index] for own in says.logprobs], upto)
 
 
 def _check_experts(rollout: Rollout, says: Sequence[NDArray[np.uint8]], upto: int) -> None:
@@ -209,6 +213,33 @@ def _check_experts(rollout: Rollout, says: Sequence[NDArray[np.uint8]], upto: in
     assert (own == expected).all((1, 2)).mean() == 1.0
     other = by_model[(rollout.versions[:upto] + 1) % 2, at]
     assert (own == other).all((1, 2)).mean() < 0.5, "both models route alike: this shows nothing"
+
+
+def _check_cut(rollout: Rollout, says: Sequence[NDArray[np.float32]], upto: int) -> None:
+    """What the server reports of its cut policy is what a trainer computes from the masks."""
+    rows = rollout.companions["sampling_mask"].aligned(prompt=len(rollout.prompt_ids))
+    ids = np.concatenate((rollout.prompt_ids, rollout.token_ids))
+    response = np.arange(len(ids)) >= len(rollout.prompt_ids)
+    ours = np.stack(
+        [
+            renormalized(
+                np.concatenate((each, each[-1:])),  # Nothing is sampled at the last token.
+                ids,
+                response,
+                kept=rows.values,
+                offsets=np.array([0, *rows.offsets]),
+            )[response]
+            for each in says
+        ]
+    )
+    told = np.full(len(rollout), np.nan)
+    for answer in rollout.answers:
+        told[answer.start : answer.start + len(answer.values[CUT])] = answer.values[CUT]
+    known = np.flatnonzero(np.isfinite(told[:upto]))
+    assert len(known) == upto
+    own, other = (ours[(rollout.versions[known] + off) % 2, known] for off in (0, 1))
+    np.testing.assert_allclose(told[known], own, atol=CLOSE)
+    assert np.abs(told[known] - other).max() > CLOSE
 
 
 def _check_masks(rollout: Rollout, says: Sequence[NDArray[np.float32]], upto: int) -> None:

@@ -108,6 +108,7 @@ class _Request:
     gconfig: _Generation = field(default_factory=_Generation)
     tokenizer: Any = None
     image_data: list[str] | None = field(default_factory=list)
+    processor: Any = None
 
 
 @dataclass
@@ -120,6 +121,9 @@ class _Response:
     tokenizer: Any
     latency: float
     ttft: float
+    input_images: list[str] = field(default_factory=list)
+    processor: Any = None
+    routed_experts: Any = None
 
 
 @dataclass
@@ -214,6 +218,21 @@ def _modules() -> dict[str, ModuleType]:
         recorded.clear()
         return found
 
+    def concatenated(rows: list[dict[str, Any]]) -> dict[str, Any]:
+        import torch
+
+        found: dict[str, Any] = {}
+        for name, first in rows[0].items():
+            values = [row[name] for row in rows]
+            if isinstance(first, list):
+                found[name] = [each for value in values for each in value]
+            elif first.ndim < 2:
+                found[name] = torch.cat(values)
+            else:
+                flat = [value[0] for value in values]
+                found[name] = torch.nn.utils.rnn.pad_sequence(flat, batch_first=True)
+        return found
+
     def imported(path: str) -> Any:
         module, _, name = path.rpartition(".")
         return getattr(importlib.import_module(module), name)
@@ -245,6 +264,7 @@ def _modules() -> dict[str, ModuleType]:
             serialize_value=_serialized,
         ),
         _module("areal.utils"),
+        _module("areal.utils.data", concat_padded_tensors=concatenated),
         _module("areal.utils.dynamic_import", import_from_string=imported),
         _module(
             "areal.utils.names", update_weights_from_disk=lambda *parts: "/".join(map(str, parts))

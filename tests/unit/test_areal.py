@@ -13,23 +13,27 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from aprilsched import SchedulerConfig, SGLangFleet, SimFleet
 from aprilsched.config import Dispatch, Samples, Staleness
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import facts
+from aprilsched.engines.sim.toy_model import toy_rows, weights_key_of_version
 from aprilsched.errors import ConfigError, RefitError
 from aprilsched.integrations.areal import RolloutEngine
 from aprilsched.testing.fixtures import StartServer, start_sglang_server
 from aprilsched.testing.server import ThreadedServer
 from tests.support.areal_parts import areal, is_real, saved
+from tests.support.companions import EXPERTS
 
 __all__ = ["start_sglang_server"]
 
@@ -166,7 +170,8 @@ def check(batch: list[dict[str, Any]], *, size: int = SIZE) -> None:
         response = mask.bool()
         assert not (response & ~trajectory["attention_mask"]).any()
         assert (trajectory["versions"][response] >= 0).all()
-        assert (trajectory["versions"][~response] == -1).all()
+        asked = trajectory["attention_mask"] & ~response
+        assert (trajectory["versions"][asked] == -1).all()
         assert not trajectory["logprobs"][~response].any()
         assert (trajectory["logprobs"][response] < 0).any()
         lengths = response.sum(-1)
@@ -341,6 +346,154 @@ def test_a_workflow_of_several_turns(parts: SimpleNamespace, opened: RolloutEngi
     assert trajectory["rewards"].tolist() == [1.0] * SIZE
 
 
+class Routed(SingleTurn):
+    """It gives the trainer the experts of each position, and a row of its own. Some responses are
+    far longer than others."""
+
+    begun = 0
+
+    def trajectory(self, response: Any, reward: float) -> Any:
+        experts = response.routed_experts
+        assert experts.dtype == np.int32
+        rows = torch.from_numpy(np.pad(experts, ((0, 1), (0, 0))))  # The last token has no row.
+        made = super().trajectory(response, reward)
+        number = torch.tensor([response.input_tokens[-1]])
+        return {**made, "routed_experts": rows[None], "number": number}
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+        self.begun += 1
+        self.gconfig.max_new_tokens = 40 + 400 * (self.begun % 7 == 0)
+        return await super().arun_episode(engine, data)
+
+
+def test_routed_experts_and_what_a_workflow_adds_reach_the_trainer(
+    parts: SimpleNamespace, tmp_path: Path
+):
+    """The experts are those of the pass that sampled each token, across updates."""
+    settings = SchedulerConfig(
+        over_provision=2.0, pace="asynchronous", straggler="abort", companions=(EXPERTS,)
+    )
+    fleet = SimFleet(2, time_scale=0.1)
+    made = engine(parts, fleet, settings, return_routed_experts=True)
+    several, keys = 0, {0: weights_key_of_version(0)}
+    with opening(made):
+        loader, workflow = Loader(), Routed(parts)
+        for version in range(40):
+            if several:
+                break
+            for trajectory in made.prepare_batch(loader, workflow, group_size=SIZE):
+                assert len(set(trajectory["number"].tolist())) == 1
+                for row in range(SIZE):
+                    shown = trajectory["versions"][row][trajectory["attention_mask"][row]]
+                    versions = shown[3:]  # Three tokens of the prompt.
+                    sampled_by = np.array([keys[int(each)] for each in versions], np.uint64)
+                    places = np.arange(2, 2 + len(versions))
+                    expected = toy_rows(EXPERTS, places, sampled_by).values
+                    found = trajectory["routed_experts"][row, places].numpy()
+                    assert (found == expected.reshape(len(versions), -1)).all()
+                    several += len(set(versions.tolist())) > 1
+            meta = update(made, parts, tmp_path, version + 1)
+            keys[version + 1] = zlib.crc32(meta.path.encode())  # that saved() has written
+    assert several, "no response met an update"
+
+
+IMAGE = 99
+"""Id of the placeholder of images."""
+
+
+class Processor:
+    """Expands the placeholder of each image into three."""
+
+    image_token_id = IMAGE
+
+    def __call__(self, *, images: Any, text: Any, **_: Any) -> dict[str, Any]:
+        ids = [token for each in text for token in ([each] if each != IMAGE else [IMAGE] * 3)]
+        return {
+            "input_ids": torch.tensor([ids]),
+            "mm_token_type_ids": (torch.tensor([ids]) == IMAGE).int(),
+            "pixel_values": torch.full((len(images), 4), 0.5),
+            "image_grid_thw": torch.tensor([[1, 2, 2]] * len(images)),
+        }
+
+
+class Vision(SingleTurn):
+    """A workflow as AReaL's VisionRLVRWorkflow."""
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+        processor = Processor()
+        processed = processor(images=data["images"], text=data["messages"])
+        request = self.parts.Request(
+            input_ids=processed["input_ids"][0].tolist(),
+            image_data=["data:image/png;base64,QUJD" for _ in data["images"]],
+            gconfig=self.gconfig.new(),
+            processor=processor,
+        )
+        response = await engine.agenerate(request)
+        types = processed["mm_token_type_ids"][0].tolist() + [0] * len(response.output_tokens)
+        pixels = {name: processed[name] for name in ("pixel_values", "image_grid_thw")}
+        return {
+            **self.trajectory(response, await self.reward(data, response)),
+            "mm_token_type_ids": torch.tensor([types]),
+            "multi_modal_input": [pixels],
+        }
+
+
+def vision(parts: SimpleNamespace) -> Any:
+    """AReaL's own workflow for images where it can be imported."""
+    if not is_real():
+        return Vision(parts, max_new_tokens=40)
+    from areal.workflow.vision_rlvr import VisionRLVRWorkflow
+
+    return VisionRLVRWorkflow(
+        reward_of_images,
+        parts.Generation(max_new_tokens=40),
+        tokenizer=SimpleNamespace(decode=str, eos_token_id=0, pad_token_id=0),
+        processor=Processor(),
+        enable_thinking=False,
+    )
+
+
+def reward_of_images(completion_ids: list[int], **_: Any) -> float:
+    return float(len(completion_ids) % 7)
+
+
+def test_images_reach_the_engine_once_and_the_trainer_expanded(parts: SimpleNamespace):
+    """The engine expands one placeholder for each image, and the trainer's tokens have three."""
+    pytest.importorskip("PIL")
+    from PIL import Image
+
+    sent: list[do.Send] = []
+    listener: Any = SimpleNamespace(
+        on_event=lambda event, now: None,
+        on_command=lambda command, now: sent.append(command) if isinstance(command, do.Send) else 0,
+    )
+    made = engine(parts, listeners=[listener])
+    loader = Loader()
+    for item in loader.items:
+        item["images"] = [Image.new("RGB", (2, 2)) for _ in range(2)]
+        item["messages"] = [5, 6, IMAGE, 7, IMAGE, 8]
+    expanded = [5, 6, *[IMAGE] * 3, 7, *[IMAGE] * 3, 8]
+    with opening(made):
+        (trajectory, *_) = made.prepare_batch(loader, vision(parts), group_size=SIZE)
+    assert {tuple(each.input_ids[:6].tolist()) for each in sent} == {(5, 6, IMAGE, 7, IMAGE, 8)}
+    assert {len(each.media) for each in sent} == {2}
+    assert trajectory["input_ids"][:, : len(expanded)].tolist() == [expanded] * SIZE
+    lengths = trajectory["loss_mask"].sum(-1)
+    assert not trajectory["loss_mask"][:, : len(expanded)].any()
+    assert trajectory["loss_mask"][:, len(expanded) :].sum(-1).tolist() == lengths.tolist()
+    counted = trajectory["loss_mask"].bool()
+    assert (trajectory["logprobs"][counted] < 0).any()
+    assert (trajectory["versions"][counted] == 0).all()
+    assert trajectory["mm_token_type_ids"].shape == trajectory["input_ids"].shape
+    assert trajectory["mm_token_type_ids"].sum(-1).tolist() == [6] * SIZE
+    assert len(trajectory["multi_modal_input"]) == SIZE
+    assert trajectory["rewards"].tolist() == (lengths % 7).tolist()
+    if is_real():
+        from areal.infra import check_trajectory_format
+
+        assert check_trajectory_format(trajectory, batch_size=SIZE)
+
+
 def test_evaluations_are_in_the_order_of_their_items(parts: SimpleNamespace, opened: RolloutEngine):
     opened.prepare_batch(Loader(), SingleTurn(parts), group_size=SIZE)
     workflow = SingleTurn(parts, greedy=True)
@@ -383,10 +536,10 @@ def test_a_workflow_that_raises_costs_its_group(parts: SimpleNamespace, opened: 
     [
         ({"n_samples": 2}, {}, None, "set gconfig.n_samples to 1"),
         ({"use_beam_search": True}, {}, None, "a beam search"),
-        ({}, {"image_data": ["..."]}, None, "has images"),
+        ({}, {"image_data": ["..."]}, None, "1 images and 0 rows of the placeholder None"),
         ({"max_tokens": 3}, {}, None, "raise max_tokens"),
-        ({}, {}, lambda t: {**t, "begin_of_trajectory": t["rewards"]}, "only .* reach the trainer"),
-        ({}, {}, lambda t: "a text", "only .* reach the trainer"),
+        ({}, {}, lambda t: {**t, "scores": [1, 2]}, "scores .* has not one row"),
+        ({}, {}, lambda t: "a text", "returned str, without input_ids and rewards"),
         ({}, {}, lambda t: {**t, "input_ids": t["input_ids"] + 1}, "other tokens"),
         ({}, {}, lambda t: {**t, "loss_mask": t["loss_mask"] * 0}, "another loss mask"),
     ],
@@ -437,7 +590,7 @@ def test_parameters_of_sampling_reach_the_engine(parts: SimpleNamespace, opened:
     ("areals", "settings", "error"),
     [
         ({"use_lora": True}, {}, "use_lora is set"),
-        ({"return_routed_experts": True}, {}, "return_routed_experts is set"),
+        ({"return_routed_experts": True}, {}, "does not know the shape of the rows"),
         ({}, {"max_staleness": 3}, "raise max_head_offpolicyness"),
         ({}, {"stop": Samples(8)}, "takes a fixed number of groups"),
     ],

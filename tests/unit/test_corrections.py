@@ -26,6 +26,7 @@ from aprilsched.corrections import (
     importance_weights,
     interpolated_proximal,
     ratios,
+    renormalized,
     second_moment_mask,
     staleness,
 )
@@ -227,6 +228,49 @@ def test_ratios_of_long_sequences_stay_finite(make: Make):
         found = np.asarray(ratios(sign * logprobs, zeros, mask, level="sequence"))
         assert np.isfinite(found).all()
         assert (found > 0).all()
+
+
+def nucleus(logits: NDArray[Any], top_k: int, top_p: float) -> tuple[list[int], float]:
+    """The ids that top-k and top-p keep, and the log-probability of the last of them among these,
+    by a softmax over the kept logits in float64."""
+    order = np.argsort(-logits)[:top_k]
+    share = np.exp(logits[order] - logits.max()) / np.exp(logits - logits.max()).sum()
+    kept = order[np.cumsum(share) - share < top_p]
+    among = np.exp(logits[kept] - logits[kept].max())
+    return kept.tolist(), float(np.log(among[-1] / among.sum()))
+
+
+@pytest.mark.parametrize("shape", [(12,), (3, 4)])
+def test_a_renormalized_logprob_is_that_of_a_softmax_over_the_kept_ids(make: Make, shape: Any):
+    """Under large logits too, and for batches that are padded or packed."""
+    random = np.random.default_rng(3)
+    logits = random.normal(0, 6, (12, 50)) + 1000 * random.normal(size=(12, 1))
+    counted = random.random(12) < 0.7
+    rows = [nucleus(each, 20, 0.9) for each in logits]
+    kept = [ids if of else [] for (ids, _), of in zip(rows, counted, strict=True)]
+    expected = [own if of else 0.0 for (_, own), of in zip(rows, counted, strict=True)]
+    assert len({len(each) for each in kept}) > 3
+    offsets = np.cumsum([0, *map(len, kept)])
+    ids = np.array([each[-1] if each else 0 for each in kept]).reshape(shape)
+    found = renormalized(
+        make(np.roll(logits, -1, 0).reshape(*shape, 50)),  # each at the token before
+        make(ids, "int64"),
+        make(counted.reshape(shape), "bool"),
+        kept=make([token for each in kept for token in each], "int32"),
+        offsets=make(offsets, "int64"),
+    )
+    near(found, np.reshape(expected, shape))
+
+
+def test_without_a_cut_a_renormalized_logprob_is_the_usual_one(make: Make):
+    logits = np.random.default_rng(4).normal(size=(3, 5))
+    ids = np.array([4, 0, 2])
+    usual = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    kept, offsets = make([*range(5)] * 3, "int32"), make([0, 5, 10, 15], "int64")
+    found = renormalized(
+        make(logits), make(ids, "int64"), make([0, 1, 1], "bool"), kept=kept, offsets=offsets
+    )
+    near(found, [0, usual[0, 0], usual[1, 2]])
 
 
 # --- numpy and torch are the same ----------------------------------------------------------------
@@ -465,7 +509,31 @@ def test_gradients_agree_with_finite_differences():
     assert torch.autograd.gradcheck(packed, logprobs)
 
 
+def test_gradients_of_renormalized_logprobs_are_those_of_the_kept_logits():
+    torch = pytest.importorskip("torch")
+    logits = torch.randn(
+        4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True
+    )
+    ids, mask = torch.tensor([0, 1, 5, 2]), torch.tensor([False, True, False, True])
+    kept, offsets = torch.tensor([1, 3, 2, 4]), torch.tensor([0, 0, 2, 2, 4])
+
+    def of(logits: Any) -> Any:
+        return renormalized(logits, ids, mask, kept=kept, offsets=offsets)
+
+    assert torch.autograd.gradcheck(of, logits)
+    of(logits).sum().backward()
+    assert logits.grad is not None
+    assert logits.grad.nonzero().tolist() == [[0, 1], [0, 3], [2, 2], [2, 4]]
+
+
 # --- what is refused -----------------------------------------------------------------------------
+
+
+def cut(logits: NDArray[Any], offsets: list[int]) -> Any:
+    ids, mask, kept = np.zeros(3, dtype=int), np.ones(3, dtype=bool), np.zeros(3, dtype=int)
+    rows = np.repeat(logits, 2, 0)[:3]
+    return renormalized(rows, ids, mask, kept=kept, offsets=np.array(offsets))
+
 
 ROW = np.zeros((2, 3))
 TRUE = np.ones((2, 3), dtype=np.bool_)
@@ -497,6 +565,9 @@ TRUE = np.ones((2, 3), dtype=np.bool_)
         (lambda: clipped_loss(ROW[0], ROW[0], ROW[0, :1], TRUE[0]), "one advantage"),
         (lambda: clipped_loss(ROW, ROW, ROW, TRUE, weights=ROW[:, :1]), "weights has shape"),
         (lambda: second_moment_mask(ROW, ROW, TRUE, bound=math.nan), "bound is nan"),
+        (lambda: cut(ROW, [0, 1, 1, 2]), "has no sampling mask"),
+        (lambda: cut(ROW, [0, 1, 2]), "give a row of logits and of kept ids for each token"),
+        (lambda: cut(ROW[:1], [0, 1, 2, 3]), "give a row of logits and of kept ids"),
         (
             lambda: age_mask(np.zeros(3), np.ones(3), version=1, max_staleness=-1),
             "max_staleness is -1",

@@ -23,7 +23,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aprilsched import Batch, Handshake, Prompt, PromptQueue, SimPublisher
+from aprilsched import (
+    Batch,
+    Handshake,
+    Media,
+    Prompt,
+    PromptQueue,
+    SamplingParams,
+    SimPublisher,
+)
+from aprilsched.engines.sim.sequence import MEDIA_TOKENS
 from aprilsched.errors import ConfigError, PromptsExhausted, RefitError, SchedulerClosed
 from tests.support import fronts, in_a_process
 from tests.support.companions import check_rows
@@ -176,6 +185,24 @@ def test_batches_updates_evaluations_and_log_probabilities(rollouts: Any):
     assert [len(group.rollouts) for group in evaluated.groups] == [3, 3]
     batches += itertools.islice(rollouts, 2)
     check(batches)
+
+
+def test_media_go_out_and_kept_answers_come_back(front: Front):
+    """In a run without routed experts, which refuse media."""
+    given: dict[str, Any] = {"companions": ()}
+    if front.name in GROUPS["of an actor"]:
+        name = f"{front.name} with media"
+        fronts.start_actor(name, in_a_process.parts, **given)
+        given = {"name": name}
+    media = (Media("image", b"\x89PNG"), Media("audio", "http://a/b.wav"))
+    kept = SamplingParams(max_new_tokens=5, keep=("prompt_tokens",))
+    with front.make(in_a_process.parts, **given) as rollouts:
+        shown = rollouts.evaluate([prompt(1, 2, sampling=kept, media=media)], group_size=2)
+    (group,) = shown.groups
+    assert group.prompt.media == media
+    for rollout in group.rollouts:
+        (answer,) = rollout.answers
+        assert answer.values == {"prompt_tokens": 2 + 2 * MEDIA_TOKENS}
 
 
 def test_the_trainer_loads_weights_in_a_block(rollouts: Any):

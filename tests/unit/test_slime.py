@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from aprilsched.engines.server import HttpEngine
 from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.errors import ConfigError, RefitError, RunGivenUp, SchedulerClosed
 from aprilsched.integrations import slime
@@ -984,7 +985,7 @@ def test_the_class_form_of_miles_checks_the_version_that_it_is_told(
     ("changes", "why"),
     [
         ({"custom_generate_function_path": "a.b"}, "--custom-generate-function-path does not"),
-        ({"use_rollout_indexer_replay": True}, "--use-rollout-indexer-replay does not"),
+        ({"use_rollout_indexer_replay": True}, "does not know the shape of the rows"),
         ({"aprilsched": {"straggler": "retract"}}, "aprilsched.straggler is 'retract'"),
         ({"aprilsched": {"pace": "asynchronous"}}, "aprilsched.pace is 'asynchronous'"),
         ({"aprilsched": {"stop": "samples"}}, "aprilsched.stop is 'samples'"),
@@ -1003,8 +1004,7 @@ def test_what_does_not_work_is_refused_in_a_sentence(
 @pytest.mark.parametrize(
     ("field", "value", "why"),
     [
-        ("multimodal_inputs", {"images": [1]}, "it has images"),
-        ("multimodal_train_inputs", {"pixel_values": 1}, "it has images"),
+        ("multimodal_inputs", {"images": None, "videos": [1]}, "it has videos, and only images"),
         ("generate_function_path", "a.b", "generate_function_path of sample"),
         ("prompt", "w9", "two prompts"),
     ],
@@ -1061,6 +1061,84 @@ def test_samples_have_the_experts_of_every_token(begun: Callable[..., Loop]):
             assert sample.rollout_routed_experts.shape == (len(sample.tokens) - 1, 3, 2)
             assert sample.rollout_routed_experts.dtype == np.int32
             assert all(sample.loss_mask)
+
+
+def test_samples_have_what_a_sparse_attention_chose_beside_the_experts(
+    begun: Callable[..., Loop],
+):
+    """The shape is in the settings of the scheduler, because the arguments do not say it."""
+    replay = {
+        "use_rollout_indexer_replay": True,
+        "use_rollout_routing_replay": True,
+        "num_layers": 3,
+        "moe_router_topk": 2,
+        "num_experts": 256,
+        "aprilsched": {"companions": ["indexer_topk=int32[3,2]!"]},
+    }
+    for group in begun(**replay).generate(0).samples:
+        for sample in group:
+            shape = (len(sample.tokens) - 1, 3, 2)
+            assert sample.rollout_indexer_topk.shape == sample.rollout_routed_experts.shape == shape
+            assert sample.rollout_indexer_topk.dtype == np.int32
+
+
+class Processor:
+    """Expands the placeholder of each image, which is the word w9, into three."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.image_token = "w9"
+
+    def __call__(self, *, text: str, images: Any, **_: Any) -> dict[str, Any]:
+        words = text.replace("w9", "w9 w9 w9")
+        pixels = [float(image.size[0]) for image in images]
+        return {
+            "input_ids": [self.tokenizer.encode(words, add_special_tokens=False)],
+            "attention_mask": None,
+            "pixel_values": pixels,
+        }
+
+
+def test_images_reach_the_engine_once_and_the_trainer_expanded(
+    begun: Callable[..., Loop], trainer: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+):
+    from PIL import Image
+
+    utils = importlib.import_module(f"{trainer.name}.utils.processing_utils")
+
+    def load(path: str, **_: Any) -> Processor:
+        return Processor(utils.load_tokenizer(path))
+
+    monkeypatch.setattr(utils, "load_processor", load, raising=False)
+    if not trainer.real:
+        monkeypatch.setattr(utils, "build_processor_kwargs", dict, raising=False)
+    sent: list[Any] = []
+    stream = HttpEngine.generate
+    monkeypatch.setattr(
+        HttpEngine, "generate", lambda self, asked: (sent.append(asked), stream(self, asked))[1]
+    )
+    loop = begun()
+    groups = loop.data_source.get_samples(loop.args.rollout_batch_size)
+    for group in groups:
+        for sample in group:
+            sample.prompt = "w1 w9 w2 w9 w3"
+            sample.multimodal_inputs = {"images": [Image.new("RGB", (2, 2))] * 2}
+    loop.data_source.add_samples(groups)
+    once = load(loop.args.hf_checkpoint).tokenizer.encode(
+        "w1 w9 w2 w9 w3", add_special_tokens=False
+    )
+    place = once[1]
+    expanded = [each for token in once for each in [token] * (3 if token == place else 1)]
+    made = [sample for group in loop.generate(0).samples for sample in group]
+    assert any(sample.multimodal_inputs for sample in made)
+    for sample in made:
+        if sample.multimodal_inputs:  # Other groups are opened too.
+            assert sample.tokens[: -sample.response_length] == expanded
+            assert sample.multimodal_train_inputs == {"pixel_values": [2.0, 2.0]}
+            assert len(sample.rollout_log_probs) == sample.response_length
+    shown = [each for each in sent if each.media]
+    assert {len(each.media) for each in shown} == {2}
+    assert {tuple(each.input_ids[:5].tolist()) for each in shown} == {tuple(once)}
 
 
 def test_without_a_trainer_the_function_says_where_it_belongs():

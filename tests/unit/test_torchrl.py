@@ -8,13 +8,15 @@ import importlib.util
 import runpy
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from aprilsched import Batch, Group, Prompt, Score, Segment
+from aprilsched import Batch, Group, Media, Prompt, Score, Segment
+from aprilsched.companions import Companion, CompanionRows, Rows
 from aprilsched.corrections import clipped_loss, importance_weights
 from aprilsched.engines.sim import SimConfig
 from aprilsched.errors import ConfigError
@@ -149,6 +151,57 @@ def test_every_entry_is_that_of_the_rollout(torch: Any):
     )
     assert padded.shape == (4, 15)
     assert (padded[0, :5] == 2).all()
+
+
+EXPERTS, MASK = Companion("routed_experts", "uint8", (2, 3)), Companion("sampling_mask")
+
+
+def test_companions_and_media_arrive_through_a_buffer(torch: Any):
+    """Rows stay with their tokens, whatever the lengths."""
+    from torchrl.data import LazyStackStorage, ReplayBuffer
+
+    def carrying(of: Rollout) -> Rollout:
+        size, tokens = len(of.prompt_ids) + len(of) - 1, len(of)
+        values = np.arange(size * 6).reshape(size, 2, 3).astype(np.uint8)
+        kept = [[int(token), 7][: 2 * int(token % 2)] for token in of.token_ids]
+        exact = np.arange(tokens) != 1
+        companions = {
+            "routed_experts": CompanionRows(EXPERTS, Rows(values), exact),
+            "sampling_mask": CompanionRows(MASK, Rows.ragged(kept, "int32"), exact),
+        }
+        return replace(of, companions=companions)
+
+    groups = tuple(
+        replace(
+            group,
+            prompt=replace(group.prompt, media=(Media("image", f"{group.group_id}.png"),)),
+            rollouts=tuple(map(carrying, group.rollouts)),
+        )
+        for group in RAGGED.groups
+    )
+    buffer = ReplayBuffer(storage=LazyStackStorage(4), batch_size=4)
+    fill(buffer, replace(RAGGED, groups=groups))
+    by_id = {each.rollout_id: each for group in groups for each in group.rollouts}
+    for row in buffer.sample().unbind(0):
+        wanted = by_id[int(row["rollout_id"])]
+        before, tokens = len(wanted.prompt_ids), len(wanted)
+        experts = row["companions", "routed_experts"]
+        rows = wanted.companions["routed_experts"].rows.values
+        assert experts.dtype == torch.uint8
+        assert np.array_equal(experts[:-1], rows)
+        assert not experts[-1].any()
+        values, offsets = (row["companions", "sampling_mask", of] for of in ("values", "offsets"))
+        for place in range(before + tokens):
+            own = values[offsets[place] : offsets[place + 1]].tolist()
+            at = place - before
+            kept = wanted.companions["sampling_mask"].rows
+            assert own == (kept.row(at).tolist() if at >= 0 else [])
+        for name in ("routed_experts", "sampling_mask"):
+            exact = row["companions_exact", name]
+            assert exact.tolist() == [place != before + 1 for place in range(before + tokens)]
+        assert row["media"] == (Media("image", f"{wanted.group_id}.png"),)
+    stacked = left(to_tensordicts(replace(RAGGED, groups=groups)), "companions", "routed_experts")
+    assert stacked.shape == (4, 15, 2, 3)
 
 
 def test_a_batch_without_rewards_has_no_entry_for_them(torch: Any):

@@ -668,11 +668,27 @@ def test_streamed_batches_that_cannot_be_are_refused(
         streaming(cpu, tmp_path)
 
 
+SEEN = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}]
+
+
+@pytest.mark.parametrize(
+    "row", [{"prompt": "What is it?", "images": ["a.png"]}, {"prompt": SEEN, "image": None}]
+)
+def test_a_dataset_with_images_ends_the_training(
+    cpu: Any, model: Path, tmp_path: Path, row: dict[str, Any]
+):
+    """TRL would train on the text without them."""
+    dataset = [{"target": 3, **row}]
+    with pytest.raises(ConfigError, match="AsyncGRPOTrainer gives its model token ids alone"):
+        prepared(worker(cpu, tmp_path, train_dataset=dataset), model).train()
+
+
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
         ({"config": SchedulerConfig(max_staleness=3)}, "set max_staleness of AsyncGRPOConfig to 4"),
         ({"config": SchedulerConfig(stop=Samples(8))}, "takes a fixed number of rollouts"),
+        ({"config": SchedulerConfig(companions=("sampling_mask",))}, "companions are set"),
         ({"reward_weights": [1.0]}, "1 numbers for 2 reward functions"),
         ({"reward_funcs": [near, near]}, "each with another name"),
         ({"reward_funcs": []}, "give at least one"),

@@ -188,6 +188,35 @@ async def test_each_turn_of_an_episode_may_keep_something_else() -> None:
             assert [each.start for each in rollout.answers] == [0, 22, 44]
 
 
+async def _shown_more(turn: Turn, prompt: Prompt) -> float:
+    """Two turns, where the environment answers the first one with another image."""
+    assert isinstance(prompt.key, int)
+    long = 100 + 70 * (prompt.key % 5)
+    sampling = SamplingParams(max_new_tokens=long, ignore_eos=True, keep=KEEP)
+    first = await turn.generate(prompt.input_ids, sampling)
+    ids = np.concatenate((prompt.input_ids, first.token_ids, np.array([7, 8], dtype=np.int32)))
+    await turn.generate(ids, sampling, [*prompt.media, Media("image", "answer.png")])
+    return 1.0
+
+
+@pytest.mark.parametrize("straggler", ["abort", "retract"])
+@in_virtual_time
+async def test_an_episode_may_show_more_media_in_a_later_turn(straggler: Any) -> None:
+    """An attempt that goes on with a turn has the media of that turn."""
+    fleet, attempts = SimFleet(1, vocab_size=1000), 0
+    asked = config(straggler=straggler)
+    async with RolloutScheduler(fleet, prompts(), config=asked, episode=_shown_more) as rollouts:
+        async for batch in batches(rollouts, 4):
+            for rollout in batch.rollouts:
+                attempts += len(rollout.answers)
+                second = len(rollout) // 2 + 1
+                for answer in rollout.answers:
+                    media = len(MEDIA) + (answer.start >= second)
+                    sent = len(rollout.prompt_ids) + answer.start
+                    assert answer.values["prompt_tokens"] == sent + MEDIA_TOKENS * media
+    assert attempts > 4 * 6 * 2 or straggler != "abort"
+
+
 @in_virtual_time
 async def test_media_take_room_in_the_kv_pool_as_far_as_the_engine_says() -> None:
     fleet = SimFleet(1, vocab_size=1000)
@@ -211,6 +240,11 @@ async def test_media_and_rows_of_the_context_are_refused_together() -> None:
             await rollouts.evaluate([next(prompts())], group_size=2)
     async with RolloutScheduler(fleet, prompts(), config=config()) as rollouts:
         assert (await rollouts.evaluate([next(prompts())], group_size=2)).groups
+    given = RolloutScheduler(fleet, prompts(media=()), config=asked, episode=_shown_more)
+    async with given as rollouts:
+        assert not (await rollouts.evaluate([next(prompts(media=()))], group_size=2)).groups
+        (entry, *_) = rollouts.state.in_flight.ledger.entries
+        assert "a prompt has media, and a row of routed_experts" in entry.cause
 
 
 @in_virtual_time

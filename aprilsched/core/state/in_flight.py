@@ -25,6 +25,7 @@ from aprilsched.types import (
     Answer,
     Float32Array,
     Int32Array,
+    Media,
     Prompt,
     SamplingParams,
     VersionSpan,
@@ -170,10 +171,12 @@ class InFlight:
         input_ids: Int32Array,
         sampling: SamplingParams,
         *,
+        media: tuple[Media, ...] | None = None,
         output_start: int | None = None,
     ) -> RequestRecord:
-        """Begin a rollout's next turn; `input_ids` is its whole context. With `output_start`, the
-        output from there on is known already."""
+        """Begin a rollout's next turn; `input_ids` is its whole context, and `media` all of its
+        media, or None for the prompt's. With `output_start`, the output from there on is known
+        already."""
         known = rollout.context_tokens
         if rollout.turns == 0:
             if not len(rollout.log) and rollout.log.companions:
@@ -189,6 +192,7 @@ class InFlight:
             request_id=self._next_id(),
             rollout=rollout,
             sampling=sampling,
+            media=media,
             output_start=len(rollout.log) if output_start is None else output_start,
         )
         rollout.request = request

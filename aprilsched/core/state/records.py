@@ -17,7 +17,15 @@ from aprilsched.core.lengths.observed import GroupLengths
 from aprilsched.core.state.ledger import Reason
 from aprilsched.core.state.lifecycle import GENERATING, Move, State, after
 from aprilsched.core.state.token_log import TokenLog
-from aprilsched.types import Batch, FinishReason, Int32Array, Prompt, SamplingParams, Score
+from aprilsched.types import (
+    Batch,
+    FinishReason,
+    Int32Array,
+    Media,
+    Prompt,
+    SamplingParams,
+    Score,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +47,8 @@ class RequestRecord:
     sampling: SamplingParams
     output_start: int
     """Where the output of the request begins in the rollout's token log."""
+    media: tuple[Media, ...] | None = None
+    """All media of the context; None for those of the prompt."""
     attempt: int = 0
     """Number of attempts so far."""
     attempt_start: int = 0
