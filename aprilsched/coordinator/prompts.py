@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from typing import Any, Self
 
-from aprilsched.companions import Companion
+from aprilsched.companions import Companion, of_prompt
 from aprilsched.core.policies.refill import Refill
 from aprilsched.errors import ConfigError
 from aprilsched.sampling import check_sampling
@@ -56,6 +56,14 @@ class PromptSource:
                 f"prompts is a {type(prompts).__name__}; give an iterable or async iterable of "
                 "Prompt."
             )
+
+    def check(self, prompt: object) -> Prompt:
+        """`prompt`, if a group can be launched for it.
+
+        Raises:
+            ConfigError: if it cannot.
+        """
+        return checked(prompt, self._group_size, self._refill, self._companions)
 
     def must_be_storable(self) -> None:
         """Refuse prompts whose metadata a store cannot save, from now on."""
@@ -115,7 +123,7 @@ class PromptSource:
                     raise self._raised
                 return None
             self._raised = None
-            usable = checked(prompt, self._group_size, self._refill, self._companions)
+            usable = self.check(prompt)
             if self._storable:
                 check_storable(usable)
         except ConfigError as error:
@@ -166,7 +174,8 @@ def checked(
             f"a prompt has {len(prompt.sampling)} sampling parameters for a group of {size}; "
             "give one for each rollout, or one for all."
         )
-    of_context = [each.name for each in companions if each.per == "context"]
+    asked = of_prompt(companions, prompt.companions)
+    of_context = [each.name for each in asked if each.per == "context"]
     if prompt.media and of_context:
         raise ConfigError(
             f"a prompt has media, and a row of {', '.join(of_context)} belongs to a position in "

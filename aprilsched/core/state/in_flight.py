@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from aprilsched.companions import Companion, CompanionLog, Rows
+from aprilsched.companions import Companion, CompanionLog, Rows, of_prompt
 from aprilsched.core.policies.placement import Place
 from aprilsched.core.state.expectation import EngineWork
 from aprilsched.core.state.journal import Journal
@@ -25,6 +25,7 @@ from aprilsched.types import (
     Answer,
     Float32Array,
     Int32Array,
+    Media,
     Prompt,
     SamplingParams,
     VersionSpan,
@@ -159,10 +160,10 @@ class InFlight:
             self.journal.change(rollout)
 
     def carry_companions(self, rollout: RolloutRecord) -> None:
-        """Let the rollout keep the rows of the companions that the run asks for."""
+        """Let the rollout keep the rows of the companions that its prompt is to have."""
         if self._companions:
-            logs = {each.name: CompanionLog(each) for each in self._companions}
-            rollout.log.companions = logs
+            asked = of_prompt(self._companions, rollout.group.prompt.companions)
+            rollout.log.companions = {each.name: CompanionLog(each) for each in asked}
 
     def add_request(
         self,
@@ -171,9 +172,11 @@ class InFlight:
         sampling: SamplingParams,
         *,
         output_start: int | None = None,
+        media: tuple[Media, ...] = (),
     ) -> RequestRecord:
         """Begin a rollout's next turn; `input_ids` is its whole context. With `output_start`, the
-        output from there on is known already."""
+        output from there on is known already. `media` are all of the context if turns have added
+        some."""
         known = rollout.context_tokens
         if rollout.turns == 0:
             if not len(rollout.log) and rollout.log.companions:
@@ -189,6 +192,7 @@ class InFlight:
             rollout=rollout,
             sampling=sampling,
             output_start=len(rollout.log) if output_start is None else output_start,
+            media=media,
         )
         rollout.request = request
         self.requests[request.request_id] = request
@@ -243,7 +247,7 @@ class InFlight:
         rollout.move(Move.SEND)
         rollout.group.engine = engine
         self._note_home(rollout.group.prompt.affinity, engine)
-        request.media_tokens = rollout.group.media_tokens
+        request.media_tokens = max(request.media_tokens, rollout.group.media_tokens)
         context = rollout.context_tokens + request.media_tokens
         request.pending_prefill = context if request.attempt else 0
         request.attempt += 1
@@ -343,9 +347,12 @@ class InFlight:
 
     def expand(self, request: RequestRecord, added: int) -> None:
         """Count `added` tokens that media became in the context of an open attempt, beside their
-        placeholders. The next attempts of the group are expected to hold as many."""
+        placeholders. The next attempts of the group are expected to hold as many, unless the media
+        are of a turn."""
         self.held_on[request.engine] += added - request.media_tokens
-        request.media_tokens = request.rollout.group.media_tokens = added
+        request.media_tokens = added
+        if not request.media:
+            request.rollout.group.media_tokens = added
 
     def requeue(self, request: RequestRecord) -> None:
         """Let the rest of a request wait to be sent, with all tokens known so far."""
