@@ -216,7 +216,7 @@ def draw(found: Sequence[dict[str, Any]], path: Path) -> None:
     updates = [each["update"] for each in found]
     for name, label, colour in (
         ("own", "the trainer's own routing", PALETTE[1]),
-        ("replayed", "the engine's routing, replayed", PALETTE[5]),
+        ("replayed", "the engine's routing, replayed", PALETTE[0]),
     ):
         axes.plot(
             updates, [each[name]["largest"] for each in found], "o-", color=colour, label=label
