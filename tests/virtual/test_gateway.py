@@ -124,6 +124,12 @@ async def test_rows_come_back_in_the_form_of_the_engine_to_those_who_ask():
         assert last["routed_experts"] == expected["routed_experts"]
         assert not any("routed_experts" in meta for meta in others)
         nothings: tuple[dict[str, Any], ...] = ({}, {"return_routed_experts": False})
+        stream = await one.stream(LONG, **ASKS, rid="mine").reach(INTERVAL)
+        await one.raw.post("/abort_request", {"rid": "mine"})
+        assert not (await stream.end()).last["routed_experts_exact"]
+        assert len(b64decode(stream.last["routed_experts"])) == 24 * (
+            len(PROMPT) + len(stream.ids) - 1
+        )
         for nothing in nothings:
             _, plain = await one.raw.post("/generate", asked(50, **nothing))
             assert not plain["meta_info"].keys() & {*expected, "routed_experts_exact"}
