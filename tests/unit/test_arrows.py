@@ -423,6 +423,7 @@ RULES: dict[str, Rule] = {
             # The version in the answers.
             "aprilsched.__version__",
             "aprilsched.checks",
+            "aprilsched.companions",
             "aprilsched.coordinator",
             "aprilsched.core",
             "aprilsched.engines",
