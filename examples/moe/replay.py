@@ -16,7 +16,7 @@ import argparse
 import json
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,7 @@ def routers(model: torch.nn.Module) -> list[Any]:
 
 
 @contextmanager
-def replay(model: torch.nn.Module, rows: torch.Tensor) -> Iterator[list[torch.Tensor]]:
+def replay(model: torch.nn.Module, rows: torch.Tensor) -> Generator[list[torch.Tensor]]:
     """Let the routers choose the experts of `rows`, [tokens, layers, experts per token], and weigh
     them by their own logits, so that these keep their gradient.
 
