@@ -27,7 +27,6 @@ from aprilsched.types import (
     FinishReason,
     Float32Array,
     Int32Array,
-    Media,
     Prompt,
     SamplingParams,
     Score,
@@ -69,19 +68,13 @@ class Turn:
         rollout_id: int,
         index: int,
         tell: Callable[[TurnRequested | TurnWithdrawn | TurnKept], None],
-        with_media: Callable[[tuple[Media, ...]], tuple[Media, ...]],
     ) -> None:
         self.index = index
         self._rollout_id = rollout_id
         self._tell = tell
-        self._with_media = with_media
-        """Gives the media of the prompt and these, if they can be used."""
         self._context: Int32Array | None = None
         self._asked: Int32Array | None = None
         """Context of the latest call."""
-        self._media: tuple[Media, ...] = ()
-        self._asked_media: tuple[Media, ...] = ()
-        """Media of turns in the context, and in that of the latest call."""
         self._answer: asyncio.Future[TurnOutput] | None = None
         """Output of the open call; None while no call is open."""
         self._back: asyncio.Future[TurnOutput] | None = None
@@ -116,16 +109,9 @@ class Turn:
         self.ending.append(function)
 
     async def generate(
-        self,
-        input_ids: Sequence[int] | Int32Array,
-        sampling: SamplingParams | None = None,
-        *,
-        media: Sequence[Media] = (),
+        self, input_ids: Sequence[int] | Int32Array, sampling: SamplingParams | None = None
     ) -> TurnOutput:
         """Generate one turn after the context `input_ids`, [n].
-
-        `media` are those whose placeholders this turn adds to the context, in their order. Those of
-        the prompt and of earlier turns are sent again with them.
 
         From the second turn on, `input_ids` must begin with the whole context and output of the
         previous turn. The tokens after that are recorded as tokens of the environment, with loss
@@ -135,15 +121,13 @@ class Turn:
         :meth:`partial`. The next call waits until the engine has ended the request.
 
         Raises:
-            ConfigError: if `input_ids`, `sampling` or `media` cannot be used.
+            ConfigError: if `input_ids` or `sampling` cannot be used.
             EpisodeError: if the context does not continue the previous turn, if a turn is being
                 generated already, or if the rollout has ended.
         """
         ids = token_array(input_ids, "input_ids of the turn")
         if sampling is not None:
             check_sampling(sampling)
-        added = (*self._media, *media)
-        sent = self._with_media(added) if added else ()
         self._check_free()
         await self._returned()
         self._check_free()
@@ -154,11 +138,9 @@ class Turn:
                 "input_ids of the turn do not begin with the context and output of the turn "
                 "before; append to them, so that the rollout stays one token sequence."
             )
-        self._asked, self._asked_media = ids, added
+        self._asked = ids
         self._answer = answer = asyncio.get_running_loop().create_future()
-        self._tell(
-            TurnRequested(rollout_id=self._rollout_id, input_ids=ids, sampling=sampling, media=sent)
-        )
+        self._tell(TurnRequested(rollout_id=self._rollout_id, input_ids=ids, sampling=sampling))
         try:
             output = await answer
         except (asyncio.CancelledError, GeneratorExit):
@@ -166,7 +148,7 @@ class Turn:
                 self._withdraw()
             raise
         self._answer = None
-        self._context, self._media = np.concatenate((ids, output.token_ids)), added
+        self._context = np.concatenate((ids, output.token_ids))
         return output
 
     async def partial(self) -> TurnOutput:
@@ -197,7 +179,6 @@ class Turn:
         if self._asked is not None and len(output.token_ids):
             self._tell(TurnKept(rollout_id=self._rollout_id))
             self._context = np.concatenate((self._asked, output.token_ids))
-            self._media = self._asked_media
         return output
 
     def resolve(self, command: ResolveTurn) -> None:

@@ -12,7 +12,6 @@ import re
 import reprlib
 from collections import deque
 from collections.abc import Callable, Mapping, Set
-from dataclasses import replace
 from typing import Any, SupportsFloat, SupportsIndex, TypeVar, cast
 
 from aprilsched.coordinator.episodes import Episode, Turn
@@ -34,7 +33,7 @@ from aprilsched.driver.callbacks import (
     check_callable,
 )
 from aprilsched.errors import MemberLost, RunEnded
-from aprilsched.types import Media, Prompt, RefusedPrompt, Score
+from aprilsched.types import Prompt, RefusedPrompt, Score
 from aprilsched.weights.publisher import to_the_end
 
 log = logging.getLogger("aprilsched")
@@ -226,12 +225,7 @@ class Work:
 
     async def _run_episode(self, command: do.StartEpisode) -> None:
         rollout_id = command.rollout_id
-        prompt = command.prompt
-
-        def with_media(media: tuple[Media, ...]) -> tuple[Media, ...]:
-            return self._prompts.check(replace(prompt, media=(*prompt.media, *media))).media
-
-        turn = Turn(rollout_id, command.index, self._tell, with_media)
+        turn = Turn(rollout_id, command.index, self._tell)
         self._turns[rollout_id] = turn
         try:
             await self._drive(turn, command)

@@ -11,7 +11,6 @@ import asyncio
 import copy
 import json
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,6 @@ from aprilsched.engines.sim.sequence import MEDIA_TOKENS
 from aprilsched.errors import ConfigError
 from aprilsched.telemetry.event_log import EventLog
 from aprilsched.testing.server import SimServer
-from aprilsched.types import Int32Array
 from tests.support.virtual_time import in_virtual_time
 
 KEEP = ("prompt_tokens", "request")
@@ -190,41 +188,6 @@ async def test_each_turn_of_an_episode_may_keep_something_else() -> None:
             assert [each.start for each in rollout.answers] == [0, 22, 44]
 
 
-@pytest.mark.parametrize("straggler", ["retract", "abort"])
-@in_virtual_time
-async def test_turns_add_media_to_those_of_the_prompt(straggler: Any) -> None:
-    def length(ids: Int32Array) -> int:
-        return 40 + int(ids.sum()) % 200  # so that some episodes are not over with their batch
-
-    async def episode(turn: Turn, prompt: Prompt) -> float:
-        ids, new = prompt.input_ids, length(prompt.input_ids)
-        sampling = SamplingParams(max_new_tokens=new, ignore_eos=True, keep=("prompt_tokens",))
-        with pytest.raises(ConfigError, match="media is"):
-            await turn.generate(ids, media=("a.png",))  # type: ignore[arg-type]
-        for number in range(3):
-            seen = [Media("image", f"{number}.png")] * number
-            answer = await turn.generate(ids, sampling, media=seen)
-            ids = np.concatenate((ids, answer.token_ids, np.array([7, 8], dtype=np.int32)))
-        return 1.0
-
-    several = 0
-    asked = config(straggler=straggler)
-    fleet = SimFleet(2, vocab_size=1000)
-    async with RolloutScheduler(fleet, prompts(), config=asked, episode=episode) as rollouts:
-        async for batch in batches(rollouts, 4):
-            for rollout in batch.rollouts:
-                for answer in rollout.answers:
-                    media = len(MEDIA) + (0, 1, 3)[answer.start // (length(rollout.prompt_ids) + 2)]
-                    sent = len(rollout.prompt_ids) + answer.start
-                    assert answer.values["prompt_tokens"] == sent + MEDIA_TOKENS * media
-                several += len(rollout.answers) > 3
-        in_flight = rollouts.state.in_flight
-        open_now = list(in_flight.open_requests())
-        held = sum(r.rollout.context_tokens + r.media_tokens for r in open_now)
-        assert sum(in_flight.held_on.values()) == held
-    assert several or straggler != "abort"
-
-
 @in_virtual_time
 async def test_media_take_room_in_the_kv_pool_as_far_as_the_engine_says() -> None:
     fleet = SimFleet(1, vocab_size=1000)
@@ -246,8 +209,6 @@ async def test_media_and_rows_of_the_context_are_refused_together() -> None:
     async with RolloutScheduler(fleet, prompts(), config=asked) as rollouts:
         with pytest.raises(ConfigError, match="a prompt has media, and a row of routed_experts"):
             await rollouts.evaluate([next(prompts())], group_size=2)
-        without = replace(next(prompts()), companions=())
-        assert (await rollouts.evaluate([without], group_size=2)).groups
     async with RolloutScheduler(fleet, prompts(), config=config()) as rollouts:
         assert (await rollouts.evaluate([next(prompts())], group_size=2)).groups
 

@@ -44,7 +44,7 @@ class Send(Command, frozen=True, eq=False, gc=False):
             with all.
         companions: what the engine is to return beside the tokens, with the first position of the
             context whose row is missing.
-        media: those of the prompt and of turns; their placeholders in `input_ids` are not expanded.
+        media: those of the prompt; their placeholders in `input_ids` are not expanded.
         rank: what has a lower one should run first inside the engine.
     """
 

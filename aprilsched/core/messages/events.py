@@ -15,7 +15,6 @@ from aprilsched.types import (
     FinishReason,
     Float32Array,
     Int32Array,
-    Media,
     Prompt,
     RefusedPrompt,
     SamplingParams,
@@ -304,13 +303,11 @@ class Failed(Event, frozen=True):
 
 
 class TurnRequested(Event, frozen=True, eq=False):
-    """An episode asks for a turn. `input_ids`, int32 [n], is the whole context, and `media` all of
-    its media if turns have added some to those of the prompt."""
+    """An episode asks for a turn. `input_ids`, int32 [n], is the whole context."""
 
     rollout_id: int
     input_ids: Int32Array
     sampling: SamplingParams | None = None
-    media: tuple[Media, ...] = ()
 
 
 class TurnWithdrawn(Event, frozen=True):

@@ -17,7 +17,7 @@ from aprilsched.core.lengths.observed import GroupLengths
 from aprilsched.core.state.ledger import Reason
 from aprilsched.core.state.lifecycle import GENERATING, Move, State, after
 from aprilsched.core.state.token_log import TokenLog
-from aprilsched.types import Batch, FinishReason, Int32Array, Media, Prompt, SamplingParams, Score
+from aprilsched.types import Batch, FinishReason, Int32Array, Prompt, SamplingParams, Score
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +81,6 @@ class RequestRecord:
     """Context tokens that the engine recomputes before the attempt's next chunk."""
     media_tokens: int = 0
     """Tokens of the latest attempt's context that media became, as far as that is known."""
-    media: tuple[Media, ...] = ()
-    """All media of the context, if turns have added some; otherwise those of the prompt count."""
 
     @property
     def generated(self) -> int:
@@ -171,8 +169,7 @@ class RolloutRecord:
     @property
     def computed_tokens(self) -> int:
         """Tokens of the context inside an engine, where media are expanded."""
-        own = 0 if self.request is None else self.request.media_tokens
-        return self.context_tokens + max(own, self.group.media_tokens)
+        return self.context_tokens + self.group.media_tokens
 
     def context(self) -> Int32Array:
         """Prompt and response so far, int32 [P + T], as the engine must see it."""

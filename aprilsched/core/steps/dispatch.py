@@ -313,7 +313,7 @@ def _send(state: SchedulerState, request: RequestRecord, engine: str) -> None:
             companions=tuple(
                 [(each.companion, each.held) for each in rollout.log.companions.values()]
             ),
-            media=request.media or rollout.group.prompt.media,
+            media=rollout.group.prompt.media,
             rank=rank,
         )
     )

@@ -79,9 +79,7 @@ def on_turn_requested(state: SchedulerState, event: ev.TurnRequested) -> None:
     sampling = event.sampling or rollout.sampling
     if begin is not None:
         leave_one(state, rollout, begin, sampling.max_new_tokens)
-    state.in_flight.add_request(
-        rollout, event.input_ids, sampling, output_start=begin, media=event.media
-    )
+    state.in_flight.add_request(rollout, event.input_ids, sampling, output_start=begin)
     _tell_begun(state, rollout, before)
 
 
