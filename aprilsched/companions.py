@@ -140,6 +140,11 @@ class Companion:
         return Rows(values, np.zeros(rows, dtype=np.int64) if self.ragged else None)
 
 
+def of_prompt(companions: Sequence[Companion], names: Sequence[str] | None) -> list[Companion]:
+    """Those of the run's companions that a prompt with these `names` has; None names all."""
+    return [each for each in companions if names is None or each.name in names]
+
+
 def routed_experts(
     *, layers: int, per_token: int, experts: int, required: bool = False
 ) -> Companion:

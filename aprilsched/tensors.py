@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.companions import CompanionRows, Rows
+from aprilsched.companions import Companion, CompanionLog, CompanionRows, Rows
 from aprilsched.extras import extra
 
 if TYPE_CHECKING:
@@ -189,8 +189,9 @@ def _companions(
     after the other, the shape of ``input_ids``."""
     found: dict[str, Any] = {}
     exact: dict[str, Tensor] = {}
-    for name in rollouts[0].companions if rollouts else ():
-        own = [(r, r.companions[name]) for r in rollouts]
+    kinds = {name: each.companion for r in rollouts for name, each in r.companions.items()}
+    for name, kind in kinds.items():
+        own = [(r, r.companions.get(name) or _none(kind, r)) for r in rollouts]
         rows = Rows.join([each.aligned(prompt=len(rollout.prompt_ids)) for rollout, each in own])
         if rows.ends is None:
             found[name] = torch.from_numpy(lay_out(rows.values))
@@ -203,6 +204,12 @@ def _companions(
         flat = _join((_after(rollout, each.exact, 1) for rollout, each in own), "?")
         exact[name] = torch.from_numpy(lay_out(flat))
     return {"companions": found, "companions_exact": exact}
+
+
+def _none(kind: Companion, rollout: TokensOfRollout) -> CompanionRows:
+    """The rows of a rollout whose prompt did not ask for this companion."""
+    sampled = np.ones(len(rollout), np.bool_)
+    return CompanionLog(kind).whole(prompt=len(rollout.prompt_ids), sampled=sampled)
 
 
 def _torch() -> ModuleType:

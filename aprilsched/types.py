@@ -180,6 +180,7 @@ class Prompt:
             engine, for its cached keys, unless that has far more to do than the others.
         media: images and other media, in the order of their places in `input_ids`. These ids have
             one placeholder for each, as the chat template writes it: the engine expands it.
+        companions: names of those of the run's companions that the responses have; None for all.
 
     Raises:
         ConfigError: if `input_ids` is empty, not one-dimensional or holds negative ids, if
@@ -193,6 +194,7 @@ class Prompt:
     group_size: int | None = None
     affinity: str | None = None
     media: tuple[Media, ...] = ()
+    companions: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "input_ids", token_array(self.input_ids, "input_ids"))
@@ -202,6 +204,8 @@ class Prompt:
             if not all(isinstance(each, Media) for each in several):
                 raise ConfigError(f"media is {typed(self.media)}; give a tuple of Media(...).")
             object.__setattr__(self, "media", tuple(several))
+        if self.companions is not None:
+            object.__setattr__(self, "companions", names("companions", self.companions))
         key: object = self.key
         # A key of a subclass or of NumPy would not be remembered, nor found again in a store.
         if isinstance(key, str):

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from typing import Any, Self
 
-from aprilsched.companions import Companion
+from aprilsched.companions import Companion, of_prompt
 from aprilsched.core.policies.refill import Refill
 from aprilsched.errors import ConfigError
 from aprilsched.sampling import check_sampling
@@ -57,6 +57,14 @@ class PromptSource:
                 f"prompts is a {type(prompts).__name__}; give an iterable or async iterable of "
                 "Prompt."
             )
+
+    def check(self, prompt: object) -> Prompt:
+        """`prompt`, if a group can be launched for it.
+
+        Raises:
+            ConfigError: if it cannot.
+        """
+        return checked(prompt, self._group_size, self._refill, self.companions)
 
     def must_be_storable(self) -> None:
         """Refuse prompts whose metadata a store cannot save, from now on."""
@@ -116,7 +124,7 @@ class PromptSource:
                     raise self._raised
                 return None
             self._raised = None
-            usable = checked(prompt, self._group_size, self._refill, self.companions)
+            usable = self.check(prompt)
             if self._storable:
                 check_storable(usable)
         except ConfigError as error:
@@ -167,7 +175,7 @@ def checked(
             f"a prompt has {len(prompt.sampling)} sampling parameters for a group of {size}; "
             "give one for each rollout, or one for all."
         )
-    check_media(prompt.media, companions)
+    check_media(prompt.media, of_prompt(companions, prompt.companions))
     several: Any = prompt.sampling if isinstance(prompt.sampling, tuple) else (prompt.sampling,)
     for sampling in several:
         if sampling is not None:

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Set
 from typing import Any, SupportsFloat, SupportsIndex, TypeVar, cast
 
+from aprilsched.companions import of_prompt
 from aprilsched.coordinator.episodes import Episode, Turn
 from aprilsched.coordinator.prompts import PromptSource
 from aprilsched.coordinator.tasks import Tasks
@@ -225,7 +226,8 @@ class Work:
 
     async def _run_episode(self, command: do.StartEpisode) -> None:
         rollout_id = command.rollout_id
-        turn = Turn(rollout_id, command.index, self._tell, self._prompts.companions)
+        asked = of_prompt(self._prompts.companions, command.prompt.companions)
+        turn = Turn(rollout_id, command.index, self._tell, asked)
         self._turns[rollout_id] = turn
         try:
             await self._drive(turn, command)

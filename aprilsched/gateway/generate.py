@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import uuid
+from base64 import b64encode
 from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from typing import Annotated, Any, cast
@@ -16,6 +17,7 @@ from typing import Annotated, Any, cast
 import msgspec
 from aiohttp import web
 
+from aprilsched.companions import KINDS
 from aprilsched.errors import ConfigError
 from aprilsched.gateway.reading import Part, Reading, TextRules, parts_of, parts_until_failure
 from aprilsched.gateway.responses import Asked
@@ -73,7 +75,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
     """Answer one body: with one response, or with a list where it asks for several."""
     service = request.app[SERVICE]
     async with request.app[BODIES].read(request) as content:
-        content, fields = take_fields(service, content)
+        content, fields = take_fields(service, content, service.settings.companions)
         body = decode(content, PromptsBody)
     given = request.headers.get(GROUP_HEADER)
     asked, rules, several = await _asked(service, body, given, fields)
@@ -254,8 +256,11 @@ def rids_of(
         yield from itertools.repeat(given, count)
 
 
-def take_fields(service: Service, content: bytes) -> tuple[bytes, dict[str, Any]]:
-    """The body without the fields that the operator lets clients set, and these fields.
+def take_fields(
+    service: Service, content: bytes, companions: Iterable[str] = ()
+) -> tuple[bytes, dict[str, Any]]:
+    """The body without the fields that the operator lets clients set, and these fields, among which
+    are those of the `companions` that this call answers with.
 
     Raises:
         Malformed: if it is no object.
@@ -263,7 +268,7 @@ def take_fields(service: Service, content: bytes) -> tuple[bytes, dict[str, Any]
     if not service.settings.client_fields:
         return content, {}
     body = decode(content, dict[str, msgspec.Raw])
-    found = [name for name in service.settings.client_fields if name in body]
+    found = [name for name in (*service.settings.passed_on, *companions) if name in body]
     fields = {name: msgspec.json.decode(body.pop(name)) for name in found}
     fields = {name: value for name, value in fields.items() if value is not None}
     return (msgspec.json.encode(body) if found else content), fields
@@ -316,7 +321,12 @@ def prompt_of(
                 f"{name} passes parameters on unchecked, which the gateway does not; give the "
                 "parameters that it knows by their names."
             )
-    params["request"] = {k: value for k, value in fields.items() if k not in MEDIA_FIELDS}
+    companions = service.settings.companions
+    for name in companions.keys() & fields.keys():
+        if not isinstance(fields[name], bool):
+            raise Refused(f"{name} is {fields[name]!r}; give true or false.")
+    plain = fields.keys() - MEDIA_FIELDS.keys() - companions.keys()
+    params["request"] = {name: fields[name] for name in plain}
     media = [media_of(MEDIA_FIELDS[k], fields[k]) for k in MEDIA_FIELDS if k in fields]
     if params.get("max_new_tokens") is None and params.get("max_tokens") is None:
         params["max_new_tokens"] = _NEW_TOKENS
@@ -328,6 +338,7 @@ def prompt_of(
         sampling=sampling,
         affinity=near,
         media=tuple(itertools.chain.from_iterable(media)),
+        companions=tuple(each.name for name, each in companions.items() if fields.get(name)),
     )
 
 
@@ -391,7 +402,27 @@ class _Answers:
             meta["output_token_logprobs_length"] = total
         meta["completion_tokens"] = total
         meta["cached_tokens"] = 0
+        meta |= _told_rows(reading, part)
         if part.over:
             meta["weight_versions"] = reading.labelled(self._service.label_of)
             meta["weight_versions_exact"] = reading.response.versions_exact
         return meta
+
+
+def _told_rows(reading: Reading, part: Part) -> dict[str, Any]:
+    """The rows of the companions that the client asked for, as SGLang tells them: those of tokens
+    with their tokens, those of the context at the end."""
+    told: dict[str, Any] = {}
+    response, total = reading.response, len(reading.token_ids)
+    for name in response.prompt.companions or ():
+        per_token = KINDS[name] == "token"
+        begin, end = (part.start, total) if per_token else (0, response.prompt_tokens + total - 1)
+        rows = response.rows(name, begin, end) if per_token or part.over else None
+        if rows is not None and per_token:
+            told[f"output_token_{name}"] = [rows.row(i).tolist() for i in range(len(rows))]
+            told[f"output_token_{name}_length"] = total
+        elif rows is not None:
+            told[name] = b64encode(rows.values.astype("<i4").tobytes()).decode()
+        if part.over and name in response.companions:
+            told[f"{name}_exact"] = bool(response.companions[name].exact[:total].all())
+    return told

@@ -19,11 +19,12 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from aprilsched.companions import CompanionRows, Rows
 from aprilsched.core.messages import facts as of
 from aprilsched.core.messages.facts import Fact
 from aprilsched.core.state.assembly import rollout_of
@@ -84,6 +85,7 @@ class Response:
         finish: why it ended; None while it is open.
         message: what an aborted response says of its end.
         segments: the versions of its tokens; known at its end.
+        companions: the rows that it asked for; known at its end.
         versions_exact: whether the engines could tell the version of every token.
         failure: the cause, if it has failed.
         status: the HTTP status of a failure.
@@ -103,6 +105,7 @@ class Response:
         self.finish: FinishReason | str | None = None
         self.message = "Aborted"
         self.segments: tuple[Segment, ...] = ()
+        self.companions: Mapping[str, CompanionRows] = {}
         self.versions_exact = True
         self.failure = ""
         self.status = _FAILED
@@ -119,6 +122,18 @@ class Response:
     @property
     def over(self) -> bool:
         return self.finish is not None or bool(self.failure)
+
+    def rows(self, name: str, begin: int, end: int) -> Rows | None:
+        """The rows `begin` to `end` of a companion, as far as they have arrived; None if it was not
+        launched."""
+        known = self.companions.get(name)
+        if known is not None:
+            found = known.rows.part(min(begin, len(known.rows)))
+        elif self.member is not None:
+            found = self.member.log.companions[name].since(begin)
+        else:
+            return None
+        return found.part(0, min(end - begin, len(found)))
 
     async def news(self) -> None:
         """Wait for new tokens, or for the end; it returns at once if it is over."""
@@ -146,6 +161,7 @@ class Response:
         self.token_ids = rollout.token_ids.tolist()
         self.logprobs = rollout.logprobs.tolist()
         self.segments = rollout.segments
+        self.companions = rollout.companions
         self.versions_exact = rollout.versions_exact
         self._finish(rollout.finish_reason)
 
@@ -155,6 +171,7 @@ class Response:
         if not self.over and member is not None:
             # Tokens of a dropped rollout that are still on their way are not in its record.
             self.segments = member.log.segments()
+            self.companions = member.log.companion_rows(prompt=self.prompt_tokens)
             sure = member.request is None or not member.request.unsure
             self.versions_exact = member.log.exact and sure
         self.message = message
@@ -330,7 +347,7 @@ class Responses:
     # --- the run -------------------------------------------------------------------------------
 
     async def changed(self) -> None:
-        """Wait until an engine has changed its mode, or has come or gone."""
+        """Wait until an engine has changed its mode, has come or gone, or has ended a request."""
         self._changed.clear()
         await self._changed.wait()
 
@@ -378,7 +395,13 @@ class Responses:
                     self._finished(fact)
                 case of.GroupDropped():
                     self._dropped(fact)
-                case of.EngineModeChanged() | of.EngineAdmitted() | of.EngineLost():
+                case (
+                    of.EngineModeChanged()
+                    | of.EngineAdmitted()
+                    | of.EngineLost()
+                    # Requests that are called back leave an engine idle in the same mode.
+                    | of.AttemptEnded()
+                ):
                     self._changed.set()
                 case _:
                     pass
@@ -449,4 +472,5 @@ class Responses:
 def _same(one: Prompt, other: Prompt) -> bool:
     """Whether two prompts ask for the same response."""
     same = one.sampling == other.sampling and one.media == other.media
+    same = same and one.companions == other.companions
     return same and np.array_equal(one.input_ids, other.input_ids)

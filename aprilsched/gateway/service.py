@@ -312,7 +312,7 @@ class Service:
             ConfigError: if a prompt or a name cannot be used.
         """
         for ask in asked:
-            checked(ask.prompt, 1)
+            checked(ask.prompt, 1, companions=self._config.policies.companions)
             if self._stored:
                 check_storable(replace(ask.prompt, key=ask.rid))
         responses, prompts = self.responses.open(asked)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar
 
 from aprilsched.checks import request_fields
+from aprilsched.companions import KINDS, Companion
 from aprilsched.core.config import Dispatch, Retries, SchedulerConfig
 from aprilsched.core.policies.bounds import AT_LEAST_0, AT_LEAST_1, check_settings
 from aprilsched.core.policies.refill import PoolView, Refill
@@ -18,6 +19,7 @@ from aprilsched.serving import check_port
 from aprilsched.types import MEDIA, MediaKind
 
 _NEVER = 2**31 - 1
+_RETURN = "return_"
 MEDIA_FIELDS: Mapping[str, MediaKind] = {f"{kind}_data": kind for kind in MEDIA}
 """The kind of media in each field of a request that has some."""
 
@@ -116,17 +118,37 @@ class GatewaySettings:
     client_fields: tuple[str, ...] = ()
     """Further fields of requests that clients may set, such as priority or image_data. They are
     passed on to the servers as they are; image_data lets chats have images too. Whoever may set a
-    custom_logit_processor runs code of theirs on the servers."""
+    custom_logit_processor runs code of theirs on the servers. A companion after "return_", such as
+    return_sampling_mask or return_routed_experts=uint8[48,8], lets clients of /generate ask for
+    its rows."""
 
     def __post_init__(self) -> None:
         check_settings(self)
         check_port(self.port)
-        request_fields({name: None for name in self.client_fields if name not in MEDIA_FIELDS})
+        request_fields({name: None for name in self.passed_on if name not in MEDIA_FIELDS})
         if self.per_version is not None and self.max_staleness is None:
             raise ConfigError(
                 "per_version says how many responses a version consumes, which matters to "
                 "max_staleness alone; set max_staleness too."
             )
+
+    @property
+    def passed_on(self) -> list[str]:
+        """The fields of clients that are no companions."""
+        return [name for name in self.client_fields if _companion(name) is None]
+
+    @property
+    def companions(self) -> dict[str, Companion]:
+        """The companions whose rows clients may ask for, by the field that does."""
+        found = filter(None, map(_companion, self.client_fields))
+        return {f"{_RETURN}{each.name}": each for each in found}
+
+
+def _companion(field: str) -> Companion | None:
+    """The companion that a field of a request asks for, if it asks for one."""
+    written = field.removeprefix(_RETURN)
+    asks = written != field and written.partition("=")[0].rstrip("!") in KINDS
+    return Companion.of(written) if asks else None
 
 
 def for_clients(config: SchedulerConfig, settings: GatewaySettings) -> SchedulerConfig:
@@ -172,5 +194,6 @@ def for_clients(config: SchedulerConfig, settings: GatewaySettings) -> Scheduler
         health=config.health,
         timeouts=config.timeouts,
         save_interval_s=config.save_interval_s,
+        companions=tuple(settings.companions.values()),
         allow_inexact_versions=config.allow_inexact_versions,
     )

@@ -219,6 +219,7 @@ class _Group(msgspec.Struct, array_like=True):
     media: list[list[Any]] = []
     """The kind and the source, str or bytes, of each."""
     lost: int = 0
+    companions: tuple[str, ...] | None = None
 
 
 class _Schedule(msgspec.Struct, array_like=True):
@@ -316,6 +317,7 @@ def group_record(group: SavedGroup) -> bytes:
         again=group.again,
         size=group.size,
         media=[[each.kind, each.source] for each in prompt.media],
+        companions=prompt.companions,
         lost=group.lost,
     )
     try:
@@ -358,6 +360,7 @@ def group_from(body: bytes) -> SavedGroup:
             group_size=record.group_size,
             affinity=record.affinity,
             media=tuple([Media(*each) for each in record.media]),
+            companions=record.companions,
         ),
         members=tuple(
             SavedMember(

@@ -120,8 +120,8 @@ def main() -> None:
         }
         say({k: v for k, v in row.items() if k != "runs"})
         rows.append(row)
-    if options.out:
-        options.out.write_text(json.dumps({**machine(), "rows": rows}, indent=1) + "\n")
+        if options.out:
+            options.out.write_text(json.dumps({**machine(), "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from clients import CLIENTS
+from clients import CLIENTS, routed
 from memory import held, post
 
 from experiments.library import arguments, machine, say, write
@@ -47,9 +47,10 @@ def server(*arguments: int) -> Iterator[str]:
         process.communicate()
 
 
-def measure(client: str, in_flight: int, rollouts: int) -> dict[str, Any]:
-    """One run of one client in a process of its own, against a fresh server."""
-    with server() as url:
+def measure(client: str, in_flight: int, rollouts: int, *of_server: int) -> dict[str, Any]:
+    """One run of one client in a process of its own, against a fresh server with these
+    arguments."""
+    with server(*of_server) as url:
         command = [
             sys.executable, __file__, "--client", client, "--url", url,
             "--in-flight", str(in_flight), "--rollouts", str(rollouts),
@@ -68,7 +69,7 @@ async def run_client(options: argparse.Namespace) -> dict[str, Any]:
             options.url, in_flight=options.in_flight, trace="traced" in options.client
         )
     await post(options.url, {"pace": pace})
-    run = CLIENTS[options.client]
+    run = routed if options.client == "routed" else CLIENTS[options.client]
     cost = await run(options.url, in_flight=options.in_flight, rollouts=options.rollouts)
     if cost.rollouts != options.rollouts or cost.tokens != cost.rollouts * 1024:
         raise SystemExit(f"{options.client} read {cost} of {options.rollouts} rollouts")

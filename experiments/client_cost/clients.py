@@ -17,6 +17,7 @@ import aiohttp
 import msgspec
 
 from aprilsched import Prompt, RolloutScheduler, SamplingParams, SchedulerConfig, SGLangFleet
+from aprilsched.companions import Companion, routed_experts
 from aprilsched.config import Pool
 from aprilsched.store import Store
 from aprilsched.telemetry.base import AnyListener
@@ -24,7 +25,8 @@ from aprilsched.telemetry.base import AnyListener
 GROUP_SIZE = 8
 PROMPT_TOKENS = 128
 ANSWER_TOKENS = 1024
-_CLIENT_BUFFER = 2**20
+ROUTED = routed_experts(layers=48, per_token=8, experts=128)
+_CLIENT_BUFFER = 2**22
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +132,7 @@ def scheduler(
     tokens: int = ANSWER_TOKENS,
     listeners: Sequence[AnyListener] = (),
     fleet: SGLangFleet | None = None,
+    companions: Sequence[Companion] = (),
 ) -> RolloutScheduler:
     """A scheduler that keeps `in_flight` rollouts of so many tokens generating."""
     groups = in_flight // GROUP_SIZE
@@ -144,17 +147,21 @@ def scheduler(
         over_provision=1.0,
         refill=Pool(together=min(4, groups)),
         pace="asynchronous",
+        companions=tuple(companions),
     )
     return RolloutScheduler(
         fleet or SGLangFleet(urls), prompts, config=config, store=store, listeners=listeners
     )
 
 
-async def scheduled(url: str, *, in_flight: int, rollouts: int) -> Cost:
+async def scheduled(
+    url: str, *, in_flight: int, rollouts: int, companions: Sequence[Companion] = ()
+) -> Cost:
     """The same through the scheduler, batch after batch."""
     count = tokens = 0
     kept: list[object] = []
-    async with scheduler([url], in_flight=in_flight, rollouts=rollouts) as running:
+    running = scheduler([url], in_flight=in_flight, rollouts=rollouts, companions=companions)
+    async with running:
         cpu, wall = time.process_time(), time.perf_counter()
         async for batch in running:
             kept.append(batch)
@@ -162,6 +169,11 @@ async def scheduled(url: str, *, in_flight: int, rollouts: int) -> Cost:
             tokens += batch.tokens
         cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
     return Cost(cpu=cpu, wall=wall, rollouts=count, tokens=tokens)
+
+
+async def routed(url: str, *, in_flight: int, rollouts: int) -> Cost:
+    """The scheduler with routed experts."""
+    return await scheduled(url, in_flight=in_flight, rollouts=rollouts, companions=(ROUTED,))
 
 
 CLIENTS = {"bare": bare, "tight": tight, "scheduled": scheduled}

@@ -3,43 +3,58 @@
 It has the part of SGLang 0.5.21's API that the adapter needs: the probes, the control calls, and
 ``/generate`` as incremental server-sent events with ``[logprob, id, null]`` triples.
 Every stream gives the same answer, one event every `pace` seconds, up to the event `limit`. POST
-/bench sets both. The arguments are the tokens of an answer and of an event, by default 1024 and 64.
+/bench sets both. The arguments are the tokens of an answer and of an event, by default 1024 and 64,
+and 1 for the routed experts of a Qwen3-30B-A3B in every answer.
 The server runs in a process of its own, so that its CPU time is not measured.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import random
 import resource
 import sys
+from array import array
 
 from aiohttp import web
 
 EVENT_TOKENS = 64
 ANSWER_TOKENS = 1024
 VOCABULARY = 151_936
+PROMPT_TOKENS = 128
+LAYERS, EXPERTS, EXPERTS_PER_TOKEN = 48, 128, 8
 _SEED = 7
 
 
-def answer(tokens: int, event_tokens: int) -> list[bytes]:
-    """The events of the one answer; the last one carries spans."""
+def answer(tokens: int, event_tokens: int, *, experts: bool = False) -> list[bytes]:
+    """The events of the one answer; the last one carries spans and, with `experts`, the routing:
+    int32 [prompt + response - 1, layers, experts per token] in base64, as SGLang sends it."""
     draw = random.Random(_SEED)
     ids = [draw.randrange(VOCABULARY) for _ in range(tokens)]
     logprobs = [-draw.expovariate(1.0) for _ in range(tokens)]
     return [
-        _event(ids, logprobs, start, start + event_tokens)
+        _event(ids, logprobs, start, start + event_tokens, experts=experts)
         for start in range(0, tokens, event_tokens)
     ]
 
 
-def _event(ids: list[int], logprobs: list[float], start: int, end: int) -> bytes:
+def _experts(tokens: int) -> str:
+    draw = random.Random(_SEED)
+    rows = (PROMPT_TOKENS + tokens - 1) * LAYERS
+    chosen = array(
+        "i", (i for _ in range(rows) for i in draw.sample(range(EXPERTS), EXPERTS_PER_TOKEN))
+    )
+    return base64.b64encode(chosen.tobytes()).decode()
+
+
+def _event(ids: list[int], logprobs: list[float], start: int, end: int, *, experts: bool) -> bytes:
     last = end == len(ids)
     meta: dict[str, object] = {
         "id": "0123456789ab-0000000001-0001",
         "finish_reason": {"type": "length", "length": end} if last else None,
-        "prompt_tokens": 128,
+        "prompt_tokens": PROMPT_TOKENS,
         "weight_version": "0",
         "total_retractions": 0,
         "input_token_logprobs": [],
@@ -52,6 +67,7 @@ def _event(ids: list[int], logprobs: list[float], start: int, end: int) -> bytes
     if last:
         meta["weight_versions"] = [{"version": "0", "start": 0, "end": end}]
         meta["e2e_latency"] = 10.25
+        meta |= {"routed_experts": _experts(end)} if experts else {}
     body = json.dumps({"output_ids": ids[start:end], "meta_info": meta}, separators=(",", ":"))
     return b"data: " + body.encode() + b"\n\n"
 
@@ -59,8 +75,8 @@ def _event(ids: list[int], logprobs: list[float], start: int, end: int) -> bytes
 class Server:
     """The endpoints."""
 
-    def __init__(self, tokens: int, event_tokens: int) -> None:
-        self._events = answer(tokens, event_tokens)
+    def __init__(self, tokens: int, event_tokens: int, experts: bool = False) -> None:
+        self._events = answer(tokens, event_tokens, experts=experts)
         self._pace = 0.0
         self._limit = len(self._events)
         self._held = 0
@@ -83,7 +99,8 @@ class Server:
         return web.json_response({"model_path": "canned", "weight_version": "0"})
 
     async def server_info(self, _: web.Request) -> web.Response:
-        return web.json_response({"version": "0.5.21", "incremental_streaming_output": True})
+        able = {"incremental_streaming_output": True, "enable_return_routed_experts": True}
+        return web.json_response({"version": "0.5.21", **able})
 
     async def openapi(self, _: web.Request) -> web.Response:
         return web.json_response({"components": {"schemas": {}}})
@@ -133,9 +150,11 @@ class Server:
         self._held -= 1
 
 
-async def main(tokens: int = ANSWER_TOKENS, event_tokens: int = EVENT_TOKENS) -> None:
+async def main(
+    tokens: int = ANSWER_TOKENS, event_tokens: int = EVENT_TOKENS, experts: int = 0
+) -> None:
     """Serve on a free port, which is printed, until the standard input ends."""
-    runner = web.AppRunner(Server(tokens, event_tokens).app(), access_log=None)
+    runner = web.AppRunner(Server(tokens, event_tokens, bool(experts)).app(), access_log=None)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0, backlog=8192)
     await site.start()

@@ -1,4 +1,4 @@
-"""The trainer of examples/grpo against a real server: killed and continued, and learning."""
+"""The trainers of examples/grpo and examples/moe against a real server."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from tests.sglang.server import CpuServer
 
 HERE = Path(__file__).parent
 EXAMPLE = HERE.parents[1] / "examples" / "grpo"
+REPLAY = HERE.parents[1] / "examples" / "moe" / "replay.py"
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="could not import 'transformers'"
@@ -78,3 +79,19 @@ def test_it_learns(tmp_path: Path) -> None:
     # have one of 0.05, so the difference of two of them was once 0.08 where the policy had learned.
     assert sum(rewards[-4:]) / 4 >= sum(rewards[:4]) / 4 + 0.1
     assert all(line["mismatch"] < 1e-5 for line in log if "mismatch" in line)
+
+
+@pytest.mark.long
+def test_with_the_routing_of_the_engine_the_ratio_is_one(tmp_path: Path) -> None:
+    assert ran(REPLAY, "--out", tmp_path) == 0
+    with_server = [HERE / "with_server.py", tmp_path / "policy", tmp_path / "server.log"]
+    flags = ["--enable-return-routed-experts", sys.executable, REPLAY, "--engine", "{engine}"]
+    assert ran(*with_server, *flags, "--out", tmp_path, "--updates", 3) == 0
+    found = json.loads((tmp_path / "result.json").read_text())
+    assert [line["other"] for line in found] == [0, 0, 0], "tokens of another version"
+    for line in found:
+        assert line["replayed"]["largest"] < 1e-4
+        # One token and layer in 200 is routed otherwise, of more than 7,000.
+        assert line["flips"] > 0
+        assert line["own"]["largest"] > 0.01
+    assert (tmp_path / "ratios.png").stat().st_size > 10_000

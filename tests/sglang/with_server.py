@@ -1,12 +1,14 @@
-"""Runs a command beside a SGLang server on the CPU: with_server.py MODEL LOG COMMAND ...
+"""Runs a command beside a SGLang server on the CPU: with_server.py MODEL LOG [FLAGS] COMMAND ...
 
-``{engine}`` in the command stands for the server's URL.
+The flags are the server's, each in one word: ``--dtype=bfloat16``. ``{engine}`` in the command
+stands for its URL.
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from itertools import takewhile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -16,13 +18,16 @@ from tests.sglang.server import CpuServer
 
 def main() -> int:
     model, log, *command = sys.argv[1:]
+    flags = list(takewhile(lambda part: part.startswith("--"), command))
     Path(log).parent.mkdir(parents=True, exist_ok=True)
-    server = CpuServer(Path(model).resolve(), Path(log).resolve())
+    server = CpuServer(Path(model).resolve(), Path(log).resolve(), *flags)
     print("a SGLang server starts on the CPU, which takes about half a minute", file=sys.stderr)
     server.start()
     try:
         server.wait_ready()
-        return subprocess.call([part.replace("{engine}", server.url) for part in command])
+        return subprocess.call(
+            [part.replace("{engine}", server.url) for part in command[len(flags) :]]
+        )
     finally:
         server.stop()
 

@@ -424,6 +424,7 @@ RULES: dict[str, Rule] = {
             # The version in the answers.
             "aprilsched.__version__",
             "aprilsched.checks",
+            "aprilsched.companions",
             "aprilsched.coordinator",
             "aprilsched.core",
             "aprilsched.engines",

@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import copy
 import zlib
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from aprilsched import (
     SchedulerConfig,
     SimFleet,
     SimPublisher,
+    SqliteStore,
     Turn,
 )
 from aprilsched.companions import Companion, Rows, routed_experts
@@ -39,6 +41,7 @@ from aprilsched.engines.sim import SimEngine, sim_fleet
 from aprilsched.engines.sim.toy_model import toy_rows, weights_key_of_version
 from aprilsched.errors import ConfigError, EngineError
 from aprilsched.runs.config_tree import config_of, table_of
+from aprilsched.tensors import RaggedTensor, pack
 from aprilsched.types import NO_VERSION
 from tests.support.companions import EXPERTS, MASK, check_rows
 from tests.support.virtual_time import in_virtual_time
@@ -184,6 +187,33 @@ async def test_an_episode_has_rows_for_every_turn() -> None:
                 check_rows(rollout)
                 environment += int((rollout.versions == NO_VERSION).sum())
     assert environment > 100
+
+
+@in_virtual_time
+async def test_prompts_choose_among_the_companions_of_the_run(tmp_path: Path) -> None:
+    def asked() -> Iterator[Prompt]:
+        for number, prompt in enumerate(workload()):
+            yield replace(prompt, companions=(("sampling_mask",), ())[number % 2])
+
+    torch = pytest.importorskip("torch")
+    path, chosen = tmp_path / "run.sqlite", set[Any]()
+    for again in (False, True):
+        store = SqliteStore(path)
+        async with RolloutScheduler(SimFleet(2), asked(), config=config(), store=store) as rollouts:
+            batch = await rollouts.next_batch()
+            assert batch.redelivered == again
+            for group in batch.groups:
+                names = group.prompt.companions or ()
+                assert all(r.companions.keys() == set(names) for r in group.rollouts)
+                chosen.add(names)
+            x = pack(list(batch.rollouts), no_version=NO_VERSION)
+            masks, exact = x.companions["sampling_mask"], x.companions_exact["sampling_mask"]
+            assert isinstance(masks, RaggedTensor)
+            asks = [bool(r.companions) for r in batch.rollouts]
+            each = torch.tensor(asks).repeat_interleave(x.cu_seqlens.diff())[x.response_mask]
+            assert (masks.offsets.diff()[x.response_mask] > 0).equal(each)
+            assert exact[x.response_mask].equal(each)
+    assert chosen == {("sampling_mask",), ()}
 
 
 @pytest.mark.parametrize("turns", [None, episode])

@@ -6,11 +6,13 @@ The tests run in scaled wall time, because real sockets and a virtual clock do n
 from __future__ import annotations
 
 import asyncio
+from base64 import b64decode
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from aprilsched import Prompt, SamplingParams, SchedulerConfig, SGLangFleet
@@ -103,6 +105,61 @@ async def test_clients_set_only_the_fields_that_the_operator_lists():
         assert "several prompts with media" in str(refused)
     with pytest.raises(ConfigError, match="request holds rid"):
         GatewaySettings(client_fields=("rid",))
+
+
+ROWS = ("return_routed_experts=uint8[3,2]", "return_sampling_mask")
+ASKS: dict[str, Any] = {"return_routed_experts": True, "return_sampling_mask": True}
+MASKS = "output_token_sampling_mask"
+
+
+async def test_rows_come_back_in_the_form_of_the_engine_to_those_who_ask():
+    async with front(client_fields=ROWS) as one, Raw(one.servers[0].url) as engine:
+        _, answer = await engine.post("/generate", asked(50, **ASKS))
+        expected = {k: answer["meta_info"][k] for k in ("routed_experts", MASKS, f"{MASKS}_length")}
+        _, whole = await one.raw.post("/generate", asked(50, **ASKS))
+        assert expected.items() <= whole["meta_info"].items()
+        assert whole["meta_info"]["routed_experts_exact"]
+        *others, last = [event["meta_info"] for event in await one.raw.events(asked(50, **ASKS))]
+        assert [mask for meta in (*others, last) for mask in meta[MASKS]] == expected[MASKS]
+        assert last["routed_experts"] == expected["routed_experts"]
+        assert not any("routed_experts" in meta for meta in others)
+        nothings: tuple[dict[str, Any], ...] = ({}, {"return_routed_experts": False})
+        stream = await one.stream(LONG, **ASKS, rid="mine").reach(INTERVAL)
+        await one.raw.post("/abort_request", {"rid": "mine"})
+        assert not (await stream.end()).last["routed_experts_exact"]
+        assert len(b64decode(stream.last["routed_experts"])) == 24 * (
+            len(PROMPT) + len(stream.ids) - 1
+        )
+        for nothing in nothings:
+            _, plain = await one.raw.post("/generate", asked(50, **nothing))
+            assert not plain["meta_info"].keys() & {*expected, "routed_experts_exact"}
+        status, _ = await one.raw.post("/generate", asked(50, return_sampling_mask=1))
+        assert status == 400
+        status, _ = await one.raw.post("/v1/completions", {"model": "any", "prompt": [1], **ASKS})
+        assert status == 400, "its answers have no rows"
+    with pytest.raises(ConfigError, match="give the shape of a row"):
+        GatewaySettings(client_fields=("return_routed_experts",))
+
+
+async def test_rows_are_of_the_weights_that_sampled_their_token(tmp_path: Path):
+    _, weights = two_weights(tmp_path)
+    async with front(client_fields=ROWS) as one:
+        plain = await one.stream(LONG, **ASKS).end()
+        stream = await one.stream(LONG, **ASKS).reach(INTERVAL)
+        # Requests that wait inside would be computed again under the new weights, rows included.
+        for call in ("/pause_generation", "/update_weights_from_disk", "/continue_generation"):
+            body = {"mode": "retract", "model_path": str(weights)}
+            assert (await one.raw.post(call, body))[0] == 200
+        await stream.end()
+    rows, old = (
+        np.frombuffer(b64decode(each.last["routed_experts"]), "<i4").reshape(-1, 3, 2)
+        for each in (stream, plain)
+    )
+    (_, _, seam), _ = spans(stream.last)
+    same = (rows == old).all((1, 2))[len(PROMPT) - 1 :]
+    assert stream.last["routed_experts_exact"]
+    assert same[:seam].all()
+    assert not same[seam:].any()
 
 
 # --- clients that leave or abort ---------------------------------------------------------------

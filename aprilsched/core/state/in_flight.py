@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from aprilsched.companions import Companion, CompanionLog, Rows
+from aprilsched.companions import Companion, CompanionLog, Rows, of_prompt
 from aprilsched.core.policies.placement import Place
 from aprilsched.core.state.expectation import EngineWork
 from aprilsched.core.state.journal import Journal
@@ -160,10 +160,10 @@ class InFlight:
             self.journal.change(rollout)
 
     def carry_companions(self, rollout: RolloutRecord) -> None:
-        """Let the rollout keep the rows of the companions that the run asks for."""
+        """Let the rollout keep the rows of the companions that its prompt is to have."""
         if self._companions:
-            logs = {each.name: CompanionLog(each) for each in self._companions}
-            rollout.log.companions = logs
+            asked = of_prompt(self._companions, rollout.group.prompt.companions)
+            rollout.log.companions = {each.name: CompanionLog(each) for each in asked}
 
     def add_request(
         self,
@@ -248,7 +248,7 @@ class InFlight:
         rollout.move(Move.SEND)
         rollout.group.engine = engine
         self._note_home(rollout.group.prompt.affinity, engine)
-        request.media_tokens = rollout.group.media_tokens
+        request.media_tokens = max(request.media_tokens, rollout.group.media_tokens)
         context = rollout.context_tokens + request.media_tokens
         request.pending_prefill = context if request.attempt else 0
         request.attempt += 1
@@ -348,9 +348,12 @@ class InFlight:
 
     def expand(self, request: RequestRecord, added: int) -> None:
         """Count `added` tokens that media became in the context of an open attempt, beside their
-        placeholders. The next attempts of the group are expected to hold as many."""
+        placeholders. The next attempts of the group are expected to hold as many, unless the media
+        are of a turn."""
         self.held_on[request.engine] += added - request.media_tokens
-        request.media_tokens = request.rollout.group.media_tokens = added
+        request.media_tokens = added
+        if request.media is None:
+            request.rollout.group.media_tokens = added
 
     def requeue(self, request: RequestRecord) -> None:
         """Let the rest of a request wait to be sent, with all tokens known so far."""

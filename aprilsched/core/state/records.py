@@ -179,7 +179,8 @@ class RolloutRecord:
     @property
     def computed_tokens(self) -> int:
         """Tokens of the context inside an engine, where media are expanded."""
-        return self.context_tokens + self.group.media_tokens
+        own = 0 if self.request is None else self.request.media_tokens
+        return self.context_tokens + max(own, self.group.media_tokens)
 
     def context(self) -> Int32Array:
         """Prompt and response so far, int32 [P + T], as the engine must see it."""
