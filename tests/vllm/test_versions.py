@@ -18,7 +18,7 @@ import pytest
 from aprilsched import DiskPublisher, Rollout, RolloutScheduler, SchedulerConfig
 from aprilsched.config import Dispatch
 from aprilsched.core.policies.straggler import StragglerRule
-from aprilsched.engines.vllm.fleet import VLLMFleet
+from aprilsched.engines.vllm.engine import VLLMFleet
 from aprilsched.testing.contract import until
 from tests.sglang.recorded import TOLERANCE, Recorder, Run, crossing, long_tail, record, scores
 from tests.sglang.server import write_model

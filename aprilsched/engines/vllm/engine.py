@@ -1,4 +1,4 @@
-"""One vLLM server over HTTP.
+"""One vLLM server over HTTP, and fleets of such servers.
 
 - A pause is ``mode=keep``. It returns when no further step samples, and with ``clear_cache`` every
   running request has given up its KV (0.32; its help says that this is ignored).
@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from aprilsched.engines.base import EngineLoad, GenerationRequest, PauseMode
-from aprilsched.engines.http import Answer, HttpLimits
+from aprilsched.engines.fleet import ListedFleet, UrlFleet
+from aprilsched.engines.http import Answer
 from aprilsched.engines.server import HttpEngine
 from aprilsched.engines.stream import version_number
-from aprilsched.engines.vllm.probe import (
+from aprilsched.engines.vllm.server_info import (
     LOADING,
     ServerFacts,
     decode,
@@ -28,7 +29,7 @@ from aprilsched.engines.vllm.probe import (
     server_process,
     weight_label,
 )
-from aprilsched.engines.vllm.wire import PREFIX, EventReader, generate_body
+from aprilsched.engines.vllm.tokens_api import PREFIX, EventReader, generate_body
 from aprilsched.errors import EngineRejected
 
 _BAD_REQUEST = 400
@@ -42,36 +43,21 @@ class VLLMEngine(HttpEngine[ServerFacts]):
 
     Args:
         url: URL where the server listens, as ``http://host:port``.
-        api_key: the server's ``--api-key``; control calls need none.
+        admin_key: key for control calls. vLLM asks for none; a proxy before it may.
+        api_key: the server's ``--api-key``, for generation.
         stream_interval: tokens between two events of a stream; a server with a larger
             ``--stream-interval`` keeps to that.
         limits: timeouts and sizes.
         first_version: version of the weights that the server labels "0".
 
     Raises:
-        ConfigError: if `url`, the key or `stream_interval` cannot be used.
+        ConfigError: if `url`, a key or `stream_interval` cannot be used.
     """
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        api_key: str | None = None,
-        stream_interval: int = 64,
-        limits: HttpLimits | None = None,
-        first_version: int = 0,
-    ) -> None:
-        super().__init__(
-            url,
-            api_key=api_key,
-            stream_interval=stream_interval,
-            limits=limits,
-            first_version=first_version,
-        )
-        self._loaded: str | None = None
-        """The folder of the weights that the server has, where it is known."""
-        self._asleep: frozenset[str] = frozenset()
-        """What of the server's memory is away: its cache comes back later than it is asked for."""
+    _loaded: str | None = None
+    """The folder of the weights that the server has, where it is known."""
+    _asleep: frozenset[str] = frozenset()
+    """What of the server's memory is away: its cache comes back later than it is asked for."""
 
     async def _probe(self) -> ServerFacts:
         facts = await probe(self.name, self._transport, self._limits.control_timeout)
@@ -230,3 +216,17 @@ class VLLMEngine(HttpEngine[ServerFacts]):
     async def _ask(self, path: str, query: Mapping[str, str] | None = None) -> Answer:
         timeout = self._limits.control_timeout
         return await self._transport.call("POST", path, timeout=timeout, query=query)
+
+
+class VLLMFleet(UrlFleet[VLLMEngine]):
+    """The vLLM servers at `urls`; the arguments are those of :class:`~aprilsched.SGLangFleet`, and
+    the settings those of :class:`~aprilsched.engines.vllm.engine.VLLMEngine`."""
+
+    _engine_type = VLLMEngine
+
+
+class VLLMListedFleet(ListedFleet[VLLMEngine]):
+    """The vLLM servers that a function lists, as they come and go; the arguments are those of
+    :class:`~aprilsched.SGLangListedFleet`."""
+
+    _engine_type = VLLMEngine
