@@ -38,6 +38,7 @@ from aprilsched.weights.distributed import DistributedPublisher
 from aprilsched.weights.external import ExternalWeights, Handshake
 from aprilsched.weights.relay import RelayPublisher
 from aprilsched.weights.tensor import TensorPublisher
+from aprilsched.weights.vllm_transfer import VLLMPublisher
 from aprilsched.workload import LongTailWorkload
 
 __version__ = "0.1.0"
@@ -79,6 +80,7 @@ __all__ = [
     "TurnOutput",
     "VLLMFleet",
     "VLLMListedFleet",
+    "VLLMPublisher",
     "__version__",
     "sampling_params",
 ]
