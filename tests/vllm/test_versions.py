@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from aprilsched import DiskPublisher, RolloutScheduler, SchedulerConfig
+from aprilsched.core.messages.commands import Command
 from aprilsched.testing.contract import until
 from tests.sglang.recorded import TOLERANCE, Recorder, long_tail
 from tests.vllm.held import KINDS, differences, fleet, run_and_check
@@ -32,68 +34,77 @@ async def test_every_token_is_of_the_version_that_it_was_given(
     assert held.versions > 1
 
 
+@dataclass
+class Killer(Recorder):
+    """Kills a server when the scheduler gives it the command of this name."""
+
+    victim: VLLMServer | None = None
+    name: str = ""
+    at: str = ""
+
+    def on_command(self, command: Command, now: float) -> None:
+        super().on_command(command, now)
+        engines = getattr(command, "engines", (getattr(command, "engine", ""),))
+        if self.victim and type(command).__name__ == self.at and self.name in engines:
+            self.at = ""
+            self.victim.kill()
+
+
 @pytest.mark.long
-async def test_a_server_that_is_killed_amid_generation_and_in_a_refit_costs_nothing(
+async def test_a_server_that_is_killed_three_times_costs_nothing(
     clean_server: VLLMServer,
     models: tuple[Path, Path],
     tmp_path: Path,
     vllm_python: Path,
 ) -> None:
-    """It comes back with the weights that it was started with, under the label of version 0."""
+    """Amid generation, in the pause and while it loads. Each time it comes back with the weights
+    that it was started with, under the label of version 0."""
     victim = VLLMServer(models[0], tmp_path / "victim.txt")
-    recorder = Recorder()
+    killer = Killer(victim=victim, name=victim.url.removeprefix("http://"))
     try:
         victim.start()
         victim.wait_ready()
-        name = victim.url.removeprefix("http://")
         scheduler = RolloutScheduler(
             fleet([clean_server.url, victim.url]),
-            long_tail(400, longest=400, every=2),
+            long_tail(2_000, longest=400, every=2),
             config=SchedulerConfig(batch_groups=4, group_size=4, over_provision=2.0),
-            listeners=[recorder],
+            listeners=[killer],
         )
-        recorder.scheduler = scheduler
+        killer.scheduler = scheduler
+        publisher = DiskPublisher(
+            tmp_path / "weights",
+            lambda path: shutil.copytree(
+                models[(scheduler.version + 1) % 2], path, dirs_exist_ok=True
+            ),
+        )
         async with scheduler as rollouts:
-            versions = rollouts.state.weights.versions
-
-            saved = 0
-
-            async def update() -> None:
-                """Version v has the weights of ``models[v % 2]``."""
-                nonlocal saved
-                saved = rollouts.version + 1
-                await rollouts.update_weights(publisher)
+            versions, in_flight = rollouts.state.weights.versions, rollouts.state.in_flight
+            batches = [await rollouts.next_batch()]
+            await rollouts.update_weights(publisher)
 
             def decodes() -> bool:
                 """The victim is in the middle of a response."""
                 return any(
-                    request.engine == name and request.generated
-                    for request in rollouts.state.in_flight.open_requests()
+                    request.engine == killer.name and request.generated
+                    for request in in_flight.open_requests()
                 )
 
-            publisher = DiskPublisher(
-                tmp_path / "weights",
-                lambda path: shutil.copytree(models[saved % 2], path, dirs_exist_ok=True),
-            )
-            batches = [await rollouts.next_batch()]
-            await update()
-            taking = asyncio.create_task(rollouts.next_batch())
-            await until(lambda: decodes() or taking.done())
-            victim.kill()
-            batches.append(await taking)
-            await update()
-            assert name not in versions.engines
-            victim.start()
-            await asyncio.to_thread(victim.wait_ready)
-            while versions.engines.get(name) != rollouts.version:
-                batches.append(await rollouts.next_batch())
-                await update()
-            updating = asyncio.create_task(update())
-            await until(lambda: rollouts.state.weights.update is not None or updating.done())
-            victim.kill()
-            await updating
+            for moment in ("generation", "Flush", "RefitBegun"):
+                taking = asyncio.create_task(rollouts.next_batch())
+                if moment == "generation":
+                    await until(lambda taking=taking: decodes() or taking.done())
+                    victim.kill()
+                killer.at = moment
+                batches.append(await taking)
+                await rollouts.update_weights(publisher)
+                assert not victim.alive()
+                assert killer.name not in versions.engines
+                victim.start()
+                await asyncio.to_thread(victim.wait_ready)
+                while versions.engines.get(killer.name) != rollouts.version:
+                    batches.append(await rollouts.next_batch())
+                    await rollouts.update_weights(publisher)
             batches += [await rollouts.next_batch() for _ in range(2)]
-            in_flight = rollouts.state.in_flight
             delivered = [rollout for batch in batches for rollout in batch.rollouts]
             ids = {rollout.rollout_id for rollout in delivered}
             assert len(ids) == len(delivered)

@@ -19,8 +19,9 @@ if __name__ == "__main__":
     sys.path.append(sys.argv[1])
 
     import over_gloo
+    import torch
     from safetensors.torch import load_file
-    from vllm.distributed.weight_transfer import clients, factory, ipc_engine
+    from vllm.distributed.weight_transfer import base, factory, ipc_engine
 
     from aprilsched import VLLMPublisher
     from aprilsched.engines.vllm import VLLMEngine
@@ -57,7 +58,7 @@ if __name__ == "__main__":
     async def hold_to_signatures() -> None:
         """What cannot run without a GPU is at least called as vLLM defines it."""
         client = vllm_transfer._Client([])
-        for name, method in inspect.getmembers(clients.VLLMWeightSyncClient, inspect.isfunction):
+        for name, method in inspect.getmembers(base.VLLMWeightSyncClient, inspect.isfunction):
             if not name.startswith("_"):
                 own = inspect.signature(getattr(client, name)).parameters
                 assert list(own) == list(inspect.signature(method).parameters)[1:], name
@@ -65,7 +66,7 @@ if __name__ == "__main__":
         inspect.signature(given).bind(object(), client=client, source=object())
         source = vllm_transfer._source(lambda: [])
         publisher = VLLMPublisher(lambda: [], backend="ipc")
-        meta = vllm_transfer._vllm("base").ParamMeta("a", __import__("torch").float32, (3, 5))
+        meta = base.ParamMeta("a", torch.float32, (3, 5))
         info = publisher._init_info(client, [meta])
         assert (info.rank, info.packed, info.backend) == (0, True, "ipc")
         assert isinstance(info, ipc_engine.IPCTrainerInitInfo)
