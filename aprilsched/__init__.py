@@ -13,11 +13,11 @@ from aprilsched.coordinator import (
     Turn,
     TurnOutput,
 )
-from aprilsched.engines.sglang.fleet import SGLangFleet, SGLangListedFleet
+from aprilsched.engines.sglang.http_engine import SGLangFleet, SGLangListedFleet
 from aprilsched.engines.sglang.in_process import SGLangInProcessFleet
 from aprilsched.engines.sglang.router import SGLangRouterFleet
 from aprilsched.engines.sim import SimFleet, SimPublisher
-from aprilsched.engines.vllm.fleet import VLLMFleet, VLLMListedFleet
+from aprilsched.engines.vllm.engine import VLLMFleet, VLLMListedFleet
 from aprilsched.errors import AprilschedError, MemberLost
 from aprilsched.sampling import sampling_params
 from aprilsched.store import MemoryStore, SqliteStore
@@ -38,6 +38,7 @@ from aprilsched.weights.distributed import DistributedPublisher
 from aprilsched.weights.external import ExternalWeights, Handshake
 from aprilsched.weights.relay import RelayPublisher
 from aprilsched.weights.tensor import TensorPublisher
+from aprilsched.weights.vllm_transfer import VLLMPublisher
 from aprilsched.workload import LongTailWorkload
 
 __version__ = "0.1.0"
@@ -79,6 +80,7 @@ __all__ = [
     "TurnOutput",
     "VLLMFleet",
     "VLLMListedFleet",
+    "VLLMPublisher",
     "__version__",
     "sampling_params",
 ]

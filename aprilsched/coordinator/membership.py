@@ -57,7 +57,7 @@ class Membership(Part):
         try:
             # An engine that gives no token must not delay the other changes of the fleet.
             async with asyncio.timeout(self._config.timeouts.control_s):
-                info = await examine(engine, self._config)
+                info = await examine(engine, self._config, self._engines.values())
         except (AprilschedError, TimeoutError) as error:
             log.warning("engine %s joined but does not work yet: %s", engine.name, error)
             self._readmission.expect(engine.name)
@@ -139,4 +139,4 @@ class Readmission(Part):
             await engine.open()
         await self._hand_back.let_go_on(engine)
         async with asyncio.timeout(self._config.timeouts.control_s):
-            return await examine(engine, self._config)
+            return await examine(engine, self._config, self._engines.values())

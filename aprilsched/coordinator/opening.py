@@ -37,7 +37,7 @@ async def check_engines(
     if not engines:
         raise ConfigError("the fleet has no engines; give at least one.")
     for engine in engines:
-        _check_engine(engine, config)
+        _check_engine(engine, config, engines)
     # A run that was killed may have left its engines paused. Continuing a running engine is
     # harmless.
     await asyncio.gather(*(engine.resume() for engine in engines))
@@ -64,14 +64,14 @@ async def check_engines(
     )
 
 
-async def examine(engine: Engine, config: SchedulerConfig) -> EngineInfo:
-    """Check and flush one engine that joins or comes back, and describe it for the core.
+async def examine(engine: Engine, config: SchedulerConfig, fleet: Iterable[Engine]) -> EngineInfo:
+    """Check and flush one engine that joins `fleet` or comes back, and describe it for the core.
 
     Raises:
         ConfigError: if it cannot do what `config` needs.
         EngineError: if it does not answer, does not pass the quick checks or does not flush.
     """
-    _check_engine(engine, config)
+    _check_engine(engine, config, fleet)
     version = await check(engine)
     await _flush(engine, config)
     return _info(engine, version)
@@ -92,9 +92,16 @@ async def _version(engine: Engine, resumed: bool) -> int | None:
         raise
 
 
-def _check_engine(engine: Engine, config: SchedulerConfig) -> None:
-    """Raise ConfigError if the engine cannot do what `config` needs."""
+def _check_engine(engine: Engine, config: SchedulerConfig, fleet: Iterable[Engine]) -> None:
+    """Raise ConfigError if the engine cannot do what `config` needs, or does not fit the `fleet`
+    that it is in."""
     able, behaviour = engine.capabilities, config.behaviour
+    for other in fleet:
+        if _program(other) != _program(engine):
+            raise ConfigError(
+                f"{other.name} is {other.capabilities.server} and {engine.name} {able.server}, "
+                "which give one token different log-probabilities; use engines of one program."
+            )
     exact = able.version_spans or config.allow_inexact_versions
     if behaviour.needs_spans and not exact:
         raise ConfigError(
@@ -104,16 +111,22 @@ def _check_engine(engine: Engine, config: SchedulerConfig) -> None:
         )
     for companion in config.policies.companions:
         if companion.name not in able.companions:
+            how = f"start it with --enable-return-{companion.name.replace('_', '-')}"
+            if companion.name == "sampling_mask":
+                how = "use SGLang 0.5.21 or later, or start vLLM with --return-sampling-mask"
             raise ConfigError(
-                f"{engine.name} ({able.server}) does not return {companion.name}; start it with "
-                f"--enable-return-{companion.name.replace('_', '-')}, or leave it out of "
-                "companions."
+                f"{engine.name} ({able.server}) does not return {companion.name}; {how}, or leave "
+                "it out of companions."
             )
     if behaviour.needs_flush_while_paused(config.cached_kv) and not able.flush_while_paused:
         raise ConfigError(
             f"{engine.name} ({able.server}) cannot flush its cache between pause and continue, so "
             f'straggler="{config.straggler}" would continue with stale keys; use straggler="abort".'
         )
+
+
+def _program(engine: Engine) -> str:
+    return engine.capabilities.server.partition(" ")[0]
 
 
 def _info(engine: Engine, version: int | None) -> EngineInfo:

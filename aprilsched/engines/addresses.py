@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from aprilsched.engines.sglang.fleet import SGLangFleet
-from aprilsched.engines.vllm.fleet import VLLMFleet
+from aprilsched.engines.sglang.http_engine import SGLangFleet
+from aprilsched.engines.vllm.engine import VLLMFleet
 from aprilsched.errors import ConfigError
 
 ServerFleet: TypeAlias = SGLangFleet | VLLMFleet
@@ -28,15 +28,15 @@ def fleet_at(
         ConfigError: if a URL or a key cannot be used, or if the URLs are of both programs.
     """
     of_vllm = [url.startswith(VLLM) for url in urls]
-    if not any(of_vllm):
-        return SGLangFleet(
-            urls, admin_key=admin_key, api_key=api_key, stream_interval=stream_interval
-        )
-    if not all(of_vllm):
+    if any(of_vllm) and not all(of_vllm):
         raise ConfigError(
             "The fleet mixes vLLM and SGLang servers, whose log-probabilities differ; give servers "
             "of one program."
         )
-    return VLLMFleet(
-        [url.removeprefix(VLLM) for url in urls], api_key=api_key, stream_interval=stream_interval
+    fleet = VLLMFleet if any(of_vllm) else SGLangFleet
+    return fleet(
+        [url.removeprefix(VLLM) for url in urls],
+        admin_key=admin_key,
+        api_key=api_key,
+        stream_interval=stream_interval,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 
@@ -438,6 +438,23 @@ class RefitFromTensors(_RefitInBuckets, Protocol):
         self, serialized: Sequence[str], *, load_format: str | None
     ) -> None:
         """Load one bucket; `serialized` has one handle for each rank of the engine."""
+        ...
+
+
+@runtime_checkable
+class RefitByTransfer(_RefitInBuckets, Protocol):
+    """An engine that takes weights by vLLM's own transfer, whose messages pass through unread."""
+
+    async def join_transfer(self, group: int, info: Mapping[str, Any]) -> None:
+        """Get ready to receive; the engine remembers the number of the `group`."""
+        ...
+
+    def in_transfer(self, group: int) -> bool:
+        """Whether the engine is a member of the group; a server that was restarted is not."""
+        ...
+
+    async def receive_transfer(self, info: object) -> None:
+        """Receive and load what is sent; returns when it is loaded."""
         ...
 
 

@@ -6,10 +6,10 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypedDict, TypeVar, Unpack
 
 from aprilsched.engines.base import FleetChange
-from aprilsched.engines.http import ServerAddress
+from aprilsched.engines.http import HttpLimits, ServerAddress
 from aprilsched.engines.server import Facts, HttpEngine
 from aprilsched.engines.stream import version_number
 from aprilsched.errors import ConfigError, EngineError, EngineUnreachable
@@ -21,27 +21,43 @@ _LISTINGS_UNTIL_GONE = 2
 EngineT = TypeVar("EngineT", bound=HttpEngine[Any])
 
 
+class ServerSettings(TypedDict, total=False):
+    """How each server of a fleet is asked; see :class:`~aprilsched.engines.server.HttpEngine`."""
+
+    admin_key: str | None
+    api_key: str | None
+    stream_interval: int
+    limits: HttpLimits | None
+    first_version: int
+
+
 class UrlFleet(Generic[EngineT]):
     """The servers at `urls`; the base of the fleets that are given their addresses.
 
     Args:
         urls: one URL for each server, as ``http://host:port``.
-        engine: makes the engine of a URL.
         model_path: refuse servers that serve another model; None accepts any one model.
+        settings: keys, `stream_interval`, `limits` and `first_version`, as of each engine.
 
     Raises:
         ConfigError: if there is no URL, a bad one, or the same one twice.
     """
 
+    _engine_type: type[EngineT]
+
     def __init__(
-        self, urls: Sequence[str], engine: Callable[[str], EngineT], *, model_path: str | None
+        self,
+        urls: Sequence[str],
+        *,
+        model_path: str | None = None,
+        **settings: Unpack[ServerSettings],
     ) -> None:
         if isinstance(urls, str):
             raise ConfigError(f"urls is the string {urls!r}; give a list of URLs.")
         if not urls:
             raise ConfigError("The list of servers is empty; give at least one URL.")
-        self._engine = engine
-        engines = [engine(url) for url in urls]
+        self._engine = partial(self._engine_type, **settings)
+        engines = [self._engine(url) for url in urls]
         names = [engine.name for engine in engines]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
@@ -157,25 +173,27 @@ class ListedFleet(PolledFleet[EngineT]):
     Args:
         list_urls: ``async def list_urls()`` returns the URLs of the servers that run now, as
             ``http://host:port``.
-        engine: makes the engine of a URL.
         model_path: refuse servers that serve another model; None accepts any one model.
         poll_s: seconds between two calls of `list_urls`.
+        settings: keys, `stream_interval`, `limits` and `first_version`, as of each engine.
 
     Raises:
         ConfigError: if `poll_s` is not above 0.
     """
 
+    _engine_type: type[EngineT]
+
     def __init__(
         self,
         list_urls: Callable[[], Awaitable[Sequence[str]]],
-        engine: Callable[[str], EngineT],
         *,
-        model_path: str | None,
-        poll_s: float,
+        model_path: str | None = None,
+        poll_s: float = 5.0,
+        **settings: Unpack[ServerSettings],
     ) -> None:
         super().__init__(model_path, poll_s)
         self._list_urls = list_urls
-        self._engine = engine
+        self._engine = partial(self._engine_type, **settings)
         self._apart: dict[str, EngineT] = {}
         """Engines of :meth:`listed`, by name."""
 

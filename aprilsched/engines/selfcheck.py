@@ -122,5 +122,6 @@ def _request(tokens: int) -> GenerationRequest:
     return GenerationRequest(
         request_id=f"aprilsched-{uuid.uuid4().hex}",
         input_ids=np.zeros(1, dtype=np.int32),
-        sampling=SamplingParams(max_new_tokens=tokens, temperature=0.0, ignore_eos=True),
+        # A vLLM server with --return-sampling-mask refuses a temperature of 0.
+        sampling=SamplingParams(max_new_tokens=tokens, top_k=1, ignore_eos=True),
     )

@@ -10,17 +10,20 @@ Invariants of every reader of a stream:
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from typing import Annotated
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
+from aprilsched.companions import Companion, Rows, fitting
 from aprilsched.engines.base import Chunk, GenerationRequest
 from aprilsched.engines.http import Allowance, EventSplitter, quote
 from aprilsched.errors import EngineError, EngineProtocolError, EngineRejected
-from aprilsched.types import VersionSpan
+from aprilsched.types import Media, VersionSpan
 
 _DONE = b"[DONE]"
 _INT32_MAX = 2**31 - 1
@@ -34,6 +37,17 @@ Logprob = Annotated[float, msgspec.Meta(ge=-_FLOAT32_MAX, le=_ROUNDING)]
 """A NaN or an infinity arrives as null, which fails to decode."""
 Count = Annotated[int, msgspec.Meta(ge=0, le=_INT32_MAX)]
 Name = Annotated[str, msgspec.Meta(max_length=4096)]
+
+
+_MIME: Mapping[str, str] = {"image": "image/png", "video": "video/mp4", "audio": "audio/wav"}
+"""A server needs a media type before the data, and looks at the data alone."""
+
+
+def media_source(media: Media) -> str:
+    """The path or URL of media, or a URL that is their content."""
+    if isinstance(media.source, str):
+        return media.source
+    return f"data:{_MIME[media.kind]};base64,{b64encode(media.source).decode()}"
 
 
 class LabelSpan(msgspec.Struct, frozen=True):
@@ -96,6 +110,22 @@ class ResponseReader:
         if at != self.held:
             raise self._broken(f"sent weight_versions that do not cover its {self.held} tokens")
         return tuple(exact)
+
+    def _context_rows(
+        self, companion: Companion, values: Callable[[], NDArray[Any]], *, first: int, start: int
+    ) -> Rows:
+        """The rows from `start` to the last position that was forwarded, which excludes the last
+        token. `values` reads what the server sent, whose rows begin at position `first`."""
+        try:
+            rows = fitting(values().reshape(-1, *companion.shape), companion.dtype)
+        except (ValueError, OverflowError) as error:
+            raise self._broken(
+                f"sent {companion.name} that are no rows of {companion.dtype} "
+                f"{list(companion.shape)} ({error}); correct companions"
+            ) from error
+        # At an abort there may be one row more, of a token that came without its logprob.
+        upto = max(start, self._context + self.held - 1)
+        return Rows(rows[start - first : upto - first])
 
     def _broken(self, what: str) -> EngineProtocolError:
         return EngineProtocolError(self.engine, f"request {self.request_id}: {what}.")

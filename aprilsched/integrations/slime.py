@@ -52,7 +52,7 @@ from aprilsched.companions import MOST_KEPT, Companion, routed_experts
 from aprilsched.config import SchedulerConfig
 from aprilsched.coordinator.prompts import check_media
 from aprilsched.engines.http import ServerAddress
-from aprilsched.engines.sglang.fleet import SGLangFleet
+from aprilsched.engines.sglang.http_engine import SGLangFleet
 from aprilsched.errors import ConfigError, EngineError
 from aprilsched.integrations import (
     check_fixed_groups,

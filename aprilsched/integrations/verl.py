@@ -40,7 +40,7 @@ from aprilsched.core.messages.facts import (
     PromptRefused,
 )
 from aprilsched.core.policies.schedule import OverProvision
-from aprilsched.engines.sglang.fleet import SGLangListedFleet
+from aprilsched.engines.sglang.http_engine import SGLangListedFleet
 from aprilsched.errors import ConfigError, RefitError
 from aprilsched.extras import extra
 from aprilsched.integrations import (

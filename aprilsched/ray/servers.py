@@ -41,7 +41,7 @@ from typing import Any, Self
 import aiohttp
 
 from aprilsched.engines.http import HttpLimits
-from aprilsched.engines.sglang.fleet import SGLangListedFleet
+from aprilsched.engines.sglang.http_engine import SGLangListedFleet
 from aprilsched.errors import AprilschedError, ConfigError, EngineUnreachable
 from aprilsched.ray.library import LoopActor, exceptions, named, ray
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -153,13 +154,13 @@ async def record(
     lose_one: bool = False,
     changes: Mapping[str, object] | None = None,
     fleet: Callable[[Sequence[str]], Fleet] | None = None,
-    publisher: Callable[[Path], DiskPublisher] = DiskPublisher,
+    folder: Path | None = None,
 ) -> Run:
     """Run `batches` batches; after each, version v comes from ``checkpoints[v % len]``.
 
     Ends earlier with the prompts. With `lose_one` an engine is given up in mid-response.
-    `changes` are further settings of the scheduler, `fleet` makes a fleet that is not SGLang's, and
-    `publisher` makes what publishes a checkpoint.
+    `changes` are further settings of the scheduler, and `fleet` makes a fleet that is not SGLang's.
+    Each version is copied into `folder` first, if that is given: rolling refits need it.
     """
     recorder = Recorder()
     scheduler = RolloutScheduler(
@@ -170,6 +171,13 @@ async def record(
     )
     recorder.scheduler = scheduler
     taken: list[Batch] = []
+
+    def checkpoint() -> Path:
+        return checkpoints[(scheduler.version + 1) % len(checkpoints)]
+
+    publisher = folder and DiskPublisher(
+        folder, lambda path: shutil.copytree(checkpoint(), path, dirs_exist_ok=True)
+    )
     async with scheduler as rollouts, asyncio.TaskGroup() as group:
         if lose_one:
             group.create_task(_lose_one(rollouts))
@@ -178,8 +186,7 @@ async def record(
                 taken.append(await rollouts.next_batch())
             except PromptsExhausted:
                 break
-            checkpoint = checkpoints[(rollouts.version + 1) % len(checkpoints)]
-            await rollouts.update_weights(publisher(checkpoint))
+            await rollouts.update_weights(publisher or DiskPublisher(checkpoint()))
         in_flight = rollouts.state.in_flight
         return Run(
             batches=taken,

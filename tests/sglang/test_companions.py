@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -101,10 +99,6 @@ def servers(
             server.stop()
 
 
-def _copy(checkpoint: Path, to: Path) -> None:
-    shutil.copytree(checkpoint, to, dirs_exist_ok=True)
-
-
 def prompts(every: int = 5) -> list[Prompt]:
     """Prompts whose responses are sampled from few tokens."""
 
@@ -144,7 +138,6 @@ def runs(
         rule, changes = RULES[kind]
         for server in servers:
             await reset(server.url, mixtures[0])
-        saved = tmp_path_factory.mktemp("weights")
         return await record(
             [server.url for server in servers],
             mixtures,
@@ -152,8 +145,7 @@ def runs(
             prompts=prompts(),
             batches=4,
             changes={"companions": COMPANIONS, "batch_groups": 3, **changes},
-            # Rolling refits need a version that the publisher itself has written.
-            publisher=lambda checkpoint: DiskPublisher(saved, partial(_copy, checkpoint)),
+            folder=tmp_path_factory.mktemp("weights"),
         )
 
     def run(kind: str) -> Run:

@@ -12,7 +12,7 @@ from aiohttp import web
 from aprilsched import LongTailWorkload, RolloutScheduler
 from aprilsched.engines.base import RefitFromDisk
 from aprilsched.engines.sglang import SGLangEngine
-from aprilsched.engines.sglang.fleet import SGLangFleet
+from aprilsched.engines.sglang.http_engine import SGLangFleet
 from aprilsched.errors import (
     ConfigError,
     EngineError,

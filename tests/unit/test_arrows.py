@@ -52,6 +52,7 @@ LAZY = (
             "trl",
             "tyro",
             "verl",
+            "vllm",
             "wandb",
         }
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, cast, get_args
 
 import pytest
@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aprilsched.config import Dispatch, SchedulerConfig
-from aprilsched.coordinator.opening import check_engines
+from aprilsched.coordinator.opening import check_engines, examine
 from aprilsched.core.messages import events as ev
 from aprilsched.core.policies.placement import Place, Places, ResumeOrder, place_of
 from aprilsched.core.policies.refill import Pool, PoolView
@@ -491,6 +491,17 @@ def test_an_engine_that_cannot_keep_the_rules_promise_is_refused(
             asyncio.run(check_engines([server], config))
     else:
         assert asyncio.run(check_engines([server], config)).engines[0].version == 0
+
+
+def test_a_fleet_of_two_programs_is_refused() -> None:
+    ours, other = OldServer(), OldServer()
+    other.name, other.capabilities = "new", replace(OldServer.capabilities, server="vLLM 0.32.0")
+    engines = cast("list[Engine]", [ours, other])
+    config = SchedulerConfig(straggler="abort")
+    with pytest.raises(ConfigError, match=r"new is vLLM 0.32.0 and old an old one.*one program"):
+        asyncio.run(check_engines(engines, config))
+    with pytest.raises(ConfigError, match="use engines of one program"):
+        asyncio.run(examine(engines[1], config, engines))
 
 
 def test_every_way_to_run_is_tried_on_an_old_server() -> None:

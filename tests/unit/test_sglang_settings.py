@@ -12,7 +12,7 @@ from aprilsched.engines.base import GenerationRequest
 from aprilsched.engines.http import Answer, HttpLimits, rejection
 from aprilsched.engines.server import release
 from aprilsched.engines.sglang import SGLangEngine, probe
-from aprilsched.engines.sglang.fleet import SGLangFleet
+from aprilsched.engines.sglang.http_engine import SGLangFleet
 from aprilsched.engines.sglang.probe import SPANS_SINCE
 from aprilsched.engines.sglang.wire import ModelInfo, OpenApi, ServerInfo, generate_body
 from aprilsched.engines.stream import version_number

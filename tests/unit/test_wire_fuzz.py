@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from aprilsched.engines.base import Chunk, GenerationRequest
 from aprilsched.engines.http import Allowance, Answer, HttpLimits, UnfinishedEvents, rejection
 from aprilsched.engines.server import release
+from aprilsched.engines.sglang.chunks import ChunkAssembler
 from aprilsched.engines.sglang.probe import (
     _capabilities,  # pyright: ignore[reportPrivateUsage]
     decode,
@@ -32,7 +33,6 @@ from aprilsched.engines.sglang.router import (
     Roster,
     _Listing,  # pyright: ignore[reportPrivateUsage]
 )
-from aprilsched.engines.sglang.stream import ChunkAssembler
 from aprilsched.engines.sglang.wire import (
     Labelled,
     ModelInfo,
@@ -41,8 +41,8 @@ from aprilsched.engines.sglang.wire import (
     UpdateAnswer,
 )
 from aprilsched.engines.stream import ResponseReader, read_chunks, version_number
-from aprilsched.engines.vllm.probe import ServerInfo as VLLMServerInfo
-from aprilsched.engines.vllm.wire import EventReader
+from aprilsched.engines.vllm.server_info import ServerInfo as VLLMServerInfo
+from aprilsched.engines.vllm.tokens_api import EventReader
 from aprilsched.errors import AprilschedError, EngineError, EngineRejected
 from aprilsched.types import SamplingParams
 from tests.support.mutation import cut, spoiled_answer, spoiled_stream

@@ -60,8 +60,12 @@ def models(tmp_path_factory: pytest.TempPathFactory, vllm_python: Path) -> tuple
 def vllm_server(
     models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[VLLMServer]:
-    """A server without keys."""
-    server = VLLMServer(models[0], tmp_path_factory.mktemp("server") / "log.txt")
+    """A server without keys, which takes weights by vLLM's own transfer too."""
+    server = VLLMServer(
+        models[0],
+        tmp_path_factory.mktemp("server") / "log.txt",
+        *("--weight-transfer-config", '{"backend": "nccl"}'),
+    )
     try:
         server.start()
         server.wait_ready()

@@ -9,11 +9,17 @@ the same packages again, which takes most of the time of a boot.
 from __future__ import annotations
 
 import multiprocessing
+import sys
 
 if __name__ == "__main__":
     from vllm.utils import system_utils
 
     system_utils.get_mp_context = lambda: multiprocessing.get_context("fork")
+
+    if "--weight-transfer-config" in sys.argv:
+        import over_gloo
+
+        over_gloo.install()
 
     from vllm.entrypoints.cli.main import main
 

@@ -1,4 +1,4 @@
-"""One SGLang server over HTTP."""
+"""One SGLang server over HTTP, and fleets of such servers."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import logging
 from typing import Any
 
 from aprilsched.engines.base import GenerationRequest
+from aprilsched.engines.fleet import ListedFleet, UrlFleet
 from aprilsched.engines.server import HttpEngine
+from aprilsched.engines.sglang.chunks import ChunkAssembler
 from aprilsched.engines.sglang.control import ServerControl
 from aprilsched.engines.sglang.probe import ServerFacts, probe
-from aprilsched.engines.sglang.stream import ChunkAssembler
 from aprilsched.engines.sglang.wire import generate_body
 
 _log = logging.getLogger(__name__)
@@ -25,7 +26,9 @@ class SGLangEngine(HttpEngine[ServerFacts], ServerControl):
         stream_interval: tokens between two events of a stream. A request that is lost with
             its server, or aborted after a retract, loses at most this number of tokens.
         limits: timeouts and sizes.
-        first_version: version of the weights that the server labels "0".
+        first_version: version of the weights that the server labels "0". It is for a trainer that
+            labels its weights from 1 on again in each process, while the versions of a resumed run
+            go on from those of the former one.
 
     Raises:
         ConfigError: if `url`, a key or `stream_interval` cannot be used.
@@ -57,3 +60,40 @@ class SGLangEngine(HttpEngine[ServerFacts], ServerControl):
 
     async def _abort(self, request_id: str, timeout: float) -> None:  # noqa: ASYNC109
         await self._server.call("POST", "abort_request", {"rid": request_id}, timeout=timeout)
+
+
+class SGLangFleet(UrlFleet[SGLangEngine]):
+    """The SGLang servers at `urls`.
+
+    Args:
+        urls: one URL for each server, as ``http://host:port``.
+        model_path: refuse servers that serve another model; None accepts any one model.
+        settings: `admin_key`, `api_key`, `stream_interval`, `limits` and `first_version`, for each
+            server, as of :class:`~aprilsched.engines.sglang.http_engine.SGLangEngine`.
+
+    Raises:
+        ConfigError: if there is no URL, a bad one, or the same one twice.
+    """
+
+    _engine_type = SGLangEngine
+
+
+class SGLangListedFleet(ListedFleet[SGLangEngine]):
+    """The SGLang servers that a function lists, as they come and go.
+
+    The function is asked when the fleet is opened, and again every `poll_s` seconds. A server that
+    is listed joins as soon as it answers. A server that is missing in two lists in a row has left,
+    unless it is the last one. An empty list, or a function that raises, changes nothing.
+
+    Args:
+        list_urls: ``async def list_urls()`` returns the URLs of the servers that run now, as
+            ``http://host:port``.
+        model_path: refuse servers that serve another model; None accepts any one model.
+        poll_s: seconds between two calls of `list_urls`.
+        settings: as of :class:`SGLangFleet`.
+
+    Raises:
+        ConfigError: if `poll_s` is not above 0.
+    """
+
+    _engine_type = SGLangEngine

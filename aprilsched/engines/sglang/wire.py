@@ -6,15 +6,12 @@ that a token depends on makes decoding fail: no token is guessed.
 
 from __future__ import annotations
 
-from base64 import b64encode
-from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import msgspec
 
 from aprilsched.engines.base import GenerationRequest
-from aprilsched.engines.stream import Count, LabelSpan, Logprob, Name, TokenId
-from aprilsched.types import Media
+from aprilsched.engines.stream import Count, LabelSpan, Logprob, Name, TokenId, media_source
 
 Triple: TypeAlias = tuple[Logprob, TokenId, str | None]
 """A sampled token as SGLang reports it: logprob, id, text."""
@@ -152,16 +149,6 @@ class UpdateAnswer(msgspec.Struct, frozen=True):
     error_message: str | None = None
 
 
-_MIME: Mapping[str, str] = {"image": "image/png", "video": "video/mp4", "audio": "audio/wav"}
-"""SGLang needs a media type before the data and looks at the data alone."""
-
-
-def _source(media: Media) -> str:
-    if isinstance(media.source, str):
-        return media.source
-    return f"data:{_MIME[media.kind]};base64,{b64encode(media.source).decode()}"
-
-
 def generate_body(
     request: GenerationRequest, *, stream_interval: int | None, priority: int = 0
 ) -> dict[str, Any]:
@@ -200,7 +187,7 @@ def generate_body(
         if companion.name == "routed_experts":
             body["routed_experts_start_len"] = start
     for media in request.media:
-        body.setdefault(f"{media.kind}_data", []).append(_source(media))
+        body.setdefault(f"{media.kind}_data", []).append(media_source(media))
     if priority:
         body["priority"] = priority * request.rank
     return {**body, **sampling.request} if sampling.request else body

@@ -1,4 +1,4 @@
-"""One vLLM server over HTTP.
+"""One vLLM server over HTTP, and fleets of such servers.
 
 - A pause is ``mode=keep``. It returns when no further step samples, and with ``clear_cache`` every
   running request has given up its KV (0.32; its help says that this is ignored).
@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from aprilsched.engines.base import EngineLoad, GenerationRequest, PauseMode
-from aprilsched.engines.http import Answer, HttpLimits
+from aprilsched.engines.fleet import ListedFleet, UrlFleet
+from aprilsched.engines.http import Answer
 from aprilsched.engines.server import HttpEngine
 from aprilsched.engines.stream import version_number
-from aprilsched.engines.vllm.probe import (
+from aprilsched.engines.vllm.server_info import (
     LOADING,
     ServerFacts,
     decode,
@@ -28,11 +29,12 @@ from aprilsched.engines.vllm.probe import (
     server_process,
     weight_label,
 )
-from aprilsched.engines.vllm.wire import PREFIX, EventReader, generate_body
+from aprilsched.engines.vllm.tokens_api import PREFIX, EventReader, generate_body
 from aprilsched.errors import EngineRejected
 
 _BAD_REQUEST = 400
 _NOT_FOUND = 404
+_FAILED = 500
 _LOAD_SECONDS = 5.0
 """The bound is short, because the caller asks for a load again soon."""
 
@@ -42,42 +44,30 @@ class VLLMEngine(HttpEngine[ServerFacts]):
 
     Args:
         url: URL where the server listens, as ``http://host:port``.
-        api_key: the server's ``--api-key``; control calls need none.
+        admin_key: key for control calls. vLLM asks for none; a proxy before it may.
+        api_key: the server's ``--api-key``, for generation.
         stream_interval: tokens between two events of a stream; a server with a larger
             ``--stream-interval`` keeps to that.
         limits: timeouts and sizes.
         first_version: version of the weights that the server labels "0".
 
     Raises:
-        ConfigError: if `url`, the key or `stream_interval` cannot be used.
+        ConfigError: if `url`, a key or `stream_interval` cannot be used.
     """
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        api_key: str | None = None,
-        stream_interval: int = 64,
-        limits: HttpLimits | None = None,
-        first_version: int = 0,
-    ) -> None:
-        super().__init__(
-            url,
-            api_key=api_key,
-            stream_interval=stream_interval,
-            limits=limits,
-            first_version=first_version,
-        )
-        self._loaded: str | None = None
-        """The folder of the weights that the server has, where it is known."""
-        self._asleep: frozenset[str] = frozenset()
-        """What of the server's memory is away: its cache comes back later than it is asked for."""
+    _loaded: str | None = None
+    """The folder of the weights that the server has, where it is known."""
+    _transfer: int | None = None
+    """The group of a trainer's transfer that the server's process is in."""
+    _asleep: frozenset[str] = frozenset()
+    """What of the server's memory is away: its cache comes back later than it is asked for."""
 
     async def _probe(self) -> ServerFacts:
         facts = await probe(self.name, self._transport, self._limits.control_timeout)
         if self._facts is None or self._facts.process != facts.process:
             self._released = self._asleep = frozenset()
             self._loaded = None if version_number(facts.label) else facts.model_path
+            self._transfer = None
         return facts
 
     # --- generation ----------------------------------------------------------------------------
@@ -85,11 +75,18 @@ class VLLMEngine(HttpEngine[ServerFacts]):
     def _check_request(self, request: GenerationRequest) -> None:
         super()._check_request(request)
         sampling = request.sampling
-        if request.media or sampling.request or sampling.keep:
+        if sampling.request or sampling.keep:
             raise EngineRejected(
                 self.name,
-                f"request {request.request_id} has media, or asks for fields of a request or an "
-                "answer, which are carried to SGLang alone; leave media, request and keep out.",
+                f"request {request.request_id} asks for fields of a request or an answer, which "
+                "are carried to SGLang alone; leave request and keep out.",
+                status=_BAD_REQUEST,
+            )
+        if request.media and not self.capabilities.media:
+            raise EngineRejected(
+                self.name,
+                f"request {request.request_id} has media, and the model understands none; leave "
+                "media out.",
                 status=_BAD_REQUEST,
             )
         temperature = request.sampling.temperature
@@ -200,14 +197,49 @@ class VLLMEngine(HttpEngine[ServerFacts]):
 
     async def _reload(self, path: str) -> None:
         body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
+        await self._load("collective_rpc", body)
+
+    async def _load(
+        self, path: str, body: object = None, *, accept: tuple[int, ...] = (200,)
+    ) -> None:
         # The server closes the connection after a failure, without saying so.
         await self._transport.call(
             "POST",
-            "collective_rpc",
+            path,
             body,
             timeout=self._limits.update_timeout,
             headers={"Connection": "close"},
+            accept=accept,
         )
+
+    async def join_transfer(self, group: int, info: Mapping[str, Any]) -> None:
+        """Join a trainer's transfer; see :class:`~aprilsched.weights.vllm_transfer.VLLMPublisher`.
+
+        The server must have been started with ``--weight-transfer-config``.
+        """
+        await self._load("init_weight_transfer_engine", {"init_info": info})
+        self._transfer = group
+
+    def in_transfer(self, group: int) -> bool:
+        """Whether the server is in the group of a transfer."""
+        return self._transfer == group
+
+    async def begin_update(self) -> None:
+        """Begin an update by transfer; an update that a failure left open is closed first."""
+        if self._open_update:
+            await self._load("finish_weight_update", accept=(200, _BAD_REQUEST, _FAILED))
+        self._open_update, self._loaded = "a transfer", None
+        await self._set_label(LOADING)
+        await self._load("start_weight_update")
+
+    async def receive_transfer(self, info: object) -> None:
+        """Receive and load what the trainer sends."""
+        await self._load("update_weights", {"update_info": info})
+
+    async def end_update(self, version: int) -> None:
+        """End the update; the weights are `version` from now on."""
+        await self._load("finish_weight_update", {"weight_version": self._name_of(version)})
+        self._open_update = ""
 
     # --- adapters ------------------------------------------------------------------------------
 
@@ -230,3 +262,17 @@ class VLLMEngine(HttpEngine[ServerFacts]):
     async def _ask(self, path: str, query: Mapping[str, str] | None = None) -> Answer:
         timeout = self._limits.control_timeout
         return await self._transport.call("POST", path, timeout=timeout, query=query)
+
+
+class VLLMFleet(UrlFleet[VLLMEngine]):
+    """The vLLM servers at `urls`; the arguments are those of :class:`~aprilsched.SGLangFleet`, and
+    the settings those of :class:`~aprilsched.engines.vllm.engine.VLLMEngine`."""
+
+    _engine_type = VLLMEngine
+
+
+class VLLMListedFleet(ListedFleet[VLLMEngine]):
+    """The vLLM servers that a function lists, as they come and go; the arguments are those of
+    :class:`~aprilsched.SGLangListedFleet`."""
+
+    _engine_type = VLLMEngine

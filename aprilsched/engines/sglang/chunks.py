@@ -20,7 +20,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from aprilsched.companions import Rows, fitting
+from aprilsched.companions import Rows
 from aprilsched.engines.base import Chunk, GenerationRequest
 from aprilsched.engines.http import UNREADABLE, quote
 from aprilsched.engines.sglang.wire import Finish, MetaInfo, StreamEvent, Triple
@@ -92,7 +92,7 @@ class ChunkAssembler(ResponseReader):
             cached_tokens=meta.cached_tokens,
             label=self._version(meta.weight_version) if spans is None else None,
             token_rows=self._token_rows(meta, begin) if self._of_tokens else None,
-            context_rows=self._context_rows(meta) if finish and self._companions else None,
+            context_rows=self._rows_of_context(meta) if finish and self._companions else None,
             prompt_tokens=meta.prompt_tokens if self._media else None,
             answer=Answer.of(entries, self._keep) if finish and entries else None,
         )
@@ -113,27 +113,19 @@ class ChunkAssembler(ResponseReader):
             found[companion.name] = Rows.ragged(rows, companion.dtype)
         return found
 
-    def _context_rows(self, meta: MetaInfo) -> dict[str, Rows]:
-        """The rows from the first missing one on, for each companion of the context. The last
-        token was not forwarded, so it has none."""
-        found: dict[str, Rows] = {}
-        for companion, start in self._companions:
-            encoded = getattr(meta, companion.name, None)
-            if companion.per != "context" or encoded is None:
-                continue
-            first = start if companion.name == "routed_experts" else 0
-            try:
-                values = np.frombuffer(b64decode(encoded, validate=True), dtype="<i4")
-                rows = fitting(values.reshape(-1, *companion.shape), companion.dtype)
-            except (ValueError, OverflowError) as error:
-                raise self._broken(
-                    f"sent {companion.name} that are no rows of {companion.dtype} "
-                    f"{list(companion.shape)} ({error}); correct companions"
-                ) from error
-            # At an abort there may be one row more, of a token that came without its logprob.
-            upto = max(start, self._context + self.held - 1)
-            found[companion.name] = Rows(rows[start - first : upto - first])
-        return found
+    def _rows_of_context(self, meta: MetaInfo) -> dict[str, Rows]:
+        """The rows from the first missing one on, for each companion of the context."""
+        return {
+            companion.name: self._context_rows(
+                companion,
+                lambda encoded=encoded: np.frombuffer(b64decode(encoded, validate=True), "<i4"),
+                first=start if companion.name == "routed_experts" else 0,
+                start=start,
+            )
+            for companion, start in self._companions
+            if companion.per == "context"
+            and (encoded := getattr(meta, companion.name, None)) is not None
+        }
 
     def _version(self, label: str | None) -> int | None:
         if label != self._label[0]:

@@ -6,14 +6,28 @@ that a token depends on makes decoding fail: no token is guessed.
 
 from __future__ import annotations
 
+import math
+from base64 import b64decode
+from io import BytesIO
 from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.lib import format as npy
+from numpy.typing import NDArray
 
+from aprilsched.companions import Rows
 from aprilsched.engines.base import Chunk, GenerationRequest
 from aprilsched.engines.http import UNREADABLE, quote
-from aprilsched.engines.stream import LabelSpan, Logprob, Name, ResponseReader, TokenId
+from aprilsched.engines.stream import (
+    Count,
+    LabelSpan,
+    Logprob,
+    Name,
+    ResponseReader,
+    TokenId,
+    media_source,
+)
 
 PREFIX = "generate-tokens-"
 """vLLM puts it before the id of a request of /inference/v1/generate. An abort under the id alone is
@@ -34,13 +48,25 @@ class Logprobs(msgspec.Struct, frozen=True):
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """New tokens of a response; only the last event has `finish_reason` and `weight_versions`."""
+    """New tokens of a response, with the ids that each was sampled from in `sampling_mask`.
+
+    Only the last event has `finish_reason`, `weight_versions` and `routed_experts`, which are
+    base64 of a .npy file.
+    """
 
     index: int
     token_ids: list[TokenId] | None = None
     logprobs: Logprobs | None = None
     finish_reason: Name | None = None
     weight_versions: list[LabelSpan] | None = None
+    routed_experts: str | None = None
+    sampling_mask: list[list[TokenId]] | None = None
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """`prompt_tokens` counts media as the tokens that their placeholders became."""
+
+    prompt_tokens: Count
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
@@ -54,6 +80,7 @@ class StreamEvent(msgspec.Struct, frozen=True):
     """One event of a streamed answer: tokens, or the error that ends it."""
 
     choices: list[Choice] = []
+    usage: Usage | None = None
     error: ErrorBody | None = None
 
 
@@ -77,9 +104,9 @@ class EventReader(ResponseReader):
             return None
         if len(event.choices) > 1 or event.choices[0].index != 0:
             raise self._broken("sent an event that is not one of a single response")
-        return self._chunk(event.choices[0])
+        return self._chunk(event.choices[0], event.usage)
 
-    def _chunk(self, choice: Choice) -> Chunk:
+    def _chunk(self, choice: Choice, usage: Usage | None) -> Chunk:
         tokens = choice.token_ids or []
         sampled = (choice.logprobs and choice.logprobs.content) or []
         if [token.token_id for token in sampled] != tokens:
@@ -95,7 +122,45 @@ class EventReader(ResponseReader):
             logprobs=np.array([token.logprob for token in sampled], np.float32),
             finish=finish,
             spans=None if finish is None else self._spans(choice.weight_versions),
+            token_rows=self._token_rows(choice, len(tokens)) if self._companions else None,
+            context_rows=self._rows_of_context(choice) if finish and self._companions else None,
+            prompt_tokens=None if usage is None else usage.prompt_tokens,
         )
+
+    def _token_rows(self, choice: Choice, tokens: int) -> dict[str, Rows]:
+        """The rows of the new tokens, for each companion of tokens."""
+        masks = choice.sampling_mask or []
+        wanted = [companion for companion, _ in self._companions if companion.per == "token"]
+        if wanted and len(masks) != tokens:
+            raise self._broken(f"sent {len(masks)} sampling masks for {tokens} tokens")
+        return {companion.name: Rows.ragged(masks, companion.dtype) for companion in wanted}
+
+    def _rows_of_context(self, choice: Choice) -> dict[str, Rows]:
+        """The rows from the first missing one on, for each companion of the context."""
+        encoded = choice.routed_experts
+        return {
+            companion.name: self._context_rows(
+                companion, lambda encoded=encoded: _array(encoded), first=start, start=start
+            )
+            for companion, start in self._companions
+            if encoded is not None and companion.per == "context"
+        }
+
+
+def _array(encoded: str) -> NDArray[Any]:
+    """The values of a .npy file in base64.
+
+    Raises:
+        ValueError: if it is no such file, or has other values than whole numbers.
+    """
+    file = BytesIO(b64decode(encoded, validate=True))
+    npy.read_magic(file)
+    # numpy.load would first make an array of the shape that the file claims to have.
+    shape, columns_first, dtype = npy.read_array_header_1_0(file)
+    content = file.read()
+    if columns_first or dtype.kind not in "iu" or math.prod(shape) * dtype.itemsize != len(content):
+        raise ValueError(f"{len(content)} bytes of an array {list(shape)} of {dtype}")
+    return np.frombuffer(content, dtype)
 
 
 def generate_body(request: GenerationRequest, *, stream_interval: int) -> dict[str, Any]:
@@ -118,12 +183,20 @@ def generate_body(request: GenerationRequest, *, stream_interval: int) -> dict[s
         "detokenize": False,
         "stream_interval": stream_interval,
     }
+    for companion, start in request.companions:
+        if companion.name == "routed_experts":
+            params["routed_experts_prompt_start"] = start
     body: dict[str, Any] = {
         "request_id": request.request_id,
         "token_ids": request.input_ids.tolist(),
         "sampling_params": {**params, **sampling.extra},
         "stream": True,
     }
+    if request.media:
+        body["content_parts"] = [
+            {"type": f"{media.kind}_url", "url": media_source(media)} for media in request.media
+        ]
+        body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
     if request.adapter is not None:
         body["model"] = request.adapter
     if request.cache_key is not None:

@@ -15,6 +15,7 @@ from aprilsched.engines.http import Answer, Transport
 from aprilsched.engines.server import Facts, Over, read_series, release
 from aprilsched.engines.stream import Count, Name
 from aprilsched.errors import EngineError, EngineProtocolError, EngineRejected
+from aprilsched.types import MEDIA
 
 T = TypeVar("T")
 
@@ -37,6 +38,12 @@ class _Model(msgspec.Struct, frozen=True):
     max_model_len: Count
     logprobs_mode: Name
     enable_sleep_mode: bool = False
+    return_sampling_mask: bool = False
+    multimodal_config: dict[str, Any] | None = None
+
+
+class _Aux(msgspec.Struct, frozen=True):
+    enable_return_routed_experts: bool = False
 
 
 class _Cache(msgspec.Struct, frozen=True):
@@ -65,6 +72,7 @@ class _Config(msgspec.Struct, frozen=True):
     scheduler_config: _Scheduler
     device_config: _Device = _Device()
     lora_config: dict[str, Any] | None = None
+    aux_output_config: _Aux = _Aux()
 
 
 class ServerInfo(msgspec.Struct, frozen=True):
@@ -137,6 +145,10 @@ async def probe(engine: str, transport: Transport, timeout: float) -> ServerFact
         )
     label = await weight_label(engine, transport, timeout)
     ranks, tokens = parallel.data_parallel_size, config.cache_config.kv_cache_size_tokens
+    companions = {
+        "routed_experts": config.aux_output_config.enable_return_routed_experts,
+        "sampling_mask": model.return_sampling_mask,
+    }
     asleep = model.enable_sleep_mode or config.device_config.device == "cpu"
     return ServerFacts(
         model_path=model.model,
@@ -152,6 +164,8 @@ async def probe(engine: str, transport: Transport, timeout: float) -> ServerFact
             keeps_released_weights=True,
             adapters=config.lora_config is not None
             and bool(info.vllm_env.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING")),
+            companions=frozenset(name for name, able in companions.items() if able),
+            media=frozenset(MEDIA if model.multimodal_config else ()),
             server=f"vLLM {version}",
         ),
         vocab_size=await _vocab_size(engine, transport, timeout),
@@ -217,7 +231,8 @@ async def _vocab_size(engine: str, transport: Transport, timeout: float) -> int 
     A bias on an impossible id is refused before the request reaches the scheduler, so nothing
     is generated, also by a paused server.
     """
-    params = {"max_tokens": 1, "logit_bias": {str(_TOO_LARGE): 0.0}}
+    # A server with --return-sampling-mask refuses requests without top_k before it looks further.
+    params = {"max_tokens": 1, "top_k": 1, "logit_bias": {str(_TOO_LARGE): 0.0}}
     answer = await transport.call(
         "POST",
         "inference/v1/generate",

@@ -1,0 +1,295 @@
+"""Publishes weights by the trainer ends that vLLM itself has, over NCCL or CUDA IPC.
+
+vLLM cuts the weights into buckets, announces and sends them (``WeightTransferTrainerFactory`` in
+``vllm/distributed/weight_transfer/factory.py``, 0.32). It asks for a client of its servers' control
+calls, and this publisher's client gives each call to all engines at once.
+
+Requirements: the trainer has a GPU and vLLM, in the servers' version; the servers are started with
+``--weight-transfer-config '{"backend": "nccl"}'``, or "ipc" and
+``VLLM_ALLOW_INSECURE_SERIALIZATION=1``, because vLLM sends the handles of CUDA IPC as a pickle.
+
+- An engine that fails breaks the transfer off for all engines of the call, since the others wait
+  inside NCCL for what does not come any more: none of them has the version. The next call makes a
+  new group of the engines that are there then.
+- Every wait is bounded. A transfer that broke off may go on inside NCCL: vLLM's own thread is left
+  behind, and its communicator is aborted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import math
+import pickle
+import socket
+from base64 import b64encode
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+
+from aprilsched.engines.base import Engine, RefitByTransfer
+from aprilsched.errors import ConfigError, ControlTimeout
+from aprilsched.weights.process_group import address_towards
+from aprilsched.weights.publisher import call_each, check_weights, in_daemon, in_thread
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_PACKAGE = "vllm.distributed.weight_transfer"
+_GRACE_SECONDS = 5.0
+"""Time in which vLLM's end may notice that an engine has refused."""
+
+
+class _Target(Engine, RefitByTransfer, Protocol):
+    """An engine to which this publisher can publish."""
+
+
+class VLLMPublisher:
+    """Publishes CUDA tensors to vLLM servers, by vLLM's own transfer.
+
+    Args:
+        weights: returns an iterator over (name, CUDA tensor) of all weights, under their Hugging
+            Face names, as whole (gathered) tensors. It is called for each version and runs in a
+            thread. Before the first version it is called once more, for names, types and shapes.
+        backend: "nccl" to servers on any GPUs, or "ipc" to servers on the trainer's own GPU.
+        address: address of this machine, as the engines reach it. None takes the address of the
+            interface towards them, or loopback if they are on this machine.
+        port: port at which the members of the NCCL group meet; 0 for any free one.
+        bucket_bytes: bytes of tensors that are sent at a time; at least those of the largest one.
+        timeout_s: seconds for a whole transfer.
+
+    Raises:
+        ConfigError: if `backend` or `bucket_bytes` is out of its range, or `weights` is no
+            function.
+    """
+
+    def __init__(
+        self,
+        weights: Callable[[], Iterable[tuple[str, Tensor]]],
+        *,
+        backend: Literal["nccl", "ipc"] = "nccl",
+        address: str | None = None,
+        port: int = 0,
+        bucket_bytes: int = 2**30,
+        timeout_s: float = 300.0,
+    ) -> None:
+        check_weights(weights)
+        if backend not in ("nccl", "ipc"):
+            raise ConfigError(f'backend is {backend!r}; give "nccl" or "ipc".')
+        if bucket_bytes < 1:
+            raise ConfigError(f"bucket_bytes is {bucket_bytes}; give 1 or more.")
+        self._weights = weights
+        self._backend = backend
+        self._address = address
+        self._port = port
+        self._bucket_bytes = bucket_bytes
+        self._timeout_s = timeout_s
+        self._client: _Client | None = None
+        self._end: Any = None
+        """vLLM's trainer end, which has a group with the engines of `_client`."""
+
+    async def prepare(self, version: int) -> None:
+        """Import vLLM, which takes seconds, while the engines still generate.
+
+        Raises:
+            ConfigError: if vLLM is not installed.
+        """
+        await in_thread(_vllm, "base")
+
+    async def publish(
+        self, version: int, engines: Sequence[Engine]
+    ) -> Mapping[str, Exception | None]:
+        """Send the weights to every engine, and label them `version`.
+
+        Raises:
+            ConfigError: if vLLM is not installed, or `weights` gives nothing.
+        """
+        outcomes: dict[str, Exception | None] = {engine.name: None for engine in engines}
+        takers: list[_Target] = []
+        for engine in engines:
+            if isinstance(engine, RefitByTransfer):
+                takers.append(cast(_Target, engine))
+            else:
+                outcomes[engine.name] = ConfigError(
+                    f"{engine.name} is no vLLM server; use another publisher for it."
+                )
+        if takers:
+            client = self._client_of(takers, version)
+            outcomes |= await self._send(client)
+        return outcomes
+
+    def _client_of(self, engines: Sequence[_Target], version: int) -> _Client:
+        """The client of the group of these engines, which is made again where it is another one."""
+        client = self._client
+        if client is None or client.engines != engines or not client.joined():
+            self._drop()
+            client = self._client = _Client(engines)
+        client.begin(version)
+        return client
+
+    async def _send(self, client: _Client) -> Mapping[str, Exception | None]:
+        work = asyncio.ensure_future(in_daemon(lambda: self._transfer(client), name="vllm-weights"))
+        failed = asyncio.ensure_future(client.failed.wait())
+        try:
+            await asyncio.wait(
+                [work, failed], timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not work.done():
+                await asyncio.wait([work], timeout=_GRACE_SECONDS)
+            error = work.exception() if work.done() else None
+            if work.done() and error is None:
+                return client.outcomes
+        except BaseException:
+            self._drop()
+            raise
+        finally:
+            failed.cancel()
+            work.cancel()
+        self._drop()
+        if isinstance(error, ConfigError) and not any(client.outcomes.values()):
+            raise error
+        why = f"the transfer broke off: {error or 'it did not end in time'}"
+        return {
+            name: failure or ControlTimeout(name, f"{why}.")
+            for name, failure in client.outcomes.items()
+        }
+
+    def _drop(self) -> None:
+        """Leave the group behind; ending it may block."""
+        end, self._end, self._client = self._end, None, None
+        if end is not None:
+            ending = asyncio.ensure_future(in_daemon(end.shutdown, name="vllm-weights-end"))
+            # Its error is marked as seen, because nobody asks for it.
+            ending.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+    # --- in a thread ---------------------------------------------------------------------------
+
+    def _transfer(self, client: _Client) -> None:
+        """Send the weights once; the first time the engines join a group."""
+        if self._end is None:
+            source = _source(self._weights)
+            end = _vllm("factory").WeightTransferTrainerFactory.trainer_init(
+                self._init_info(client, source.metadata()), client=client, source=source
+            )
+            if self._client is not client:  # The call was given up meanwhile.
+                return end.shutdown()
+            self._end = end
+        self._end.send_weights()
+
+    def _init_info(self, client: _Client, metadata: Sequence[Any]) -> Any:
+        sizes = [meta.dtype.itemsize * math.prod(meta.shape) for meta in metadata]
+        if not sizes:
+            raise ConfigError("weights() gave no tensors; it has to give all of them each time.")
+        bucket = max(self._bucket_bytes, *sizes)
+        if self._backend == "ipc":
+            return _vllm("ipc_engine").IPCTrainerInitInfo(
+                rank=0, packed=True, packed_buffer_size_bytes=bucket
+            )
+        address = self._address or address_towards(engine.name for engine in client.engines)
+        return _vllm("nccl_engine").NCCLTrainerInitInfo(
+            rank=0,
+            master_address=address,
+            master_port=self._port or _free_port(address),
+            world_size=1 + sum(engine.capabilities.ranks for engine in client.engines),
+            packed_buffer_size_bytes=bucket,
+        )
+
+
+class _Client:
+    """vLLM's client of the control calls (``VLLMWeightSyncClient``), for several engines.
+
+    vLLM calls it from a thread; the engines are called on the loop that made it.
+    """
+
+    def __init__(self, engines: Sequence[_Target]) -> None:
+        self.engines = list(engines)
+        self.outcomes: dict[str, Exception | None] = {}
+        """The error of each engine in the transfer under way."""
+        self.failed = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._version = 0
+
+    def begin(self, version: int) -> None:
+        """Expect a transfer of `version`."""
+        self._version, self.failed = version, asyncio.Event()
+        self.outcomes = {engine.name: None for engine in self.engines}
+
+    def joined(self) -> bool:
+        """Whether every engine is in the group still: a server that was restarted is not."""
+        return all(engine.in_transfer(id(self)) for engine in self.engines)
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Let every engine join; vLLM gives the rank of the first one."""
+        infos: dict[str, dict[str, Any]] = {}
+        offset = init_info.get("rank_offset")
+        for engine in self.engines:
+            infos[engine.name] = {**init_info}
+            if offset is not None:
+                infos[engine.name]["rank_offset"] = offset
+                offset += engine.capabilities.ranks
+        self._each(lambda engine: engine.join_transfer(id(self), infos[engine.name]))
+
+    def start_weight_update(self) -> None:
+        """Begin an update on every engine."""
+        self._each(lambda engine: engine.begin_update())
+
+    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
+        """Let every engine receive what is announced."""
+        info = update_info
+        if isinstance(info, dict) and (handles := info.get("ipc_handles")) is not None:
+            pickled = b64encode(pickle.dumps(handles)).decode()
+            info = {k: v for k, v in info.items() if k != "ipc_handles"}
+            info["ipc_handles_pickled"] = pickled
+        self._each(lambda engine: engine.receive_transfer(info))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """End the update on every engine, with the version."""
+        self._each(lambda engine: engine.end_update(self._version))
+
+    def _each(self, call: Callable[[_Target], Awaitable[object]]) -> None:
+        outcomes = asyncio.run_coroutine_threadsafe(
+            call_each(self.engines, call), self._loop
+        ).result()
+        failures = {name: error for name, error in outcomes.items() if error is not None}
+        if failures:
+            self.outcomes |= failures
+            self._loop.call_soon_threadsafe(self.failed.set)
+            raise next(iter(failures.values()))
+
+
+def _source(weights: Callable[[], Iterable[tuple[str, Tensor]]]) -> Any:
+    """vLLM's ``WeightSource`` of the weights that a function gives."""
+    base = _vllm("base")
+
+    class Source(base.WeightSource):
+        def __init__(self) -> None:
+            self._metadata: list[Any] | None = None
+
+        def metadata(self) -> list[Any]:
+            if self._metadata is None:
+                self._metadata = [
+                    base.ParamMeta(name, tensor.dtype, tuple(tensor.shape))
+                    for name, tensor in weights()
+                ]
+            return self._metadata
+
+        def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in weights():
+                yield name, tensor.detach()
+
+    return Source()
+
+
+def _vllm(module: str) -> Any:
+    try:
+        return importlib.import_module(f"{_PACKAGE}.{module}")
+    except (ImportError, RuntimeError, OSError) as error:  # It is missing or for another torch.
+        raise ConfigError(
+            f"VLLMPublisher needs vLLM in the trainer's environment ({error}); install the version "
+            "that the servers run."
+        ) from error
+
+
+def _free_port(address: str) -> int:
+    """A port that is free now: vLLM has to be told one."""
+    with socket.create_server((address, 0)) as listening:
+        return int(listening.getsockname()[1])

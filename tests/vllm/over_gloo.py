@@ -1,0 +1,53 @@
+"""Lets vLLM's transfer of weights by NCCL run on a CPU: gloo broadcasts in the place of NCCL's.
+
+Everything else is vLLM's own: both ends, the announcements, the buckets and the loading.
+"""
+
+# pyright: basic, reportMissingImports=false
+# Runs under another Python, with packages that the development environment does not have.
+from __future__ import annotations
+
+import contextlib
+from datetime import timedelta
+from typing import Any
+
+_TIMEOUT = timedelta(seconds=120)
+
+
+class _Gloo:
+    """What a transfer uses of vLLM's ``PyNcclCommunicator``."""
+
+    def __init__(self, host: str, port: int, rank: int, world_size: int, device: object) -> None:
+        import torch.distributed
+
+        distributed: Any = torch.distributed
+        store = distributed.TCPStore(host, port, world_size, rank == 0, _TIMEOUT)
+        self._options = distributed.distributed_c10d.BroadcastOptions
+        self._group: Any = distributed.ProcessGroupGloo(store, rank, world_size, _TIMEOUT)
+
+    def broadcast(self, tensor: Any, src: int, stream: object = None) -> None:
+        options = self._options()
+        options.rootRank = src
+        self._group.broadcast([tensor], options).wait()
+
+    def destroy(self) -> None:
+        self._group = None
+
+
+class _Stream:
+    """A stream on which everything has ended already."""
+
+    def synchronize(self) -> None:
+        pass
+
+
+def install() -> None:
+    """Put gloo in the place of NCCL, and nothing in the place of streams."""
+    import torch
+    from vllm.distributed.weight_transfer import nccl_common, packed_tensor
+
+    nccl_common.stateless_init_process_group = _Gloo
+    packed_tensor._get_streams = lambda device, buffers: (_Stream(),) * buffers
+    torch.cuda.stream = contextlib.nullcontext
+    torch.accelerator.current_device_index = lambda: 0
+    torch.accelerator.synchronize = lambda *device: None

@@ -1,0 +1,79 @@
+"""Tests VLLMPublisher with vLLM's own ends of the transfer: in a trainer and in a real server.
+
+NCCL itself needs GPUs, so gloo broadcasts in its place; CUDA IPC is held to vLLM's signatures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import aprilsched
+from aprilsched import VLLMPublisher
+from aprilsched.engines.vllm import VLLMEngine
+from aprilsched.errors import ConfigError, EngineRejected
+from aprilsched.testing.contract import PROMPT
+from tests.sglang.recorded import TOLERANCE, sequence_scores
+from tests.sglang.server import server_environment
+from tests.vllm.server import VLLMServer
+
+
+async def test_weights_arrive_exactly_and_the_group_lasts(
+    clean_server: VLLMServer, models: tuple[Path, Path], tmp_path: Path, vllm_python: Path
+) -> None:
+    needed = find_spec("asyncio_throttle")
+    assert needed is not None
+    assert needed.origin is not None
+    order = (models[1], models[0], models[1])
+    trainer = await asyncio.create_subprocess_exec(
+        *(vllm_python, Path(__file__).parent / "transfer_trainer.py"),
+        *(Path(needed.origin).parents[1], clean_server.url, *order),
+        env={
+            **os.environ,
+            **server_environment(),
+            "PYTHONPATH": str(Path(aprilsched.__file__).parents[1]),
+            "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+        },
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    out, errors = await trainer.communicate()
+    assert trainer.returncode == 0, errors.decode()[-4000:]
+    told = [json.loads(line) for line in out.splitlines() if line.startswith(b"{")]
+    assert [line["version"] for line in told] == [1, 2, 3]
+    name = clean_server.url.removeprefix("http://")
+    assert all(line["outcomes"] == {name: None} for line in told)
+    responses = [(PROMPT, np.array(line["ids"], np.int32)) for line in told]
+    by_model = sequence_scores(models, responses, tmp_path, python=vllm_python)
+    for index, line in enumerate(told):
+        own = by_model[models.index(order[index])][index]
+        assert np.abs(np.array(line["logprobs"]) - own).max() < TOLERANCE
+    other = by_model[0][0]
+    assert np.abs(np.array(told[0]["logprobs"]) - other).max() > 1.0
+
+
+async def test_a_server_that_was_not_started_for_it_refuses_and_keeps_its_weights(
+    vllm_pair: tuple[VLLMServer, VLLMServer], clean_pair: object
+) -> None:
+    engine = VLLMEngine(vllm_pair[1].url, api_key="an-api-key-of-the-tests")
+    await engine.open()
+    try:
+        with pytest.raises(EngineRejected, match="weight_transfer_config"):
+            await engine.join_transfer(1, {"packed": True})
+        assert await engine.version() == 0
+        assert not engine.in_transfer(1)
+    finally:
+        await engine.close()
+
+
+async def test_what_cannot_be_published_is_refused() -> None:
+    with pytest.raises(ConfigError, match='give "nccl" or "ipc"'):
+        VLLMPublisher(lambda: [], backend="gloo")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="needs vLLM in the trainer's environment"):
+        await VLLMPublisher(lambda: []).prepare(1)
