@@ -12,7 +12,6 @@ import re
 import subprocess
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,6 +27,7 @@ from aprilsched.config import Retries, Samples, Staleness
 from aprilsched.errors import ConfigError, RefitError, RunGivenUp
 from aprilsched.integrations.trl import RolloutWorker, StreamedSteps
 from aprilsched.types import Rollout, Score
+from tests.support.trl_run import trl_without_a_gpu
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("trl") is None, reason="could not import 'trl'"
@@ -44,20 +44,10 @@ DATA: Any = [
 @pytest.fixture(scope="module")
 def cpu() -> Iterator[Any]:
     """The helpers of :mod:`tests.support.trl_on_cpu`, with TRL's GPU calls replaced."""
-    torch = pytest.importorskip("torch")
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        # Their imports warn of experimental and of deprecated modules.
-        warnings.simplefilter("ignore")
-        patch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
-        import trl.experimental.async_grpo.async_grpo_trainer  # noqa: F401
-
+    with trl_without_a_gpu():
         from tests.support import trl_on_cpu
 
-        trl_on_cpu.on_cpu(patch)
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
         yield trl_on_cpu
-        torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
