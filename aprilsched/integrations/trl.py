@@ -153,9 +153,9 @@ class RolloutWorker:
         )
         self.streamed = streamed
         self._publisher = (
-            DiskPublisher(publisher, self._write)
-            if isinstance(publisher, str | os.PathLike)
-            else publisher(self._weights)
+            publisher(self._weights)
+            if callable(publisher)
+            else DiskPublisher(publisher, self._write)
         )
         self._accept = accept
         self._listeners = listeners
@@ -374,14 +374,16 @@ class RolloutWorker:
     def _write(self, folder: Path) -> None:
         """Write the trainer's weights and the configuration of its model into `folder`."""
         with extra("trl"):
-            from safetensors.torch import save_file
+            from safetensors import torch
 
+        # Its type names an os.PathLike of nothing.
+        files: Any = torch
         self._model.config.save_pretrained(folder)
         where: dict[str, str] = {}
         for number, bucket in enumerate(iter_buckets(self._weights(), _SHARD_BYTES)):
             tensors = {name: tensor.detach().contiguous() for name, tensor in bucket}
             file = f"model-{number:05}.safetensors"
-            save_file(tensors, folder / file, {"format": "pt"})
+            files.save_file(tensors, folder / file, {"format": "pt"})
             where |= dict.fromkeys(tensors, file)
         index = json.dumps({"metadata": {}, "weight_map": where})
         (folder / "model.safetensors.index.json").write_text(index)
