@@ -88,6 +88,7 @@ def main(
             'leave it at "groups".'
         )
     ray, actors = _package("ray"), _package("openrlhf.trainer.ray.ppo_actor")
+    made: list[Any] = []
 
     def engines(*_: Any, **given: Any) -> list[Any]:
         if given["max_images_per_prompt"]:
@@ -96,13 +97,15 @@ def main(
             )
         agent = given["agent_func_path"], given["remote_rm_url"]
         actor = ray.remote(Rollouts).options(num_cpus=1)
-        return [actor.remote(fleet, Path(directory).absolute(), config, listeners, *agent)]
+        made.append(actor.remote(fleet, Path(directory).absolute(), config, listeners, *agent))
+        return made
 
     _package("openrlhf.trainer.ray").create_vllm_engines = engines
     for module in ("ppo_trainer", "ppo_trainer_async"):
         _package(f"openrlhf.trainer.{module}").SamplesGenerator = samples_generator()
     actors.PolicyModelActor = ray.remote(num_gpus=1)(policy_actor(_plain(actors.PolicyModelActor)))
     runpy.run_module("openrlhf.cli.train_ppo_ray", run_name="__main__", alter_sys=True)
+    ray.get([actor.close.remote() for actor in made])
 
 
 def _package(name: str) -> Any:
