@@ -482,8 +482,8 @@ def _settings(config: Any, own: SchedulerConfig) -> SchedulerConfig:
         )
     if rollout.name != "sglang":
         raise ConfigError(
-            f"actor_rollout_ref.rollout.name is {rollout.name!r}; set it to sglang, whose servers "
-            "are served."
+            f"actor_rollout_ref.rollout.name is {rollout.name!r}; set it to sglang, because the "
+            "vLLM of verl 0.9 does not tell which version sampled a token."
         )
     lora: Any = model.get("lora") or {}
     refused: dict[str, tuple[Any, str]] = {

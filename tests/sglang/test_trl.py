@@ -61,7 +61,7 @@ def test_twenty_steps_on_a_real_server_with_a_resume_between(
     step 10."""
     folder = tmp_path / "run"
 
-    def begin(**steps: int) -> Run:
+    def begin(**steps: Any) -> Run:
         return Run(sglang([clean_server.url]), model, folder, **steps)
 
     train_and_resume(torch, model, folder, begin, saved=10, ended=12, last=20)
