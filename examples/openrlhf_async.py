@@ -18,15 +18,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from aprilsched import SchedulerConfig, VLLMFleet
 from aprilsched.integrations import openrlhf
 
 
-def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> list[Any]:
+def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> dict[str, Any]:
     """1 for a response with the sum in it; OpenRLHF loads this file for it."""
-    right = [float(label in query[len(prompt) :]) for query, prompt, label in
-             zip(queries, prompts, labels, strict=True)]  # fmt: skip
-    return [{"rewards": value, "scores": value} for value in right]
+    found = [
+        float(label in query[len(prompt) :])
+        for query, prompt, label in zip(queries, prompts, labels, strict=True)
+    ]
+    return {"rewards": torch.tensor(found), "scores": torch.tensor(found)}
 
 
 def write_sums(path: Path) -> None:

@@ -625,6 +625,31 @@ def test_one_tensor_that_was_gathered_makes_the_weights_readable_once(cpu: Any, 
             made.send_weights(weights)
 
 
+def test_a_folder_of_weights_has_the_files_and_the_index_that_transformers_loads(
+    cpu: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from aprilsched.integrations import trl
+
+    monkeypatch.setattr(trl, "_SHARD_BYTES", 100_000)
+    made = worker(cpu, tmp_path, publisher=tmp_path / "weights")
+    own = AutoModelForCausalLM.from_pretrained(model)
+    with torch.no_grad():
+        for parameter in own.parameters():
+            parameter.add_(0.1)
+    with opened(made):
+        made.begin(own)
+        made.send_weights((name, each.detach()) for name, each in own.named_parameters())
+        assert made.scheduler.version == 1
+    folder = tmp_path / "weights" / "version-00000001"
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    loaded = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+    for name, parameter in own.named_parameters():
+        assert torch.equal(parameter, loaded[name])
+
+
 @pytest.mark.parametrize(
     ("changes", "error"),
     [

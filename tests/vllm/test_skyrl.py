@@ -168,7 +168,7 @@ def experiment(cfg: Any, models: tuple[Path, Path], folder: Path) -> Any:
             from skyrl.train.dataset import PromptDataset
 
             # SkyRL's eight processes take minutes to begin on a busy machine.
-            return PromptDataset(cfg.data.train_data, self.tokenizer, 64, num_workers=None)  # type: ignore[arg-type]
+            return PromptDataset(cfg.data.train_data, self.tokenizer, 64, num_workers=1)
 
     return Experiment(cfg)
 
