@@ -1,8 +1,8 @@
 # Set-up, checks and the demo, with nothing needed but Python 3.11 or later, pip and make.
 #
-# Four environments: .venv has the library, its tools and (for the tests) torch; .venv-sglang and
+# Five environments: .venv has the library, its tools and (for the tests) torch; .venv-sglang and
 # .venv-vllm have SGLang and vLLM on a CPU, which the tests start as real servers; .venv-verl has
-# verl, for the tests of its adapter alone. Each is made once, and again when the pins it was made from change. A stamp is
+# verl, for the tests of its adapter alone, and .venv-vllm-trainers OpenRLHF and SkyRL. Each is made once, and again when the pins it was made from change. A stamp is
 # written last, so an environment whose making was cut off has none, and is made again instead of
 # being used incomplete.
 
@@ -75,8 +75,9 @@ PYTHON_311 = $(shell for python in $(PYTHON) python3.11; do \
 	if $$python -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; \
 	then echo $$python; break; fi; done)
 
-.PHONY: help venv demo example example-moe test test-fast test-long test-areal test-trainers test-verl docs notebooks lint style \
-	format clean shared-sglang shared-vllm .browser .venv .venv-areal .venv-sglang .venv-verl .venv-vllm
+.PHONY: help venv demo example example-moe test test-fast test-long test-areal test-trainers test-verl test-vllm-trainers docs notebooks lint style \
+	format clean shared-sglang shared-vllm .browser .venv .venv-areal .venv-sglang .venv-verl .venv-vllm \
+	.venv-vllm-trainers
 
 help: ## Show this list.
 	@grep -hE '^[.a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([.a-z-]+):.*## /\1\t/' | expand -t 16
@@ -90,6 +91,8 @@ help: ## Show this list.
 .venv-areal: .venv-areal/.stamp ## Make the environment of AReaL's tests, on top of .venv.
 
 .venv-verl: .venv-verl/.stamp ## Make the environment of verl's tests (Python 3.11, 1.9 GB).
+
+.venv-vllm-trainers: .venv-vllm-trainers/.stamp ## Make the environment of OpenRLHF's and SkyRL's tests, on top of two others.
 
 .browser: $(BROWSER_READY) ## Get the headless Chromium of the tests (Linux on x86-64, 220 MB).
 
@@ -111,8 +114,8 @@ test-long: $(TEST_STAMP) $(BROWSER_READY) $(SGLANG_READY) $(VLLM_READY) ## The t
 	$(SERVERS) $(BIN)/python -m pytest -n $(WORKERS) -m long $(ARGS)
 
 # The trainers that are read from a checkout of their own are tested where a variable names it.
-test-trainers: $(TEST_STAMP) $(SGLANG_READY) test-areal test-verl ## The tests of all trainers; SLIME_ROOT and MILES_ROOT name checkouts.
-	APRILSCHED_SGLANG_PYTHON='$(SGLANG_VENV)/bin/python' $(BIN)/python -m pytest -n $(WORKERS) $(TRAINER_TESTS) $(ARGS)
+test-trainers: $(TEST_STAMP) $(SGLANG_READY) test-areal test-verl test-vllm-trainers ## The tests of all trainers; SLIME_ROOT and MILES_ROOT name checkouts.
+	$(SERVERS) $(BIN)/python -m pytest -n $(WORKERS) $(TRAINER_TESTS) $(ARGS)
 
 # AREAL_ROOT may name a checkout in the place of the package. tests/unit/test_areal.py runs in .venv
 # too, with stand-ins.
@@ -124,6 +127,11 @@ test-areal: .venv-areal/.stamp $(SGLANG_READY) ## The tests of the adapter for A
 test-verl: .venv-verl/.stamp ## The tests of the adapter for verl, in an environment of their own.
 	.venv-verl/bin/python -m pytest -o addopts='-ra --strict-markers --strict-config --import-mode=importlib' \
 		-W default tests/verl $(ARGS)
+
+# tests/vllm/test_trl.py runs in .venv.
+test-vllm-trainers: .venv-vllm-trainers/.stamp ## The tests of the adapters for OpenRLHF and SkyRL, with their own trainers.
+	APRILSCHED_VLLM_PYTHON='$(VLLM_VENV)/bin/python' .venv-vllm-trainers/bin/python -m pytest \
+		-W default tests/vllm/test_openrlhf.py tests/vllm/test_skyrl.py $(ARGS)
 
 example: $(TEST_STAMP) $(SGLANG_READY) ## Train the policy of examples/grpo on a CPU server, and draw the curve.
 	APRILSCHED_SGLANG_PYTHON='$(SGLANG_VENV)/bin/python' $(BIN)/python tests/sglang/with_server.py \
@@ -154,7 +162,7 @@ format: $(TEST_STAMP) ## Fix what ruff can fix.
 	$(BIN)/ruff format .
 
 clean: ## Remove all environments, the browser and every cache.
-	rm -rf .browser .venv .venv-areal .venv-sglang .venv-verl .venv-vllm .pytest_cache .ruff_cache .hypothesis dist docs/_build
+	rm -rf .browser .venv .venv-areal .venv-sglang .venv-verl .venv-vllm .venv-vllm-trainers .pytest_cache .ruff_cache .hypothesis dist docs/_build
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 $(DEMO_STAMP): pyproject.toml constraints.txt
@@ -205,6 +213,18 @@ $(TEST_STAMP): $(DEMO_STAMP)
 	@site='import site; print(site.getsitepackages()[0])'; $(BIN)/python -c "$$site" > \
 		"$$(.venv-areal/bin/python -c "$$site")/packages-of-venv.pth"
 	.venv-areal/bin/python $(INSTALL) --no-deps -r requirements/areal-cpu.txt
+	@touch $@
+
+# OpenRLHF takes the class of vLLM's sampling parameters from vLLM itself. A path that is named later
+# is searched later, so everything else comes from .venv.
+.venv-vllm-trainers/.stamp: requirements/vllm-trainers-cpu.txt $(TEST_STAMP) $(VLLM_READY)
+	@test -e $@ || $(PYTHON_311) -m venv --clear .venv-vllm-trainers
+	@rm -f $@
+	@site='import site; print(site.getsitepackages()[0])'; \
+	own="$$(.venv-vllm-trainers/bin/python -c "$$site")"; \
+	$(BIN)/python -c "$$site" > "$$own/1-venv.pth"; \
+	'$(VLLM_VENV)/bin/python' -c "$$site" > "$$own/2-vllm.pth"
+	DS_BUILD_OPS=0 .venv-vllm-trainers/bin/python $(INSTALL) --no-deps -r requirements/vllm-trainers-cpu.txt
 	@touch $@
 
 .venv-verl/.stamp: requirements/verl-cpu.txt constraints.txt

@@ -1,8 +1,8 @@
-"""Rollouts for TRL's AsyncGRPOTrainer from SGLang engines.
+"""Rollouts for TRL's AsyncGRPOTrainer from SGLang or vLLM engines.
 
-:class:`RolloutWorker` takes the place of two parts of TRL that need vLLM: the worker that generates
-and scores rollouts, and the transfer of weights. It is written for TRL 1.16, whose AsyncGRPOTrainer
-is experimental.
+:class:`RolloutWorker` takes the place of two parts of TRL, which serve one vLLM server: the worker
+that generates and scores rollouts, and the transfer of weights. It is written for TRL 1.16, whose
+AsyncGRPOTrainer is experimental.
 
 - The rollouts of a batch are those of one optimizer step. A batch is taken from the scheduler only
   when the trainer asks for its first rollout, because rollouts that wait in a queue become stale
@@ -22,6 +22,8 @@ import contextlib
 import functools
 import inspect
 import itertools
+import json
+import os
 import queue
 import threading
 from collections import deque
@@ -42,8 +44,9 @@ from aprilsched.integrations import check_fixed_groups
 from aprilsched.store import MemoryStore
 from aprilsched.telemetry.base import AnyListener
 from aprilsched.types import Batch, Group, Prompt, Rollout, SamplingParams, Score
+from aprilsched.weights.disk import DiskPublisher
 from aprilsched.weights.distributed import DistributedPublisher
-from aprilsched.weights.publisher import WeightPublisher
+from aprilsched.weights.publisher import WeightPublisher, iter_buckets
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,6 +63,8 @@ Named: TypeAlias = "Iterator[tuple[str, Tensor]]"
 
 _FILE = "aprilsched.checkpoint"
 """Name of the scheduler's file in a checkpoint folder of the trainer."""
+_SHARD_BYTES = 2**32
+"""Largest file of weights, which is in memory while it is written."""
 _NOT_COLUMNS = {"prompt", "completion", "completion_ids"}
 """Columns of the dataset that reward functions get under other names, or not at all."""
 _PARSED_BY = ("template", "schema")
@@ -99,7 +104,9 @@ class RolloutWorker:
             because accelerate fetches each batch one step before it is trained on; with
             `streamed`, it is ``args.max_staleness``.
         publisher: makes the publisher from a function that returns the trainer's weights, an
-            iterator of (name, tensor). The default broadcasts them over NCCL.
+            iterator of (name, tensor). The default broadcasts them over NCCL. A path names a
+            directory that the trainer and every engine see: each version is written there, and
+            the engines load it, as :class:`~aprilsched.DiskPublisher` does.
         accept: keeps or rejects a scored group (dynamic sampling).
         listeners: telemetry of the scheduler.
         streamed: True for a trainer that is a :class:`StreamedSteps`, which gets the groups of a
@@ -127,7 +134,9 @@ class RolloutWorker:
         reward_funcs: Callable[..., Any] | Sequence[Callable[..., Any]],
         reward_weights: Sequence[float] | None = None,
         config: SchedulerConfig | None = None,
-        publisher: Callable[[Callable[[], Named]], WeightPublisher] = DistributedPublisher,
+        publisher: Callable[[Callable[[], Named]], WeightPublisher]
+        | str
+        | os.PathLike[str] = DistributedPublisher,
         accept: Accept | None = None,
         listeners: Sequence[AnyListener] = (),
         streamed: bool = False,
@@ -143,7 +152,11 @@ class RolloutWorker:
             config or SchedulerConfig(pace="asynchronous"), args, streamed=streamed
         )
         self.streamed = streamed
-        self._publisher = publisher(self._weights)
+        self._publisher = (
+            publisher(self._weights)
+            if callable(publisher)
+            else DiskPublisher(publisher, self._write)
+        )
         self._accept = accept
         self._listeners = listeners
         self._epochs = args.max_steps <= 0
@@ -357,6 +370,23 @@ class RolloutWorker:
         if self._given is None:
             raise ConfigError("the trainer gives its weights in send_weights() alone.")
         return self._given.read()
+
+    def _write(self, folder: Path) -> None:
+        """Write the trainer's weights and the configuration of its model into `folder`."""
+        with extra("trl"):
+            from safetensors import torch
+
+        # Its type names an os.PathLike of nothing.
+        files: Any = torch
+        self._model.config.save_pretrained(folder)
+        where: dict[str, str] = {}
+        for number, bucket in enumerate(iter_buckets(self._weights(), _SHARD_BYTES)):
+            tensors = {name: tensor.detach().contiguous() for name, tensor in bucket}
+            file = f"model-{number:05}.safetensors"
+            files.save_file(tensors, folder / file, {"format": "pt"})
+            where |= dict.fromkeys(tensors, file)
+        index = json.dumps({"metadata": {}, "weight_map": where})
+        (folder / "model.safetensors.index.json").write_text(index)
 
     # --- what the callback calls ---------------------------------------------------------------
 

@@ -21,25 +21,15 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
-from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, cast
 
 import numpy as np
 
-from aprilsched.config import Pool, SchedulerConfig
+from aprilsched.config import SchedulerConfig
 from aprilsched.coordinator import PromptQueue, RolloutScheduler, Turn
-from aprilsched.core.messages.facts import (
-    BatchDelivered,
-    Fact,
-    GroupDropped,
-    GroupLaunched,
-    PromptRefused,
-)
-from aprilsched.core.policies.schedule import OverProvision
 from aprilsched.engines.sglang.http_engine import SGLangListedFleet
 from aprilsched.errors import ConfigError, RefitError
 from aprilsched.extras import extra
@@ -49,6 +39,7 @@ from aprilsched.integrations import (
     images_of,
     one_placeholder_each,
 )
+from aprilsched.integrations.pushed import NOT_TOKENIZED, PushedGroups, as_pushed
 from aprilsched.sampling import sampling_params
 from aprilsched.telemetry.base import AnyListener
 from aprilsched.types import Prompt, SamplingParams, Score
@@ -69,8 +60,6 @@ Row: TypeAlias = dict[str, Any]
 _POLL_S = 1.0
 """Seconds between two looks at the list of servers, from which verl takes those that it needs for
 training."""
-_NOT_TOKENIZED = np.zeros(1, dtype=np.int32)
-"""Token ids of a prompt whose agent loop makes the real ones."""
 _TURN: ContextVar[Turn] = ContextVar("turn")
 """The turn of the episode that runs."""
 _DECIDED = (
@@ -225,20 +214,6 @@ def _plain(actor: Any) -> type[Any]:
     return actor.__ray_metadata__.modified_class.__ray_actor_class__
 
 
-@dataclass(frozen=True, slots=True)
-class _AsPushed(OverProvision):
-    """Keeps every prompt open that was pushed: verl decides how many there are."""
-
-    name: ClassVar[str] = "as pushed"
-
-    def target_groups(self, batch_groups: int) -> int:
-        return 2**20
-
-    @property
-    def told(self) -> str:
-        return "all prompts that are pushed"
-
-
 class _Client:
     """What verl's agent loops generate with: the turn of the episode that they run in."""
 
@@ -324,7 +299,7 @@ class _Scheduler(_Worker):
         super().__init__(config, client, teacher_client, reward_loop_worker_handles)
         client.processor = self.processor
         self._prompts = PromptQueue()
-        self._groups = _Groups(self._drop)
+        self._groups: PushedGroups[str] = PushedGroups(self._drop)
         self._sessions: dict[str, set[asyncio.Task[Any]]] = {}
         """What runs for each prompt, by its uid."""
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -406,7 +381,7 @@ class _Scheduler(_Worker):
         if not prompt.pop("__do_sample__", True) and not validate:
             sampling = {**sampling, "temperature": 0, "top_p": 1.0, "top_k": -1}
         given = {"row": prompt, "sampling": sampling, "trajectory": trajectory, "trace": trace}
-        pushed = Prompt(input_ids=_NOT_TOKENIZED, key=uid, metadata=given, group_size=size)
+        pushed = Prompt(input_ids=NOT_TOKENIZED, key=uid, metadata=given, group_size=size)
         if not validate:
             self._prompts.put(pushed)
             self._groups.pushed(uid)
@@ -482,37 +457,6 @@ class _Scheduler(_Worker):
         await queue.async_kv_put(key=uid, partition_id=partition, tag={"status": status})
 
 
-class _Groups:
-    """Says which prompts have failed.
-
-    Facts have the numbers of groups and not the keys of their prompts. Prompts are launched in the
-    order in which they were pushed.
-    """
-
-    def __init__(self, failed: Callable[[str], None]) -> None:
-        self.open: set[str] = set()
-        """Prompts that were pushed and are neither finished nor failed."""
-        self._failed = failed
-        self._waiting: deque[str] = deque()
-        self._uids: dict[int, str] = {}
-
-    def pushed(self, uid: str) -> None:
-        self._waiting.append(uid)
-        self.open.add(uid)
-
-    def on_facts(self, facts: Sequence[Fact], now: float) -> None:
-        for fact in facts:
-            if isinstance(fact, GroupLaunched) and fact.evaluation_id is None:
-                self._uids[fact.group_id] = self._waiting.popleft()
-            elif isinstance(fact, GroupDropped) and fact.group_id in self._uids:
-                self._failed(self._uids.pop(fact.group_id))
-            elif isinstance(fact, PromptRefused):
-                self._failed(self._waiting.popleft())
-            elif isinstance(fact, BatchDelivered):
-                for rollout in fact.rollouts:
-                    self._uids.pop(rollout.group_id, None)
-
-
 async def _servers(load_balancer: Any) -> list[str]:
     """The URLs of the servers that verl has for rollouts now."""
     return [f"http://{address}" for address in await load_balancer.get_all_servers.remote()]
@@ -546,8 +490,8 @@ def _settings(config: Any, own: SchedulerConfig) -> SchedulerConfig:
         )
     if rollout.name != "sglang":
         raise ConfigError(
-            f"actor_rollout_ref.rollout.name is {rollout.name!r}; set it to sglang, whose servers "
-            "are served."
+            f"actor_rollout_ref.rollout.name is {rollout.name!r}; set it to sglang, because the "
+            "vLLM of verl 0.9 does not tell which version sampled a token."
         )
     lora: Any = model.get("lora") or {}
     refused: dict[str, tuple[Any, str]] = {
@@ -570,14 +514,10 @@ def _settings(config: Any, own: SchedulerConfig) -> SchedulerConfig:
     for name in _DECIDED:
         if getattr(own, name) != getattr(usual, name):
             raise ConfigError(f"{name} of the scheduler is set, and verl decides it; leave it out.")
-    return replace(
+    return as_pushed(
         own,
-        batch_groups=1,
         group_size=rollout.n,
-        over_provision=_AsPushed(),
-        refill=Pool(together=1),
         straggler="abort",
-        pace="asynchronous",
         # verl pauses servers behind the scheduler's back, which must not take them for hanging.
         follow_weights=True,
         sampling=SamplingParams(max_new_tokens=rollout.response_length),

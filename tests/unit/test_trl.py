@@ -12,7 +12,6 @@ import re
 import subprocess
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +27,7 @@ from aprilsched.config import Retries, Samples, Staleness
 from aprilsched.errors import ConfigError, RefitError, RunGivenUp
 from aprilsched.integrations.trl import RolloutWorker, StreamedSteps
 from aprilsched.types import Rollout, Score
+from tests.support.trl_run import trl_without_a_gpu
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("trl") is None, reason="could not import 'trl'"
@@ -44,20 +44,10 @@ DATA: Any = [
 @pytest.fixture(scope="module")
 def cpu() -> Iterator[Any]:
     """The helpers of :mod:`tests.support.trl_on_cpu`, with TRL's GPU calls replaced."""
-    torch = pytest.importorskip("torch")
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        # Their imports warn of experimental and of deprecated modules.
-        warnings.simplefilter("ignore")
-        patch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
-        import trl.experimental.async_grpo.async_grpo_trainer  # noqa: F401
-
+    with trl_without_a_gpu():
         from tests.support import trl_on_cpu
 
-        trl_on_cpu.on_cpu(patch)
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
         yield trl_on_cpu
-        torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -633,6 +623,31 @@ def test_one_tensor_that_was_gathered_makes_the_weights_readable_once(cpu: Any, 
         made.begin(model)
         with pytest.raises((RefitError, ConfigError), match="train on from the last checkpoint"):
             made.send_weights(weights)
+
+
+def test_a_folder_of_weights_has_the_files_and_the_index_that_transformers_loads(
+    cpu: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from aprilsched.integrations import trl
+
+    monkeypatch.setattr(trl, "_SHARD_BYTES", 100_000)
+    made = worker(cpu, tmp_path, publisher=tmp_path / "weights")
+    own = AutoModelForCausalLM.from_pretrained(model)
+    with torch.no_grad():
+        for parameter in own.parameters():
+            parameter.add_(0.1)
+    with opened(made):
+        made.begin(own)
+        made.send_weights((name, each.detach()) for name, each in own.named_parameters())
+        assert made.scheduler.version == 1
+    folder = tmp_path / "weights" / "version-00000001"
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    loaded = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+    for name, parameter in own.named_parameters():
+        assert torch.equal(parameter, loaded[name])
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,14 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+import openai
 import pytest
 
 from aprilsched import VLLMFleet
 from aprilsched.gateway import Gateway, GatewaySettings
+from aprilsched.gateway.tokenizer import load_tokenizer
 from tests.sglang.recorded import TOLERANCE, sequence_scores
+from tests.support.tiny_tokenizer import bytes_tokenizer
 from tests.vllm.server import VLLMServer
 
 SECONDS = 600
@@ -141,3 +144,30 @@ async def test_a_request_through_the_gateway_outlives_new_weights(
     expected = np.concatenate([old[:at], new[at:]])
     assert len(ids) == 600
     assert np.abs(np.array(logprobs) - expected).max() < TOLERANCE
+
+
+async def test_a_client_of_openai_gets_the_text_of_the_servers_tokens(
+    clean_server: VLLMServer, tmp_path: Path
+) -> None:
+    """The server itself has no tokenizer, and no endpoint of OpenAI."""
+    folder = bytes_tokenizer(tmp_path / "tokenizer")
+    settings = GatewaySettings(port=0, drain_s=0, tokenizer=folder)
+    greedy: dict[str, Any] = {
+        "model": "any",
+        "max_tokens": 40,
+        "temperature": 0.0,
+        "extra_body": {"ignore_eos": True, "return_token_ids": True},
+    }
+    async with (
+        Gateway(VLLMFleet([clean_server.url]), settings=settings) as gateway,
+        openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        calls: Any = client
+        answer: Any = await calls.completions.create(prompt="How are you?", **greedy)
+        said = {"messages": [{"role": "user", "content": "How are you?"}], **greedy}
+        with pytest.raises(openai.BadRequestError, match="vLLM ignores"):
+            await calls.chat.completions.create(response_format={"type": "json_object"}, **said)
+    (choice,) = answer.choices
+    assert len(choice.token_ids) == 40
+    assert choice.text == load_tokenizer(folder).decode(choice.token_ids)
+    assert [span["version"] for span in choice.weight_versions] == ["default"]

@@ -77,8 +77,14 @@ async def test_a_response_ends_at_the_context_and_at_the_end_token(engine: VLLME
         ([600], SamplingParams(max_new_tokens=1)),
         ([5] * 9000, SamplingParams(max_new_tokens=1)),
         ([5], SamplingParams(max_new_tokens=1, temperature=0.7)),
+        ([5], SamplingParams(max_new_tokens=1, extra={"regex": "a*"})),
     ],
-    ids=["a token that the model does not know", "a prompt that is too long", "a temperature"],
+    ids=[
+        "a token that the model does not know",
+        "a prompt that is too long",
+        "a temperature",
+        "a parameter in SGLang's name",
+    ],
 )
 async def test_a_request_that_cannot_be_served_is_refused(
     engine: VLLMEngine, ids: list[int], sampling: SamplingParams

@@ -35,6 +35,9 @@ from aprilsched.errors import EngineRejected
 _BAD_REQUEST = 400
 _NOT_FOUND = 404
 _FAILED = 500
+_OF_SGLANG = {"custom_params", "ebnf", "json_schema", "regex", "stop_regex", "structural_tag"}
+"""Sampling parameters of SGLang that change what is sampled. vLLM ignores names that it does not
+know (0.32), so the answer would be one that was not asked for."""
 _LOAD_SECONDS = 5.0
 """The bound is short, because the caller asks for a load again soon."""
 
@@ -87,6 +90,13 @@ class VLLMEngine(HttpEngine[ServerFacts]):
                 self.name,
                 f"request {request.request_id} has media, and the model understands none; leave "
                 "media out.",
+                status=_BAD_REQUEST,
+            )
+        if ignored := sorted(_OF_SGLANG & sampling.extra.keys()):
+            raise EngineRejected(
+                self.name,
+                f"request {request.request_id} has {', '.join(ignored)}, in SGLang's name, which "
+                "vLLM ignores; leave it out.",
                 status=_BAD_REQUEST,
             )
         temperature = request.sampling.temperature

@@ -1,0 +1,416 @@
+"""Rollouts for OpenRLHF's trainers from vLLM servers that the scheduler drives.
+
+OpenRLHF makes Ray actors with a vLLM in each, sends them the prompts of a batch, and waits for all
+of them. :func:`main` runs its ``train_ppo_ray`` with other servers and with batches of the
+scheduler. It is written for OpenRLHF 0.11.
+
+- OpenRLHF's agents (``--train.agent_func_path``) and its own executor run inside of the scheduler,
+  as episodes. Tokenization, rewards and the experiences that are trained on are OpenRLHF's code.
+- The policy's ranks write the weights into a folder with OpenRLHF's ``save_model``, and the servers
+  load them. No process group joins the trainer and the servers.
+"""
+
+# The checker does not know the classes of OpenRLHF that some classes here are made from.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+from __future__ import annotations
+
+import asyncio
+import copy
+import importlib
+import itertools
+import os
+import runpy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from aprilsched.config import SchedulerConfig
+from aprilsched.coordinator import PromptQueue, RolloutScheduler, Turn
+from aprilsched.engines.base import Fleet
+from aprilsched.errors import ConfigError
+from aprilsched.extras import extra
+from aprilsched.integrations import check_fixed_groups
+from aprilsched.integrations.pushed import NOT_TOKENIZED
+from aprilsched.sampling import sampling_params
+from aprilsched.telemetry.base import AnyListener
+from aprilsched.types import Batch, Group, Prompt, SamplingParams, Score
+from aprilsched.weights.disk import DiskPublisher
+
+if TYPE_CHECKING:
+    _Theirs = Any
+else:
+    _Theirs = object
+
+Response: TypeAlias = dict[str, Any]
+"""What an executor of OpenRLHF returns for one rollout."""
+
+_LOOK_S = 0.2
+"""Seconds between two looks at the number of prompts that the scheduler can launch."""
+_SAMPLED_BY = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "stop", "seed")
+"""Fields of vLLM's SamplingParams that are passed on."""
+_REFUSED = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
+"""Fields that would change the distribution that the trainer does not know of, with their usual
+values."""
+
+
+def main(
+    fleet: Callable[[], Fleet],
+    directory: str | os.PathLike[str],
+    *,
+    config: SchedulerConfig | None = None,
+    listeners: Callable[[], Sequence[AnyListener]] = tuple,
+) -> None:
+    """Run OpenRLHF's ``train_ppo_ray`` with rollouts that are scheduled by aprilsched.
+
+    The arguments on the command line are OpenRLHF's own. `fleet` and `listeners` are called in the
+    Ray actor of the scheduler.
+
+    Args:
+        fleet: makes the fleet, such as ``partial(VLLMFleet, urls)``.
+        directory: directory that the trainer's nodes and the servers see under the same path, for
+            the weights.
+        config: settings of the scheduler. `batch_groups`, `group_size` and `sampling` are those of
+            OpenRLHF; the pace is asynchronous by default.
+        listeners: makes the telemetry of the scheduler.
+
+    Raises:
+        ConfigError: if a setting would give wrong or lost rollouts.
+        MissingExtra: if OpenRLHF or one of its packages is not installed.
+    """
+    config = config or SchedulerConfig(pace="asynchronous")
+    check_fixed_groups(config, "OpenRLHF")
+    if config.stop != "groups":
+        raise ConfigError(
+            f"stop is {config.stop!r}, and OpenRLHF takes batches of rollout.batch_size prompts; "
+            'leave it at "groups".'
+        )
+    ray, actors = _package("ray"), _package("openrlhf.trainer.ray.ppo_actor")
+    made: list[Any] = []
+
+    def engines(*_: Any, **given: Any) -> list[Any]:
+        if given["max_images_per_prompt"]:
+            raise ConfigError(
+                "data.max_images_per_prompt is set, and only text is scheduled; leave it out."
+            )
+        agent = given["agent_func_path"], given["remote_rm_url"]
+        actor = ray.remote(Rollouts).options(num_cpus=1)
+        made.append(actor.remote(fleet, Path(directory).absolute(), config, listeners, *agent))
+        return made
+
+    _package("openrlhf.trainer.ray").create_vllm_engines = engines
+    for module in ("ppo_trainer", "ppo_trainer_async"):
+        _package(f"openrlhf.trainer.{module}").SamplesGenerator = samples_generator()
+    actors.PolicyModelActor = ray.remote(num_gpus=1)(policy_actor(_plain(actors.PolicyModelActor)))
+    runpy.run_module("openrlhf.cli.train_ppo_ray", run_name="__main__", alter_sys=True)
+    ray.get([actor.close.remote() for actor in made])
+
+
+def _package(name: str) -> Any:
+    """A module of OpenRLHF, or of the packages that it brings."""
+    with extra("openrlhf"):
+        return importlib.import_module(name)
+
+
+def _plain(actor: Any) -> type[Any]:
+    """The class that ``@ray.remote`` was applied to."""
+    return actor.__ray_metadata__.modified_class.__ray_actor_class__
+
+
+class Rollouts:
+    """The scheduler as a Ray actor, in the place of OpenRLHF's actors with a vLLM in each."""
+
+    def __init__(
+        self,
+        fleet: Callable[[], Fleet],
+        directory: Path,
+        config: SchedulerConfig,
+        listeners: Callable[[], Sequence[AnyListener]],
+        agent_func_path: str | None,
+        remote_rm_url: Any,
+    ) -> None:
+        if agent_func_path:
+            load = _package("openrlhf.trainer.ray.vllm_engine")._load_agent_executor
+            self._executor = load(agent_func_path)
+        else:
+            executor = _package("openrlhf.utils.agent").SingleTurnAgentExecutor
+            self._executor = executor(remote_rm_url)
+        self._fleet = fleet
+        self._config = config
+        self._listeners = listeners
+        self._staged = directory / "staged"
+        self._publisher = DiskPublisher(directory, self._take_staged)
+        self._prompts = PromptQueue()
+        self._collected: list[Prompt] | None = None
+        """The prompts of an evaluation, while they are collected."""
+        self._kept: tuple[float, float] | None = None
+        self.scheduler: RolloutScheduler
+
+    async def open(self, groups: int, size: int, kept: tuple[float, float] | None) -> None:
+        """Open the fleet for batches of `groups` groups of `size` rollouts.
+
+        With `kept`, a group is accepted if the mean of its scores lies between the two numbers.
+        """
+        self._kept = kept
+        self._config = replace(self._config, batch_groups=groups, group_size=size)
+        self.scheduler = RolloutScheduler(
+            self._fleet(),
+            self._prompts,
+            episode=self._episode,
+            accept=self._accept,
+            config=self._config,
+            listeners=self._listeners(),
+        )
+        await self.scheduler.__aenter__()
+
+    # --- what OpenRLHF calls of its own actors --------------------------------------------------
+
+    def get_num_unfinished_requests(self) -> int:
+        """Nothing: there is no other actor to which a prompt could be sent."""
+        return 0
+
+    async def generate_responses(self, *, num_samples: int, **given: Any) -> None:
+        """Push one prompt, whose arguments are those of ``AgentExecutorBase.execute``."""
+        prompt = Prompt(
+            input_ids=NOT_TOKENIZED,
+            metadata={"given": given, "responses": dict[int, Response]()},
+            group_size=num_samples,
+        )
+        if self._collected is None:
+            self._prompts.put(prompt)
+        else:
+            self._collected.append(prompt)
+
+    async def pause_generation(self) -> None:
+        """Do nothing: pause, refit and continue are one call of the scheduler."""
+
+    async def resume_generation(self) -> None:
+        """Do nothing: the engines continue when they have the weights."""
+
+    # --- what the classes of this module call ---------------------------------------------------
+
+    async def wanted(self) -> int:
+        """Number of prompts to push, so that none is missing when the scheduler launches some."""
+        ready = (self._config.policies.staleness.bound or 0) + 1
+        return max(0, ready * self._config.batch_groups - len(self._prompts))
+
+    async def next_batch(self) -> tuple[list[Response], int] | None:
+        """The responses of the next batch, group by group, and the number of prompts that are
+        neither waiting nor in flight any more; None if no batch is complete soon."""
+        limit = asyncio.timeout(_LOOK_S)
+        try:
+            async with limit:
+                batch = await self.scheduler.next_batch()
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            return None
+        state = self.scheduler.state
+        return _responses(batch), state.prompts.cursor - len(state.in_flight.groups)
+
+    async def collect(self) -> None:
+        """Keep the prompts that are pushed from now on for :meth:`evaluate`."""
+        self._collected = []
+
+    async def evaluate(self) -> list[Response]:
+        """The responses to the prompts that were collected, all of one version."""
+        prompts, self._collected = self._collected or [], None
+        return _responses(await self.scheduler.evaluate(prompts))
+
+    async def staged(self) -> Path:
+        """The folder into which the trainer writes weights."""
+        return self._staged
+
+    async def load_weights(self) -> None:
+        """Bring what is in the folder to every engine: pause, load, verify, continue."""
+        await self.scheduler.update_weights(self._publisher)
+
+    async def close(self) -> None:
+        """Stop the scheduler: abort what is in flight, and release the servers."""
+        await self.scheduler.close()
+
+    def _take_staged(self, folder: Path) -> None:
+        for path in self._staged.iterdir():
+            path.rename(folder / path.name)
+
+    # --- episodes ------------------------------------------------------------------------------
+
+    async def _episode(self, turn: Turn, prompt: Prompt) -> Score | None:
+        """Run OpenRLHF's executor for one rollout."""
+        given = prompt.metadata["given"]
+        # A rollout that is lost runs again, and executors change the parameters.
+        own = {**given, "sampling_params": copy.deepcopy(given["sampling_params"])}
+        engine = _Engine(turn, given["hf_tokenizer"])
+        response = await self._executor.execute(llm_engine=engine, **own)
+        prompt.metadata["responses"][turn.index] = response
+        reward = response["reward"]
+        return None if reward is None else Score(reward=float(reward))
+
+    def _accept(self, group: Group) -> bool:
+        scores = [each.get("scores") for each in group.prompt.metadata["responses"].values()]
+        if self._kept is None or any(score is None for score in scores):
+            return True
+        low, high = self._kept
+        return low < sum(map(float, scores)) / len(scores) < high
+
+
+class _Engine:
+    """What an executor generates with: the turn of its episode."""
+
+    def __init__(self, turn: Turn, tokenizer: Any) -> None:
+        self._turn = turn
+        self._tokenizer = tokenizer
+
+    async def generate(
+        self, prompt_token_ids: Sequence[int], sampling_params: Any, multi_modal_data: Any = None
+    ) -> Any:
+        """Generate one turn, in the form of vLLM's RequestOutput."""
+        if multi_modal_data:
+            raise ConfigError("the agent sends images, and only text is scheduled; leave them out.")
+        turn = await self._turn.generate(
+            list(prompt_token_ids), _sampling(sampling_params, self._tokenizer)
+        )
+        ids = turn.token_ids.tolist()
+        text = self._tokenizer.decode(ids, skip_special_tokens=sampling_params.skip_special_tokens)
+        logprobs = [
+            {token: SimpleNamespace(logprob=logprob)}
+            for token, logprob in zip(ids, turn.logprobs.tolist(), strict=True)
+        ]
+        output = SimpleNamespace(
+            token_ids=ids, text=text, logprobs=logprobs, finish_reason=turn.finish_reason
+        )
+        return SimpleNamespace(outputs=[output])
+
+
+def _sampling(given: Any, tokenizer: Any) -> SamplingParams:
+    """vLLM's parameters as those of the scheduler."""
+    for name, usual in _REFUSED.items():
+        if getattr(given, name) != usual:
+            raise ConfigError(
+                f"{name} of the sampling parameters is {getattr(given, name)}, and the trainer's "
+                "logprobs are without it; leave it out."
+            )
+    values: Mapping[str, Any] = {name: getattr(given, name) for name in _SAMPLED_BY}
+    chosen = {name: value for name, value in values.items() if value not in (None, [])}
+    if given.stop_token_ids:
+        chosen["stop_token_ids"] = given.stop_token_ids
+    # 0 is vLLM's name for all tokens.
+    return sampling_params({**chosen, "top_k": given.top_k or -1}, tokenizer=tokenizer)
+
+
+def _responses(batch: Batch) -> list[Response]:
+    """The responses of a batch, group by group, each with the age of its oldest token."""
+    found: list[Response] = []
+    for group in batch.groups:
+        for index, rollout in enumerate(group.rollouts):
+            response = group.prompt.metadata["responses"][index]
+            ages = batch.version - rollout.versions[rollout.loss_mask]
+            logs = {**response["extra_logs"], "staleness": float(ages.max(initial=0))}
+            found.append({**response, "extra_logs": logs})
+    return found
+
+
+def samples_generator() -> type[Any]:
+    """The class in the place of OpenRLHF's SamplesGenerator, which takes batches of
+    :class:`Rollouts`."""
+    theirs = _package("openrlhf.trainer.ppo_utils.samples_generator").SamplesGenerator
+    return type("SamplesGenerator", (_Samples, theirs), {})
+
+
+class _Samples(_Theirs):
+    """What is added to OpenRLHF's SamplesGenerator."""
+
+    def __init__(self, strategy: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(strategy, *args, **kwargs)
+        _check(self.args)
+        self._ray = _package("ray")
+        self._rollouts = self.vllm_engines[0]
+        self._rows = self._read()
+        self._finished = 0
+        """Prompts that are neither waiting nor in flight any more."""
+        rollout, algo = self.args.rollout, self.args.algo
+        kept = tuple(algo.dynamic_filtering_range) if algo.dynamic_filtering_enable else None
+        sizes = rollout.batch_size, rollout.n_samples_per_prompt
+        self._call("open", *sizes, kept)
+
+    def generate_samples(self, **generate_kwargs: Any) -> tuple[list[Any], float | None, int, bool]:
+        """The experiences of the next batch, the share of accepted groups in percent, the number of
+        prompts that it took, and whether an episode is over with it."""
+        batch = None
+        while batch is None:
+            self._push(itertools.islice(self._rows, self._call("wanted")), generate_kwargs)
+            batch = self._call("next_batch")
+        responses, finished = batch
+        before, self._finished = self._finished, finished
+        taken = finished - before
+        accepted = len(responses) // self.args.rollout.n_samples_per_prompt
+        share = accepted / taken * 100 if self.args.algo.dynamic_filtering_enable else None
+        prompts = len(self.prompts_dataloader)
+        over = finished // prompts > before // prompts
+        return self._experiences(responses, generate_kwargs), share, taken, over
+
+    def generate_eval_samples(self, **generate_kwargs: Any) -> list[Any]:
+        """The experiences of the whole evaluation set, group by group."""
+        self._call("collect")
+        self._push(_rows(self.eval_dataloader), generate_kwargs)
+        return self._experiences(self._call("evaluate"), generate_kwargs)
+
+    def _read(self) -> Iterator[tuple[Any, Any, Any]]:
+        while True:
+            yield from _rows(self.prompts_dataloader)
+
+    def _push(self, rows: Iterator[tuple[Any, Any, Any]], kwargs: Mapping[str, Any]) -> None:
+        if found := list(rows):
+            prompts, labels, images = zip(*found, strict=True)
+            self._ray.get(self._dispatch_prompts_to_vllm(prompts, labels, images=images, **kwargs))
+
+    def _experiences(self, responses: list[Response], kwargs: Mapping[str, Any]) -> list[Any]:
+        return [self._process_response_into_experience(each, **kwargs) for each in responses]
+
+    def _call(self, name: str, *args: Any) -> Any:
+        return self._ray.get(getattr(self._rollouts, name).remote(*args))
+
+
+def _rows(dataloader: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """The prompts, labels and images of a dataloader, one by one."""
+    for _, prompts, labels, images in dataloader:
+        yield from zip(prompts, labels, images, strict=True)
+
+
+def policy_actor(theirs: type[Any]) -> type[Any]:
+    """OpenRLHF's actor of the policy `theirs`, which writes its weights for the servers."""
+
+    class PolicyModelActor(theirs):
+        def init_model_from_pretrained(
+            self, strategy: Any, pretrain: Any, max_steps: Any = None, vllm_engines: Any = None
+        ) -> None:
+            self._rollouts = vllm_engines[0]
+            # Without engines it opens no process group for them.
+            super().init_model_from_pretrained(strategy, pretrain, max_steps, None)
+
+        def broadcast_to_vllm(self) -> None:
+            ray = _package("ray")
+            folder = ray.get(self._rollouts.staged.remote())
+            # All ranks take part, rank 0 writes, and all wait for it.
+            self.strategy.save_model(self.actor, self.tokenizer, str(folder))
+            if self.strategy.is_rank_0():
+                ray.get(self._rollouts.load_weights.remote())
+
+    return PolicyModelActor
+
+
+def _check(args: Any) -> None:
+    """Refuse what would give wrong or lost rollouts.
+
+    Raises:
+        ConfigError: if `args` of OpenRLHF has it.
+    """
+    refused = {
+        "vllm.enable_sleep": (args.vllm.enable_sleep, "the servers have GPUs of their own"),
+        "ds.lora.rank": (args.ds.lora.rank, "the servers load whole models"),
+    }
+    for name, (present, why) in refused.items():
+        if present:
+            raise ConfigError(f"{name} is set, and {why}; leave it out.")

@@ -1,0 +1,92 @@
+"""What adapters share whose trainers push prompts one by one and wait for each group.
+
+Such a trainer decides how many groups are in flight. The scheduler keeps all of them open, and says
+of each whether it was delivered or has failed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Generic, TypeVar
+
+import numpy as np
+
+from aprilsched.config import Pool, SchedulerConfig
+from aprilsched.core.messages.facts import (
+    BatchDelivered,
+    Fact,
+    GroupDropped,
+    GroupLaunched,
+    PromptRefused,
+)
+from aprilsched.core.policies.schedule import OverProvision
+
+NOT_TOKENIZED = np.zeros(1, dtype=np.int32)
+"""Token ids of a prompt whose agent loop makes the real ones."""
+
+KeyT = TypeVar("KeyT", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class _AsPushed(OverProvision):
+    """Keeps every prompt open that was pushed: the trainer decides how many there are."""
+
+    name: ClassVar[str] = "as pushed"
+
+    def target_groups(self, batch_groups: int) -> int:
+        return 2**20
+
+    @property
+    def told(self) -> str:
+        return "all prompts that are pushed"
+
+
+def as_pushed(config: SchedulerConfig, **changes: Any) -> SchedulerConfig:
+    """The settings of `config` for groups that are launched when they are pushed and delivered one
+    by one."""
+    return replace(
+        config,
+        batch_groups=1,
+        over_provision=_AsPushed(),
+        refill=Pool(together=1),
+        pace="asynchronous",
+        **changes,
+    )
+
+
+class PushedGroups(Generic[KeyT]):
+    """Says which prompts have failed; a listener of the scheduler.
+
+    Facts have the numbers of groups and not the keys of their prompts. Prompts are launched in the
+    order in which they were pushed.
+
+    Args:
+        failed: is called with the key of each prompt whose group is dropped or refused.
+    """
+
+    def __init__(self, failed: Callable[[KeyT], None]) -> None:
+        self.open: set[KeyT] = set()
+        """Prompts that were pushed and are neither finished nor failed."""
+        self._failed = failed
+        self._waiting: deque[KeyT] = deque()
+        self._keys: dict[int, KeyT] = {}
+
+    def pushed(self, key: KeyT) -> None:
+        """Note that the prompt `key` was pushed, behind all others."""
+        self._waiting.append(key)
+        self.open.add(key)
+
+    def on_facts(self, facts: Sequence[Fact], now: float) -> None:
+        """See :class:`~aprilsched.telemetry.base.Listener`."""
+        for fact in facts:
+            if isinstance(fact, GroupLaunched) and fact.evaluation_id is None:
+                self._keys[fact.group_id] = self._waiting.popleft()
+            elif isinstance(fact, GroupDropped) and fact.group_id in self._keys:
+                self._failed(self._keys.pop(fact.group_id))
+            elif isinstance(fact, PromptRefused):
+                self._failed(self._waiting.popleft())
+            elif isinstance(fact, BatchDelivered):
+                for rollout in fact.rollouts:
+                    self._keys.pop(rollout.group_id, None)

@@ -1,0 +1,361 @@
+"""Rollouts for SkyRL's fully asynchronous trainer from vLLM servers that the scheduler drives.
+
+SkyRL's trainer keeps a number of groups in generation, and each of its agent loops sends requests
+through a router. :class:`ScheduledRollouts` makes an experiment of SkyRL that sends them through a
+scheduler. It is written for SkyRL 0.3.
+
+- The agent loops of SkyRL's generator run inside of the scheduler, as episodes. Environments, chat
+  templates, rewards and what the trainer gets are SkyRL's own code.
+- How many groups are in flight, and how old they may be, SkyRL's trainer decides.
+- The policy's ranks write the weights into a folder with SkyRL's ``save_hf_model``, and the servers
+  load them. No process group joins the trainer and the servers.
+"""
+
+# The checker does not know the classes of SkyRL that some classes here are made from.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+from __future__ import annotations
+
+import asyncio
+import copy
+import importlib
+import itertools
+import os
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from aprilsched.config import SchedulerConfig
+from aprilsched.coordinator import PromptQueue, RolloutScheduler, Turn
+from aprilsched.engines.base import Fleet
+from aprilsched.engines.vllm.engine import VLLMFleet
+from aprilsched.errors import ConfigError, RefitError
+from aprilsched.extras import extra
+from aprilsched.integrations import check_fixed_groups
+from aprilsched.integrations.pushed import NOT_TOKENIZED, PushedGroups, as_pushed
+from aprilsched.sampling import sampling_params
+from aprilsched.telemetry.base import AnyListener
+from aprilsched.types import Batch, Prompt, SamplingParams, Score
+from aprilsched.weights.disk import DiskPublisher
+
+if TYPE_CHECKING:
+    _Theirs = Any
+else:
+    _Theirs = object
+
+_ASIDE = {"logprobs", "skip_special_tokens", "include_stop_str_in_output"}
+"""Sampling parameters of SkyRL that are about the text and form of an answer."""
+_TURN: ContextVar[Turn] = ContextVar("turn")
+"""The turn of the episode that runs."""
+_GROUP: ContextVar[_Group] = ContextVar("group")
+"""The group whose agent loops begin."""
+
+
+class ScheduledRollouts(_Theirs):
+    """Makes an experiment of SkyRL take its rollouts from a scheduler.
+
+    .. code-block:: python
+
+        class Experiment(ScheduledRollouts, BasePPOExp):
+            directory = "/shared/weights"
+            scheduler = SchedulerConfig(straggler="retract")
+
+    The servers are those of ``generator.inference_engine.external_server_urls``.
+    """
+
+    directory: ClassVar[str | os.PathLike[str]]
+    """Directory that the trainer's nodes and the servers see under the same path, for the
+    weights."""
+    scheduler: ClassVar[SchedulerConfig] = SchedulerConfig()
+    """Settings of the scheduler that SkyRL does not decide: `straggler`, `dispatch`, `retries`,
+    `health`, `timeouts` and others."""
+
+    def fleet(self) -> Fleet:
+        """Make the fleet."""
+        return VLLMFleet(self.cfg.generator.inference_engine.external_server_urls)
+
+    def listeners(self) -> Sequence[AnyListener]:
+        """Make the listeners of the scheduler."""
+        return ()
+
+    def trainer_class(self) -> type[Any]:
+        """SkyRL's trainer, which gets the methods of :class:`ScheduledTrainer`."""
+        return _package("skyrl.train.fully_async_trainer").FullyAsyncRayPPOTrainer
+
+    def get_generator(self, cfg: Any, tokenizer: Any, inference_engine_client: Any) -> Generator:
+        """SkyRL's generator, as one whose agent loops are scheduled.
+
+        Raises:
+            ConfigError: if the configuration or the settings would give wrong or lost rollouts.
+        """
+        _check(cfg, type(self).scheduler)
+        theirs = super().get_generator(cfg, tokenizer, inference_engine_client)
+        config = as_pushed(
+            type(self).scheduler,
+            group_size=cfg.generator.n_samples_per_prompt,
+            sampling=_sampling(_own(cfg)),
+        )
+        return Generator(theirs, self.fleet(), config, self.listeners())
+
+    def get_trainer(self, **given: Any) -> Any:
+        """The trainer, which opens the scheduler and brings the weights to the servers."""
+        made = type("Trainer", (ScheduledTrainer, self.trainer_class()), {})(**given)
+        made.directory = Path(type(self).directory)
+        return made
+
+
+class ScheduledTrainer(_Theirs):
+    """What is added to SkyRL's trainer."""
+
+    directory: Path
+
+    async def train(self) -> None:
+        """Train while the scheduler is open."""
+        async with self.generator.opened():
+            await super().train()
+
+    def init_weight_sync_state(self) -> None:
+        """Open no process group: weights go through the folder."""
+        publisher = DiskPublisher(self.directory, self._save)
+
+        async def save_weights_for_sampler(model_id: str | None = None) -> None:
+            await self.generator.scheduler.update_weights(publisher)
+            self.inference_engine_client.increment_weight_version()
+
+        self.dispatch.save_weights_for_sampler = save_weights_for_sampler
+
+    def _save(self, folder: Path) -> None:
+        self.dispatch.save_hf_model("policy", str(folder), self.tokenizer)
+
+
+class _Group:
+    """The agent loops of one call of the generator, and what came of them."""
+
+    def __init__(self, size: int, *, evaluation: bool) -> None:
+        self.size = size
+        self.evaluation = evaluation
+        self.calls: list[tuple[Any, Any]] = []
+        """The arguments of each agent loop."""
+        self.outputs: dict[int, Any] = {}
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+
+class Generator:
+    """A generator of SkyRL whose agent loops run as episodes of a scheduler.
+
+    Args:
+        theirs: SkyRL's generator, one with an ``agent_loop``.
+        fleet: the engines.
+        config: settings for groups that are pushed.
+        listeners: telemetry of the scheduler.
+
+    Attributes:
+        scheduler: the scheduler.
+    """
+
+    def __init__(
+        self, theirs: Any, fleet: Fleet, config: SchedulerConfig, listeners: Sequence[AnyListener]
+    ) -> None:
+        self._theirs = theirs
+        self._loop = theirs.agent_loop
+        theirs.agent_loop = self._agent_loop
+        theirs.inference_engine_client = _Client(theirs)
+        self._prompts = PromptQueue()
+        self._numbers = itertools.count()
+        self._waiting: dict[int, _Group] = {}
+        self._groups: PushedGroups[int] = PushedGroups(self._fail)
+        self.scheduler = RolloutScheduler(
+            fleet,
+            self._prompts,
+            episode=self._episode,
+            config=config,
+            listeners=[self._groups, *listeners],
+        )
+
+    @asynccontextmanager
+    async def opened(self) -> AsyncGenerator[None]:
+        """Schedule for the length of a block."""
+        async with self.scheduler:
+            delivery = asyncio.create_task(self._deliver())
+            try:
+                yield
+            finally:
+                delivery.cancel()
+                await asyncio.gather(delivery, return_exceptions=True)
+
+    async def generate(self, input_batch: Any, disable_tqdm: bool = False) -> Any:
+        """Generate the trajectories of one group, or of an evaluation.
+
+        Raises:
+            RuntimeError: if the group was dropped; the ledger of the scheduler has the cause.
+        """
+        about = input_batch.get("batch_metadata")
+        evaluation = about is not None and about.training_phase == "eval"
+        _GROUP.set(_Group(len(input_batch["prompts"]), evaluation=evaluation))
+        return await self._theirs.generate(input_batch, disable_tqdm)
+
+    async def _agent_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Hand an agent loop to the scheduler, and wait for its group."""
+        group = _GROUP.get()
+        index = len(group.calls)
+        group.calls.append((args, kwargs))
+        if len(group.calls) == group.size:
+            self._push(group)
+        await asyncio.shield(group.done)
+        return group.outputs[index]
+
+    def _push(self, group: _Group) -> None:
+        number = next(self._numbers)
+        prompt = Prompt(
+            input_ids=NOT_TOKENIZED,
+            key=number,
+            metadata={"group": group},
+            group_size=group.size,
+        )
+        self._waiting[number] = group
+        if group.evaluation:
+            task = asyncio.create_task(self.scheduler.evaluate([prompt]))
+            task.add_done_callback(lambda task: self._evaluated(number, task))
+            return
+        self._prompts.put(prompt)
+        self._groups.pushed(number)
+
+    async def _episode(self, turn: Turn, prompt: Prompt) -> Score:
+        """Run SkyRL's agent loop for one rollout."""
+        _TURN.set(turn)
+        group: _Group = prompt.metadata["group"]
+        # A rollout that is lost runs again, and agent loops change their arguments.
+        args, kwargs = copy.deepcopy(group.calls[turn.index])
+        output = await self._loop(*args, **kwargs)
+        group.outputs[turn.index] = output
+        steps = getattr(output, "step_outputs", [output])
+        return Score(reward=float(sum(np.sum(step.reward) for step in steps)))
+
+    async def _deliver(self) -> None:
+        """Tell every group that is complete, until the scheduler ends."""
+        try:
+            while True:
+                try:
+                    batch = await self.scheduler.next_batch()
+                except RefitError:  # Until the next update, no server has whole weights.
+                    await asyncio.sleep(1)
+                    continue
+                for group in batch.groups:
+                    self._groups.open.discard(number := _number(group.prompt))
+                    self._end(number)
+        except Exception as error:
+            for number in tuple(self._waiting):
+                self._end(number, error)
+            raise
+
+    def _evaluated(self, number: int, task: asyncio.Task[Batch]) -> None:
+        error = None if task.cancelled() else task.exception()
+        whole = not task.cancelled() and error is None and task.result().groups
+        self._end(number, error) if whole or error else self._fail(number)
+
+    def _fail(self, number: int) -> None:
+        self._end(number, RuntimeError("a group was dropped; the ledger of the run has its cause."))
+
+    def _end(self, number: int, error: BaseException | None = None) -> None:
+        done = self._waiting.pop(number).done
+        if done.done():
+            return
+        if error is None:
+            done.set_result(None)
+        else:
+            done.set_exception(error)
+
+
+def _number(prompt: Prompt) -> int:
+    assert isinstance(prompt.key, int)  # noqa: S101
+    return prompt.key
+
+
+class _Client:
+    """What SkyRL's agent loops generate with: the turn of the episode that they run in."""
+
+    def __init__(self, generator: Any) -> None:
+        self._theirs = generator.inference_engine_client
+        self._generator = generator
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._theirs, name)
+
+    async def generate(self, input_batch: Any, model: str | None = None) -> dict[str, Any]:
+        """Generate one turn, as SkyRL's RemoteInferenceClient does."""
+        if input_batch.get("mm_features"):
+            raise ConfigError("the agent loop sends images, and only text is scheduled.")
+        given = input_batch.get("sampling_params")
+        sampling = None if given is None else _sampling(given, self._generator.tokenizer)
+        (ids,) = input_batch["prompt_token_ids"]
+        turn = await _TURN.get().generate(ids, sampling)
+        response = turn.token_ids.tolist()
+        text = self._generator.tokenizer.decode(response, skip_special_tokens=True)
+        return {
+            "responses": [text],
+            "response_ids": [response],
+            "stop_reasons": [turn.finish_reason],
+            "response_logprobs": [turn.logprobs.tolist()],
+        }
+
+    async def finish_session(self, session_id: str) -> None:
+        """Do nothing: no router holds room for a session."""
+
+
+def _package(name: str) -> Any:
+    """A module of SkyRL, or of the packages that it brings."""
+    with extra("skyrl"):
+        return importlib.import_module(name)
+
+
+def _own(cfg: Any) -> Any:
+    engines = _package("skyrl.backends.skyrl_train.inference_servers.engine_utils")
+    return engines.get_sampling_params_for_backend("vllm", cfg.generator.sampling_params)
+
+
+def _sampling(given: Any, tokenizer: Any = None) -> SamplingParams:
+    """SkyRL's parameters as those of the scheduler."""
+    chosen = {name: value for name, value in given.items() if name not in _ASIDE}
+    return sampling_params(chosen, tokenizer=tokenizer)
+
+
+def _check(cfg: Any, own: SchedulerConfig) -> None:
+    """Refuse what would give wrong or lost rollouts.
+
+    Raises:
+        ConfigError: if the configuration of SkyRL or the settings have it.
+    """
+    check_fixed_groups(own, "SkyRL")
+    engine = cfg.generator.inference_engine
+    if not cfg.trainer.fully_async.enabled:
+        raise ConfigError(
+            "trainer.fully_async.enabled is False, and the other trainer asks for a whole batch at "
+            "a time; set it to True."
+        )
+    if not engine.external_server_urls:
+        raise ConfigError(
+            "generator.inference_engine.external_server_urls is empty, and the servers that SkyRL "
+            "starts are of an older vLLM; start vLLM 0.32 or later, and give their URLs."
+        )
+    refused = {
+        "trainer.policy.model.lora.rank": (
+            cfg.trainer.policy.model.lora.rank > 0,
+            "the servers load whole models",
+        ),
+        "generator.batched": (cfg.generator.batched, "agent loops are what is scheduled"),
+        "generator.vision_language_generator": (
+            cfg.generator.vision_language_generator,
+            "only text is scheduled",
+        ),
+        "generator.inference_engine.enable_return_routed_experts": (
+            engine.enable_return_routed_experts,
+            "vLLM's routed experts are not passed on",
+        ),
+    }
+    for name, (present, why) in refused.items():
+        if present:
+            raise ConfigError(f"{name} is set, and {why}; leave it out.")

@@ -1,0 +1,256 @@
+"""SkyRL's own trainer and generator on a real vLLM server; only the policy's training is left out.
+
+The servers' weights change at every step, and every token is held to its version.
+"""
+
+# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
+# The packages have no complete types, and .venv does not have them.
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import shutil
+import typing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import typing_extensions
+
+from aprilsched import RolloutScheduler, SchedulerConfig
+from aprilsched.config import Retries
+from aprilsched.errors import ConfigError
+from aprilsched.integrations.skyrl import ScheduledRollouts
+from tests.sglang.recorded import TOLERANCE
+from tests.support.trl_run import with_tokenizer
+from tests.vllm.server import VLLMServer
+from tests.vllm.test_versions import differences
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("skyrl") is None,
+    reason="SkyRL is not installed; use make test-vllm-trainers",
+)
+
+STEPS, GROUPS, SIZE, TURNS = 5, 2, 3, 2
+FAILS = "w20 w21"
+"""The first agent loop of this prompt raises."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def python_3_11() -> typing.Iterator[None]:
+    """SkyRL is for Python 3.12: pydantic takes an earlier TypedDict from typing_extensions only."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typing, "TypedDict", typing_extensions.TypedDict)
+        import skyrl.train.entrypoints.main_base  # noqa: F401
+        import skyrl_gym
+
+        skyrl_gym.register(id="words", entry_point=f"{__name__}:words")
+        yield
+
+
+def words(**_: Any) -> Any:
+    """An environment of two turns, whose first reward is the number of words."""
+    from skyrl_gym.envs.base_text_env import BaseTextEnv
+
+    class Words(BaseTextEnv):
+        failed: typing.ClassVar[set[str]] = FAILED
+
+        def init(self, prompt: Any) -> Any:
+            if (text := prompt[0]["content"]) == FAILS and text not in self.failed:
+                self.failed.add(text)
+                raise RuntimeError("this agent loop fails once")
+            return prompt, {}
+
+        def step(self, action: str) -> Any:
+            self.turns += 1
+            more = [{"role": "user", "content": "w30 w31"}] if self.turns < TURNS else []
+            reward = float(len(action.split()))
+            return {"observations": more, "reward": reward, "done": not more, "metadata": {}}
+
+    return Words()
+
+
+FAILED: set[str] = set()
+
+
+def configuration(url: str, model: Path, folder: Path, **changes: Any) -> Any:
+    from skyrl.train.config import SkyRLTrainConfig
+
+    data = folder / "prompts.jsonl"
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": f"w{i + 10} w{i + 11}"}],
+            "env_class": "words",
+            "max_turns": TURNS,
+        }
+        for i in range(40)
+    ]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = {
+        "data.train_data": f"['{data}']",
+        "data.val_data": None,
+        "trainer.policy.model.path": model,
+        "trainer.placement.colocate_all": False,
+        "trainer.fully_async.enabled": True,
+        "trainer.fully_async.simulate_training": True,
+        "trainer.fully_async.simulate_training_step_seconds": 0.0,
+        "trainer.fully_async.num_parallel_generation_workers": 2 * GROUPS,
+        "trainer.fully_async.max_staleness_steps": 2,
+        "trainer.train_batch_size": GROUPS,
+        "trainer.policy_mini_batch_size": GROUPS,
+        "trainer.max_training_steps": STEPS,
+        "trainer.epochs": 1,
+        "trainer.eval_interval": -1,
+        "trainer.ckpt_interval": -1,
+        "trainer.hf_save_interval": -1,
+        "trainer.resume_mode": "none",
+        "trainer.update_ref_every_epoch": False,
+        "trainer.logger": "console",
+        "trainer.ckpt_path": folder / "ckpt",
+        "trainer.export_path": folder / "export",
+        "trainer.log_path": folder / "log",
+        "trainer.max_prompt_length": 64,
+        "generator.batched": False,
+        "generator.max_turns": TURNS,
+        "generator.n_samples_per_prompt": SIZE,
+        "generator.sampling_params.max_generate_length": 150,
+        "generator.sampling_params.logprobs": 1,
+        "generator.inference_engine.run_engines_locally": False,
+        "generator.inference_engine.external_proxy_url": url,
+        "generator.inference_engine.external_server_urls": f"['{url}']",
+    }
+    return SkyRLTrainConfig.from_cli_overrides({**values, **changes})
+
+
+class Saves:
+    """SkyRL's dispatch to its policy, whose weights are those of one of two models in turn."""
+
+    def __init__(self, models: tuple[Path, Path]) -> None:
+        self._models = models
+        self._saved = 0
+
+    def save_hf_model(self, model: str, export_dir: str, tokenizer: Any) -> None:
+        assert model == "policy"
+        self._saved += 1
+        shutil.copytree(self._models[self._saved % 2], export_dir, dirs_exist_ok=True)
+
+    def get_lcm_dp_size(self) -> int:
+        return 1
+
+
+def experiment(cfg: Any, models: tuple[Path, Path], folder: Path) -> Any:
+    """SkyRL's experiment with its simulated trainer, which keeps what it trains on."""
+    from skyrl.train.entrypoints.main_base import BasePPOExp
+    from skyrl.train.fully_async_trainer_sim import FullyAsyncTrainerSim
+
+    class Trainer(FullyAsyncTrainerSim):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.dispatch = Saves(models)
+            self.trained: list[Any] = []
+
+        def convert_generation_group_mini_batch_to_training_input(
+            self, groups: Any, *args: Any
+        ) -> Any:
+            self.trained.append(groups)
+            return super().convert_generation_group_mini_batch_to_training_input(groups, *args)
+
+    class Experiment(ScheduledRollouts, BasePPOExp):
+        directory = folder / "weights"
+        scheduler = SchedulerConfig(straggler="retract")
+
+        def trainer_class(self) -> type[Any]:
+            return Trainer
+
+        def get_train_dataset(self) -> Any:
+            from skyrl.train.dataset import PromptDataset
+
+            # SkyRL's eight processes take minutes to begin on a busy machine.
+            return PromptDataset(cfg.data.train_data, self.tokenizer, 64, num_workers=1)
+
+    return Experiment(cfg)
+
+
+def test_five_steps_of_skyrls_trainer(
+    clean_server: VLLMServer,
+    models: tuple[Path, Path],
+    tmp_path: Path,
+    vllm_python: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rollouts: list[Any] = []
+    following = RolloutScheduler.next_batch
+
+    async def kept(scheduler: Any) -> Any:
+        batch = await following(scheduler)
+        rollouts.extend(batch.rollouts)
+        return batch
+
+    monkeypatch.setattr(RolloutScheduler, "next_batch", kept)
+    FAILED.clear()
+    model = with_tokenizer(models[0], tmp_path / "model")
+    made = experiment(configuration(clean_server.url, model, tmp_path), models, tmp_path)
+    trainer = made._setup_trainer()
+    asyncio.run(trainer.train())
+    assert trainer.global_step == STEPS + 1
+    assert {FAILS} == FAILED
+    # What SkyRL trained on is what the scheduler delivered.
+    by_tokens = {tuple(each.token_ids.tolist()): each for each in rollouts}
+    trained = [group.generator_output for batch in trainer.trained for group in batch]
+    assert [len(batch) for batch in trainer.trained] == [GROUPS] * STEPS
+    assert len({group.uid for batch in trainer.trained for group in batch}) == STEPS * GROUPS
+    for output in trained:
+        assert len(output["response_ids"]) == SIZE
+        for ids, logprobs, mask in zip(
+            output["response_ids"],
+            output["rollout_logprobs"],
+            output["loss_masks"],
+            strict=True,
+        ):
+            rollout = by_tokens[tuple(ids[: len(by_prefix(by_tokens, ids))])]
+            own = rollout.loss_mask
+            assert np.array_equal(np.array(mask[: len(own)], bool), own)
+            assert np.allclose(np.array(logprobs)[: len(own)][own], rollout.logprobs[own])
+    exact = [rollout for rollout in rollouts if rollout.versions_exact]
+    assert len(exact) == len(rollouts)
+    # A turn's logprobs are scored where the model sampled them.
+    for rollout, (own, other) in zip(
+        rollouts, differences(rollouts, models, tmp_path, vllm_python), strict=True
+    ):
+        assert own[rollout.loss_mask].max() < TOLERANCE
+        assert np.median(other[rollout.loss_mask]) > 0.5
+    assert any(len(set(each.versions[each.loss_mask].tolist())) > 1 for each in rollouts)
+
+
+def by_prefix(by_tokens: dict[tuple[int, ...], Any], ids: list[int]) -> tuple[int, ...]:
+    """The tokens of the rollout with which `ids` begin; SkyRL may put an end token behind them."""
+    return next(tokens for tokens in by_tokens if tuple(ids[: len(tokens)]) == tokens)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"trainer.fully_async.enabled": False}, "asks for a whole batch"),
+        ({"generator.inference_engine.external_server_urls": None}, "older vLLM"),
+        ({"trainer.policy.model.lora.rank": 8}, "the servers load whole models"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(
+    models: tuple[Path, Path], tmp_path: Path, changes: dict[str, Any], error: str
+) -> None:
+    model = with_tokenizer(models[0], tmp_path / "model")
+    cfg = configuration("http://127.0.0.1:1", model, tmp_path, **changes)
+    made = experiment(cfg, models, tmp_path)
+    with pytest.raises(ConfigError, match=error):
+        made.get_generator(cfg, made.tokenizer, None)
+
+
+def test_groups_that_shrink_are_refused(models: tuple[Path, Path], tmp_path: Path) -> None:
+    model = with_tokenizer(models[0], tmp_path / "model")
+    cfg = configuration("http://127.0.0.1:1", model, tmp_path)
+    made = experiment(cfg, models, tmp_path)
+    type(made).scheduler = SchedulerConfig(retries=Retries(member="shrink"))
+    with pytest.raises(ConfigError, match="SkyRL takes groups of one size"):
+        made.get_generator(cfg, made.tokenizer, None)
