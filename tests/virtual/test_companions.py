@@ -40,7 +40,8 @@ from aprilsched.errors import ConfigError, EngineError
 from aprilsched.runs.config_tree import config_of, table_of
 from aprilsched.types import NO_VERSION
 from tests.support.companions import EXPERTS, MASK, check_rows
-from tests.support.virtual_time import in_virtual_time
+
+pytestmark = pytest.mark.virtual_time
 
 RULES: dict[str, dict[str, Any]] = {
     "retract": {},
@@ -84,7 +85,6 @@ async def batches(
 
 
 @pytest.mark.parametrize("rule", RULES)
-@in_virtual_time
 async def test_rows_are_of_the_pass_that_sampled_their_token(rule: str) -> None:
     mixed = 0
     async with RolloutScheduler(SimFleet(2), workload(), config=config(**RULES[rule])) as rollouts:
@@ -96,7 +96,6 @@ async def test_rows_are_of_the_pass_that_sampled_their_token(rule: str) -> None:
 
 
 @pytest.mark.parametrize("required", [False, True])
-@in_virtual_time
 async def test_rows_that_a_recompute_has_overwritten_are_told_apart(
     required: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,7 +138,6 @@ class Flaky(SimEngine):
                     raise EngineError(self.name, "the stream broke.")
 
 
-@in_virtual_time
 async def test_rows_that_were_lost_are_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under the same version the prefill of the next attempt gives the same rows; under a later one
     they are not those of the sampling pass, and the rollout says so."""
@@ -158,7 +156,6 @@ async def test_rows_that_were_lost_are_asked_for_again(monkeypatch: pytest.Monke
     assert later > 0
 
 
-@in_virtual_time
 async def test_an_episode_has_rows_for_every_turn() -> None:
     async def episode(turn: Turn, prompt: Prompt) -> float:
         ids = prompt.input_ids
@@ -182,7 +179,6 @@ async def test_an_episode_has_rows_for_every_turn() -> None:
     assert environment > 100
 
 
-@in_virtual_time
 async def test_a_killed_run_goes_on_with_its_rows() -> None:
     store = MemoryStore()
     first = RolloutScheduler(SimFleet(2), workload(), config=config(), store=store)

@@ -33,7 +33,8 @@ from aprilsched.errors import (
     SchedulerClosed,
 )
 from tests.support.checking import Checking
-from tests.support.virtual_time import in_virtual_time
+
+pytestmark = pytest.mark.virtual_time
 
 ONE = SamplingParams(max_new_tokens=1, ignore_eos=True)
 STRAGGLERS = ["retract", "in_place", "abort", "run"]
@@ -74,27 +75,23 @@ def check(batches: Sequence[Batch], scheduler: RolloutScheduler) -> None:
 @pytest.mark.parametrize("straggler", STRAGGLERS)
 @pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
 @pytest.mark.parametrize("refill", ["wave", "pool"])
-def test_every_rule_delivers_whole_groups_with_exact_versions(
+async def test_every_rule_delivers_whole_groups_with_exact_versions(
     straggler: str, pace: str, refill: str
 ):
-    async def main() -> list[Batch]:
-        listener = Checking()
-        scheduler = RolloutScheduler(
-            SimFleet(2, stream_interval=16),
-            workload(),
-            config=config(straggler=straggler, pace=pace, refill=refill),
-            listeners=[listener],
-        )
-        listener.scheduler = scheduler
-        batches: list[Batch] = []
-        async with scheduler as rollouts:
-            for _ in range(6):
-                batches.append(await rollouts.next_batch())
-                await rollouts.update_weights(SimPublisher())
-            check(batches, scheduler)
-        return batches
-
-    batches = run_virtual(main())
+    listener = Checking()
+    scheduler = RolloutScheduler(
+        SimFleet(2, stream_interval=16),
+        workload(),
+        config=config(straggler=straggler, pace=pace, refill=refill),
+        listeners=[listener],
+    )
+    listener.scheduler = scheduler
+    batches: list[Batch] = []
+    async with scheduler as rollouts:
+        for _ in range(6):
+            batches.append(await rollouts.next_batch())
+            await rollouts.update_weights(SimPublisher())
+        check(batches, scheduler)
     assert [batch.version for batch in batches] == list(range(6))
     spans = {len(set(r.versions.tolist())) for b in batches for r in b.rollouts}
     assert max(spans) == 1 if straggler == "run" else max(spans) > 1
@@ -143,7 +140,6 @@ def test_asynchronous_generation_goes_on_while_the_trainer_trains():
     assert run_virtual(seconds("asynchronous")) < run_virtual(seconds("synchronous")) - 1.0
 
 
-@in_virtual_time
 async def test_a_synchronous_trainer_generates_nothing_while_it_trains():
     fleet = SimFleet(1)
     async with RolloutScheduler(fleet, workload(), config=config()) as rollouts:
@@ -154,7 +150,6 @@ async def test_a_synchronous_trainer_generates_nothing_while_it_trains():
         assert rollouts.state.in_flight.counters.tokens_generated == before
 
 
-@in_virtual_time
 async def test_rewards_run_beside_generation_and_are_in_the_batch():
     async def score(rollout: Rollout, prompt: Prompt) -> float:
         await asyncio.sleep(0.5)
@@ -189,7 +184,7 @@ async def test_plain_functions_group_rewards_and_accept():
         assert rollouts.state.in_flight.ledger.rollouts[Reason.REJECTED] > 0
 
 
-def test_the_reward_of_a_dropped_rollout_is_cancelled():
+async def test_the_reward_of_a_dropped_rollout_is_cancelled():
     cancelled: list[int] = []
 
     async def score(rollout: Rollout, prompt: Prompt) -> float:
@@ -203,19 +198,15 @@ def test_the_reward_of_a_dropped_rollout_is_cancelled():
             raise
         return 0.0
 
-    async def main() -> None:
-        async with RolloutScheduler(
-            SimFleet(1), workload(count=1), reward=score, config=config()
-        ) as rollouts:
-            with pytest.raises(RunGivenUp, match=r"no group was delivered: 1 of 1 failed.*first"):
-                await rollouts.next_batch()
-            assert rollouts.state.in_flight.ledger.total == 4
-
-    run_virtual(main())
+    async with RolloutScheduler(
+        SimFleet(1), workload(count=1), reward=score, config=config()
+    ) as rollouts:
+        with pytest.raises(RunGivenUp, match=r"no group was delivered: 1 of 1 failed.*first"):
+            await rollouts.next_batch()
+        assert rollouts.state.in_flight.ledger.total == 4
     assert cancelled, "siblings that were scoring when the first one failed"
 
 
-@in_virtual_time
 async def test_an_evaluation_between_batches():
     async with RolloutScheduler(SimFleet(2), workload(), config=config()) as rollouts:
         await rollouts.next_batch()
@@ -227,7 +218,6 @@ async def test_an_evaluation_between_batches():
         await rollouts.next_batch()
 
 
-@in_virtual_time
 async def test_a_cancelled_update_runs_to_its_end_and_the_engines_go_on():
     async with RolloutScheduler(
         SimFleet(1, refit_seconds=5.0), workload(), config=config(pace="asynchronous")
@@ -250,7 +240,6 @@ class Hanging(SimPublisher):
         return {}
 
 
-@in_virtual_time
 async def test_a_publisher_that_hangs_is_given_up_at_its_deadline():
     async with RolloutScheduler(
         SimFleet(1), workload(), config=config(timeouts=Timeouts(refit_s=30))
@@ -298,7 +287,6 @@ def test_closing_from_any_state_leaves_no_engine_paused_and_nothing_decoding():
             run_virtual(main(float(seconds), straggler))
 
 
-@in_virtual_time
 async def test_used_outside_of_its_block():
     scheduler = RolloutScheduler(SimFleet(1), workload(), config=config())
     with pytest.raises(SchedulerClosed):
@@ -312,7 +300,6 @@ async def test_used_outside_of_its_block():
             pass
 
 
-@in_virtual_time
 async def test_prompts_that_are_none_end_the_run_with_the_reason():
     async with RolloutScheduler(
         SimFleet(1),
@@ -325,7 +312,6 @@ async def test_prompts_that_are_none_end_the_run_with_the_reason():
             await rollouts.next_batch()
 
 
-@in_virtual_time
 async def test_the_loss_of_the_last_engine_is_raised():
     settings = config(health=Health(fleet_wait_s=0))
     async with RolloutScheduler(SimFleet(1), workload(), config=settings) as rollouts:

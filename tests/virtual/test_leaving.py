@@ -24,6 +24,8 @@ from aprilsched.testing import SimServer
 from aprilsched.testing.contract import until
 from tests.support.sim_http import CONFIG, INTERVAL, two_weights
 
+pytestmark = pytest.mark.virtual_time
+
 TAGS = ("kv_cache", "weights")
 
 
@@ -144,16 +146,13 @@ def test_one_that_leaves_asleep_and_joins_again_is_used_again_after_the_sleep(
     assert run(main(), caplog) == []
 
 
-def test_one_that_is_lost_asleep_comes_back_after_the_sleep():
-    async def main() -> None:
-        async with setting(pace="asynchronous") as there:
-            async with there.rollouts.asleep(tags=TAGS):
-                there.rollouts._session.feed(EngineLost(engine=there.name, cause="who knows"))
-                await asyncio.sleep(1000)
-                assert there.released() == frozenset(TAGS), "the trainer has the memory"
-            await until(lambda: there.name in there.rollouts.state.fleet.control.engines, 120.0)
-
-    run_virtual(main())
+async def test_one_that_is_lost_asleep_comes_back_after_the_sleep():
+    async with setting(pace="asynchronous") as there:
+        async with there.rollouts.asleep(tags=TAGS):
+            there.rollouts._session.feed(EngineLost(engine=there.name, cause="who knows"))
+            await asyncio.sleep(1000)
+            assert there.released() == frozenset(TAGS), "the trainer has the memory"
+        await until(lambda: there.name in there.rollouts.state.fleet.control.engines, 120.0)
 
 
 def test_one_that_is_restarted_asleep_and_leaves_is_not_woken(caplog: pytest.LogCaptureFixture):

@@ -28,7 +28,8 @@ from aprilsched.core.state.ledger import Reason
 from aprilsched.errors import EpisodeError
 from aprilsched.types import Rollout
 from tests.support.checking import Checking
-from tests.support.virtual_time import in_virtual_time
+
+pytestmark = pytest.mark.virtual_time
 
 
 def prompts(count: int) -> list[Prompt]:
@@ -91,7 +92,6 @@ class Sandboxes:
 
 
 @pytest.mark.parametrize(("rule", "size"), [("again", 4), ("shrink", 3)])
-@in_virtual_time
 async def test_an_episode_that_loses_its_sandbox_does_not_cost_its_siblings(rule: str, size: int):
     sandboxes, begun = Sandboxes(), Counter[int]()
 
@@ -115,7 +115,6 @@ async def test_an_episode_that_loses_its_sandbox_does_not_cost_its_siblings(rule
     sandboxes.check()
 
 
-@in_virtual_time
 async def test_the_episodes_of_lost_engines_begin_again_and_the_old_ones_are_given_back():
     """The attempts of a request are used up while its episode waits for it."""
     sandboxes = Sandboxes()
@@ -138,7 +137,6 @@ async def test_the_episodes_of_lost_engines_begin_again_and_the_old_ones_are_giv
 
 
 @pytest.mark.parametrize("rule", ["again", "shrink"])
-@in_virtual_time
 async def test_a_lost_reward_is_asked_for_again_or_its_member_is_left_out(rule: str):
     asked = Counter[int]()
 
@@ -160,7 +158,6 @@ async def test_a_lost_reward_is_asked_for_again_or_its_member_is_left_out(rule: 
             assert dropped(rollouts) == {Reason.MEMBER_LOST: 2}
 
 
-@in_virtual_time
 async def test_a_function_that_judges_a_group_cannot_lose_one_member():
     calls = 0
 
@@ -183,7 +180,6 @@ def test_the_error_travels_between_processes():
     assert error.args == ("sandbox gone",)
 
 
-@in_virtual_time
 async def test_an_evaluation_generates_its_lost_members_again():
     tries = Counter[int]()
 
@@ -209,7 +205,6 @@ async def _holds(sandboxes: Sandboxes, turn: Turn, prompt: Prompt, tokens: int) 
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.05, 0.5, 1.3])
-@in_virtual_time
 async def test_a_close_in_any_phase_gives_everything_back_once(seconds: float):
     sandboxes = Sandboxes()
 
@@ -227,7 +222,6 @@ async def test_a_close_in_any_phase_gives_everything_back_once(seconds: float):
 @pytest.mark.parametrize(
     ("rule", "reason"), [("evict", Reason.STALE), ("restart", Reason.BEGUN_AGAIN)]
 )
-@in_virtual_time
 async def test_stale_episodes_are_given_back_when_they_are_dropped(rule: str, reason: Reason):
     sandboxes = Sandboxes()
 
@@ -256,7 +250,6 @@ async def test_stale_episodes_are_given_back_when_they_are_dropped(rule: str, re
     sandboxes.check()
 
 
-@in_virtual_time
 async def test_functions_for_the_end_run_in_reverse_and_a_failing_one_is_counted(
     caplog: pytest.LogCaptureFixture,
 ):
@@ -291,7 +284,6 @@ async def test_functions_for_the_end_run_in_reverse_and_a_failing_one_is_counted
     assert len(said) == 2, "one line for each kind"
 
 
-@in_virtual_time
 async def test_a_function_for_the_end_that_blocks_is_left_after_its_time():
     ended: list[int] = []
 
@@ -310,7 +302,6 @@ async def test_a_function_for_the_end_that_blocks_is_left_after_its_time():
     assert sorted(ended) == [0, 1]
 
 
-@in_virtual_time
 async def test_an_episode_that_ignores_its_cancellation_is_given_back_all_the_same():
     sandboxes = Sandboxes()
     release = asyncio.Event()
@@ -333,7 +324,6 @@ async def test_an_episode_that_ignores_its_cancellation_is_given_back_all_the_sa
     await asyncio.sleep(0)
 
 
-@in_virtual_time
 async def test_nothing_can_be_registered_after_the_end():
     refused: list[str] = []
 
@@ -359,7 +349,6 @@ async def test_nothing_can_be_registered_after_the_end():
 # --- stale members -------------------------------------------------------------------------------
 
 
-@in_virtual_time
 async def test_a_stale_member_is_masked_and_its_reward_stays_in_the_group():
     """What others call withholding a stale rollout from the loss (`max_staleness` with the rule
     mask): no token of it is learned from, and its reward counts in the group's advantage."""
@@ -387,7 +376,6 @@ async def test_a_stale_member_is_masked_and_its_reward_stays_in_the_group():
 # --- stores --------------------------------------------------------------------------------------
 
 
-@in_virtual_time
 async def test_a_resumed_run_goes_on_with_the_member_that_took_the_place():
     store, tries = MemoryStore(), Counter[tuple[int, int]]()
 

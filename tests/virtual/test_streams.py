@@ -20,6 +20,8 @@ from aprilsched.simulation import Costs, Simulation
 from aprilsched.store import SqliteStore
 from tests.support.checking import Checking
 
+pytestmark = pytest.mark.virtual_time
+
 
 def workload(count: int | None = None) -> LongTailWorkload:
     return LongTailWorkload(median=60, sigma=0.9, cap=600, group_size=4, count=count, seed=3)
@@ -64,19 +66,15 @@ def test_streamed_batches_are_the_batches_of_the_same_run_without_streams(
     assert run_virtual(run(True)) == run_virtual(run(False))
 
 
-def test_the_first_group_comes_while_the_others_are_generated():
-    async def main() -> tuple[list[float], int]:
-        async with RolloutScheduler(SimFleet(1), workload(), config=config()) as rollouts:
-            clock = asyncio.get_running_loop().time
-            times: list[float] = []
-            in_flight = 0
-            async for part in rollouts.stream():
-                times.append(clock())
-                in_flight = in_flight or rollouts.state.in_flight.open_attempts
-                assert len(part.groups) == 1
-            return times, in_flight
-
-    times, in_flight = run_virtual(main())
+async def test_the_first_group_comes_while_the_others_are_generated():
+    async with RolloutScheduler(SimFleet(1), workload(), config=config()) as rollouts:
+        clock = asyncio.get_running_loop().time
+        times: list[float] = []
+        in_flight = 0
+        async for part in rollouts.stream():
+            times.append(clock())
+            in_flight = in_flight or rollouts.state.in_flight.open_attempts
+            assert len(part.groups) == 1
     assert times == sorted(times)
     assert times[0] < times[-1]
     assert in_flight > 0
