@@ -14,7 +14,6 @@ import pytest
 
 from aprilsched import (
     MemberLost,
-    MemoryStore,
     Prompt,
     RolloutScheduler,
     SamplingParams,
@@ -180,21 +179,6 @@ def test_the_error_travels_between_processes():
     assert error.args == ("sandbox gone",)
 
 
-async def test_an_evaluation_generates_its_lost_members_again():
-    tries = Counter[int]()
-
-    async def episode(turn: Turn, prompt: Prompt) -> float:
-        tries[turn.index] += 1
-        await turn.generate(prompt.input_ids, sampling(10))
-        if turn.index == 0 and tries[0] == 1:
-            raise MemberLost("sandbox gone")
-        return 1.0
-
-    async with opened(config(), episode=episode) as rollouts:
-        batch = await rollouts.evaluate(prompts(1), group_size=2)
-        assert [len(group.rollouts) for group in batch.groups] == [2]
-
-
 # --- the end of an episode -----------------------------------------------------------------------
 
 
@@ -344,59 +328,3 @@ async def test_nothing_can_be_registered_after_the_end():
         await rollouts.next_batch()
         await asyncio.gather(*stray)
     assert "has ended" in refused[0]
-
-
-# --- stale members -------------------------------------------------------------------------------
-
-
-async def test_a_stale_member_is_masked_and_its_reward_stays_in_the_group():
-    """What others call withholding a stale rollout from the loss (`max_staleness` with the rule
-    mask): no token of it is learned from, and its reward counts in the group's advantage."""
-
-    def reward(rollout: Rollout, prompt: Prompt) -> float:
-        return float(rollout.index)
-
-    settings = config(batch_groups=1, max_staleness=0, pace="asynchronous", group_size=2)
-
-    async def generates(turn: Turn, prompt: Prompt) -> None:
-        if turn.index:
-            await asyncio.sleep(5)
-        await turn.generate(prompt.input_ids, sampling(20))
-
-    async with opened(settings, count=1, episode=generates, reward=reward) as rollouts:
-        waiting = asyncio.ensure_future(rollouts.next_batch())
-        await asyncio.sleep(3)
-        await rollouts.update_weights(SimPublisher())
-        (group,) = (await waiting).groups
-        assert [rollout.reward for rollout in group.rollouts] == [0.0, 1.0]
-        assert not group.rollouts[0].loss_mask.any()
-        assert group.rollouts[1].loss_mask.all()
-
-
-# --- stores --------------------------------------------------------------------------------------
-
-
-async def test_a_resumed_run_goes_on_with_the_member_that_took_the_place():
-    store, tries = MemoryStore(), Counter[tuple[int, int]]()
-
-    async def episode(turn: Turn, prompt: Prompt) -> float:
-        key = (int(prompt.input_ids[0]), turn.index)
-        tries[key] += 1
-        await turn.generate(prompt.input_ids, sampling(20))
-        if turn.index == 1 and tries[key] == 1:
-            raise MemberLost("sandbox gone")
-        await asyncio.sleep(5)
-        return 1.0
-
-    settings = config(save_interval_s=0.1)
-    functions: dict[str, Any] = {"episode": episode, "store": store}
-    async with opened(settings, **functions) as rollouts:
-        waiting = asyncio.ensure_future(rollouts.next_batch())
-        await asyncio.sleep(3)
-        waiting.cancel()
-        members = set(rollouts.state.in_flight.rollouts)
-    async with opened(settings, **functions) as rollouts:
-        assert set(rollouts.state.in_flight.rollouts) == members
-        batch = await rollouts.next_batch()
-        assert [len(group.rollouts) for group in batch.groups] == [4, 4]
-        assert dropped(rollouts) == {Reason.MEMBER_LOST: 2}
