@@ -7,28 +7,13 @@ import asyncio
 import numpy as np
 import pytest
 
-from aprilsched import (
-    ExternalWeights,
-    LongTailWorkload,
-    RolloutScheduler,
-    SchedulerConfig,
-    SimFleet,
-    SimPublisher,
-)
+from aprilsched import ExternalWeights, RolloutScheduler, SimFleet, SimPublisher
 from aprilsched.engines.sim import SimAdapterPublisher
 from aprilsched.errors import ConfigError, RefitError
 from aprilsched.types import Batch, Prompt, SamplingParams
+from tests.support.small import config, workload
 
 pytestmark = pytest.mark.virtual_time
-
-
-def workload() -> LongTailWorkload:
-    return LongTailWorkload(median=60, sigma=0.9, cap=600, group_size=4, seed=3)
-
-
-def config(**changes: object) -> SchedulerConfig:
-    values: dict[str, object] = {"batch_groups": 4, "group_size": 4, "over_provision": 2.0}
-    return SchedulerConfig(**{**values, **changes})  # type: ignore[arg-type]
 
 
 def carried_over(batch: Batch) -> int:

@@ -12,6 +12,7 @@ import zlib
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,7 @@ from aprilsched.engines.sim.toy_model import toy_rows, weights_key_of_version
 from aprilsched.errors import ConfigError, EngineError
 from aprilsched.runs.config_tree import config_of, table_of
 from aprilsched.types import NO_VERSION
+from tests.support import small
 from tests.support.companions import EXPERTS, MASK, check_rows
 
 pytestmark = pytest.mark.virtual_time
@@ -60,14 +62,7 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
-def config(**changes: Any) -> SchedulerConfig:
-    values: dict[str, Any] = {
-        "batch_groups": 4,
-        "group_size": 4,
-        "over_provision": 2.0,
-        "companions": (EXPERTS, MASK),
-    }
-    return SchedulerConfig(**{**values, **changes})
+config = partial(small.config, companions=(EXPERTS, MASK))
 
 
 def workload(**changes: Any) -> LongTailWorkload:

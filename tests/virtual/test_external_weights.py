@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from itertools import count
 
 import numpy as np
@@ -22,7 +23,6 @@ from aprilsched import (
     Rollout,
     RolloutScheduler,
     SamplingParams,
-    SchedulerConfig,
     SimFleet,
     SimPublisher,
 )
@@ -35,6 +35,7 @@ from aprilsched.engines.sim import SimEngine, run_virtual
 from aprilsched.engines.sim.toy_model import ContextState, ToyModel, weights_key_of_version
 from aprilsched.errors import ConfigError, RefitError, SchedulerClosed
 from aprilsched.telemetry.base import ProtocolListener
+from tests.support import small
 
 pytestmark = pytest.mark.virtual_time
 
@@ -51,9 +52,7 @@ def prompts() -> Iterator[Prompt]:
         )
 
 
-def config(**changes: object) -> SchedulerConfig:
-    values: dict[str, object] = {"batch_groups": 8, "group_size": 1, "over_provision": 2.0}
-    return SchedulerConfig(**{**values, **changes})  # type: ignore[arg-type]
+config = partial(small.config, batch_groups=8, group_size=1)
 
 
 class Calls(ProtocolListener):

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -17,7 +18,6 @@ from aprilsched import (
     Prompt,
     RolloutScheduler,
     SamplingParams,
-    SchedulerConfig,
     SimFleet,
     SimPublisher,
 )
@@ -29,6 +29,7 @@ from aprilsched.engines.base import Chunk, GenerationRequest
 from aprilsched.engines.sim import SimEngine, run_virtual
 from aprilsched.errors import EngineError, FleetLost, RefitError
 from aprilsched.telemetry.base import ProtocolListener
+from tests.support import small
 from tests.support.publishers import Once
 
 pytestmark = pytest.mark.virtual_time
@@ -39,15 +40,7 @@ def workload() -> LongTailWorkload:
     return LongTailWorkload(median=4_000, sigma=0.7, cap=20_000, group_size=4, seed=3)
 
 
-def config(**changes: object) -> SchedulerConfig:
-    values: dict[str, object] = {
-        "batch_groups": 4,
-        "group_size": 4,
-        "over_provision": 2.0,
-        "pace": "asynchronous",
-        "health": Health(stall_s=20.0),
-    }
-    return SchedulerConfig(**{**values, **changes})  # type: ignore[arg-type]
+config = partial(small.config, pace="asynchronous", health=Health(stall_s=20.0))
 
 
 class Server(SimEngine):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from aprilsched.engines.sim import run_virtual
 from aprilsched.testing import SimServer
 from aprilsched.testing.contract import until
 from aprilsched.testing.faults import faults_of
+from tests.support import small
 from tests.support.sim_http import CONFIG, INTERVAL
 
 pytestmark = pytest.mark.virtual_time
@@ -31,9 +33,7 @@ OPENED = 1.0
 """Seconds after which the servers are open."""
 
 
-def config(**changes: Any) -> SchedulerConfig:
-    values: Table = {"batch_groups": 4, "group_size": 2, "over_provision": 1.5}
-    return SchedulerConfig(**{**values, **changes})
+config = partial(small.config, group_size=2, over_provision=1.5)
 
 
 @asynccontextmanager

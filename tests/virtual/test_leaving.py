@@ -10,11 +10,12 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 
-from aprilsched import LongTailWorkload, RolloutScheduler, SchedulerConfig, SGLangFleet
+from aprilsched import LongTailWorkload, RolloutScheduler, SGLangFleet
 from aprilsched.core.messages.events import EngineLost
 from aprilsched.core.state.engine_control import Mode
 from aprilsched.engines.base import Engine, RefitFromDisk
@@ -22,6 +23,7 @@ from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import EngineRejected, SchedulerClosed
 from aprilsched.testing import SimServer
 from aprilsched.testing.contract import until
+from tests.support import small
 from tests.support.sim_http import CONFIG, INTERVAL, two_weights
 
 pytestmark = pytest.mark.virtual_time
@@ -29,9 +31,7 @@ pytestmark = pytest.mark.virtual_time
 TAGS = ("kv_cache", "weights")
 
 
-def config(**changes: Any) -> SchedulerConfig:
-    values: dict[str, Any] = {"batch_groups": 4, "group_size": 2, "over_provision": 2.0}
-    return SchedulerConfig(**{**values, **changes})
+config = partial(small.config, group_size=2)
 
 
 class Setting:

@@ -11,6 +11,7 @@ import asyncio
 import copy
 import json
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,6 @@ from aprilsched import (
     Rollout,
     RolloutScheduler,
     SamplingParams,
-    SchedulerConfig,
     SGLangFleet,
     SimFleet,
     SimPublisher,
@@ -40,6 +40,7 @@ from aprilsched.engines.sim.sequence import MEDIA_TOKENS
 from aprilsched.errors import ConfigError
 from aprilsched.telemetry.event_log import EventLog
 from aprilsched.testing.server import SimServer
+from tests.support import small
 
 pytestmark = pytest.mark.virtual_time
 
@@ -48,9 +49,7 @@ MEDIA = (Media("image", b"\x89PNG"), Media("audio", "http://a/b.wav"))
 FIELDS = {"priority": 7, "custom_logit_processor": "code"}
 
 
-def config(**changes: Any) -> SchedulerConfig:
-    values: dict[str, Any] = {"batch_groups": 3, "group_size": 2, "over_provision": 2.0}
-    return SchedulerConfig(**{**values, **changes})
+config = partial(small.config, batch_groups=3, group_size=2)
 
 
 def prompts(media: tuple[Media, ...] = MEDIA) -> Iterator[Prompt]:

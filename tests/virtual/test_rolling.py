@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ from aprilsched import (
     Prompt,
     RolloutScheduler,
     SamplingParams,
-    SchedulerConfig,
     SimFleet,
     SimPublisher,
     SqliteStore,
@@ -29,6 +29,7 @@ from aprilsched.engines.base import Engine
 from aprilsched.engines.sim.sim_fleet import SimAdapterPublisher
 from aprilsched.engines.sim.toy_model import ContextState, ToyModel, weights_key_of_version
 from aprilsched.errors import ConfigError
+from tests.support import small
 
 pytestmark = pytest.mark.virtual_time
 
@@ -37,18 +38,15 @@ def workload() -> LongTailWorkload:
     return LongTailWorkload(median=100, sigma=0.9, cap=1_000, group_size=4, seed=5)
 
 
-def config(**changes: Any) -> SchedulerConfig:
-    values: dict[str, Any] = {
-        "batch_groups": 4,
-        "group_size": 4,
-        "over_provision": 1.5,
-        "refill": Pool(together=1),
-        "pace": "asynchronous",
-        "straggler": "run",
-        "refit": "rolling",
-        "prices": Prices(step_seconds=3.6e-3, prefill_tokens_per_s=60_000),
-    }
-    return SchedulerConfig(**{**values, **changes})
+config = partial(
+    small.config,
+    over_provision=1.5,
+    refill=Pool(together=1),
+    pace="asynchronous",
+    straggler="run",
+    refit="rolling",
+    prices=Prices(step_seconds=3.6e-3, prefill_tokens_per_s=60_000),
+)
 
 
 def versions_of(batches: Sequence[Batch]) -> list[set[int]]:
