@@ -93,11 +93,9 @@ def opened(
     source: Any = None, *, fleet: SimFleet | None = None, **arguments: Any
 ) -> RolloutScheduler:
     """A scheduler that is not opened yet."""
-    return RolloutScheduler(
-        fleet or SimFleet(1),
-        workload() if source is None else source,
-        **{"config": config(), **arguments},
-    )
+    prompts = workload() if source is None else source
+    settings = arguments.pop("config", config())
+    return RolloutScheduler(fleet or SimFleet(1), prompts, config=settings, **arguments)
 
 
 def after_a_turn(fail: Callable[..., Any]) -> Callable[..., Any]:
@@ -464,7 +462,7 @@ async def test_a_resumed_run_passes_over_bad_prompts_too():
     async with opened(source(), store=store) as rollouts:
         batch = await rollouts.next_batch()
         batch.acknowledge()
-        keys = [group.prompt.key for group in batch.groups]
+        keys: list[Any] = [group.prompt.key for group in batch.groups]
     async with opened(source(), store=store) as rollouts:
         keys += [group.prompt.key async for batch in rollouts for group in batch.groups]
         assert rollouts.state.in_flight.ledger.rollouts == {Reason.BAD_PROMPT: 4}
