@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aprilsched.config import Dispatch, SchedulerConfig, Staleness, Tokens
+from aprilsched.config import Dispatch, SchedulerConfig, Staleness
 from aprilsched.core.lengths.laws import LogLaw, rest_of_groups
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
@@ -405,17 +405,6 @@ def test_a_store_that_is_rejected_to_its_last_group_is_filled_again(store: float
         driver.finish(key)
     judge(driver, accepted=True)
     assert len(driver.batches) == 1
-
-
-def test_a_batch_of_more_tokens_than_the_store_has_is_filled() -> None:
-    driver = Driver(config(stop=Tokens(50), refill=LengthBuckets(store=1.0), over_provision=1.0))
-    driver.request_batch()
-    for _ in range(40):
-        if driver.batches:
-            break
-        assert driver.sends, "the trainer waits and nothing runs"
-        driver.finish(driver.attempts()[0], 3)
-    assert driver.state.in_flight.counters.tokens_delivered >= 50
 
 
 def test_the_end_of_the_prompts_drains_the_store() -> None:
