@@ -81,6 +81,12 @@ class Cancelling:
     def __init__(self) -> None:
         self.task: asyncio.Task[Batch] | None = None
 
+    async def cut_off(self, rollouts: RolloutScheduler) -> None:
+        """Wait for a batch until it is offered, and no longer."""
+        self.task = asyncio.create_task(rollouts.next_batch())
+        with pytest.raises(asyncio.CancelledError):
+            await self.task
+
     def on_event(self, event: Event, now: float) -> None:
         pass
 
@@ -180,9 +186,7 @@ def test_a_store_that_is_slower_than_the_trainers_patience_costs_nothing(pace: s
 async def test_a_batch_whose_wait_is_cancelled_as_it_is_offered_is_not_taken(saved: bool):
     cancelling = Cancelling()
     async with scheduler(MemoryStore() if saved else None, listeners=(cancelling,)) as rollouts:
-        cancelling.task = asyncio.create_task(rollouts.next_batch())
-        with pytest.raises(asyncio.CancelledError):
-            await cancelling.task
+        await cancelling.cut_off(rollouts)
         state = rollouts.state
         assert state.in_flight.counters.batches == 0
         assert state.delivery.offer is not None
@@ -196,9 +200,7 @@ async def test_an_update_withdraws_what_was_not_taken_and_staleness_is_bounded(r
     async with scheduler(
         MemoryStore(), listeners=(cancelling,), max_staleness=Staleness(0, rule=rule)
     ) as rollouts:
-        cancelling.task = asyncio.create_task(rollouts.next_batch())
-        with pytest.raises(asyncio.CancelledError):
-            await cancelling.task
+        await cancelling.cut_off(rollouts)
         for _ in range(3):
             await rollouts.update_weights(SimPublisher())
             assert not rollouts.state.delivery.unacknowledged
@@ -244,9 +246,7 @@ def test_a_batch_that_was_withdrawn_is_not_delivered_again_after_a_restart():
                     await rollouts.update_weights(SimPublisher(), version=rollouts.version)
                 batches = [await rollouts.next_batch() for _ in range(3)]
                 return [b.index for b in batches], [b.redelivered for b in batches]
-            cancelling.task = asyncio.create_task(rollouts.next_batch())
-            with pytest.raises(asyncio.CancelledError):
-                await cancelling.task
+            await cancelling.cut_off(rollouts)
             await rollouts.update_weights(SimPublisher())
             saved = store.open()
             assert saved is not None
@@ -263,9 +263,7 @@ def test_a_batch_that_nobody_took_before_the_end_is_there_after_it():
 
     async def first() -> list[int]:
         async with scheduler(store, listeners=(cancelling,)) as rollouts:
-            cancelling.task = asyncio.create_task(rollouts.next_batch())
-            with pytest.raises(asyncio.CancelledError):
-                await cancelling.task
+            await cancelling.cut_off(rollouts)
             assert rollouts.state.delivery.offer is not None
             return [group.group_id for group in rollouts.state.delivery.offer.batch.groups]
 
@@ -296,9 +294,7 @@ async def test_listeners_see_an_offer_come_and_go():
 
     listening = Listening()
     async with scheduler(listeners=(listening,)) as rollouts:
-        listening.task = asyncio.create_task(rollouts.next_batch())
-        with pytest.raises(asyncio.CancelledError):
-            await listening.task
+        await listening.cut_off(rollouts)
         await rollouts.update_weights(SimPublisher())
         await rollouts.next_batch()
     assert seen == [("offer", 0), ("withdraw", 0), ("offer", 0), ("deliver", 0)]
@@ -407,9 +403,7 @@ def test_a_checkpoint_holds_what_is_offered_as_not_taken(tmp_path: Path):
     async def first(store: Store | None) -> list[int]:
         async with scheduler(store, listeners=(cancelling,)) as rollouts:
             await rollouts.next_batch()
-            cancelling.task = asyncio.create_task(rollouts.next_batch())
-            with pytest.raises(asyncio.CancelledError):
-                await cancelling.task
+            await cancelling.cut_off(rollouts)
             await rollouts.checkpoint(tmp_path / "checkpoint")
             assert rollouts.state.delivery.offer is not None
             return [group.group_id for group in rollouts.state.delivery.offer.batch.groups]
