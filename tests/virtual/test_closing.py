@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 
-from aprilsched import LongTailWorkload, RolloutScheduler, SchedulerConfig, SGLangFleet
+from aprilsched import LongTailWorkload, RolloutScheduler, SGLangFleet
 from aprilsched.config import Dispatch
 from aprilsched.engines.base import Chunk, GenerationRequest, PauseMode
 from aprilsched.engines.http import Answer, HttpLimits, Transport
@@ -23,18 +24,14 @@ from aprilsched.errors import SchedulerClosed
 from aprilsched.testing import SimServer
 from aprilsched.testing.contract import until
 from aprilsched.testing.faults import faults_of
+from tests.support import small
 from tests.support.sim_http import CONFIG, INTERVAL
+from tests.support.small import config
 
 pytestmark = pytest.mark.virtual_time
 
 
-def workload() -> LongTailWorkload:
-    return LongTailWorkload(median=60, sigma=0.9, cap=600, group_size=4, vocab_size=512, seed=3)
-
-
-def config(**changes: Any) -> SchedulerConfig:
-    values: dict[str, Any] = {"batch_groups": 4, "group_size": 4, "over_provision": 2.0}
-    return SchedulerConfig(**{**values, **changes})
+workload = partial(small.workload, vocab_size=512)
 
 
 class Slow(SimEngine):
