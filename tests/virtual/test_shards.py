@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from aprilsched import (
     Rollout,
     RolloutScheduler,
     SamplingParams,
-    SchedulerConfig,
     SimFleet,
     SimPublisher,
 )
@@ -47,6 +47,7 @@ from aprilsched.shards import LocalShard, ShardedScheduler, ShardLost, ShardPart
 from aprilsched.shards.base import SERIAL
 from aprilsched.telemetry.metrics import Metrics
 from aprilsched.telemetry.prometheus import MetricsCollector
+from tests.support import small
 
 pytestmark = pytest.mark.virtual_time
 
@@ -58,9 +59,7 @@ def workload(count: int | None = COUNT, **changes: Any) -> LongTailWorkload:
     return LongTailWorkload(**{**values, "count": count, **changes})  # type: ignore[arg-type]
 
 
-def config(**changes: Any) -> SchedulerConfig:
-    values: dict[str, Any] = {"batch_groups": 6, "group_size": 4, "over_provision": 2.0}
-    return SchedulerConfig(**{**values, **changes})
+config = partial(small.config, batch_groups=6)
 
 
 class Mortal(MemoryStore):
@@ -347,20 +346,6 @@ async def test_streamed_batches_are_the_batches_of_the_same_run_without_streams(
     streamed = await to_the_end(shards(), config=settings, streamed=True)
     check(streamed)
     assert [keys([batch]) for batch in streamed] == [keys([batch]) for batch in whole]
-
-
-async def test_the_first_group_comes_while_the_others_are_generated():
-    members = shards()
-    async with ShardedScheduler(members, workload(), config=config()) as rollouts:
-        clock = asyncio.get_running_loop().time
-        times: list[float] = []
-        running: list[int] = []
-        async for _ in rollouts.stream():
-            times.append(clock())
-            running.append(sum(each.state.in_flight.open_attempts for each in members))
-    assert times == sorted(times)
-    assert times[0] < times[-1]
-    assert all(running[:-1])
 
 
 @pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
