@@ -275,12 +275,6 @@ def test_a_stream_that_gives_too_much_is_broken_off_at_what_was_asked_for():
         run_virtual(main(tokens))
 
 
-async def test_a_dropped_stream_that_a_short_response_never_reaches_does_not_happen():
-    async with Setting({"kind": "drop", "after_tokens": 10_000}) as setting:
-        check(await read(setting.engine), whole=True)
-        assert setting.fired == {}
-
-
 async def test_several_faults_happen_to_one_stream():
     late = {"kind": "delay", "seconds": 5, "every_event": True, "after": 2}
     faults = [late, {"kind": "duplicate-events"}, {"kind": "drop", "after_tokens": 60}]
@@ -412,21 +406,6 @@ def test_a_server_whose_answers_are_spoilt_cannot_be_opened():
     assert type(run_virtual(main({"kind": "reset"}))) is ConnectionDropped
 
 
-def test_an_answer_that_dribbles_is_read_if_it_ends_in_time():
-    async def main(seconds: float) -> float:
-        loop = asyncio.get_running_loop()
-        fault = {"kind": "slow-loris", "bytes": 8, "seconds": seconds, "at": 5}
-        async with Setting({**fault, "routes": ["/model_info"]}) as setting:
-            await asyncio.sleep(5)
-            assert await setting.engine.version() == 0
-            assert setting.fired == {"slow-loris": 1}
-            return loop.time() - 5
-
-    assert run_virtual(main(0.1)) > 2
-    with pytest.raises(ControlTimeout):
-        run_virtual(main(2.0))
-
-
 async def test_an_ignored_abort_aborts_nothing():
     async with Setting({"kind": "ignored-abort", "at": 0.1}) as setting:
         task = asyncio.create_task(read(setting.engine))
@@ -511,21 +490,6 @@ def test_a_slow_engine_decodes_at_its_factor_for_its_time():
     assert run_virtual(main(0.1, 1000)) == pytest.approx(10 * usual, rel=0.02)
     assert run_virtual(main(0.5, 1000)) == pytest.approx(2 * usual, rel=0.02)
     assert run_virtual(main(0.1, 2.0)) == pytest.approx(1.8 + usual, rel=0.02)
-
-
-def test_faults_of_the_engine_that_overlap_add_up():
-    usual = reference().seconds
-
-    async def main() -> float:
-        slow = {"kind": "slow", "factor": 0.5, "seconds": 1000}
-        async with Setting(slow, slow, {"kind": "hang", "at": 2.0, "seconds": 50}) as setting:
-            await asyncio.sleep(0.001)
-            seen = await read(setting.engine)
-            check(seen, whole=True)
-            assert setting.fired == {"slow": 2, "hang": 1}
-            return seen.seconds
-
-    assert run_virtual(main()) == pytest.approx(50 + 4 * usual, rel=0.02)
 
 
 @pytest.mark.parametrize("keeps", [False, True])
