@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
+from aprilsched.engines.sim.clock import virtual_loop
 from tests.support.loop import PatientLoop
 
 if TYPE_CHECKING:
@@ -91,9 +92,14 @@ def _shared(file: str) -> str:
     return "two servers" if "_pair" in path.read_text(encoding="utf-8") else "one server"
 
 
-def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """Use a loop whose timers do not run ahead of the test's work on a busy machine."""
-    return {"patient": PatientLoop}
+def pytest_asyncio_loop_factories(
+    item: pytest.Item,
+) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Use a loop whose timers do not run ahead of the test's work on a busy machine, or the virtual
+    clock where the test or its file has the mark ``virtual_time``."""
+    mark = item.get_closest_marker("virtual_time")
+    virtual = mark is not None and mark.args != (False,)
+    return {"virtual": virtual_loop} if virtual else {"patient": PatientLoop}
 
 
 # --- what tests cost -----------------------------------------------------------------------------

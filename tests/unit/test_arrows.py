@@ -11,7 +11,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -24,42 +24,14 @@ CLI = DEPENDENCIES | {"rich", "tomli_w", "tyro"}
 """What the extra ``cli`` brings, for the parts that only the command line uses."""
 NUMPY = frozenset({"numpy"})
 PLOTS = frozenset({"matplotlib", "plotly", "polars"})
-LAZY = (
-    frozenset(
-        {
-            "checkpoint_engine",
-            "datasets",
-            "jinja2",
-            "looptime",
-            "omegaconf",
-            "openrlhf",
-            "opentelemetry",
-            "prometheus_client",
-            "pynvml",
-            "pytest",
-            "ray",
-            "rich",
-            "safetensors",
-            "sglang",
-            "skyrl",
-            "tensorboard",
-            "tensordict",
-            "tokenizers",
-            "tomli_w",
-            "torch",
-            "torchrl",
-            "trackio",
-            "transfer_queue",
-            "transformers",
-            "trl",
-            "tyro",
-            "verl",
-            "vllm",
-            "wandb",
-        }
-    )
-    | PLOTS
-)
+# fmt: off
+LAZY = PLOTS | frozenset({
+    "checkpoint_engine", "datasets", "jinja2", "looptime", "omegaconf", "openrlhf", "opentelemetry",
+    "prometheus_client", "pynvml", "pytest", "ray", "rich", "safetensors", "sglang", "skyrl",
+    "tensorboard", "tensordict", "tokenizers", "tomli_w", "torch", "torchrl", "trackio",
+    "transfer_queue", "transformers", "trl", "tyro", "verl", "vllm", "wandb",
+})
+# fmt: on
 """Packages that are optional or slow to import, so they may be imported only inside functions or
 for the type checker."""
 
@@ -88,379 +60,153 @@ class Rule:
 
 EVERYTHING = Rule(ours=("aprilsched",))
 
-_SHARED = Rule(
-    ours=(
-        "aprilsched.companions",
-        "aprilsched.engines.base",
-        "aprilsched.engines.fleet",
-        "aprilsched.engines.http",
-        "aprilsched.engines.server",
-        "aprilsched.engines.stream",
-        "aprilsched.errors",
-        "aprilsched.types",
-    )
-)
 
-RULES: dict[str, Rule] = {
-    "aprilsched.errors": Rule(others=frozenset(), pure=True),
-    "aprilsched.extras": Rule(ours=("aprilsched.errors",), others=frozenset(), pure=True),
-    "aprilsched.checks": Rule(ours=("aprilsched.errors",), others=NUMPY, pure=True),
-    "aprilsched.companions": Rule(ours=("aprilsched.errors",), others=NUMPY, pure=True),
-    "aprilsched.types": Rule(
-        ours=("aprilsched.checks", "aprilsched.companions", "aprilsched.errors"),
-        ours_deferred=("aprilsched.tensors",),
-        others=NUMPY,
-        pure=True,
+def rule(
+    ours: str = "", *, deferred: str = "", others: frozenset[str] = DEPENDENCIES, pure: bool = False
+) -> Rule:
+    """A rule whose names are words, without the package's name."""
+    mine, later = (
+        tuple(f"aprilsched.{name}" for name in names.split()) for names in (ours, deferred)
+    )
+    return Rule(ours=mine, ours_deferred=later, others=others, pure=pure)
+
+
+SHARED = (
+    "companions engines.base engines.fleet engines.http engines.server engines.stream errors types"
+)
+"""What adapters of servers share may import."""
+
+_RULES: dict[str, Rule] = {
+    "errors": rule(others=frozenset(), pure=True),
+    "extras": rule("errors", others=frozenset(), pure=True),
+    "checks": rule("errors", others=NUMPY, pure=True),
+    "companions": rule("errors", others=NUMPY, pure=True),
+    "types": rule(
+        "checks companions errors", deferred="tensors", others=NUMPY | {"msgspec"}, pure=True
     ),
-    "aprilsched.sampling": Rule(
-        ours=("aprilsched.checks", "aprilsched.errors", "aprilsched.types"), others=NUMPY
-    ),
-    "aprilsched.tensors": Rule(ours=("aprilsched.companions", "aprilsched.extras"), others=NUMPY),
-    "aprilsched.corrections": Rule(ours=("aprilsched.errors",), others=NUMPY),
-    "aprilsched.timing.model": Rule(others=NUMPY, pure=True),
-    "aprilsched.workload": Rule(ours=("aprilsched.errors", "aprilsched.types"), others=NUMPY),
+    "sampling": rule("checks errors types", others=NUMPY),
+    "tensors": rule("companions extras", others=NUMPY),
+    "corrections": rule("errors", others=NUMPY),
+    "timing.model": rule(others=NUMPY, pure=True),
+    "workload": rule("errors types", others=NUMPY),
     # Inside the core the nouns are below and the verbs above.
-    "aprilsched.core.lengths": Rule(
-        ours=("aprilsched.core.lengths", "aprilsched.errors", "aprilsched.types"),
-        others=NUMPY,
-        pure=True,
-    ),
-    "aprilsched.core.policies": Rule(
-        ours=(
-            "aprilsched.checks",
-            "aprilsched.core.lengths",
-            "aprilsched.core.policies",
-            "aprilsched.errors",
-        ),
-        others=NUMPY,
-        pure=True,
-    ),
-    "aprilsched.core.messages": Rule(
-        ours=(
-            "aprilsched.companions",
-            "aprilsched.core.lengths",
-            "aprilsched.core.messages",
-            "aprilsched.errors",
-            "aprilsched.core.policies",
-            "aprilsched.types",
-        ),
+    "core.lengths": rule("core.lengths errors types", others=NUMPY, pure=True),
+    "core.policies": rule("checks core.lengths core.policies errors", others=NUMPY, pure=True),
+    "core.messages": rule(
+        "companions core.lengths core.messages core.policies errors types",
         others=NUMPY | {"msgspec"},
         pure=True,
     ),
-    "aprilsched.core.state": Rule(
-        ours=(
-            "aprilsched.companions",
-            "aprilsched.core.lengths",
-            "aprilsched.core.messages",
-            "aprilsched.core.config",
-            "aprilsched.core.policies",
-            "aprilsched.core.state",
-            "aprilsched.errors",
-            "aprilsched.types",
-        ),
+    "core.state": rule(
+        "companions core.config core.lengths core.messages core.policies core.state errors types",
         others=NUMPY,
         pure=True,
     ),
     # The records that a store writes.
-    "aprilsched.core.state.saved": Rule(
-        ours=(
-            "aprilsched.companions",
-            "aprilsched.core.lengths",
-            "aprilsched.core.policies",
-            "aprilsched.core.state",
-            "aprilsched.types",
-        ),
+    "core.state.saved": rule(
+        "companions core.lengths core.policies core.state types",
         others=NUMPY | {"msgspec"},
         pure=True,
     ),
-    "aprilsched.core": Rule(
-        ours=(
-            "aprilsched.checks",
-            "aprilsched.companions",
-            "aprilsched.core",
-            "aprilsched.errors",
-            "aprilsched.types",
-        ),
-        others=NUMPY,
-        pure=True,
+    "core": rule("checks companions core errors types", others=NUMPY, pure=True),
+    "config": rule("core.config core.policies errors types", others=NUMPY, pure=True),
+    "loop_thread": rule(others=frozenset()),
+    "presets": rule("config", others=frozenset(), pure=True),
+    "engines": rule(
+        "companions engines errors extras loop_thread timing.model types weights.publisher "
+        "workload",
     ),
-    "aprilsched.config": Rule(
-        ours=(
-            "aprilsched.core.config",
-            "aprilsched.core.policies",
-            "aprilsched.errors",
-            "aprilsched.types",
-        ),
-        others=NUMPY,
-        pure=True,
-    ),
-    "aprilsched.loop_thread": Rule(others=frozenset()),
-    "aprilsched.presets": Rule(ours=("aprilsched.config",), others=frozenset(), pure=True),
-    "aprilsched.engines": Rule(
-        ours=(
-            "aprilsched.companions",
-            "aprilsched.engines",
-            "aprilsched.errors",
-            "aprilsched.extras",
-            "aprilsched.loop_thread",
-            "aprilsched.timing.model",
-            "aprilsched.types",
-            "aprilsched.weights.publisher",
-            "aprilsched.workload",
-        )
-    ),
-    "aprilsched.engines.sim.clock": Rule(
-        ours=("aprilsched.errors", "aprilsched.extras"), others=frozenset()
-    ),
+    "engines.sim.clock": rule("errors extras", others=frozenset()),
     # What all adapters of servers take; they know no server, and no adapter knows another one.
-    "aprilsched.engines.http": Rule(ours=("aprilsched.engines.http", "aprilsched.errors")),
-    **{f"aprilsched.engines.{shared}": _SHARED for shared in ("fleet", "server", "stream")},
+    "engines.http": rule("engines.http errors"),
+    **{f"engines.{name}": rule(SHARED) for name in ("fleet", "server", "stream")},
     **{
-        f"aprilsched.engines.{program}": Rule(
-            ours=(
-                *_SHARED.ours,
-                f"aprilsched.engines.{program}",
-                "aprilsched.extras",
-                "aprilsched.loop_thread",
-            )
-        )
-        for program in ("sglang", "vllm")
+        f"engines.{name}": rule(f"{SHARED} engines.{name} extras loop_thread")
+        for name in ("sglang", "vllm")
     },
-    "aprilsched.doctor": Rule(
-        ours=(
-            "aprilsched.companions",
-            # Which settings need what an engine cannot do.
-            "aprilsched.core.policies.straggler",
-            "aprilsched.doctor",
-            "aprilsched.engines",
-            "aprilsched.errors",
-            "aprilsched.types",
-        )
-    ),
+    # Which settings need what an engine cannot do.
+    "doctor": rule("companions core.policies.straggler doctor engines errors types"),
     # What readmission asks of any engine.
-    "aprilsched.engines.selfcheck": Rule(
-        ours=("aprilsched.engines.base", "aprilsched.errors", "aprilsched.types"), others=NUMPY
+    "engines.selfcheck": rule("engines.base errors types", others=NUMPY),
+    "weights": rule("engines.base errors extras types weights"),
+    "store": rule(
+        "companions core.lengths.observed core.policies core.state.ledger core.state.saved errors "
+        "store types",
     ),
-    "aprilsched.weights": Rule(
-        ours=(
-            "aprilsched.engines.base",
-            "aprilsched.engines.base",
-            "aprilsched.errors",
-            "aprilsched.extras",
-            "aprilsched.types",
-            "aprilsched.weights",
-        )
+    # What an engine says of itself, as data; no engine is known here.
+    "telemetry": rule(
+        "core.lengths core.messages core.policies.schedule core.state.ledger engines.base errors "
+        "extras telemetry types",
     ),
-    "aprilsched.store": Rule(
-        ours=(
-            "aprilsched.companions",
-            "aprilsched.core.state.ledger",
-            "aprilsched.core.lengths.observed",
-            "aprilsched.core.lengths.observed",
-            "aprilsched.core.policies",
-            "aprilsched.core.state.saved",
-            "aprilsched.errors",
-            "aprilsched.store",
-            "aprilsched.types",
-        )
-    ),
-    "aprilsched.telemetry": Rule(
-        ours=(
-            "aprilsched.core.messages",
-            "aprilsched.core.state.ledger",
-            "aprilsched.core.policies.schedule",
-            "aprilsched.core.lengths",
-            # What an engine says of itself, as data; no engine is known here.
-            "aprilsched.engines.base",
-            "aprilsched.errors",
-            "aprilsched.extras",
-            "aprilsched.telemetry",
-            "aprilsched.types",
-        )
-    ),
-    "aprilsched.telemetry.live": Rule(
-        ours=(
-            "aprilsched.core.messages",
-            "aprilsched.core.state.ledger",
-            "aprilsched.extras",
-            "aprilsched.telemetry",
-            "aprilsched.types",
-        ),
+    "telemetry.live": rule(
+        "core.messages core.state.ledger extras telemetry types",
         others=NUMPY | {"rich"},
     ),
     # Each of these files is for one package, and imported by who wants it.
-    "aprilsched.telemetry.prometheus": Rule(
-        ours=("aprilsched.errors", "aprilsched.extras", "aprilsched.telemetry"),
+    "telemetry.prometheus": rule(
+        "errors extras telemetry",
         others=frozenset({"prometheus_client"}),
     ),
-    "aprilsched.telemetry.spans": Rule(
-        ours=("aprilsched.core", "aprilsched.extras", "aprilsched.telemetry", "aprilsched.types"),
-        others=frozenset({"opentelemetry"}),
-    ),
-    "aprilsched.telemetry.trackers": Rule(
-        ours=(
-            "aprilsched.core.messages",
-            "aprilsched.errors",
-            "aprilsched.extras",
-            "aprilsched.telemetry",
-        ),
+    "telemetry.spans": rule("core extras telemetry types", others=frozenset({"opentelemetry"})),
+    "telemetry.trackers": rule(
+        "core.messages errors extras telemetry",
         others=frozenset({"tensorboard", "trackio", "wandb"}),
     ),
-    "aprilsched.analysis": Rule(
-        ours=(
-            "aprilsched.analysis",
-            "aprilsched.core.lengths",
-            "aprilsched.core.messages",
-            "aprilsched.core.state.ledger",
-            # What a setting is called and means, for the report's sentences.
-            "aprilsched.core.policies",
-            "aprilsched.errors",
-            "aprilsched.extras",
-            "aprilsched.telemetry",
-            "aprilsched.timing",
-            "aprilsched.types",
-            "aprilsched.workload",
-        ),
+    # What a setting is called and means, for the report's sentences.
+    "analysis": rule(
+        "analysis core.lengths core.messages core.policies core.state.ledger errors extras "
+        "telemetry timing types workload",
         others=DEPENDENCIES | PLOTS,
     ),
-    "aprilsched.timing": Rule(ours=("aprilsched.errors", "aprilsched.timing"), others=NUMPY),
-    "aprilsched.driver": Rule(
-        ours=(
-            "aprilsched.core",
-            "aprilsched.driver",
-            "aprilsched.engines.base",
-            "aprilsched.errors",
-            "aprilsched.telemetry.base",
-            "aprilsched.types",
-        )
-    ),
+    "timing": rule("errors timing", others=NUMPY),
+    "driver": rule("core driver engines.base errors telemetry.base types"),
     # Both shells tell the planner how its forecasts came true, and measure batches for that.
-    "aprilsched.driver.forecasts": Rule(
-        ours=(
-            "aprilsched.core",
-            "aprilsched.planning",
-            "aprilsched.telemetry.base",
-            "aprilsched.telemetry.batch_figures",
-        )
-    ),
+    "driver.forecasts": rule("core planning telemetry.base telemetry.batch_figures"),
     # The engine protocol, but no particular engine: that is what lets a test bring its own.
-    "aprilsched.coordinator": Rule(
-        ours=(
-            "aprilsched.companions",
-            "aprilsched.timing",
-            "aprilsched.config",
-            "aprilsched.coordinator",
-            "aprilsched.core",
-            "aprilsched.driver",
-            "aprilsched.engines.selfcheck",
-            "aprilsched.engines.base",
-            "aprilsched.engines.base",
-            "aprilsched.engines.base",
-            "aprilsched.errors",
-            "aprilsched.planning",
-            "aprilsched.sampling",
-            "aprilsched.store",
-            "aprilsched.telemetry",
-            "aprilsched.types",
-            "aprilsched.weights.publisher",
-            "aprilsched.weights.external",
-        )
+    "coordinator": rule(
+        "companions config coordinator core driver engines.base engines.selfcheck errors planning "
+        "sampling store telemetry timing types weights.external weights.publisher",
     ),
     # Pure arithmetic for one command of the core; both shells carry it out.
-    "aprilsched.planning": Rule(
-        ours=("aprilsched.core", "aprilsched.planning", "aprilsched.timing.model"),
-        others=NUMPY,
-        pure=True,
-    ),
+    "planning": rule("core planning timing.model", others=NUMPY, pure=True),
     # The second shell: the coordinator's loop, and modelled engines instead of real ones.
-    "aprilsched.simulation": Rule(
-        ours=(
-            "aprilsched.config",
-            "aprilsched.core",
-            "aprilsched.driver",
-            "aprilsched.engines.base",
-            "aprilsched.engines.sim",
-            "aprilsched.errors",
-            "aprilsched.planning",
-            "aprilsched.simulation",
-            "aprilsched.telemetry",
-            "aprilsched.timing.model",
-            "aprilsched.types",
-        )
+    "simulation": rule(
+        "config core driver engines.base engines.sim errors planning simulation telemetry "
+        "timing.model types",
     ),
     # The server side of SGLang's HTTP API, for the test server and the gateway; it knows neither.
-    "aprilsched.serving": Rule(
-        ours=("aprilsched.errors", "aprilsched.serving", "aprilsched.types")
-    ),
+    "serving": rule("errors serving types"),
     # For tests of other projects, too: the embedded engine behind SGLang's HTTP API.
-    "aprilsched.testing": Rule(
-        ours=(
-            "aprilsched.checks",
-            "aprilsched.companions",
-            "aprilsched.engines",
-            "aprilsched.errors",
-            "aprilsched.extras",
-            "aprilsched.loop_thread",
-            "aprilsched.sampling",
-            "aprilsched.serving",
-            "aprilsched.testing",
-            "aprilsched.types",
-        )
+    "testing": rule(
+        "checks companions engines errors extras loop_thread sampling serving testing types",
     ),
-    "aprilsched.testing.fixtures": Rule(ours=("aprilsched.testing",), others=frozenset({"pytest"})),
+    "testing.fixtures": rule("testing", others=frozenset({"pytest"})),
     # The outermost ring puts the parts together and is imported by none of them.
-    "aprilsched": EVERYTHING,
-    "aprilsched.__main__": Rule(ours=("aprilsched.cli.main",)),
-    "aprilsched.blocking": EVERYTHING,
-    "aprilsched.process": EVERYTHING,
+    "": EVERYTHING,
+    "__main__": rule("cli.main"),
+    "blocking": EVERYTHING,
+    "process": EVERYTHING,
     # What a trainer's process and a scheduler's have, for the module above and the package below.
-    "aprilsched.remote": EVERYTHING,
-    "aprilsched.ray": Rule(ours=("aprilsched",), others=DEPENDENCIES | {"ray"}),
+    "remote": EVERYTHING,
+    "ray": replace(EVERYTHING, others=DEPENDENCIES | {"ray"}),
     # What the console script starts with, in an install that may lack the extra.
-    "aprilsched.cli": Rule(ours=("aprilsched",), others=CLI),
-    "aprilsched.cli.main": Rule(
-        ours=("aprilsched", "aprilsched.errors", "aprilsched.extras"), others=frozenset()
-    ),
+    "cli": replace(EVERYTHING, others=CLI),
+    "cli.main": replace(EVERYTHING, others=frozenset()),
     # A front of the coordinator, as a trainer is.
-    "aprilsched.gateway": Rule(
-        ours=(
-            # The version in the answers.
-            "aprilsched.__version__",
-            "aprilsched.checks",
-            "aprilsched.companions",
-            "aprilsched.coordinator",
-            "aprilsched.core",
-            "aprilsched.engines",
-            "aprilsched.errors",
-            "aprilsched.extras",
-            "aprilsched.gateway",
-            "aprilsched.sampling",
-            "aprilsched.serving",
-            "aprilsched.store",
-            "aprilsched.telemetry.base",
-            "aprilsched.types",
-            "aprilsched.weights",
-        )
+    # The version in the answers.
+    "gateway": rule(
+        "__version__ checks companions coordinator core engines errors extras gateway sampling "
+        "serving store telemetry.base types weights",
     ),
     # Several schedulers as one, in front of the coordinator as a trainer is.
-    "aprilsched.shards": Rule(
-        ours=(
-            "aprilsched.coordinator",
-            "aprilsched.core",
-            "aprilsched.driver",
-            "aprilsched.engines.base",
-            "aprilsched.errors",
-            "aprilsched.shards",
-            "aprilsched.store",
-            "aprilsched.telemetry",
-            "aprilsched.types",
-            "aprilsched.weights.publisher",
-            "aprilsched.weights.external",
-        )
+    "shards": rule(
+        "coordinator core driver engines.base errors shards store telemetry types "
+        "weights.external weights.publisher",
     ),
-    "aprilsched.runs": Rule(ours=("aprilsched",), others=CLI),
-    "aprilsched.integrations": EVERYTHING,
+    "runs": replace(EVERYTHING, others=CLI),
+    "integrations": EVERYTHING,
 }
+RULES = {f"aprilsched.{name}".rstrip("."): each for name, each in _RULES.items()}
 
 
 @dataclass(frozen=True)
@@ -653,6 +399,7 @@ def test_a_missing_docstring_is_found():
         "aprilsched.blocking",
         "aprilsched.cli.main",
         "aprilsched.coordinator",
+        "aprilsched.corrections",
         "aprilsched.engines.sglang",
         "aprilsched.presets",
         "aprilsched.process",

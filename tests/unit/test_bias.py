@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from aprilsched.analysis.bias import (
@@ -14,20 +13,15 @@ from aprilsched.analysis.bias import (
     expected_longest_rest,
     plan_drain,
 )
-from aprilsched.analysis.plots import figure_of
 from aprilsched.core.lengths.laws import kaplan_meier
 from aprilsched.core.state.ledger import Entry, Ledger, Reason
 from aprilsched.telemetry.bias_collector import (
     Drop,
     censoring,
-    deciles,
-    law_figures,
     running_bias,
-    sample_law,
     transient_by_batch,
     warning_now,
 )
-from aprilsched.telemetry.figures import BiasFigures
 from tests.support.transients import live_transient, realised_transient
 
 Ints = NDArray[np.int64]
@@ -84,29 +78,12 @@ def test_laws_side_by_side():
         compare_laws(np.empty(0, dtype=np.int64), law)
 
 
-def test_a_law_s_percentiles():
-    figures = sample_law(np.arange(1, 201))
-    assert figures is not None
-    assert figures.percentiles[:3] == [2, 4, 6]
-    assert figures.percentiles[-1] == 200
-    assert (figures.p50, figures.p90, figures.p99) == (100, 180, 198)
-    assert sample_law(np.empty(0, dtype=np.int64)) is None
-
-
 @pytest.mark.parametrize("batches", [1, 2, 5, 20])
 def test_the_identity_holds_exactly_in_a_drained_run(batches: int):
     both = realised_transient(LENGTHS, DELIVERED, LAUNCHED, batches=batches)
     assert both.in_flight == 64
     assert both.predicted == pytest.approx(both.measured, rel=1e-9)
     assert both.predicted < 0
-
-
-def test_with_the_law_s_mean_the_sides_differ_by_the_chance_of_the_prompts():
-    mean = float(LENGTHS.mean())
-    both = realised_transient(LENGTHS, DELIVERED, LAUNCHED, batches=8, mean=mean)
-    launched = LENGTHS[LAUNCHED < 8]
-    chance = (launched.mean() / mean - 1) * launched.size / (8 * 64)
-    assert both.measured - both.predicted == pytest.approx(chance)
 
 
 def test_the_transient_by_batch_is_that_of_each_batch():
@@ -130,45 +107,10 @@ def test_the_transient_by_batch_is_that_of_each_batch():
     assert measured == pytest.approx([both.measured for both in expected])
 
 
-def test_the_live_transient_foretells_the_realised_one():
-    live: list[float] = []
-    realised: list[float] = []
-    for seed in range(40):
-        lengths = drawn(1024, seed)
-        delivered, launched = first_come(lengths, batch=64, pool=128)
-        open_ = (launched < 8) & (delivered >= 8)
-        # What a rollout has had is not known here, so it is looked at after half of its length.
-        tokens = lengths[open_] // 2
-        done = np.zeros(tokens.size, dtype=np.bool_)
-        mu = float(lengths.mean())
-        live.append(live_transient(lengths[delivered < 8], tokens, done, mean=mu).predicted)
-        real = realised_transient(lengths, delivered, launched, batches=8, mean=mu)
-        realised.append(real.predicted)
-    assert np.mean(live) == pytest.approx(np.mean(realised), rel=0.35)
-    assert np.mean(live) < -0.02
-
-
 def test_the_live_transient_is_self_consistent():
     both = live_transient(LENGTHS[:300], np.array([50, 100, 80]), np.array([False, False, True]))
     assert both.in_flight == 3
     assert both.predicted == pytest.approx(both.measured)
-
-
-def test_the_effect_of_a_censor_is_what_it_did():
-    """Responses above 200 tokens are dropped at 200; half of the responses are not observed."""
-    lengths = drawn(20_000, 2)
-    at_risk = np.arange(20_000) % 2 == 0
-    gone = at_risk & (lengths > 200)
-    kept = lengths[~gone]
-    tokens = np.full(int(gone.sum()), 200)
-    law = drawn_law(kept, tokens)
-    drops = [drop(i, 200) for i in range(tokens.size)]
-    found = censoring(drops, law, kept.size)
-    assert found.effect == pytest.approx(kept.mean() / lengths.mean() - 1, rel=0.05)
-    assert found.warning is not None
-    assert "shorter" in found.warning
-    nothing = censoring([], law, 10)
-    assert (nothing.effect, nothing.warning) == (None, None)
 
 
 def drop(i: int, tokens: int, reason: Reason = Reason.STALE, *, finished: bool = False) -> Drop:
@@ -250,14 +192,6 @@ def test_the_longest_rest_by_hand():
     assert expected_longest_rest(law, np.array([99])) == pytest.approx(1)
 
 
-def test_the_longest_rest_is_that_of_draws():
-    law = drawn_law(drawn(4000, 1))
-    tokens = np.arange(0, 100, 2)
-    u = np.random.default_rng(3).random((4000, tokens.size))
-    rests = law.residual_quantile(u, tokens) - tokens
-    assert expected_longest_rest(law, tokens) == pytest.approx(rests.max(axis=1).mean(), rel=0.02)
-
-
 def test_the_plan_says_how_long_and_at_what_price():
     law = kaplan_meier([10, 20], [False, False])
     plan = plan_drain(
@@ -276,19 +210,3 @@ def test_the_plan_says_how_long_and_at_what_price():
         law, np.array([], dtype=np.int64), bias=0.1, delivered=0, per_batch=10, step_seconds=1
     )
     assert (none.bias_now, none.further_batches, none.drained_epoch_seconds) == (0, 0, 0)
-
-
-def test_the_picture_of_a_run_that_knows_nothing_and_of_one_that_knows_all():
-    assert isinstance(figure_of(BiasFigures()), Figure)
-    law = drawn_law(LENGTHS)
-    ages = np.stack([LENGTHS] * 6, axis=1)
-    known = figure_of(
-        BiasFigures(
-            drawn=law_figures(law),
-            delivered=sample_law(LENGTHS[:500]),
-            by_length_decile=deciles(LENGTHS, ages),
-        )
-    )
-    laws, _, stale = known.axes
-    assert len(laws.get_lines()) == 2
-    assert len(stale.patches) == 10

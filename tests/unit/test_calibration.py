@@ -11,17 +11,8 @@ import pytest
 
 from aprilsched.cli.main import main
 from aprilsched.errors import ConfigError
-from aprilsched.timing import (
-    LogLine,
-    fit,
-    load_model,
-    predicted_seconds,
-    read_log,
-    save_model,
-    windows_of,
-)
+from aprilsched.timing import LogLine, fit, load_model, read_log, save_model, windows_of
 from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
-from aprilsched.timing.online import nonnegative, robust
 
 LOG = """\
 [2025-11-02 19:50:38] server_args=ServerArgs(model_path='m', decode_log_interval=40)
@@ -160,32 +151,6 @@ def test_a_line_without_end_is_not_kept(tmp_path: Path) -> None:
     assert [line.running for line in read_log(path)] == [64, 64, 7]
 
 
-def test_nonnegative_least_squares_meets_its_conditions() -> None:
-    rng = np.random.default_rng(3)
-    bound = 0
-    for _ in range(100):
-        rows = rng.standard_normal((12, 4)) * 10.0 ** rng.integers(-6, 6, 4)
-        target = rng.standard_normal(12)
-        gram, moment = rows.T @ rows, rows.T @ target
-        x = nonnegative(gram, moment)
-        slope = (moment - gram @ x) / np.sqrt(np.diag(gram))
-        assert (x >= 0).all()
-        assert (slope <= 1e-9).all()
-        assert slope[x > 0] == pytest.approx(0, abs=1e-9)
-        bound += int((x == 0).any())
-    assert bound > 50
-
-
-def test_a_fifth_of_stalled_windows_does_not_move_a_robust_fit() -> None:
-    rng = np.random.default_rng(4)
-    rows = rng.uniform(1, 2, (200, 2))
-    measured = rows @ np.array([2.0, 3.0]) * (1 + 0.01 * rng.standard_normal(200))
-    measured[::5] *= 4
-    assert robust(rows, measured) == pytest.approx([2.0, 3.0], rel=0.03)
-    plain = np.linalg.lstsq(rows, measured)[0]
-    assert plain.sum() > 1.3 * 5
-
-
 def test_a_linear_model_comes_back_within_its_errors() -> None:
     found = fit(windows_of(synthetic(TRUE, 80, 0.01)))
     assert (found.model.fill, found.model.t0_wide) == (0.0, 0.0)
@@ -224,14 +189,6 @@ def test_what_the_windows_do_not_tell_is_assumed() -> None:
 def test_too_few_windows_are_refused() -> None:
     with pytest.raises(ConfigError, match="at least 20"):
         fit(windows_of(synthetic(TRUE, 4, 0.01)))
-
-
-def test_predicted_seconds_are_the_model_s() -> None:
-    windows = windows_of(synthetic(TRUE, 10, 0.0))
-    steady = windows.where(windows.steady)
-    assert predicted_seconds(TRUE, steady) == pytest.approx(steady.seconds)
-    stalled = windows.where(windows.stalled)
-    assert predicted_seconds(TRUE, stalled) == pytest.approx(stalled.seconds, rel=1e-3)
 
 
 @pytest.mark.parametrize("model", [TRUE, H200_QWEN3_4B, replace(TRUE, t1=1 / 3)])

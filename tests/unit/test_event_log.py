@@ -267,31 +267,3 @@ def test_a_disk_that_hangs_costs_lines_and_no_time(
     assert log.error.startswith(f"{1000 - len(found)} lines were dropped")
     (record,) = caplog.records
     assert "the disk of events.jsonl is too slow" in record.getMessage()
-
-
-def test_a_disk_that_hangs_does_not_hold_up_the_end(
-    pipe: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    monkeypatch.setattr(writing, "_CLOSE_SECONDS", 0.01)
-    log = EventLog(pipe)
-    log.start()
-    with caplog.at_level(logging.WARNING, logger="aprilsched"):
-        log.on_facts(FACTS[:1], 0.0)
-        log.close()
-    assert log.error == "the disk did not take 2 lines within 0.01 s"
-    assert len(caplog.records) == 1
-    pipe.read_bytes()  # the thread ends
-
-
-def test_a_patient_log_waits_for_the_disk(pipe: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(writing, "_FLUSH_BYTES", 200)
-    monkeypatch.setattr(writing, "_HOLD_LINES", 1)
-    log = EventLog(pipe, patient=True)
-    log.start()
-    with ThreadPoolExecutor(1) as threads:
-        reading = threads.submit(pipe.read_bytes)
-        for number in range(1000):
-            log.on_facts(progress(number), 0.0)
-        log.close()
-        assert lines_of(reading.result()) == list(range(1000))
-    assert log.error is None

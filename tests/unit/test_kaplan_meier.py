@@ -20,13 +20,6 @@ def drawn(n: int, seed: int) -> NDArray[np.int64]:
     return np.clip(lengths, 1, 600).astype(np.int64)
 
 
-def censored(lengths: NDArray[np.int64], seed: int, longest: int = 700) -> KaplanMeier:
-    """Censor every second response after a uniform number of tokens."""
-    rng = np.random.default_rng(seed)
-    at = np.where(rng.random(len(lengths)) < 0.5, rng.integers(0, longest, len(lengths)), 10_000)
-    return kaplan_meier(np.minimum(lengths, at), at < lengths)
-
-
 def test_the_steps_by_hand():
     assert SMALL.lengths.tolist() == [1, 2, 3, 5]
     expected = [5 / 6, 5 / 6 * 4 / 5, 5 / 6 * 4 / 5 * 2 / 3, 0]
@@ -78,23 +71,6 @@ def test_nothing_finished_is_all_tail():
     assert law.mean() == 5
 
 
-def test_censoring_does_not_bias_it_and_does_bias_the_finished_ones():
-    """The mean over many samples has a much smaller tolerance than one sample."""
-    truth = drawn(400_000, 9)
-    means: list[float] = []
-    naive: list[float] = []
-    for seed in range(100):
-        lengths = drawn(800, seed)
-        law = censored(lengths, 1000 + seed)
-        means.append(law.mean())
-        at = np.random.default_rng(1000 + seed)
-        looked = np.where(at.random(800) < 0.5, at.integers(0, 700, 800), 10_000)
-        naive.append(float(lengths[lengths <= looked].mean()))
-    error = float(np.std(means)) / 10
-    assert np.mean(means) == pytest.approx(truth.mean(), abs=4 * error)
-    assert np.mean(naive) < truth.mean() - 8 * error
-
-
 def test_delayed_entries_by_hand():
     law = kaplan_meier([4, 6, 10, 8, 5], [False, True, False, False, False], [0, 0, 6, 6, 6])
     # Of two from the beginning one ends at 4, and the other was stopped at 6; two came in there.
@@ -116,34 +92,6 @@ def test_what_is_stopped_and_drawn_again_beyond_that_gives_the_law():
     mean = kaplan_meier(lengths, flags, entered).mean()
     assert mean == pytest.approx(first.mean(), rel=0.02)
     assert kaplan_meier(lengths, flags).mean() > 1.05 * first.mean()
-
-
-def test_greenwood_s_variance_is_that_of_the_estimate():
-    at = np.array([40, 90, 200])
-    laws = [censored(drawn(600, seed), 5000 + seed) for seed in range(300)]
-    survival = np.array([law.survival_at(at) for law in laws])
-    index = [np.searchsorted(law.lengths, at, side="right") - 1 for law in laws]
-    said = np.mean([law.variance[i] for law, i in zip(laws, index, strict=True)], axis=0)
-    assert said == pytest.approx(survival.var(axis=0), rel=0.3)
-
-
-def test_residual_draws_follow_the_law():
-    law = censored(drawn(4000, 3), 4)
-    u = (np.arange(20_000) + 0.5) / 20_000
-    draws = law.residual_quantile(u, 120)
-    assert draws.min() > 120
-    assert draws.mean() - 120 == pytest.approx(law.residual_mean(120), rel=1e-3)
-
-
-def test_self_consistency():
-    """With the expected length for each censored response, the mean is the same (Efron, 1967)."""
-    lengths = drawn(500, 8)
-    at = np.random.default_rng(8).integers(0, 300, 500)
-    seen, cut = np.minimum(lengths, at), at < lengths
-    seen = np.where(cut, seen, np.maximum(seen, 1))
-    law = kaplan_meier(seen, cut)
-    final = np.where(cut, seen + law.residual_mean(seen), seen)
-    assert final.mean() == pytest.approx(law.mean(), rel=1e-9)
 
 
 @pytest.mark.parametrize(

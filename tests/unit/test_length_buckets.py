@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aprilsched.config import Dispatch, SchedulerConfig, Staleness, Tokens
+from aprilsched.config import Dispatch, SchedulerConfig, Staleness
 from aprilsched.core.lengths.laws import LogLaw, rest_of_groups
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
@@ -20,7 +20,7 @@ from aprilsched.core.state.ledger import Reason
 from aprilsched.core.state.lifecycle import GENERATING
 from aprilsched.errors import ConfigError
 from aprilsched.types import Prompt
-from tests.support.driver import Driver, names, prompts, sampling
+from tests.support.driver import Driver, prompts, sampling
 
 LAW = LogLaw(mean=6.5, deviation=0.9, shared=0.5, cap=6000.0)
 
@@ -75,18 +75,8 @@ def test_a_place_without_a_length_is_no_evidence() -> None:
     assert padded != pytest.approx(larger)
 
 
-def test_groups_that_have_finished_need_nothing() -> None:
-    assert rest([[5, 6000], [1, 1]], [[True, True], [True, True]]) == [0.0, 0.0]
-
-
 def test_no_groups_need_nothing() -> None:
     assert len(rest_of_groups(np.zeros((0, 8), np.int64), np.zeros((0, 8), np.bool_), LAW)) == 0
-
-
-def test_groups_that_were_not_started_are_equal() -> None:
-    several = rest([[0] * 4] * 3, [[False] * 4] * 3)
-    assert several[0] == several[1] == several[2]
-    assert several[0] > math.exp(LAW.mean), "the longest of four is above the median"
 
 
 @pytest.mark.parametrize("law", [LAW, LogLaw(), replace(LAW, deviation=0.05, shared=0.95)], ids=str)
@@ -114,42 +104,23 @@ def test_what_is_expected_is_finite_and_never_beyond_the_cap(
 # --- which of them run ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("rests", "ages", "count", "places"),
-    [
-        ([5, 1, 3, 4, 2], [9, 0, 9, 0, 0], 2, [4, 2]),
-        ([1, 2, 3, 4, 5], [0, 0, 1, 5, 1], 3, [2, 3, 4]),
-        ([1, 2, 3, 4, 5], [0, 0, 0, 0, 0], 2, [0, 1]),
-        ([3, 2, 1], [0, 0, 0], 3, [2, 1, 0]),
-        ([3, 2, 1], [0, 0, 0], 7, [2, 1, 0]),
-        ([3, 2, 1], [5, 0, 0], 0, []),
-        ([3, 2, 1], [5, 0, 0], -4, []),
-        ([], [], 2, []),
-        ([7, 7, 7, 7], [0, 1, 2, 3], 2, [2, 3]),
-    ],
-    ids=str,
-)
-def test_the_neighbours_that_waited_longest_run(
-    rests: list[int], ages: list[int], count: int, places: list[int]
-) -> None:
-    chosen = window(np.array(rests, dtype=np.float64), np.array(ages, dtype=np.int64), count)
-    assert chosen.tolist() == places
-
-
 @given(
     groups=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20)), min_size=1, max_size=20),
-    count=st.integers(1, 20),
+    count=st.integers(-2, 20),
 )
 def test_no_other_neighbours_have_waited_longer(groups: list[tuple[int, int]], count: int) -> None:
     rests = np.array([r for r, _ in groups], dtype=np.float64)
     ages = np.array([a for _, a in groups], dtype=np.int64)
     chosen = window(rests, ages, count)
-    count = min(count, len(groups))
+    count = max(0, min(count, len(groups)))
     assert len(set(chosen.tolist())) == count
+    if not count:
+        return
     order = np.argsort(rests, kind="stable")
     sums = [ages[order[i : i + count]].sum() for i in range(len(groups) - count + 1)]
     assert ages[chosen].sum() == max(sums)
-    kept = np.sort(rests[chosen])
+    kept = rests[chosen]
+    assert kept.tolist() == sorted(kept)
     between = [r for r in rests if kept[0] < r < kept[-1]]
     assert sorted(between) == [r for r in kept if kept[0] < r < kept[-1]], "no gap in the window"
 
@@ -218,15 +189,6 @@ def batch(driver: Driver, count: int = 3) -> None:
     driver.request_batch()
     fill(driver, count)
     driver.update()
-
-
-def test_the_store_is_opened_and_the_chosen_groups_and_the_probes_are_sent() -> None:
-    driver = Driver(config())
-    driver.request_batch()
-    assert driver.given == 10
-    assert len(driver.state.in_flight.groups) == 10
-    members = [len(driver.attempts(group_id)) for group_id in driver.state.in_flight.groups]
-    assert sorted(members) == [1] * 7 + [2] * 3
 
 
 @pytest.mark.parametrize(
@@ -401,20 +363,6 @@ def test_what_is_eligible_stays_eligible_when_its_engine_is_lost() -> None:
     fill(driver)
 
 
-def test_an_engine_lost_while_it_is_called_back_keeps_nobody_waiting() -> None:
-    driver = Driver(config())
-    driver.request_batch()
-    for group_id in whole(driver)[:2]:
-        driver.finish_group(group_id)
-    assert {abort.engine for abort in driver.aborts.values()} == {"a", "b"}
-    driver.feed(ev.EngineLost(engine="a", cause="burnt"))
-    driver.settle()
-    driver.update()
-    assert not driver.sends
-    driver.request_batch()
-    assert {send.engine for send in driver.sends.values()} == {"b"}
-
-
 def judge(driver: Driver, *, accepted: bool) -> None:
     for verdict in driver.verdicts:
         driver.feed(ev.Filtered(group_id=verdict.group.group_id, accepted=accepted))
@@ -457,17 +405,6 @@ def test_a_store_that_is_rejected_to_its_last_group_is_filled_again(store: float
         driver.finish(key)
     judge(driver, accepted=True)
     assert len(driver.batches) == 1
-
-
-def test_a_batch_of_more_tokens_than_the_store_has_is_filled() -> None:
-    driver = Driver(config(stop=Tokens(50), refill=LengthBuckets(store=1.0), over_provision=1.0))
-    driver.request_batch()
-    for _ in range(40):
-        if driver.batches:
-            break
-        assert driver.sends, "the trainer waits and nothing runs"
-        driver.finish(driver.attempts()[0], 3)
-    assert driver.state.in_flight.counters.tokens_delivered >= 50
 
 
 def test_the_end_of_the_prompts_drains_the_store() -> None:
@@ -513,18 +450,6 @@ def test_an_evaluation_runs_together_with_a_bucket_and_after_it() -> None:
     assert len(driver.evaluations[9].groups) == 3
     driver.settle()
     assert not driver.sends
-
-
-def test_an_update_within_a_batch_is_followed_by_another_bucket() -> None:
-    driver = Driver(config())
-    driver.request_batch()
-    for key in driver.attempts():
-        driver.progress(key, 4)
-    driver.update()
-    assert driver.state.weights.versions.trainer == 1
-    assert len(whole(driver)) >= 3
-    assert {len(send.input_ids) for send in driver.sends.values()} >= {2 + 4}
-    fill(driver)
 
 
 def test_a_call_that_was_withdrawn_has_not_ended_its_bucket() -> None:
@@ -598,19 +523,6 @@ def test_what_runs_when_length_buckets_begin_goes_on_and_is_counted() -> None:
     assert len(driver.state.in_flight.groups) == 10
     assert set(carried) < set(whole(driver))
     assert len(driver.group_ids()) == 5
-
-
-def test_engines_may_sleep_between_two_buckets() -> None:
-    driver = Driver(config())
-    driver.request_batch()
-    fill(driver)
-    driver.feed(ev.SleepRequested(tags=("kv_cache", "weights")))
-    driver.settle()
-    driver.update()
-    driver.feed(ev.WakeRequested())
-    driver.settle()
-    assert names(driver.sleeps) == ["SleepBegun", "SleepEnded"]
-    batch(driver)
 
 
 def test_episodes_are_deferred_between_their_turns() -> None:
@@ -707,10 +619,9 @@ def test_a_choice_has_one_group_of_each_class_of_length() -> None:
     assert stratified(lengths, 0, none).tolist() == []
 
 
-@pytest.mark.parametrize("starves", [False, True])
-def test_no_group_is_held_for_ever(starves: bool) -> None:
-    """Groups come in buckets of like length, and each batch takes a choice. The control takes those
-    nearest to the median, as a rule might that only looks at the batch."""
+def test_no_group_is_held_for_ever() -> None:
+    """Groups come in buckets of like length, and each batch takes a choice. A rule that takes those
+    nearest to the median holds some for more than fifty batches."""
     rng = np.random.default_rng(1)
     held: list[tuple[float, int]] = []
     ages: list[int] = []
@@ -720,15 +631,11 @@ def test_no_group_is_held_for_ever(starves: bool) -> None:
         if len(held) < 24:
             continue
         lengths = np.array([length for length, _ in held], dtype=np.float64)
-        if starves:
-            off = np.abs(np.log(lengths) - np.log(np.median(lengths)))
-            chosen = np.argsort(off, kind="stable")[:8].tolist()
-        else:
-            chosen = stratified(lengths, 8, np.zeros(len(held), dtype=np.bool_)).tolist()
+        chosen = stratified(lengths, 8, np.zeros(len(held), dtype=np.bool_)).tolist()
         ages += [batch - held[place][1] for place in chosen]
         held = [group for place, group in enumerate(held) if place not in chosen]
     ages += [300 - came for _, came in held]
-    assert (max(ages) > 50) is starves
+    assert max(ages) <= 50
 
 
 def mixing(mixed: float) -> Driver:

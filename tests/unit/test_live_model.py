@@ -101,25 +101,6 @@ def test_before_anything_happened():
     assert seen.recent is None
 
 
-def test_a_rollout_goes_from_waiting_to_its_end():
-    told = Told()
-    told.launch(0)
-    assert told.seen.in_flight == {"waiting": 2}
-    told.send(0)
-    assert told.seen.in_flight == {"waiting": 1, "prefilling": 1}
-    told.send(1)
-    told.grow(0, 4, after=1.0)
-    assert told.seen.in_flight == {"decoding": 1, "prefilling": 1}
-    told.finish(0)
-    assert told.seen.in_flight == {"prefilling": 1}
-    assert told.seen.ready == 0
-    told.grow(1, 4)
-    told.finish(1)
-    assert told.seen.in_flight == {}
-    told.accept(0)
-    assert told.seen.ready == 1
-
-
 def test_scoring_is_seen_until_every_answer_is_there():
     told = Told()
     told.launch(0)
@@ -290,24 +271,6 @@ def test_episodes_at_their_tools_are_told_apart():
     told.tell(of.RolloutFinished(rollout_id=0, group_id=0))
     told.tell(facts.dropped(0, 0, 1, reason="failed", cause="a tool"))
     assert told.seen.in_flight == {}
-
-
-def test_idle_time_is_told_by_cause_the_largest_first():
-    told = Told()
-    told.launch(0)
-    told.send(0)
-    told.grow(0, 5, after=2.0)
-    for engine in "ab":
-        told.tell(*changed(engine, "running", "pausing", "paused", pause="in_place"))
-    told.tell(of.RefitBegun(version=1, engines=("a", "b")), after=1.0)
-    for engine in "ab":
-        told.tell(*changed(engine, "paused", "refitting"))
-    told.tell(*facts.refitted("a", 1), after=6.0)
-    seen = told.seen
-    assert next(part for part, _ in seen.idle) == "refit"
-    shares = [share for _, share in seen.idle]
-    assert shares == sorted(shares, reverse=True)
-    assert seen.utilization + sum(shares) == pytest.approx(1.0)
 
 
 # --- the last minutes ---------------------------------------------------------------------------

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as some
 from rich.console import Console
 from rich.text import Text
 
 from aprilsched.telemetry.figures import Figures, ForecastFigures, figures_in
 from aprilsched.telemetry.live.live_model import EngineRow, Faults, RunFacts, Snapshot
-from aprilsched.telemetry.live.view import ASCII, chosen, frame, one_line
+from aprilsched.telemetry.live.view import (
+    ASCII,
+    clock_time,
+    divided,
+    frame,
+    one_line,
+    percent,
+    plural,
+    thousands,
+)
 
 
 def row(name: str, **changes: object) -> EngineRow:
@@ -87,33 +99,6 @@ def test_all_of_it_at_80_columns():
         "10.0.0.3:30000 generating   64+16/64 ━━━━━━━━ 115%    2,310    v12 ━━━━━━━── 80%",
         "10.0.0.4:30000 refitting       48/64          120k    2,310  mixed ━━━━━━━── 80%",
     ]
-
-
-def test_paused_has_one_colour():
-    engines = (row("sim-0", state="paused"), *SNAPSHOT.engines)
-    snapshot = replace(SNAPSHOT, in_flight={"decoding": 300, "paused": 100}, engines=engines)
-    console = Console(width=80, height=40, force_terminal=True)
-    lines = console.render_lines(frame(snapshot, width=80, height=40))
-    segments = [segment for line in lines for segment in line]
-    (word,) = [place for place, s in enumerate(segments) if s.text == " 100 paused"]
-    (state,) = [segment for segment in segments if segment.text.strip() == "paused"]
-    in_legend, in_row = segments[word - 1].style, state.style
-    assert in_legend is not None
-    assert in_row is not None
-    assert in_legend.color is not None
-    assert in_legend.color == in_row.color
-
-
-def test_a_wide_terminal_says_what_efficiency_is():
-    lines = shown(SNAPSHOT, 140)
-    assert len(lines[0]) == 140
-    assert lines[7] == (
-        "speed      152k tokens/s · policy v12 · efficiency 71% · staleness 0.41 · max 2"
-        " (efficiency is T_bound / time; no schedule beats 100%)"
-    )
-    assert lines[-4] == (
-        "10.0.0.1:30000 generating      48/64 ━━━━━━────  60%    2,310    v12 ━━━━━━━━── 80%"
-    )
 
 
 def test_a_narrow_terminal_has_figures_instead_of_bars():
@@ -226,12 +211,6 @@ def test_of_many_engines_the_worst_and_the_fullest_are_shown():
     assert lines[-1] == "and 97 more: 97 generating · 224k tokens/s · 50% busy"
 
 
-def test_all_engines_are_shown_where_they_fit():
-    rows = [row(f"sim-{i}") for i in range(5)]
-    assert chosen(rows, 5) == rows
-    assert [r.name for r in chosen(rows, 3)] == ["sim-0", "sim-1", "sim-2"]
-
-
 def test_lines_give_way_to_engines():
     lines = shown(SNAPSHOT, 80, 9)
     assert [line.split()[0] for line in lines[:5]] == ["run", "batches", "in", "busy", "engine"]
@@ -260,3 +239,39 @@ def test_every_figure_with_a_name_for_the_view_is_shown_where_there_is_room() ->
     assert "length distance 19%" in texts
     assert texts[-1] == "forecast 71%, outcome 68%"
     assert shown(snapshot, 80) == shown(SNAPSHOT, 80), "it pushes nothing off"
+
+
+# --- bars and words ------------------------------------------------------------------------------
+
+
+@given(some.lists(some.integers(1, 10**6), min_size=1, max_size=8), some.integers(8, 200))
+def test_a_divided_bar_is_as_wide_as_asked(counts: list[int], width: int):
+    cells = divided(dict(enumerate(counts)), width)
+    assert sum(cells.values()) == width
+    assert len(cells) == len(counts)
+    order = sorted(range(len(counts)), key=lambda part: counts[part])
+    assert all(cells[a] <= cells[b] + 1 for a, b in pairwise(order))
+
+
+@pytest.mark.parametrize(
+    ("said", "wanted"),
+    [
+        (clock_time(0.9), "0:00"),
+        (clock_time(61), "1:01"),
+        (clock_time(3_599.9), "59:59"),
+        (clock_time(3_600), "1:00:00"),
+        (clock_time(90_061), "25:01:01"),
+        (percent(0.0), "0%"),
+        (percent(0.004), "<1%"),
+        (percent(0.124), "12%"),
+        (thousands(0), "0"),
+        (thousands(9_999), "9,999"),
+        (thousands(9_999.6), "10k"),
+        (thousands(152_310), "152k"),
+        (thousands(999_600), "1.0M"),
+        (plural(1, "engine"), "1 engine"),
+        (plural(2_000, "engine"), "2,000 engines"),
+    ],
+)
+def test_words(said: str, wanted: str):
+    assert said == wanted

@@ -12,7 +12,6 @@ from aprilsched.core.lengths.laws import kaplan_meier
 from aprilsched.core.lengths.observed import (
     GroupLengths,
     ObservedLengths,
-    hashed_uniforms,
     iid_distance,
     pooled,
     resampled,
@@ -73,21 +72,6 @@ def test_there_is_no_law_before_something_has_finished():
         observed.draw_groups(4, group_size=2, open_groups=[young])
 
 
-def test_the_law_of_a_running_system_is_not_that_of_its_complete_groups():
-    truth = drawn(100_000, 4, 99).mean()
-    means: list[float] = []
-    complete: list[float] = []
-    for seed in range(60):
-        observed, waiting = record(cut_off(drawn(400, 4, seed), 2.0), window=1200)
-        law = observed.law(waiting)
-        assert law is not None
-        means.append(law.mean())
-        complete.append(float(np.mean([g.tokens.mean() for g in observed.cohort()])))
-    error = np.std(means) / np.sqrt(60)
-    assert np.mean(means) == pytest.approx(truth, abs=4 * error)
-    assert np.mean(complete) < truth - 8 * error
-
-
 @pytest.mark.parametrize("shared", [0.0, 0.3, 0.6, 0.9])
 def test_the_shared_log_variance_is_found(shared: float):
     rng = np.random.default_rng(5)
@@ -96,16 +80,6 @@ def test_the_shared_log_variance_is_found(shared: float):
     lengths = np.rint(5000 * np.exp(0.5 * x)).astype(np.int64)
     groups = [GroupLengths.whole(i, row[: 4 + i % 5].tolist()) for i, row in enumerate(lengths)]
     assert shared_log_variance(groups) == pytest.approx(shared, abs=0.03)
-
-
-def test_the_shared_log_variance_by_hand():
-    logs = [[1.0, 3.0], [5.0, 7.0]]
-    groups = [GroupLengths.whole(i, np.exp(log).round().tolist()) for i, log in enumerate(logs)]
-    a, b = (np.log(group.tokens) for group in groups)
-    within = (np.var(a) * 2 + np.var(b) * 2) / 2
-    between = 2 * np.var([a.mean(), b.mean()]) * 2
-    shared = (between - within) / 2
-    assert shared_log_variance(groups) == pytest.approx(shared / (shared + within))
 
 
 def test_what_does_not_say_how_much_is_shared():
@@ -168,18 +142,6 @@ def test_what_is_known_of_an_open_group_stays():
     assert sorted(drawn_groups) == [[30, 90]] * 20 + [[50, 90]] * 20
 
 
-def test_hashed_uniforms_are_uniform_and_independent_of_each_other():
-    u = hashed_uniforms((64, 1000), seed=7)
-    assert 0 < u.min() < u.max() < 1
-    counts = np.bincount((u.ravel() * 64).astype(np.int64), minlength=64)
-    assert float(((counts - 1000) ** 2 / 1000).sum()) < 63 + 5 * np.sqrt(2 * 63)
-    flat = u.ravel() - 0.5
-    for lag in (1, 2, 1000):
-        assert abs(float((flat[lag:] * flat[:-lag]).mean()) * 12) < 5 / np.sqrt(flat.size)
-    other = hashed_uniforms((64, 1000), seed=8).ravel() - 0.5
-    assert abs(float((flat * other).mean()) * 12) < 5 / np.sqrt(flat.size)
-
-
 @pytest.mark.parametrize(("population", "count"), [(7, 3), (7, 7), (7, 40), (1, 5)])
 def test_resampling_takes_each_as_often_as_it_can(population: int, count: int):
     for seed in range(20):
@@ -193,14 +155,6 @@ def test_resampling_favours_no_place():
     for seed in range(3000):
         taken += np.bincount(resampled(10, 3, seed=seed), minlength=10)
     assert taken / 3000 == pytest.approx(np.full(10, 0.3), abs=0.05)
-
-
-def test_the_identity_is_exact():
-    lengths = drawn(200, 1, 3).ravel()
-    away, here = lengths[150:], lengths[:150]
-    bias = bias_without(50, float(away.mean()), 150, float(lengths.mean()))
-    assert bias == pytest.approx(here.mean() / lengths.mean() - 1)
-    assert bias_without(0, 9.0, 5, 3.0) == bias_without(5, 9.0, 0, 3.0) == 0
 
 
 def test_batches_until_the_transient_is_small():

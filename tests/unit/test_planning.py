@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import pairwise
 from typing import Any
@@ -234,7 +234,6 @@ def test_from_waves_to_length_buckets_what_runs_goes_on(straggler: str) -> None:
 # --- trials against the simulation ---------------------------------------------------------------
 
 WORKLOAD = LongTailWorkload()
-BATCHES, BURN_IN = 30, 9
 
 
 @cache
@@ -242,31 +241,110 @@ def drawn(groups: int) -> NDArray[np.int64]:
     return np.stack([WORKLOAD.lengths(index) for index in range(groups)])
 
 
-class Meter:
-    """The work that engines did until each delivery, and the stale tokens of each batch."""
+@dataclass
+class Steps:
+    """The time and the work of the engines at each request for a batch, and the tokens' ages."""
 
-    def __init__(self) -> None:
-        self.engines: Sequence[ModelledEngine] = ()
-        self.now: list[float] = []
-        self.work: list[float] = []
-        self.tokens: list[tuple[int, int]] = []
+    engines: Sequence[ModelledEngine] = ()
+    now: list[float] = field(default_factory=list[float])
+    work: list[float] = field(default_factory=list[float])
+    ages: list[NDArray[np.int64]] = field(default_factory=list[NDArray[np.int64]])
 
     def on_event(self, event: ev.Event, now: float) -> None:
-        pass
+        if isinstance(event, ev.BatchRequested) and len(self.now) == len(self.ages):
+            # The other requests are for further groups of a batch that is taken group by group.
+            counters = [engine.batcher.counters for engine in self.engines]
+            thin = sum(c.generated for c in counters) / 512 - sum(c.steps for c in counters)
+            self.now.append(now)
+            work = sum(c.decode_seconds for c in counters) + H200_QWEN3_4B_LINEAR.t0 * thin
+            self.work.append(work)
 
     def on_command(self, command: do.Command, now: float) -> None:
-        if not isinstance(command, do.Deliver):
-            return
-        counters = [engine.batcher.counters for engine in self.engines]
-        steps = sum(c.steps for c in counters)
-        full = sum(c.generated for c in counters) / 512
-        self.now.append(now)
-        self.work.append(
-            sum(c.decode_seconds for c in counters) + H200_QWEN3_4B_LINEAR.t0 * (full - steps)
-        )
-        ages = [command.batch.version - r.versions for r in command.batch.rollouts]
-        age = np.concatenate(ages)
-        self.tokens.append((int((age > 0).sum()), len(age)))
+        if isinstance(command, do.Deliver):
+            batch = command.batch
+            ages = [batch.version - r.versions.astype(np.int64) for r in batch.rollouts]
+            self.ages.append(np.concatenate(ages))
+
+
+@dataclass
+class Measured:
+    """Figures of whole steps, the trainer's time included."""
+
+    step_seconds: float
+    efficiency: float
+    off_policy_share: float
+    mean_age: float
+
+
+def simulated_and_tried(
+    settings: SchedulerConfig,
+    counted: int,
+    burn_in: int,
+    *,
+    kv: int | None = None,
+    engines: int = 1,
+    streamed: bool = False,
+    train_seconds: float = 0.0,
+    refit_seconds: float = 0.0,
+) -> tuple[Measured, Outcome]:
+    """What the simulation measures and what a trial says of batches `burn_in` to `counted`.
+
+    Both have the same lengths, so there is no noise between them. With length buckets they differ
+    sooner or later.
+    """
+    steps = Steps()
+    simulation = Simulation(
+        settings,
+        WORKLOAD,
+        engines=engines,
+        batches=counted + 1,
+        engine=modelled(kv or 1_000_000),
+        costs=Costs(train_seconds=train_seconds, refit_seconds=refit_seconds, pause_seconds=0.0),
+        streamed=streamed,
+        listeners=[steps],
+    )
+    steps.engines = list(simulation.engines.values())
+    simulation.run()
+    policies, groups = settings.policies, settings.batch_groups
+    assert policies.over_provision is not None
+    tried_on = setting(
+        lengths=drawn(groups * (counted + 8)),
+        batch_groups=groups,
+        engines=engines,
+        pace=settings.pace,
+        keeps_kv=settings.straggler == "in_place",
+        runs_out=settings.straggler == "run",
+        rolling=settings.refit == "rolling",
+        max_staleness=policies.staleness.bound,
+        stop=policies.stop,
+        kv_tokens=kv,
+        train_seconds=train_seconds,
+        refit_seconds=refit_seconds,
+        train_early=(groups - 1) / groups if streamed else 0.0,
+        batches=counted - burn_in,
+        burn_in=burn_in // 3 if policies.refill.defers else burn_in,
+    )
+    tried = Schedule(over_provision=policies.over_provision, refill=policies.refill)
+    kind = RollingTrial if tried_on.rolling else Trial
+    seconds = steps.now[counted] - steps.now[burn_in]
+    ages = np.concatenate(steps.ages[burn_in:counted])
+    measured = Measured(
+        step_seconds=seconds / (counted - burn_in),
+        efficiency=(steps.work[counted] - steps.work[burn_in]) / seconds,
+        off_policy_share=float((ages > 0).mean()),
+        mean_age=float(ages.mean()),
+    )
+    return measured, kind(tried, tried_on).outcome(counted - burn_in)
+
+
+def modelled(kv_tokens: int) -> SimConfig:
+    """An engine that makes no tokens."""
+    return SimConfig(
+        timing=H200_QWEN3_4B_LINEAR,
+        make_tokens=False,
+        stream_interval=NEVER,
+        kv_tokens=kv_tokens,
+    )
 
 
 @pytest.mark.parametrize(
@@ -288,73 +366,18 @@ class Meter:
     ids=str,
 )
 def test_a_trial_does_what_the_simulation_does(straggler: str, changes: dict[str, Any]) -> None:
-    """Both have the same lengths, so there is no noise between them. With length buckets they
-    differ sooner or later."""
-    kv = changes.get("kv")
-    changes = {name: value for name, value in changes.items() if name != "kv"}
+    changes = dict(changes)
+    kv = changes.pop("kv", None)
     settings = SchedulerConfig(straggler=straggler, **changes)  # type: ignore[arg-type]
-    meter = Meter()
-    engine = SimConfig(
-        timing=H200_QWEN3_4B_LINEAR,
-        make_tokens=False,
-        stream_interval=NEVER,
-        kv_tokens=kv or 1_000_000,
-    )
-    simulation = Simulation(settings, WORKLOAD, batches=BATCHES, engine=engine, listeners=[meter])
-    meter.engines = list(simulation.engines.values())
-    simulation.run()
-    policies = settings.policies
-    assert policies.over_provision is not None
-    defers = policies.refill.defers
-    outcome = try_out(
-        Schedule(over_provision=policies.over_provision, refill=policies.refill),
-        Setting(
-            lengths=drawn(32 * (BATCHES + 8)),
-            batch_groups=32,
-            model=H200_QWEN3_4B_LINEAR,
-            prompt_tokens=8.0,
-            keeps_kv=straggler == "in_place",
-            runs_out=straggler == "run",
-            batches=BATCHES - BURN_IN,
-            burn_in=BURN_IN // 3 if defers else BURN_IN,
-            kv_tokens=kv,
-            stop=policies.stop,
-        ),
-    )
-    seconds = meter.now[-1] - meter.now[BURN_IN - 1]
-    efficiency = (meter.work[-1] - meter.work[BURN_IN - 1]) / seconds
-    stale, tokens = np.sum(meter.tokens[BURN_IN:], axis=0)
+    measured, outcome = simulated_and_tried(settings, 30, 9, kv=kv)
     # A trial knows only roughly in which order a full pool lets requests go on, and from the first
     # batch on how many groups hold so many tokens.
-    near = 0.03 if defers or kv is not None or isinstance(policies.stop, Tokens) else 0.005
-    assert outcome.efficiency == pytest.approx(efficiency, rel=near)
-    assert outcome.off_policy_share == pytest.approx(stale / tokens, abs=near)
-    assert outcome.step_seconds == pytest.approx(seconds / (BATCHES - BURN_IN), rel=0.03)
-
-
-class Steps:
-    """The time and the work of the engines at each request for a batch, and the tokens' ages."""
-
-    def __init__(self) -> None:
-        self.engines: Sequence[ModelledEngine] = ()
-        self.now: list[float] = []
-        self.work: list[float] = []
-        self.ages: list[NDArray[np.int64]] = []
-
-    def on_event(self, event: ev.Event, now: float) -> None:
-        if isinstance(event, ev.BatchRequested) and len(self.now) == len(self.ages):
-            # The other requests are for further groups of a batch that is taken group by group.
-            counters = [engine.batcher.counters for engine in self.engines]
-            thin = sum(c.generated for c in counters) / 512 - sum(c.steps for c in counters)
-            self.now.append(now)
-            work = sum(c.decode_seconds for c in counters) + H200_QWEN3_4B_LINEAR.t0 * thin
-            self.work.append(work)
-
-    def on_command(self, command: do.Command, now: float) -> None:
-        if isinstance(command, do.Deliver):
-            batch = command.batch
-            ages = [batch.version - r.versions.astype(np.int64) for r in batch.rollouts]
-            self.ages.append(np.concatenate(ages))
+    policies = settings.policies
+    rough = policies.refill.defers or kv is not None or isinstance(policies.stop, Tokens)
+    near = 0.03 if rough else 0.005
+    assert outcome.efficiency == pytest.approx(measured.efficiency, rel=near)
+    assert outcome.off_policy_share == pytest.approx(measured.off_policy_share, abs=near)
+    assert outcome.step_seconds == pytest.approx(measured.step_seconds, rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -378,48 +401,15 @@ def test_a_trial_takes_the_time_of_whole_steps(
 ) -> None:
     """The refit takes 2 s, so every part of a step is there."""
     settings = SchedulerConfig(batch_groups=16, **changes)
-    steps, counted, burn_in = Steps(), 18, 7
-    simulation = Simulation(
-        settings,
-        WORKLOAD,
-        batches=counted + 1,
-        engine=SimConfig(
-            timing=H200_QWEN3_4B_LINEAR,
-            make_tokens=False,
-            stream_interval=NEVER,
-            kv_tokens=1_000_000,
-        ),
-        costs=Costs(train_seconds=train_seconds, refit_seconds=2.0, pause_seconds=0.0),
-        streamed=streamed,
-        listeners=[steps],
+    measured, outcome = simulated_and_tried(
+        settings, 18, 7, streamed=streamed, train_seconds=train_seconds, refit_seconds=2.0
     )
-    steps.engines = list(simulation.engines.values())
-    simulation.run()
-    policies = settings.policies
-    assert policies.over_provision is not None
-    outcome = try_out(
-        Schedule(over_provision=policies.over_provision, refill=policies.refill),
-        setting(
-            lengths=drawn(16 * (counted + 10)),
-            pace=settings.pace,
-            keeps_kv=settings.straggler == "in_place",
-            runs_out=settings.straggler == "run",
-            max_staleness=policies.staleness.bound,
-            train_seconds=train_seconds,
-            refit_seconds=2.0,
-            train_early=15 / 16 if streamed else 0.0,
-            batches=counted - burn_in,
-            burn_in=burn_in,
-        ),
-    )
-    seconds = steps.now[counted] - steps.now[burn_in]
-    ages = np.concatenate(steps.ages[burn_in:counted])
     step_seconds = outcome.step_seconds + outcome.trainer_seconds
-    assert step_seconds == pytest.approx(seconds / (counted - burn_in), rel=0.01)
-    work = (steps.work[counted] - steps.work[burn_in]) / seconds
-    assert outcome.efficiency * outcome.step_seconds / step_seconds == pytest.approx(work, rel=0.01)
-    assert outcome.off_policy_share == pytest.approx((ages > 0).mean(), abs=0.01)
-    assert outcome.mean_age == pytest.approx(ages.mean(), abs=0.03)
+    assert step_seconds == pytest.approx(measured.step_seconds, rel=0.01)
+    efficiency = outcome.efficiency * outcome.step_seconds / step_seconds
+    assert efficiency == pytest.approx(measured.efficiency, rel=0.01)
+    assert outcome.off_policy_share == pytest.approx(measured.off_policy_share, abs=0.01)
+    assert outcome.mean_age == pytest.approx(measured.mean_age, abs=0.03)
 
 
 @pytest.mark.parametrize(
@@ -437,51 +427,17 @@ def test_a_trial_of_rolling_refits_does_what_the_simulation_does(
 ) -> None:
     """On several engines one response more or less decides which engine is freed when, so both are
     different runs with the same means."""
-    kv = changes.get("kv", 1_000_000)
-    changes = {name: value for name, value in changes.items() if name != "kv"}
+    changes = dict(changes)
+    kv = changes.pop("kv", 1_000_000)
     settings = SchedulerConfig(
         batch_groups=32, refit="rolling", pace="asynchronous", straggler="run", **changes
     )
-    steps, counted, burn_in = Steps(), 22, 8
-    simulation = Simulation(
-        settings,
-        WORKLOAD,
-        engines=engines,
-        batches=counted + 1,
-        engine=SimConfig(
-            timing=H200_QWEN3_4B_LINEAR,
-            make_tokens=False,
-            stream_interval=NEVER,
-            kv_tokens=kv,
-        ),
-        costs=Costs(train_seconds=train_seconds, refit_seconds=1.0),
-        listeners=[steps],
+    measured, outcome = simulated_and_tried(
+        settings, 22, 8, kv=kv, engines=engines, train_seconds=train_seconds, refit_seconds=1.0
     )
-    simulation.run()
-    policies = settings.policies
-    assert policies.over_provision is not None
-    trial = RollingTrial(
-        Schedule(over_provision=policies.over_provision, refill=policies.refill),
-        setting(
-            lengths=drawn(32 * (counted + 12)),
-            batch_groups=32,
-            engines=engines,
-            kv_tokens=kv,
-            pace="asynchronous",
-            max_staleness=policies.staleness.bound,
-            train_seconds=train_seconds,
-            refit_seconds=1.0,
-            rolling=True,
-            batches=counted - burn_in,
-            burn_in=burn_in,
-        ),
-    )
-    outcome = trial.outcome(counted - burn_in)
-    seconds = (steps.now[counted] - steps.now[burn_in]) / (counted - burn_in)
-    ages = np.concatenate(steps.ages[burn_in:counted])
-    assert outcome.step_seconds == pytest.approx(seconds, rel=near)
-    assert outcome.mean_age == pytest.approx(ages.mean(), abs=5 * near)
-    assert outcome.off_policy_share == pytest.approx((ages > 0).mean(), abs=0.02)
+    assert outcome.step_seconds == pytest.approx(measured.step_seconds, rel=near)
+    assert outcome.mean_age == pytest.approx(measured.mean_age, abs=5 * near)
+    assert outcome.off_policy_share == pytest.approx(measured.off_policy_share, abs=0.02)
 
 
 def test_the_trainers_times_scatter_around_their_mean_in_a_trial() -> None:
@@ -552,11 +508,6 @@ def test_who_pays_for_age_gets_younger_tokens(usefulness_age: float, fresh: bool
     tried_on = setting(objective=Objective(usefulness_age=usefulness_age), batches=8)
     best = choose(trials(tried_on, Space(may_defer=False)), TOLERANCE)
     assert (best.outcome.mean_age < 0.7) is fresh
-
-
-@pytest.mark.parametrize("refill", [Wave(), LengthBuckets()], ids=["wave", "length buckets"])
-def test_a_trial_is_repeatable(refill: Refill) -> None:
-    assert try_out(schedule(1.5, refill), setting()) == try_out(schedule(1.5, refill), setting())
 
 
 def test_more_engines_are_as_efficient_with_as_much_more_to_do() -> None:
@@ -742,7 +693,7 @@ def test_a_schedule_that_is_as_good_stays() -> None:
     assert again.why != best.why, "what is expected of it is told again"
 
 
-@pytest.mark.parametrize("straggler", ["retract", "in_place"])
+@pytest.mark.parametrize("straggler", [pytest.param("retract", marks=pytest.mark.long), "in_place"])
 def test_a_full_kv_pool_is_a_cost_and_no_limit(straggler: str) -> None:
     """A schedule that overflows the pool by a little may still be the fastest."""
     settings = rules(straggler=straggler)
@@ -858,16 +809,6 @@ def test_with_rolling_refits_a_smaller_share_is_too_small() -> None:
     assert (tried_on.batch_groups, tried_on.engines) == (256, 8)
 
 
-@pytest.mark.parametrize("candidate", [schedule(1.25), schedule(1.5, Pool(together=8))])
-def test_an_equal_share_does_about_what_the_whole_does(candidate: Schedule) -> None:
-    lengths = drawn(32 * 48)[:, :2]
-    whole = setting(lengths=lengths, batch_groups=256, engines=4, batches=8)
-    share = setting(lengths=lengths, batch_groups=128, engines=2, batches=8)
-    of_whole, of_share = try_out(candidate, whole), try_out(candidate, share)
-    assert of_share.efficiency == pytest.approx(of_whole.efficiency, rel=0.05)
-    assert of_share.off_policy_share == pytest.approx(of_whole.off_policy_share, abs=0.03)
-
-
 def test_unfinished_groups_are_evidence_too() -> None:
     """Five long groups that have not ended make the lengths of the trials longer."""
     command = plan(POOR, groups=40)
@@ -946,7 +887,9 @@ def _outcome(planner: Planner, command: do.Plan, settings: SchedulerConfig) -> O
     return try_out(POOR, planner.setting(command, settings))
 
 
-@pytest.mark.parametrize("preset", ["sync", "on_policy", "rollpacker"])
+@pytest.mark.parametrize(
+    "preset", [pytest.param("sync", marks=pytest.mark.long), "on_policy", "rollpacker"]
+)
 def test_a_trial_throws_away_what_the_simulation_throws_away(preset: str) -> None:
     """In both, a prompt that begins again has other lengths, which only agree in their law."""
     settings = PRESETS[preset](SchedulerConfig(batch_groups=16))
@@ -955,9 +898,7 @@ def test_a_trial_throws_away_what_the_simulation_throws_away(preset: str) -> Non
         bound=partial(H200_QWEN3_4B_LINEAR.bound_seconds, max_running=512),
         burn_in=10,
     )
-    engine = SimConfig(
-        timing=H200_QWEN3_4B_LINEAR, make_tokens=False, stream_interval=NEVER, kv_tokens=1_000_000
-    )
+    engine = modelled(1_000_000)
     simulation = Simulation(settings, WORKLOAD, batches=60, engine=engine, listeners=[summary])
     simulation.run()
     policies, steady = settings.policies, steady_state(summary.batches, 10)

@@ -151,44 +151,6 @@ def test_places_are_those_of_a_plain_search(
         assert places.take(prefer=prefer, slack=slack, avoid=avoid) == slow.take(prefer, avoid)
 
 
-def taken(
-    places: Places, count: int, *, prefer: str = "", slack: int = 8, avoid: str = ""
-) -> list[str | None]:
-    return [places.take(prefer=prefer, slack=slack, avoid=avoid.split()) for _ in range(count)]
-
-
-def test_the_least_loaded_engine_is_taken() -> None:
-    assert taken(Places({"a": 2, "b": 0, "c": 1}), 6) == ["b", "b", "c", "a", "b", "c"]
-
-
-def test_the_engine_with_the_prefix_is_preferred_as_far_as_the_slack_goes() -> None:
-    assert taken(Places({"a": 0, "b": 0}), 5, prefer="b", slack=2) == ["b", "b", "b", "a", "b"]
-
-
-def test_a_spread_group_goes_wherever_there_is_least_to_do() -> None:
-    assert taken(Places({"a": 0, "b": 0}), 4, prefer="b", slack=-1) == ["a", "b", "a", "b"]
-
-
-@pytest.mark.parametrize(
-    ("loads", "avoid", "engine"),
-    [
-        ({"a": 0, "b": 9}, "a", "b"),
-        ({"a": 0, "b": 1, "c": 9}, "a b", "c"),
-        ({"a": 0}, "a", "a"),
-        ({"a": 3, "b": 1}, "a b", "b"),
-    ],
-    ids=["another", "the third", "the last", "none is left"],
-)
-def test_engines_that_failed_a_request_are_taken_only_if_there_is_no_other(
-    loads: dict[str, int], avoid: str, engine: str
-) -> None:
-    assert taken(Places(loads), 1, prefer="a", avoid=avoid) == [engine]
-
-
-def test_without_engines_there_is_no_place() -> None:
-    assert taken(Places({}), 1) == [None]
-
-
 # --- over-provisioning ---------------------------------------------------------------------------
 
 

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from aprilsched.analysis.report import page as page_module
-from aprilsched.analysis.report.charts import forecasts, losses, lost_most, numbers, text
+from aprilsched.analysis.report.charts import forecasts, losses, lost_most
 from aprilsched.analysis.report.gather import Faults, report_data
 from aprilsched.analysis.report.page import differences, page, verdict
 from aprilsched.analysis.report.report_data import ReportData
-from aprilsched.analysis.report.words import percent, ran, seconds
+from aprilsched.analysis.report.words import percent, ran
 from aprilsched.analysis.run import read_run
 from aprilsched.analysis.usage import usage_of
 from aprilsched.cli.main import main
@@ -232,17 +232,6 @@ def test_settings_are_put_into_words(
     assert ran({}, summary)
 
 
-def test_numbers_are_put_into_words():
-    shares: Sequence[float | None] = (None, 0.0, 0.0001, 0.037, 0.259)
-    assert [percent(s) for s in shares] == ["unknown", "0 %", "< 0.1 %", "3.7 %", "26 %"]
-    assert [seconds(s) for s in (0.12, 36.84, 248.0, 9000.0)] == [
-        "0.12 s",
-        "36.8 s",
-        "4 min 8 s",
-        "2.5 h",
-    ]
-
-
 def test_two_runs_are_held_against_each_other(reports: Mapping[str, ReportData]):
     a, b = reports["sync"], reports["april"]
     found = {difference.label: difference for difference in differences(a, b)}
@@ -262,12 +251,6 @@ def test_two_runs_are_held_against_each_other(reports: Mapping[str, ReportData])
 
 
 # --- the page --------------------------------------------------------------------------------
-
-
-def test_numbers_become_typed_arrays():
-    spec = numbers([1.0, float("nan"), 2.5])
-    assert spec == {"dtype": "f4", "bdata": "AACAPwAAwH8AACBA"}
-    assert text("<b>&") == "&lt;b&gt;&amp;"
 
 
 def test_the_page_asks_nobody_and_holds_its_figures(reports: Mapping[str, ReportData]):

@@ -61,14 +61,6 @@ def test_what_waits_runs_in_the_order_of_its_rank(priority: bool, order: str) ->
     assert "".join(ended[at] for at in sorted(at for at in ended if at is not None)) == order
 
 
-def test_a_single_token_needs_no_step() -> None:
-    driver = Driver(SimConfig())
-    driver.submit(request("a", 1))
-    driver.settle()
-    assert driver.batcher.counters.steps == 0
-    assert len(driver.outcomes["a"].ids) == 1
-
-
 def test_requests_sent_together_share_a_pass_and_prefill_stalls_decoding() -> None:
     driver = Driver(SimConfig())
     driver.submit(request("a", 100))
@@ -286,25 +278,6 @@ def test_weights_and_cache_change_only_when_nothing_is_computed() -> None:
     assert not driver.batcher.flush()
     assert driver.batcher.refit(1)
     assert Batcher(SimConfig()).refit(1)
-
-
-def test_flushed_and_refitted_tokens_are_explained_by_their_spans() -> None:
-    driver = Driver(SimConfig(vocab_size=1000))
-    sent = [request(f"r{i}", 50 + 40 * i, prompt=3 + i) for i in range(12)]
-    for one in sent:
-        driver.submit(one)
-    for version in range(1, 5):
-        driver.until(driver.now + 0.4)
-        driver.pause("retract")
-        assert driver.batcher.flush()
-        assert driver.batcher.refit(version)
-        driver.resume()
-    driver.settle()
-    keys = {v: weights_key_of_version(v) for v in range(5)}
-    for one in sent:
-        assert explained(one, driver.outcomes[one.request_id], keys, 1000)
-        wrong = {v: keys[(v + 1) % 5] for v in keys}
-        assert not explained(one, driver.outcomes[one.request_id], wrong, 1000)
 
 
 # -- aborts and SGLang's edges --------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import enum
 import gc
@@ -14,6 +13,7 @@ import subprocess
 import sys
 import zoneinfo
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -64,6 +64,14 @@ KEYS = ("a", 7, None, "a long key, " * 9)
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "rollouts.store"
+
+
+@pytest.fixture
+def store(path: Path) -> Iterator[SqliteStore]:
+    """A store that is not open yet, and is closed in the end."""
+    made = SqliteStore(path)
+    yield made
+    made.close()
 
 
 def run(driver: Driver, steps: int, seed: int) -> None:
@@ -231,7 +239,7 @@ def filled(path: Path, *, snapshots: int = 10, seed: int = 1, steps: int = 40) -
     return driver
 
 
-# --- damaged and damaged files --------------------------------------------------------------------
+# --- damaged files --------------------------------------------------------------------------------
 
 
 class Noting(SqliteStore):
@@ -278,23 +286,6 @@ def test_an_incomplete_tail_is_dropped(path: Path, tmp_path: Path):
     store.close()
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_a_damaged_file_is_an_error_of_ours_or_costs_what_it_names(path: Path, seed: int):
-    filled(path, snapshots=6)
-    rng = random.Random(seed)
-    size = path.stat().st_size
-    with path.open("r+b") as file:
-        for _ in range(rng.choice([1, 1, 4, 40])):
-            file.seek(rng.randrange(size))
-            file.write(rng.randbytes(rng.choice([1, 8, 600])))
-    store = SqliteStore(path)
-    with contextlib.suppress(StoreError):
-        saved = store.open()
-        if saved is not None:
-            restored(saved).core.check_invariants()
-    store.close()
-
-
 def damage(path: Path, statement: str) -> None:
     connection = sqlite3.connect(path)
     assert connection.execute(statement).rowcount > 0
@@ -313,12 +304,11 @@ def restored(saved: Saved | None) -> Driver:
 
 
 def test_tokens_behind_a_damaged_row_are_generated_again(
-    path: Path, caplog: pytest.LogCaptureFixture
+    path: Path, store: SqliteStore, caplog: pytest.LogCaptureFixture
 ):
     before = filled(path)
     held = {r.rollout_id: r.log.token_ids for r in before.state.in_flight.rollouts.values()}
     damage(path, "UPDATE tokens SET token_ids = zeroblob(length(token_ids)) WHERE n % 5 = 4")
-    store = SqliteStore(path)
     driver = restored(store.open())
     assert any("rows of tokens are damaged" in record.message for record in caplog.records)
     shorter = 0
@@ -329,14 +319,14 @@ def test_tokens_behind_a_damaged_row_are_generated_again(
             shorter += len(known) < len(held[rollout.rollout_id])
     assert shorter
     assert driver.state.in_flight.ledger.total == before.state.in_flight.ledger.total
-    store.close()
 
 
 @pytest.mark.parametrize("table", ["groups", "rollouts"])
-def test_a_group_whose_record_is_damaged_is_in_the_ledger(path: Path, table: str):
+def test_a_group_whose_record_is_damaged_is_in_the_ledger(
+    path: Path, store: SqliteStore, table: str
+):
     before = filled(path)
     damage(path, f"UPDATE {table} SET body = zeroblob(length(body)) WHERE group_id % 2 = 0")  # noqa: S608
-    store = SqliteStore(path)
     saved = store.open()
     assert saved is not None
     assert saved.damaged
@@ -349,7 +339,6 @@ def test_a_group_whose_record_is_damaged_is_in_the_ledger(path: Path, table: str
         dropped = driver.state.in_flight.ledger.rollouts[Reason.DAMAGED]
         assert dropped > 0
         assert before.state.in_flight.counters.launched == driver.state.in_flight.counters.launched
-    store.close()
 
 
 def test_without_the_record_of_the_run_there_is_nothing(path: Path):
@@ -372,15 +361,13 @@ def test_one_store_is_for_one_scheduler_at_a_time(path: Path):
     second.close()
 
 
-def test_a_killed_owner_leaves_no_lock_behind(path: Path):
+def test_a_killed_owner_leaves_no_lock_behind(path: Path, store: SqliteStore):
     script = (
         "import os, signal, sys; from aprilsched import SqliteStore;"
         "SqliteStore(sys.argv[1]).open(); os.kill(os.getpid(), signal.SIGKILL)"
     )
     subprocess.run([sys.executable, "-c", script, str(path)], check=False)
-    store = SqliteStore(path)
     assert store.open() is None
-    store.close()
 
 
 def test_what_leads_out_of_the_folder_is_refused(path: Path, tmp_path: Path):
@@ -430,8 +417,7 @@ def test_what_names_no_file_is_refused_with_the_store_that_keeps_none(name: str)
         SqliteStore(name)
 
 
-def test_what_is_stored_is_for_its_owner_alone(path: Path, tmp_path: Path):
-    store = SqliteStore(path)
+def test_what_is_stored_is_for_its_owner_alone(path: Path, store: SqliteStore, tmp_path: Path):
     store.open()
     driver = Driver(config(), store=store)
     run(driver, 60, 1)
@@ -440,11 +426,11 @@ def test_what_is_stored_is_for_its_owner_alone(path: Path, tmp_path: Path):
     modes = {each.name: each.stat().st_mode & 0o777 for each in tmp_path.iterdir()}
     assert {path.name, f"{path.name}-wal", f"{path.name}-last", "checkpoint"} <= modes.keys()
     assert set(modes.values()) == {0o600}
-    store.close()
 
 
-def test_a_store_that_lost_everything_is_not_taken_for_a_new_one(path: Path, tmp_path: Path):
-    store = SqliteStore(path)
+def test_a_store_that_lost_everything_is_not_taken_for_a_new_one(
+    path: Path, store: SqliteStore, tmp_path: Path
+):
     store.open()
     driver = Driver(config(), store=store)
     run(driver, 60, 1)
@@ -499,12 +485,11 @@ def test_a_damaged_place_of_the_log_is_told_with_what_is_behind_it(
 
 
 def test_the_marker_of_the_last_save_may_be_behind_or_damaged(
-    path: Path, caplog: pytest.LogCaptureFixture
+    path: Path, store: SqliteStore, caplog: pytest.LogCaptureFixture
 ):
     filled(path, snapshots=3)
     marker = path.with_name(f"{path.name}-last")
     behind = marker.read_bytes()
-    store = SqliteStore(path)
     saved = store.open()
     assert saved is not None
     assert saved.given == 0
@@ -664,19 +649,19 @@ def test_the_chunks_of_a_group_between_two_saves_are_one_row(path: Path):
     store.close()
 
 
-def test_the_ledger_and_the_lengths_are_kept_up_to_a_bound(path: Path, monkeypatch: Any):
+def test_the_ledger_and_the_lengths_are_kept_up_to_a_bound(
+    path: Path, store: SqliteStore, monkeypatch: Any
+):
     monkeypatch.setattr("aprilsched.store.sqlite.KEPT_ENTRIES", 20)
     monkeypatch.setattr("aprilsched.store.sqlite.KEPT_LENGTHS", 10)
     driver = filled(path, snapshots=40)
     assert driver.state.in_flight.ledger.total > 20
-    store = SqliteStore(path)
     saved = store.open()
     assert saved is not None
     assert len(saved.dropped) <= 20
     assert len(saved.lengths) <= 10
     kept = driver.state.in_flight.ledger.entries
     assert [e.rollout_id for e in saved.dropped] == [e.rollout_id for e in kept][-20:]
-    store.close()
 
 
 # --- records -----------------------------------------------------------------------------------
@@ -906,14 +891,13 @@ def test_damaged_bytes_end_in_an_error_of_ours_when_the_file_is_opened(tmp_path:
     assert min(outcomes.values()) > 0
 
 
-def test_a_group_that_cannot_be_read_at_all_is_named_in_the_ledger(path: Path):
+def test_a_group_that_cannot_be_read_at_all_is_named_in_the_ledger(path: Path, store: SqliteStore):
     filled(path)
     connection = sqlite3.connect(path)
     ((group_id,),) = connection.execute("SELECT max(group_id) FROM groups").fetchall()
     connection.close()
     damage(path, f"DELETE FROM rollouts WHERE group_id >= {group_id} OR 1")  # noqa: S608
     damage(path, f"UPDATE groups SET body = x'00' WHERE group_id = {group_id}")  # noqa: S608
-    store = SqliteStore(path)
     driver = restored(store.open())
     store.close()
     driver.core.check_invariants()
@@ -921,8 +905,9 @@ def test_a_group_that_cannot_be_read_at_all_is_named_in_the_ledger(path: Path):
     assert [(e.group_id, e.rollout_id) for e in entries] == [(group_id, group_id + 1)]
 
 
-def test_groups_of_a_batch_that_cannot_be_read_are_delivered_in_another(path: Path):
-    store = SqliteStore(path)
+def test_groups_of_a_batch_that_cannot_be_read_are_delivered_in_another(
+    path: Path, store: SqliteStore
+):
     driver = Driver(config(), store=store)
     store.open()
     driver.feed(ev.BatchRequested())
@@ -943,8 +928,7 @@ def test_groups_of_a_batch_that_cannot_be_read_are_delivered_in_another(path: Pa
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_a_forked_process_leaves_the_file_alone(path: Path):
-    store = SqliteStore(path)
+def test_a_forked_process_leaves_the_file_alone(path: Path, store: SqliteStore):
     driver = Driver(config(), store=store)
     store.open()
     driver.feed(ev.BatchRequested())

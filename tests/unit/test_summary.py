@@ -297,17 +297,6 @@ def grouped(group_id: int, rollout_id: int, tokens: int) -> Rollout:
     return replace(rollout(rollout_id, [0] * tokens), group_id=group_id)
 
 
-def test_without_drops_the_two_sides_agree_on_the_run_s_own_mean():
-    bias = summed(
-        (0.0, OPENED),
-        (1.0, deliver(0, 0, rollout(1, [0] * 10), rollout(2, [0] * 20))),
-        open_groups=[held(103, [30, 15], [True, False])],
-    ).bias.transient
-    assert bias is not None
-    assert bias.reference == "drawn"
-    assert bias.predicted == pytest.approx(bias.measured)
-
-
 def test_staleness_is_told_by_length():
     rollouts = [rollout(i, [3 - min(3, i)] * (10 * (i + 1))) for i in range(10)]
     found = summed((0.0, OPENED), (1.0, deliver(0, 3, *rollouts))).bias.by_length_decile

@@ -10,7 +10,7 @@ import pytest
 
 from aprilsched import RolloutScheduler, SimFleet, Turn
 from aprilsched.analysis.lengths_of_run import Launches
-from aprilsched.config import LengthBuckets, SchedulerConfig, Staleness, Tokens
+from aprilsched.config import LengthBuckets, SchedulerConfig, Staleness
 from aprilsched.coordinator.prompts import checked
 from aprilsched.core.lengths.laws import LogLaw
 from aprilsched.core.messages import events as ev
@@ -241,15 +241,6 @@ def test_a_group_that_begins_again_says_in_whose_place_it_came_also_after_a_rest
     assert (restored.group_id, restored.again) == (again.group_id, again.again)
 
 
-def test_a_restart_keeps_who_was_put_aside() -> None:
-    driver = Driver(config(), store=MemoryStore())
-    losers = {race(driver), race(driver)}
-    restart(driver)
-    driver.request_batch()
-    driver.settle()
-    assert prompts(driver) == losers
-
-
 def test_a_restart_within_a_race_goes_on_with_the_same_groups() -> None:
     driver = Driver(config(), store=MemoryStore())
     loser = race(driver)
@@ -278,31 +269,6 @@ def test_the_end_of_the_prompts_brings_every_loser() -> None:
         driver.update()
     assert driver.ended
     assert len(delivered) == len(set(delivered)) == 7
-
-
-def test_a_batch_whose_racers_are_all_rejected_is_filled() -> None:
-    driver = Driver(config(), accepts=True)
-    driver.request_batch()
-    for accepted in (False, False, True, True):
-        for key in driver.attempts():
-            driver.finish(key)
-        while driver.verdicts:
-            group_id = driver.verdicts.pop(0).group.group_id
-            driver.feed(ev.Filtered(group_id=group_id, accepted=accepted))
-        if driver.batches:
-            break
-    assert len(driver.batches) == 1
-
-
-def test_a_batch_of_more_tokens_than_the_race_has_is_filled() -> None:
-    driver = Driver(config(stop=Tokens(50)))
-    for _ in range(60):
-        driver.request_batch()
-        assert driver.sends, "the trainer waits and nothing runs"
-        driver.finish(driver.attempts()[0], 3)
-        if driver.batches:
-            break
-    assert driver.state.in_flight.counters.tokens_delivered >= 50
 
 
 def test_a_version_for_two_batches_throws_nothing_away_between_them() -> None:

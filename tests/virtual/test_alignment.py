@@ -29,6 +29,8 @@ from aprilsched.telemetry.event_log.reading import replay
 from aprilsched.telemetry.figures import AlignmentFigures, RunSummary
 from aprilsched.telemetry.summary import Summary
 
+pytestmark = pytest.mark.virtual_time
+
 CONFIG = SchedulerConfig(batch_groups=2, group_size=2, over_provision=2.0)
 OFF = 0.25
 """By which the second engine's log-probabilities differ from the trainer's."""
@@ -112,19 +114,16 @@ def test_a_run_without_a_report_says_so():
     assert run_virtual(silent()).alignment is None
 
 
-def test_what_is_no_training_batch_is_refused():
-    async def other() -> None:
-        async with RolloutScheduler(SimFleet(1), workload(), config=CONFIG) as rollouts:
-            batch = await rollouts.next_batch()
-            evaluated = await rollouts.evaluate([Prompt(input_ids=np.arange(3, dtype=np.int32))])
-            with pytest.raises(ConfigError, match="training batches only"):
-                await rollouts.report_logprobs(evaluated, trained(evaluated))
-            with pytest.raises(ConfigError, match="have shape"):
-                await rollouts.report_logprobs(batch, np.zeros((1, 1)))
-        with pytest.raises(SchedulerClosed):
-            await rollouts.report_logprobs(batch, trained(batch))
-
-    run_virtual(other())
+async def test_what_is_no_training_batch_is_refused():
+    async with RolloutScheduler(SimFleet(1), workload(), config=CONFIG) as rollouts:
+        batch = await rollouts.next_batch()
+        evaluated = await rollouts.evaluate([Prompt(input_ids=np.arange(3, dtype=np.int32))])
+        with pytest.raises(ConfigError, match="training batches only"):
+            await rollouts.report_logprobs(evaluated, trained(evaluated))
+        with pytest.raises(ConfigError, match="have shape"):
+            await rollouts.report_logprobs(batch, np.zeros((1, 1)))
+    with pytest.raises(SchedulerClosed):
+        await rollouts.report_logprobs(batch, trained(batch))
 
 
 def test_a_report_that_is_cancelled_leaves_nothing(monkeypatch: pytest.MonkeyPatch):

@@ -7,27 +7,13 @@ import asyncio
 import numpy as np
 import pytest
 
-from aprilsched import (
-    ExternalWeights,
-    LongTailWorkload,
-    RolloutScheduler,
-    SchedulerConfig,
-    SimFleet,
-    SimPublisher,
-)
-from aprilsched.engines.sim import SimAdapterPublisher, run_virtual
+from aprilsched import ExternalWeights, RolloutScheduler, SimFleet, SimPublisher
+from aprilsched.engines.sim import SimAdapterPublisher
 from aprilsched.errors import ConfigError, RefitError
 from aprilsched.types import Batch, Prompt, SamplingParams
-from tests.support.virtual_time import in_virtual_time
+from tests.support.small import config, workload
 
-
-def workload() -> LongTailWorkload:
-    return LongTailWorkload(median=60, sigma=0.9, cap=600, group_size=4, seed=3)
-
-
-def config(**changes: object) -> SchedulerConfig:
-    values: dict[str, object] = {"batch_groups": 4, "group_size": 4, "over_provision": 2.0}
-    return SchedulerConfig(**{**values, **changes})  # type: ignore[arg-type]
+pytestmark = pytest.mark.virtual_time
 
 
 def carried_over(batch: Batch) -> int:
@@ -36,7 +22,6 @@ def carried_over(batch: Batch) -> int:
 
 @pytest.mark.parametrize("straggler", ["retract", "in_place", "abort", "run"])
 @pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
-@in_virtual_time
 async def test_a_colocated_trainer_sleeps_refits_and_goes_on_with_its_stragglers(
     straggler: str, pace: str
 ):
@@ -57,7 +42,6 @@ async def test_a_colocated_trainer_sleeps_refits_and_goes_on_with_its_stragglers
         assert in_flight.ledger.total == 0
 
 
-@in_virtual_time
 async def test_what_cannot_be_done_asleep_is_refused():
     async with RolloutScheduler(SimFleet(1), workload(), config=config()) as rollouts:
         async with rollouts.asleep(tags=["kv_cache"]):
@@ -75,7 +59,6 @@ async def test_what_cannot_be_done_asleep_is_refused():
 
 
 @pytest.mark.parametrize("cancelled", ["falling asleep", "asleep"])
-@in_virtual_time
 async def test_a_trainer_that_is_cancelled_leaves_the_engines_awake(cancelled: str):
     fleet = SimFleet(2, pause_seconds=2.0)
     async with RolloutScheduler(fleet, workload(), config=config()) as rollouts:
@@ -95,7 +78,6 @@ async def test_a_trainer_that_is_cancelled_leaves_the_engines_awake(cancelled: s
         await rollouts.next_batch()
 
 
-@in_virtual_time
 async def test_weights_that_were_not_brought_back_are_an_error_and_an_update_mends_it(
     monkeypatch: pytest.MonkeyPatch,
 ):
@@ -112,7 +94,6 @@ async def test_weights_that_were_not_brought_back_are_an_error_and_an_update_men
         await rollouts.next_batch()
 
 
-@in_virtual_time
 async def test_closing_a_scheduler_that_sleeps_wakes_its_engines():
     fleet = SimFleet(2)
 
@@ -126,7 +107,7 @@ async def test_closing_a_scheduler_that_sleeps_wakes_its_engines():
         await rollouts.next_batch()
 
 
-def test_adapters_come_in_without_a_pause_and_leave_with_their_last_request():
+async def test_adapters_come_in_without_a_pause_and_leave_with_their_last_request():
     fleet = SimFleet(2)
     unloaded: list[str] = []
     for engine in fleet.engines:
@@ -137,34 +118,29 @@ def test_adapters_come_in_without_a_pause_and_leave_with_their_last_request():
             await unload(name)  # type: ignore[operator]
 
         engine.unload_adapter = note  # type: ignore[method-assign]
-
-    async def main() -> None:
-        settings = config(pace="asynchronous")
-        async with RolloutScheduler(fleet, workload(), config=settings) as rollouts:
-            for _ in range(8):
-                batch = await rollouts.next_batch()
-                for rollout in batch.rollouts:
-                    assert len(set(rollout.versions.tolist())) == 1
-                    assert rollout.versions_exact
-                await rollouts.update_weights(SimAdapterPublisher())
-            assert rollouts.state.in_flight.counters.updates == 8
-            assert {len(loaded) for loaded in rollouts.state.weights.adapters.values()} <= {
-                1,
-                2,
-                3,
-                4,
-                5,
-            }
-            with pytest.raises(ConfigError, match="continue to publish adapters"):
-                await rollouts.update_weights(ExternalWeights())
-
-    run_virtual(main())
+    settings = config(pace="asynchronous")
+    async with RolloutScheduler(fleet, workload(), config=settings) as rollouts:
+        for _ in range(8):
+            batch = await rollouts.next_batch()
+            for rollout in batch.rollouts:
+                assert len(set(rollout.versions.tolist())) == 1
+                assert rollout.versions_exact
+            await rollouts.update_weights(SimAdapterPublisher())
+        assert rollouts.state.in_flight.counters.updates == 8
+        assert {len(loaded) for loaded in rollouts.state.weights.adapters.values()} <= {
+            1,
+            2,
+            3,
+            4,
+            5,
+        }
+        with pytest.raises(ConfigError, match="continue to publish adapters"):
+            await rollouts.update_weights(ExternalWeights())
     assert "policy-v1" in unloaded
 
 
 @pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
 @pytest.mark.parametrize("straggler", ["retract", "in_place", "abort", "run", "choose"])
-@in_virtual_time
 async def test_a_full_model_comes_after_adapters_and_no_request_has_both(straggler: str, pace: str):
     fleet = SimFleet(2)
 
@@ -189,7 +165,6 @@ async def test_a_full_model_comes_after_adapters_and_no_request_has_both(straggl
         assert own.token_ids.tolist() == fresh.token_ids.tolist()
 
 
-@in_virtual_time
 async def test_a_full_model_leads_on_when_every_engine_came_back_with_another_base():
     fleet = SimFleet(1)
 

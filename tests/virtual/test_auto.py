@@ -40,6 +40,8 @@ from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
 from tests.support.checking import Checking
 from tests.support.planners import Broken, Hanging, Telling
 
+pytestmark = pytest.mark.virtual_time
+
 
 def workload(count: int | None = None) -> LongTailWorkload:
     return LongTailWorkload(median=60, sigma=0.9, cap=600, group_size=4, count=count, seed=3)
@@ -132,29 +134,25 @@ def test_the_planner_knows_the_length_of_prompts_when_nothing_is_in_flight() -> 
 
 @pytest.mark.parametrize("straggler", ["retract", "in_place", "abort", "run", "choose"])
 @pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
-def test_the_schedule_changes_and_everything_is_delivered_once(straggler: str, pace: str) -> None:
-    async def main() -> list[Batch]:
-        watching = Watching()
-        settings = config(straggler=straggler, pace=pace)
-        batches: list[Batch] = []
-        async with scheduler(
-            Planner(inline=True), watching, settings=settings, count=50
-        ) as rollouts:
-            before = rollouts.state.plan.schedule
-            async for batch in rollouts:
-                batches.append(batch)
-                if len(batches) == 1:
-                    assert rollouts.state.plan.schedule != before
-                    assert rollouts.state.plan.schedule.forecast is not None
-                await rollouts.update_weights(SimPublisher())
-            in_flight = rollouts.state.in_flight
-            assert in_flight.counters.launched == in_flight.counters.delivered == 50 * 4
-            assert not in_flight.rollouts
-            assert not in_flight.ledger.total
-        assert watching.asked > 1
-        return batches
-
-    batches = run_virtual(main())
+async def test_the_schedule_changes_and_everything_is_delivered_once(
+    straggler: str, pace: str
+) -> None:
+    watching = Watching()
+    settings = config(straggler=straggler, pace=pace)
+    batches: list[Batch] = []
+    async with scheduler(Planner(inline=True), watching, settings=settings, count=50) as rollouts:
+        before = rollouts.state.plan.schedule
+        async for batch in rollouts:
+            batches.append(batch)
+            if len(batches) == 1:
+                assert rollouts.state.plan.schedule != before
+                assert rollouts.state.plan.schedule.forecast is not None
+            await rollouts.update_weights(SimPublisher())
+        in_flight = rollouts.state.in_flight
+        assert in_flight.counters.launched == in_flight.counters.delivered == 50 * 4
+        assert not in_flight.rollouts
+        assert not in_flight.ledger.total
+    assert watching.asked > 1
     ids = [rollout.rollout_id for batch in batches for rollout in batch.rollouts]
     assert len(set(ids)) == len(ids) == 50 * 4
     groups = [group for batch in batches for group in batch.groups]
@@ -178,16 +176,13 @@ def test_the_same_seed_gives_the_same_automatic_run() -> None:
     assert run_virtual(main()) == run_virtual(main())
 
 
-def test_an_inline_plan_is_in_force_before_the_batch_is_handed_over() -> None:
-    async def main() -> None:
-        planner = Naming(inline=True)
-        async with scheduler(planner, Watching()) as rollouts:
-            await rollouts.next_batch()
-            assert rollouts.state.plan.schedule.why == "as told"
-            assert rollouts.state.plan.target_groups == 12
-        assert planner.threads == [threading.current_thread()]
-
-    run_virtual(main())
+async def test_an_inline_plan_is_in_force_before_the_batch_is_handed_over() -> None:
+    planner = Naming(inline=True)
+    async with scheduler(planner, Watching()) as rollouts:
+        await rollouts.next_batch()
+        assert rollouts.state.plan.schedule.why == "as told"
+        assert rollouts.state.plan.target_groups == 12
+    assert planner.threads == [threading.current_thread()]
 
 
 async def test_a_plan_is_made_in_a_process_beside_the_run() -> None:
@@ -218,22 +213,17 @@ def complaints(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if "no schedule could be" in r.getMessage()]
 
 
-def test_a_planner_that_raises_is_logged_once_each_time_and_the_run_goes_on(
+async def test_a_planner_that_raises_is_logged_once_each_time_and_the_run_goes_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.ERROR, logger="aprilsched")
-
-    async def main() -> Watching:
-        watching = Watching()
-        async with scheduler(Broken(inline=True), watching) as rollouts:
-            before = rollouts.state.plan.schedule
-            for _ in range(10):
-                await rollouts.next_batch()
-                await rollouts.update_weights(SimPublisher())
-            assert rollouts.state.plan.schedule is before
-        return watching
-
-    watching = run_virtual(main())
+    watching = Watching()
+    async with scheduler(Broken(inline=True), watching) as rollouts:
+        before = rollouts.state.plan.schedule
+        for _ in range(10):
+            await rollouts.next_batch()
+            await rollouts.update_weights(SimPublisher())
+        assert rollouts.state.plan.schedule is before
     assert watching.asked == 3, "after 1, 3 and 9 batches"
     assert len(complaints(caplog)) == 3
     assert watching.causes == ["ArithmeticError('no such number')"] * 3
@@ -290,26 +280,23 @@ def test_a_model_that_is_right_stays_right(running: int, kv: int) -> None:
     assert model.step_seconds(running, kv) == pytest.approx(right, rel=0.05)
 
 
-def test_step_times_are_learnt_though_engines_are_lost_and_requests_fail() -> None:
-    async def main() -> None:
-        planner = Planner(inline=True)
-        async with RolloutScheduler(
-            SimFleet(2),
-            workload(),
-            config=config(over_provision=1.5),
-            listeners=[StepTimes(planner)],
-        ) as rollouts:
-            await rollouts.next_batch()
-            await rollouts.update_weights(SimPublisher())
-            waiting = asyncio.create_task(rollouts.next_batch())
-            await asyncio.sleep(0.1)
-            rollouts._feed(ev.EngineLost(engine="sim-0", cause="burnt"))
-            await waiting
-            await rollouts.update_weights(SimPublisher())
-            await rollouts.next_batch()
-        assert planner.model.step_seconds(16, 2000) > 0
-
-    run_virtual(main())
+async def test_step_times_are_learnt_though_engines_are_lost_and_requests_fail() -> None:
+    planner = Planner(inline=True)
+    async with RolloutScheduler(
+        SimFleet(2),
+        workload(),
+        config=config(over_provision=1.5),
+        listeners=[StepTimes(planner)],
+    ) as rollouts:
+        await rollouts.next_batch()
+        await rollouts.update_weights(SimPublisher())
+        waiting = asyncio.create_task(rollouts.next_batch())
+        await asyncio.sleep(0.1)
+        rollouts._feed(ev.EngineLost(engine="sim-0", cause="burnt"))
+        await waiting
+        await rollouts.update_weights(SimPublisher())
+        await rollouts.next_batch()
+    assert planner.model.step_seconds(16, 2000) > 0
 
 
 # --- presets -------------------------------------------------------------------------------------

@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 
-from aprilsched import LongTailWorkload, RolloutScheduler, SchedulerConfig, SGLangFleet
+from aprilsched import LongTailWorkload, RolloutScheduler, SGLangFleet
 from aprilsched.config import Dispatch
 from aprilsched.engines.base import Chunk, GenerationRequest, PauseMode
 from aprilsched.engines.http import Answer, HttpLimits, Transport
@@ -23,17 +24,14 @@ from aprilsched.errors import SchedulerClosed
 from aprilsched.testing import SimServer
 from aprilsched.testing.contract import until
 from aprilsched.testing.faults import faults_of
+from tests.support import small
 from tests.support.sim_http import CONFIG, INTERVAL
-from tests.support.virtual_time import in_virtual_time
+from tests.support.small import config
+
+pytestmark = pytest.mark.virtual_time
 
 
-def workload() -> LongTailWorkload:
-    return LongTailWorkload(median=60, sigma=0.9, cap=600, group_size=4, vocab_size=512, seed=3)
-
-
-def config(**changes: Any) -> SchedulerConfig:
-    values: dict[str, Any] = {"batch_groups": 4, "group_size": 4, "over_provision": 2.0}
-    return SchedulerConfig(**{**values, **changes})
+workload = partial(small.workload, vocab_size=512)
 
 
 class Slow(SimEngine):
@@ -96,7 +94,6 @@ HANG = float("inf")
 
 @pytest.mark.parametrize("abort_s", [0.0, 0.5, HANG])
 @pytest.mark.parametrize("resume_s", [0.6, 5.0])
-@in_virtual_time
 async def test_a_slow_continue_is_waited_for_whatever_the_aborts_do(
     abort_s: float, resume_s: float
 ):
@@ -109,25 +106,24 @@ async def test_a_slow_continue_is_waited_for_whatever_the_aborts_do(
     await left_as_they_were(engines)
 
 
-def test_an_engine_that_hangs_is_named_and_holds_up_no_other(caplog: pytest.LogCaptureFixture):
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        engines = [Slow("hangs"), Slow("other")]
-        settings = config(pace="synchronous")
-        async with RolloutScheduler(Fleet(*engines), workload(), config=settings) as rollouts:
-            await rollouts.next_batch()
-            await until(lambda: all(engine.batcher.paused for engine in engines))
-            engines[0].seconds["resume"] = HANG
-            began = loop.time()
-            closing = asyncio.create_task(rollouts.close())
-            await until(lambda: engines[1].batcher.paused is None)
-            assert loop.time() - began <= 1.1
-            await closing
-            assert loop.time() - began <= 15.0
-        await left_as_they_were(engines[1:])
-        await SimEngine.close(engines[0])
-
-    run_virtual(main())
+async def test_an_engine_that_hangs_is_named_and_holds_up_no_other(
+    caplog: pytest.LogCaptureFixture,
+):
+    loop = asyncio.get_running_loop()
+    engines = [Slow("hangs"), Slow("other")]
+    settings = config(pace="synchronous")
+    async with RolloutScheduler(Fleet(*engines), workload(), config=settings) as rollouts:
+        await rollouts.next_batch()
+        await until(lambda: all(engine.batcher.paused for engine in engines))
+        engines[0].seconds["resume"] = HANG
+        began = loop.time()
+        closing = asyncio.create_task(rollouts.close())
+        await until(lambda: engines[1].batcher.paused is None)
+        assert loop.time() - began <= 1.1
+        await closing
+        assert loop.time() - began <= 15.0
+    await left_as_they_were(engines[1:])
+    await SimEngine.close(engines[0])
     said = [record.getMessage() for record in caplog.records if "left paused" in record.message]
     assert said == [
         "the engine may be left paused, since it could not be continued: hangs did not answer "
@@ -138,7 +134,6 @@ def test_an_engine_that_hangs_is_named_and_holds_up_no_other(caplog: pytest.LogC
 
 @pytest.mark.parametrize("when", ["closing", "pausing"])
 @pytest.mark.parametrize("times", [1, 2, 3])
-@in_virtual_time
 async def test_a_cancellation_does_not_cut_the_release_short(when: str, times: int):
     """The second Ctrl-C cancels every task."""
     engines = [Slow("a", pause=0.3), Slow("b")]
@@ -163,7 +158,6 @@ async def test_a_cancellation_does_not_cut_the_release_short(when: str, times: i
     await left_as_they_were(engines)
 
 
-@in_virtual_time
 async def test_every_task_is_cancelled_while_the_engines_are_released():
     """asyncio.run cancels every task after the second Ctrl-C."""
     engines = [Slow("a"), Slow("b")]
@@ -252,7 +246,6 @@ async def _end(task: asyncio.Task[None]) -> None:
     await asyncio.wait([task])
 
 
-@in_virtual_time
 async def test_close_called_twice_and_at_once():
     engines = [Slow("a", resume=0.2)]
     async with RolloutScheduler(Fleet(*engines), workload(), config=config()) as rollouts:
@@ -266,7 +259,6 @@ async def test_close_called_twice_and_at_once():
 
 @pytest.mark.parametrize("how", ["cancelled", "closed"])
 @pytest.mark.parametrize("seconds", [0.0, 0.5, 1.0])
-@in_virtual_time
 async def test_leaving_while_it_is_opened(how: str, seconds: float):
     engines = [Slow("a", resume=0.5)]
     fleet = Fleet(*engines, open_s=0.5)
@@ -287,7 +279,6 @@ async def test_leaving_while_it_is_opened(how: str, seconds: float):
 
 @pytest.mark.parametrize("seconds", [0.0, 0.05, 0.35, 0.8, 3.0])
 @pytest.mark.parametrize("leaves", [True, False])
-@in_virtual_time
 async def test_memory_on_its_way_out_is_taken_back(seconds: float, leaves: bool):
     """The scheduler is closed while the engine pauses, releases, sleeps, or wakes."""
     engines = [Slow("a", pause=0.1, release=0.5, wake=0.5)]
@@ -355,28 +346,23 @@ def slow_aborts(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[int]:
     return counts
 
 
-def test_hundreds_of_requests_are_aborted_a_few_at_a_time(
+async def test_hundreds_of_requests_are_aborted_a_few_at_a_time(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     peaks = slow_aborts(monkeypatch, 0.1)
-
-    async def main() -> None:
-        async with holding(REQUESTS) as (rollouts, server):
-            held = rollouts.state.in_flight.open_attempts
-            assert held > REQUESTS // 4
-            peaks.clear()
-            await rollouts.close()
-            assert held <= len(peaks) <= 2 * held
-            assert max(peaks) <= 16
-            batcher = server.engine.batcher
-            assert batcher.paused is None
-            assert batcher.running + batcher.waiting == 0
-
-    run_virtual(main())
+    async with holding(REQUESTS) as (rollouts, server):
+        held = rollouts.state.in_flight.open_attempts
+        assert held > REQUESTS // 4
+        peaks.clear()
+        await rollouts.close()
+        assert held <= len(peaks) <= 2 * held
+        assert max(peaks) <= 16
+        batcher = server.engine.batcher
+        assert batcher.paused is None
+        assert batcher.running + batcher.waiting == 0
     assert not caplog.messages
 
 
-@in_virtual_time
 async def test_a_server_that_answers_no_abort_is_continued_and_costs_one_line(
     caplog: pytest.LogCaptureFixture,
 ):
@@ -399,7 +385,6 @@ async def test_a_server_that_answers_no_abort_is_continued_and_costs_one_line(
         assert f"of {held} requests that were left early" in lines[0]
 
 
-@in_virtual_time
 async def test_requests_that_are_called_back_together_are_aborted_a_few_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ):

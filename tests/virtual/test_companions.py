@@ -13,6 +13,7 @@ import zlib
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,10 @@ from aprilsched.errors import ConfigError, EngineError
 from aprilsched.runs.config_tree import config_of, table_of
 from aprilsched.tensors import RaggedTensor, pack
 from aprilsched.types import NO_VERSION
+from tests.support import small
 from tests.support.companions import EXPERTS, MASK, check_rows
-from tests.support.virtual_time import in_virtual_time
+
+pytestmark = pytest.mark.virtual_time
 
 RULES: dict[str, dict[str, Any]] = {
     "retract": {},
@@ -63,14 +66,7 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
-def config(**changes: Any) -> SchedulerConfig:
-    values: dict[str, Any] = {
-        "batch_groups": 4,
-        "group_size": 4,
-        "over_provision": 2.0,
-        "companions": (EXPERTS, MASK),
-    }
-    return SchedulerConfig(**{**values, **changes})
+config = partial(small.config, companions=(EXPERTS, MASK))
 
 
 def workload(**changes: Any) -> LongTailWorkload:
@@ -88,7 +84,6 @@ async def batches(
 
 
 @pytest.mark.parametrize("rule", RULES)
-@in_virtual_time
 async def test_rows_are_of_the_pass_that_sampled_their_token(rule: str) -> None:
     mixed = 0
     async with RolloutScheduler(SimFleet(2), workload(), config=config(**RULES[rule])) as rollouts:
@@ -100,7 +95,6 @@ async def test_rows_are_of_the_pass_that_sampled_their_token(rule: str) -> None:
 
 
 @pytest.mark.parametrize("required", [False, True])
-@in_virtual_time
 async def test_rows_that_a_recompute_has_overwritten_are_told_apart(
     required: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,7 +137,6 @@ class Flaky(SimEngine):
                     raise EngineError(self.name, "the stream broke.")
 
 
-@in_virtual_time
 async def test_rows_that_were_lost_are_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under the same version the prefill of the next attempt gives the same rows; under a later one
     they are not those of the sampling pass, and the rollout says so."""
@@ -177,7 +170,6 @@ async def episode(turn: Turn, prompt: Prompt) -> float:
     return 1.0
 
 
-@in_virtual_time
 async def test_an_episode_has_rows_for_every_turn() -> None:
     scheduler = RolloutScheduler(SimFleet(2), workload(), config=config(), episode=episode)
     environment = 0
@@ -189,7 +181,6 @@ async def test_an_episode_has_rows_for_every_turn() -> None:
     assert environment > 100
 
 
-@in_virtual_time
 async def test_prompts_choose_among_the_companions_of_the_run(tmp_path: Path) -> None:
     def asked() -> Iterator[Prompt]:
         for number, prompt in enumerate(workload()):
@@ -217,7 +208,6 @@ async def test_prompts_choose_among_the_companions_of_the_run(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("turns", [None, episode])
-@in_virtual_time
 async def test_a_killed_run_goes_on_with_its_rows(turns: Any) -> None:
     """Also where the state was saved between the end of a turn, the tokens of its environment and
     the first ones of the next turn."""

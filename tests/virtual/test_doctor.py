@@ -138,31 +138,38 @@ async def test_a_server_that_somebody_paused_stays_paused(server: SimServer):
     assert findings["left as found"].status == "pass"
 
 
-async def test_a_server_that_ignores_a_pause_fails(
-    server: SimServer, monkeypatch: pytest.MonkeyPatch
+PAUSE = ServedEngine.pause
+
+
+async def ignores(self: ServedEngine, mode: str) -> None:
+    return
+
+
+async def loses(self: ServedEngine, mode: Any) -> None:
+    await self.abort_all()
+    await PAUSE(self, mode)
+
+
+async def crashes(self: ServedEngine, mode: str) -> None:
+    self.engine.crash()
+
+
+@pytest.mark.parametrize(
+    ("pause", "fails"),
+    [
+        (ignores, {"pause retract", "pause in_place", "held requests (hazard 4)"}),
+        (loses, {"continue after retract", "continue after in_place"}),
+        (crashes, {"pause retract"}),
+    ],
+)
+async def test_a_server_that_does_not_pause_fails(
+    server: SimServer, monkeypatch: pytest.MonkeyPatch, pause: Any, fails: set[str]
 ):
-    async def ignored(self: ServedEngine, mode: str) -> None:
-        return
-
-    monkeypatch.setattr(ServedEngine, "pause", ignored)
+    monkeypatch.setattr(ServedEngine, "pause", pause)
     failed = names(await examine(server.url), "fail")
-    assert {"pause retract", "pause in_place", "held requests (hazard 4)"} <= failed
-    assert "version spans" not in failed
-    assert "left as found" not in failed
-
-
-async def test_a_server_that_loses_a_straggler_fails(
-    server: SimServer, monkeypatch: pytest.MonkeyPatch
-):
-    pause = ServedEngine.pause
-
-    async def losing(self: ServedEngine, mode: Any) -> None:
-        await self.abort_all()
-        await pause(self, mode)
-
-    monkeypatch.setattr(ServedEngine, "pause", losing)
-    failed = names(await examine(server.url), "fail")
-    assert {"continue after retract", "continue after in_place"} <= failed
+    assert fails <= failed
+    if pause is ignores:
+        assert not failed & {"version spans", "left as found"}
 
 
 @pytest.mark.parametrize(
@@ -230,17 +237,6 @@ async def test_a_server_that_cannot_flush_while_paused_fails(
 
     monkeypatch.setattr(ServedEngine, "flush", busy)
     assert names(await examine(server.url), "fail") == {"flush after retract (hazard 3)"}
-
-
-async def test_a_server_that_goes_away_is_found_out(
-    server: SimServer, monkeypatch: pytest.MonkeyPatch
-):
-    async def crashing(self: ServedEngine, mode: str) -> None:
-        self.engine.crash()
-
-    monkeypatch.setattr(ServedEngine, "pause", crashing)
-    failed = names(await examine(server.url), "fail")
-    assert failed & {"pause retract", "continue after retract"}
 
 
 async def test_cancelled_it_leaves_the_server_as_it_was(server: SimServer):

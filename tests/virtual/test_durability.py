@@ -39,7 +39,6 @@ from aprilsched.core.messages.events import Event, Finished
 from aprilsched.core.state.ledger import Reason
 from aprilsched.core.state.saved import Saved, Snapshot
 from aprilsched.engines.base import Engine
-from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import (
     ConfigError,
     EngineUnreachable,
@@ -49,7 +48,8 @@ from aprilsched.errors import (
     StoreError,
 )
 from aprilsched.store import Store
-from tests.support.virtual_time import in_virtual_time
+
+pytestmark = pytest.mark.virtual_time
 
 PROMPTS = 24
 
@@ -98,8 +98,8 @@ async def to_the_end(store: Store | None, **changes: Any) -> list[Batch]:
     return batches
 
 
-def whole_run(**changes: Any) -> dict[tuple[Any, int], tuple[Any, ...]]:
-    return by_key(run_virtual(to_the_end(None, **changes)))
+async def whole_run(**changes: Any) -> dict[tuple[Any, int], tuple[Any, ...]]:
+    return by_key(await to_the_end(None, **changes))
 
 
 def left_behind(store: SqliteStore, to: Path) -> None:
@@ -124,47 +124,39 @@ def left_behind(store: SqliteStore, to: Path) -> None:
         ("asynchronous", "pool"),
     ],
 )
-def test_a_run_goes_on_from_wherever_it_was_killed(tmp_path: Path, pace: str, refill: str):
+async def test_a_run_goes_on_from_wherever_it_was_killed(tmp_path: Path, pace: str, refill: str):
     settings = config(pace=pace, refill=refill, save_interval_s=0.1)
-    expected = whole_run(config=settings)
+    expected = await whole_run(config=settings)
     first = SqliteStore(tmp_path / "first", inline=True)
     moments: list[tuple[Path, list[Batch]]] = []
+    got: list[Batch] = []
 
-    async def first_life() -> None:
-        got: list[Batch] = []
+    async def watch() -> None:
+        for number in range(60):
+            await asyncio.sleep(0.23)
+            copy = tmp_path / f"at-{number}"
+            left_behind(first, copy)
+            moments.append((copy, list(got)))
 
-        async def watch() -> None:
-            for number in range(60):
-                await asyncio.sleep(0.23)
-                copy = tmp_path / f"at-{number}"
-                left_behind(first, copy)
-                moments.append((copy, list(got)))
-
-        async with scheduler(first, config=settings) as rollouts:
-            watching = asyncio.create_task(watch())
-            async for batch in rollouts:
-                got.append(batch)
-                await asyncio.sleep(0.2)
-                batch.acknowledge()
-            watching.cancel()
-
-    run_virtual(first_life())
+    async with scheduler(first, config=settings) as rollouts:
+        watching = asyncio.create_task(watch())
+        async for batch in rollouts:
+            got.append(batch)
+            await asyncio.sleep(0.2)
+            batch.acknowledge()
+        watching.cancel()
     assert len(moments) > 10
-    partial = 0
-    for path, got in moments:
-        again = run_virtual(to_the_end(SqliteStore(path, inline=True), config=settings))
-        known = {batch.index: batch for batch in got}
-        for batch in again:
-            partial += any(len(rollout.segments) > 1 for rollout in batch.rollouts)
-            if batch.redelivered:
-                assert batch.index in known or batch.index == len(got)
+    for path, had in moments:
+        again = await to_the_end(SqliteStore(path, inline=True), config=settings)
+        known = {batch.index: batch for batch in had}
+        assert all(b.index in known or b.index == len(had) for b in again if b.redelivered)
         # A batch that is delivered again is the same one, and counts once.
         fresh = [batch for batch in again if batch.index not in known]
         for batch in again:
             if batch.index in known:
                 assert by_key([batch]) == by_key([known[batch.index]])
-        assert by_key(got + fresh) == expected
-    assert any(got for _, got in moments)
+        assert by_key(had + fresh) == expected
+    assert any(had for _, had in moments)
 
 
 class Ends:
@@ -183,61 +175,46 @@ class Ends:
             self.sent[command.request_id] = command.rollout_id
 
 
-def test_what_was_finished_is_not_generated_again(tmp_path: Path):
+async def test_what_was_finished_is_not_generated_again(tmp_path: Path):
     store = SqliteStore(tmp_path / "store", inline=True)
     interval, killed_at = 0.1, 0.35
+    first, second, begun = Ends(), Ends(), asyncio.get_running_loop().time()
     often = config(save_interval_s=interval)
-    first, second = Ends(), Ends()
-
-    async def first_life() -> None:
-        async with scheduler(store, config=often, listeners=[first]) as rollouts:
-            request = asyncio.create_task(rollouts.next_batch())
-            await asyncio.sleep(killed_at)
-            left_behind(store, tmp_path / "killed")
-            assert not request.done()
-            await request
-
-    async def second_life() -> None:
-        killed = SqliteStore(tmp_path / "killed", inline=True)
-        async with scheduler(killed, listeners=[second]) as rollouts:
-            held = {r: len(m.log) for r, m in rollouts.state.in_flight.rollouts.items()}
-            await rollouts.next_batch()
-        ended = {r for r, at in first.finished.items() if at < killed_at - 1.01 * interval}
-        assert len(ended) > 5
-        again = set(second.sent.values())
-        assert not ended & again
-        assert any(held[rollout] for rollout in again & held.keys()), "no partial was kept"
-
-    run_virtual(first_life())
-    run_virtual(second_life())
+    async with scheduler(store, config=often, listeners=[first]) as rollouts:
+        request = asyncio.create_task(rollouts.next_batch())
+        await asyncio.sleep(killed_at)
+        left_behind(store, tmp_path / "killed")
+        assert not request.done()
+        await request
+    killed = SqliteStore(tmp_path / "killed", inline=True)
+    async with scheduler(killed, listeners=[second]) as rollouts:
+        held = {r: len(m.log) for r, m in rollouts.state.in_flight.rollouts.items()}
+        await rollouts.next_batch()
+    ended = {r for r, at in first.finished.items() if at < begun + killed_at - 1.01 * interval}
+    assert len(ended) > 5
+    again = set(second.sent.values())
+    assert not ended & again
+    assert any(held[rollout] for rollout in again & held.keys()), "no partial was kept"
 
 
-def test_saves_that_are_lost_are_told_and_batches_that_come_again_are_marked(
+async def test_saves_that_are_lost_are_told_and_batches_that_come_again_are_marked(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     store, copy = SqliteStore(tmp_path / "store", inline=True), tmp_path / "copy"
     wal = store.path.with_name("store-wal")
     sizes: list[int] = []
-
-    async def first_life() -> None:
-        async with scheduler(store) as rollouts:
-            for _ in range(3):
-                await rollouts.next_batch()
-                sizes.append(wal.stat().st_size)
-            left_behind(store, copy)
-
-    async def second_life() -> list[tuple[int, bool]]:
-        async with scheduler(SqliteStore(copy, inline=True)) as rollouts:
-            batches = [await rollouts.next_batch() for _ in range(5)]
-            return [(batch.index, batch.redelivered) for batch in batches]
-
-    run_virtual(first_life())
+    async with scheduler(store) as rollouts:
+        for _ in range(3):
+            await rollouts.next_batch()
+            sizes.append(wal.stat().st_size)
+        left_behind(store, copy)
     assert sizes[0] < sizes[2]
     os.truncate(copy.with_name("copy-wal"), sizes[0])
     caplog.clear()
-    given = run_virtual(second_life())
-    assert [index for index, _ in given] == [0, 1, 2, 3, 4]
-    assert [again for _, again in given] == [True, True, True, False, False]
+    async with scheduler(SqliteStore(copy, inline=True)) as rollouts:
+        batches = [await rollouts.next_batch() for _ in range(5)]
+    assert [batch.index for batch in batches] == [0, 1, 2, 3, 4]
+    assert [batch.redelivered for batch in batches] == [True, True, True, False, False]
     (told,) = [
         record.message for record in caplog.records if "lost its last saves" in record.message
     ]
@@ -247,62 +224,48 @@ def test_saves_that_are_lost_are_told_and_batches_that_come_again_are_marked(
 # --- acknowledging ---------------------------------------------------------------------------
 
 
-def test_a_batch_is_delivered_again_until_it_is_acknowledged():
+async def first_batch(store: Store | None, **changes: Any) -> Batch:
+    """The first batch of a scheduler that does nothing else."""
+    async with scheduler(store, **changes) as rollouts:
+        return await rollouts.next_batch()
+
+
+async def test_a_batch_is_delivered_again_until_it_is_acknowledged():
     store = MemoryStore()
-
-    async def life(acknowledge: bool) -> tuple[int, bool, list[int]]:
-        async with scheduler(store) as rollouts:
-            batch = await rollouts.next_batch()
-            if acknowledge:
-                batch.acknowledge()
-                batch.acknowledge()
-            ids = [rollout.rollout_id for rollout in batch.rollouts]
-            return batch.index, batch.redelivered, ids
-
-    first = run_virtual(life(False))
-    assert first[:2] == (0, False)
-    second = run_virtual(life(False))
-    assert second == (0, True, first[2])
-    assert run_virtual(life(True)) == second
-    assert run_virtual(life(True))[:2] == (1, False)
+    first, second = await first_batch(store), await first_batch(store)
+    assert [(b.index, b.redelivered) for b in (first, second)] == [(0, False), (0, True)]
+    async with scheduler(store) as rollouts:
+        third = await rollouts.next_batch()
+        third.acknowledge()
+        third.acknowledge()
+    for again in (second, third):
+        assert [r.rollout_id for r in again.rollouts] == [r.rollout_id for r in first.rollouts]
+    last = await first_batch(store)
+    assert (last.index, last.redelivered) == (1, False)
 
 
-def test_an_update_of_the_weights_acknowledges_what_was_delivered_before():
+async def test_an_update_of_the_weights_acknowledges_what_was_delivered_before():
     store = MemoryStore()
-
-    async def life(update: bool) -> int:
+    found: list[int] = []
+    for update in (False, True, True, False, False):
         async with scheduler(store) as rollouts:
             if not rollouts.state.fleet.control.engines:
                 await rollouts.update_weights(SimPublisher(), version=rollouts.version)
-            batch = await rollouts.next_batch()
+            found.append((await rollouts.next_batch()).index)
             if update:
                 await rollouts.update_weights(SimPublisher())
-            return batch.index
-
-    assert [run_virtual(life(update)) for update in (False, True, True, False, False)] == [
-        0,
-        0,
-        1,
-        2,
-        2,
-    ]
+    assert found == [0, 0, 1, 2, 2]
 
 
-def test_an_update_before_the_batch_is_given_again_does_not_acknowledge_it():
+async def test_an_update_before_the_batch_is_given_again_does_not_acknowledge_it():
     store = MemoryStore()
-
-    async def life(version: int | None) -> Batch:
-        async with scheduler(store) as rollouts:
-            if version is not None:
-                await rollouts.update_weights(SimPublisher(), version=version)
-            return await rollouts.next_batch()
-
-    assert run_virtual(life(None)).index == 0
-    again = run_virtual(life(1))
+    assert (await first_batch(store)).index == 0
+    async with scheduler(store) as rollouts:
+        await rollouts.update_weights(SimPublisher(), version=1)
+        again = await rollouts.next_batch()
     assert (again.index, again.redelivered, again.version) == (0, True, 0)
 
 
-@in_virtual_time
 async def test_a_copy_of_a_batch_in_another_process_says_where_to_acknowledge_it():
     async with scheduler(MemoryStore()) as rollouts:
         copy = pickle.loads(pickle.dumps(await rollouts.next_batch()))  # noqa: S301 - our own
@@ -314,103 +277,63 @@ async def test_a_copy_of_a_batch_in_another_process_says_where_to_acknowledge_it
 # --- checkpoints -----------------------------------------------------------------------------
 
 
-def test_restored_to_a_step_the_run_goes_on_as_it_did_after_it(tmp_path: Path):
+def restored(checkpoint: Path, store: Store | None = None) -> RolloutScheduler:
+    rollouts = scheduler(store)
+    rollouts.restore(checkpoint)
+    return rollouts
+
+
+async def test_restored_to_a_step_the_run_goes_on_as_it_did_after_it(tmp_path: Path):
     checkpoint = tmp_path / "step-2.aprilsched"
-
-    async def first() -> list[Batch]:
-        async with scheduler(None) as rollouts:
-            for step in (1, 2):
-                await rollouts.next_batch()
-                await rollouts.update_weights(SimPublisher(), version=step)
-            await rollouts.checkpoint(checkpoint)
-            return [batch async for batch in rollouts]
-
-    async def second() -> list[Batch]:
-        rollouts = scheduler(None)
-        rollouts.restore(checkpoint)
-        async with rollouts:
-            assert rollouts.version == 2
-            with pytest.raises(RefitError, match="version=2"):
-                await rollouts.next_batch()
-            await rollouts.update_weights(SimPublisher(), version=2)
-            return [batch async for batch in rollouts]
-
-    after, again = run_virtual(first()), run_virtual(second())
-    assert [b.index for b in after] == [b.index for b in again]
-    assert [b.version for b in after] == [b.version for b in again]
+    async with scheduler(None) as rollouts:
+        for step in (1, 2):
+            await rollouts.next_batch()
+            await rollouts.update_weights(SimPublisher(), version=step)
+        await rollouts.checkpoint(checkpoint)
+        after = [batch async for batch in rollouts]
+    async with restored(checkpoint) as rollouts:
+        assert rollouts.version == 2
+        with pytest.raises(RefitError, match="version=2"):
+            await rollouts.next_batch()
+        await rollouts.update_weights(SimPublisher(), version=2)
+        again = [batch async for batch in rollouts]
+    assert [(b.index, b.version) for b in after] == [(b.index, b.version) for b in again]
     assert by_key(after) == by_key(again)
     for one, other in zip(after, again, strict=True):
         assert {g.prompt.key for g in one.groups} == {g.prompt.key for g in other.groups}
 
 
-def test_a_checkpoint_takes_the_place_of_what_the_store_has(tmp_path: Path):
+async def test_a_checkpoint_takes_the_place_of_what_the_store_has(tmp_path: Path):
     checkpoint, store = tmp_path / "one", SqliteStore(tmp_path / "store", inline=True)
-
-    async def first() -> None:
-        async with scheduler(store) as rollouts:
-            await rollouts.next_batch()
-            await rollouts.checkpoint(checkpoint)
-            for _ in range(3):
-                (await rollouts.next_batch()).acknowledge()
-
-    async def restored() -> int:
-        rollouts = scheduler(store)
-        rollouts.restore(checkpoint)
-        async with rollouts:
-            return (await rollouts.next_batch()).index
-
-    async def resumed() -> int:
-        async with scheduler(store) as rollouts:
-            return (await rollouts.next_batch()).index
-
-    run_virtual(first())
-    assert run_virtual(restored()) == 1
-    assert run_virtual(resumed()) == 1, "the batch was not acknowledged, and is given again"
-
-
-def test_a_checkpoint_may_keep_what_was_not_acknowledged(tmp_path: Path):
-    async def first() -> None:
-        async with scheduler(MemoryStore()) as rollouts:
-            await rollouts.next_batch()
+    async with scheduler(store) as rollouts:
+        await rollouts.next_batch()
+        await rollouts.checkpoint(checkpoint)
+        for _ in range(3):
             (await rollouts.next_batch()).acknowledge()
-            await rollouts.checkpoint(tmp_path / "kept", acknowledge=False)
-            await rollouts.checkpoint(tmp_path / "all")
-
-    async def second(name: str) -> list[tuple[int, bool]]:
-        rollouts = scheduler(None)
-        rollouts.restore(tmp_path / name)
-        async with rollouts:
-            batches = [await rollouts.next_batch() for _ in range(2)]
-        return [(batch.index, batch.redelivered) for batch in batches]
-
-    run_virtual(first())
-    assert run_virtual(second("kept")) == [(0, True), (2, False)]
-    assert run_virtual(second("all")) == [(2, False), (3, False)]
+    async with restored(checkpoint, store) as rollouts:
+        assert (await rollouts.next_batch()).index == 1
+    again = await first_batch(store)
+    assert again.index == 1, "the batch was not acknowledged, and is given again"
 
 
-def test_an_update_may_leave_acknowledging_to_a_trainer_that_takes_batches_ahead(tmp_path: Path):
-    """The trainer has two batches and has trained on one of them when the weights are updated."""
-
-    async def first() -> None:
-        async with scheduler(MemoryStore()) as rollouts:
-            ahead = [await rollouts.next_batch() for _ in range(2)]
-            ahead[0].acknowledge()
-            await rollouts.update_weights(SimPublisher(), acknowledge=False)
-            await rollouts.checkpoint(tmp_path / "kept", acknowledge=False)
-
-    async def second() -> list[tuple[int, bool]]:
-        rollouts = scheduler(None)
-        rollouts.restore(tmp_path / "kept")
-        async with rollouts:
-            await rollouts.update_weights(SimPublisher(), version=rollouts.version)
-            batches = [await rollouts.next_batch() for _ in range(2)]
-        return [(batch.index, batch.redelivered) for batch in batches]
-
-    run_virtual(first())
-    assert run_virtual(second()) == [(1, True), (2, False)]
+@pytest.mark.parametrize("acknowledge", [True, False])
+async def test_a_trainer_that_takes_batches_ahead_acknowledges_itself(
+    tmp_path: Path, acknowledge: bool
+):
+    """It has two batches and has trained on one of them when the weights are updated. Unless it
+    says so, a checkpoint acknowledges both."""
+    async with scheduler(MemoryStore()) as rollouts:
+        ahead = [await rollouts.next_batch() for _ in range(2)]
+        ahead[0].acknowledge()
+        await rollouts.update_weights(SimPublisher(), acknowledge=False)
+        await rollouts.checkpoint(tmp_path / "kept", acknowledge=acknowledge)
+    async with restored(tmp_path / "kept") as rollouts:
+        await rollouts.update_weights(SimPublisher(), version=rollouts.version)
+        batches = [await rollouts.next_batch() for _ in range(2)]
+    found = [(batch.index, batch.redelivered) for batch in batches]
+    assert found == [(2, False), (3, False)] if acknowledge else [(1, True), (2, False)]
 
 
-@in_virtual_time
 async def test_restoring_comes_before_the_block_and_needs_a_checkpoint(tmp_path: Path):
     rollouts = scheduler(None)
     with pytest.raises(StoreError, match="is not there"):
@@ -427,29 +350,6 @@ async def test_restoring_comes_before_the_block_and_needs_a_checkpoint(tmp_path:
 
 
 # --- engines of another version --------------------------------------------------------------
-
-
-def test_engines_that_were_restarted_wait_for_the_runs_version():
-    store = MemoryStore()
-
-    async def first() -> None:
-        async with scheduler(store) as rollouts:
-            for _ in range(2):
-                await rollouts.next_batch()
-                await rollouts.update_weights(SimPublisher())
-
-    async def second() -> Batch:
-        async with scheduler(store) as rollouts:
-            assert rollouts.version == 2
-            with pytest.raises(RefitError, match=r"version=2"):
-                await rollouts.next_batch()
-            await rollouts.update_weights(SimPublisher(), version=2)
-            return await rollouts.next_batch()
-
-    run_virtual(first())
-    batch = run_virtual(second())
-    assert (batch.index, batch.version) == (2, 2)
-    assert {v for r in batch.rollouts for v in r.versions.tolist()} <= {0, 1, 2}
 
 
 class _Behind:
@@ -469,7 +369,6 @@ class _Behind:
         return replace(saved, run=structs.replace(saved.run, version=0, base=0))
 
 
-@in_virtual_time
 async def test_engines_that_took_an_update_which_nobody_noted_keep_it():
     store = MemoryStore()
     fleet = SimFleet(2, stream_interval=8)
@@ -523,32 +422,26 @@ async def first_life(store: SqliteStore, folder: Path, parts: dict[str, Any]) ->
     return 12
 
 
-def test_episodes_begin_again_and_are_given_what_they_were_given(tmp_path: Path):
+async def test_episodes_begin_again_and_are_given_what_they_were_given(tmp_path: Path):
     store = SqliteStore(tmp_path / "store", inline=True)
     parts: dict[str, Any] = {"prompts": episode_prompts(8), "episode": two_turns}
-    expected = whole_run(**parts)
+    expected = await whole_run(**parts)
 
     answered = partial = 0
-    for number in range(run_virtual(first_life(store, tmp_path, parts))):
+    for number in range(await first_life(store, tmp_path, parts)):
         killed = SqliteStore(tmp_path / f"at-{number}", inline=True)
-
-        async def second_life(killed: SqliteStore = killed) -> list[Batch]:
-            nonlocal answered, partial
-            async with scheduler(killed, **parts) as rollouts:
-                members = list(rollouts.state.in_flight.rollouts.values())
-                answered += sum(len(m.answered) for m in members)
-                partial += sum(m.replay is not None and bool(m.replay.partial) for m in members)
-                before = rollouts.state.in_flight.counters.tokens_generated
-                known = sum(m.log.sampled_tokens for m in members)
-                batches = [batch async for batch in rollouts]
-                counters = rollouts.state.in_flight.counters
-                # Not one token that was known was generated again.
-                generated = counters.tokens_generated - before
-                assert generated + known == counters.tokens_delivered
-                assert counters.tokens_discarded == 0
-            return batches
-
-        assert by_key(run_virtual(second_life())) == expected
+        async with scheduler(killed, **parts) as rollouts:
+            members = list(rollouts.state.in_flight.rollouts.values())
+            answered += sum(len(m.answered) for m in members)
+            partial += sum(m.replay is not None and bool(m.replay.partial) for m in members)
+            before = rollouts.state.in_flight.counters.tokens_generated
+            known = sum(m.log.sampled_tokens for m in members)
+            batches = [batch async for batch in rollouts]
+            counters = rollouts.state.in_flight.counters
+        # Not one token that was known was generated again.
+        assert counters.tokens_generated - before + known == counters.tokens_delivered
+        assert counters.tokens_discarded == 0
+        assert by_key(batches) == expected
     assert answered > 10
     assert partial > 5
 
@@ -571,32 +464,26 @@ async def impatient(turn: Turn, prompt: Prompt) -> float:
     return float(len(first.token_ids) + len(second.token_ids))
 
 
-def test_turns_that_were_given_up_outlive_the_process(tmp_path: Path):
+async def test_turns_that_were_given_up_outlive_the_process(tmp_path: Path):
     store = SqliteStore(tmp_path / "store", inline=True)
     parts: dict[str, Any] = {"prompts": episode_prompts(8), "episode": impatient}
 
     kept = 0
-    for number in range(run_virtual(first_life(store, tmp_path, parts))):
+    for number in range(await first_life(store, tmp_path, parts)):
         killed = SqliteStore(tmp_path / f"at-{number}", inline=True)
-
-        async def second_life(killed: SqliteStore = killed) -> list[Batch]:
-            nonlocal kept
-            async with scheduler(killed, **parts) as rollouts:
-                in_flight = rollouts.state.in_flight
-                members = list(in_flight.rollouts.values())
-                kept += sum(bool(m.answered) and m.answered[0][1] < 120 for m in members)
-                before = in_flight.counters.tokens_generated - in_flight.counters.tokens_discarded
-                known = sum(m.log.sampled_tokens for m in members)
-                batches = [batch async for batch in rollouts]
-                counters = in_flight.counters
-                generated = counters.tokens_generated - counters.tokens_discarded - before
-                assert generated + known == counters.tokens_delivered
-                assert counters.tokens_discarded == sum(in_flight.ledger.tokens.values())
-            return batches
-
-        rollouts = [rollout for batch in run_virtual(second_life()) for rollout in batch.rollouts]
-        assert len({rollout.rollout_id for rollout in rollouts}) == len(rollouts) == 8 * 4
-        for rollout in rollouts:
+        async with scheduler(killed, **parts) as rollouts:
+            in_flight = rollouts.state.in_flight
+            members = list(in_flight.rollouts.values())
+            kept += sum(bool(m.answered) and m.answered[0][1] < 120 for m in members)
+            before = in_flight.counters.tokens_generated - in_flight.counters.tokens_discarded
+            known = sum(m.log.sampled_tokens for m in members)
+            delivered = [r async for batch in rollouts for r in batch.rollouts]
+            counters = in_flight.counters
+        generated = counters.tokens_generated - counters.tokens_discarded - before
+        assert generated + known == counters.tokens_delivered
+        assert counters.tokens_discarded == sum(in_flight.ledger.tokens.values())
+        assert len({rollout.rollout_id for rollout in delivered}) == len(delivered) == 8 * 4
+        for rollout in delivered:
             sampled = int((rollout.versions != -1).sum())
             assert rollout.turns == 2
             assert rollout.reward == sampled
@@ -604,7 +491,7 @@ def test_turns_that_were_given_up_outlive_the_process(tmp_path: Path):
     assert kept > 5
 
 
-def test_an_episode_that_takes_another_way_forgets_what_was_known_from_there():
+async def test_an_episode_that_takes_another_way_forgets_what_was_known_from_there():
     store = MemoryStore()
     prompts = episode_prompts(4)
     one = config(batch_groups=4, group_size=1, over_provision=1.0, save_interval_s=0.1)
@@ -616,32 +503,24 @@ def test_an_episode_that_takes_another_way_forgets_what_was_known_from_there():
         await turn.generate(context, sampling)
         return 0.0
 
-    async def first_life() -> None:
-        async with scheduler(store, prompts=prompts, episode=two_turns, config=one) as rollouts:
-            request = asyncio.create_task(rollouts.next_batch())
-            while not all(m.turns for m in rollouts.state.in_flight.rollouts.values()):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-            await asyncio.sleep(0.6)
-            request.cancel()
-
-    async def second_life() -> None:
-        async with scheduler(store, prompts=prompts, episode=longer, config=one) as rollouts:
-            batch = await rollouts.next_batch()
-            for rollout in batch.rollouts:
-                assert len(rollout) == 120 + 6 + 120
-                assert rollout.turns == 2
-                np.testing.assert_array_equal(rollout.versions[120:126], -1)
-            in_flight = rollouts.state.in_flight
-            forgotten = in_flight.ledger.tokens[Reason.RESTARTED]
-            assert forgotten == in_flight.counters.tokens_discarded
-            assert forgotten == second_turns
-            assert forgotten > 0
-
-    run_virtual(first_life())
+    async with scheduler(store, prompts=prompts, episode=two_turns, config=one) as rollouts:
+        request = asyncio.create_task(rollouts.next_batch())
+        while not all(m.turns for m in rollouts.state.in_flight.rollouts.values()):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.6)
+        request.cancel()
     saved = store.open()
     assert saved is not None
     second_turns = sum(len(held.token_ids) - 123 for held in saved.tokens.values())
-    run_virtual(second_life())
+    async with scheduler(store, prompts=prompts, episode=longer, config=one) as rollouts:
+        batch = await rollouts.next_batch()
+        in_flight = rollouts.state.in_flight
+    for rollout in batch.rollouts:
+        assert len(rollout) == 120 + 6 + 120
+        assert rollout.turns == 2
+        np.testing.assert_array_equal(rollout.versions[120:126], -1)
+    forgotten = in_flight.ledger.tokens[Reason.RESTARTED]
+    assert forgotten == in_flight.counters.tokens_discarded == second_turns > 0
 
 
 # --- rewards and evaluations -----------------------------------------------------------------
@@ -651,67 +530,51 @@ def not_the_second(group: Group) -> bool:
     return group.prompt.key != 2
 
 
-def test_rewards_and_verdicts_that_were_not_known_are_asked_for_again():
+async def test_rewards_and_verdicts_that_were_not_known_are_asked_for_again():
     store = MemoryStore()
     asked: list[int] = []
-    hang = asyncio.Event()
+    answers = asyncio.Event()
 
     async def reward(rollout: Rollout, prompt: Prompt) -> float:
         asked.append(rollout.rollout_id)
         if len(asked) > 10:
-            await hang.wait()
+            await answers.wait()
         return float(rollout.index)
 
-    async def first_life() -> set[int]:
-        async with scheduler(store, reward=reward) as rollouts:
-            request = asyncio.create_task(rollouts.next_batch())
-            while len(asked) < 14:  # noqa: ASYNC110 - the callback would have to know
-                await asyncio.sleep(0.1)
-            await asyncio.sleep(0.5)
-            request.cancel()
-            return set(asked[10:])
-
-    pending = run_virtual(first_life())
+    async with scheduler(store, reward=reward) as rollouts:
+        request = asyncio.create_task(rollouts.next_batch())
+        while len(asked) < 14:  # noqa: ASYNC110 - the callback would have to know
+            await asyncio.sleep(0.1)
+        await asyncio.sleep(0.5)
+        request.cancel()
+        pending = set(asked[10:])
     asked.clear()
-    hang = asyncio.Event()
-    hang.set()
-
-    async def second_life() -> list[Batch]:
-        async with scheduler(store, reward=reward, accept=not_the_second) as rollouts:
-            batches = [batch async for batch in rollouts]
-            assert rollouts.state.in_flight.ledger.rollouts[Reason.REJECTED] == 4
-            return batches
-
-    batches = run_virtual(second_life())
+    answers.set()
+    async with scheduler(store, reward=reward, accept=not_the_second) as rollouts:
+        batches = [batch async for batch in rollouts]
+        assert rollouts.state.in_flight.ledger.rollouts[Reason.REJECTED] == 4
     assert pending <= set(asked)
     rewards = [r.reward == r.index for batch in batches for r in batch.rollouts]
     assert all(rewards)
     assert len(rewards) == 4 * (PROMPTS - 1)
 
 
-def test_an_evaluation_under_way_is_in_the_ledger_and_asked_for_again():
+async def test_an_evaluation_under_way_is_in_the_ledger_and_asked_for_again():
     store = MemoryStore()
     prompts = list(workload())[:3]
-
-    async def first_life() -> None:
-        async with scheduler(store) as rollouts:
-            evaluating = asyncio.create_task(rollouts.evaluate(prompts, group_size=4))
-            await asyncio.sleep(0.7)
-            assert not evaluating.done()
-        # Cancelled, the call would have withdrawn its evaluation.
-        with pytest.raises(SchedulerClosed):
-            await evaluating
-
-    async def second_life() -> None:
-        async with scheduler(store) as rollouts:
-            check_invariants(rollouts.state)
-            assert rollouts.state.in_flight.ledger.rollouts[Reason.RESTARTED] == 12
-            assert rollouts.state.in_flight.ledger.tokens[Reason.RESTARTED] > 0
-            answers = await rollouts.evaluate(prompts, group_size=4)
-            assert len(answers.groups) == 3
-
-    run_virtual(first_life())
-    run_virtual(second_life())
+    async with scheduler(store) as rollouts:
+        evaluating = asyncio.create_task(rollouts.evaluate(prompts, group_size=4))
+        await asyncio.sleep(0.7)
+        assert not evaluating.done()
+    # Cancelled, the call would have withdrawn its evaluation.
+    with pytest.raises(SchedulerClosed):
+        await evaluating
+    async with scheduler(store) as rollouts:
+        check_invariants(rollouts.state)
+        assert rollouts.state.in_flight.ledger.rollouts[Reason.RESTARTED] == 12
+        assert rollouts.state.in_flight.ledger.tokens[Reason.RESTARTED] > 0
+        answers = await rollouts.evaluate(prompts, group_size=4)
+        assert len(answers.groups) == 3
 
 
 # --- stores that fail ------------------------------------------------------------------------
@@ -730,73 +593,53 @@ class Failing(MemoryStore):
         super().save(snapshot, durable=durable)
 
 
-def test_a_store_that_fails_does_not_end_the_run_and_is_whole_when_it_works_again(
+async def test_a_store_that_fails_does_not_end_the_run_and_is_whole_when_it_works_again(
     caplog: pytest.LogCaptureFixture,
 ):
     store = Failing()
-
-    async def main() -> None:
-        async with scheduler(store) as rollouts:
-            (await rollouts.next_batch()).acknowledge()
-            store.full = True
-            await rollouts.next_batch()
-            await asyncio.sleep(25)
-            assert store.refused in (2, 3)
-            store.full = False
-            await asyncio.sleep(12)
-            await rollouts.next_batch()
-
-    async def second_life() -> list[Batch]:
-        return await to_the_end(store)
-
-    run_virtual(main())
+    async with scheduler(store) as rollouts:
+        (await rollouts.next_batch()).acknowledge()
+        store.full = True
+        await rollouts.next_batch()
+        await asyncio.sleep(25)
+        assert store.refused in (2, 3)
+        store.full = False
+        await asyncio.sleep(12)
+        await rollouts.next_batch()
     errors = [r.message for r in caplog.records if "is not saved" in r.message]
     assert len(errors) == 1
     assert any("saved again" in r.message for r in caplog.records)
-    batches = run_virtual(second_life())
+    batches = await to_the_end(store)
     assert [b.index for b in batches if b.redelivered] == [1, 2]
-    delivered = by_key(batches)
-    assert len(delivered) == 4 * (PROMPTS - 4)
+    assert len(by_key(batches)) == 4 * (PROMPTS - 4)
 
 
-def test_the_end_is_tried_to_be_saved_however_lately_the_store_failed():
+async def test_the_end_is_tried_to_be_saved_however_lately_the_store_failed():
     store = Failing()
-
-    async def main() -> None:
-        async with scheduler(store) as rollouts:
-            store.full = True
-            await rollouts.next_batch()
-            assert store.refused == 1
-            store.full = False
-
-    async def second_life() -> list[Batch]:
-        return await to_the_end(store)
-
-    run_virtual(main())
-    batches = run_virtual(second_life())
+    async with scheduler(store) as rollouts:
+        store.full = True
+        await rollouts.next_batch()
+        assert store.refused == 1
+        store.full = False
+    batches = await to_the_end(store)
     assert [b.index for b in batches if b.redelivered] == [0]
 
 
-def test_a_full_disk_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+async def test_a_full_disk_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     store = SqliteStore(tmp_path / "store", inline=True)
-
-    async def main() -> None:
-        async with scheduler(store) as rollouts:
+    async with scheduler(store) as rollouts:
+        await rollouts.next_batch()
+        connection = store._connection  # pyright: ignore[reportPrivateUsage]
+        assert isinstance(connection, sqlite3.Connection)
+        (pages,) = connection.execute("PRAGMA page_count").fetchone()
+        connection.execute(f"PRAGMA max_page_count = {pages}")
+        for _ in range(4):
             await rollouts.next_batch()
-            connection = store._connection  # pyright: ignore[reportPrivateUsage]
-            assert isinstance(connection, sqlite3.Connection)
-            (pages,) = connection.execute("PRAGMA page_count").fetchone()
-            connection.execute(f"PRAGMA max_page_count = {pages}")
-            for _ in range(4):
-                await rollouts.next_batch()
-
-    run_virtual(main())
     said = [r.message for r in caplog.records if "is not saved" in r.message]
     assert len(said) == 1
     assert "disk is full: free some of it" in said[0]
 
 
-@in_virtual_time
 async def test_what_cannot_be_stored_is_refused_before_it_is_launched():
     def prompts() -> Iterator[Prompt]:
         yield Prompt(input_ids=np.array([1]), metadata={"f": print})
@@ -806,21 +649,16 @@ async def test_what_cannot_be_stored_is_refused_before_it_is_launched():
             await rollouts.next_batch()
 
 
-def test_other_prompts_than_those_of_the_saved_run_are_noticed():
-    store = MemoryStore()
-
-    async def life(prompts: list[Prompt]) -> None:
-        async with scheduler(store, prompts=prompts) as rollouts:
-            for _ in range(3):
-                (await rollouts.next_batch()).acknowledge()
-
-    everything = list(workload())
-    run_virtual(life(everything))
+async def test_other_prompts_than_those_of_the_saved_run_are_noticed():
+    store, everything = MemoryStore(), list(workload())
+    async with scheduler(store, prompts=everything) as rollouts:
+        for _ in range(3):
+            (await rollouts.next_batch()).acknowledge()
     with pytest.raises(ConfigError, match="give the same prompts again"):
-        run_virtual(life(everything[:4]))
+        await first_batch(store, prompts=everything[:4])
 
 
-def test_a_source_that_can_skip_is_asked_to():
+async def test_a_source_that_can_skip_is_asked_to():
     store = MemoryStore()
     skipped: list[int] = []
 
@@ -832,12 +670,8 @@ def test_a_source_that_can_skip_is_asked_to():
             skipped.append(count)
             return list(workload())[count:]
 
-    async def life() -> list[Batch]:
-        async with scheduler(store, prompts=Source()) as rollouts:
-            return [await rollouts.next_batch(), await rollouts.next_batch()]
-
-    run_virtual(life())
-    rest = run_virtual(to_the_end(store, prompts=Source()))
+    await first_batch(store, prompts=Source())
+    rest = await to_the_end(store, prompts=Source())
     assert skipped
     assert len(by_key(rest)) == 4 * PROMPTS
 
@@ -846,34 +680,29 @@ async def gone() -> None:
     raise EngineUnreachable("sim", "is not there")
 
 
-def test_a_lost_fleet_ends_the_scheduler_and_not_the_run(monkeypatch: pytest.MonkeyPatch):
+async def test_a_lost_fleet_ends_the_scheduler_and_not_the_run(monkeypatch: pytest.MonkeyPatch):
     store = MemoryStore()
-    expected = whole_run()
+    expected = await whole_run()
     fleet = SimFleet(2, stream_interval=8)
-
-    async def first_life() -> list[Batch]:
-        settings = config(health=Health(fleet_wait_s=5.0))
-        async with scheduler(store, fleet=fleet, config=settings) as rollouts:
-            batches = [await rollouts.next_batch()]
-            batches[0].acknowledge()
-            waiting = asyncio.create_task(rollouts.next_batch())
-            await asyncio.sleep(0.2)
-            for engine in fleet.engines:
-                engine.crash()
-                monkeypatch.setattr(engine, "open", gone)
-            with pytest.raises(FleetLost, match="none came back"):
-                await waiting
-            held = {r.rollout_id: len(r.log) for r in rollouts.state.in_flight.rollouts.values()}
-        saved = store.open()
-        assert saved is not None
-        assert {r: len(t.token_ids) for r, t in saved.tokens.items() if r in held} == {
-            r: tokens for r, tokens in held.items() if r in saved.tokens
-        }
-        assert sum(held.values()) > 0
-        return batches
-
-    batches = run_virtual(first_life())
-    assert by_key(batches + run_virtual(to_the_end(store))) == expected
+    settings = config(health=Health(fleet_wait_s=5.0))
+    async with scheduler(store, fleet=fleet, config=settings) as rollouts:
+        batches = [await rollouts.next_batch()]
+        batches[0].acknowledge()
+        waiting = asyncio.create_task(rollouts.next_batch())
+        await asyncio.sleep(0.2)
+        for engine in fleet.engines:
+            engine.crash()
+            monkeypatch.setattr(engine, "open", gone)
+        with pytest.raises(FleetLost, match="none came back"):
+            await waiting
+        held = {r.rollout_id: len(r.log) for r in rollouts.state.in_flight.rollouts.values()}
+    saved = store.open()
+    assert saved is not None
+    assert {r: len(t.token_ids) for r, t in saved.tokens.items() if r in held} == {
+        r: tokens for r, tokens in held.items() if r in saved.tokens
+    }
+    assert sum(held.values()) > 0
+    assert by_key(batches + await to_the_end(store)) == expected
 
 
 class Gated(MemoryStore):
@@ -922,35 +751,27 @@ class Killed(SimPublisher):
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_a_kill_while_weights_are_loaded_in_parts_leaves_no_engine_that_is_believed(
+async def test_a_kill_while_weights_are_loaded_in_parts_leaves_no_engine_that_is_believed(
     tmp_path: Path, whole: bool
 ):
     """The engines still have the label of the old version, and maybe tensors of the new one."""
     killed, ended = tmp_path / "killed", tmp_path / "ended"
-
-    async def first() -> None:
-        store = SqliteStore(tmp_path / "store", inline=True)
-        async with scheduler(store) as rollouts:
+    store = SqliteStore(tmp_path / "store", inline=True)
+    async with scheduler(store) as rollouts:
+        await rollouts.next_batch()
+        await rollouts.update_weights(Killed(store, killed, whole=whole))
+        left_behind(store, ended)
+    async with scheduler(SqliteStore(killed, inline=True)) as rollouts:
+        assert rollouts.version == 0
+        believed = True
+        try:
             await rollouts.next_batch()
-            await rollouts.update_weights(Killed(store, killed, whole=whole))
-            left_behind(store, ended)
-
-    async def second() -> tuple[bool, Batch]:
-        async with scheduler(SqliteStore(killed, inline=True)) as rollouts:
-            assert rollouts.version == 0
-            believed = True
-            try:
-                await rollouts.next_batch()
-            except RefitError:
-                believed = False
-                await rollouts.update_weights(SimPublisher(), version=0)
-                assert not rollouts.state.weights.in_parts
-            return believed, await rollouts.next_batch()
-
-    run_virtual(first())
-    believed, batch = run_virtual(second())
-    assert believed is whole
-    assert batch.version == 0
+        except RefitError:
+            believed = False
+            await rollouts.update_weights(SimPublisher(), version=0)
+            assert not rollouts.state.weights.in_parts
+        assert believed is whole
+        assert (await rollouts.next_batch()).version == 0
     after = SqliteStore(ended, inline=True).open()
     assert after is not None
     assert not after.run.in_parts

@@ -26,7 +26,8 @@ from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import EpisodeError, RunGivenUp
 from aprilsched.types import NO_VERSION
 from tests.support.checking import Checking
-from tests.support.virtual_time import in_virtual_time
+
+pytestmark = pytest.mark.virtual_time
 
 TOOL = np.array([7, 7, 7], dtype=np.int32)
 
@@ -74,7 +75,6 @@ async def two_turns(turn: Turn, prompt: Prompt) -> float:
 
 
 @pytest.mark.parametrize("straggler", ["retract", "in_place", "abort"])
-@in_virtual_time
 async def test_a_two_turn_episode_is_interrupted_inside_each_turn_and_goes_on(straggler: str):
     async with RolloutScheduler(
         SimFleet(2, stream_interval=8),
@@ -98,7 +98,6 @@ async def test_a_two_turn_episode_is_interrupted_inside_each_turn_and_goes_on(st
             assert rollout.versions_exact
 
 
-@in_virtual_time
 async def test_a_rewritten_context_is_refused_in_one_sentence():
     async def rewrite(turn: Turn, prompt: Prompt) -> None:
         sampling = SamplingParams(max_new_tokens=5, ignore_eos=True)
@@ -133,7 +132,6 @@ async def with_timeouts(turn: Turn, prompt: Prompt) -> float:
 
 @pytest.mark.parametrize("straggler", ["retract", "in_place", "abort", "run", "choose"])
 @pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
-@in_virtual_time
 async def test_a_turn_that_timed_out_is_called_back_and_its_tokens_are_kept(
     straggler: str, pace: Any
 ):
@@ -160,7 +158,6 @@ async def test_a_turn_that_timed_out_is_called_back_and_its_tokens_are_kept(
 
 
 @pytest.mark.parametrize("straggler", ["retract", "in_place", "abort", "run", "choose"])
-@in_virtual_time
 async def test_a_turn_that_timed_out_and_was_not_looked_at_is_dropped_and_counted(straggler: str):
     async def asks_again(turn: Turn, prompt: Prompt) -> float:
         sampling = SamplingParams(max_new_tokens=100, temperature=0, ignore_eos=True)
@@ -191,7 +188,8 @@ async def test_a_turn_that_timed_out_and_was_not_looked_at_is_dropped_and_counte
         check_tokens(rollouts)
 
 
-def test_an_answer_that_meets_the_timeout_is_kept_or_dropped_like_any_other():
+@pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.long)])
+def test_an_answer_that_meets_the_timeout_is_kept_or_dropped_like_any_other(every: int):
     """At any moment: while the request waits, while it runs, and when the answer arrives."""
 
     async def at(delay: float, *, keep: bool) -> int:
@@ -224,13 +222,12 @@ def test_an_answer_that_meets_the_timeout_is_kept_or_dropped_like_any_other():
             check_tokens(rollouts)
         return kept
 
-    kept = {run_virtual(at(step / 400, keep=True)) for step in range(60)}
+    kept = {run_virtual(at(step / 400, keep=True)) for step in range(0, 60, every)}
     assert {0, 4 * 4, 4 * 8} <= kept
-    for step in range(60):
+    for step in range(0, 60, every):
         assert run_virtual(at(step / 400, keep=False)) == 0
 
 
-@in_virtual_time
 async def test_a_turn_that_nobody_waits_for_is_called_back_when_its_episode_returns():
     async def leaves(turn: Turn, prompt: Prompt) -> float:
         sampling = SamplingParams(max_new_tokens=50, ignore_eos=True)
@@ -255,7 +252,6 @@ async def test_a_turn_that_nobody_waits_for_is_called_back_when_its_episode_retu
             await task
 
 
-@in_virtual_time
 async def test_an_episode_that_gave_every_turn_up_keeps_what_had_come_of_the_last():
     async def times_out(turn: Turn, prompt: Prompt) -> float:
         sampling = SamplingParams(max_new_tokens=100_000, temperature=0, ignore_eos=True)
@@ -280,7 +276,6 @@ async def test_an_episode_that_gave_every_turn_up_keeps_what_had_come_of_the_las
         check_tokens(rollouts)
 
 
-@in_virtual_time
 async def test_partial_output_without_a_turn_that_was_given_up_is_refused():
     async def asks(turn: Turn, prompt: Prompt) -> None:
         await turn.partial()
@@ -292,7 +287,6 @@ async def test_partial_output_without_a_turn_that_was_given_up_is_refused():
         assert "no generate() call was cancelled" in entry.cause
 
 
-@in_virtual_time
 async def test_kept_turns_and_evaluations_and_dropped_groups():
     """A group is dropped before its cancelled turn has ended; an evaluation times out too."""
 

@@ -9,7 +9,8 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from itertools import count, islice
+from functools import partial
+from itertools import count
 
 import numpy as np
 import pytest
@@ -22,11 +23,10 @@ from aprilsched import (
     Rollout,
     RolloutScheduler,
     SamplingParams,
-    SchedulerConfig,
     SimFleet,
     SimPublisher,
 )
-from aprilsched.config import Health, Timeouts
+from aprilsched.config import Timeouts
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
 from aprilsched.core.messages import facts
@@ -35,7 +35,9 @@ from aprilsched.engines.sim import SimEngine, run_virtual
 from aprilsched.engines.sim.toy_model import ContextState, ToyModel, weights_key_of_version
 from aprilsched.errors import ConfigError, RefitError, SchedulerClosed
 from aprilsched.telemetry.base import ProtocolListener
-from tests.support.virtual_time import in_virtual_time
+from tests.support import small
+
+pytestmark = pytest.mark.virtual_time
 
 MODEL = ToyModel(32_000)
 
@@ -50,9 +52,7 @@ def prompts() -> Iterator[Prompt]:
         )
 
 
-def config(**changes: object) -> SchedulerConfig:
-    values: dict[str, object] = {"batch_groups": 8, "group_size": 1, "over_provision": 2.0}
-    return SchedulerConfig(**{**values, **changes})  # type: ignore[arg-type]
+config = partial(small.config, batch_groups=8, group_size=1)
 
 
 class Calls(ProtocolListener):
@@ -119,19 +119,14 @@ def true_to_its_versions(rollout: Rollout) -> bool:
     return True
 
 
-def check_whole(
-    rollouts: RolloutScheduler, batches: Sequence[Batch], *, crashed: str | None = None
-) -> None:
-    """Check that nothing is lost, nothing is doubled, and every version is true. An engine that
-    crashed did not report the versions of what it had."""
+def check_whole(rollouts: RolloutScheduler, batches: Sequence[Batch]) -> None:
+    """Check that nothing is lost, nothing is doubled, and every version is true."""
     in_flight = rollouts.state.in_flight
     delivered = [rollout for batch in batches for rollout in batch.rollouts]
     assert len({rollout.rollout_id for rollout in delivered}) == len(delivered)
     assert in_flight.ledger.total == 0
     assert in_flight.counters.launched == len(delivered) + len(in_flight.rollouts)
     for rollout in delivered:
-        if crashed in {segment.engine for segment in rollout.segments[:-1]}:
-            continue
         assert rollout.versions_exact
         assert true_to_its_versions(rollout)
 
@@ -143,10 +138,8 @@ def versions(batches: Sequence[Batch]) -> set[int]:
 # --- after the fact ------------------------------------------------------------------------------
 
 
-@in_virtual_time
 async def test_a_trainer_that_updates_between_two_batches_says_so_afterwards():
     fleet, calls = SimFleet(2), Calls()
-
     async with running(fleet, calls, straggler="abort") as rollouts:
         batches: list[Batch] = []
         for version in (1, 2, 5):
@@ -165,12 +158,10 @@ async def test_a_trainer_that_updates_between_two_batches_says_so_afterwards():
 
 @pytest.mark.parametrize("straggler", ["retract", "abort", "run", "choose"])
 @pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
-@in_virtual_time
 async def test_requests_that_the_foreign_pause_met_are_carried_over_three_updates(
     straggler: str, pace: str
 ):
     fleet = SimFleet(2)
-
     async with running(fleet, straggler=straggler, pace=pace) as rollouts:
         batches: list[Batch] = []
         for version in (1, 2, 3):
@@ -184,27 +175,8 @@ async def test_requests_that_the_foreign_pause_met_are_carried_over_three_update
         check_whole(rollouts, batches)
 
 
-@in_virtual_time
-async def test_one_engine_that_the_trainer_missed_stands_by_and_its_requests_go_on():
-    fleet = SimFleet(2)
-
-    async with running(fleet) as rollouts:
-        batches = [await rollouts.next_batch()]
-        await move(fleet.engines[:1], 1)
-        report = await rollouts.update_weights(ExternalWeights(timeout_s=1.0), version=1)
-        assert "has version 0 and not 1" in report.quarantined["sim-1"]
-        batches.append(await rollouts.next_batch())
-        await move(fleet.engines, 2)
-        await rollouts.update_weights(ExternalWeights(), version=2)
-        batches.append(await rollouts.next_batch())
-        assert rollouts.state.weights.versions.engines == {"sim-0": 2, "sim-1": 2}
-        check_whole(rollouts, batches)
-
-
-@in_virtual_time
 async def test_a_label_that_comes_a_little_later_is_waited_for():
     fleet = SimFleet(2)
-
     async with running(fleet) as rollouts:
         await rollouts.next_batch()
         async with asyncio.TaskGroup() as group:
@@ -216,31 +188,14 @@ async def test_a_label_that_comes_a_little_later_is_waited_for():
         assert batch.version == 1
 
 
-@in_virtual_time
 async def test_a_version_that_no_engine_has_is_refused_and_the_run_goes_on():
     fleet = SimFleet(2)
-
     async with running(fleet) as rollouts:
         batches = [await rollouts.next_batch()]
         with pytest.raises(RefitError, match="has version 0 and not 7; use label=True"):
             await rollouts.update_weights(ExternalWeights(timeout_s=0), version=7)
         batches.append(await rollouts.next_batch())
         assert rollouts.version == 0
-        check_whole(rollouts, batches)
-
-
-@in_virtual_time
-async def test_an_engine_that_dies_while_it_is_asked_is_lost_and_the_others_take_the_version():
-    fleet = SimFleet(2)
-
-    async with running(fleet) as rollouts:
-        batches = [await rollouts.next_batch()]
-        await move(fleet.engines, 1)
-        fleet.engines[1].crash()
-        await rollouts.update_weights(ExternalWeights(), version=1)
-        assert rollouts.state.weights.versions.engines == {"sim-0": 1}
-        await fleet.engines[1].restart()
-        batches.append(await rollouts.next_batch())
         check_whole(rollouts, batches)
 
 
@@ -274,10 +229,8 @@ def test_a_trainer_that_sets_no_label_has_it_set_and_the_requests_in_flight_are_
     assert said.startswith("version 1 is labelled after it was loaded: ")
 
 
-@in_virtual_time
 async def test_it_is_refused_in_a_sleep_in_which_only_the_scheduler_may_wake_the_engines():
     fleet = SimFleet(1)
-
     async with running(fleet) as rollouts:
         await rollouts.next_batch()
         async with rollouts.asleep():
@@ -304,12 +257,10 @@ async def load(engines: Sequence[SimEngine], version: int, *, seconds: float = 0
 
 @pytest.mark.parametrize("straggler", ["retract", "abort", "run", "choose"])
 @pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
-@in_virtual_time
 async def test_the_trainer_loads_in_a_block_in_which_the_engines_are_paused(
     straggler: str, pace: str
 ):
     fleet = SimFleet(2)
-
     async with running(fleet, straggler=straggler, pace=pace) as rollouts:
         batches: list[Batch] = []
         for version in (1, 2, 4):
@@ -324,10 +275,8 @@ async def test_the_trainer_loads_in_a_block_in_which_the_engines_are_paused(
         check_whole(rollouts, batches)
 
 
-@in_virtual_time
 async def test_pause_and_continue_may_be_two_functions():
     fleet = SimFleet(2)
-
     async with running(fleet) as rollouts:
         await rollouts.next_batch()
         handshake = Handshake(label=True)
@@ -345,10 +294,8 @@ async def test_pause_and_continue_may_be_two_functions():
             await rollouts.update_weights(handshake)
 
 
-@in_virtual_time
 async def test_inside_of_a_sleep_the_engines_have_the_memory_of_their_weights():
     fleet = SimFleet(2)
-
     async with running(fleet) as rollouts:
         batches = [await rollouts.next_batch()]
         async with rollouts.asleep(), rollouts.paused_for_weights():
@@ -370,7 +317,6 @@ async def take_all(rollouts: RolloutScheduler, batches: list[Batch]) -> None:
 
 
 @pytest.mark.parametrize("moved", [0, 1, 2])
-@in_virtual_time
 async def test_a_trainer_that_raises_leaves_engines_that_only_the_next_update_repairs(moved: int):
     fleet = SimFleet(2)
 
@@ -393,10 +339,8 @@ async def test_a_trainer_that_raises_leaves_engines_that_only_the_next_update_re
         check_whole(rollouts, batches)
 
 
-@in_virtual_time
 async def test_a_trainer_that_never_says_done_is_given_up():
     fleet = SimFleet(2)
-
     async with running(fleet, timeouts=Timeouts(refit_s=30.0)) as rollouts:
         batches = [await rollouts.next_batch()]
         with pytest.raises(RefitError, match="the publisher did not finish within 30 s"):
@@ -415,10 +359,8 @@ async def test_a_trainer_that_never_says_done_is_given_up():
         check_whole(rollouts, batches)
 
 
-@in_virtual_time
 async def test_one_engine_that_the_trainer_did_not_load_stands_by_with_inconsistent_weights():
     fleet = SimFleet(2)
-
     async with running(fleet) as rollouts:
         batches = [await rollouts.next_batch()]
         async with rollouts.paused_for_weights():
@@ -433,10 +375,8 @@ async def test_one_engine_that_the_trainer_did_not_load_stands_by_with_inconsist
         check_whole(rollouts, batches)
 
 
-@in_virtual_time
 async def test_a_label_of_another_version_is_not_taken():
     fleet = SimFleet(2)
-
     async with running(fleet) as rollouts:
         await rollouts.next_batch()
         with pytest.raises(RefitError, match="has version 3 and not 1"):
@@ -450,12 +390,10 @@ async def test_a_label_of_another_version_is_not_taken():
 
 @pytest.mark.parametrize("back", [False, True])
 @pytest.mark.parametrize("label", [False, True])
-@in_virtual_time
 async def test_an_engine_that_dies_while_the_trainer_loads_costs_nothing(back: bool, label: bool):
     """If it is back at once, its weights are those that it was first started with, whatever label
     it is given."""
     fleet = SimFleet(2)
-
     async with running(fleet) as rollouts:
         batches = [await rollouts.next_batch()]
         async with rollouts.paused_for_weights(label=label):
@@ -475,7 +413,6 @@ async def test_an_engine_that_dies_while_the_trainer_loads_costs_nothing(back: b
         check_whole(rollouts, batches)
 
 
-@in_virtual_time
 async def test_a_trainer_that_is_cancelled_before_the_pause_changes_nothing():
     fleet = SimFleet(2)
 
@@ -493,7 +430,6 @@ async def test_a_trainer_that_is_cancelled_before_the_pause_changes_nothing():
 
 
 @pytest.mark.parametrize("step", range(12))
-@in_virtual_time
 async def test_a_trainer_that_is_cancelled_at_any_moment_can_go_on_with_the_next_update(step: int):
     fleet = SimFleet(2)
 
@@ -513,10 +449,8 @@ async def test_a_trainer_that_is_cancelled_at_any_moment_can_go_on_with_the_next
         check_whole(rollouts, batches)
 
 
-@in_virtual_time
 async def test_who_waits_for_the_pause_hears_of_an_update_that_was_refused():
     fleet = SimFleet(1)
-
     async with running(fleet) as rollouts:
         await rollouts.next_batch()
         handshake = Handshake()
@@ -536,12 +470,10 @@ async def test_who_waits_for_the_pause_hears_of_an_update_that_was_refused():
 
 
 @pytest.mark.parametrize("straggler", ["retract", "in_place", "abort", "choose"])
-@in_virtual_time
 async def test_engines_that_the_trainer_has_continued_are_paused_again_for_the_next_update(
     straggler: str,
 ):
     fleet = SimFleet(2)
-
     async with running(fleet, straggler=straggler) as rollouts:
         for version in (1, 3, 5):
             await rollouts.next_batch()
@@ -570,7 +502,6 @@ async def until_at(rollouts: RolloutScheduler, version: int) -> None:
         *((rule, "synchronous") for rule in ("abort", "run")),
     ],
 )
-@in_virtual_time
 async def test_foreign_updates_are_followed_without_a_word(straggler: str, pace: str):
     """They come when batches are complete, and in the middle of them."""
     fleet, calls = SimFleet(2), Calls()
@@ -594,11 +525,9 @@ async def test_foreign_updates_are_followed_without_a_word(straggler: str, pace:
         check_whole(rollouts, batches)
 
 
-@in_virtual_time
 async def test_a_fleet_that_waits_for_the_next_version_is_watched():
     """With this bound nothing is launched before the next version, so no token shows it."""
     fleet = SimFleet(2)
-
     async with running(fleet, straggler="abort", follow_weights=True, max_staleness=0) as rollouts:
         batches: list[Batch] = []
         for version in (1, 2, 3):
@@ -608,130 +537,3 @@ async def test_a_fleet_that_waits_for_the_next_version_is_watched():
         batches.append(await rollouts.next_batch())
         assert [batch.version for batch in batches] == [0, 1, 2, 3]
         check_whole(rollouts, batches)
-
-
-@in_virtual_time
-async def test_engines_that_are_moved_one_after_the_other_are_followed_together():
-    fleet, calls = SimFleet(4), Calls()
-
-    async with running(fleet, calls, pace="asynchronous", follow_weights=True) as rollouts:
-        batches = [await rollouts.next_batch()]
-        for engine in fleet.engines:
-            await move([engine], 1)
-            await asyncio.sleep(5)
-        await until_at(rollouts, 1)
-        batches.append(await rollouts.next_batch())
-        assert not calls.lost
-        check_whole(rollouts, batches)
-
-
-@pytest.mark.parametrize(("engines", "leads"), [(2, True), (3, False)])
-@in_virtual_time
-async def test_one_engine_that_moves_alone(engines: int, leads: bool):
-    """The other of two stands by until it moves too; of three engines, it stands by itself."""
-    fleet = SimFleet(engines)
-
-    async with running(fleet, pace="asynchronous", follow_weights=True) as rollouts:
-        batches = [await rollouts.next_batch()]
-        await move(fleet.engines[:1], 1)
-        await asyncio.sleep(90)
-        assert rollouts.version == leads
-        assert ("sim-0" in rollouts.state.weights.versions.engines) is leads
-        assert len(rollouts.state.fleet.control.standby) == 1
-        batches.append(await rollouts.next_batch())
-        await move(fleet.engines[1:], 1)
-        await until_at(rollouts, 1)
-        await asyncio.sleep(2)
-        assert len(rollouts.state.weights.versions.engines) == engines
-        batches.append(await rollouts.next_batch())
-        check_whole(rollouts, batches)
-
-
-@in_virtual_time
-async def test_a_restart_is_not_taken_for_an_update():
-    fleet, calls = SimFleet(2), Calls()
-
-    async with running(fleet, calls, pace="asynchronous", follow_weights=True) as rollouts:
-        batches = [await rollouts.next_batch()]
-        await move(fleet.engines, 1)
-        await until_at(rollouts, 1)
-        fleet.engines[0].crash()
-        await fleet.engines[0].restart()
-        await asyncio.sleep(30)
-        assert rollouts.state.weights.versions.engines == {"sim-1": 1}
-        assert [lost.engine for lost in calls.lost] == ["sim-0"]
-        batches.append(await rollouts.next_batch())
-        await move(fleet.engines, 2)
-        await until_at(rollouts, 2)
-        await asyncio.sleep(2)
-        assert rollouts.state.weights.versions.engines == {"sim-0": 2, "sim-1": 2}
-        check_whole(rollouts, batches, crashed="sim-0")
-
-
-@in_virtual_time
-async def test_a_long_foreign_pause_is_no_stall():
-    fleet, calls = SimFleet(2), Calls()
-
-    async with running(
-        fleet,
-        calls,
-        pace="asynchronous",
-        follow_weights=True,
-        health=Health(stall_s=20.0),
-        timeouts=Timeouts(refit_s=300.0),
-    ) as rollouts:
-        batches = [await rollouts.next_batch()]
-        await move(fleet.engines, 1, seconds=250)
-        await until_at(rollouts, 1)
-        await asyncio.sleep(120)
-        assert not calls.lost
-        assert rollouts.state.weights.versions.engines == {"sim-0": 1, "sim-1": 1}
-        batches.append(await rollouts.next_batch())
-        check_whole(rollouts, batches)
-
-
-@in_virtual_time
-async def test_a_trainer_may_say_what_it_has_loaded_although_it_is_followed():
-    fleet = SimFleet(2)
-
-    async with running(fleet, pace="asynchronous", follow_weights=True) as rollouts:
-        for version, pause in ((1, 0.0), (2, 5.0)):
-            await rollouts.next_batch()
-            await move(fleet.engines, version)
-            await asyncio.sleep(pause)
-            report = await rollouts.update_weights(ExternalWeights(), version=version)
-            assert report.version == version
-            assert set(rollouts.state.weights.versions.engines.values()) == {version}
-        await rollouts.next_batch()
-
-
-@in_virtual_time
-async def test_an_engine_that_dies_while_it_is_followed_costs_nothing():
-    fleet = SimFleet(2)
-
-    async with running(fleet, pace="asynchronous", follow_weights=True) as rollouts:
-        batches = [await rollouts.next_batch()]
-        await move(fleet.engines[:1], 1)
-        await asyncio.sleep(3)
-        assert rollouts.state.weights.update is not None
-        fleet.engines[1].crash()
-        await asyncio.sleep(5)
-        assert rollouts.state.weights.versions.engines == {"sim-0": 1}
-        await fleet.engines[1].restart()
-        batches.append(await rollouts.next_batch())
-        check_whole(rollouts, batches)
-
-
-@in_virtual_time
-async def test_an_evaluation_that_a_foreign_update_meets_is_of_one_version():
-    fleet = SimFleet(2)
-
-    async with running(fleet, pace="asynchronous", follow_weights=True) as rollouts:
-        await rollouts.next_batch()
-        evaluation = asyncio.create_task(rollouts.evaluate(list(islice(prompts(), 12))))
-        await asyncio.sleep(1.0)
-        await move(fleet.engines, 1)
-        batch = await evaluation
-        assert batch.version == 1
-        assert versions([batch]) == {1}
-        assert len(batch.groups) == 12

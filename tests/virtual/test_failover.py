@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -17,7 +18,6 @@ from aprilsched import (
     Prompt,
     RolloutScheduler,
     SamplingParams,
-    SchedulerConfig,
     SimFleet,
     SimPublisher,
 )
@@ -29,8 +29,10 @@ from aprilsched.engines.base import Chunk, GenerationRequest
 from aprilsched.engines.sim import SimEngine, run_virtual
 from aprilsched.errors import EngineError, FleetLost, RefitError
 from aprilsched.telemetry.base import ProtocolListener
+from tests.support import small
 from tests.support.publishers import Once
-from tests.support.virtual_time import in_virtual_time
+
+pytestmark = pytest.mark.virtual_time
 
 
 def workload() -> LongTailWorkload:
@@ -38,15 +40,7 @@ def workload() -> LongTailWorkload:
     return LongTailWorkload(median=4_000, sigma=0.7, cap=20_000, group_size=4, seed=3)
 
 
-def config(**changes: object) -> SchedulerConfig:
-    values: dict[str, object] = {
-        "batch_groups": 4,
-        "group_size": 4,
-        "over_provision": 2.0,
-        "pace": "asynchronous",
-        "health": Health(stall_s=20.0),
-    }
-    return SchedulerConfig(**{**values, **changes})  # type: ignore[arg-type]
+config = partial(small.config, pace="asynchronous", health=Health(stall_s=20.0))
 
 
 class Server(SimEngine):
@@ -166,98 +160,54 @@ def used(batch: Batch) -> set[str | None]:
 # --- one of several ------------------------------------------------------------------------------
 
 
-def test_an_engine_that_hangs_is_lost_and_comes_back_when_it_goes_on():
+async def test_an_engine_that_hangs_is_lost_and_comes_back_when_it_goes_on():
     fleet, losses = Servers(2), Losses()
-
-    async def main() -> None:
-        async with running(fleet, losses) as rollouts:
-            held = rollouts.state.in_flight.open["sim-1"]
-            fleet.engines[1].decode_at(0)
-            batches = [await rollouts.next_batch()]
-            assert losses.lost[0][0] == "sim-1"
-            assert losses.lost[0][1].endswith(f"from {held} open requests")
-            assert losses.lost[0][1].startswith("no token for 2")
-            assert set(rollouts.state.weights.versions.engines) == {"sim-0"}
-            moved = [r for r in batches[0].rollouts if len(r.segments) > 1]
-            assert any([s.engine for s in r.segments] == ["sim-1", "sim-0"] for r in moved)
-            fleet.engines[1].decode_at(1)
-            await asyncio.sleep(400)
-            assert set(rollouts.state.weights.versions.engines) == {"sim-0", "sim-1"}
-            for _ in range(4):
-                batches.append(await rollouts.next_batch())
-                await rollouts.update_weights(SimPublisher())
-            assert "sim-1" in used(batches[-1])
-            check_whole(rollouts, batches)
-            assert len(losses.lost) == 1
-
-    run_virtual(main())
+    async with running(fleet, losses) as rollouts:
+        held = rollouts.state.in_flight.open["sim-1"]
+        fleet.engines[1].decode_at(0)
+        batches = [await rollouts.next_batch()]
+        assert losses.lost[0][0] == "sim-1"
+        assert losses.lost[0][1].endswith(f"from {held} open requests")
+        assert losses.lost[0][1].startswith("no token for 2")
+        assert set(rollouts.state.weights.versions.engines) == {"sim-0"}
+        moved = [r for r in batches[0].rollouts if len(r.segments) > 1]
+        assert any([s.engine for s in r.segments] == ["sim-1", "sim-0"] for r in moved)
+        fleet.engines[1].decode_at(1)
+        await asyncio.sleep(400)
+        assert set(rollouts.state.weights.versions.engines) == {"sim-0", "sim-1"}
+        for _ in range(4):
+            batches.append(await rollouts.next_batch())
+            await rollouts.update_weights(SimPublisher())
+        assert "sim-1" in used(batches[-1])
+        check_whole(rollouts, batches)
+        assert len(losses.lost) == 1
     assert ev.Finished in losses.events
     assert ev.Tick not in losses.events
 
 
-@in_virtual_time
-async def test_an_engine_that_slows_to_a_tenth_is_lost_and_its_rollouts_go_on_elsewhere():
-    fleet, losses = Servers(3), Losses()
-
-    async with running(fleet, losses) as rollouts:
-        batches = [await rollouts.next_batch()]
-        assert not losses.lost
-        fleet.engines[2].decode_at(0.1)
-        batches += [await rollouts.next_batch() for _ in range(2)]
-        assert losses.lost[0][0] == "sim-2"
-        assert losses.lost[0][1].startswith("slow: ")
-        fleet.engines[2].decode_at(1)
-        batches += [await rollouts.next_batch() for _ in range(3)]
-        assert set(rollouts.state.weights.versions.engines) == {"sim-0", "sim-1", "sim-2"}
-        check_whole(rollouts, batches)
-
-
-def test_a_fleet_that_slows_as_a_whole_loses_nobody():
-    fleet, losses = Servers(3), Losses()
-
-    async def main() -> None:
-        async with running(fleet, losses) as rollouts:
-            batches = [await rollouts.next_batch()]
-            for engine in fleet.engines:
-                engine.decode_at(0.08)
-            batches += [await rollouts.next_batch() for _ in range(2)]
-            check_whole(rollouts, batches)
-
-    run_virtual(main())
-    assert not losses.lost
-
-
-def test_healthy_engines_are_not_taken_for_silent_or_slow_through_refits_and_long_tails():
+async def test_healthy_engines_are_not_taken_for_silent_or_slow_through_refits_and_long_tails():
     losses = Losses()
-
-    async def main() -> None:
-        async with running(Servers(3, refit_seconds=90.0), losses) as rollouts:
-            batches: list[Batch] = []
-            for _ in range(8):
-                batches.append(await rollouts.next_batch())
-                await rollouts.update_weights(SimPublisher())
-                await asyncio.sleep(100)
-            check_whole(rollouts, batches)
-
-    run_virtual(main())
+    async with running(Servers(3, refit_seconds=90.0), losses) as rollouts:
+        batches: list[Batch] = []
+        for _ in range(8):
+            batches.append(await rollouts.next_batch())
+            await rollouts.update_weights(SimPublisher())
+            await asyncio.sleep(100)
+        check_whole(rollouts, batches)
     assert not losses.lost
 
 
-def test_an_engine_that_is_lost_soon_after_each_return_waits_twice_as_long_each_time():
+async def test_an_engine_that_is_lost_soon_after_each_return_waits_twice_as_long_each_time():
     fleet, losses = Servers(2), Losses()
-
-    async def main() -> None:
-        async with running(fleet, losses) as rollouts:
-            trainer = asyncio.create_task(train(rollouts))
-            for _ in range(6):
-                fleet.servers[1].kill()
-                await until(lambda: "sim-1" not in rollouts.state.weights.versions.engines)
-                await fleet.servers[1].start_again()
-                await until(lambda: "sim-1" in rollouts.state.weights.versions.engines)
-                await until(lambda: rollouts.state.in_flight.open["sim-1"] > 0)
-            trainer.cancel()
-
-    run_virtual(main())
+    async with running(fleet, losses) as rollouts:
+        trainer = asyncio.create_task(train(rollouts))
+        for _ in range(6):
+            fleet.servers[1].kill()
+            await until(lambda: "sim-1" not in rollouts.state.weights.versions.engines)
+            await fleet.servers[1].start_again()
+            await until(lambda: "sim-1" in rollouts.state.weights.versions.engines)
+            await until(lambda: rollouts.state.in_flight.open["sim-1"] > 0)
+        trainer.cancel()
     waits = [back - lost for lost, back in zip(losses.lost_at, losses.back_at, strict=True)]
     assert all(1.6 < later / earlier < 2.4 for earlier, later in pairwise(waits)), waits
 
@@ -279,7 +229,6 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("fault", ["nan", "short", "stuck", "hung", "deaf"])
-@in_virtual_time
 async def test_an_engine_that_answers_but_does_not_work_stays_out_until_it_does(fault: str):
     fleet = Servers(2)
 
@@ -327,7 +276,6 @@ def test_the_only_engine_dies_and_is_restarted_in_time(caplog: pytest.LogCapture
     )
 
 
-@in_virtual_time
 async def test_a_fleet_that_does_not_come_back_ends_every_call_in_the_end():
     fleet = Servers(2)
 
@@ -356,23 +304,6 @@ def prompts() -> list[Prompt]:
     return [Prompt(input_ids=np.array([i], dtype=np.int32), sampling=sampling) for i in range(3)]
 
 
-@in_virtual_time
-async def test_an_update_in_an_outage_reaches_the_engine_that_comes_back():
-    fleet = Servers(1)
-
-    async with running(fleet) as rollouts:
-        fleet.servers[0].kill()
-        await asyncio.sleep(30)
-        update = asyncio.create_task(rollouts.update_weights(SimPublisher()))
-        await asyncio.sleep(60)
-        assert not update.done()
-        await fleet.servers[0].start_again()
-        await update
-        assert rollouts.state.weights.versions.engines == {"sim-0": 1}
-        check_whole(rollouts, [await rollouts.next_batch()])
-
-
-@in_virtual_time
 async def test_engines_that_come_back_without_the_weights_have_the_trainer_publish_them():
     fleet = Servers(2)
 
@@ -396,17 +327,3 @@ async def test_engines_that_come_back_without_the_weights_have_the_trainer_publi
         batch = await rollouts.next_batch()
         assert set(rollouts.state.weights.versions.engines) == {"sim-0", "sim-1"}
         assert {0, 2} <= {s.version for r in batch.rollouts for s in r.segments}
-
-
-@in_virtual_time
-async def test_engines_that_come_back_without_the_weights_get_them_where_they_are_held():
-    fleet = Servers(1)
-
-    async with running(fleet) as rollouts:
-        await rollouts.update_weights(SimPublisher())
-        waiting = asyncio.create_task(rollouts.next_batch())
-        fleet.servers[0].kill()
-        await asyncio.sleep(5)
-        await fleet.servers[0].start_again()
-        check_whole(rollouts, [await waiting])
-        assert rollouts.state.weights.versions.engines == {"sim-0": 1}

@@ -42,7 +42,8 @@ from aprilsched.testing.faults import FaultScript, faults_of
 from aprilsched.testing.faults.kinds import KINDS
 from aprilsched.types import VersionSpan
 from tests.support.sim_http import CONFIG, INTERVAL, Raw, asked, two_weights
-from tests.support.virtual_time import in_virtual_time
+
+pytestmark = pytest.mark.virtual_time
 
 T = TypeVar("T")
 Table = dict[str, Any]
@@ -181,7 +182,6 @@ BROKEN: list[tuple[Table, type[AprilschedError], str]] = [
 @pytest.mark.parametrize(
     ("fault", "error", "message"), BROKEN, ids=lambda value: str(value) if value else ""
 )
-@in_virtual_time
 async def test_a_broken_stream_gives_right_tokens_and_then_an_error(
     fault: Table, error: type[AprilschedError], message: str, after_tokens: int
 ):
@@ -207,7 +207,6 @@ async def test_a_broken_stream_gives_right_tokens_and_then_an_error(
     ],
     ids=str,
 )
-@in_virtual_time
 async def test_repeated_events_are_read_once(fault: Table):
     async with Setting(fault) as setting:
         for number in (1, 2):
@@ -227,7 +226,6 @@ async def test_repeated_events_are_read_once(fault: Table):
     ],
     ids=str,
 )
-@in_virtual_time
 async def test_a_late_stream_is_waited_for(fault: Table, gap: float, total: float):
     async with Setting(fault) as setting:
         seen = await read(setting.engine)
@@ -247,7 +245,6 @@ async def test_a_late_stream_is_waited_for(fault: Table, gap: float, total: floa
     ],
     ids=str,
 )
-@in_virtual_time
 async def test_a_silent_stream_can_be_left_in_bounded_time(fault: Table):
     loop = asyncio.get_running_loop()
     async with Setting(fault) as setting:
@@ -278,14 +275,6 @@ def test_a_stream_that_gives_too_much_is_broken_off_at_what_was_asked_for():
         run_virtual(main(tokens))
 
 
-@in_virtual_time
-async def test_a_dropped_stream_that_a_short_response_never_reaches_does_not_happen():
-    async with Setting({"kind": "drop", "after_tokens": 10_000}) as setting:
-        check(await read(setting.engine), whole=True)
-        assert setting.fired == {}
-
-
-@in_virtual_time
 async def test_several_faults_happen_to_one_stream():
     late = {"kind": "delay", "seconds": 5, "every_event": True, "after": 2}
     faults = [late, {"kind": "duplicate-events"}, {"kind": "drop", "after_tokens": 60}]
@@ -300,7 +289,6 @@ async def test_several_faults_happen_to_one_stream():
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 429, 500, 502, 503])
-@in_virtual_time
 async def test_a_status_is_a_rejection_with_the_servers_message(status: int):
     fault = {"kind": "status", "status": status, "message": "not today", "times": 1, **SECOND}
     async with Setting(fault) as setting:
@@ -312,7 +300,6 @@ async def test_a_status_is_a_rejection_with_the_servers_message(status: int):
         check(await read(setting.engine), whole=True)
 
 
-@in_virtual_time
 async def test_the_body_of_a_status_is_sent_as_it_is():
     fault = {"kind": "status", "status": 502, "body": "<html>Bad Gateway</html>"}
     async with SimServer(CONFIG, faults=script(fault)) as server, Raw(server.url) as raw:
@@ -337,7 +324,6 @@ def test_a_reset_before_the_answer_breaks_the_connection():
     assert run_virtual(main(True)) == (3, 0)
 
 
-@in_virtual_time
 async def test_a_generation_whose_connection_was_reset_is_not_sent_twice():
     async with Setting({"kind": "reset", **SECOND}) as setting:
         seen = await read(setting.engine)
@@ -346,7 +332,6 @@ async def test_a_generation_whose_connection_was_reset_is_not_sent_twice():
         assert setting.fired == {"reset": 1}
 
 
-@in_virtual_time
 async def test_a_call_whose_engine_is_closed_before_it_is_repeated_ends_with_an_error_of_ours(
     monkeypatch: pytest.MonkeyPatch,
 ):
@@ -374,7 +359,6 @@ CALLS: dict[str, Callable[[SGLangEngine], Awaitable[object]]] = {
 
 @pytest.mark.parametrize("carried_out", [False, True])
 @pytest.mark.parametrize("route", CALLS)
-@in_virtual_time
 async def test_a_control_call_that_never_answers_ends_in_its_time(route: str, carried_out: bool):
     loop = asyncio.get_running_loop()
     fault = {"kind": "silence", "routes": [route], "carried_out": carried_out, "at": 5}
@@ -401,7 +385,6 @@ async def test_a_control_call_that_never_answers_ends_in_its_time(route: str, ca
     ],
     ids=str,
 )
-@in_virtual_time
 async def test_an_answer_that_tells_nothing_is_an_error(fault: Table, error: type[AprilschedError]):
     async with Setting({**fault, "routes": ["info"], "at": 5, "times": 1}) as setting:
         await asyncio.sleep(5)
@@ -423,22 +406,6 @@ def test_a_server_whose_answers_are_spoilt_cannot_be_opened():
     assert type(run_virtual(main({"kind": "reset"}))) is ConnectionDropped
 
 
-def test_an_answer_that_dribbles_is_read_if_it_ends_in_time():
-    async def main(seconds: float) -> float:
-        loop = asyncio.get_running_loop()
-        fault = {"kind": "slow-loris", "bytes": 8, "seconds": seconds, "at": 5}
-        async with Setting({**fault, "routes": ["/model_info"]}) as setting:
-            await asyncio.sleep(5)
-            assert await setting.engine.version() == 0
-            assert setting.fired == {"slow-loris": 1}
-            return loop.time() - 5
-
-    assert run_virtual(main(0.1)) > 2
-    with pytest.raises(ControlTimeout):
-        run_virtual(main(2.0))
-
-
-@in_virtual_time
 async def test_an_ignored_abort_aborts_nothing():
     async with Setting({"kind": "ignored-abort", "at": 0.1}) as setting:
         task = asyncio.create_task(read(setting.engine))
@@ -477,7 +444,6 @@ def test_a_refit_that_fails_leaves_inconsistent_weights_unless_none_was_loaded(t
     assert after == 0
 
 
-@in_virtual_time
 async def test_a_version_that_is_stuck_shows_in_the_label_and_in_the_spans(tmp_path: Path):
     weights = two_weights(tmp_path)[0]
 
@@ -493,7 +459,6 @@ async def test_a_version_that_is_stuck_shows_in_the_label_and_in_the_spans(tmp_p
 # -- the whole engine ---------------------------------------------------------------------------
 
 
-@in_virtual_time
 async def test_a_hanging_engine_accepts_connections_and_answers_nothing():
     loop = asyncio.get_running_loop()
     async with Setting({"kind": "hang", "at": 1, "seconds": 200}) as setting:
@@ -527,23 +492,7 @@ def test_a_slow_engine_decodes_at_its_factor_for_its_time():
     assert run_virtual(main(0.1, 2.0)) == pytest.approx(1.8 + usual, rel=0.02)
 
 
-def test_faults_of_the_engine_that_overlap_add_up():
-    usual = reference().seconds
-
-    async def main() -> float:
-        slow = {"kind": "slow", "factor": 0.5, "seconds": 1000}
-        async with Setting(slow, slow, {"kind": "hang", "at": 2.0, "seconds": 50}) as setting:
-            await asyncio.sleep(0.001)
-            seen = await read(setting.engine)
-            check(seen, whole=True)
-            assert setting.fired == {"slow": 2, "hang": 1}
-            return seen.seconds
-
-    assert run_virtual(main()) == pytest.approx(50 + 4 * usual, rel=0.02)
-
-
 @pytest.mark.parametrize("keeps", [False, True])
-@in_virtual_time
 async def test_an_engine_that_dies_comes_back_at_the_same_address(tmp_path: Path, keeps: bool):
     weights = two_weights(tmp_path)[0]
 
@@ -568,7 +517,6 @@ async def test_an_engine_that_dies_comes_back_at_the_same_address(tmp_path: Path
         assert setting.fired == {"die": 1}
 
 
-@in_virtual_time
 async def test_an_engine_can_die_of_a_call(tmp_path: Path):
     death = {"kind": "die", "seconds": 10, "routes": ["updates"], "times": 1}
     async with Setting(death) as setting:
@@ -582,7 +530,6 @@ async def test_an_engine_can_die_of_a_call(tmp_path: Path):
         assert setting.server.engine.batcher.version == 1
 
 
-@in_virtual_time
 async def test_a_dead_engine_can_be_stopped_and_one_that_dies_for_good_stays_away():
     async with Setting({"kind": "die", "at": 1}) as setting:
         assert setting.server.listening
@@ -594,6 +541,7 @@ async def test_a_dead_engine_can_be_stopped_and_one_that_dies_for_good_stays_awa
 # -- the command --------------------------------------------------------------------------------
 
 
+@pytest.mark.virtual_time(False)
 async def test_the_command_carries_a_script_out_and_tells_what_happened(tmp_path: Path):
     path = tmp_path / "chaos.toml"
     path.write_text(
@@ -651,7 +599,6 @@ async def _begun(setting: Setting, tokens: int) -> str:
 
 
 @pytest.mark.parametrize("lost", [False, True], ids=["the server goes on", "the server is lost"])
-@in_virtual_time
 async def test_a_connection_that_breaks_after_our_abort_ends_the_aborted_response(lost: bool):
     """SGLang broke one once, and every token had arrived. A lost server has failed all the same."""
     silence = {"kind": "silence", "routes": ["/abort_request"], "after": 2}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,8 +20,10 @@ from aprilsched.engines.sim import run_virtual
 from aprilsched.testing import SimServer
 from aprilsched.testing.contract import until
 from aprilsched.testing.faults import faults_of
+from tests.support import small
 from tests.support.sim_http import CONFIG, INTERVAL
-from tests.support.virtual_time import in_virtual_time
+
+pytestmark = pytest.mark.virtual_time
 
 Table = dict[str, Any]
 
@@ -30,9 +33,7 @@ OPENED = 1.0
 """Seconds after which the servers are open."""
 
 
-def config(**changes: Any) -> SchedulerConfig:
-    values: Table = {"batch_groups": 4, "group_size": 2, "over_provision": 1.5}
-    return SchedulerConfig(**{**values, **changes})
+config = partial(small.config, group_size=2, over_provision=1.5)
 
 
 @asynccontextmanager
@@ -97,7 +98,6 @@ async def delivered(rollouts: RolloutScheduler, *, at_most: int = 0) -> None:
     ],
     ids=str,
 )
-@in_virtual_time
 async def test_an_engine_that_refuses_everything_costs_no_rollout(fault: Table):
     async with fleet_with(fault) as (rollouts, servers):
         await delivered(rollouts)
@@ -108,7 +108,6 @@ async def test_an_engine_that_refuses_everything_costs_no_rollout(fault: Table):
 @pytest.mark.parametrize(
     "kind", ["no-logprobs", "drop", "truncate", "garbage", "reset", "flood-event"]
 )
-@in_virtual_time
 async def test_two_faulty_engines_of_three_cost_no_rollout(kind: str):
     async with fleet_with({"kind": kind, "engines": [0, 1]}) as (rollouts, servers):
         await delivered(rollouts)
@@ -116,7 +115,6 @@ async def test_two_faulty_engines_of_three_cost_no_rollout(kind: str):
 
 
 @pytest.mark.parametrize("status", [401, 403, 404, 405, 410, 500])
-@in_virtual_time
 async def test_a_fleet_that_lost_its_key_or_its_path_is_waited_for(status: int):
     fault = {"kind": "status", "status": status, "engines": [0, 1, 2], "until": 60}
     async with fleet_with(fault) as (rollouts, _):
@@ -124,7 +122,6 @@ async def test_a_fleet_that_lost_its_key_or_its_path_is_waited_for(status: int):
         assert asyncio.get_running_loop().time() > 60
 
 
-@in_virtual_time
 async def test_a_request_that_nobody_takes_is_dropped_and_costs_no_engine():
     fault = {"kind": "error-event", "code": 400, "every": 5, "engines": [0, 1, 2]}
     async with fleet_with(fault) as (rollouts, _):

@@ -11,10 +11,8 @@ import pytest
 from aprilsched import LongTailWorkload, SchedulerConfig
 from aprilsched.config import LengthBuckets, Pool, TailBatching
 from aprilsched.core.messages import facts as of
-from aprilsched.core.messages.events import EngineInfo
 from aprilsched.core.policies.refill import Refill, Wave
 from aprilsched.core.policies.schedule import FixedRatio, Forecast, Schedule
-from aprilsched.driver.forecasts import ForecastErrors
 from aprilsched.engines.sim import SimConfig
 from aprilsched.planning import Planner, planner
 from aprilsched.planning.planner import Bias
@@ -159,51 +157,6 @@ def test_steps_that_take_longer_than_the_trainer_tell_of_slower_engines() -> Non
     assert bias.factor("wave") < made[-1].correction
 
 
-@pytest.mark.parametrize(
-    ("driven", "work", "time", "told"),
-    [
-        pytest.param(1.0, 1.3, 1.0, 1.3, id="the engines decide"),
-        pytest.param(0.2, 1.3, 1.0, 1.0, id="engines fill up while the trainer trains"),
-        pytest.param(0.2, 0.8, 0.8, 1.0, id="what was generated before is used up"),
-        pytest.param(0.2, 0.7, 0.8, 1.0, id="and is not generated again"),
-        pytest.param(0.2, 1.0, 1.25, 0.8, id="slower engines"),
-        pytest.param(0.2, 1.1, 1.25, 0.8, id="slower engines that fill up"),
-        pytest.param(0.2, 1.0, 0.8, 1.25, id="faster engines"),
-        pytest.param(0.2, 1.1, 0.8, 1.25, id="faster engines that fill up"),
-        pytest.param(0.2, 0.9, 0.8, 1.125, id="faster engines, of which some is used up"),
-    ],
-)
-def test_beside_a_trainer_time_counts_as_far_as_the_work_was_done(
-    driven: float, work: float, time: float, told: float
-) -> None:
-    """`work` and `time` are those of a batch over the forecast ones; `told` is the speed that the
-    planner is told."""
-    own, bias = Planner(MODEL, max_running=64), Recorded()
-    own.bias = bias
-    errors = ForecastErrors(own, trainer_waits=False)
-    context, tokens = 100, 1000
-    work_s = MODEL.token_seconds(64) * tokens + MODEL.t2 * tokens * (context + tokens / 2)
-    forecast = Forecast(
-        step_seconds=4.0, efficiency=work_s / work / 4.0, off_policy_share=0.0, driven=driven
-    )
-    sent = of.AttemptSent(
-        engine="sim", request_id=1, attempt=1, rollout_id=1, group_id=1, tokens=context,
-        max_new_tokens=tokens,
-    )  # fmt: skip
-    engine = EngineInfo(name="sim", version=0)
-    errors.on_facts([of.RunOpened(engines=(engine,), version=0)], 0.0)
-    changed = of.ScheduleChanged(schedule="a wave", forecast=forecast, refill="wave")
-    errors.on_facts([changed, of.BatchRequested()], 0.0)
-    for batch in (1, 2):  # Batches right after a change do not count.
-        errors.on_facts([delivered(batch), of.BatchRequested()], 10.0 * batch)
-    assert bias.told == []
-    errors.on_facts([sent, of.TokensReceived(request_id=1, tokens=tokens)], 21.0)
-    errors.on_facts([delivered(3), of.BatchRequested()], 20.0 + 4.0 * time)
-    ((found, took),) = bias.told
-    assert took == pytest.approx(time)
-    assert found / took == pytest.approx(told if driven < 1 else work / time)
-
-
 # --- the figures of batches ----------------------------------------------------------------------
 
 
@@ -280,42 +233,6 @@ def test_a_forecast_of_a_process_that_has_ended_is_not_held_against_its_batch() 
 
 
 # --- what is learned -----------------------------------------------------------------------------
-
-
-def test_nothing_is_corrected_before_anything_is_known() -> None:
-    assert Bias().factor("wave") == 1
-
-
-def test_a_factor_comes_near_to_what_lasts() -> None:
-    bias = Bias()
-    for _ in range(10):
-        bias.observe("wave", work=0.9, time=1.0)
-    assert 0.9 < bias.factor("wave") < 0.92
-    assert 0.9 < bias.factor("pool") < 0.92, "another rule begins there"
-
-
-def test_the_more_batches_scatter_the_more_of_them_it_takes() -> None:
-    even, uneven = Bias(), Bias()
-    for batch in range(6):
-        even.observe("buckets", work=1.1, time=1.0)
-        uneven.observe("buckets", work=0.8 if batch % 2 else 1.4, time=1.0)
-    assert 1.07 < even.factor("buckets") < 1.1
-    assert 1.0 < uneven.factor("buckets") < 1.05
-    for batch in range(200):
-        uneven.observe("buckets", work=0.8 if batch % 2 else 1.4, time=1.0)
-    assert 1.05 < uneven.factor("buckets") < 1.1
-
-
-def test_one_rule_needs_much_evidence_to_differ_from_others() -> None:
-    bias = Bias()
-    for _ in range(20):
-        bias.observe("wave", work=1.0, time=1.0)
-    bias.observe("pool", work=0.8, time=1.0)
-    assert bias.factor("pool") > 0.95
-    for _ in range(20):
-        bias.observe("pool", work=0.8, time=1.0)
-    assert bias.factor("pool") < 0.88
-    assert bias.factor("wave") > 0.93
 
 
 def test_a_batch_that_hung_hardly_counts() -> None:

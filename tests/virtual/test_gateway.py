@@ -15,13 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aprilsched import Prompt, SamplingParams, SchedulerConfig, SGLangFleet
+from aprilsched import SchedulerConfig, SGLangFleet
 from aprilsched.config import Health
 from aprilsched.core.state.ledger import Reason
 from aprilsched.doctor import examine
 from aprilsched.errors import ConfigError
 from aprilsched.gateway import Gateway, GatewaySettings
-from aprilsched.gateway.responses import Asked
 from aprilsched.testing.contract import PROMPT, until
 from tests.support.gateway import LONG, Front, front, spans
 from tests.support.sim_http import CONFIG, INTERVAL, Raw, asked, served, two_weights
@@ -313,24 +312,6 @@ async def test_an_update_names_a_server_that_was_lost_before_it(tmp_path: Path):
         await until(lambda: mode_of(names[0]) == "standby")
         engines = (await two.raw.get("/server_info"))[1]["gateway"]["engines"]
         assert [engine["mode"] for engine in engines] == ["standby", "running"]
-
-
-async def test_requests_of_one_client_that_every_server_fails_cost_the_others_nothing():
-    async with front(engines=2) as two:
-        running = [await two.stream(LONG).reach(INTERVAL) for _ in range(4)]
-        # SGLang answers 500 to a parameter that it does not know.
-        sampling = SamplingParams(max_new_tokens=5, extra={"anything": 1})
-        prompt = Prompt(input_ids=PROMPT, sampling=sampling)
-        responses = two.gateway.service.ask(*[Asked(rid=None, prompt=prompt)] * 12)
-        for response in responses:
-            await response.end()
-            assert "answered 500" in response.failure
-            assert response.status == 500
-            two.gateway.service.responses.leave(response)
-        assert len(two.gateway.service.in_use) == 2
-        for reader in running:
-            await reader.end()
-            assert len(reader.ids) == LONG
 
 
 async def test_without_an_engine_requests_wait_and_health_says_so():

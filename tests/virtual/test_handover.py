@@ -35,6 +35,8 @@ from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import StoreError
 from aprilsched.store import Store
 
+pytestmark = pytest.mark.virtual_time
+
 
 def scheduler(
     store: Store | None = None,
@@ -78,6 +80,12 @@ class Cancelling:
 
     def __init__(self) -> None:
         self.task: asyncio.Task[Batch] | None = None
+
+    async def cut_off(self, rollouts: RolloutScheduler) -> None:
+        """Wait for a batch until it is offered, and no longer."""
+        self.task = asyncio.create_task(rollouts.next_batch())
+        with pytest.raises(asyncio.CancelledError):
+            await self.task
 
     def on_event(self, event: Event, now: float) -> None:
         pass
@@ -175,50 +183,38 @@ def test_a_store_that_is_slower_than_the_trainers_patience_costs_nothing(pace: s
 
 
 @pytest.mark.parametrize("saved", [False, True])
-def test_a_batch_whose_wait_is_cancelled_as_it_is_offered_is_not_taken(saved: bool):
+async def test_a_batch_whose_wait_is_cancelled_as_it_is_offered_is_not_taken(saved: bool):
     cancelling = Cancelling()
-
-    async def main() -> None:
-        async with scheduler(MemoryStore() if saved else None, listeners=(cancelling,)) as rollouts:
-            cancelling.task = asyncio.create_task(rollouts.next_batch())
-            with pytest.raises(asyncio.CancelledError):
-                await cancelling.task
-            state = rollouts.state
-            assert state.in_flight.counters.batches == 0
-            assert state.delivery.offer is not None
-            offered = [group.group_id for group in state.delivery.offer.batch.groups]
-            assert [g.group_id for g in (await rollouts.next_batch()).groups] == offered
-
-    run_virtual(main())
+    async with scheduler(MemoryStore() if saved else None, listeners=(cancelling,)) as rollouts:
+        await cancelling.cut_off(rollouts)
+        state = rollouts.state
+        assert state.in_flight.counters.batches == 0
+        assert state.delivery.offer is not None
+        offered = [group.group_id for group in state.delivery.offer.batch.groups]
+        assert [g.group_id for g in (await rollouts.next_batch()).groups] == offered
 
 
 @pytest.mark.parametrize("rule", ["mask", "evict", "finish"])
-def test_an_update_withdraws_what_was_not_taken_and_staleness_is_bounded(rule: StalenessRule):
+async def test_an_update_withdraws_what_was_not_taken_and_staleness_is_bounded(rule: StalenessRule):
     cancelling = Cancelling()
-
-    async def main() -> None:
-        async with scheduler(
-            MemoryStore(), listeners=(cancelling,), max_staleness=Staleness(0, rule=rule)
-        ) as rollouts:
-            cancelling.task = asyncio.create_task(rollouts.next_batch())
-            with pytest.raises(asyncio.CancelledError):
-                await cancelling.task
-            for _ in range(3):
-                await rollouts.update_weights(SimPublisher())
-                assert not rollouts.state.delivery.unacknowledged
-            check_invariants(rollouts.state)
-            batch = await rollouts.next_batch()
-            assert (batch.index, batch.version) == (0, 3)
-            for rollout in batch.rollouts:
-                stale = (rollout.versions >= 0) & (rollout.versions < 3)
-                assert not rollout.loss_mask[stale].any()
-            if rule == "evict":
-                assert rollouts.state.in_flight.ledger.total
-
-    run_virtual(main())
+    async with scheduler(
+        MemoryStore(), listeners=(cancelling,), max_staleness=Staleness(0, rule=rule)
+    ) as rollouts:
+        await cancelling.cut_off(rollouts)
+        for _ in range(3):
+            await rollouts.update_weights(SimPublisher())
+            assert not rollouts.state.delivery.unacknowledged
+        check_invariants(rollouts.state)
+        batch = await rollouts.next_batch()
+        assert (batch.index, batch.version) == (0, 3)
+        for rollout in batch.rollouts:
+            stale = (rollout.versions >= 0) & (rollout.versions < 3)
+            assert not rollout.loss_mask[stale].any()
+        if rule == "evict":
+            assert rollouts.state.in_flight.ledger.total
 
 
-def test_an_update_in_the_moment_between_offer_and_take_makes_the_batch_again():
+async def test_an_update_in_the_moment_between_offer_and_take_makes_the_batch_again():
     updates: list[asyncio.Handle] = []
 
     def update() -> None:
@@ -232,14 +228,10 @@ def test_an_update_in_the_moment_between_offer_and_take_makes_the_batch_again():
                 updates.append(asyncio.get_running_loop().call_soon(update))
 
     rollouts = scheduler(MemoryStore(), listeners=(Updating(),))
-
-    async def main() -> None:
-        async with rollouts:
-            batch = await rollouts.next_batch()
-            assert (batch.index, batch.version) == (0, 1)
-            assert list(rollouts.state.delivery.unacknowledged) == [0]
-
-    run_virtual(main())
+    async with rollouts:
+        batch = await rollouts.next_batch()
+        assert (batch.index, batch.version) == (0, 1)
+        assert list(rollouts.state.delivery.unacknowledged) == [0]
 
 
 def test_a_batch_that_was_withdrawn_is_not_delivered_again_after_a_restart():
@@ -254,9 +246,7 @@ def test_a_batch_that_was_withdrawn_is_not_delivered_again_after_a_restart():
                     await rollouts.update_weights(SimPublisher(), version=rollouts.version)
                 batches = [await rollouts.next_batch() for _ in range(3)]
                 return [b.index for b in batches], [b.redelivered for b in batches]
-            cancelling.task = asyncio.create_task(rollouts.next_batch())
-            with pytest.raises(asyncio.CancelledError):
-                await cancelling.task
+            await cancelling.cut_off(rollouts)
             await rollouts.update_weights(SimPublisher())
             saved = store.open()
             assert saved is not None
@@ -273,9 +263,7 @@ def test_a_batch_that_nobody_took_before_the_end_is_there_after_it():
 
     async def first() -> list[int]:
         async with scheduler(store, listeners=(cancelling,)) as rollouts:
-            cancelling.task = asyncio.create_task(rollouts.next_batch())
-            with pytest.raises(asyncio.CancelledError):
-                await cancelling.task
+            await cancelling.cut_off(rollouts)
             assert rollouts.state.delivery.offer is not None
             return [group.group_id for group in rollouts.state.delivery.offer.batch.groups]
 
@@ -291,7 +279,7 @@ def test_a_batch_that_nobody_took_before_the_end_is_there_after_it():
     assert run_virtual(second()) == ([0, 1], offered)
 
 
-def test_listeners_see_an_offer_come_and_go():
+async def test_listeners_see_an_offer_come_and_go():
     seen: list[tuple[str, int]] = []
 
     class Listening(Cancelling):
@@ -305,16 +293,10 @@ def test_listeners_see_an_offer_come_and_go():
                 seen.append(("deliver", command.batch.index))  # type: ignore[attr-defined]
 
     listening = Listening()
-
-    async def main() -> None:
-        async with scheduler(listeners=(listening,)) as rollouts:
-            listening.task = asyncio.create_task(rollouts.next_batch())
-            with pytest.raises(asyncio.CancelledError):
-                await listening.task
-            await rollouts.update_weights(SimPublisher())
-            await rollouts.next_batch()
-
-    run_virtual(main())
+    async with scheduler(listeners=(listening,)) as rollouts:
+        await listening.cut_off(rollouts)
+        await rollouts.update_weights(SimPublisher())
+        await rollouts.next_batch()
     assert seen == [("offer", 0), ("withdraw", 0), ("offer", 0), ("deliver", 0)]
 
 
@@ -421,9 +403,7 @@ def test_a_checkpoint_holds_what_is_offered_as_not_taken(tmp_path: Path):
     async def first(store: Store | None) -> list[int]:
         async with scheduler(store, listeners=(cancelling,)) as rollouts:
             await rollouts.next_batch()
-            cancelling.task = asyncio.create_task(rollouts.next_batch())
-            with pytest.raises(asyncio.CancelledError):
-                await cancelling.task
+            await cancelling.cut_off(rollouts)
             await rollouts.checkpoint(tmp_path / "checkpoint")
             assert rollouts.state.delivery.offer is not None
             return [group.group_id for group in rollouts.state.delivery.offer.batch.groups]

@@ -10,11 +10,12 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 
-from aprilsched import LongTailWorkload, RolloutScheduler, SchedulerConfig, SGLangFleet
+from aprilsched import LongTailWorkload, RolloutScheduler, SGLangFleet
 from aprilsched.core.messages.events import EngineLost
 from aprilsched.core.state.engine_control import Mode
 from aprilsched.engines.base import Engine, RefitFromDisk
@@ -22,14 +23,15 @@ from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import EngineRejected, SchedulerClosed
 from aprilsched.testing import SimServer
 from aprilsched.testing.contract import until
+from tests.support import small
 from tests.support.sim_http import CONFIG, INTERVAL, two_weights
+
+pytestmark = pytest.mark.virtual_time
 
 TAGS = ("kv_cache", "weights")
 
 
-def config(**changes: Any) -> SchedulerConfig:
-    values: dict[str, Any] = {"batch_groups": 4, "group_size": 2, "over_provision": 2.0}
-    return SchedulerConfig(**{**values, **changes})
+config = partial(small.config, group_size=2)
 
 
 class Setting:
@@ -144,16 +146,13 @@ def test_one_that_leaves_asleep_and_joins_again_is_used_again_after_the_sleep(
     assert run(main(), caplog) == []
 
 
-def test_one_that_is_lost_asleep_comes_back_after_the_sleep():
-    async def main() -> None:
-        async with setting(pace="asynchronous") as there:
-            async with there.rollouts.asleep(tags=TAGS):
-                there.rollouts._session.feed(EngineLost(engine=there.name, cause="who knows"))
-                await asyncio.sleep(1000)
-                assert there.released() == frozenset(TAGS), "the trainer has the memory"
-            await until(lambda: there.name in there.rollouts.state.fleet.control.engines, 120.0)
-
-    run_virtual(main())
+async def test_one_that_is_lost_asleep_comes_back_after_the_sleep():
+    async with setting(pace="asynchronous") as there:
+        async with there.rollouts.asleep(tags=TAGS):
+            there.rollouts._session.feed(EngineLost(engine=there.name, cause="who knows"))
+            await asyncio.sleep(1000)
+            assert there.released() == frozenset(TAGS), "the trainer has the memory"
+        await until(lambda: there.name in there.rollouts.state.fleet.control.engines, 120.0)
 
 
 def test_one_that_is_restarted_asleep_and_leaves_is_not_woken(caplog: pytest.LogCaptureFixture):

@@ -16,13 +16,15 @@ from aprilsched.coordinator import RolloutScheduler
 from aprilsched.core.messages.facts import Fact, TokensReceived
 from aprilsched.core.policies.straggler import StragglerRule
 from aprilsched.core.state.in_flight import InFlight
-from aprilsched.engines.sim import SimFleet, SimPublisher, run_virtual
+from aprilsched.engines.sim import SimFleet, SimPublisher
 from aprilsched.telemetry.base import Listener
 from aprilsched.telemetry.batch_figures import BatchMeter
 from aprilsched.telemetry.live.live_model import Faults, LiveModel, RunFacts, Snapshot
 from aprilsched.telemetry.live_figures import LiveFigures
 from aprilsched.workload import LongTailWorkload
 from tests.support.terminal import on_a_terminal
+
+pytestmark = pytest.mark.virtual_time
 
 SMALL = [
     "--batch-groups", "4", "--group-size", "4", "--over-provision", "2", "--median", "60",
@@ -66,7 +68,7 @@ class Watching:
 
 @pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
 @pytest.mark.parametrize("straggler", ["retract", "in_place", "abort"])
-def test_the_model_says_what_the_scheduler_holds(pace: Pace, straggler: StragglerRule):
+async def test_the_model_says_what_the_scheduler_holds(pace: Pace, straggler: StragglerRule):
     workload = LongTailWorkload(seed=3, group_size=4, median=60, cap=600)
     config = SchedulerConfig(
         batch_groups=4, group_size=4, over_provision=2.0, pace=pace, straggler=straggler
@@ -75,17 +77,13 @@ def test_the_model_says_what_the_scheduler_holds(pace: Pace, straggler: Straggle
     figures = LiveFigures(meter=meter, batch_groups=4, clock=None)
     model = LiveModel(RunFacts(title="run", batches=8, batch_groups=4), figures)
     watching = Watching(model, [meter, figures, model])
-
-    async def drive() -> None:
-        fleet = SimFleet(3, stream_interval=8)
-        scheduler = RolloutScheduler(fleet, workload, config=config, listeners=[watching])
-        async with scheduler as rollouts:
-            watching.in_flight = rollouts.state.in_flight
-            for _ in range(8):
-                (await rollouts.next_batch()).acknowledge()
-                await rollouts.update_weights(SimPublisher())
-
-    run_virtual(drive())
+    fleet = SimFleet(3, stream_interval=8)
+    scheduler = RolloutScheduler(fleet, workload, config=config, listeners=[watching])
+    async with scheduler as rollouts:
+        watching.in_flight = rollouts.state.in_flight
+        for _ in range(8):
+            (await rollouts.next_batch()).acknowledge()
+            await rollouts.update_weights(SimPublisher())
     assert len(watching.seen) > 20
     last = model.snapshot()
     assert (last.batches, last.version, last.left) == (8, 8, 0.0)
@@ -93,7 +91,9 @@ def test_the_model_says_what_the_scheduler_holds(pace: Pace, straggler: Straggle
     phases = {phase for seen in watching.seen for phase in seen.in_flight}
     assert {"decoding", "prefilling", "straggler"} <= phases
     assert 0 < last.utilization <= 1
-    assert last.utilization + sum(share for _, share in last.idle) == pytest.approx(1.0)
+    shares = [share for _, share in last.idle]
+    assert shares == sorted(shares, reverse=True)
+    assert last.utilization + sum(shares) == pytest.approx(1.0)
     assert all(0 <= column <= 1 for column in last.columns)
 
 

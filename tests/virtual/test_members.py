@@ -14,7 +14,6 @@ import pytest
 
 from aprilsched import (
     MemberLost,
-    MemoryStore,
     Prompt,
     RolloutScheduler,
     SamplingParams,
@@ -28,7 +27,8 @@ from aprilsched.core.state.ledger import Reason
 from aprilsched.errors import EpisodeError
 from aprilsched.types import Rollout
 from tests.support.checking import Checking
-from tests.support.virtual_time import in_virtual_time
+
+pytestmark = pytest.mark.virtual_time
 
 
 def prompts(count: int) -> list[Prompt]:
@@ -91,7 +91,6 @@ class Sandboxes:
 
 
 @pytest.mark.parametrize(("rule", "size"), [("again", 4), ("shrink", 3)])
-@in_virtual_time
 async def test_an_episode_that_loses_its_sandbox_does_not_cost_its_siblings(rule: str, size: int):
     sandboxes, begun = Sandboxes(), Counter[int]()
 
@@ -115,7 +114,6 @@ async def test_an_episode_that_loses_its_sandbox_does_not_cost_its_siblings(rule
     sandboxes.check()
 
 
-@in_virtual_time
 async def test_the_episodes_of_lost_engines_begin_again_and_the_old_ones_are_given_back():
     """The attempts of a request are used up while its episode waits for it."""
     sandboxes = Sandboxes()
@@ -138,7 +136,6 @@ async def test_the_episodes_of_lost_engines_begin_again_and_the_old_ones_are_giv
 
 
 @pytest.mark.parametrize("rule", ["again", "shrink"])
-@in_virtual_time
 async def test_a_lost_reward_is_asked_for_again_or_its_member_is_left_out(rule: str):
     asked = Counter[int]()
 
@@ -160,7 +157,6 @@ async def test_a_lost_reward_is_asked_for_again_or_its_member_is_left_out(rule: 
             assert dropped(rollouts) == {Reason.MEMBER_LOST: 2}
 
 
-@in_virtual_time
 async def test_a_function_that_judges_a_group_cannot_lose_one_member():
     calls = 0
 
@@ -183,22 +179,6 @@ def test_the_error_travels_between_processes():
     assert error.args == ("sandbox gone",)
 
 
-@in_virtual_time
-async def test_an_evaluation_generates_its_lost_members_again():
-    tries = Counter[int]()
-
-    async def episode(turn: Turn, prompt: Prompt) -> float:
-        tries[turn.index] += 1
-        await turn.generate(prompt.input_ids, sampling(10))
-        if turn.index == 0 and tries[0] == 1:
-            raise MemberLost("sandbox gone")
-        return 1.0
-
-    async with opened(config(), episode=episode) as rollouts:
-        batch = await rollouts.evaluate(prompts(1), group_size=2)
-        assert [len(group.rollouts) for group in batch.groups] == [2]
-
-
 # --- the end of an episode -----------------------------------------------------------------------
 
 
@@ -209,7 +189,6 @@ async def _holds(sandboxes: Sandboxes, turn: Turn, prompt: Prompt, tokens: int) 
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.05, 0.5, 1.3])
-@in_virtual_time
 async def test_a_close_in_any_phase_gives_everything_back_once(seconds: float):
     sandboxes = Sandboxes()
 
@@ -227,7 +206,6 @@ async def test_a_close_in_any_phase_gives_everything_back_once(seconds: float):
 @pytest.mark.parametrize(
     ("rule", "reason"), [("evict", Reason.STALE), ("restart", Reason.BEGUN_AGAIN)]
 )
-@in_virtual_time
 async def test_stale_episodes_are_given_back_when_they_are_dropped(rule: str, reason: Reason):
     sandboxes = Sandboxes()
 
@@ -256,7 +234,6 @@ async def test_stale_episodes_are_given_back_when_they_are_dropped(rule: str, re
     sandboxes.check()
 
 
-@in_virtual_time
 async def test_functions_for_the_end_run_in_reverse_and_a_failing_one_is_counted(
     caplog: pytest.LogCaptureFixture,
 ):
@@ -291,7 +268,6 @@ async def test_functions_for_the_end_run_in_reverse_and_a_failing_one_is_counted
     assert len(said) == 2, "one line for each kind"
 
 
-@in_virtual_time
 async def test_a_function_for_the_end_that_blocks_is_left_after_its_time():
     ended: list[int] = []
 
@@ -310,7 +286,6 @@ async def test_a_function_for_the_end_that_blocks_is_left_after_its_time():
     assert sorted(ended) == [0, 1]
 
 
-@in_virtual_time
 async def test_an_episode_that_ignores_its_cancellation_is_given_back_all_the_same():
     sandboxes = Sandboxes()
     release = asyncio.Event()
@@ -333,7 +308,6 @@ async def test_an_episode_that_ignores_its_cancellation_is_given_back_all_the_sa
     await asyncio.sleep(0)
 
 
-@in_virtual_time
 async def test_nothing_can_be_registered_after_the_end():
     refused: list[str] = []
 
@@ -354,61 +328,3 @@ async def test_nothing_can_be_registered_after_the_end():
         await rollouts.next_batch()
         await asyncio.gather(*stray)
     assert "has ended" in refused[0]
-
-
-# --- stale members -------------------------------------------------------------------------------
-
-
-@in_virtual_time
-async def test_a_stale_member_is_masked_and_its_reward_stays_in_the_group():
-    """What others call withholding a stale rollout from the loss (`max_staleness` with the rule
-    mask): no token of it is learned from, and its reward counts in the group's advantage."""
-
-    def reward(rollout: Rollout, prompt: Prompt) -> float:
-        return float(rollout.index)
-
-    settings = config(batch_groups=1, max_staleness=0, pace="asynchronous", group_size=2)
-
-    async def generates(turn: Turn, prompt: Prompt) -> None:
-        if turn.index:
-            await asyncio.sleep(5)
-        await turn.generate(prompt.input_ids, sampling(20))
-
-    async with opened(settings, count=1, episode=generates, reward=reward) as rollouts:
-        waiting = asyncio.ensure_future(rollouts.next_batch())
-        await asyncio.sleep(3)
-        await rollouts.update_weights(SimPublisher())
-        (group,) = (await waiting).groups
-        assert [rollout.reward for rollout in group.rollouts] == [0.0, 1.0]
-        assert not group.rollouts[0].loss_mask.any()
-        assert group.rollouts[1].loss_mask.all()
-
-
-# --- stores --------------------------------------------------------------------------------------
-
-
-@in_virtual_time
-async def test_a_resumed_run_goes_on_with_the_member_that_took_the_place():
-    store, tries = MemoryStore(), Counter[tuple[int, int]]()
-
-    async def episode(turn: Turn, prompt: Prompt) -> float:
-        key = (int(prompt.input_ids[0]), turn.index)
-        tries[key] += 1
-        await turn.generate(prompt.input_ids, sampling(20))
-        if turn.index == 1 and tries[key] == 1:
-            raise MemberLost("sandbox gone")
-        await asyncio.sleep(5)
-        return 1.0
-
-    settings = config(save_interval_s=0.1)
-    functions: dict[str, Any] = {"episode": episode, "store": store}
-    async with opened(settings, **functions) as rollouts:
-        waiting = asyncio.ensure_future(rollouts.next_batch())
-        await asyncio.sleep(3)
-        waiting.cancel()
-        members = set(rollouts.state.in_flight.rollouts)
-    async with opened(settings, **functions) as rollouts:
-        assert set(rollouts.state.in_flight.rollouts) == members
-        batch = await rollouts.next_batch()
-        assert [len(group.rollouts) for group in batch.groups] == [4, 4]
-        assert dropped(rollouts) == {Reason.MEMBER_LOST: 2}

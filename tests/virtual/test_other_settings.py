@@ -34,6 +34,8 @@ from aprilsched.core.invariants import check as check_invariants
 from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import ConfigError
 
+pytestmark = pytest.mark.virtual_time
+
 
 async def reward(rollout: Rollout, prompt: Prompt) -> float:
     await asyncio.sleep(1.5)
@@ -188,32 +190,25 @@ def test_a_run_goes_on_under_other_settings(first: str, second: str) -> None:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_one_request_at_a_time_fills_batches(name: str) -> None:
+async def test_one_request_at_a_time_fills_batches(name: str) -> None:
     """Requests that `max_in_flight` holds back are sent when others end, so any batch fits."""
-
-    async def live() -> None:
-        async with scheduler(name, MemoryStore(), dispatch=Dispatch(max_in_flight=1)) as rollouts:
-            for _ in range(3):
-                batch = await asyncio.wait_for(rollouts.next_batch(), 6000)
-                assert list(batch.rollouts)
-                await rollouts.update_weights(SimPublisher())
-            check_invariants(rollouts.state)
-
-    run_virtual(live())
+    async with scheduler(name, MemoryStore(), dispatch=Dispatch(max_in_flight=1)) as rollouts:
+        for _ in range(3):
+            batch = await asyncio.wait_for(rollouts.next_batch(), 6000)
+            assert list(batch.rollouts)
+            await rollouts.update_weights(SimPublisher())
+        check_invariants(rollouts.state)
 
 
-def test_an_episode_cannot_be_left_out() -> None:
+async def test_an_episode_cannot_be_left_out() -> None:
     async def episode(turn: Any, prompt: Prompt) -> None:
         await turn.generate(prompt.input_ids)
 
-    async def live() -> None:
-        store = copy.deepcopy(killed("plain")[MOMENTS[1]].store)
-        config = SchedulerConfig(batch_groups=4, group_size=4)
-        prompts = LongTailWorkload(median=60, cap=400, group_size=4, vocab_size=1000, seed=5)
-        with pytest.raises(ConfigError, match="episode function"):
-            async with RolloutScheduler(
-                SimFleet(1), prompts, config=config, store=store, episode=episode
-            ):
-                pass
-
-    run_virtual(live())
+    store = copy.deepcopy(killed("plain")[MOMENTS[1]].store)
+    config = SchedulerConfig(batch_groups=4, group_size=4)
+    prompts = LongTailWorkload(median=60, cap=400, group_size=4, vocab_size=1000, seed=5)
+    with pytest.raises(ConfigError, match="episode function"):
+        async with RolloutScheduler(
+            SimFleet(1), prompts, config=config, store=store, episode=episode
+        ):
+            pass

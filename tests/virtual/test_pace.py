@@ -32,6 +32,8 @@ from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.summary import Summary
 from tests.support.checking import Checking
 
+pytestmark = pytest.mark.virtual_time
+
 
 def workload(count: int | None = None) -> LongTailWorkload:
     return LongTailWorkload(median=60, sigma=0.9, cap=600, group_size=4, count=count, seed=3)
@@ -221,23 +223,19 @@ def test_a_simulated_trainer_that_takes_groups_one_by_one_is_measured_as_such(pa
 
 
 @pytest.mark.parametrize(("hoards", "early"), [(False, 0.75), (True, 0.0)])
-def test_a_trainer_that_gathers_the_groups_before_it_trains_takes_none_early(
+async def test_a_trainer_that_gathers_the_groups_before_it_trains_takes_none_early(
     hoards: bool, early: float
 ) -> None:
     """It trains for 2 s on each of 4 groups, either when it has it or when it has all of them."""
     planner = Switching(["synchronous"])
-
-    async def main() -> None:
-        rollouts = RolloutScheduler(SimFleet(1), workload(), config=config(), planner=planner)
-        async with rollouts:
-            for _ in range(5):
-                async for _ in rollouts.stream():
-                    await asyncio.sleep(0.0 if hoards else 2.0)
-                if hoards:
-                    await asyncio.sleep(8.0)
-                await rollouts.update_weights(SimPublisher())
-
-    run_virtual(main())
+    rollouts = RolloutScheduler(SimFleet(1), workload(), config=config(), planner=planner)
+    async with rollouts:
+        for _ in range(5):
+            async for _ in rollouts.stream():
+                await asyncio.sleep(0.0 if hoards else 2.0)
+            if hoards:
+                await asyncio.sleep(8.0)
+            await rollouts.update_weights(SimPublisher())
     last = planner.asked[-1]
     assert last.train_seconds == pytest.approx(8.0)
     assert last.train_early == pytest.approx(early)

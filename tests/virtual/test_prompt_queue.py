@@ -27,6 +27,8 @@ from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import ConfigError, PromptsExhausted
 from aprilsched.planning import Planner
 
+pytestmark = pytest.mark.virtual_time
+
 GROUPS = 4
 LONG_S = 10_000
 """Seconds of virtual time. What has not happened by then never happens."""
@@ -91,29 +93,24 @@ def keys(batches: list[Batch]) -> list[Any]:
         *(f"{name}, asynchronous" for name in SCHEDULES),
     ],
 )
-def test_a_trainer_that_pushes_a_batch_at_a_time_gets_every_batch(changes: dict[str, Any]):
+async def test_a_trainer_that_pushes_a_batch_at_a_time_gets_every_batch(changes: dict[str, Any]):
     source = Source()
-
-    async def program() -> list[Batch]:
-        batches: list[Batch] = []
-        async with asyncio.timeout(LONG_S), scheduler(source, settings(**changes)) as rollouts:
-            for _ in range(5):
-                source.push(GROUPS)
-                batches.append(await rollouts.next_batch())
-                await rollouts.update_weights(SimPublisher())
-            source.queue.close()
-            with pytest.raises(PromptsExhausted):
-                await rollouts.next_batch()
-        return batches
-
-    batches = run_virtual(program())
+    batches: list[Batch] = []
+    async with asyncio.timeout(LONG_S), scheduler(source, settings(**changes)) as rollouts:
+        for _ in range(5):
+            source.push(GROUPS)
+            batches.append(await rollouts.next_batch())
+            await rollouts.update_weights(SimPublisher())
+        source.queue.close()
+        with pytest.raises(PromptsExhausted):
+            await rollouts.next_batch()
     assert [len(batch.groups) for batch in batches] == [GROUPS] * 5
     assert keys(batches) == source.pushed
 
 
 @pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
 @pytest.mark.parametrize("refill", ["wave", "pool"])
-def test_prompts_that_come_one_by_one_fill_a_batch_that_waits(pace: str, refill: str):
+async def test_prompts_that_come_one_by_one_fill_a_batch_that_waits(pace: str, refill: str):
     source = Source()
 
     async def trickle() -> None:
@@ -122,15 +119,11 @@ def test_prompts_that_come_one_by_one_fill_a_batch_that_waits(pace: str, refill:
             source.push(1)
         source.queue.close()
 
-    async def program() -> list[Batch]:
-        config = settings(pace=pace, refill=refill, over_provision=2.0)
-        async with asyncio.timeout(LONG_S), scheduler(source, config) as rollouts:
-            pushing = asyncio.create_task(trickle())
-            batches = [batch async for batch in rollouts]
-            await pushing
-            return batches
-
-    batches = run_virtual(program())
+    config = settings(pace=pace, refill=refill, over_provision=2.0)
+    async with asyncio.timeout(LONG_S), scheduler(source, config) as rollouts:
+        pushing = asyncio.create_task(trickle())
+        batches = [batch async for batch in rollouts]
+        await pushing
     assert [len(batch.groups) for batch in batches] == [GROUPS, GROUPS, 1]
     assert keys(batches) == source.pushed
 
@@ -159,17 +152,13 @@ def test_a_group_that_fails_is_replaced_when_more_prompts_come():
     assert keys([run_virtual(program())]) == [0, 2, 3, 4]
 
 
-def test_closing_the_scheduler_does_not_wait_for_prompts_and_loses_none():
+async def test_closing_the_scheduler_does_not_wait_for_prompts_and_loses_none():
     source = Source()
-
-    async def program() -> None:
-        async with asyncio.timeout(LONG_S), scheduler(source, settings()) as rollouts:
-            source.push(1)
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(10):
-                    await rollouts.next_batch()
-
-    run_virtual(program())
+    async with asyncio.timeout(LONG_S), scheduler(source, settings()) as rollouts:
+        source.push(1)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(10):
+                await rollouts.next_batch()
     source.push(2)  # the event loop that was waited on is closed
     assert len(source.queue) == 2
 

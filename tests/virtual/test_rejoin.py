@@ -26,14 +26,12 @@ from aprilsched.core.policies.straggler import StragglerRule
 from aprilsched.engines.base import Chunk, Engine, FleetChange, GenerationRequest
 from aprilsched.engines.selfcheck import check
 from aprilsched.engines.sim import SimEngine, run_virtual
-from aprilsched.errors import ConfigError, EngineError, InconsistentWeights, RefitError
+from aprilsched.errors import ConfigError, EngineError
 from tests.support.publishers import Once
 from tests.support.sim_http import Raw, served, two_weights
-from tests.support.virtual_time import in_virtual_time
+from tests.support.small import workload
 
-
-def workload() -> LongTailWorkload:
-    return LongTailWorkload(median=60, sigma=0.9, cap=600, group_size=4, seed=3)
+pytestmark = pytest.mark.virtual_time
 
 
 CONFIG = SchedulerConfig(batch_groups=4, group_size=4, over_provision=2.0)
@@ -97,7 +95,6 @@ def test_a_lost_engine_is_back_at_the_fleets_version(caplog: pytest.LogCaptureFi
     ]
 
 
-@in_virtual_time
 async def test_it_catches_up_alone_with_a_publisher_that_still_holds_the_version():
     async with RolloutScheduler(SimFleet(2), workload(), config=CONFIG) as rollouts:
         await rollouts.next_batch()
@@ -119,7 +116,6 @@ class Late(Once):
         raise AssertionError("there is nothing to publish")
 
 
-@in_virtual_time
 async def test_a_version_that_comes_back_while_it_is_prepared_once_more_is_not_published():
     async with RolloutScheduler(SimFleet(2), workload(), config=CONFIG) as rollouts:
         await rollouts.next_batch()
@@ -133,7 +129,7 @@ async def test_a_version_that_comes_back_while_it_is_prepared_once_more_is_not_p
         await rollouts.next_batch()
 
 
-def test_one_that_keeps_failing_is_asked_ever_more_rarely(monkeypatch: pytest.MonkeyPatch):
+async def test_one_that_keeps_failing_is_asked_ever_more_rarely(monkeypatch: pytest.MonkeyPatch):
     fleet = SimFleet(2)
     asked: list[float] = []
 
@@ -141,87 +137,13 @@ def test_one_that_keeps_failing_is_asked_ever_more_rarely(monkeypatch: pytest.Mo
         asked.append(asyncio.get_running_loop().time())
         raise EngineError("sim-1", "is still on fire.")
 
-    async def main() -> None:
-        async with RolloutScheduler(fleet, workload(), config=CONFIG) as rollouts:
-            monkeypatch.setattr(fleet.engines[1], "open", refuse)
-            lose(rollouts, "sim-1")
-            await asyncio.sleep(1_000)
-
-    run_virtual(main())
+    async with RolloutScheduler(fleet, workload(), config=CONFIG) as rollouts:
+        monkeypatch.setattr(fleet.engines[1], "open", refuse)
+        lose(rollouts, "sim-1")
+        await asyncio.sleep(1_000)
     waits = [later - earlier for earlier, later in pairwise(asked)]
     assert waits[:5] == pytest.approx([2, 4, 8, 16, 32], abs=0.1)
     assert waits[6:] == pytest.approx([60.0] * len(waits[6:]))
-
-
-class FailsHalfway:
-    """A publisher that fails after the first bytes, on `engines`, until the test repairs it."""
-
-    def __init__(self, engines: Sequence[Engine], patch: pytest.MonkeyPatch) -> None:
-        self._engines = engines
-        self._patch = patch
-        self._sim = SimPublisher()
-        self.broken = True
-
-    async def prepare(self, version: int) -> None:
-        await self._sim.prepare(version)
-
-    async def publish(
-        self, version: int, engines: Sequence[Engine]
-    ) -> Mapping[str, Exception | None]:
-        if not self.broken:
-            self._patch.undo()
-            return await self._sim.publish(version, engines)
-        for engine in self._engines:
-            error = InconsistentWeights(engine.name, "holds half a model.")
-            self._patch.setattr(engine, "version", _raising(error))
-        return {engine.name: OSError("the link is gone") for engine in engines}
-
-
-def _raising(error: Exception) -> object:
-    async def version() -> int:
-        raise error
-
-    return version
-
-
-@in_virtual_time
-async def test_a_fleet_with_inconsistent_weights_says_so_and_the_next_update_mends_it(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    fleet = SimFleet(2)
-    publisher = FailsHalfway(fleet.engines, monkeypatch)
-
-    async with RolloutScheduler(fleet, workload(), config=CONFIG) as rollouts:
-        await rollouts.next_batch()
-        with pytest.raises(RefitError, match=r"call update_weights\(\) again"):
-            await rollouts.update_weights(publisher)
-        with pytest.raises(RefitError, match="no engine has the fleet's weights"):
-            await rollouts.next_batch()
-        publisher.broken = False
-        await rollouts.update_weights(publisher)
-        batch = await rollouts.next_batch()
-        assert {segment.version for r in batch.rollouts for segment in r.segments} <= {0, 1}
-
-
-def test_a_call_cancelled_in_the_pause_leaves_the_fleet_at_the_old_version(
-    caplog: pytest.LogCaptureFixture,
-):
-    async def main() -> None:
-        fleet = SimFleet(2, pause_seconds=3.0)
-        async with RolloutScheduler(fleet, workload(), config=CONFIG) as rollouts:
-            waiting = asyncio.create_task(rollouts.next_batch())
-            await asyncio.sleep(0.1)
-            update = asyncio.create_task(rollouts.update_weights(SimPublisher()))
-            await asyncio.sleep(1)
-            update.cancel()
-            batch = await waiting
-            assert batch.version == rollouts.version == 0
-            assert rollouts.state.weights.update is None
-
-    run_virtual(main())
-    assert "version 1 is not in use, the fleet continues under 0: the call was cancelled" in (
-        caplog.text
-    )
 
 
 class Changing(SimFleet):
@@ -236,7 +158,6 @@ class Changing(SimFleet):
             yield await self.changes.get()
 
 
-@in_virtual_time
 async def test_engines_join_and_leave_while_it_runs():
     fleet, other = Changing(), SimFleet(3)
     await other.open()
@@ -251,35 +172,6 @@ async def test_engines_join_and_leave_while_it_runs():
         await rollouts.next_batch()
         engines = {segment.engine for r in batch.rollouts for segment in r.segments}
         assert "sim-2" in engines
-
-
-class Slow(SimPublisher):
-    """A publisher that is slow."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.begun = asyncio.Event()
-
-    async def publish(
-        self, version: int, engines: Sequence[Engine]
-    ) -> Mapping[str, Exception | None]:
-        self.begun.set()
-        await asyncio.sleep(10)
-        return await super().publish(version, engines)
-
-
-@in_virtual_time
-async def test_an_engine_that_leaves_the_fleet_in_its_refit_does_not_end_the_run():
-    fleet, publisher = Changing(), Slow()
-    async with RolloutScheduler(fleet, workload(), config=CONFIG) as rollouts:
-        await rollouts.next_batch()
-        updating = asyncio.create_task(rollouts.update_weights(publisher))
-        await publisher.begun.wait()
-        fleet.changes.put_nowait(FleetChange(left=("sim-0",)))
-        report = await updating
-        assert report.version == 1
-        assert set(rollouts.state.weights.versions.engines) == {"sim-1"}
-        await rollouts.next_batch()
 
 
 class Noting(SimEngine):
@@ -309,7 +201,6 @@ class Noted(Changing):
 @pytest.mark.parametrize(
     ("straggler", "flushes"), [("retract", True), ("abort", True), ("in_place", False)]
 )
-@in_virtual_time
 async def test_an_engine_is_flushed_before_its_first_request_where_no_old_keys_may_stay(
     straggler: StragglerRule, flushes: bool
 ):
@@ -348,7 +239,6 @@ class Stuck(Noting):
         raise EngineError(self.name, "has its cache in use.")
 
 
-@in_virtual_time
 async def test_an_engine_that_cannot_be_flushed_ends_the_opening_and_all_of_them_run():
     stuck, other = Stuck("sim-0"), Noting("sim-1")
     with pytest.raises(EngineError, match="sim-0: has its cache in use"):
@@ -359,7 +249,6 @@ async def test_an_engine_that_cannot_be_flushed_ends_the_opening_and_all_of_them
         assert engine.batcher.paused is None
 
 
-@in_virtual_time
 async def test_an_opening_that_is_cancelled_in_the_flush_leaves_no_engine_paused():
     fleet = SimFleet(pause_seconds=1.0)
     (engine,) = fleet.engines
@@ -373,7 +262,6 @@ async def test_an_opening_that_is_cancelled_in_the_flush_leaves_no_engine_paused
     assert engine.batcher.paused is None
 
 
-@in_virtual_time
 async def test_an_engine_that_leaves_while_it_is_examined_is_not_left_paused():
     engine = SimEngine(pause_seconds=1.0)
     await engine.open()

@@ -11,6 +11,7 @@ import asyncio
 import copy
 import json
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,6 @@ from aprilsched import (
     Rollout,
     RolloutScheduler,
     SamplingParams,
-    SchedulerConfig,
     SGLangFleet,
     SimFleet,
     SimPublisher,
@@ -40,16 +40,16 @@ from aprilsched.engines.sim.sequence import MEDIA_TOKENS
 from aprilsched.errors import ConfigError
 from aprilsched.telemetry.event_log import EventLog
 from aprilsched.testing.server import SimServer
-from tests.support.virtual_time import in_virtual_time
+from tests.support import small
+
+pytestmark = pytest.mark.virtual_time
 
 KEEP = ("prompt_tokens", "request")
 MEDIA = (Media("image", b"\x89PNG"), Media("audio", "http://a/b.wav"))
 FIELDS = {"priority": 7, "custom_logit_processor": "code"}
 
 
-def config(**changes: Any) -> SchedulerConfig:
-    values: dict[str, Any] = {"batch_groups": 3, "group_size": 2, "over_provision": 2.0}
-    return SchedulerConfig(**{**values, **changes})
+config = partial(small.config, batch_groups=3, group_size=2)
 
 
 def prompts(media: tuple[Media, ...] = MEDIA) -> Iterator[Prompt]:
@@ -88,7 +88,6 @@ async def batches(rollouts: RolloutScheduler, count: int) -> AsyncIterator[Batch
 
 
 @pytest.mark.parametrize("straggler", ["retract", "abort", "in_place", "choose"])
-@in_virtual_time
 async def test_every_attempt_has_the_media_and_the_fields(straggler: Any) -> None:
     several = 0
     fleet = SimFleet(2, vocab_size=1000)
@@ -111,7 +110,6 @@ async def _whole(media: tuple[Media, ...]) -> dict[Any, list[list[int]]]:
     return found
 
 
-@in_virtual_time
 async def test_a_killed_run_goes_on_with_media_and_answers() -> None:
     """On other engines, with the tokens of a run that was never interrupted."""
     expected, without = await _whole(MEDIA), await _whole(())
@@ -137,7 +135,6 @@ async def test_a_killed_run_goes_on_with_media_and_answers() -> None:
     assert carried
 
 
-@in_virtual_time
 async def test_answers_are_saved_with_their_rollout_and_logged_by_size(tmp_path: Path) -> None:
     path, log = tmp_path / "run.sqlite", tmp_path / "events.jsonl"
     events = EventLog(log, patient=True)
@@ -165,7 +162,6 @@ async def test_answers_are_saved_with_their_rollout_and_logged_by_size(tmp_path:
         assert {r.rollout_id: r.answers for r in batch.rollouts} == told
 
 
-@in_virtual_time
 async def test_each_turn_of_an_episode_may_keep_something_else() -> None:
     async def episode(turn: Turn, prompt: Prompt) -> float:
         ids = prompt.input_ids
@@ -200,7 +196,6 @@ async def _shown_more(turn: Turn, prompt: Prompt) -> float:
 
 
 @pytest.mark.parametrize("straggler", ["abort", "retract"])
-@in_virtual_time
 async def test_an_episode_may_show_more_media_in_a_later_turn(straggler: Any) -> None:
     """An attempt that goes on with a turn has the media of that turn."""
     fleet, attempts = SimFleet(1, vocab_size=1000), 0
@@ -217,7 +212,6 @@ async def test_an_episode_may_show_more_media_in_a_later_turn(straggler: Any) ->
     assert attempts > 4 * 6 * 2 or straggler != "abort"
 
 
-@in_virtual_time
 async def test_media_take_room_in_the_kv_pool_as_far_as_the_engine_says() -> None:
     fleet = SimFleet(1, vocab_size=1000)
     async with RolloutScheduler(fleet, prompts(), config=config()) as rollouts:
@@ -230,7 +224,6 @@ async def test_media_take_room_in_the_kv_pool_as_far_as_the_engine_says() -> Non
         assert in_flight.held_on == {"sim-0": held}
 
 
-@in_virtual_time
 async def test_media_and_rows_of_the_context_are_refused_together() -> None:
     companions = (Companion("routed_experts", "uint8", (3, 2)),)
     fleet = SimFleet(1, vocab_size=1000)
@@ -247,7 +240,6 @@ async def test_media_and_rows_of_the_context_are_refused_together() -> None:
         assert "a prompt has media, and a row of routed_experts" in entry.cause
 
 
-@in_virtual_time
 async def test_what_is_too_large_is_left_out_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     def large() -> Iterator[Prompt]:
         sampling = SamplingParams(max_new_tokens=5, request={"note": "x" * (1 << 20)}, keep=KEEP)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -19,36 +20,33 @@ from aprilsched import (
     Prompt,
     RolloutScheduler,
     SamplingParams,
-    SchedulerConfig,
     SimFleet,
     SimPublisher,
     SqliteStore,
 )
 from aprilsched.config import Pool, Prices
 from aprilsched.engines.base import Engine
-from aprilsched.engines.sim import run_virtual
 from aprilsched.engines.sim.sim_fleet import SimAdapterPublisher
 from aprilsched.engines.sim.toy_model import ContextState, ToyModel, weights_key_of_version
 from aprilsched.errors import ConfigError
-from tests.support.virtual_time import in_virtual_time
+from tests.support import small
+
+pytestmark = pytest.mark.virtual_time
 
 
 def workload() -> LongTailWorkload:
     return LongTailWorkload(median=100, sigma=0.9, cap=1_000, group_size=4, seed=5)
 
 
-def config(**changes: Any) -> SchedulerConfig:
-    values: dict[str, Any] = {
-        "batch_groups": 4,
-        "group_size": 4,
-        "over_provision": 1.5,
-        "refill": Pool(together=1),
-        "pace": "asynchronous",
-        "straggler": "run",
-        "refit": "rolling",
-        "prices": Prices(step_seconds=3.6e-3, prefill_tokens_per_s=60_000),
-    }
-    return SchedulerConfig(**{**values, **changes})
+config = partial(
+    small.config,
+    over_provision=1.5,
+    refill=Pool(together=1),
+    pace="asynchronous",
+    straggler="run",
+    refit="rolling",
+    prices=Prices(step_seconds=3.6e-3, prefill_tokens_per_s=60_000),
+)
 
 
 def versions_of(batches: Sequence[Batch]) -> list[set[int]]:
@@ -79,92 +77,80 @@ class Timed(SimPublisher):
         return await super().publish(version, engines)
 
 
-def test_no_rollout_has_two_versions_and_engines_take_versions_alone() -> None:
+async def test_no_rollout_has_two_versions_and_engines_take_versions_alone() -> None:
     publisher = Timed()
-
-    async def main() -> list[Batch]:
-        async with RolloutScheduler(
-            SimFleet(4, refit_seconds=0.5), workload(), config=config()
-        ) as rollouts:
-            return await steps(rollouts, 8, publisher)
-
-    batches = run_virtual(main())
+    async with RolloutScheduler(
+        SimFleet(4, refit_seconds=0.5), workload(), config=config()
+    ) as rollouts:
+        batches = await steps(rollouts, 8, publisher)
     assert {len(found) for found in versions_of(batches)} == {1}
     assert any(len({v for r in b.rollouts for v in r.versions}) > 1 for b in batches)
     assert all(len(engines) == 1 for _, engines in publisher.calls)
     assert len({engine for _, (engine,) in publisher.calls}) == 4
 
 
-def test_an_update_ends_while_every_engine_still_has_the_old_version() -> None:
-    async def main() -> tuple[float, dict[str, int]]:
-        async with RolloutScheduler(
-            SimFleet(4, refit_seconds=30.0), workload(), config=config()
-        ) as rollouts:
-            await anext(rollouts)
-            report = await rollouts.update_weights(SimPublisher())
-            return report.seconds, dict(rollouts.state.weights.versions.engines)
-
-    seconds, versions = run_virtual(main())
+async def test_an_update_ends_while_every_engine_still_has_the_old_version() -> None:
+    async with RolloutScheduler(
+        SimFleet(4, refit_seconds=30.0), workload(), config=config()
+    ) as rollouts:
+        await anext(rollouts)
+        report = await rollouts.update_weights(SimPublisher())
+        seconds, versions = report.seconds, dict(rollouts.state.weights.versions.engines)
     assert seconds == 0.0
     assert set(versions.values()) == {0}
 
 
-def test_an_engine_that_dies_with_the_last_copy_of_its_version_loses_nothing_silently() -> None:
-    async def main() -> tuple[list[Batch], int, int]:
-        fleet = SimFleet(3)
-        async with RolloutScheduler(fleet, workload(), config=config()) as rollouts:
-            taken = await steps(rollouts, 4, SimPublisher())
+async def test_an_engine_that_dies_with_the_last_copy_of_its_version_loses_nothing_silently() -> (
+    None
+):
+    fleet = SimFleet(3)
+    async with RolloutScheduler(fleet, workload(), config=config()) as rollouts:
+        taken = await steps(rollouts, 4, SimPublisher())
+        await rollouts.update_weights(SimPublisher())
+        versions = rollouts.state.weights.versions
+        for engine in fleet.engines:
+            has = versions.engines[engine.name]
+            if list(versions.engines.values()).count(has) == 1:
+                engine.crash()
+                break
+        else:
+            fleet.engines[0].crash()
+        async for batch in rollouts:
+            taken.append(batch)
+            if len(taken) == 7:
+                break
             await rollouts.update_weights(SimPublisher())
-            versions = rollouts.state.weights.versions
-            for engine in fleet.engines:
-                has = versions.engines[engine.name]
-                if list(versions.engines.values()).count(has) == 1:
-                    engine.crash()
-                    break
-            else:
-                fleet.engines[0].crash()
-            async for batch in rollouts:
-                taken.append(batch)
-                if len(taken) == 7:
-                    break
-                await rollouts.update_weights(SimPublisher())
-            in_flight = rollouts.state.in_flight
-            known = in_flight.counters.delivered + len(in_flight.rollouts) + in_flight.ledger.total
-            return taken, in_flight.counters.launched, known
-
-    taken, launched, known = run_virtual(main())
+        in_flight = rollouts.state.in_flight
+        known = in_flight.counters.delivered + len(in_flight.rollouts) + in_flight.ledger.total
+        taken, launched, known = taken, in_flight.counters.launched, known
     assert launched == known
     assert {len(found) for found in versions_of(taken)} == {1}
     delivered = [r.rollout_id for batch in taken for r in batch.rollouts]
     assert len(set(delivered)) == len(delivered)
 
 
-def test_evaluations_and_sleep_between_rolling_updates() -> None:
-    async def main() -> tuple[list[Batch], list[Batch]]:
-        taken: list[Batch] = []
-        evaluated: list[Batch] = []
-        async with RolloutScheduler(SimFleet(3), workload(), config=config()) as rollouts:
-            async for batch in rollouts:
-                taken.append(batch)
-                if len(taken) == 6:
-                    break
+async def test_evaluations_and_sleep_between_rolling_updates() -> None:
+    taken: list[Batch] = []
+    evaluated: list[Batch] = []
+    async with RolloutScheduler(SimFleet(3), workload(), config=config()) as rollouts:
+        async for batch in rollouts:
+            taken.append(batch)
+            if len(taken) == 6:
+                break
+            await rollouts.update_weights(SimPublisher())
+            evaluation, _ = await asyncio.gather(
+                rollouts.evaluate(list(islice(workload(), 2)), group_size=4),
+                rollouts.update_weights(SimPublisher()),
+            )
+            evaluated.append(evaluation)
+            async with rollouts.asleep():
                 await rollouts.update_weights(SimPublisher())
-                evaluation, _ = await asyncio.gather(
-                    rollouts.evaluate(list(islice(workload(), 2)), group_size=4),
-                    rollouts.update_weights(SimPublisher()),
-                )
-                evaluated.append(evaluation)
-                async with rollouts.asleep():
-                    await rollouts.update_weights(SimPublisher())
-        return taken, evaluated
-
-    taken, evaluated = run_virtual(main())
     assert {len(found) for found in versions_of(taken)} == {1}
     for evaluation in evaluated:
         assert len({v for r in evaluation.rollouts for v in r.versions}) == 1
 
 
-def test_a_resumed_run_keeps_one_version_for_each_rollout(tmp_path: Path) -> None:
+async def test_a_resumed_run_keeps_one_version_for_each_rollout(tmp_path: Path) -> None:
     store = tmp_path / "store.sqlite"
 
     async def once(fleet: SimFleet) -> list[Batch]:
@@ -173,11 +159,8 @@ def test_a_resumed_run_keeps_one_version_for_each_rollout(tmp_path: Path) -> Non
         ) as rollouts:
             return await steps(rollouts, 4, SimPublisher())
 
-    async def main() -> list[Batch]:
-        fleet = SimFleet(3)
-        return [*await once(fleet), *await once(fleet)]
-
-    batches = run_virtual(main())
+    fleet = SimFleet(3)
+    batches = [*await once(fleet), *await once(fleet)]
     assert {len(found) for found in versions_of(batches)} == {1}
 
 
@@ -220,7 +203,6 @@ def test_files_stay_until_the_last_engine_has_loaded_them(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("publisher", [SimAdapterPublisher(), ExternalWeights()])
-@in_virtual_time
 async def test_publishers_for_all_engines_at_once_are_refused(publisher: Any) -> None:
     async with RolloutScheduler(SimFleet(2), workload(), config=config()) as rollouts:
         with pytest.raises(ConfigError, match='refit="rolling" gives a version to each engine'):
@@ -228,7 +210,6 @@ async def test_publishers_for_all_engines_at_once_are_refused(publisher: Any) ->
         await rollouts.update_weights(SimPublisher())
 
 
-@in_virtual_time
 async def test_a_handshake_is_refused() -> None:
     async with RolloutScheduler(SimFleet(2), workload(), config=config()) as rollouts:
         with pytest.raises(ConfigError, match='or refit="together"'):
@@ -247,15 +228,11 @@ def greedy() -> Iterator[Prompt]:
         )
 
 
-def test_every_token_is_sampled_by_the_weights_of_its_version() -> None:
+async def test_every_token_is_sampled_by_the_weights_of_its_version() -> None:
     """The embedded engine's tokens follow from its weights and the context alone."""
     model = ToyModel(32_000)
-
-    async def main() -> list[Batch]:
-        async with RolloutScheduler(SimFleet(3), greedy(), config=config(group_size=1)) as rollouts:
-            return await steps(rollouts, 8, SimPublisher())
-
-    batches = run_virtual(main())
+    async with RolloutScheduler(SimFleet(3), greedy(), config=config(group_size=1)) as rollouts:
+        batches = await steps(rollouts, 8, SimPublisher())
     assert len({v for batch in batches for r in batch.rollouts for v in r.versions}) > 4
     for batch in batches:
         for rollout in batch.rollouts:

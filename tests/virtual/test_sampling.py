@@ -21,6 +21,8 @@ from aprilsched.errors import EngineError
 from aprilsched.telemetry.sampling import Sampler
 from aprilsched.telemetry.sampling.sample_log import EVENT_LOG_UTILIZATION
 
+pytestmark = pytest.mark.virtual_time
+
 SMALL = [
     *("run", "--quiet", "--batches", "4", "--batch-groups", "4", "--group-size", "4"),
     *("--median", "60", "--cap", "600", "--sim.engines", "2"),
@@ -157,45 +159,37 @@ def test_an_engine_that_hangs_is_asked_one_thing_at_a_time_and_holds_nobody_up(t
     assert np.isnan(engines["hangs"].running).all()
 
 
-def test_engines_that_join_are_sampled_from_then_on(tmp_path: Path):
+async def test_engines_that_join_are_sampled_from_then_on(tmp_path: Path):
     fleet = Fleet(Odd("first", ["tell"]))
-
-    async def main() -> None:
-        async with Sampler(tmp_path / "samples.jsonl", fleet, gpu=False):
-            await asyncio.sleep(2.5)
-            fleet.engines = [Odd("second", ["tell"])]
-            await asyncio.sleep(2.0)
-
-    run_virtual(main())
+    async with Sampler(tmp_path / "samples.jsonl", fleet, gpu=False):
+        await asyncio.sleep(2.5)
+        fleet.engines = [Odd("second", ["tell"])]
+        await asyncio.sleep(2.0)
     engines = read_samples(tmp_path).engines
     assert engines["first"].t.tolist() == [0.0, 1.0, 2.0]
     assert engines["second"].t.tolist() == [3.0, 4.0]
 
 
-def test_rates_of_the_embedded_engine_add_up_to_its_counters(tmp_path: Path):
+async def test_rates_of_the_embedded_engine_add_up_to_its_counters(tmp_path: Path):
     """They do so in the middle of the engine's steps, and while a scheduler uses the engine."""
     fleet = SimFleet(1)
     config = SchedulerConfig(batch_groups=4, group_size=4, over_provision=2.0)
     workload = LongTailWorkload(median=60, sigma=0.9, cap=600, group_size=4, seed=3)
     counted: list[tuple[int, float]] = []
-
-    async def main() -> None:
-        async with (
-            RolloutScheduler(fleet, workload, config=config) as rollouts,
-            Sampler(tmp_path / "samples.jsonl", fleet, interval=0.1, gpu=False),
-        ):
-            for _ in range(3):
-                await rollouts.next_batch()
-                await rollouts.update_weights(SimPublisher())
-            await asyncio.sleep(0.1 - asyncio.get_running_loop().time() % 0.1)
-            load = await fleet.engines[0].load()
-            assert load.generated is not None
-            assert load.decode_seconds is not None
-            assert load.prefill_seconds is not None
-            counted.append((load.generated, load.decode_seconds + load.prefill_seconds))
-            await asyncio.sleep(0.05)
-
-    run_virtual(main())
+    async with (
+        RolloutScheduler(fleet, workload, config=config) as rollouts,
+        Sampler(tmp_path / "samples.jsonl", fleet, interval=0.1, gpu=False),
+    ):
+        for _ in range(3):
+            await rollouts.next_batch()
+            await rollouts.update_weights(SimPublisher())
+        await asyncio.sleep(0.1 - asyncio.get_running_loop().time() % 0.1)
+        load = await fleet.engines[0].load()
+        assert load.generated is not None
+        assert load.decode_seconds is not None
+        assert load.prefill_seconds is not None
+        counted.append((load.generated, load.decode_seconds + load.prefill_seconds))
+        await asyncio.sleep(0.05)
     figures = read_samples(tmp_path).engines["sim-0"]
     ((generated, busy),) = counted
     seconds = np.diff(figures.t)

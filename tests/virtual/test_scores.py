@@ -41,6 +41,8 @@ from aprilsched.telemetry.live_figures import LiveFigures
 from aprilsched.telemetry.summary import Summary
 from aprilsched.telemetry.trackers import StepTracker
 
+pytestmark = pytest.mark.virtual_time
+
 CONFIG = SchedulerConfig(
     batch_groups=2, group_size=2, over_provision=2.0, retries=Retries(failed_groups=3)
 )
@@ -189,20 +191,19 @@ BAD: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("bad", BAD.values(), ids=BAD.keys())
 @pytest.mark.parametrize("scope", ["rollout", "group"])
-def test_a_score_that_cannot_be_kept_is_an_entry_of_the_ledger(bad: Callable[[], Any], scope: str):
+async def test_a_score_that_cannot_be_kept_is_an_entry_of_the_ledger(
+    bad: Callable[[], Any], scope: str
+):
     async def reward(*_: Any) -> Any:
         return bad() if scope == "rollout" else [bad(), bad()]
 
-    async def program() -> Any:
-        scheduler = RolloutScheduler(
-            SimFleet(1), workload(), config=CONFIG, reward=reward, reward_scope=cast("Any", scope)
-        )
-        async with scheduler as rollouts:
-            with pytest.raises(Exception, match="groups in a row failed"):
-                await rollouts.next_batch()
-            return rollouts.state.in_flight.ledger
-
-    ledger = run_virtual(program())
+    scheduler = RolloutScheduler(
+        SimFleet(1), workload(), config=CONFIG, reward=reward, reward_scope=cast("Any", scope)
+    )
+    async with scheduler as rollouts:
+        with pytest.raises(Exception, match="groups in a row failed"):
+            await rollouts.next_batch()
+        ledger = rollouts.state.in_flight.ledger
     assert set(ledger.rollouts) == {Reason.REWARD_FAILED}
     cause = ledger.entries[0].cause
     said = "returned" if bad is BAD["no reward"] else "raised ConfigError("

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from aprilsched import (
     Rollout,
     RolloutScheduler,
     SamplingParams,
-    SchedulerConfig,
     SimFleet,
     SimPublisher,
 )
@@ -31,7 +31,7 @@ from aprilsched.analysis.run import read_run
 from aprilsched.config import Dispatch, Health, Samples, Staleness, Timeouts, Tokens
 from aprilsched.core.invariants import check as check_invariants
 from aprilsched.core.state.saved import Saved, Snapshot
-from aprilsched.engines.sim import SimConfig, SimEngine, run_virtual
+from aprilsched.engines.sim import SimConfig, SimEngine
 from aprilsched.errors import (
     ConfigError,
     FleetLost,
@@ -47,6 +47,9 @@ from aprilsched.shards import LocalShard, ShardedScheduler, ShardLost, ShardPart
 from aprilsched.shards.base import SERIAL
 from aprilsched.telemetry.metrics import Metrics
 from aprilsched.telemetry.prometheus import MetricsCollector
+from tests.support import small
+
+pytestmark = pytest.mark.virtual_time
 
 COUNT = 40
 
@@ -56,9 +59,7 @@ def workload(count: int | None = COUNT, **changes: Any) -> LongTailWorkload:
     return LongTailWorkload(**{**values, "count": count, **changes})  # type: ignore[arg-type]
 
 
-def config(**changes: Any) -> SchedulerConfig:
-    values: dict[str, Any] = {"batch_groups": 6, "group_size": 4, "over_provision": 2.0}
-    return SchedulerConfig(**{**values, **changes})
+config = partial(small.config, batch_groups=6)
 
 
 class Mortal(MemoryStore):
@@ -199,6 +200,12 @@ def check(batches: Sequence[Batch], bound: int | None = None) -> None:
                     assert not counted.size or counted.min() >= batch.version - bound
 
 
+def check_all(batches: Sequence[Batch], count: int = COUNT, bound: int | None = None) -> None:
+    """Every prompt has come, and once."""
+    check(batches, bound)
+    assert sorted(keys(batches)) == list(range(count))
+
+
 async def to_the_end(
     members: Sequence[Killable],
     *,
@@ -259,21 +266,27 @@ async def rest(rollouts: ShardedScheduler) -> list[Batch]:
         ("run", "synchronous", "pool"),
     ],
 )
-def test_every_prompt_is_delivered_once(pace: str, refill: str, straggler: str):
-    batches = run_virtual(
-        to_the_end(shards(), config=config(pace=pace, refill=refill, straggler=straggler))
+async def test_every_prompt_is_delivered_once(pace: str, refill: str, straggler: str):
+    batches = await to_the_end(
+        shards(), config=config(pace=pace, refill=refill, straggler=straggler)
     )
-    check(batches)
-    assert sorted(keys(batches)) == list(range(COUNT))
+    check_all(batches)
     assert [len(batch.groups) for batch in batches] == [6, 6, 6, 6, 6, 6, 4]
     assert [batch.version for batch in batches] == list(range(len(batches)))
 
 
-def test_the_responses_are_those_of_one_scheduler():
-    async def alone() -> list[Batch]:
-        async with RolloutScheduler(SimFleet(2), workload(), config=config()) as rollouts:
-            return [batch async for batch in rollouts]
+async def alone(engines: int, *, update: bool) -> list[Batch]:
+    """What one scheduler delivers."""
+    batches: list[Batch] = []
+    async with RolloutScheduler(SimFleet(engines), workload(), config=config()) as rollouts:
+        async for batch in rollouts:
+            batches.append(batch)
+            if update:
+                await rollouts.update_weights(SimPublisher())
+    return batches
 
+
+async def test_the_responses_are_those_of_one_scheduler():
     def by_key(batches: Sequence[Batch]) -> dict[Any, Any]:
         return {
             (group.prompt.key, rollout.index): content(rollout)
@@ -282,32 +295,25 @@ def test_the_responses_are_those_of_one_scheduler():
             for rollout in group.rollouts
         }
 
-    expected = by_key(run_virtual(alone()))
-    assert by_key(run_virtual(to_the_end(shards(), update=False))) == expected
+    expected = by_key(await alone(2, update=False))
+    assert by_key(await to_the_end(shards(), update=False)) == expected
 
 
-def test_one_shard_delivers_the_batches_of_one_scheduler():
-    async def alone() -> list[Batch]:
-        batches: list[Batch] = []
-        async with RolloutScheduler(SimFleet(3), workload(), config=config()) as rollouts:
-            async for batch in rollouts:
-                batches.append(batch)
-                await rollouts.update_weights(SimPublisher())
-        return batches
-
-    expected = run_virtual(alone())
-    batches = run_virtual(to_the_end(shards(1, engines=3)))
+async def test_one_shard_delivers_the_batches_of_one_scheduler():
+    expected = await alone(3, update=True)
+    batches = await to_the_end(shards(1, engines=3))
     assert [set(keys([each])) for each in batches] == [set(keys([each])) for each in expected]
 
 
 @pytest.mark.parametrize("refill", ["wave", "pool"])
-def test_a_trainer_that_polls_gets_what_one_that_waits_gets(refill: str):
+async def test_a_trainer_that_polls_gets_what_one_that_waits_gets(refill: str):
     """It does something else between two calls, in which the shards had held their engines."""
     between = 0.05
 
     async def run(patience: float | None) -> tuple[list[list[Any]], float, int]:
         found: list[list[Any]] = []
-        timeouts = 0
+        timeouts, clock = 0, asyncio.get_running_loop().time
+        begun = clock()
         async with ShardedScheduler(shards(), workload(), config=config(refill=refill)) as rollouts:
             while len(found) < 5:
                 try:
@@ -318,10 +324,10 @@ def test_a_trainer_that_polls_gets_what_one_that_waits_gets(refill: str):
                     await asyncio.sleep(between)
                 else:
                     await rollouts.update_weights(SimPublisher())
-            return found, asyncio.get_running_loop().time(), timeouts
+            return found, clock() - begun, timeouts
 
-    batches, seconds, _ = run_virtual(run(None))
-    polled_batches, polled_seconds, timeouts = run_virtual(run(0.05))
+    batches, seconds, _ = await run(None)
+    polled_batches, polled_seconds, timeouts = await run(0.05)
     assert timeouts
     assert polled_batches == batches
     assert polled_seconds <= seconds + 5 * between + 1e-6
@@ -331,93 +337,68 @@ def test_a_trainer_that_polls_gets_what_one_that_waits_gets(refill: str):
 
 
 @pytest.mark.parametrize(("pace", "refill"), [("synchronous", "wave"), ("asynchronous", "pool")])
-def test_streamed_batches_are_the_batches_of_the_same_run_without_streams(pace: str, refill: str):
+async def test_streamed_batches_are_the_batches_of_the_same_run_without_streams(
+    pace: str, refill: str
+):
     """The trainer does nothing in between, so every batch has the same groups."""
     settings = config(pace=pace, refill=refill)
-    whole = run_virtual(to_the_end(shards(), config=settings))
-    streamed = run_virtual(to_the_end(shards(), config=settings, streamed=True))
+    whole = await to_the_end(shards(), config=settings)
+    streamed = await to_the_end(shards(), config=settings, streamed=True)
     check(streamed)
     assert [keys([batch]) for batch in streamed] == [keys([batch]) for batch in whole]
 
 
-def test_the_first_group_comes_while_the_others_are_generated():
-    async def run() -> tuple[list[float], list[int]]:
-        members = shards()
-        async with ShardedScheduler(members, workload(), config=config()) as rollouts:
-            clock = asyncio.get_running_loop().time
-            times: list[float] = []
-            running: list[int] = []
-            async for _ in rollouts.stream():
-                times.append(clock())
-                running.append(sum(each.state.in_flight.open_attempts for each in members))
-            return times, running
-
-    times, running = run_virtual(run())
-    assert times == sorted(times)
-    assert times[0] < times[-1]
-    assert all(running[:-1])
-
-
 @pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
-def test_a_stream_that_is_left_goes_on_and_is_ended_by_an_update_or_a_whole_batch(pace: str):
-    async def run() -> list[Batch]:
-        parts: dict[int, list[Batch]] = {}
+async def test_a_stream_that_is_left_goes_on_and_is_ended_by_an_update_or_a_whole_batch(pace: str):
+    parts: dict[int, list[Batch]] = {}
 
-        async def some(rollouts: ShardedScheduler, count: int) -> None:
-            stream = rollouts.stream()
-            for _ in range(count):
-                part = await anext(stream)
-                parts.setdefault(part.index, []).append(part)
-            await stream.aclose()
+    async def some(rollouts: ShardedScheduler, count: int) -> None:
+        stream = rollouts.stream()
+        for _ in range(count):
+            part = await anext(stream)
+            parts.setdefault(part.index, []).append(part)
+        await stream.aclose()
 
-        async with ShardedScheduler(shards(), workload(), config=config(pace=pace)) as rollouts:
-            await some(rollouts, 2)
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(1e-6):
-                    await some(rollouts, 4)
-            await some(rollouts, 4)
-            assert parts[0][-1].complete
-            await some(rollouts, 2)
-            await rollouts.update_weights(SimPublisher())
-            await some(rollouts, 3)
-            waiting = asyncio.create_task(some(rollouts, 3))
-            await asyncio.sleep(0)
-            waiting.cancel()
-            await asyncio.wait([waiting])
-            whole = await rollouts.next_batch()
-            found = [joined(each) for each in parts.values()]
-            return [*found, whole, *await rest(rollouts)]
-
-    batches = run_virtual(run())
-    check(batches)
-    assert sorted(keys(batches)) == list(range(COUNT))
+    async with ShardedScheduler(shards(), workload(), config=config(pace=pace)) as rollouts:
+        await some(rollouts, 2)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1e-6):
+                await some(rollouts, 4)
+        await some(rollouts, 4)
+        assert parts[0][-1].complete
+        await some(rollouts, 2)
+        await rollouts.update_weights(SimPublisher())
+        await some(rollouts, 3)
+        waiting = asyncio.create_task(some(rollouts, 3))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        whole = await rollouts.next_batch()
+        found = [joined(each) for each in parts.values()]
+        batches = [*found, whole, *await rest(rollouts)]
+    check_all(batches)
     assert [len(batch.groups) for batch in batches[:2]] == [6, 2]
     assert 3 <= len(batches[2].groups) <= 5
     assert [batch.version for batch in batches[:3]] == [0, 0, 1]
 
 
 @pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
-def test_updates_come_while_a_group_is_waited_for(pace: str):
+async def test_updates_come_while_a_group_is_waited_for(pace: str):
     """Each ends the batch with the groups that were taken, and the wait goes on with another."""
+    parts: list[Batch] = []
+    async with ShardedScheduler(shards(), workload(), config=config(pace=pace)) as rollouts:
 
-    async def run() -> list[Batch]:
-        parts: list[Batch] = []
-        async with ShardedScheduler(shards(), workload(), config=config(pace=pace)) as rollouts:
+        async def take_all() -> None:
+            with suppress(PromptsExhausted):
+                while True:
+                    async for part in rollouts.stream():
+                        parts.append(part)
 
-            async def take_all() -> None:
-                with suppress(PromptsExhausted):
-                    while True:
-                        async for part in rollouts.stream():
-                            parts.append(part)
-
-            taking = asyncio.create_task(take_all())
-            for _ in range(4):
-                await asyncio.sleep(0.5)
-                await rollouts.update_weights(SimPublisher())
-            await taking
-        return parts
-
-    parts = run_virtual(run())
+        taking = asyncio.create_task(take_all())
+        for _ in range(4):
+            await asyncio.sleep(0.5)
+            await rollouts.update_weights(SimPublisher())
+        await taking
     assert sorted(keys(parts)) == list(range(COUNT))
     indices = [part.index for part in parts]
     assert indices == sorted(indices)
@@ -429,63 +410,36 @@ def test_updates_come_while_a_group_is_waited_for(pace: str):
     assert cut, "no update came in the middle of a batch"
 
 
-@pytest.mark.parametrize("stored", [True, False])
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_a_shard_that_is_killed_in_a_stream_is_replaced(stored: bool, seed: int):
-    """No group comes twice, and none is lost."""
-    members = shards(3, stored=stored)
-
-    async def run() -> list[Batch]:
-        killer = asyncio.create_task(killing(members, 0.3, seed))
-        try:
-            return await to_the_end(members, config=config(max_staleness=2), streamed=True)
-        finally:
-            killer.cancel()
-
-    batches = run_virtual(run())
-    check(batches, 2)
-    assert sorted(keys(batches)) == list(range(COUNT))
-    assert sum(member.openings for member in members) > 5
-
-
-def test_a_checkpoint_in_a_stream_has_its_batch_from_the_first_group(tmp_path: Path):
-    async def before() -> list[Any]:
-        async with ShardedScheduler(shards(), workload(), config=config()) as rollouts:
-            await rollouts.next_batch()
-            stream = rollouts.stream()
-            got = [(await anext(stream)).groups[0].prompt.key for _ in range(3)]
-            await rollouts.checkpoint(tmp_path / "saved")
-            # It goes on as if nothing had been.
-            got += [part.groups[0].prompt.key async for part in stream]
-            assert len(set(got)) == 6
-            return got
-
-    async def later() -> list[Batch]:
-        rollouts = ShardedScheduler(shards(), workload(), config=config())
-        rollouts.restore(tmp_path / "saved")
-        async with rollouts:
-            return [batch async for batch in by_group(rollouts)]
-
-    got = run_virtual(before())
-    batches = run_virtual(later())
+async def test_a_checkpoint_in_a_stream_has_its_batch_from_the_first_group(tmp_path: Path):
+    async with ShardedScheduler(shards(), workload(), config=config()) as rollouts:
+        await rollouts.next_batch()
+        stream = rollouts.stream()
+        got = keys([await anext(stream) for _ in range(3)])
+        await rollouts.checkpoint(tmp_path / "saved")
+        # It goes on as if nothing had been.
+        assert len({*got, *keys([part async for part in stream])}) == 6
+    restored = ShardedScheduler(shards(), workload(), config=config())
+    restored.restore(tmp_path / "saved")
+    async with restored:
+        batches = [batch async for batch in by_group(restored)]
     assert batches[0].index == 1
-    assert set(got[:3]) <= set(keys(batches[:1]))
+    assert set(got) <= set(keys(batches[:1]))
     assert len(keys(batches)) == len(set(keys(batches))) == COUNT - 6
 
 
-def test_every_shard_has_a_share():
+async def test_every_shard_has_a_share():
     members = shards(3)
     launched: list[int] = []
 
     def count(_: int) -> None:
         launched[:] = [member.state.in_flight.counters.launched for member in members]
 
-    run_virtual(to_the_end(members, each=count))
+    await to_the_end(members, each=count)
     assert sum(launched) == 4 * COUNT
     assert min(launched) > 4 * COUNT / 5
 
 
-def test_rewards_filters_and_group_sizes_work_in_shards():
+async def test_rewards_filters_and_group_sizes_work_in_shards():
     seen: list[Any] = []
 
     async def reward(rollout: Rollout, prompt: Prompt) -> float:
@@ -510,12 +464,10 @@ def test_rewards_filters_and_group_sizes_work_in_shards():
         for i in range(COUNT)
     ]
     stop = Samples(10)
-    batches = run_virtual(
-        to_the_end(
-            shards(reward=reward, accept=accept),
-            prompts=prompts,
-            config=config(stop=stop, over_provision=1.5),
-        )
+    batches = await to_the_end(
+        shards(reward=reward, accept=accept),
+        prompts=prompts,
+        config=config(stop=stop, over_provision=1.5),
     )
     check(batches)
     assert sorted(keys(batches)) == [i for i in range(COUNT) if i % 4]
@@ -532,13 +484,11 @@ def test_rewards_filters_and_group_sizes_work_in_shards():
 @pytest.mark.parametrize("rule", ["mask", "evict"])
 @pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
 @pytest.mark.parametrize("bound", [0, 1])
-def test_the_bound_on_staleness_holds_over_all_shards(rule: Any, pace: str, bound: int):
-    batches = run_virtual(
-        to_the_end(
-            shards(),
-            prompts=workload(60),
-            config=config(pace=pace, refill="pool", max_staleness=Staleness(bound, rule)),
-        )
+async def test_the_bound_on_staleness_holds_over_all_shards(rule: Any, pace: str, bound: int):
+    batches = await to_the_end(
+        shards(),
+        prompts=workload(60),
+        config=config(pace=pace, refill="pool", max_staleness=Staleness(bound, rule)),
     )
     check(batches, bound)
     if rule == "evict":
@@ -548,41 +498,36 @@ def test_the_bound_on_staleness_holds_over_all_shards(rule: Any, pace: str, boun
         assert sorted(keys(batches)) == list(range(60))
 
 
-def test_the_staleness_gate_counts_the_groups_of_all_shards():
+async def test_the_staleness_gate_counts_the_groups_of_all_shards():
     """Without an update, no more than two batches are ever admitted."""
     members = shards(4)
 
-    async def run() -> int:
-        settings = config(pace="asynchronous", refill="pool", over_provision=8, max_staleness=1)
-        async with ShardedScheduler(members, workload(None), config=settings) as rollouts:
-            await rollouts.next_batch()
-            await asyncio.sleep(1000)
-            return sum(member.state.in_flight.counters.launched for member in members)
-
-    assert run_virtual(run()) == 2 * 6 * 4
+    settings = config(pace="asynchronous", refill="pool", over_provision=8, max_staleness=1)
+    async with ShardedScheduler(members, workload(None), config=settings) as rollouts:
+        await rollouts.next_batch()
+        await asyncio.sleep(1000)
+        launched = sum(member.state.in_flight.counters.launched for member in members)
+    assert launched == 2 * 6 * 4
 
 
-def test_full_batches_pause_the_engines_until_the_next_is_asked_for():
+async def test_full_batches_pause_the_engines_until_the_next_is_asked_for():
     members = shards(2)
 
     def tokens() -> int:
         return sum(m.state.in_flight.counters.tokens_generated for m in members)
 
-    async def run() -> None:
-        async with ShardedScheduler(members, workload(), config=config()) as rollouts:
-            await rollouts.next_batch()
-            await asyncio.sleep(1)
-            before = tokens()
-            await asyncio.sleep(1000)
-            assert tokens() == before
-            assert sum(m.state.in_flight.generating for m in members)
-            await rollouts.next_batch()
-            assert tokens() > before
-
-    run_virtual(run())
+    async with ShardedScheduler(members, workload(), config=config()) as rollouts:
+        await rollouts.next_batch()
+        await asyncio.sleep(1)
+        before = tokens()
+        await asyncio.sleep(1000)
+        assert tokens() == before
+        assert sum(m.state.in_flight.generating for m in members)
+        await rollouts.next_batch()
+        assert tokens() > before
 
 
-def test_a_slow_shard_does_not_hold_a_batch_up():
+async def test_a_slow_shard_does_not_hold_a_batch_up():
     """One engine is twenty times slower. The others fill the batches without it."""
 
     async def run(fleet: Callable[[], SimFleet]) -> float:
@@ -595,8 +540,8 @@ def test_a_slow_shard_does_not_hold_a_batch_up():
                 await rollouts.next_batch()
             return loop.time() - started
 
-    usual = run_virtual(run(lambda: SimFleet(1)))
-    with_slow = run_virtual(run(lambda: SimFleet(1, time_scale=20)))
+    usual = await run(lambda: SimFleet(1))
+    with_slow = await run(lambda: SimFleet(1, time_scale=20))
     assert with_slow < 4 * usual
 
 
@@ -620,31 +565,27 @@ async def killing(members: Sequence[Killable], every: float, seed: int) -> None:
 
 @pytest.mark.parametrize("stored", [True, False])
 @pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
-@pytest.mark.parametrize("survive", [True, False])
+@pytest.mark.parametrize(("survive", "streamed"), [(True, False), (False, False), (False, True)])
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 6))]
 )
-def test_a_shard_that_is_killed_is_replaced(stored: bool, pace: str, survive: bool, seed: int):
+async def test_a_shard_that_is_killed_is_replaced(
+    stored: bool, pace: str, survive: bool, streamed: bool, seed: int
+):
     """Shards are killed in generation, in updates and between them. The engines outlive the shard,
     or begin again with the weights of version 0."""
     members = shards(3, stored=stored)
     for member in members if survive else ():
         member.more = {"fleet": SimFleet(1, stream_interval=8)}
-
-    async def run() -> list[Batch]:
-        killer = asyncio.create_task(killing(members, 0.3, seed))
-        try:
-            return await to_the_end(members, config=config(pace=pace, max_staleness=2))
-        finally:
-            killer.cancel()
-
-    batches = run_virtual(run())
-    check(batches, 2)
-    assert sorted(keys(batches)) == list(range(COUNT))
+    killer = asyncio.create_task(killing(members, 0.3, seed))
+    settings = config(pace=pace, max_staleness=2)
+    batches = await to_the_end(members, config=settings, streamed=streamed)
+    killer.cancel()
+    check_all(batches, bound=2)
     assert sum(member.openings for member in members) > 5
 
 
-def test_a_shard_whose_process_still_has_the_store_is_opened_later():
+async def test_a_shard_whose_process_still_has_the_store_is_opened_later():
     """One that hangs is gone only some time after it was killed. That had ended the run."""
     members = shards(2)
 
@@ -654,54 +595,41 @@ def test_a_shard_whose_process_still_has_the_store_is_opened_later():
             members[0].store.locked = 3
             members[0].kill()
 
-    batches = run_virtual(to_the_end(members, each=kill))
-    check(batches)
-    assert sorted(keys(batches)) == list(range(COUNT))
+    batches = await to_the_end(members, each=kill)
+    check_all(batches)
     assert members[0].openings == 5
 
 
-def test_tokens_of_a_killed_shard_are_not_generated_again():
+async def test_tokens_of_a_killed_shard_are_not_generated_again():
     """What was saved of a straggler is kept, so the run generates less than without a store."""
+    long = SamplingParams(max_new_tokens=2000, ignore_eos=True)
+    settings = config(batch_groups=1, over_provision=1, save_interval_s=0.1)
 
-    def generated(*, stored: bool) -> int:
+    async def generated(*, stored: bool) -> int:
         members = shards(2, stored=stored)
-        generated = 0
+        prompts = [Prompt(input_ids=np.array([7]), sampling=long)]
+        async with ShardedScheduler(members, prompts, config=settings) as rollouts:
+            waiting = asyncio.create_task(rollouts.next_batch())
+            busy: Killable | None = None
+            while busy is None or busy.state.in_flight.counters.tokens_generated < 4000:
+                await asyncio.sleep(0.1)
+                busy = next((m for m in members if m.state.in_flight.generating), None)
+            busy.kill()
+            await waiting
+            return busy.state.in_flight.counters.tokens_generated
 
-        async def run() -> None:
-            nonlocal generated
-            prompts = [
-                Prompt(
-                    input_ids=np.array([7]),
-                    sampling=SamplingParams(max_new_tokens=2000, ignore_eos=True),
-                )
-            ]
-            settings = config(batch_groups=1, over_provision=1, save_interval_s=0.1)
-            async with ShardedScheduler(members, prompts, config=settings) as rollouts:
-                waiting = asyncio.create_task(rollouts.next_batch())
-                busy: Killable | None = None
-                while busy is None or busy.state.in_flight.counters.tokens_generated < 4000:
-                    await asyncio.sleep(0.1)
-                    found = [m for m in members if m.state.in_flight.generating]
-                    busy = found[0] if found else None
-                busy.kill()
-                await waiting
-                generated = busy.state.in_flight.counters.tokens_generated
-
-        run_virtual(run())
-        return generated
-
-    assert generated(stored=True) < 9000
-    assert generated(stored=False) == 8000
+    assert await generated(stored=True) < 9000
+    assert await generated(stored=False) == 8000
 
 
-def test_ids_of_a_shard_that_begins_again_are_new():
+async def test_ids_of_a_shard_that_begins_again_are_new():
     members = shards(1, stored=False)
-    batches = run_virtual(to_the_end(members, each=lambda _: members[0].kill()))
+    batches = await to_the_end(members, each=lambda _: members[0].kill())
     check(batches)
     assert members[0].openings > 3
 
 
-def test_a_run_without_any_shard_ends():
+async def test_a_run_without_any_shard_ends():
     class Broken(Killable):
         def _make(self) -> ShardParts:
             if self.openings:
@@ -709,18 +637,14 @@ def test_a_run_without_any_shard_ends():
             return super()._make()
 
     members = [Broken("a"), Broken("b")]
-
-    async def run() -> None:
-        settings = config(health=Health(fleet_wait_s=100))
-        async with ShardedScheduler(members, workload(), config=settings) as rollouts:
-            for member in members:
-                member.kill()
-            with pytest.raises(FleetLost, match="no shard is left"):
-                await rollouts.next_batch()
-            with pytest.raises(FleetLost):
-                await rollouts.next_batch()
-
-    run_virtual(run())
+    settings = config(health=Health(fleet_wait_s=100))
+    async with ShardedScheduler(members, workload(), config=settings) as rollouts:
+        for member in members:
+            member.kill()
+        with pytest.raises(FleetLost, match="no shard is left"):
+            await rollouts.next_batch()
+        with pytest.raises(FleetLost):
+            await rollouts.next_batch()
 
 
 # --- updates -------------------------------------------------------------------------------------
@@ -756,164 +680,127 @@ def named(count: int) -> list[Killable]:
     return [Killable(f"s{i}", fleet=Named(f"engine-{i}")) for i in range(count)]
 
 
-def test_shards_publish_together():
+async def test_shards_publish_together():
     members = named(3)
     publisher = Failing(lambda engine: False, again=True)
-
-    async def run() -> None:
-        async with ShardedScheduler(members, workload(), config=config()) as rollouts:
-            await rollouts.next_batch()
-            report = await rollouts.update_weights(publisher, version=7)
-            assert report.version == rollouts.version == 7
-            assert not report.quarantined
-            assert (await rollouts.next_batch()).version == 7
-
-    run_virtual(run())
+    async with ShardedScheduler(members, workload(), config=config()) as rollouts:
+        await rollouts.next_batch()
+        report = await rollouts.update_weights(publisher, version=7)
+        assert report.version == rollouts.version == 7
+        assert not report.quarantined
+        assert (await rollouts.next_batch()).version == 7
     assert [sorted(call) for call in publisher.calls] == [["engine-0", "engine-1", "engine-2"]]
 
 
-def test_a_shard_that_did_not_take_the_version_holds_until_it_has_caught_up():
+async def test_a_shard_that_did_not_take_the_version_holds_until_it_has_caught_up():
     members = named(2)
     broken = True
     publisher = Failing(lambda engine: broken and engine.name == "engine-0", again=True)
-
-    async def run() -> list[Batch]:
-        nonlocal broken
-        batches: list[Batch] = []
-        async with ShardedScheduler(members, workload(), config=config()) as rollouts:
-            batches.append(await rollouts.next_batch())
-            report = await rollouts.update_weights(publisher)
-            assert set(report.quarantined) == {"s0"}
-            assert rollouts.version == 1
-            await asyncio.sleep(0.1)
-            before = members[0].state.in_flight.counters.tokens_generated
-            batches.append(await rollouts.next_batch())
-            assert members[0].state.in_flight.counters.tokens_generated == before
-            broken = False
-            await asyncio.sleep(100)
-            assert members[0].state.weights.versions.trainer == 1
-            async for batch in rollouts:
-                batches.append(batch)
-                await rollouts.update_weights(publisher)
-        return batches
-
-    batches = run_virtual(run())
-    check(batches)
-    assert sorted(keys(batches)) == list(range(COUNT))
+    batches: list[Batch] = []
+    async with ShardedScheduler(members, workload(), config=config()) as rollouts:
+        batches.append(await rollouts.next_batch())
+        report = await rollouts.update_weights(publisher)
+        assert set(report.quarantined) == {"s0"}
+        assert rollouts.version == 1
+        await asyncio.sleep(0.1)
+        before = members[0].state.in_flight.counters.tokens_generated
+        batches.append(await rollouts.next_batch())
+        assert members[0].state.in_flight.counters.tokens_generated == before
+        broken = False
+        await asyncio.sleep(100)
+        assert members[0].state.weights.versions.trainer == 1
+        async for batch in rollouts:
+            batches.append(batch)
+            await rollouts.update_weights(publisher)
+    check_all(batches)
 
 
-def test_a_shard_that_cannot_catch_up_takes_part_after_the_next_update():
+async def test_a_shard_that_cannot_catch_up_takes_part_after_the_next_update():
     members = named(2)
     broken = True
     publisher = Failing(lambda engine: broken and engine.name == "engine-0", again=False)
-
-    async def run() -> list[Batch]:
-        nonlocal broken
-        batches: list[Batch] = []
-        async with ShardedScheduler(members, workload(), config=config()) as rollouts:
-            batches.append(await rollouts.next_batch())
-            await rollouts.update_weights(publisher)
-            await asyncio.sleep(100)
-            assert members[0].state.weights.versions.trainer == 0
-            broken = False
-            await rollouts.update_weights(publisher)
-            async for batch in rollouts:
-                batches.append(batch)
-            assert members[0].state.weights.versions.trainer == 2
-        return batches
-
-    batches = run_virtual(run())
-    check(batches)
-    assert sorted(keys(batches)) == list(range(COUNT))
+    batches: list[Batch] = []
+    async with ShardedScheduler(members, workload(), config=config()) as rollouts:
+        batches.append(await rollouts.next_batch())
+        await rollouts.update_weights(publisher)
+        await asyncio.sleep(100)
+        assert members[0].state.weights.versions.trainer == 0
+        broken = False
+        await rollouts.update_weights(publisher)
+        async for batch in rollouts:
+            batches.append(batch)
+        assert members[0].state.weights.versions.trainer == 2
+    check_all(batches)
 
 
-def test_an_update_that_reaches_no_shard_changes_nothing():
+async def test_an_update_that_reaches_no_shard_changes_nothing():
     members = named(2)
-
-    async def run() -> list[Batch]:
-        batches: list[Batch] = []
-        async with ShardedScheduler(members, workload(), config=config()) as rollouts:
-            batches.append(await rollouts.next_batch())
-            with pytest.raises(RefitError, match="reached no shard"):
-                await rollouts.update_weights(Failing(lambda _: True, again=True))
-            assert rollouts.version == 0
-            async for batch in rollouts:
-                batches.append(batch)
-        return batches
-
-    batches = run_virtual(run())
-    check(batches)
-    assert sorted(keys(batches)) == list(range(COUNT))
+    batches: list[Batch] = []
+    async with ShardedScheduler(members, workload(), config=config()) as rollouts:
+        batches.append(await rollouts.next_batch())
+        with pytest.raises(RefitError, match="reached no shard"):
+            await rollouts.update_weights(Failing(lambda _: True, again=True))
+        assert rollouts.version == 0
+        async for batch in rollouts:
+            batches.append(batch)
+    check_all(batches)
 
 
-def test_no_shard_with_the_version_is_said():
+async def test_no_shard_with_the_version_is_said():
     members = named(2)
-
-    async def run() -> None:
-        async with ShardedScheduler(members, workload(), config=config()) as rollouts:
-            await rollouts.next_batch()
-            await rollouts.update_weights(Once())
-            for member in members:
-                # The engines begin again without the version, and nobody can publish it again.
-                member.more = {"fleet": SimFleet(1)}
-                member.kill()
-            with pytest.raises(RefitError, match="no shard has version 1"):
-                await rest(rollouts)
-            await rollouts.update_weights(SimPublisher(), version=1)
-            assert (await rollouts.next_batch()).version == 1
-
-    run_virtual(run())
+    async with ShardedScheduler(members, workload(), config=config()) as rollouts:
+        await rollouts.next_batch()
+        await rollouts.update_weights(Once())
+        for member in members:
+            # The engines begin again without the version, and nobody can publish it again.
+            member.more = {"fleet": SimFleet(1)}
+            member.kill()
+        with pytest.raises(RefitError, match="no shard has version 1"):
+            await rest(rollouts)
+        await rollouts.update_weights(SimPublisher(), version=1)
+        assert (await rollouts.next_batch()).version == 1
 
 
-def test_a_cancelled_update_runs_to_its_end_in_every_shard():
+async def test_a_cancelled_update_runs_to_its_end_in_every_shard():
     class Slow(SimPublisher):
         async def publish(self, version: int, engines: Sequence[Any]) -> Any:
             await asyncio.sleep(10)
             return await super().publish(version, engines)
 
-    async def run() -> None:
-        members = named(2)
-        async with ShardedScheduler(members, workload(), config=config()) as rollouts:
-            await rollouts.next_batch()
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(1):
-                    await rollouts.update_weights(Slow())
-            report = await rollouts.update_weights(SimPublisher())
-            assert report.version == 2
-            assert [m.state.weights.versions.trainer for m in members] == [2, 2]
-
-    run_virtual(run())
+    members = named(2)
+    async with ShardedScheduler(members, workload(), config=config()) as rollouts:
+        await rollouts.next_batch()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1):
+                await rollouts.update_weights(Slow())
+        report = await rollouts.update_weights(SimPublisher())
+        assert report.version == 2
+        assert [m.state.weights.versions.trainer for m in members] == [2, 2]
 
 
-def test_updates_come_while_batches_are_waited_for():
+async def test_updates_come_while_batches_are_waited_for():
     """A batch that is offered and not taken is composed again after an update, with its masks."""
     members = shards(3)
+    batches: list[Batch] = []
 
-    async def run() -> list[Batch]:
-        batches: list[Batch] = []
+    async def updating(rollouts: ShardedScheduler) -> None:
+        while True:
+            await asyncio.sleep(0.7)
+            await rollouts.update_weights(SimPublisher())
 
-        async def updating(rollouts: ShardedScheduler) -> None:
+    settings = config(pace="asynchronous", max_staleness=1)
+    async with ShardedScheduler(members, workload(), config=settings) as rollouts:
+        task = asyncio.create_task(updating(rollouts))
+        try:
             while True:
-                await asyncio.sleep(0.7)
-                await rollouts.update_weights(SimPublisher())
-
-        settings = config(pace="asynchronous", max_staleness=1)
-        async with ShardedScheduler(members, workload(), config=settings) as rollouts:
-            task = asyncio.create_task(updating(rollouts))
-            try:
-                while True:
-                    try:
-                        async with asyncio.timeout(0.31):
-                            batches.append(await rollouts.next_batch())
-                    except TimeoutError:
-                        continue
-            except PromptsExhausted:
-                task.cancel()
-        return batches
-
-    batches = run_virtual(run())
-    check(batches, 1)
-    assert sorted(keys(batches)) == list(range(COUNT))
+                try:
+                    async with asyncio.timeout(0.31):
+                        batches.append(await rollouts.next_batch())
+                except TimeoutError:
+                    continue
+        except PromptsExhausted:
+            task.cancel()
+    check_all(batches, bound=1)
 
 
 # --- nothing waits for ever ----------------------------------------------------------------------
@@ -924,251 +811,204 @@ CALLS = ["ask", "tell", "update", "checkpoint", "open", "close"]
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("stored", [True, False])
-def test_a_shard_that_hangs_in_a_call_is_lost(tmp_path: Path, call: str, stored: bool):
+async def test_a_shard_that_hangs_in_a_call_is_lost(tmp_path: Path, call: str, stored: bool):
     """The other one goes on, and the run has every prompt once."""
     members = shards(2, stored=stored)
 
-    async def run() -> list[Batch]:
-        batches: list[Batch] = []
-        settings = config(max_staleness=2, health=Health(fleet_wait_s=100))
-        async with ShardedScheduler(members, workload(), config=settings) as rollouts:
+    settings = config(max_staleness=2, health=Health(fleet_wait_s=100))
+    rollouts = ShardedScheduler(members, workload(), config=settings)
+    async with asyncio.timeout(36_000), rollouts:
+        batches = [await rollouts.next_batch()]
+        members[0].hangs = lambda name: name == call
+        if call in ("open", "close"):
+            members[0].kill()
+        for _ in range(2):
+            await rollouts.update_weights(SimPublisher())
             batches.append(await rollouts.next_batch())
-            members[0].hangs = lambda name: name == call
-            if call in ("open", "close"):
-                members[0].kill()
-            for _ in range(2):
-                await rollouts.update_weights(SimPublisher())
-                batches.append(await rollouts.next_batch())
-            await rollouts.evaluate(list(workload(4)), group_size=4)
-            if stored:
-                with suppress(StoreError):
-                    await rollouts.checkpoint(tmp_path / "saved")
-            return batches + await rest(rollouts)
-
-    batches = run_virtual(asyncio.wait_for(run(), 36_000))
-    check(batches, 2)
-    assert sorted(keys(batches)) == list(range(COUNT))
+        await rollouts.evaluate(list(workload(4)), group_size=4)
+        if stored:
+            with suppress(StoreError):
+                await rollouts.checkpoint(tmp_path / "saved")
+        batches += await rest(rollouts)
+    check_all(batches, bound=2)
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_run_of_which_all_shards_hang_ends(tmp_path: Path, call: str):
+async def test_a_run_of_which_all_shards_hang_ends(tmp_path: Path, call: str):
     """They are opened again and again, and hang again."""
     members = shards(2)
+    settings = config(health=Health(fleet_wait_s=100))
+    rollouts = ShardedScheduler(members, workload(None), config=settings)
+    async with asyncio.timeout(36_000), rollouts:
+        await rollouts.next_batch()
+        for member in members:
+            member.hangs = lambda name: name == call
+            if call in ("open", "close"):
+                member.kill()
 
-    async def run() -> None:
-        settings = config(health=Health(fleet_wait_s=100))
-        async with ShardedScheduler(members, workload(None), config=settings) as rollouts:
-            await rollouts.next_batch()
-            for member in members:
-                member.hangs = lambda name: name == call
-                if call in ("open", "close"):
-                    member.kill()
+        async def train() -> None:
+            while True:
+                await rollouts.update_weights(SimPublisher())
+                await rollouts.next_batch()
+                await rollouts.checkpoint(tmp_path / "saved")
 
-            async def train() -> None:
-                while True:
-                    await rollouts.update_weights(SimPublisher())
-                    await rollouts.next_batch()
-                    await rollouts.checkpoint(tmp_path / "saved")
-
-            with pytest.raises((FleetLost, RefitError, StoreError)):
-                await train()
-
-    run_virtual(asyncio.wait_for(run(), 36_000))
+        with pytest.raises((FleetLost, RefitError, StoreError)):
+            await train()
 
 
-def test_prompts_of_a_shard_that_missed_an_update_are_generated_by_the_others():
+async def test_prompts_of_a_shard_that_missed_an_update_are_generated_by_the_others():
     """At the end of the prompts the trainer had waited for them for ever."""
     members = named(2)
-
-    async def run() -> list[Batch]:
-        publisher = Failing(lambda engine: engine.name == "engine-0", again=False)
-        async with ShardedScheduler(members, workload(24), config=config()) as rollouts:
-            batches = [await rollouts.next_batch()]
-            report = await rollouts.update_weights(publisher)
-            assert set(report.quarantined) == {"s0"}
-            batches += await rest(rollouts)
-            # The shard takes part again, and what it has of them is not counted.
-            await rollouts.update_weights(SimPublisher())
-            await asyncio.sleep(1000)
-            return batches
-
-    batches = run_virtual(run())
-    check(batches)
-    assert sorted(keys(batches)) == list(range(24))
+    publisher = Failing(lambda engine: engine.name == "engine-0", again=False)
+    async with ShardedScheduler(members, workload(24), config=config()) as rollouts:
+        batches = [await rollouts.next_batch()]
+        report = await rollouts.update_weights(publisher)
+        assert set(report.quarantined) == {"s0"}
+        batches += await rest(rollouts)
+        # The shard takes part again, and what it has of them is not counted.
+        await rollouts.update_weights(SimPublisher())
+        await asyncio.sleep(1000)
+    check_all(batches, 24)
 
 
-def test_pushed_prompts_of_a_shard_that_missed_an_update_are_generated_by_the_others():
+async def test_pushed_prompts_of_a_shard_that_missed_an_update_are_generated_by_the_others():
     """The trainer pushes the prompts of a step, and no more before it has had them."""
     members, queue = named(2), PromptQueue()
     prompts = list(workload(24))
-
-    async def run() -> list[Batch]:
-        publisher = Failing(lambda engine: engine.name == "engine-0", again=False)
-        batches: list[Batch] = []
-        settings = config(over_provision=1.0)
-        async with ShardedScheduler(members, queue, config=settings) as rollouts:
-            queue.put(*prompts[:12])
-            waiting = asyncio.create_task(rollouts.next_batch())
-            await asyncio.sleep(0.1)
-            await rollouts.update_weights(publisher)
-            batches.append(await waiting)
-            batches.append(await rollouts.next_batch())
-            queue.put(*prompts[12:])
-            queue.close()
-            return batches + await rest(rollouts)
-
-    batches = run_virtual(run())
-    check(batches)
-    assert sorted(keys(batches)) == list(range(24))
+    publisher = Failing(lambda engine: engine.name == "engine-0", again=False)
+    batches: list[Batch] = []
+    settings = config(over_provision=1.0)
+    async with ShardedScheduler(members, queue, config=settings) as rollouts:
+        queue.put(*prompts[:12])
+        waiting = asyncio.create_task(rollouts.next_batch())
+        await asyncio.sleep(0.1)
+        await rollouts.update_weights(publisher)
+        batches.append(await waiting)
+        batches.append(await rollouts.next_batch())
+        queue.put(*prompts[12:])
+        queue.close()
+        batches = batches + await rest(rollouts)
+    check_all(batches, 24)
 
 
 @pytest.mark.parametrize("lost", [True, False])
-def test_a_shard_that_does_not_come_back_is_waited_for_no_longer_than_a_fleet(lost: bool):
+async def test_a_shard_that_does_not_come_back_is_waited_for_no_longer_than_a_fleet(lost: bool):
     """It is opened again and again, or loads the version again and again."""
     members = named(2)
     publisher = Failing(lambda engine: not lost and engine.name == "engine-0", again=True)
 
-    async def run() -> float:
-        settings = config(health=Health(fleet_wait_s=200))
-        clock = asyncio.get_running_loop().time
-        async with ShardedScheduler(members, workload(24), config=settings) as rollouts:
-            await rollouts.next_batch()
-            if lost:
-                members[0].hangs = lambda name: name == "open"
-                members[0].kill()
-            await rollouts.update_weights(publisher)
-            began = clock()
-            batches = await rest(rollouts)
-            assert len(keys(batches)) == 18
-            return clock() - began
-
-    assert 200 < run_virtual(run()) < 300
+    settings = config(health=Health(fleet_wait_s=200))
+    clock = asyncio.get_running_loop().time
+    async with ShardedScheduler(members, workload(24), config=settings) as rollouts:
+        await rollouts.next_batch()
+        if lost:
+            members[0].hangs = lambda name: name == "open"
+            members[0].kill()
+        await rollouts.update_weights(publisher)
+        began = clock()
+        assert len(keys(await rest(rollouts))) == 18
+        assert 200 < clock() - began < 300
 
 
-def test_a_shard_that_is_late_for_an_update_does_not_keep_the_others():
+async def test_a_shard_that_is_late_for_an_update_does_not_keep_the_others():
     members = named(2)
-
-    async def run() -> None:
-        settings = config(timeouts=Timeouts(refit_s=100, control_s=10))
-        clock = asyncio.get_running_loop().time
-        async with ShardedScheduler(members, workload(), config=settings) as rollouts:
-            await rollouts.next_batch()
-            members[0].hangs = lambda name: name == "update"
-            began = clock()
-            report = await rollouts.update_weights(SimPublisher())
-            assert set(report.quarantined) == {"s0"}
-            assert clock() - began < 150
-            assert (await rollouts.next_batch()).version == 1
-
-    run_virtual(run())
+    settings = config(timeouts=Timeouts(refit_s=100, control_s=10))
+    clock = asyncio.get_running_loop().time
+    async with ShardedScheduler(members, workload(), config=settings) as rollouts:
+        await rollouts.next_batch()
+        members[0].hangs = lambda name: name == "update"
+        began = clock()
+        report = await rollouts.update_weights(SimPublisher())
+        assert set(report.quarantined) == {"s0"}
+        assert clock() - began < 150
+        assert (await rollouts.next_batch()).version == 1
 
 
 # --- evaluations ---------------------------------------------------------------------------------
 
 
-def test_an_evaluation_is_split_and_in_order():
+async def test_an_evaluation_is_split_and_in_order():
     members = shards(3)
     asked = list(workload(10, seed=9))
-
-    async def run() -> tuple[Batch, list[Batch]]:
-        async with ShardedScheduler(members, workload(), config=config()) as rollouts:
-            batches = [await rollouts.next_batch()]
-            evaluating = asyncio.create_task(rollouts.evaluate(asked, group_size=4))
-            await asyncio.sleep(0.01)
-            members[1].kill()
-            evaluated = await evaluating
-            batches += [batch async for batch in rollouts]
-        return evaluated, batches
-
-    evaluated, batches = run_virtual(run())
+    async with ShardedScheduler(members, workload(), config=config()) as rollouts:
+        batches = [await rollouts.next_batch()]
+        evaluating = asyncio.create_task(rollouts.evaluate(asked, group_size=4))
+        await asyncio.sleep(0.01)
+        members[1].kill()
+        evaluated = await evaluating
+        batches += [batch async for batch in rollouts]
     assert keys([evaluated]) == list(range(10))
     assert [len(group.rollouts) for group in evaluated.groups] == [4] * 10
     assert all(a.prompt is b for a, b in zip(evaluated.groups, asked, strict=True))
     ids = {rollout.rollout_id for rollout in evaluated.rollouts}
     assert len(ids) == 40
     assert not ids & {rollout.rollout_id for batch in batches for rollout in batch.rollouts}
-    check(batches)
-    assert sorted(keys(batches)) == list(range(COUNT))
+    check_all(batches)
 
 
 # --- checkpoints ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("after", [0, 1, 3])
-def test_a_checkpoint_is_one_cut_of_all_shards(tmp_path: Path, after: int):
+async def test_a_checkpoint_is_one_cut_of_all_shards(tmp_path: Path, after: int):
     """Nothing is lost or doubled, whatever the run did after its checkpoint."""
 
-    async def before() -> list[Batch]:
-        batches: list[Batch] = []
-        async with ShardedScheduler(shards(), workload(), config=config()) as rollouts:
-            for _ in range(after):
-                batches.append(await rollouts.next_batch())
-                await rollouts.update_weights(SimPublisher())
-            # A batch that is generated, and not taken, is in no file twice.
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.05):
-                    await rollouts.next_batch()
-            await rollouts.checkpoint(tmp_path / "saved")
-            await rollouts.checkpoint(tmp_path / "saved")
-            await rollouts.next_batch()
-        return batches
-
-    async def later() -> list[Batch]:
-        rollouts = ShardedScheduler(shards(), workload(), config=config())
-        rollouts.restore(tmp_path / "saved")
-        async with rollouts:
-            if rollouts.version:
-                await rollouts.update_weights(SimPublisher(), version=rollouts.version)
-            return [batch async for batch in rollouts]
-
-    batches = run_virtual(before()) + run_virtual(later())
-    check(batches)
-    assert sorted(keys(batches)) == list(range(COUNT))
+    batches: list[Batch] = []
+    async with ShardedScheduler(shards(), workload(), config=config()) as rollouts:
+        for _ in range(after):
+            batches.append(await rollouts.next_batch())
+            await rollouts.update_weights(SimPublisher())
+        # A batch that is generated, and not taken, is in no file twice.
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await rollouts.next_batch()
+        await rollouts.checkpoint(tmp_path / "saved")
+        await rollouts.checkpoint(tmp_path / "saved")
+        await rollouts.next_batch()
+    restored = ShardedScheduler(shards(), workload(), config=config())
+    restored.restore(tmp_path / "saved")
+    async with restored:
+        if restored.version:
+            await restored.update_weights(SimPublisher(), version=restored.version)
+        batches += await rest(restored)
+    check_all(batches)
     assert len(list((tmp_path / "saved").iterdir())) == 2
 
 
 @pytest.mark.parametrize("comes_back", [True, False])
-def test_what_a_checkpoint_has_of_a_shard_outlives_the_shard(tmp_path: Path, comes_back: bool):
+async def test_what_a_checkpoint_has_of_a_shard_outlives_the_shard(
+    tmp_path: Path, comes_back: bool
+):
     """Only the shard's file had its prompts, so their groups were lost with its store."""
 
-    async def before() -> None:
-        async with ShardedScheduler(shards(2), workload(), config=config()) as rollouts:
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.05):
-                    await rollouts.next_batch()
+    async with ShardedScheduler(shards(2), workload(), config=config()) as rollouts:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await rollouts.next_batch()
+        await rollouts.checkpoint(tmp_path / "saved")
+    members = shards(2)
+    settings = config(health=Health(fleet_wait_s=100))
+    restored = ShardedScheduler(members, workload(), config=settings)
+    restored.restore(tmp_path / "saved")
+    async with restored:
+        members[0].store = Mortal()
+        members[0].hangs = lambda name: name == "open" and not comes_back
+        members[0].kill()
+        batches = await rest(restored)
+    check_all(batches)
+
+
+async def test_a_checkpoint_that_cannot_be_written_or_read_says_why(tmp_path: Path):
+    async with ShardedScheduler(shards(stored=False), workload()) as rollouts:
+        with pytest.raises(ConfigError, match="needs a store in every shard"):
             await rollouts.checkpoint(tmp_path / "saved")
-
-    async def later() -> list[Batch]:
-        members = shards(2)
-        settings = config(health=Health(fleet_wait_s=100))
-        rollouts = ShardedScheduler(members, workload(), config=settings)
-        rollouts.restore(tmp_path / "saved")
-        async with rollouts:
-            members[0].store = Mortal()
-            members[0].hangs = lambda name: name == "open" and not comes_back
-            members[0].kill()
-            return await rest(rollouts)
-
-    run_virtual(before())
-    batches = run_virtual(later())
-    check(batches)
-    assert sorted(keys(batches)) == list(range(COUNT))
-
-
-def test_a_checkpoint_that_cannot_be_written_or_read_says_why(tmp_path: Path):
-    async def run() -> None:
-        async with ShardedScheduler(shards(stored=False), workload()) as rollouts:
-            with pytest.raises(ConfigError, match="needs a store in every shard"):
-                await rollouts.checkpoint(tmp_path / "saved")
-        (tmp_path / "file").write_text("")
-        async with ShardedScheduler(shards(), workload()) as rollouts:
-            with pytest.raises(StoreError, match="cannot be written"):
-                await rollouts.checkpoint(tmp_path / "file")
-            with pytest.raises(ConfigError, match="leave acknowledge out"):
-                await rollouts.checkpoint(tmp_path / "saved", acknowledge=False)
-            await rollouts.checkpoint(tmp_path / "saved")
-
-    run_virtual(run())
+    (tmp_path / "file").write_text("")
+    async with ShardedScheduler(shards(), workload()) as rollouts:
+        with pytest.raises(StoreError, match="cannot be written"):
+            await rollouts.checkpoint(tmp_path / "file")
+        with pytest.raises(ConfigError, match="leave acknowledge out"):
+            await rollouts.checkpoint(tmp_path / "saved", acknowledge=False)
+        await rollouts.checkpoint(tmp_path / "saved")
     with pytest.raises(StoreError, match="no checkpoint"):
         ShardedScheduler(shards(), workload()).restore(tmp_path / "other")
     with pytest.raises(StoreError, match="give the same ones"):
@@ -1178,36 +1018,27 @@ def test_a_checkpoint_that_cannot_be_written_or_read_says_why(tmp_path: Path):
         ShardedScheduler(shards(), workload()).restore(tmp_path / "saved")
 
 
-def test_stores_of_another_run_are_refused():
+async def test_stores_of_another_run_are_refused():
     members = shards()
-
-    async def run() -> None:
-        async with ShardedScheduler(members, workload(), config=config()) as rollouts:
-            await rollouts.next_batch()
-        with pytest.raises(ConfigError, match="has another run"):
-            async with ShardedScheduler(members, workload(), config=config()):
-                pass
-
-    run_virtual(run())
+    async with ShardedScheduler(members, workload(), config=config()) as rollouts:
+        await rollouts.next_batch()
+    with pytest.raises(ConfigError, match="has another run"):
+        async with ShardedScheduler(members, workload(), config=config()):
+            pass
 
 
 # --- one log -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stored", [True, False])
-def test_the_logs_become_one_run_folder(tmp_path: Path, stored: bool):
+async def test_the_logs_become_one_run_folder(tmp_path: Path, stored: bool):
     """The summary of the merged log has each rollout once, also where shards were killed."""
     members = shards(3, stored=stored)
     settings = config(pace="asynchronous")
 
-    async def run() -> list[Batch]:
-        killer = asyncio.create_task(killing(members, 0.5, 1))
-        try:
-            return await to_the_end(members, config=settings, folder=tmp_path / "run")
-        finally:
-            killer.cancel()
-
-    batches = run_virtual(run())
+    killer = asyncio.create_task(killing(members, 0.5, 1))
+    batches = await to_the_end(members, config=settings, folder=tmp_path / "run")
+    killer.cancel()
     assert sum(member.openings for member in members) > 3
     summary = merged_run(tmp_path / "run", tmp_path / "merged", RunSettings(scheduler=settings))
     rollouts = [rollout for batch in batches for rollout in batch.rollouts]
@@ -1231,10 +1062,10 @@ def test_a_folder_without_shards_is_refused(tmp_path: Path):
         merged_run(tmp_path / "nothing", tmp_path / "merged")
 
 
-def test_metrics_of_shards_have_their_names():
+async def test_metrics_of_shards_have_their_names():
     everything = {name: Metrics() for name in ("a", "b")}
     members = [Killable(name, listeners=[metrics]) for name, metrics in everything.items()]
-    run_virtual(to_the_end(members))
+    await to_the_end(members)
     found: Counter[str] = Counter()
     for family in MetricsCollector(everything).collect():
         for sample in family.samples:
@@ -1273,60 +1104,46 @@ def test_shards_need_names_of_their_own():
             ShardedScheduler(members, workload())
 
 
-def test_a_source_that_fails_ends_the_run():
+async def test_a_source_that_fails_ends_the_run():
     def prompts() -> Any:
         yield from workload(20)
         raise RuntimeError("the disk")
 
-    async def run() -> None:
-        async with ShardedScheduler(shards(), prompts(), config=config()) as rollouts:
-            with pytest.raises(RuntimeError, match="the disk"):
-                await rest(rollouts)
-
-    run_virtual(run())
+    async with ShardedScheduler(shards(), prompts(), config=config()) as rollouts:
+        with pytest.raises(RuntimeError, match="the disk"):
+            await rest(rollouts)
 
 
-def test_bad_prompts_are_passed_over():
+async def test_bad_prompts_are_passed_over():
     prompts: list[Any] = [*workload(6), "no prompt", *list(workload(20))[6:]]
-
-    async def run() -> list[Batch]:
-        async with ShardedScheduler(shards(), prompts, config=config()) as rollouts:
-            return [batch async for batch in rollouts]
-
-    batches = run_virtual(run())
+    async with ShardedScheduler(shards(), prompts, config=config()) as rollouts:
+        batches = [batch async for batch in rollouts]
     assert sorted(keys(batches)) == list(range(20))
 
 
-def test_calls_end_with_the_scheduler():
-    async def run() -> None:
-        rollouts = ShardedScheduler(shards(), PromptQueue(), config=config())
-        with pytest.raises(SchedulerClosed):
+async def test_calls_end_with_the_scheduler():
+    rollouts = ShardedScheduler(shards(), PromptQueue(), config=config())
+    with pytest.raises(SchedulerClosed):
+        await rollouts.next_batch()
+    async with rollouts:
+        waiting = asyncio.create_task(rollouts.next_batch())
+        await asyncio.sleep(1)
+        with pytest.raises(ConfigError, match="waiting already"):
             await rollouts.next_batch()
-        async with rollouts:
-            waiting = asyncio.create_task(rollouts.next_batch())
-            await asyncio.sleep(1)
-            with pytest.raises(ConfigError, match="waiting already"):
-                await rollouts.next_batch()
-        with pytest.raises(SchedulerClosed):
-            await waiting
-        with pytest.raises(SchedulerClosed):
-            await rollouts.update_weights(SimPublisher())
-        await rollouts.close()
-
-    run_virtual(run())
+    with pytest.raises(SchedulerClosed):
+        await waiting
+    with pytest.raises(SchedulerClosed):
+        await rollouts.update_weights(SimPublisher())
+    await rollouts.close()
 
 
-def test_a_shard_that_cannot_be_opened_closes_the_others():
+async def test_a_shard_that_cannot_be_opened_closes_the_others():
     members = shards(2)
     members[1].more = {"reward": None, "fleet": SimFleet(1), "nonsense": 1}
-
-    async def run() -> None:
-        with pytest.raises(TypeError):
-            async with ShardedScheduler(members, workload()):
-                pass
-        members[1].more = {}
-        members[0].store, members[1].store = None, None
-        async with ShardedScheduler(members, workload(), config=config()) as rollouts:
-            await rollouts.next_batch()
-
-    run_virtual(run())
+    with pytest.raises(TypeError):
+        async with ShardedScheduler(members, workload()):
+            pass
+    members[1].more = {}
+    members[0].store, members[1].store = None, None
+    async with ShardedScheduler(members, workload(), config=config()) as rollouts:
+        await rollouts.next_batch()

@@ -15,7 +15,8 @@ from aprilsched.errors import ConfigError
 from aprilsched.testing import SimServer
 from aprilsched.testing.contract import greedy, until
 from tests.support.sim_http import CONFIG, INTERVAL
-from tests.support.virtual_time import in_virtual_time
+
+pytestmark = pytest.mark.virtual_time
 
 
 def scheduler(fleet: Fleet, run_id: str) -> RolloutScheduler:
@@ -27,7 +28,6 @@ def scheduler(fleet: Fleet, run_id: str) -> RolloutScheduler:
     )
 
 
-@in_virtual_time
 async def test_a_second_scheduler_on_a_fleet_is_refused_and_does_the_first_no_harm():
     fleet = SimFleet(2)
     async with scheduler(fleet, "first") as first:
@@ -40,7 +40,6 @@ async def test_a_second_scheduler_on_a_fleet_is_refused_and_does_the_first_no_ha
         await third.next_batch()
 
 
-@in_virtual_time
 async def test_a_second_fleet_object_for_the_same_server_is_refused():
     async with SimServer(CONFIG) as server:
         async with scheduler(SGLangFleet([server.url]), "first") as first:
@@ -52,7 +51,6 @@ async def test_a_second_fleet_object_for_the_same_server_is_refused():
             await third.next_batch()
 
 
-@in_virtual_time
 async def test_a_scheduler_that_could_not_be_opened_holds_no_engine():
     fleet = SimFleet(1)
     opening = asyncio.create_task(scheduler(fleet, "first").__aenter__())
@@ -82,49 +80,40 @@ async def _both(first: Claim, second: Claim, engines: Sequence[Engine]) -> None:
     second.take(engines)
 
 
-def test_requests_of_somebody_else_are_said(caplog: pytest.LogCaptureFixture):
-    async def main() -> None:
-        async with SimServer(CONFIG) as server:
-            fleet = SGLangFleet([server.url], stream_interval=INTERVAL)
-            other = server.engine.generate(greedy(100_000, request_id="x" * 20))
-            reading = asyncio.create_task(anext(other))
-            await until(lambda: server.engine.batcher.running > 0)
-            async with scheduler(fleet, "run") as rollouts:
-                await rollouts.next_batch()
-            reading.cancel()
-            await asyncio.wait([reading])
-            await other.aclose()
-
-    run_virtual(main())
+async def test_requests_of_somebody_else_are_said(caplog: pytest.LogCaptureFixture):
+    async with SimServer(CONFIG) as server:
+        fleet = SGLangFleet([server.url], stream_interval=INTERVAL)
+        other = server.engine.generate(greedy(100_000, request_id="x" * 20))
+        reading = asyncio.create_task(anext(other))
+        await until(lambda: server.engine.batcher.running > 0)
+        async with scheduler(fleet, "run") as rollouts:
+            await rollouts.next_batch()
+        reading.cancel()
+        await asyncio.wait([reading])
+        await other.aclose()
     said = [m for m in caplog.messages if "of another client" in m]
     assert len(said) == 1
     assert "has requests of another client (1 of them)" in said[0]
 
 
-def test_a_quiet_engine_is_not_spoken_of(caplog: pytest.LogCaptureFixture):
-    async def main() -> None:
-        async with (
-            SimServer(CONFIG) as server,
-            scheduler(SGLangFleet([server.url]), "run") as rollouts,
-        ):
-            await rollouts.next_batch()
-
-    run_virtual(main())
+async def test_a_quiet_engine_is_not_spoken_of(caplog: pytest.LogCaptureFixture):
+    async with (
+        SimServer(CONFIG) as server,
+        scheduler(SGLangFleet([server.url]), "run") as rollouts,
+    ):
+        await rollouts.next_batch()
     assert not caplog.messages
 
 
-def test_aborts_that_nobody_here_asked_for_are_said_once(caplog: pytest.LogCaptureFixture):
-    async def main() -> None:
-        async with (
-            SimServer(CONFIG) as server,
-            scheduler(SGLangFleet([server.url]), "run") as rollouts,
-        ):
-            waiting = asyncio.create_task(rollouts.next_batch())
-            await until(lambda: server.engine.batcher.running > 8)
-            served = server._served
-            assert served is not None
-            await served.abort_all()
-            await waiting
-
-    run_virtual(main())
+async def test_aborts_that_nobody_here_asked_for_are_said_once(caplog: pytest.LogCaptureFixture):
+    async with (
+        SimServer(CONFIG) as server,
+        scheduler(SGLangFleet([server.url]), "run") as rollouts,
+    ):
+        waiting = asyncio.create_task(rollouts.next_batch())
+        await until(lambda: server.engine.batcher.running > 8)
+        served = server._served
+        assert served is not None
+        await served.abort_all()
+        await waiting
     assert len([m for m in caplog.messages if "did not ask for it" in m]) == 1

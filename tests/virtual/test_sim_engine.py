@@ -3,39 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from aprilsched.engines.base import Chunk, Engine, Fleet, GenerationRequest, RefitFromDisk
 from aprilsched.engines.sim import SimEngine, SimFleet, SimPublisher, run_virtual
-from aprilsched.errors import (
-    ConfigError,
-    EngineProtocolError,
-    EngineRejected,
-    EngineUnreachable,
-)
+from aprilsched.errors import ConfigError, EngineProtocolError, EngineRejected, EngineUnreachable
 from aprilsched.weights.publisher import WeightPublisher
 from aprilsched.workload import LongTailWorkload
 from tests.support.loop import PatientLoop
 from tests.support.sim_batcher import Outcome, request
 
+pytestmark = pytest.mark.virtual_time
 
-def drive(test: Callable[[SimFleet], Awaitable[None]], **settings: float) -> None:
-    """Run `test` with an open fleet of one engine, on a virtual clock."""
 
-    async def main() -> None:
-        fleet = SimFleet(**settings)  # pyright: ignore[reportArgumentType]
-        await fleet.open()
-        try:
-            await test(fleet)
-        finally:
-            await fleet.close()
-
-    run_virtual(main(), idle_timeout=1.0)
+@asynccontextmanager
+async def opened(**settings: Any) -> AsyncGenerator[tuple[SimFleet, SimEngine]]:
+    """An open fleet of one engine, and the engine."""
+    fleet = SimFleet(**settings)
+    await fleet.open()
+    try:
+        yield fleet, fleet.engines[0]
+    finally:
+        await fleet.close()
 
 
 async def collect(engine: Engine, sent: GenerationRequest) -> Outcome:
@@ -57,32 +52,10 @@ def test_the_parts_satisfy_their_protocols() -> None:
     assert publisher is not None
 
 
-def test_a_response_streams_in_modelled_time() -> None:
-    async def test(fleet: SimFleet) -> None:
-        outcome = await collect(fleet.engines[0], request("a", 300))
-        timing = fleet.config.timing
-        seconds = timing.prefill_seconds(4) + timing.decode_seconds(1, 5, 299)
-        assert outcome.ended_at == pytest.approx(seconds, abs=1e-6)
-        assert len(outcome.ids) == 300
-        assert len(outcome.chunks) == 5
-        assert outcome.last.finish == "length"
-
-    drive(test)
-
-
-def test_requests_of_one_moment_share_a_prefill_pass() -> None:
-    async def test(fleet: SimFleet) -> None:
-        engine = fleet.engines[0]
-        await asyncio.gather(*(collect(engine, request(f"r{i}", 10)) for i in range(100)))
-        assert engine.counters.prefill_passes == 1
-
-    drive(test)
-
-
 @pytest.mark.parametrize("flush", [True, False])
-def test_pause_refit_resume_inside_a_stream(flush: bool) -> None:
-    async def test(fleet: SimFleet) -> None:
-        engine, loop = fleet.engines[0], asyncio.get_running_loop()
+async def test_pause_refit_resume_inside_a_stream(flush: bool) -> None:
+    async with opened() as (fleet, engine):
+        loop = asyncio.get_running_loop()
         task = asyncio.create_task(collect(engine, request("a", 300)))
         await asyncio.sleep(0.5)
         asked = loop.time()
@@ -102,12 +75,10 @@ def test_pause_refit_resume_inside_a_stream(flush: bool) -> None:
         assert [version for version, _, _ in outcome.spans] == [0, 5]
         assert outcome.spans[-1][2] == 300
 
-    drive(test)
 
-
-def test_refit_takes_its_time_and_wants_a_pause() -> None:
-    async def test(fleet: SimFleet) -> None:
-        engine, loop = fleet.engines[0], asyncio.get_running_loop()
+async def test_refit_takes_its_time_and_wants_a_pause() -> None:
+    async with opened(refit_seconds=0.25) as (_, engine):
+        loop = asyncio.get_running_loop()
         await engine.refit(1)
         task = asyncio.create_task(collect(engine, request("a", 300)))
         await asyncio.sleep(0.1)
@@ -123,80 +94,9 @@ def test_refit_takes_its_time_and_wants_a_pause() -> None:
         await engine.resume()
         await task
 
-    drive(test, refit_seconds=0.25)
 
-
-def test_a_request_sent_during_a_pause_is_silent_and_its_abort_is_lost() -> None:
-    async def test(fleet: SimFleet) -> None:
-        engine = fleet.engines[0]
-        await engine.pause("retract")
-        task = asyncio.create_task(collect(engine, request("a", 20)))
-        await asyncio.sleep(1)
-        await engine.abort("a")
-        await asyncio.sleep(1)
-        assert not task.done()
-        await engine.resume()
-        assert (await task).last.finish == "length"
-
-    drive(test)
-
-
-def test_a_stream_left_during_a_pause_does_not_run_after_it() -> None:
-    async def test(fleet: SimFleet) -> None:
-        engine = fleet.engines[0]
-        await engine.pause("retract")
-        task = asyncio.create_task(collect(engine, request("a", 2000)))
-        await asyncio.sleep(1)
-        task.cancel()
-        await asyncio.wait([task])
-        await engine.resume()
-        await asyncio.sleep(1)
-        assert engine.counters.generated == 0
-        assert not engine.batcher.knows("a")
-
-    drive(test)
-
-
-@pytest.mark.parametrize("how", ["cancel", "break"])
-def test_leaving_a_stream_early_aborts_its_request(how: str) -> None:
-    async def test(fleet: SimFleet) -> None:
-        engine = fleet.engines[0]
-        if how == "cancel":
-            task = asyncio.create_task(collect(engine, request("a", 2000)))
-            await asyncio.sleep(1)
-            task.cancel()
-            await asyncio.wait([task])
-        else:
-            async with aclosing(engine.generate(request("a", 2000))) as stream:
-                async for _ in stream:
-                    break
-        await asyncio.sleep(0.1)
-        assert engine.batcher.running == 0
-        assert not engine.batcher.knows("a")
-        again = await collect(engine, request("a", 10))
-        assert again.last.finish == "length"
-
-    drive(test)
-
-
-def test_an_abort_ends_the_stream_with_what_there_is() -> None:
-    async def test(fleet: SimFleet) -> None:
-        engine = fleet.engines[0]
-        task = asyncio.create_task(collect(engine, request("a", 2000)))
-        await asyncio.sleep(1)
-        await engine.abort("a")
-        await engine.abort("unknown")
-        outcome = await task
-        assert outcome.last.finish == "abort"
-        assert len(outcome.ids) == engine.counters.generated
-        assert outcome.spans == [(0, 0, len(outcome.ids))]
-
-    drive(test)
-
-
-def test_bad_requests_are_refused_and_leave_the_first_alone() -> None:
-    async def test(fleet: SimFleet) -> None:
-        engine = fleet.engines[0]
+async def test_bad_requests_are_refused_and_leave_the_first_alone() -> None:
+    async with opened(kv_tokens=5000) as (_, engine):
         task = asyncio.create_task(collect(engine, request("a", 100)))
         await asyncio.sleep(0.1)
         with pytest.raises(EngineRejected, match="in use") as refused:
@@ -206,17 +106,14 @@ def test_bad_requests_are_refused_and_leave_the_first_alone() -> None:
             await collect(engine, request("b", 10_000))
         assert (await task).last.finish == "length"
 
-    drive(test, kv_tokens=5000)
 
-
-def test_weights_from_disk_are_known_by_their_content(tmp_path: Path) -> None:
+async def test_weights_from_disk_are_known_by_their_content(tmp_path: Path) -> None:
     for name, content in (("one", b"weights"), ("copy", b"weights"), ("other", b"other")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_bytes(content * 1000)
     (tmp_path / "empty").mkdir()
 
-    async def test(fleet: SimFleet) -> None:
-        engine = fleet.engines[0]
+    async with opened() as (_, engine):
         tokens: dict[str, np.ndarray] = {}
         for version, name in enumerate(("one", "copy", "other"), 1):
             await engine.update_from_disk(tmp_path / name, version)
@@ -229,8 +126,6 @@ def test_weights_from_disk_are_known_by_their_content(tmp_path: Path) -> None:
         with pytest.raises(EngineRejected, match="safetensors"):
             await engine.update_from_disk(tmp_path / "nowhere", 4)
         assert await engine.version() == 3
-
-    drive(test)
 
 
 def test_calls_need_an_open_engine_and_a_closed_one_breaks_its_streams() -> None:
@@ -273,9 +168,8 @@ def test_an_engine_survives_its_event_loop() -> None:
     run_virtual(main(2))
 
 
-def test_a_crash_breaks_streams_and_a_restart_begins_again() -> None:
-    async def test(fleet: SimFleet) -> None:
-        engine = fleet.engines[0]
+async def test_a_crash_breaks_streams_and_a_restart_begins_again() -> None:
+    async with opened() as (_, engine):
         await engine.refit(3)
         task = asyncio.create_task(collect(engine, request("a", 1000)))
         await asyncio.sleep(1)
@@ -288,20 +182,15 @@ def test_a_crash_breaks_streams_and_a_restart_begins_again() -> None:
         assert await engine.version() == 0
         assert (await collect(engine, request("a", 10))).last.finish == "length"
 
-    drive(test)
 
-
-def test_publishing_reports_each_engine() -> None:
-    async def main() -> None:
-        fleet = SimFleet(engines=2)
-        await fleet.open()
-        fleet.engines[1].crash()
-        results = await SimPublisher(lambda version: 0).publish(4, fleet.engines)
-        assert results["sim-0"] is None
-        assert isinstance(results["sim-1"], EngineUnreachable)
-        await fleet.close()
-
-    run_virtual(main())
+async def test_publishing_reports_each_engine() -> None:
+    fleet = SimFleet(engines=2)
+    await fleet.open()
+    fleet.engines[1].crash()
+    results = await SimPublisher(lambda version: 0).publish(4, fleet.engines)
+    assert results["sim-0"] is None
+    assert isinstance(results["sim-1"], EngineUnreachable)
+    await fleet.close()
 
 
 @pytest.mark.parametrize(

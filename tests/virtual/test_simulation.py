@@ -7,6 +7,7 @@ modelled time.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -22,6 +23,7 @@ from aprilsched.runs.settings import WorkloadSettings
 from aprilsched.simulation import Costs, Simulation
 from aprilsched.types import Group
 from aprilsched.workload import LongTailWorkload
+from tests.support import small
 
 WORKLOAD = LongTailWorkload(median=60, cap=600, group_size=4, seed=3)
 MODEL = SimConfig(make_tokens=False, max_running=32, kv_tokens=20_000, stream_interval=64)
@@ -53,14 +55,7 @@ class Deliveries:
             self.seen.append((now - self._opened, rows))
 
 
-def config(**changes: object) -> SchedulerConfig:
-    values: dict[str, object] = {
-        "batch_groups": 8,
-        "group_size": 4,
-        "over_provision": 2.0,
-        "dispatch": Dispatch(rate=10**9),
-    }
-    return SchedulerConfig(**{**values, **changes})  # type: ignore[arg-type]
+config = partial(small.config, batch_groups=8, dispatch=Dispatch(rate=10**9))
 
 
 def on_the_virtual_clock(settings: SchedulerConfig, engines: int) -> list[Delivered]:

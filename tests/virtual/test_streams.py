@@ -3,31 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 import pytest
 
-from aprilsched import (
-    Batch,
-    LongTailWorkload,
-    RolloutScheduler,
-    SchedulerConfig,
-    SimFleet,
-    SimPublisher,
-)
+from aprilsched import Batch, RolloutScheduler, SimFleet, SimPublisher
 from aprilsched.engines.sim import run_virtual
 from aprilsched.simulation import Costs, Simulation
-from aprilsched.store import SqliteStore
 from tests.support.checking import Checking
+from tests.support.small import config, workload
 
-
-def workload(count: int | None = None) -> LongTailWorkload:
-    return LongTailWorkload(median=60, sigma=0.9, cap=600, group_size=4, count=count, seed=3)
-
-
-def config(**changes: object) -> SchedulerConfig:
-    values: dict[str, object] = {"batch_groups": 4, "group_size": 4, "over_provision": 2.0}
-    return SchedulerConfig(**{**values, **changes})  # type: ignore[arg-type]
+pytestmark = pytest.mark.virtual_time
 
 
 async def streamed(rollouts: RolloutScheduler) -> list[Batch]:
@@ -64,58 +49,18 @@ def test_streamed_batches_are_the_batches_of_the_same_run_without_streams(
     assert run_virtual(run(True)) == run_virtual(run(False))
 
 
-def test_the_first_group_comes_while_the_others_are_generated():
-    async def main() -> tuple[list[float], int]:
-        async with RolloutScheduler(SimFleet(1), workload(), config=config()) as rollouts:
-            clock = asyncio.get_running_loop().time
-            times: list[float] = []
-            in_flight = 0
-            async for part in rollouts.stream():
-                times.append(clock())
-                in_flight = in_flight or rollouts.state.in_flight.open_attempts
-                assert len(part.groups) == 1
-            return times, in_flight
-
-    times, in_flight = run_virtual(main())
+async def test_the_first_group_comes_while_the_others_are_generated():
+    async with RolloutScheduler(SimFleet(1), workload(), config=config()) as rollouts:
+        clock = asyncio.get_running_loop().time
+        times: list[float] = []
+        in_flight = 0
+        async for part in rollouts.stream():
+            times.append(clock())
+            in_flight = in_flight or rollouts.state.in_flight.open_attempts
+            assert len(part.groups) == 1
     assert times == sorted(times)
     assert times[0] < times[-1]
     assert in_flight > 0
-
-
-def test_a_run_that_goes_on_gives_the_batch_again_from_its_first_group(tmp_path: Path):
-    """Whether its last group was taken before or not; an acknowledged batch is not given again."""
-    got: list[int] = []
-
-    async def begin() -> None:
-        scheduler = RolloutScheduler(
-            SimFleet(1), workload(), config=config(), store=SqliteStore(tmp_path / "store")
-        )
-        async with scheduler as rollouts:
-            for part in (first := await streamed(rollouts)):
-                got.extend(group.group_id for group in part.groups)
-            first[-1].acknowledge()
-            async for part in rollouts.stream():
-                got.extend(group.group_id for group in part.groups)
-                if len(got) == 6:
-                    break
-
-    async def go_on() -> list[Batch]:
-        scheduler = RolloutScheduler(
-            SimFleet(1), workload(), config=config(), store=SqliteStore(tmp_path / "store")
-        )
-        async with scheduler as rollouts:
-            return await streamed(rollouts)
-
-    run_virtual(begin())
-    parts = run_virtual(go_on())
-    again = [group.group_id for part in parts for group in part.groups]
-    assert {part.index for part in parts} == {1}
-    assert again[:2] == got[4:]
-    assert len(set(again)) == 4
-    assert not set(again) & set(got[:4])
-    parts_again = run_virtual(go_on())
-    assert [group.group_id for part in parts_again for group in part.groups] == again
-    assert all(part.redelivered for part in parts_again)
 
 
 def test_streams_hide_the_trainer_behind_the_tail_without_a_stale_token():

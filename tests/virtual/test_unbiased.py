@@ -50,6 +50,8 @@ from experiments.bias.equivalence import Equivalence, equivalence
 from tests.support.observations import delivered_lengths, lengths_by_batch
 from tests.support.transients import Transient, live_transient, realised_transient
 
+pytestmark = pytest.mark.virtual_time
+
 CAP = 400
 GROUP = 4
 BATCH_GROUPS = 64
@@ -198,6 +200,18 @@ ALL: dict[str, dict[str, Any]] = {
 """Also one whose batches are chosen among complete groups, so that stopping it says nothing new."""
 
 
+ROLLING: dict[str, Any] = {
+    "pace": "asynchronous",
+    "straggler": "run",
+    "refit": "rolling",
+    "refill": "pool",
+    "engines": 3,
+}
+TAIL: dict[str, Any] = {"refill": "tail", "over_provision": 1.5}
+CYCLE = 3
+"""Tail batching at ratio 1.5 has two races and a long batch in turn."""
+
+
 AT_LENGTH = [
     "wave",
     pytest.param("pool", marks=pytest.mark.long),
@@ -212,11 +226,12 @@ length; the others at length. One drained run shows of each that all is delivere
 # --- 1. conservation -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", [*ALL, "rolling", "tail"])
 def test_after_a_drain_the_multisets_are_equal(name: str):
     """No tolerance: every group that was drawn is delivered once, as it was drawn."""
     count = 300
-    run = outcome(count, batch_groups=16, **ALL[name])
+    settings = {**ALL, "rolling": ROLLING, "tail": TAIL}[name]
+    run = outcome(count, batch_groups=16, **settings)
     assert sorted(run.keys) == list(range(count))
     delivered = [group for batch in run.batches for group in batch]
     assert sorted(delivered) == sorted(drawn(count).tolist())
@@ -249,7 +264,7 @@ def test_what_is_remembered_of_a_prompt_changes_no_response(drift: float):
 
 
 @pytest.mark.parametrize("migrate", [True, False])
-def test_requests_that_move_from_full_pools_end_as_they_would_have(migrate: bool):
+async def test_requests_that_move_from_full_pools_end_as_they_would_have(migrate: bool):
     """Four engines with room for few responses: groups stay together, so one pool is full while
     another has room. The control leaves them where they are."""
     count = 96
@@ -262,20 +277,16 @@ def test_requests_that_move_from_full_pools_end_as_they_would_have(migrate: bool
         over_provision=1.0,
         dispatch=Dispatch(rate=100_000, migrate=migrate),
     )
-
-    async def main() -> tuple[list[list[int]], int, list[int]]:
-        fleet = SimFleet(4, stream_interval=8, kv_tokens=1000)
-        async with RolloutScheduler(fleet, law, config=config) as rollouts:
-            groups: list[Group] = []
-            moved: list[int] = []
-            async for batch in rollouts:
-                groups += batch.groups
-                moved += [len({s.engine for s in r.segments}) for r in batch.rollouts]
-                await rollouts.update_weights(SimPublisher())
-            again = rollouts.state.in_flight.counters.tokens_reprefilled
-            return [_lengths(group) for group in groups], again, moved
-
-    delivered, again, moved = run_virtual(main())
+    fleet = SimFleet(4, stream_interval=8, kv_tokens=1000)
+    async with RolloutScheduler(fleet, law, config=config) as rollouts:
+        groups: list[Group] = []
+        moved: list[int] = []
+        async for batch in rollouts:
+            groups += batch.groups
+            moved += [len({s.engine for s in r.segments}) for r in batch.rollouts]
+            await rollouts.update_weights(SimPublisher())
+        again = rollouts.state.in_flight.counters.tokens_reprefilled
+        delivered, again, moved = [_lengths(group) for group in groups], again, moved
     assert sorted(delivered) == sorted(law.lengths(i).tolist() for i in range(count))
     assert (again > 0) is (max(moved) == 2) is migrate
 
@@ -362,23 +373,6 @@ def test_finishing_the_stale_first_does_not():
     assert compared(run.lengths, block=4)["mean"].equivalent
 
 
-ROLLING: dict[str, Any] = {
-    "pace": "asynchronous",
-    "straggler": "run",
-    "refit": "rolling",
-    "refill": "pool",
-    "engines": 3,
-}
-
-
-def test_after_a_drain_rolling_refits_have_delivered_everything_as_it_was_drawn():
-    run = outcome(300, batch_groups=16, **ROLLING)
-    assert sorted(run.keys) == list(range(300))
-    delivered = [group for batch in run.batches for group in batch]
-    assert sorted(delivered) == sorted(drawn(300).tolist())
-    assert not run.evicted
-
-
 @pytest.mark.long
 def test_after_the_burn_in_rolling_refits_deliver_what_was_drawn():
     """The control drops the rollouts of engines that are a version behind."""
@@ -388,19 +382,6 @@ def test_after_the_burn_in_rolling_refits_deliver_what_was_drawn():
     found = compared(censored.lengths)
     assert not found["mean"].equivalent
     assert found["mean"].high < -0.05
-
-
-TAIL: dict[str, Any] = {"refill": "tail", "over_provision": 1.5}
-CYCLE = 3
-"""Tail batching at ratio 1.5 has two races and a long batch in turn."""
-
-
-def test_after_a_drain_tail_batching_has_delivered_everything_as_it_was_drawn():
-    run = outcome(300, batch_groups=16, **TAIL)
-    assert sorted(run.keys) == list(range(300))
-    delivered = [group for batch in run.batches for group in batch]
-    assert sorted(delivered) == sorted(drawn(300).tolist())
-    assert conservation(run.sent, delivered=run.delivered).holds
 
 
 def tail_batches() -> list[Ints]:

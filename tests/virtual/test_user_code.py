@@ -49,7 +49,8 @@ from aprilsched.errors import (
 from aprilsched.planning import Planner
 from aprilsched.remote import Raised
 from aprilsched.store import MemoryStore
-from tests.support.virtual_time import in_virtual_time
+
+pytestmark = pytest.mark.virtual_time
 
 SHORT = SamplingParams(max_new_tokens=20, ignore_eos=True)
 ONE = np.array([1], dtype=np.int32)
@@ -88,42 +89,46 @@ def raising(error: type[BaseException]) -> Callable[..., Any]:
     return callback
 
 
-async def first_batch(**arguments: Any) -> RolloutScheduler:
-    """Wait for a batch that cannot come; returns the closed scheduler."""
+def opened(
+    source: Any = None, *, fleet: SimFleet | None = None, **arguments: Any
+) -> RolloutScheduler:
+    """A scheduler that is not opened yet."""
+    prompts = workload() if source is None else source
     settings = arguments.pop("config", config())
-    scheduler = RolloutScheduler(SimFleet(1), workload(), config=settings, **arguments)
-    async with scheduler as rollouts:
-        with pytest.raises(RunGivenUp, match=r"of the user's|StopIteration"):
-            async with asyncio.timeout(LONG_S):
-                await rollouts.next_batch()
-    return scheduler
+    return RolloutScheduler(fleet or SimFleet(1), prompts, config=settings, **arguments)
 
 
-@pytest.mark.parametrize("error", STRANGE)
-@pytest.mark.parametrize("scope", ["rollout", "group"])
-def test_a_reward_that_raises_anything_costs_its_group(error: type[BaseException], scope: Any):
-    scheduler = run_virtual(first_batch(reward=raising(error), reward_scope=scope))
-    assert scheduler.state.in_flight.ledger.rollouts == {Reason.REWARD_FAILED: 8}
-    assert "the reward function raised" in scheduler.state.in_flight.ledger.entries[0].cause
-
-
-@pytest.mark.parametrize("error", STRANGE)
-def test_an_accept_function_that_raises_anything_costs_its_group(error: type[BaseException]):
-    scheduler = run_virtual(first_batch(accept=raising(error)))
-    assert scheduler.state.in_flight.ledger.rollouts == {Reason.REWARD_FAILED: 8}
-
-
-@pytest.mark.parametrize("error", STRANGE)
-def test_an_episode_that_raises_anything_costs_its_group(error: type[BaseException]):
-    fail = raising(error)
-
+def after_a_turn(fail: Callable[..., Any]) -> Callable[..., Any]:
     async def episode(turn: Turn, prompt: Prompt) -> float:
         await turn.generate(prompt.input_ids, SHORT)
         return await fail()
 
-    scheduler = run_virtual(first_batch(episode=episode))
-    dropped = scheduler.state.in_flight.ledger.rollouts
-    assert dropped == {Reason.EPISODE_FAILED: 4, Reason.SIBLING_FAILED: 4}
+    return episode
+
+
+@pytest.mark.parametrize("error", STRANGE)
+@pytest.mark.parametrize(
+    ("function", "more", "ledger"),
+    [
+        ("reward", {}, {Reason.REWARD_FAILED: 8}),
+        ("reward", {"reward_scope": "group"}, {Reason.REWARD_FAILED: 8}),
+        ("accept", {}, {Reason.REWARD_FAILED: 8}),
+        ("episode", {}, {Reason.EPISODE_FAILED: 4, Reason.SIBLING_FAILED: 4}),
+    ],
+)
+async def test_a_function_that_raises_anything_costs_its_group(
+    error: type[BaseException], function: str, more: dict[str, Any], ledger: dict[Reason, int]
+):
+    fail = raising(error)
+    given = after_a_turn(fail) if function == "episode" else fail
+    async with opened(**{function: given}, **more) as rollouts:
+        with pytest.raises(RunGivenUp, match=r"of the user's|StopIteration"):
+            async with asyncio.timeout(LONG_S):
+                await rollouts.next_batch()
+        found = rollouts.state.in_flight.ledger
+    assert found.rollouts == ledger
+    if function == "reward":
+        assert "the reward function raised" in found.entries[0].cause
 
 
 async def test_plain_functions_in_threads_may_raise_anything():
@@ -150,7 +155,7 @@ async def test_plain_functions_in_threads_may_raise_anything():
 
 @pytest.mark.parametrize("error", STRANGE)
 @pytest.mark.parametrize("plain", [True, False])
-def test_a_source_of_prompts_that_raises_anything_ends_the_run(
+async def test_a_source_of_prompts_that_raises_anything_ends_the_run(
     error: type[BaseException], plain: bool
 ):
     class Source:
@@ -177,25 +182,19 @@ def test_a_source_of_prompts_that_raises_anything_ends_the_run(
 
     ends = StopIteration if plain else StopAsyncIteration
 
-    async def main() -> None:
-        source = Source() if plain else AsyncSource()
-        async with RolloutScheduler(SimFleet(1), source, config=config()) as rollouts:
-            async with asyncio.timeout(LONG_S):
-                await rollouts.next_batch()
-                if error is ends:
-                    assert len((await rollouts.next_batch()).groups) == 1
-                    return
-                with pytest.raises((CallbackError, RuntimeError), match=r"."):
-                    await rollouts.next_batch()
+    if plain and error is StopAsyncIteration:
+        pytest.skip("an ordinary exception there")
+    async with asyncio.timeout(LONG_S), opened(Source() if plain else AsyncSource()) as rollouts:
+        await rollouts.next_batch()
+        if error is ends:
+            assert len((await rollouts.next_batch()).groups) == 1
+            return
+        for _ in range(2):
             with pytest.raises((CallbackError, RuntimeError, StopAsyncIteration)):
                 await rollouts.next_batch()
 
-    if plain and error is StopAsyncIteration:
-        pytest.skip("an ordinary exception there")
-    run_virtual(main())
 
-
-def test_a_source_that_waits_for_more_does_not_hold_closing_up():
+async def test_a_source_that_waits_for_more_does_not_hold_closing_up():
     class Pushed:
         """Gives some prompts and then waits for more, as a queue does."""
 
@@ -215,17 +214,12 @@ def test_a_source_that_waits_for_more_does_not_hold_closing_up():
             self.left -= 1
             return Prompt(input_ids=ONE, sampling=SHORT)
 
-    async def main(count: int) -> None:
+    settings = config(pace="asynchronous", over_provision=1.5)
+    for count in range(1, 12):
         source = Pushed(count)
-        rollouts = RolloutScheduler(
-            SimFleet(1), source, config=config(pace="asynchronous", over_provision=1.5)
-        )
-        async with asyncio.timeout(LONG_S), rollouts:
+        async with asyncio.timeout(LONG_S), opened(source, config=settings):
             await asyncio.sleep(100)
         assert source.cancelled == source.waits
-
-    for count in range(1, 12):
-        run_virtual(main(count))
 
 
 class Publisher(SimPublisher):
@@ -255,11 +249,10 @@ class Publisher(SimPublisher):
 
 @pytest.mark.parametrize("error", STRANGE)
 @pytest.mark.parametrize("method", ["prepare", "holds", "publish"])
-@in_virtual_time
 async def test_a_publisher_that_raises_anything_fails_its_update(
     error: type[BaseException], method: str
 ):
-    async with RolloutScheduler(SimFleet(1), workload(), config=config()) as rollouts:
+    async with opened() as rollouts:
         async with asyncio.timeout(LONG_S):
             await rollouts.next_batch()
             with pytest.raises(Exception, match=r".") as caught:
@@ -273,13 +266,12 @@ async def test_a_publisher_that_raises_anything_fails_its_update(
             assert (await rollouts.next_batch()).version == 1
 
 
-@in_virtual_time
 async def test_a_publisher_that_returns_nothing_is_told_what_to_return():
     class Silent(SimPublisher):
         async def publish(self, version: int, engines: Sequence[Engine]) -> Any:
             await super().publish(version, engines)
 
-    async with RolloutScheduler(SimFleet(1), workload(), config=config()) as rollouts:
+    async with opened() as rollouts:
         await rollouts.next_batch()
         with pytest.raises(RefitError, match="return a mapping from each engine's name"):
             await rollouts.update_weights(Silent())
@@ -288,7 +280,6 @@ async def test_a_publisher_that_returns_nothing_is_told_what_to_return():
 
 
 @pytest.mark.parametrize("error", STRANGE)
-@in_virtual_time
 async def test_a_listener_that_raises_anything_is_detached(error: type[BaseException]):
     class Listener:
         calls = 0
@@ -301,16 +292,13 @@ async def test_a_listener_that_raises_anything_is_detached(error: type[BaseExcep
             self.calls += 1
 
     listener = Listener()
-    async with RolloutScheduler(
-        SimFleet(1), workload(), config=config(), listeners=[listener]
-    ) as rollouts:
+    async with opened(listeners=[listener]) as rollouts:
         async with asyncio.timeout(LONG_S):
             await rollouts.next_batch()
     assert listener.calls == 1
 
 
 @pytest.mark.parametrize("error", [*STRANGE, None])
-@in_virtual_time
 async def test_a_planner_that_raises_anything_keeps_the_schedule(error: type[BaseException] | None):
     class Raising(Planner):
         calls = 0
@@ -322,9 +310,7 @@ async def test_a_planner_that_raises_anything_keeps_the_schedule(error: type[Bas
 
     planner = Raising()
     planner.inline = True
-    async with RolloutScheduler(
-        SimFleet(1), workload(), config=config(over_provision="auto"), planner=planner
-    ) as rollouts:
+    async with opened(config=config(over_provision="auto"), planner=planner) as rollouts:
         async with asyncio.timeout(LONG_S):
             for _ in range(6):
                 await rollouts.next_batch()
@@ -332,26 +318,20 @@ async def test_a_planner_that_raises_anything_keeps_the_schedule(error: type[Bas
 
 
 @pytest.mark.parametrize("reward", [{0: 1.0, 1: 2.0}, "12", {1.0, 2.0}])
-@in_virtual_time
 async def test_a_group_reward_that_is_no_sequence_is_refused(reward: Any):
     async def wrong(group: Any) -> Any:
         return reward
 
-    async with RolloutScheduler(
-        SimFleet(1), workload(), reward=wrong, reward_scope="group", config=config()
-    ) as rollouts:
+    async with opened(reward=wrong, reward_scope="group") as rollouts:
         with pytest.raises(RunGivenUp, match="return one reward for each rollout, in order"):
             await rollouts.next_batch()
 
 
-@in_virtual_time
 async def test_an_array_is_a_group_reward():
     async def scores(group: Any) -> Any:
         return np.array([1.0, 2.0], dtype=np.float32)
 
-    async with RolloutScheduler(
-        SimFleet(1), workload(), reward=scores, reward_scope="group", config=config()
-    ) as rollouts:
+    async with opened(reward=scores, reward_scope="group") as rollouts:
         batch = await rollouts.next_batch()
         assert [rollout.reward for rollout in batch.rollouts] == [1.0, 2.0] * 2
 
@@ -372,7 +352,7 @@ def test_ctrl_c_inside_user_code_releases_the_engines():
     assert not any(engine.batcher.paused or engine.batcher.running for engine in fleet.engines)
 
 
-def test_user_code_that_ignores_its_cancellation_is_left_behind(
+async def test_user_code_that_ignores_its_cancellation_is_left_behind(
     caplog: pytest.LogCaptureFixture,
 ):
     ends = False
@@ -385,25 +365,18 @@ def test_user_code_that_ignores_its_cancellation_is_left_behind(
                 continue
         return 1.0
 
-    async def main() -> None:
-        nonlocal ends
-        async with asyncio.timeout(LONG_S):
-            async with RolloutScheduler(
-                SimFleet(1), workload(), reward=stubborn, config=config()
-            ) as rollouts:
-                with pytest.raises(TimeoutError):
-                    await asyncio.wait_for(rollouts.next_batch(), 50)
-        ends = True
-        for task in asyncio.all_tasks() - {asyncio.current_task()}:
-            task.cancel()
-
-    run_virtual(main())
+    async with asyncio.timeout(LONG_S):
+        async with opened(reward=stubborn) as rollouts:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(rollouts.next_batch(), 50)
+    ends = True
+    for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        task.cancel()
     assert "the reward function ignores that it was cancelled" in caplog.text
 
 
-@in_virtual_time
 async def test_whoever_cancels_the_schedulers_tasks_ends_the_run_with_a_word():
-    async with RolloutScheduler(SimFleet(1), workload(), config=config()) as rollouts:
+    async with opened() as rollouts:
         waiting = asyncio.create_task(rollouts.next_batch())
         await asyncio.sleep(0.01)
         for task in asyncio.all_tasks() - {asyncio.current_task(), waiting}:
@@ -437,7 +410,6 @@ def bad_prompts() -> list[Any]:
 
 
 @pytest.mark.parametrize("plain", [True, False])
-@in_virtual_time
 async def test_a_bad_prompt_is_one_entry_of_the_ledger_and_the_run_goes_on(plain: bool):
     good = Prompt(input_ids=ONE, sampling=SHORT)
     source = [item for bad in bad_prompts() for item in (good, bad, good)]
@@ -446,9 +418,7 @@ async def test_a_bad_prompt_is_one_entry_of_the_ledger_and_the_run_goes_on(plain
         for item in source:
             yield item
 
-    async with RolloutScheduler(
-        SimFleet(1), source if plain else slowly(), config=config()
-    ) as rollouts:
+    async with opened(source if plain else slowly()) as rollouts:
         assert sum([len(batch.groups) async for batch in rollouts]) == 10
         ledger = rollouts.state.in_flight.ledger
         assert ledger.rollouts == {Reason.BAD_PROMPT: 5}
@@ -461,7 +431,6 @@ async def test_a_bad_prompt_is_one_entry_of_the_ledger_and_the_run_goes_on(plain
             assert said in cause
 
 
-@in_virtual_time
 async def test_a_prompt_that_cannot_be_made_is_one_entry_where_the_source_goes_on():
     def made(row: Any) -> Prompt:
         sampling = SamplingParams(max_new_tokens=row, ignore_eos=True)
@@ -469,7 +438,7 @@ async def test_a_prompt_that_cannot_be_made_is_one_entry_where_the_source_goes_o
 
     rows: list[Any] = [20, 20.5, 20, float("nan"), np.int64(20), np.int32(20)]
 
-    async with RolloutScheduler(SimFleet(1), map(made, rows), config=config()) as rollouts:
+    async with opened(map(made, rows)) as rollouts:
         assert sum([len(batch.groups) async for batch in rollouts]) == 4
         assert rollouts.state.in_flight.ledger.rollouts == {Reason.BAD_PROMPT: 2}
     # A generator has ended with what it raised: the prompts behind it are lost, and it is said.
@@ -481,7 +450,7 @@ async def test_a_prompt_that_cannot_be_made_is_one_entry_where_the_source_goes_o
                 pass
 
 
-def test_a_resumed_run_passes_over_bad_prompts_too():
+async def test_a_resumed_run_passes_over_bad_prompts_too():
     def source() -> list[Any]:
         rows = [
             Prompt(input_ids=np.array([i + 1], dtype=np.int32), key=i, sampling=SHORT)
@@ -489,56 +458,41 @@ def test_a_resumed_run_passes_over_bad_prompts_too():
         ]
         return [None if i % 3 == 1 else row for i, row in enumerate(rows)]
 
-    async def first(store: MemoryStore) -> list[Any]:
-        async with RolloutScheduler(
-            SimFleet(1), source(), config=config(), store=store
-        ) as rollouts:
-            batch = await rollouts.next_batch()
-            batch.acknowledge()
-            return [group.prompt.key for group in batch.groups]
-
-    async def second(store: MemoryStore) -> list[Any]:
-        async with RolloutScheduler(
-            SimFleet(1), source(), config=config(), store=store
-        ) as rollouts:
-            keys = [group.prompt.key async for batch in rollouts for group in batch.groups]
-            assert rollouts.state.in_flight.ledger.rollouts == {Reason.BAD_PROMPT: 4}
-            return keys
-
     store = MemoryStore()
-    keys = run_virtual(first(store)) + run_virtual(second(store))
+    async with opened(source(), store=store) as rollouts:
+        batch = await rollouts.next_batch()
+        batch.acknowledge()
+        keys: list[Any] = [group.prompt.key for group in batch.groups]
+    async with opened(source(), store=store) as rollouts:
+        keys += [group.prompt.key async for batch in rollouts for group in batch.groups]
+        assert rollouts.state.in_flight.ledger.rollouts == {Reason.BAD_PROMPT: 4}
     assert sorted(keys) == [i for i in range(12) if i % 3 != 1]
 
 
 # --- evaluations -----------------------------------------------------------------------------
 
 
-def test_a_cancelled_evaluation_ends_and_no_update_waits_for_it():
-    async def main(straggler: str, delay: float) -> None:
-        long = SamplingParams(max_new_tokens=100_000, ignore_eos=True)
-        async with RolloutScheduler(
-            SimFleet(1, stream_interval=8), workload(), config=config(straggler=straggler)
-        ) as rollouts:
+@pytest.mark.parametrize("straggler", ["retract", "abort", "run", "choose"])
+@pytest.mark.parametrize("delay", [0.01, 0.5])
+async def test_a_cancelled_evaluation_ends_and_no_update_waits_for_it(straggler: str, delay: float):
+    long = SamplingParams(max_new_tokens=100_000, ignore_eos=True)
+    fleet = SimFleet(1, stream_interval=8)
+    async with opened(fleet=fleet, config=config(straggler=straggler)) as rollouts:
+        await rollouts.next_batch()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(delay):
+                await rollouts.evaluate([Prompt(input_ids=ONE, sampling=long)] * 3)
+        async with asyncio.timeout(50):
+            await rollouts.update_weights(SimPublisher())
             await rollouts.next_batch()
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(delay):
-                    await rollouts.evaluate([Prompt(input_ids=ONE, sampling=long)] * 3)
-            async with asyncio.timeout(50):
-                await rollouts.update_weights(SimPublisher())
-                await rollouts.next_batch()
-            in_flight = rollouts.state.in_flight
-            assert not rollouts.state.evaluations.running
-            assert in_flight.ledger.rollouts == {Reason.WITHDRAWN: 3}
-            assert in_flight.counters.tokens_discarded == sum(in_flight.ledger.tokens.values())
-
-    for straggler in ("retract", "abort", "run", "choose"):
-        for delay in (0.01, 0.5):
-            run_virtual(main(straggler, delay))
+        in_flight = rollouts.state.in_flight
+        assert not rollouts.state.evaluations.running
+        assert in_flight.ledger.rollouts == {Reason.WITHDRAWN: 3}
+        assert in_flight.counters.tokens_discarded == sum(in_flight.ledger.tokens.values())
 
 
-@in_virtual_time
 async def test_an_evaluation_of_empty_groups_is_refused():
-    async with RolloutScheduler(SimFleet(1), workload(), config=config()) as rollouts:
+    async with opened() as rollouts:
         for size in (0, -1):
             with pytest.raises(ConfigError, match="group_size"):
                 await rollouts.evaluate([Prompt(input_ids=ONE)], group_size=size)
@@ -609,11 +563,10 @@ def test_a_function_that_may_be_callable_is_taken(reward: Any):
     RolloutScheduler(SimFleet(1), workload(), reward=reward)
 
 
-async def ended(caplog: pytest.LogCaptureFixture, count: int = 9, **arguments: Any) -> RunEnded:
+async def ended(count: int = 9, **arguments: Any) -> RunEnded:
     """Run to the end of the prompts with `async for`, which must raise; returns the error."""
-    settings = arguments.pop("config", config(retries=Retries(failed_groups=1000)))
-    scheduler = RolloutScheduler(SimFleet(1), workload(count), config=settings, **arguments)
-    async with scheduler as rollouts, asyncio.timeout(LONG_S):
+    arguments = {"config": config(retries=Retries(failed_groups=1000)), **arguments}
+    async with opened(workload(count), **arguments) as rollouts, asyncio.timeout(LONG_S):
         with pytest.raises(RunGivenUp) as raised:
             async for _ in rollouts:
                 pass
@@ -625,13 +578,13 @@ async def ended(caplog: pytest.LogCaptureFixture, count: int = 9, **arguments: A
     return raised.value
 
 
-def test_a_reward_that_always_fails_is_an_error_at_the_end_with_its_own_traceback(
+async def test_a_reward_that_always_fails_is_an_error_at_the_end_with_its_own_traceback(
     caplog: pytest.LogCaptureFixture,
 ):
     async def no_answer(rollout: Any, prompt: Any) -> float:
         return {}["answer"]
 
-    error = run_virtual(ended(caplog, reward=no_answer))
+    error = await ended(reward=no_answer)
     cause = "the reward function raised KeyError('answer')"
     assert str(error) == (
         f"the prompts have ended and no group was delivered: 9 of 9 failed, most often because "
@@ -657,100 +610,16 @@ def test_a_reward_that_always_fails_is_an_error_at_the_end_with_its_own_tracebac
     ],
 )
 @pytest.mark.parametrize("scope", ["rollout", "group"])
-def test_a_reward_that_is_no_number_says_so(
+async def test_a_reward_that_is_no_number_says_so(
     caplog: pytest.LogCaptureFixture, value: Any, said: str, scope: Any
 ):
-    def reward(*_: Any) -> Any:
+    async def reward(*_: Any) -> Any:
         return value if scope == "rollout" else [value, value]
 
-    async def on_loop(*_: Any) -> Any:
-        return reward()
-
-    error = run_virtual(ended(caplog, reward=on_loop, reward_scope=scope))
+    error = await ended(reward=reward, reward_scope=scope)
     assert f"because the reward function returned {said}" in str(error)
     assert "reward" in caplog.text
     assert f"({__file__}:" in caplog.text
-
-
-def test_an_accept_function_that_forgets_to_return_is_a_failure(caplog: pytest.LogCaptureFixture):
-    async def forgets(group: Any) -> Any:
-        _ = group.rollouts[0].reward
-
-    error = run_virtual(ended(caplog, accept=forgets))
-    assert "because the accept function returned None; return True or False" in str(error)
-
-
-def test_a_run_of_which_everything_was_rejected_is_an_error(caplog: pytest.LogCaptureFixture):
-    async def never(group: Any) -> bool:
-        return False
-
-    error = run_virtual(ended(caplog, accept=never))
-    assert "no group was delivered: all were rejected or became too stale" in str(error)
-    assert (error.failed, error.causes) == (0, {})
-
-
-@pytest.mark.parametrize("share", [0.5, 0.7, 1.0])
-def test_a_run_may_end_with_a_share_of_failed_groups(
-    caplog: pytest.LogCaptureFixture, share: float
-):
-    async def sometimes(rollout: Any, prompt: Any) -> float:
-        if prompt.metadata["index"] % 3:
-            raise ValueError(f"prompt {prompt.metadata['index']}")
-        return 1.0
-
-    async def main() -> None:
-        settings = config(retries=Retries(failed_share=share))
-        delivered, error = 0, None
-        async with RolloutScheduler(
-            SimFleet(1), numbered(9), reward=sometimes, config=settings
-        ) as rollouts:
-            while error is None:
-                try:
-                    delivered += len((await rollouts.next_batch()).groups)
-                except RunEnded as end:
-                    error = end
-        assert type(error) is (RunGivenUp if share == 0.5 else PromptsExhausted)
-        assert (delivered, error.delivered, error.failed) == (3, 3, 6)
-        assert len(error.causes) == 6
-        assert "6 of 9 groups failed" in str(error) or "and 6 failed" in str(error)
-        assert copy.copy(error).causes == error.causes, "as pickle does it"
-        assert vars(cast("Any", Raised.of(error).again())) == vars(error)
-
-    run_virtual(main())
-    assert len([r for r in caplog.records if "the reward function" in r.getMessage()]) == 1
-
-
-def numbered(count: int) -> list[Prompt]:
-    return [
-        Prompt(input_ids=ONE, sampling=SHORT, metadata={"index": index}) for index in range(count)
-    ]
-
-
-@in_virtual_time
-async def test_the_counts_of_a_resumed_run_are_those_of_the_whole_run():
-    async def fails(rollout: Any, prompt: Any) -> float:
-        raise KeyError("answer")
-
-    async def scores(rollout: Any, prompt: Any) -> float:
-        return 1.0
-
-    store, settings = MemoryStore(), config()
-    source = numbered(10)
-    async with RolloutScheduler(
-        SimFleet(1), source, reward=scores, config=settings, store=store
-    ) as rollouts:
-        (await rollouts.next_batch()).acknowledge()
-    scheduler = RolloutScheduler(SimFleet(1), source, reward=fails, config=settings, store=store)
-    async with scheduler as rollouts:
-        with pytest.raises(RunGivenUp, match=r"4 groups in a row.*2 groups were delivered"):
-            await rollouts.next_batch()
-    async with RolloutScheduler(
-        SimFleet(1), source, reward=scores, config=settings, store=store
-    ) as rollouts:
-        assert sum([len(batch.groups) async for batch in rollouts]) == 4
-        with pytest.raises(PromptsExhausted) as raised:
-            await rollouts.next_batch()
-        assert (raised.value.delivered, raised.value.failed) == (6, 4)
 
 
 class Lies(Exception):
@@ -762,39 +631,106 @@ class Lies(Exception):
     __str__ = __repr__
 
 
-def test_an_exception_that_cannot_be_printed_costs_its_group_only(
-    caplog: pytest.LogCaptureFixture,
+async def lies(rollout: Any, prompt: Any) -> float:
+    raise Lies
+
+
+async def forgets(group: Any) -> Any:
+    _ = group.rollouts[0].reward
+
+
+async def never(group: Any) -> bool:
+    return False
+
+
+@pytest.mark.parametrize(
+    ("functions", "failed", "said"),
+    [
+        ({"reward": lies}, 9, "raised Lies, which cannot be printed"),
+        ({"accept": forgets}, 9, "the accept function returned None; return True or False"),
+        ({"accept": never}, 0, "no group was delivered: all were rejected or became too stale"),
+    ],
+)
+async def test_a_run_without_a_group_says_why(functions: dict[str, Any], failed: int, said: str):
+    error = await ended(**functions)
+    assert said in str(error)
+    assert error.failed == sum(error.causes.values()) == failed
+
+
+@pytest.mark.parametrize("share", [0.5, 0.7, 1.0])
+async def test_a_run_may_end_with_a_share_of_failed_groups(
+    caplog: pytest.LogCaptureFixture, share: float
 ):
-    async def lies(rollout: Any, prompt: Any) -> float:
-        raise Lies
+    async def sometimes(rollout: Any, prompt: Any) -> float:
+        if prompt.metadata["index"] % 3:
+            raise ValueError(f"prompt {prompt.metadata['index']}")
+        return 1.0
 
-    error = run_virtual(ended(caplog, reward=lies))
-    assert "raised Lies, which cannot be printed" in str(error)
+    settings = config(retries=Retries(failed_share=share))
+    delivered, error = 0, None
+    async with opened(numbered(9), reward=sometimes, config=settings) as rollouts:
+        while error is None:
+            try:
+                delivered += len((await rollouts.next_batch()).groups)
+            except RunEnded as end:
+                error = end
+    assert type(error) is (RunGivenUp if share == 0.5 else PromptsExhausted)
+    assert (delivered, error.delivered, error.failed) == (3, 3, 6)
+    assert len(error.causes) == 6
+    assert "6 of 9 groups failed" in str(error) or "and 6 failed" in str(error)
+    assert copy.copy(error).causes == error.causes, "as pickle does it"
+    assert vars(cast("Any", Raised.of(error).again())) == vars(error)
+    assert len([r for r in caplog.records if "the reward function" in r.getMessage()]) == 1
 
 
-def test_failures_that_all_differ_are_bounded_in_the_log_and_in_the_counts(
+def numbered(count: int) -> list[Prompt]:
+    return [
+        Prompt(input_ids=ONE, sampling=SHORT, metadata={"index": index}) for index in range(count)
+    ]
+
+
+async def test_the_counts_of_a_resumed_run_are_those_of_the_whole_run():
+    async def fails(rollout: Any, prompt: Any) -> float:
+        raise KeyError("answer")
+
+    async def scores(rollout: Any, prompt: Any) -> float:
+        return 1.0
+
+    store, settings = MemoryStore(), config()
+    source = numbered(10)
+    async with opened(source, reward=scores, config=settings, store=store) as rollouts:
+        (await rollouts.next_batch()).acknowledge()
+    scheduler = RolloutScheduler(SimFleet(1), source, reward=fails, config=settings, store=store)
+    async with scheduler as rollouts:
+        with pytest.raises(RunGivenUp, match=r"4 groups in a row.*2 groups were delivered"):
+            await rollouts.next_batch()
+    async with opened(source, reward=scores, config=settings, store=store) as rollouts:
+        assert sum([len(batch.groups) async for batch in rollouts]) == 4
+        with pytest.raises(PromptsExhausted) as raised:
+            await rollouts.next_batch()
+        assert (raised.value.delivered, raised.value.failed) == (6, 4)
+
+
+async def test_failures_that_all_differ_are_bounded_in_the_log_and_in_the_counts(
     caplog: pytest.LogCaptureFixture,
 ):
     async def differs(rollout: Any, prompt: Any) -> Any:
         return f"answer {rollout.rollout_id}"
 
-    error = run_virtual(ended(caplog, 100, reward=differs))
+    error = await ended(100, reward=differs)
     assert error.failed == 100
     assert len(error.causes) < 40
     assert len([r for r in caplog.records if "the reward function" in r.getMessage()]) < 40
 
 
-def test_prompts_that_the_engines_refuse_are_an_error_with_its_cause(
+async def test_prompts_that_the_engines_refuse_are_an_error_with_its_cause(
     caplog: pytest.LogCaptureFixture,
 ):
-    async def main() -> RunEnded:
-        fleet = SimFleet(1, kv_tokens=100)
-        too_long = [Prompt(input_ids=np.ones(500, np.int32), sampling=SHORT) for _ in range(3)]
-        async with RolloutScheduler(fleet, too_long, config=config()) as rollouts:
-            with pytest.raises(RunGivenUp) as raised:
-                await rollouts.next_batch()
-        return raised.value
-
-    error = run_virtual(main())
+    fleet = SimFleet(1, kv_tokens=100)
+    too_long = [Prompt(input_ids=np.ones(500, np.int32), sampling=SHORT) for _ in range(3)]
+    async with RolloutScheduler(fleet, too_long, config=config()) as rollouts:
+        with pytest.raises(RunGivenUp) as raised:
+            await rollouts.next_batch()
+    error = raised.value
     assert "3 of 3 failed, most often because refused at attempt" in str(error)
     assert len([r for r in caplog.records if "refused at attempt" in r.getMessage()]) == 1

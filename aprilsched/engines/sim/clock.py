@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
 from aprilsched.errors import ConfigError, EngineUnreachable
@@ -38,27 +39,36 @@ def run_virtual(coro: Coroutine[Any, Any, _T], *, idle_timeout: float | None = 6
         MissingExtra: if looptime is not installed.
         RuntimeError: if an event loop is already running in this thread.
     """
+    with asyncio.Runner(loop_factory=partial(virtual_loop, idle_timeout)) as runner:
+        return runner.run(coro)
+
+
+def virtual_loop(idle_timeout: float | None = 60.0) -> asyncio.AbstractEventLoop:
+    """A loop for :func:`run_virtual`, or for something else that runs coroutines.
+
+    Args:
+        idle_timeout: as for :func:`run_virtual`.
+
+    Raises:
+        MissingExtra: if looptime is not installed.
+    """
     with extra("sim"):
         import looptime
 
-    def new_loop() -> asyncio.AbstractEventLoop:
-        # looptime's default of 42 empty cycles before each jump makes a run ten times slower; it
-        # serves code with wall-clock races.
-        loop = looptime.new_event_loop(
-            start=0.0, resolution=_RESOLUTION, noop_cycles=0, idle_timeout=idle_timeout
-        )
-        join_threads = loop.shutdown_default_executor
+    # looptime's default of 42 empty cycles before each jump makes a run ten times slower; it
+    # serves code with wall-clock races.
+    loop = looptime.new_event_loop(
+        start=0.0, resolution=_RESOLUTION, noop_cycles=0, idle_timeout=idle_timeout
+    )
+    join_threads = loop.shutdown_default_executor
 
-        async def without_a_bound(timeout: float | None = None) -> None:  # noqa: ASYNC109
-            await join_threads()
+    async def without_a_bound(timeout: float | None = None) -> None:  # noqa: ASYNC109
+        await join_threads()
 
-        # Since Python 3.12 the Runner gives the executor's threads five minutes to end. They
-        # pass at once here, before any thread can have ended.
-        loop.shutdown_default_executor = without_a_bound
-        return loop
-
-    with asyncio.Runner(loop_factory=new_loop) as runner:
-        return runner.run(coro)
+    # Since Python 3.12 the Runner gives the executor's threads five minutes to end. They pass at
+    # once here, before any thread can have ended.
+    loop.shutdown_default_executor = without_a_bound
+    return loop
 
 
 class Pacer:
