@@ -160,8 +160,8 @@ def renormalized(logits: T, token_ids: T, mask: T, *, kept: T, offsets: T) -> T:
 
     The engine chose K under its own weights. The current and the proximal policy are cut to the
     same K, so that both sides of their ratio have the same support (slime's ``--rollout-top-p``).
-    The log-probabilities of a batch are those before the cut, and no side of such a ratio. Gradients
-    flow through the logits of K alone. No array of the size of `logits` is made.
+    The log-probabilities of a batch are those before the cut, and no side of such a ratio.
+    Gradients flow through the logits of K alone. No array of the size of `logits` is made.
 
     Args:
         logits: [B, S, V] or [N, V], as a model gives them and divided by the temperature: entry i
