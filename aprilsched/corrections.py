@@ -158,10 +158,10 @@ def renormalized(logits: T, token_ids: T, mask: T, *, kept: T, offsets: T) -> T:
 
     log π'(t) = z_t - log Σ_K exp(z_k) = log π(t) - log Σ_K π(k).
 
-    The engine chose K under its own weights. The policy that is trained is cut to the same K, so
-    that both sides of a ratio have the same support (slime's ``--rollout-top-p``; SGLang reports
-    the engine's side, log b'(t), as ``output_token_sampling_logprobs``). Gradients flow through the
-    logits of K alone. No array of the size of `logits` is made.
+    The engine chose K under its own weights. The current and the proximal policy are cut to the
+    same K, so that both sides of their ratio have the same support (slime's ``--rollout-top-p``).
+    The log-probabilities of a batch are those before the cut, and no side of such a ratio.
+    Gradients flow through the logits of K alone. No array of the size of `logits` is made.
 
     Args:
         logits: [B, S, V] or [N, V], as a model gives them and divided by the temperature: entry i

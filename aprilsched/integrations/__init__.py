@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aprilsched.companions import Companion
 from aprilsched.config import SchedulerConfig
@@ -60,7 +61,9 @@ def images_of(given: Sequence[Any]) -> tuple[Media, ...]:
     return tuple(found)
 
 
-def one_placeholder_each(ids: Sequence[int], images: int, processor: Any) -> BoolArray:
+def one_placeholder_each(
+    ids: Sequence[int] | NDArray[Any], images: int, processor: Any
+) -> BoolArray:
     """Which of the `ids`, bool [n], an engine is sent that expands placeholders itself.
 
     Trainers have the ids as `processor` has expanded them, with a row of placeholders for each

@@ -502,7 +502,8 @@ class _Rollouts:
                     f"samples {first.index} and {sample.index} of a group have two prompts; give "
                     "a group the same prompt."
                 )
-        media = images_of((first.multimodal_inputs or {}).get("images") or ())
+        inputs: dict[str, Any] = first.multimodal_inputs or {}
+        media = images_of(inputs.get("images") or ())
         ids = np.array(
             self._expanded(group, media) if media else self._prompt_ids(first), dtype=np.int32
         )

@@ -9,14 +9,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aprilsched import Prompt, RolloutScheduler, SchedulerConfig, SimFleet, Turn
+from aprilsched import (
+    Prompt,
+    RolloutScheduler,
+    SamplingParams,
+    SchedulerConfig,
+    SimFleet,
+    Turn,
+)
 from aprilsched.engines.sim.sequence import MEDIA_TOKENS
 from aprilsched.errors import ConfigError
 from aprilsched.integrations.verl import _Client
 
 pytest.importorskip("verl", reason="verl is not installed; use make test-verl")
 
-IMAGE = 99
+IMAGE = 31_999
 ROLLOUT = SimpleNamespace(prompt_length=64, response_length=64, max_model_len=None)
 
 
@@ -43,18 +50,18 @@ async def test_each_turn_sends_the_images_that_it_shows() -> None:
         outputs.extend((first, second))
         with pytest.raises(ConfigError, match="the agent loop sends video_data"):
             await client.generate("3", prompt_ids=ids, sampling_params=given, video_data=[1])
-        with pytest.raises(ConfigError, match="1 images and 2 rows of the placeholder 99"):
+        with pytest.raises(ConfigError, match="1 images and 2 rows of the placeholder 31999"):
             await client.generate("3", prompt_ids=ids, sampling_params=given, image_data=[picture])
         return 1.0
 
-    from aprilsched import SamplingParams
-
-    kept = SamplingParams(max_new_tokens=5, ignore_eos=True, keep=("prompt_tokens",))
+    kept = SamplingParams(
+        max_new_tokens=5, temperature=0.0, ignore_eos=True, keep=("prompt_tokens",)
+    )
     prompt = Prompt(input_ids=np.array([0], dtype=np.int32), sampling=kept)
     client._sampling = lambda *_: kept
     settings = SchedulerConfig(batch_groups=1, group_size=1)
     async with RolloutScheduler(
-        SimFleet(1, vocab_size=90, time_scale=0.01), [prompt], episode=loop, config=settings
+        SimFleet(1, vocab_size=32_000, time_scale=0.01), [prompt], episode=loop, config=settings
     ) as rollouts:
         (rollout,) = (await rollouts.next_batch()).rollouts
     assert [len(output.token_ids) for output in outputs] == [5, 5]
