@@ -55,6 +55,8 @@ async def test_the_facts(engine: VLLMEngine, models: tuple[Path, Path]) -> None:
     assert facts.logprobs_mode == "raw_logprobs"
     assert (able.max_running_requests, able.ranks, able.adapters) == (64, 1, False)
     assert able.server == "vLLM 0.32.0"
+    assert not able.companions
+    assert not able.media
 
 
 async def test_a_response_ends_at_the_context_and_at_the_end_token(engine: VLLMEngine) -> None:

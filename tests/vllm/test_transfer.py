@@ -32,7 +32,7 @@ async def test_weights_arrive_exactly_and_the_group_lasts(
     assert needed.origin is not None
     order = (models[1], models[0], models[1])
     trainer = await asyncio.create_subprocess_exec(
-        *(vllm_python, Path(__file__).parent / "transfer_trainer.py"),
+        *(vllm_python, Path(__file__).parent / "with_vllm.py"),
         *(Path(needed.origin).parents[1], clean_server.url, *order),
         env={
             **os.environ,

@@ -1,11 +1,13 @@
-"""A trainer with vLLM's own end of the transfer; the server environment's Python runs it.
+"""What needs vLLM and aprilsched in one process; the server environment's Python runs it.
 
-``transfer_trainer.py PACKAGES URL MODEL…`` publishes each model's weights as the next version, and
+``with_vllm.py PACKAGES URL MODEL…`` holds aprilsched to vLLM's own protocols. Then it is a trainer
+with vLLM's own end of the transfer: it publishes each model's weights as the next version, and
 prints a JSON line for each: the version that the server then has, and a greedy response under it.
 PACKAGES is a folder with what aprilsched needs and the environment does not have.
 """
 
 # pyright: basic, reportMissingImports=false, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportOptionalSubscript=false, reportOptionalMemberAccess=false
 # Runs under another Python, with packages that the development environment does not have.
 from __future__ import annotations
 
@@ -18,13 +20,20 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.append(sys.argv[1])
 
+    import numpy as np
     import over_gloo
     import torch
     from safetensors.torch import load_file
     from vllm.distributed.weight_transfer import base, factory, ipc_engine
+    from vllm.entrypoints.scale_out.token_in_token_out import protocol
+    from vllm.outputs import WeightVersionSpan
+    from vllm.utils.serial_utils import numpy2base64
 
-    from aprilsched import VLLMPublisher
+    from aprilsched import Media, SamplingParams, VLLMPublisher
+    from aprilsched.companions import Companion, routed_experts
+    from aprilsched.engines.base import GenerationRequest
     from aprilsched.engines.vllm import VLLMEngine
+    from aprilsched.engines.vllm.tokens_api import EventReader, generate_body
     from aprilsched.testing.contract import greedy, whole
     from aprilsched.weights import vllm_transfer
 
@@ -80,6 +89,39 @@ if __name__ == "__main__":
         )
         assert ipc_engine.IPCWeightTransferUpdateInfo(**sent[0]).ipc_handles == handles
 
+    def hold_to_the_token_endpoint() -> None:
+        """A request with media and companions, and the last event of its response."""
+        experts = routed_experts(layers=3, per_token=2, experts=300)
+        asked = GenerationRequest(
+            request_id="r",
+            input_ids=np.array([5, 6, 7], np.int32),
+            sampling=SamplingParams(max_new_tokens=2, top_k=4, extra={"logit_bias": {"9": -100}}),
+            companions=((experts, 2), (Companion("sampling_mask"), 0)),
+            media=(Media("image", b"bytes"),),
+        )
+        body = protocol.GenerateRequest.model_validate(generate_body(asked, stream_interval=8))
+        assert body.sampling_params.routed_experts_prompt_start == 2
+        assert body.sampling_params.logit_bias == {9: -100}
+        assert [part["type"] for part in body.content_parts] == ["image_url"]
+        rows = np.arange(12, dtype=np.uint16).reshape(2, 3, 2) + 250
+        content = [
+            protocol.GenerateLogProbsContent(token_id=token, logprob=-1.0) for token in (8, 9)
+        ]
+        choice = protocol.GenerateTokensStreamChoice(
+            index=0,
+            finish_reason="length",
+            token_ids=[8, 9],
+            routed_experts=numpy2base64(rows),
+            sampling_mask=[[8], [9, 4]],
+            weight_versions=[WeightVersionSpan(version="3", start=0, end=2)],
+            logprobs=protocol.GenerateLogProbs(content=content),
+        )
+        event = protocol.GenerateTokensStreamResponse(request_id="r", choices=[choice])
+        chunk = EventReader("e", asked).feed(event.model_dump_json().encode())
+        assert chunk.spans[0].version == 3
+        assert np.array_equal(chunk.context_rows["routed_experts"].values, rows)
+        assert chunk.token_rows["sampling_mask"].row(1).tolist() == [9, 4]
+
     class _Taker:
         def __init__(self, sent: list[dict]) -> None:
             self.sent = sent
@@ -88,5 +130,6 @@ if __name__ == "__main__":
             self.sent.append(json.loads(json.dumps(info)))
 
     over_gloo.install()
+    hold_to_the_token_endpoint()
     asyncio.run(hold_to_signatures())
     asyncio.run(publish(sys.argv[2], sys.argv[3:]))
