@@ -97,7 +97,7 @@ class ScheduledRollouts(_Theirs):
         config = as_pushed(
             type(self).scheduler,
             group_size=cfg.generator.n_samples_per_prompt,
-            sampling=_sampling(_own(cfg)),
+            sampling=_sampling(_own(cfg), tokenizer),
         )
         return Generator(theirs, self.fleet(), config, self.listeners())
 
@@ -317,7 +317,7 @@ def _own(cfg: Any) -> Any:
     return engines.get_sampling_params_for_backend("vllm", cfg.generator.sampling_params)
 
 
-def _sampling(given: Any, tokenizer: Any = None) -> SamplingParams:
+def _sampling(given: Any, tokenizer: Any) -> SamplingParams:
     """SkyRL's parameters as those of the scheduler."""
     chosen = {name: value for name, value in given.items() if name not in _ASIDE}
     return sampling_params(chosen, tokenizer=tokenizer)
