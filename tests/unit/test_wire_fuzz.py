@@ -33,13 +33,7 @@ from aprilsched.engines.sglang.router import (
     _Listing,  # pyright: ignore[reportPrivateUsage]
 )
 from aprilsched.engines.sglang.stream import ChunkAssembler
-from aprilsched.engines.sglang.wire import (
-    Labelled,
-    ModelInfo,
-    OpenApi,
-    ServerInfo,
-    UpdateAnswer,
-)
+from aprilsched.engines.sglang.wire import Labelled, ModelInfo, OpenApi, ServerInfo, UpdateAnswer
 from aprilsched.engines.stream import ResponseReader, read_chunks, version_number
 from aprilsched.engines.vllm.probe import ServerInfo as VLLMServerInfo
 from aprilsched.engines.vllm.wire import EventReader
