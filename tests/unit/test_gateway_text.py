@@ -25,9 +25,6 @@ from aprilsched.gateway.tokenizer import ModelTokenizer, load_tokenizer
 from aprilsched.types import Prompt
 from tests.support.tiny_tokenizer import CALL, RESPONSE, SPECIAL, THOUGHT, bytes_tokenizer
 
-FAMILY = "👨‍👩‍👧 naïve 😀 日本"
-"""Characters of one to four bytes, each of which is a token."""
-
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ModelTokenizer:

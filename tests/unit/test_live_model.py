@@ -19,12 +19,11 @@ from aprilsched.telemetry.live.live_model import (
     Snapshot,
 )
 from aprilsched.telemetry.live_figures import LiveFigures
-from aprilsched.types import Batch, Group, Prompt, Rollout, SamplingParams, Segment
+from aprilsched.types import Batch, Group, Prompt, Rollout, Segment
 from tests.support import facts
 from tests.support.facts import changed
 
 PROMPT = Prompt(input_ids=np.zeros(10, dtype=np.int32))
-SAMPLING = SamplingParams(max_new_tokens=1_000)
 
 
 def response(rollout_id: int, group_id: int, tokens: int, version: int = 0) -> Rollout:

@@ -251,23 +251,6 @@ def test_the_loss_counts_the_tokens_that_the_scheduler_counts(
     torch.testing.assert_close(theirs, ours, atol=1e-4, rtol=1e-4)
 
 
-def test_with_the_prompts_the_loss_would_count_what_is_masked(torch: Any, actor: Any):
-    """Why there is no such entry: TorchRL takes everything behind the prompt for the response."""
-    from torchrl.objectives.llm import GRPOLoss
-
-    loss: Any = GRPOLoss(actor)
-    data = to_tensordicts(RAGGED)
-    assert torch.equal(masked(loss, data), left(data, "masks", "all_assistant_mask"))
-    for row, rollout in zip(data.unbind(0), RAGGED.rollouts, strict=True):
-        row["tokens", "prompt"] = torch.from_numpy(rollout.prompt_ids)
-    assert masked(loss, data).sum() == RAGGED.tokens
-
-
-def masked(loss: Any, data: Any) -> Any:
-    """The tokens that the loss takes."""
-    return loss._get_cur_log_prob(data)[1].mask
-
-
 def test_corrections_stand_beside_the_loss(torch: Any, actor: Any):
     """Decoupled PPO: the trust region is around the proximal policy, and truncated weights of that
     against the behaviour policy are factors of the advantages."""
@@ -288,22 +271,6 @@ def test_corrections_stand_beside_the_loss(torch: Any, actor: Any):
         logprobs_of(torch, actor, data), proximal, advantages, mask, weights=weights
     )
     torch.testing.assert_close(theirs, ours, atol=1e-4, rtol=1e-4)
-
-
-def test_three_steps_on_a_batch_lower_the_loss(torch: Any, actor: Any):
-    from torchrl.objectives.llm import GRPOLoss
-
-    data = filled(torch, batch(scored(1.0, 0.0, 0.5), scored(0.0, 2.0, 1.0, group_id=1)), 3)
-    loss = GRPOLoss(actor, entropy_bonus=False)
-    optimizer = torch.optim.SGD(actor.model.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(4):
-        value = loss(data).loss_objective
-        losses.append(value.item())
-        optimizer.zero_grad()
-        value.backward()
-        optimizer.step()
-    assert losses[3] < losses[2] < losses[1] < losses[0]
 
 
 # --- the buffer ----------------------------------------------------------------------------------

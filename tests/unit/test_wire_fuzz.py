@@ -33,13 +33,7 @@ from aprilsched.engines.sglang.router import (
     Roster,
     _Listing,  # pyright: ignore[reportPrivateUsage]
 )
-from aprilsched.engines.sglang.wire import (
-    Labelled,
-    ModelInfo,
-    OpenApi,
-    ServerInfo,
-    UpdateAnswer,
-)
+from aprilsched.engines.sglang.wire import Labelled, ModelInfo, OpenApi, ServerInfo, UpdateAnswer
 from aprilsched.engines.stream import ResponseReader, read_chunks, version_number
 from aprilsched.engines.vllm.server_info import ServerInfo as VLLMServerInfo
 from aprilsched.engines.vllm.tokens_api import EventReader

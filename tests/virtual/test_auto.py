@@ -27,7 +27,7 @@ from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
 from aprilsched.core.policies.refill import Wave
 from aprilsched.core.policies.schedule import FixedRatio, Objective, Schedule
-from aprilsched.engines.sim import SimConfig, run_virtual
+from aprilsched.engines.sim import SimConfig
 from aprilsched.errors import ConfigError, PromptsExhausted
 from aprilsched.planning import Planner
 from aprilsched.presets import PRESETS
@@ -37,19 +37,15 @@ from aprilsched.simulation import Costs, Simulation
 from aprilsched.telemetry.figures import RunSummary, SteadyState
 from aprilsched.telemetry.summary import Summary
 from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
+from tests.support import small
 from tests.support.checking import Checking
 from tests.support.planners import Broken, Hanging, Telling
+from tests.support.small import workload
 
 pytestmark = pytest.mark.virtual_time
 
 
-def workload(count: int | None = None) -> LongTailWorkload:
-    return LongTailWorkload(median=60, sigma=0.9, cap=600, group_size=4, count=count, seed=3)
-
-
-def config(**changes: object) -> SchedulerConfig:
-    values: dict[str, object] = {"batch_groups": 4, "group_size": 4, "over_provision": "auto"}
-    return SchedulerConfig(**{**values, **changes})  # type: ignore[arg-type]
+config = partial(small.config, over_provision="auto")
 
 
 class Watching(Checking):
@@ -132,11 +128,17 @@ def test_the_planner_knows_the_length_of_prompts_when_nothing_is_in_flight() -> 
 # --- it takes hold -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("straggler", ["retract", "in_place", "abort", "run", "choose"])
-@pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
-async def test_the_schedule_changes_and_everything_is_delivered_once(
-    straggler: str, pace: str
-) -> None:
+@pytest.mark.parametrize(
+    ("straggler", "pace"),
+    [
+        ("retract", "synchronous"),
+        ("in_place", "asynchronous"),
+        ("abort", "synchronous"),
+        ("run", "asynchronous"),
+        ("choose", "synchronous"),
+    ],
+)
+async def test_the_schedule_changes_and_everything_is_delivered_once(straggler: str, pace: str):
     watching = Watching()
     settings = config(straggler=straggler, pace=pace)
     batches: list[Batch] = []
@@ -161,19 +163,6 @@ async def test_the_schedule_changes_and_everything_is_delivered_once(
     for rollout in (rollout for batch in batches for rollout in batch.rollouts):
         assert rollout.versions_exact
         assert len(rollout.token_ids) == len(rollout.logprobs) == len(rollout.versions)
-
-
-def test_the_same_seed_gives_the_same_automatic_run() -> None:
-    async def main() -> list[tuple[int, list[int]]]:
-        async with scheduler(Planner(inline=True), Watching()) as rollouts:
-            out: list[tuple[int, list[int]]] = []
-            for _ in range(6):
-                batch = await rollouts.next_batch()
-                out += [(r.rollout_id, r.versions.tolist()) for r in batch.rollouts]
-                await rollouts.update_weights(SimPublisher())
-        return out
-
-    assert run_virtual(main()) == run_virtual(main())
 
 
 async def test_an_inline_plan_is_in_force_before_the_batch_is_handed_over() -> None:
@@ -243,6 +232,9 @@ POINTS = [(20, 40_000), (100, 80_000), (300, 200_000)]
 """Numbers of running requests, each with their context tokens."""
 
 
+MORE = [("in_place", 2.0), ("retract", 1.0)]
+
+
 @cache
 def learnt(timing: StepTimeModel, straggler: str, over_provision: float) -> StepTimeModel:
     """The model that a planner, which begins with an H200's, has after a run on such engines."""
@@ -260,7 +252,8 @@ def learnt(timing: StepTimeModel, straggler: str, over_provision: float) -> Step
 
 @pytest.mark.parametrize(("running", "kv"), POINTS)
 @pytest.mark.parametrize(
-    ("straggler", "over_provision"), [("retract", 1.5), ("in_place", 2.0), ("retract", 1.0)]
+    ("straggler", "over_provision"),
+    [("retract", 1.5), *(pytest.param(*more, marks=pytest.mark.long) for more in MORE)],
 )
 def test_a_run_teaches_the_planner_how_long_steps_take(
     straggler: str, over_provision: float, running: int, kv: int
@@ -400,6 +393,7 @@ def test_with_recomputed_kv_it_is_as_fast_as_april_and_fresher() -> None:
     assert auto.off_policy_token_share <= 0.72
 
 
+@pytest.mark.long
 def test_with_kept_kv_it_comes_near_the_bound() -> None:
     auto = steady("auto", "in_place", 40)
     assert auto.efficiency is not None

@@ -17,12 +17,8 @@ from aprilsched.engines.sim import SimFleet
 from aprilsched.runs.config_file import read_settings
 from aprilsched.runs.settings import RunSettings
 from aprilsched.telemetry.figures import BatchFigures, RunSummary
-from aprilsched.timing.calibration import (
-    save_model,
-)
-from aprilsched.timing.model import (
-    H200_QWEN3_4B,
-)
+from aprilsched.timing.calibration import save_model
+from aprilsched.timing.model import H200_QWEN3_4B
 
 SHORT = ["--median", "60", "--cap", "600"]
 SMALL = ["--batch-groups", "4", "--group-size", "4", "--over-provision", "2", "--quiet", *SHORT]

@@ -10,6 +10,7 @@ import sqlite3
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,11 @@ from msgspec import structs
 from aprilsched import (
     Batch,
     Group,
-    LongTailWorkload,
     MemoryStore,
     Prompt,
     Rollout,
     RolloutScheduler,
     SamplingParams,
-    SchedulerConfig,
     SimFleet,
     SimPublisher,
     SqliteStore,
@@ -48,19 +47,15 @@ from aprilsched.errors import (
     StoreError,
 )
 from aprilsched.store import Store
+from tests.support import small
+from tests.support.small import config
 
 pytestmark = pytest.mark.virtual_time
 
 PROMPTS = 24
 
 
-def workload() -> LongTailWorkload:
-    return LongTailWorkload(median=60, sigma=0.9, cap=600, group_size=4, count=PROMPTS, seed=3)
-
-
-def config(**changes: object) -> SchedulerConfig:
-    values: dict[str, object] = {"batch_groups": 4, "group_size": 4, "over_provision": 2.0}
-    return SchedulerConfig(**{**values, **changes})  # type: ignore[arg-type]
+workload = partial(small.workload, PROMPTS)
 
 
 def scheduler(store: Store | None, **changes: Any) -> RolloutScheduler:

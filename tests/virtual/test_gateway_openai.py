@@ -20,13 +20,11 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from aprilsched import SGLangFleet
 from aprilsched.core.state.ledger import Reason
-from aprilsched.gateway import Gateway, GatewaySettings
 from aprilsched.gateway.tokenizer import load_tokenizer
 from aprilsched.testing.contract import until
 from tests.support import gateway as gateways
-from tests.support.sim_http import INTERVAL, Raw, asked, served, two_weights
+from tests.support.sim_http import INTERVAL, asked
 from tests.support.tiny_tokenizer import bytes_tokenizer, calling_tokenizer
 
 MODEL = "any-name"
@@ -498,30 +496,6 @@ async def test_an_abort_by_the_name_of_a_body_ends_every_response(one: Front, pa
     await one.idle()
 
 
-async def test_a_response_goes_on_through_new_weights_and_says_which_sampled_what(
-    one: Front, tmp_path: Path
-):
-    weights = two_weights(tmp_path)
-    stream = await one.client.chat.completions.create(
-        model=MODEL, messages=SAID, max_tokens=2000, stream=True, **GREEDY
-    )
-    told: list[Any] = []
-    labels = ["one", "two"]
-    async for event in stream:
-        told.append(event.choices[0])
-        if labels and len(told) % 5 == 4:
-            label = labels.pop(0)
-            status, _ = await one.raw.post(
-                "/update_weights_from_disk",
-                {"model_path": str(weights[len(labels)]), "weight_version": label},
-            )
-            assert status == 200
-    spans = told[-1].weight_versions
-    assert [span["version"] for span in spans] == ["default", "one", "two"]
-    assert (spans[0]["start"], spans[-1]["end"]) == (0, 2000)
-    assert told[-1].finish_reason == "length"
-
-
 async def posted(one: Front, body: dict[str, Any]) -> tuple[int, Any]:
     """The answer to a large body."""
     data = io.BytesIO(json.dumps(body).encode())
@@ -587,21 +561,6 @@ async def test_generate_takes_text_and_gives_text(one: Front):
     assert answers[0]["text"] == answers[1]["text"] != answers[2]["text"]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_generate_ends_at_a_stop_string(one: Front, stream: bool):
-    params = asked(400)["sampling_params"]
-    _, free = await one.raw.post("/generate", {"text": "x", "sampling_params": params})
-    stop = free["text"][100:106]
-    body = {"text": "x", "sampling_params": {**params, "max_new_tokens": 3000, "stop": stop}}
-    told = (
-        (await one.raw.events(body))[-1] if stream else (await one.raw.post("/generate", body))[1]
-    )
-    assert told["text"] == free["text"][: free["text"].index(stop)]
-    assert told["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
-    assert told["meta_info"]["weight_versions"][-1]["end"] == len(told["output_ids"])
-    await one.idle()
-
-
 async def test_texts_become_tokens_and_tokens_texts(one: Front):
     status, told = await one.raw.post("/tokenize", {"prompt": "é"})
     assert (status, told) == (200, {"tokens": [200, 174], "count": 2, "max_model_len": -1})
@@ -649,33 +608,3 @@ async def test_a_client_that_reads_nothing_holds_up_nobody_and_then_gets_everyth
     events = [json.loads(line.removeprefix(b"data: ")) for line in lines[:-2]]
     assert sum(len(event["output_ids"]) for event in events) == 3000
     await one.idle()
-
-
-async def test_a_chat_is_asked_for_again_after_a_restart(plain: Path, tmp_path: Path):
-    body = {"model": MODEL, "messages": SAID, "max_tokens": 600, "temperature": 0.0}
-    body |= {"ignore_eos": True, "return_token_ids": True, "rid": "mine"}
-    async with served() as server:
-
-        def opened() -> Gateway:
-            return Gateway(
-                SGLangFleet([server.url], stream_interval=INTERVAL),
-                settings=GatewaySettings(
-                    port=0, drain_s=0, tokenizer=plain, store=tmp_path / "store"
-                ),
-            )
-
-        async with opened() as gateway, Raw(gateway.url) as raw:
-            expected = (await raw.post(CHAT, {**body, "rid": "other"}))[1]["choices"][0]
-            asking = asyncio.create_task(raw.post(CHAT, body))
-            await until(
-                lambda: any(r.token_ids for r in gateway.service.responses._by_rid.values())
-            )
-            await gateway.stop()
-            status, answer = await asking
-            assert (status, answer["error"]["type"]) == (503, "overloaded_error")
-        async with opened() as gateway, Raw(gateway.url) as raw:
-            status, answer = await raw.post(CHAT, body)
-    assert status == 200
-    (choice,) = answer["choices"]
-    assert choice["token_ids"] == expected["token_ids"]
-    assert choice["message"] == expected["message"]

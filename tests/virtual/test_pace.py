@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import cycle
 
 import pytest
@@ -30,23 +30,14 @@ from aprilsched.runs.setup import remainder
 from aprilsched.simulation import Costs, Simulation
 from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.summary import Summary
+from tests.support import small
 from tests.support.checking import Checking
+from tests.support.small import workload
 
 pytestmark = pytest.mark.virtual_time
 
 
-def workload(count: int | None = None) -> LongTailWorkload:
-    return LongTailWorkload(median=60, sigma=0.9, cap=600, group_size=4, count=count, seed=3)
-
-
-def config(**changes: object) -> SchedulerConfig:
-    values: dict[str, object] = {
-        "batch_groups": 4,
-        "group_size": 4,
-        "over_provision": "auto",
-        "pace": "auto",
-    }
-    return SchedulerConfig(**{**values, **changes})  # type: ignore[arg-type]
+config = partial(small.config, over_provision="auto", pace="auto")
 
 
 class Switching(Planner):
@@ -220,25 +211,6 @@ def test_a_simulated_trainer_that_takes_groups_one_by_one_is_measured_as_such(pa
     for plan in later:
         assert plan.train_seconds == pytest.approx(20.0)
         assert plan.train_early == pytest.approx(7 / 8)
-
-
-@pytest.mark.parametrize(("hoards", "early"), [(False, 0.75), (True, 0.0)])
-async def test_a_trainer_that_gathers_the_groups_before_it_trains_takes_none_early(
-    hoards: bool, early: float
-) -> None:
-    """It trains for 2 s on each of 4 groups, either when it has it or when it has all of them."""
-    planner = Switching(["synchronous"])
-    rollouts = RolloutScheduler(SimFleet(1), workload(), config=config(), planner=planner)
-    async with rollouts:
-        for _ in range(5):
-            async for _ in rollouts.stream():
-                await asyncio.sleep(0.0 if hoards else 2.0)
-            if hoards:
-                await asyncio.sleep(8.0)
-            await rollouts.update_weights(SimPublisher())
-    last = planner.asked[-1]
-    assert last.train_seconds == pytest.approx(8.0)
-    assert last.train_early == pytest.approx(early)
 
 
 def test_the_figures_follow_a_pace_that_changes_twice() -> None:

@@ -15,7 +15,6 @@ import pytest
 
 from aprilsched import (
     Group,
-    LongTailWorkload,
     Prompt,
     Rollout,
     RolloutScheduler,
@@ -38,6 +37,7 @@ from aprilsched.telemetry.event_log.reading import replay
 from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.run_state import RunState
 from aprilsched.telemetry.summary import Summary
+from tests.support.small import config, workload
 
 SMALL = ["--batch-groups", "4", "--group-size", "4", "--over-provision", "2", "--quiet"]
 SHORT = ["--median", "60", "--cap", "600"]
@@ -129,15 +129,6 @@ def test_a_simulated_run_is_rebuilt_too(tmp_path: Path):
 
 
 # --- what the command line has no flags for ----------------------------------------------------
-
-
-def workload(group_size: int = 4) -> LongTailWorkload:
-    return LongTailWorkload(median=60, sigma=0.9, cap=600, group_size=group_size, seed=3)
-
-
-def config(**changes: object) -> SchedulerConfig:
-    values: dict[str, object] = {"batch_groups": 4, "group_size": 4, "over_provision": 2.0}
-    return SchedulerConfig(**{**values, **changes})  # type: ignore[arg-type]
 
 
 Program = Callable[[RolloutScheduler], Coroutine[Any, Any, None]]

@@ -44,10 +44,9 @@ SHOWN = """
     JOIN process USING (upid)
 """
 ROLLOUTS = """
-    SELECT engine, SUM(dur), SUM(tokens), COUNT(DISTINCT track_id) AS slots, MAX(depth) FROM shown
+    SELECT engine, SUM(tokens), COUNT(DISTINCT track_id) AS slots, MAX(depth) FROM shown
     WHERE category = 'rollout' GROUP BY engine
 """
-BANDS = "SELECT engine, name, SUM(dur) FROM shown WHERE category = 'state' GROUP BY 1, 2"
 INSTANTS = "SELECT name FROM shown WHERE track = 'batches and weights' ORDER BY ts"
 COUNTERS = """
     SELECT process.name AS engine, track.name AS counter, MAX(value) FROM counter
@@ -62,82 +61,36 @@ VERSIONS = """
 
 @dataclass(kw_only=True)
 class Account:
-    """Sums over the lines of a log, by engine; times are in microseconds."""
+    """Sums over the lines of a log, by engine."""
 
-    worked: Counter[str] = field(default_factory=Counter[str])
-    """Time of each engine's requests, without pauses."""
     tokens: Counter[str] = field(default_factory=Counter[str])
     most: Counter[str] = field(default_factory=Counter[str])
     """Largest number of requests at the same time on each engine."""
-    bands: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
     instants: list[str] = field(default_factory=list[str])
 
 
 def account_of(folder: Path) -> Account:
     account = Account()
-    paused: dict[str, int] = {}
-    in_pauses: Counter[str] = Counter()
-    begun: dict[tuple[str, str], int] = {}
-    sent: dict[int, tuple[str, int]] = {}
-    end = 0
-
-    def in_pauses_until(engine: str, now: int) -> int:
-        return in_pauses[engine] + now - paused.get(engine, now)
-
-    def close(key: int, now: int) -> None:
-        engine, since = sent.pop(key)
-        account.worked[engine] += now - in_pauses_until(engine, now) - since
-
-    def end_band(engine: str, kind: str, now: int) -> None:
-        since = begun.pop((engine, kind), None)
-        if since is not None:
-            account.bands[engine, kind] += now - since
-
-    def end_all() -> None:
-        for key in list(sent):
-            close(key, end)
-        for engine, kind in list(begun):
-            end_band(engine, kind, end)
-        paused.clear()
-        in_pauses.clear()
-
+    sent: dict[int, str] = {}
     for line in lines_of(folder):
-        fact, now = line["fact"], round(line["t"] * 1e6)
-        engine = str(line.get("engine", ""))
         key = line.get("request_id", 0)
-        match fact, line.get("start"), line.get("finish"):
-            case "LogResumed", _, _:
-                end_all()
+        match line["fact"]:
+            case "LogResumed":
+                sent.clear()
                 account.instants.append("resumed")
-            case "AttemptSent", _, _:
-                sent[key] = engine, now - in_pauses_until(engine, now)
-                load = sum(where == engine for where, _ in sent.values())
-                account.most[engine] = max(account.most[engine], load)
-            case "TokensReceived", _, _ if key in sent:
-                account.tokens[sent[key][0]] += line["tokens"]
-            case "AttemptEnded", _, _:
-                close(key, now)
-            case "EngineModeChanged", _, "pausing":
-                begun.setdefault((engine, "pause"), now)
-            case "EngineModeChanged", "pausing", _:
-                paused[engine] = now
-            case "EngineModeChanged", _, "continuing":
-                in_pauses[engine] = in_pauses_until(engine, now)
-                paused.pop(engine, None)
-            case "EngineModeChanged", "continuing", _:
-                end_band(engine, "pause", now)
-            case "RefitBegun", _, _:
-                begun.update({(name, "refit"): now for name in line["engines"]})
-            case "EngineRefitted", _, _:
-                end_band(engine, "refit", now)
-            case "BatchDelivered", _, _:
+            case "AttemptSent":
+                sent[key] = engine = line["engine"]
+                account.most[engine] = max(account.most[engine], Counter(sent.values())[engine])
+            case "TokensReceived" if key in sent:
+                account.tokens[sent[key]] += line["tokens"]
+            case "AttemptEnded":
+                del sent[key]
+            case "BatchDelivered":
                 account.instants.append(f"batch {line['batch']}")
-            case "UpdateFinished", _, _:
+            case "UpdateFinished":
                 account.instants.append(f"weights v{line['version']}")
             case _:
                 pass
-        end = now
-    end_all()
     return account
 
 
@@ -152,14 +105,9 @@ def check(processor: TraceProcessor, folder: Path) -> None:
     assert rows(processor, bad) == []
     rows(processor, SHOWN)
     assert rows(processor, ROLLOUTS) == [
-        (f"engine {name}", worked * 1000, account.tokens[name], account.most[name], 0)
-        for name, worked in sorted(account.worked.items())
+        (f"engine {name}", account.tokens[name], most, 0)
+        for name, most in sorted(account.most.items())
     ]
-    lengths = {(engine, kind): ns for engine, kind, ns in rows(processor, BANDS)}
-    assert {key: ns for key, ns in lengths.items() if key[1] != "flush"} == {
-        (f"engine {engine}", kind): length * 1000
-        for (engine, kind), length in account.bands.items()
-    }
     assert [name for (name,) in rows(processor, INSTANTS)] == account.instants
     most = {(engine, counter): value for engine, counter, value in rows(processor, COUNTERS)}
     for name, load in account.most.items():

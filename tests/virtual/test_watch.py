@@ -63,24 +63,6 @@ def batch_lines(text: str) -> list[str]:
 # --- the log --------------------------------------------------------------------------------
 
 
-def test_every_line_is_given_once_however_the_log_grows(ended: Path, tmp_path: Path):
-    whole = (ended / EVENTS).read_bytes()
-    path = tmp_path / EVENTS
-    follower = Follower(path)
-    assert follower.poll(10).lines == ()
-    given: list[bytes] = []
-    for size in [*range(0, len(whole), 30_011), len(whole)]:
-        path.write_bytes(whole[:size])
-        while True:
-            news = follower.poll(100)
-            assert news.from_start == (not given and size == 0)
-            given += news.lines
-            if not news.lines:
-                break
-        assert b"".join(given) == whole[: whole.rfind(b"\n", 0, size) + 1]
-    assert follower.caught_up == 1.0
-
-
 def test_how_far_it_has_come_is_known(ended: Path):
     follower = Follower(ended / EVENTS)
     lines = (ended / EVENTS).read_bytes().splitlines(keepends=True)
@@ -248,14 +230,6 @@ def test_what_is_no_run_is_refused_in_one_sentence(
     folder = part_of(ended, folder, 0)
     (folder / EVENTS).write_bytes(b"{}\n" + (ended / EVENTS).read_bytes())
     assert "damaged in line 1" in refusal(folder)
-
-
-def test_a_terminal_shows_the_end_of_a_run(ended: Path):
-    with on_a_terminal("watch", str(ended), columns=120) as terminal:
-        assert terminal.end() == 0
-    after = terminal.text
-    assert "6 of 6 delivered" in after
-    assert "The run has ended" in after
 
 
 def test_a_killed_run_is_watched_until_ctrl_c(ended: Path, tmp_path: Path):
