@@ -164,6 +164,8 @@ class Sequence:
 
 def token_rows(sequence: Sequence, ids: Int32Array) -> dict[str, Rows] | None:
     """The rows of new tokens for each companion of tokens; None where none is asked for."""
+    if not sequence.request.companions:
+        return None
     wanted = [each for each, _ in sequence.request.companions if each.per == "token"]
     return {each.name: toy_masks(each, ids) for each in wanted} or None
 
@@ -172,6 +174,8 @@ def context_rows(sequence: Sequence) -> dict[str, Rows] | None:
     """The rows of what was forwarded, from the first missing position on; None where no companion
     of the context is asked for. Like SGLang, it gives those of the latest pass over each
     position."""
+    if not sequence.request.companions:
+        return None
     ends = np.array([end for end, _ in sequence.passes], dtype=np.int64)
     keys = np.array([key for _, key in sequence.passes], dtype=np.uint64)
     known = min(int(ends[-1]) if len(ends) else 0, sequence.prompt + sequence.sent - 1)
