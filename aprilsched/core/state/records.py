@@ -240,7 +240,7 @@ class GroupRecord:
     @property
     def scored(self) -> bool:
         """Whether every member has its reward."""
-        return all(member.state is State.DONE for member in self.members)
+        return self.complete and all(member.state is State.DONE for member in self.members)
 
     @property
     def racing(self) -> bool:
