@@ -86,13 +86,25 @@ class ScheduledRollouts(_Theirs):
         """SkyRL's trainer, which gets the methods of :class:`ScheduledTrainer`."""
         return _package("skyrl.train.fully_async_trainer").FullyAsyncRayPPOTrainer
 
-    def get_generator(self, cfg: Any, tokenizer: Any, inference_engine_client: Any) -> Generator:
-        """SkyRL's generator, as one whose agent loops are scheduled.
+    def get_inference_client(self) -> Any:
+        """SkyRL's client of the servers; no router is needed, since nothing is sent through it.
 
         Raises:
             ConfigError: if the configuration or the settings would give wrong or lost rollouts.
         """
-        _check(cfg, type(self).scheduler)
+        _check(self.cfg, type(self).scheduler)
+        servers = _package("skyrl.backends.skyrl_train.inference_servers.remote_inference_client")
+        urls = list(self.cfg.generator.inference_engine.external_server_urls)
+        return servers.RemoteInferenceClient(
+            proxy_url=urls[0],
+            server_urls=urls,
+            data_parallel_size=1,
+            model_name=self.cfg.trainer.policy.model.path,
+            tokenizer=self.tokenizer,
+        )
+
+    def get_generator(self, cfg: Any, tokenizer: Any, inference_engine_client: Any) -> Generator:
+        """SkyRL's generator, as one whose agent loops are scheduled."""
         theirs = super().get_generator(cfg, tokenizer, inference_engine_client)
         config = as_pushed(
             type(self).scheduler,

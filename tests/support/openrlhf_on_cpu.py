@@ -29,6 +29,7 @@ FLASH = {
 
 
 def write_stand_ins(folder: Path) -> None:
+    """Modules in the name of flash-attn, without content."""
     for name, text in FLASH.items():
         path = folder / "flash_attn" / f"{name}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
