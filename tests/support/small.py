@@ -18,4 +18,4 @@ def config(**changes: Any) -> SchedulerConfig:
 def workload(count: int | None = None, **changes: Any) -> LongTailWorkload:
     """Groups of four responses of some 60 tokens, and of at most 600."""
     values: dict[str, Any] = {"median": 60, "sigma": 0.9, "cap": 600, "group_size": 4, "seed": 3}
-    return LongTailWorkload(**{**values, "count": count, **changes})
+    return LongTailWorkload(**{**values, **changes}, count=count)

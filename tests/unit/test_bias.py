@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from aprilsched.analysis.bias import (
@@ -13,6 +14,7 @@ from aprilsched.analysis.bias import (
     expected_longest_rest,
     plan_drain,
 )
+from aprilsched.analysis.plots import figure_of
 from aprilsched.core.lengths.laws import kaplan_meier
 from aprilsched.core.state.ledger import Entry, Ledger, Reason
 from aprilsched.telemetry.bias_collector import (
@@ -22,6 +24,7 @@ from aprilsched.telemetry.bias_collector import (
     transient_by_batch,
     warning_now,
 )
+from aprilsched.telemetry.figures import BiasFigures
 from tests.support.transients import live_transient, realised_transient
 
 Ints = NDArray[np.int64]
@@ -210,3 +213,7 @@ def test_the_plan_says_how_long_and_at_what_price():
         law, np.array([], dtype=np.int64), bias=0.1, delivered=0, per_batch=10, step_seconds=1
     )
     assert (none.bias_now, none.further_batches, none.drained_epoch_seconds) == (0, 0, 0)
+
+
+def test_a_run_that_knows_nothing_has_a_picture():
+    assert isinstance(figure_of(BiasFigures()), Figure)

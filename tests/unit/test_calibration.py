@@ -13,6 +13,7 @@ from aprilsched.cli.main import main
 from aprilsched.errors import ConfigError
 from aprilsched.timing import LogLine, fit, load_model, read_log, save_model, windows_of
 from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
+from aprilsched.timing.online import nonnegative
 
 LOG = """\
 [2025-11-02 19:50:38] server_args=ServerArgs(model_path='m', decode_log_interval=40)
@@ -149,6 +150,10 @@ def test_a_line_without_end_is_not_kept(tmp_path: Path) -> None:
     path = tmp_path / "long.log"
     path.write_text("x" * 5000 + LOG.splitlines()[-1] + "\n" + LOG, encoding="utf-8")
     assert [line.running for line in read_log(path)] == [64, 64, 7]
+
+
+def test_where_every_coefficient_would_be_negative_all_are_0() -> None:
+    assert nonnegative(np.eye(2), np.array([-1.0, -2.0])).tolist() == [0, 0]
 
 
 def test_a_linear_model_comes_back_within_its_errors() -> None:
