@@ -53,6 +53,10 @@ def frontier(kv: str, name: str, figure: str = "efficiency") -> float:
     return next(row for row in result("frontier/result.json")[kv] if row["name"] == name)[figure]
 
 
+def vllm_versions() -> dict[str, Any]:
+    return result("vllm_versions/result.json")
+
+
 def age(cell: str) -> str:
     cells = result("h200/result.json")["cells"]
     return f"{next(own for own in cells if own['cell'] == cell)['age']:.1f}"
@@ -181,6 +185,23 @@ FIGURES: list[tuple[str, str, Callable[[], Sequence[Any]]]] = [
         r"in ([\d.]+) of waiting's time with `auto` and KV kept, in ([\d.]+) with `auto`, and in "
         r"([\d.]+) with APRIL's",
         lambda: [learning("auto-kept"), learning("auto"), learning("april")],
+    ),
+    (
+        "docs/engines.md",
+        r"([\d,]+) tokens under the weights of six models in turn, each within ([\d.]+) ·",
+        lambda: [
+            f"{sum(run['tokens'] for run in vllm_versions().values()):,}",
+            f"{max(run['largest'] for run in vllm_versions().values()) * 1e5:.1f}",
+        ],
+    ),
+    (
+        "docs/engines.md",
+        r"\n".join([r"\| .* \| 320 \| \d+ \| \d+ \| ([\d,]+) \| ([\d.]+) \|"] * 6),
+        lambda: [
+            figure
+            for run in vllm_versions().values()
+            for figure in (f"{run['tokens']:,}", f"{run['largest'] * 1e5:.1f}")
+        ],
     ),
     ("docs/shards.md", r"on one core for ([\d.]+) to ([\d.]+) million tokens a second", one_core),
     ("docs/scale.md", r"64, the default .* ([\d.]+) to ([\d.]+) million", one_core),

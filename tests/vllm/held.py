@@ -108,7 +108,7 @@ async def run_and_check(
         assert rollout.versions.tolist() == run.recorder.reported(rollout)
     crossed = crossing(run)
     assert bool(crossed) == (rule != "run"), "no response outlived an update"
-    tokens, largest, versions = 0, 0.0, set[int]()
+    tokens, largest, versions, others = 0, 0.0, set[int](), list[np.ndarray]()
     for rollout, (own, other) in zip(
         run.rollouts, differences(run.rollouts, models, folder, python), strict=True
     ):
@@ -116,7 +116,9 @@ async def run_and_check(
         if rule == "in_place":  # Later tokens attend to the keys of older weights.
             exact = int(np.argmax(np.append(rollout.versions, -1) != rollout.versions[0]))
         assert own[:exact].max() < TOLERANCE
-        assert np.median(other[:exact]) > 0.5, "the checkpoints are too alike to prove anything"
+        others.append(other[:exact])
         tokens, largest = tokens + exact, max(largest, float(own[:exact].max()))
         versions |= set(rollout.versions[:exact].tolist())
+    # Not of each response: a few tokens may be as likely under both.
+    assert np.median(np.concatenate(others)) > 0.5, "the checkpoints are too alike to prove it"
     return Held(tokens, largest, len(versions), len(ids), len(crossed))
