@@ -153,6 +153,8 @@ class _Group:
         self.calls: list[tuple[Any, Any]] = []
         """The arguments of each agent loop."""
         self.outputs: dict[int, Any] = {}
+        self.error: Exception | None = None
+        """What an agent loop has raised last."""
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
 
@@ -203,7 +205,7 @@ class Generator:
         """Generate the trajectories of one group, or of an evaluation.
 
         Raises:
-            RuntimeError: if the group was dropped; the ledger of the scheduler has the cause.
+            Exception: what an agent loop has raised, if the group was dropped.
         """
         about = input_batch.get("batch_metadata")
         evaluation = about is not None and about.training_phase == "eval"
@@ -242,7 +244,11 @@ class Generator:
         group: _Group = prompt.metadata["group"]
         # A rollout that is lost runs again, and agent loops change their arguments.
         args, kwargs = copy.deepcopy(group.calls[turn.index])
-        output = await self._loop(*args, **kwargs)
+        try:
+            output = await self._loop(*args, **kwargs)
+        except Exception as error:
+            group.error = error
+            raise
         group.outputs[turn.index] = output
         steps = getattr(output, "step_outputs", [output])
         return Score(reward=float(sum(np.sum(step.reward) for step in steps)))
@@ -270,7 +276,8 @@ class Generator:
         self._end(number, error) if whole or error else self._fail(number)
 
     def _fail(self, number: int) -> None:
-        self._end(number, RuntimeError("a group was dropped; the ledger of the run has its cause."))
+        dropped = RuntimeError("a group was dropped; the ledger of the run has its cause.")
+        self._end(number, self._waiting[number].error or dropped)
 
     def _end(self, number: int, error: BaseException | None = None) -> None:
         done = self._waiting.pop(number).done

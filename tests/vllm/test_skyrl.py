@@ -21,7 +21,7 @@ import typing_extensions
 
 from aprilsched import RolloutScheduler, SchedulerConfig
 from aprilsched.config import Retries
-from aprilsched.errors import ConfigError
+from aprilsched.errors import ConfigError, MemberLost
 from aprilsched.integrations.skyrl import ScheduledRollouts
 from tests.sglang.recorded import TOLERANCE
 from tests.support.openrlhf_on_cpu import write_stand_ins
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.skipif(
 
 STEPS, GROUPS, SIZE, TURNS = 5, 2, 3, 2
 FAILED: list[str] = []
-"""The prompt of the first agent loop, which raises."""
+"""The prompt of the first agent loop, which is lost."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -66,7 +66,7 @@ def environment() -> type[Any]:
         def init(self, prompt: Any) -> Any:
             if not FAILED:
                 FAILED.append(prompt[0]["content"])
-                raise RuntimeError("this agent loop fails once")
+                raise MemberLost("this agent loop is lost once")
             return prompt, {}
 
         def step(self, action: str) -> Any:
