@@ -112,7 +112,9 @@ def _logged(history: History) -> Generator[None]:
 
 
 def _told(message: Any) -> str:
-    names = getattr(message, "__struct_fields__", None) or message.__dataclass_fields__
+    # A message without fields has no names, which is no reason to look for others.
+    names = getattr(message, "__struct_fields__", None)
+    names = message.__dataclass_fields__ if names is None else names
     fields = ((name, getattr(message, name)) for name in names)
     return f"{type(message).__name__}({', '.join(f'{n}={_value(v)}' for n, v in fields)})"
 

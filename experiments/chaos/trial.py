@@ -698,6 +698,11 @@ class _Life:
                 self.may_acknowledge.update(given)
                 try:
                     await self.scheduler.update_weights(self.publisher)
+                except asyncio.CancelledError:
+                    # As in an update outside of a sleep: whether it takes effect shows later.
+                    for index in given:
+                        self.trial.records.batches[index].acknowledged = True
+                    raise
                 except RefitError as error:
                     self.note(f"update_weights() raised {error!r}")
                 except Exception as error:
