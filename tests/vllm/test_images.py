@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from io import BytesIO
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from aprilsched import Media, Prompt, SamplingParams
+from aprilsched import Media, SamplingParams
 from aprilsched.core.policies.straggler import StragglerRule
-from tests.sglang.recorded import TOLERANCE, Run, crossing, record
+from tests.sglang.recorded import TOLERANCE, Run, crossing, long_tail, record
 from tests.sglang.server import run_with_server_packages
 from tests.sglang.tiny_vision import IMAGE, PROMPT
 from tests.vllm.conftest import reset
@@ -66,26 +68,25 @@ async def test_each_token_sees_the_image_under_the_weights_of_its_version(
     file = BytesIO()
     Image.fromarray(noise).save(file, "PNG")
     (tmp_path / "image.png").write_bytes(file.getvalue())
-    lengths = (24, 24, 24, 400)
+    # The placeholder is no token of a response: the server would expand it too.
+    no_placeholder = {"logit_bias": {str(IMAGE): -100}}
     prompts = [
-        Prompt(
+        replace(
+            prompt,
             input_ids=np.array(PROMPT, np.int32),
             media=(Media("image", file.getvalue()),),
-            # The placeholder is no token of a response: the server would expand it too.
             sampling=tuple(
-                SamplingParams(
-                    max_new_tokens=length, ignore_eos=True, extra={"logit_bias": {str(IMAGE): -100}}
-                )
-                for length in lengths
+                replace(sampling, extra=no_placeholder)
+                for sampling in cast("tuple[SamplingParams, ...]", prompt.sampling)
             ),
         )
-        for _ in range(60)
+        for prompt in long_tail(80, longest=400, every=2)
     ]
 
     async def once() -> Run:
         await reset(vision_server.url, seeing[0])
         return await record(
-            [vision_server.url], seeing, rule, prompts=prompts, batches=3, fleet=fleet
+            [vision_server.url], seeing, rule, prompts=prompts, batches=5, fleet=fleet
         )
 
     found, tries = await once(), 1
