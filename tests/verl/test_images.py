@@ -58,7 +58,7 @@ async def test_each_turn_sends_the_images_that_it_shows() -> None:
         max_new_tokens=5, temperature=0.0, ignore_eos=True, keep=("prompt_tokens",)
     )
     prompt = Prompt(input_ids=np.array([0], dtype=np.int32), sampling=kept)
-    client._sampling = lambda *_: kept
+    client._sampling = lambda given, context: kept
     settings = SchedulerConfig(batch_groups=1, group_size=1)
     async with RolloutScheduler(
         SimFleet(1, vocab_size=32_000, time_scale=0.01), [prompt], episode=loop, config=settings
