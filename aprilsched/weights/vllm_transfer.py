@@ -9,8 +9,8 @@ Requirements: the trainer has a GPU and vLLM, in the servers' version; the serve
 ``VLLM_ALLOW_INSECURE_SERIALIZATION=1``, because vLLM sends the handles of CUDA IPC as a pickle.
 
 - An engine that fails breaks the transfer off for all engines of the call, since the others wait
-  inside NCCL for what does not come any more: none of them has the version. The next call makes a
-  new group of the engines that are there then.
+  inside NCCL for what does not come any more: only those that had ended the update have the
+  version. The next call makes a new group of the engines that are there then.
 - Every wait is bounded. A transfer that broke off may go on inside NCCL: vLLM's own thread is left
   behind, and its communicator is aborted.
 """
@@ -149,7 +149,7 @@ class VLLMPublisher:
             raise error
         why = f"the transfer broke off: {error or 'it did not end in time'}"
         return {
-            name: failure or ControlTimeout(name, f"{why}.")
+            name: failure or (None if name in client.took else ControlTimeout(name, f"{why}."))
             for name, failure in client.outcomes.items()
         }
 
@@ -204,6 +204,8 @@ class _Client:
         self.engines = list(engines)
         self.outcomes: dict[str, Exception | None] = {}
         """The error of each engine in the transfer under way."""
+        self.took: set[str] = set()
+        """The engines that have ended the update with its version."""
         self.failed = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._version = 0
@@ -211,6 +213,7 @@ class _Client:
     def begin(self, version: int) -> None:
         """Expect a transfer of `version`."""
         self._version, self.failed = version, asyncio.Event()
+        self.took = set()
         self.outcomes = {engine.name: None for engine in self.engines}
 
     def joined(self) -> bool:
@@ -243,7 +246,11 @@ class _Client:
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """End the update on every engine, with the version."""
-        self._each(lambda engine: engine.end_update(self._version))
+        self._each(self._end)
+
+    async def _end(self, engine: _Target) -> None:
+        await engine.end_update(self._version)
+        self.took.add(engine.name)
 
     def _each(self, call: Callable[[_Target], Awaitable[object]]) -> None:
         outcomes = asyncio.run_coroutine_threadsafe(

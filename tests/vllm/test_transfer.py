@@ -24,6 +24,7 @@ from tests.sglang.server import server_environment
 from tests.vllm.server import VLLMServer
 
 
+@pytest.mark.long
 async def test_weights_arrive_exactly_and_the_group_lasts(
     clean_server: VLLMServer, models: tuple[Path, Path], tmp_path: Path, vllm_python: Path
 ) -> None:

@@ -20,8 +20,12 @@ from tests.sglang.recorded import TOLERANCE, Recorder, long_tail
 from tests.vllm.held import KINDS, differences, fleet, run_and_check
 from tests.vllm.server import VLLMServer
 
+LONG = ("abort", "run", "choose")
 
-@pytest.mark.parametrize("kind", list(KINDS))
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.long] * (kind in LONG)) for kind in KINDS]
+)
 async def test_every_token_is_of_the_version_that_it_was_given(
     clean_pair: tuple[VLLMServer, VLLMServer],
     models: tuple[Path, Path],
