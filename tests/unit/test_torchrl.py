@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -169,7 +170,7 @@ def test_companions_and_media_arrive_through_a_buffer(torch: Any):
             "routed_experts": CompanionRows(EXPERTS, Rows(values), exact),
             "sampling_mask": CompanionRows(MASK, Rows.ragged(kept, "int32"), exact),
         }
-        return replace(of, companions=companions)
+        return msgspec.structs.replace(of, companions=companions)
 
     groups = tuple(
         replace(

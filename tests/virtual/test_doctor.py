@@ -6,10 +6,10 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from aiohttp import web
 
@@ -322,7 +322,7 @@ async def test_a_server_whose_rows_do_not_join_fails(
         rows = dict(chunk.context_rows or {})
         if any(start for _, start in self._call.request.companions):
             rows = {name: each.part(1) for name, each in rows.items()}
-        return event(self, replace(chunk, context_rows=rows or None))
+        return event(self, msgspec.structs.replace(chunk, context_rows=rows or None))
 
     monkeypatch.setattr(Answer, "event", late)
     found = by_name(await examine(server.url))
@@ -336,7 +336,7 @@ async def test_what_a_server_returns_is_told_by_its_flags_and_by_a_response(
     event, facts = Answer.event, ServedEngine.server_facts
 
     def without(self: Answer, chunk: Chunk) -> dict[str, Any]:
-        return event(self, replace(chunk, context_rows=None))
+        return event(self, msgspec.structs.replace(chunk, context_rows=None))
 
     def told(self: ServedEngine) -> dict[str, Any]:
         return {**facts(self), "enable_return_routed_experts": claims}
