@@ -111,10 +111,20 @@ class VersionsOnDisk:
             for path in self.directory.iterdir()
             if _VERSION_DIRECTORY.fullmatch(path.name) and path != newest
         ]
-        others.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
+        others.sort(key=_written_at, reverse=True)
         for path in others[self._keep - 1 :]:
             if path not in in_use:
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def _written_at(path: Path) -> int:
+    """When a version was written, in nanoseconds; 0 if it is gone. With rolling refits two engines
+    may end their loads at once, and each lets old versions be deleted: one that found what the
+    other had deleted counted as not refitted."""
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
 
 
 def _sync(path: Path) -> None:
@@ -191,9 +201,11 @@ class DiskPublisher:
             ConfigError: if `version` was not prepared.
         """
         path = self.path(version)
-        await self._versions.check(path)
+        # Before the check, which takes a thread: another engine may end its load meanwhile, and
+        # what nobody loads is deleted.
         self._loading.append(version)
         try:
+            await self._versions.check(path)
             outcomes = await call_each(engines, lambda engine: _update(engine, path, version))
         finally:
             self._loading.remove(version)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count, islice
@@ -200,6 +201,60 @@ def test_files_stay_until_the_last_engine_has_loaded_them(tmp_path: Path) -> Non
         return slow.found, kept, publisher.holds(4)
 
     assert asyncio.run(main()) == (b"1", True, True)
+
+
+class Reader:
+    """Reads the files of a version, as a server does."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    async def update_from_disk(self, path: Path, version: int) -> None:
+        assert (path / "model.safetensors").read_bytes() == str(version).encode()
+
+
+async def test_files_stay_from_the_moment_in_which_an_engine_is_to_load_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looking at them takes a thread, in which others may end their loads."""
+    number = iter(range(1, 9))
+    publisher = DiskPublisher(tmp_path, lambda path: save(path, next(number)), keep=1)
+    check, looking, may_go_on = publisher._versions.check, asyncio.Event(), asyncio.Event()
+
+    async def slow(path: Path) -> None:
+        await check(path)
+        if path.name.endswith("1"):
+            looking.set()
+            await may_go_on.wait()
+
+    monkeypatch.setattr(publisher._versions, "check", slow)
+    await publisher.prepare(1)
+    first = asyncio.create_task(publisher.publish(1, [Reader("slow")]))  # type: ignore[list-item]
+    await looking.wait()
+    for version in (2, 3):
+        await publisher.prepare(version)
+        await publisher.publish(version, [Reader("fast")])  # type: ignore[list-item]
+    may_go_on.set()
+    assert await first == {"slow": None}
+
+
+async def test_two_engines_that_end_their_loads_at_once_are_both_refitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them lets old versions be deleted, and one finds what the other has deleted."""
+    number = iter(range(1, 9))
+    publisher = DiskPublisher(tmp_path, lambda path: save(path, next(number)), keep=1)
+    for version in (1, 2, 3):
+        await publisher.prepare(version)
+    stat = Path.stat
+
+    def deleted_meanwhile(path: Path, **more: Any) -> Any:
+        if path.name.endswith(("1", "2")):
+            shutil.rmtree(path, ignore_errors=True)
+        return stat(path, **more)
+
+    monkeypatch.setattr(Path, "stat", deleted_meanwhile)
+    assert await publisher.publish(3, [Reader("one")]) == {"one": None}  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize("publisher", [SimAdapterPublisher(), ExternalWeights()])
