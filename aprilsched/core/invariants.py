@@ -244,7 +244,9 @@ def _engines(state: SchedulerState) -> Iterator[str]:
                 f"{state.weights.versions.trainer}"
             )
         alone = state.rolling and control.catching_up
-        if alone and control.mode is not Mode.RUNNING and state.in_flight.open[control.name]:
+        # A doubted engine may still be answering for its version when it is told to leave.
+        stopped = control.mode not in (Mode.RUNNING, Mode.VERIFYING)
+        if alone and stopped and state.in_flight.open[control.name]:
             yield f"{control.name} is refitted alone and has open requests"
         if control.mode is Mode.REFITTING and state.weights.update is None and not alone:
             yield f"{control.name} is refitting without an update"
