@@ -41,7 +41,9 @@ def write_sums(path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--engine", nargs="+", required=True, help="URLs of vLLM servers")
+    parser.add_argument(
+        "--engine", action="extend", nargs="+", required=True, help="URLs of vLLM servers"
+    )
     parser.add_argument("--weights", required=True, help="folder that the servers see too")
     parser.add_argument("--model", required=True, help="the model of the servers")
     parser.add_argument("--out", type=Path, default=Path("runs/openrlhf"))
