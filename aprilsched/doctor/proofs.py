@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aprilsched.companions import Companion
+from aprilsched.doctor.client import until
 from aprilsched.engines.base import Chunk, GenerationRequest
 from aprilsched.engines.server import despite_cancellation
 from aprilsched.engines.sglang import SGLangEngine
@@ -31,8 +32,8 @@ ServerEngine: TypeAlias = SGLangEngine | VLLMEngine
 _SECONDS = 60.0
 REFIT_SECONDS = 3600.0
 """Bound of three loads from a disk and of what is generated between them."""
-_SHORT, _LONG = 24, 192
-"""Tokens of a response that shows the weights, and of one that is still under way at a pause."""
+_SHORT, _LONG, _BEGUN = 24, 1000, 8
+"""Tokens of a response that shows the weights, of one that is aborted, and of its beginning."""
 
 
 class Response:
@@ -88,6 +89,10 @@ class Response:
         finally:
             self.begun.set()
 
+    async def has(self, tokens: int) -> None:
+        """Wait until it has so many tokens, or has ended."""
+        await until(lambda: len(self.ids) >= tokens or self.task.done(), _SECONDS)
+
     async def end(self) -> Response:
         """Wait for its end.
 
@@ -127,7 +132,7 @@ async def seam(engine: ServerEngine, companion: Companion) -> list[NDArray[Any]]
     """
     first = Response(engine, _LONG, companion=companion)
     try:
-        await first.begun.wait()
+        await first.has(_BEGUN)
         await engine.abort(first.request.request_id)
         await first.end()
     finally:
@@ -159,9 +164,11 @@ async def prove(
     noted.responses.append(await Response(engine, _SHORT).end())
     amid = Response(engine, _LONG if companion else 1, companion=companion)
     try:
-        await amid.begun.wait()
+        await amid.has(_BEGUN if companion else 1)
         older = amid.context[:-1]
         await _load(engine, Path(folder), 1)
+        await amid.has(len(amid.ids) + 1)
+        await engine.abort(amid.request.request_id)
         await amid.end()
         noted.responses.append(await Response(engine, _SHORT).end())
         if companion is not None:

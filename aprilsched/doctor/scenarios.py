@@ -12,7 +12,7 @@ import msgspec
 
 from aprilsched.companions import Companion
 from aprilsched.doctor.checks import CHECKS, Finding, Notes, PauseNotes
-from aprilsched.doctor.client import Client, Generation, until
+from aprilsched.doctor.client import INTERVAL, Client, Generation, until
 from aprilsched.doctor.proofs import REFIT_SECONDS, prove, seam
 from aprilsched.doctor.vllm import examine_vllm
 from aprilsched.engines.addresses import VLLM
@@ -42,7 +42,9 @@ async def examine(
     """
     if url.startswith(VLLM):
         return await examine_vllm(url.removeprefix(VLLM), api_key=api_key, refit=refit)
-    engine = SGLangEngine(url, admin_key=admin_key, api_key=api_key, limits=_LIMITS)
+    engine = SGLangEngine(
+        url, admin_key=admin_key, api_key=api_key, limits=_LIMITS, stream_interval=INTERVAL
+    )
     await engine.open()
     await engine.close()
     notes = Notes(facts=engine.facts, version=_version(engine))

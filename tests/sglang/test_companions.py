@@ -264,7 +264,7 @@ async def test_the_doctor_proves_a_refit_and_that_rows_join(
     before, again, other, back = found["refit by its logprobs"].seen.split(": ")[1].split(", ")
     assert before == again == back != other
     new, rows, old = map(int, re.findall(r"\d+", found["rows after a retract"].seen))
-    assert new == rows > 2 * old
+    assert new == rows > max(12, 2 * old)  # there are eight positions of the prompt
     assert "'default'" in found["left as found"].seen
 
 
