@@ -30,7 +30,9 @@ class Experiment(ScheduledRollouts, BasePPOExp):
 
 def configuration() -> SkyRLTrainConfig:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--engine", nargs="+", required=True, help="URLs of vLLM servers")
+    parser.add_argument(
+        "--engine", action="extend", nargs="+", required=True, help="URLs of vLLM servers"
+    )
     parser.add_argument("--weights", required=True, help="folder that the servers see too")
     options, of_skyrl = parser.parse_known_args()
     Experiment.directory = options.weights
