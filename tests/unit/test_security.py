@@ -70,6 +70,18 @@ REASONED = {
         "import_module of a name that is made",
     ): "modules of AReaL, which are named in the module itself",
     (
+        "aprilsched.integrations.openrlhf",
+        "import_module of a name that is made",
+    ): "modules of OpenRLHF and its packages, which are named in the module itself",
+    (
+        "aprilsched.integrations.openrlhf",
+        "imports runpy",
+    ): "OpenRLHF's own command, as `python -m` runs it",
+    (
+        "aprilsched.integrations.skyrl",
+        "import_module of a name that is made",
+    ): "modules of SkyRL and its packages, which are named in the module itself",
+    (
         "aprilsched.integrations.slime",
         "import_module of a name that is made",
     ): "modules of slime or miles, whichever has loaded this one",
@@ -93,6 +105,14 @@ REASONED = {
         "aprilsched.remote",
         "imports pickle",
     ): "exceptions that processes of one program send each other, by a pipe or by Ray",
+    (
+        "aprilsched.weights.vllm_transfer",
+        "import_module of a name that is made",
+    ): "modules of vLLM, which are named in the module itself",
+    (
+        "aprilsched.weights.vllm_transfer",
+        "imports pickle",
+    ): "it only serializes the handles of CUDA IPC, for vLLM",
     ("aprilsched.weights.tensor", "MultiprocessingSerializer"): "it only serializes, for SGLang",
 }
 """Exceptions, each with the reason why input of others cannot reach it."""
