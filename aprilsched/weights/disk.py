@@ -102,6 +102,9 @@ class VersionsOnDisk:
             _sync(path)
         if final.exists():  # The same version is prepared again after a failed refit.
             shutil.rmtree(final)
+        # A save that copies has left the times of what it copied, and a new version that looked old
+        # was deleted.
+        os.utime(writing)
         writing.rename(final)
         _sync(self.directory)
 
@@ -169,8 +172,8 @@ class DiskPublisher:
         self._loading: list[int] = []
         """The versions that engines load at the moment. With rolling refits one engine may still
         load a version when the next one is there."""
-        self._newest = 0
-        """The version that was prepared last."""
+        self._newest: tuple[int, ...] = ()
+        """The version that was prepared last, and the one that is being written."""
 
     def path(self, version: int) -> Path:
         """The path of `version`, which may not exist yet."""
@@ -188,9 +191,16 @@ class DiskPublisher:
         """
         if self._save is None:
             await self._versions.check(self.path(version))
-        else:
+            return
+        before = self._newest
+        # From now on: an engine may end its load of another version before the write has returned.
+        self._newest = (*before, version)
+        try:
             await self._versions.write(version, self._save)
-            self._newest = version
+        except BaseException:
+            self._newest = before
+            raise
+        self._newest = (version,)
 
     async def publish(
         self, version: int, engines: Sequence[Engine]
@@ -210,7 +220,7 @@ class DiskPublisher:
         finally:
             self._loading.remove(version)
         if self._save is not None and not any(outcomes.values()):
-            await self._versions.forget(version, in_use=(*self._loading, self._newest))
+            await self._versions.forget(version, in_use=(*self._loading, *self._newest))
         return outcomes
 
 

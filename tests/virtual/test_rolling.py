@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count, islice
 from pathlib import Path
@@ -30,6 +31,7 @@ from aprilsched.engines.base import Engine
 from aprilsched.engines.sim.sim_fleet import SimAdapterPublisher
 from aprilsched.engines.sim.toy_model import ContextState, ToyModel, weights_key_of_version
 from aprilsched.errors import ConfigError
+from aprilsched.weights.disk import VersionsOnDisk
 from tests.support import small
 
 pytestmark = pytest.mark.virtual_time
@@ -236,6 +238,44 @@ async def test_files_stay_from_the_moment_in_which_an_engine_is_to_load_them(
         await publisher.publish(version, [Reader("fast")])  # type: ignore[list-item]
     may_go_on.set()
     assert await first == {"slow": None}
+
+
+async def test_a_version_that_was_saved_with_old_times_is_not_the_oldest(tmp_path: Path) -> None:
+    """A copy has the times of what was copied, as `shutil.copytree` and `cp -a` make it."""
+
+    def copied(path: Path) -> None:
+        save(path, next(number))
+        os.utime(path, (0, next(times)))
+
+    number, times = iter(range(1, 9)), iter((3e9, 2e9, 1e9))
+    versions = VersionsOnDisk(tmp_path, check=lambda path: None, keep=2)
+    for version in (1, 2, 3):
+        await versions.write(version, copied)
+    await versions.forget(2)
+    assert [versions.path(version).is_dir() for version in (1, 2, 3)] == [False, True, True]
+
+
+async def test_a_version_stays_that_is_written_while_an_engine_ends_the_load_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    number = iter(range(1, 9))
+    publisher = DiskPublisher(tmp_path, lambda path: save(path, next(number)), keep=1)
+    await publisher.prepare(1)
+    write, written, may_go_on = publisher._versions.write, asyncio.Event(), asyncio.Event()
+
+    async def slow(version: int, fill: Callable[[Path], object]) -> None:
+        await write(version, fill)
+        written.set()
+        await may_go_on.wait()
+
+    monkeypatch.setattr(publisher._versions, "write", slow)
+    second = asyncio.create_task(publisher.prepare(2))
+    await written.wait()
+    assert await publisher.publish(1, [Reader("one")]) == {"one": None}  # type: ignore[list-item]
+    may_go_on.set()
+    await second
+    assert publisher.holds(2)
+    assert await publisher.publish(2, [Reader("one")]) == {"one": None}  # type: ignore[list-item]
 
 
 async def test_two_engines_that_end_their_loads_at_once_are_both_refitted(
