@@ -155,6 +155,8 @@ class VLLMPublisher:
 
     def _drop(self) -> None:
         """Leave the group behind; ending it may block."""
+        if self._client is not None:
+            self._client.given_up = True
         end, self._end, self._client = self._end, None, None
         if end is not None:
             ending = asyncio.ensure_future(in_daemon(end.shutdown, name="vllm-weights-end"))
@@ -207,6 +209,7 @@ class _Client:
         self.took: set[str] = set()
         """The engines that have ended the update with its version."""
         self.failed = asyncio.Event()
+        self.given_up = False
         self._loop = asyncio.get_running_loop()
         self._version = 0
 
@@ -253,14 +256,23 @@ class _Client:
         self.took.add(engine.name)
 
     def _each(self, call: Callable[[_Target], Awaitable[object]]) -> None:
-        outcomes = asyncio.run_coroutine_threadsafe(
-            call_each(self.engines, call), self._loop
-        ).result()
+        work = self._call(call)
+        try:
+            running = asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError:  # A thread that was given up may last longer than the loop.
+            work.close()
+            raise
+        outcomes = running.result()
         failures = {name: error for name, error in outcomes.items() if error is not None}
         if failures:
             self.outcomes |= failures
             self._loop.call_soon_threadsafe(self.failed.set)
             raise next(iter(failures.values()))
+
+    async def _call(self, call: Callable[[_Target], Awaitable[object]]) -> Mapping[str, Any]:
+        if self.given_up:  # It would label weights that came later with its own version.
+            raise RuntimeError("The transfer was given up.")
+        return await call_each(self.engines, call)
 
 
 def _source(weights: Callable[[], Iterable[tuple[str, Tensor]]]) -> Any:

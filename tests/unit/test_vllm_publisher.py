@@ -5,6 +5,7 @@ tests/vllm/test_transfer.py runs it with vLLM's own ends; here a stand-in waits 
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -68,7 +69,7 @@ class TrainerEnd:
 
     def __init__(self, info: Any, client: Any, source: Any) -> None:
         self.info, self.client, self.source = info, client, source
-        self.ended = threading.Event()
+        self.ended, self.left = threading.Event(), threading.Event()
         self.sent: list[str] = []
         self.made.append(self)
 
@@ -78,6 +79,12 @@ class TrainerEnd:
         return cls(info, client, source)
 
     def send_weights(self) -> None:
+        try:
+            self._send()
+        finally:
+            self.left.set()
+
+    def _send(self) -> None:
         self.client.start_weight_update()
         try:
             self.client.update_weights({"names": [meta.name for meta in self.source.metadata()]})
@@ -171,9 +178,27 @@ async def test_a_transfer_that_does_not_end_is_given_up(vllm: list[TrainerEnd]) 
     publisher = VLLMPublisher(weights, timeout_s=0.05)
     await publisher.publish(1, engines(engine))
     vllm[0].stuck = threading.Event()
+    vllm[0].left.clear()
     outcomes = await publisher.publish(2, engines(engine))
-    vllm[0].stuck.set()
     assert "did not end in time" in str(outcomes["one"])
+    assert await publisher.publish(3, engines(engine)) == {"one": None}
+    vllm[0].stuck.set()
+    assert await asyncio.to_thread(vllm[0].left.wait, 30)
+    assert engine.calls[-1] == ("end", 3), "the transfer that was given up labelled the engine"
+
+
+def test_a_thread_that_outlives_its_loop_ends(vllm: list[TrainerEnd]) -> None:
+    async def give_up() -> None:
+        publisher, engine = VLLMPublisher(weights, timeout_s=0.05), TransferEngine("one")
+        await publisher.publish(1, engines(engine))
+        vllm[0].stuck = threading.Event()
+        vllm[0].left.clear()
+        await publisher.publish(2, engines(engine))
+
+    asyncio.run(give_up())
+    assert vllm[0].stuck is not None
+    vllm[0].stuck.set()
+    assert vllm[0].left.wait(30)  # What it leaves behind unawaited fails the test by pytest's rules.
 
 
 async def test_no_weights_are_the_callers_mistake() -> None:
