@@ -37,7 +37,7 @@ async def check_engines(
     if not engines:
         raise ConfigError("the fleet has no engines; give at least one.")
     for engine in engines:
-        _check_engine(engine, config, engines)
+        _check_engine(engine, config, engines[:1])
     # A run that was killed may have left its engines paused. Continuing a running engine is
     # harmless.
     await asyncio.gather(*(engine.resume() for engine in engines))
@@ -99,7 +99,7 @@ def _check_engine(engine: Engine, config: SchedulerConfig, fleet: Iterable[Engin
     for other in fleet:
         if _program(other) != _program(engine):
             raise ConfigError(
-                f"{other.name} is {other.capabilities.server} and {engine.name} {able.server}, "
+                f"{engine.name} is {able.server} and {other.name} {other.capabilities.server}, "
                 "which give one token different log-probabilities; use engines of one program."
             )
     exact = able.version_spans or config.allow_inexact_versions

@@ -58,14 +58,6 @@ class PromptSource:
                 "Prompt."
             )
 
-    def check(self, prompt: object) -> Prompt:
-        """`prompt`, if a group can be launched for it.
-
-        Raises:
-            ConfigError: if it cannot.
-        """
-        return checked(prompt, self._group_size, self._refill, self.companions)
-
     def must_be_storable(self) -> None:
         """Refuse prompts whose metadata a store cannot save, from now on."""
         self._storable = True
@@ -124,7 +116,7 @@ class PromptSource:
                     raise self._raised
                 return None
             self._raised = None
-            usable = self.check(prompt)
+            usable = checked(prompt, self._group_size, self._refill, self.companions)
             if self._storable:
                 check_storable(usable)
         except ConfigError as error:

@@ -78,6 +78,7 @@ class ResponseReader:
         self.max_tokens = request.sampling.max_new_tokens
         self._context = len(request.input_ids)
         self._companions = request.companions
+        self._of_tokens = [each for each, _ in request.companions if each.per == "token"]
         self.first_version = first_version
         self.held: int = 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, ClassVar
 
@@ -144,6 +145,7 @@ class GatewaySettings:
         return {f"{_RETURN}{each.name}": each for each in found}
 
 
+@cache
 def _companion(field: str) -> Companion | None:
     """The companion that a field of a request asks for, if it asks for one."""
     written = field.removeprefix(_RETURN)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -26,6 +26,18 @@ def check_fixed_groups(config: SchedulerConfig, trainer: str) -> None:
             f'retries.member is "shrink", and {trainer} takes groups of one size; set "again" or '
             '"drop_group".'
         )
+
+
+def refuse(settings: Mapping[str, tuple[object, str]]) -> None:
+    """Refuse those of a trainer's settings, by their names, that are set; each comes with the
+    reason.
+
+    Raises:
+        ConfigError: if one is.
+    """
+    for name, (present, why) in settings.items():
+        if present:
+            raise ConfigError(f"{name} is set, and {why}; leave it out.")
 
 
 def check_replay(

@@ -32,7 +32,7 @@ from aprilsched.coordinator import PromptQueue, RolloutScheduler, Turn
 from aprilsched.engines.base import Fleet
 from aprilsched.errors import ConfigError
 from aprilsched.extras import extra
-from aprilsched.integrations import check_fixed_groups
+from aprilsched.integrations import check_fixed_groups, refuse
 from aprilsched.integrations.pushed import NOT_TOKENIZED
 from aprilsched.sampling import sampling_params
 from aprilsched.telemetry.base import AnyListener
@@ -411,6 +411,4 @@ def _check(args: Any) -> None:
         "vllm.enable_sleep": (args.vllm.enable_sleep, "the servers have GPUs of their own"),
         "ds.lora.rank": (args.ds.lora.rank, "the servers load whole models"),
     }
-    for name, (present, why) in refused.items():
-        if present:
-            raise ConfigError(f"{name} is set, and {why}; leave it out.")
+    refuse(refused)

@@ -6,6 +6,7 @@ of each whether it was delivered or has failed.
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import numpy as np
 
 from aprilsched.config import Pool, SchedulerConfig
+from aprilsched.coordinator import RolloutScheduler
 from aprilsched.core.messages.facts import (
     BatchDelivered,
     Fact,
@@ -22,9 +24,14 @@ from aprilsched.core.messages.facts import (
     PromptRefused,
 )
 from aprilsched.core.policies.schedule import OverProvision
+from aprilsched.errors import RefitError
+from aprilsched.types import Batch
 
 NOT_TOKENIZED = np.zeros(1, dtype=np.int32)
 """Token ids of a prompt whose agent loop makes the real ones."""
+
+_LOOK_S = 1.0
+"""Seconds between two looks for whole weights."""
 
 KeyT = TypeVar("KeyT", bound=Hashable)
 
@@ -54,6 +61,16 @@ def as_pushed(config: SchedulerConfig, **changes: Any) -> SchedulerConfig:
         pace="asynchronous",
         **changes,
     )
+
+
+async def next_batch(scheduler: RolloutScheduler) -> Batch:
+    """The next batch, also if that is after the next update: until then no server may have whole
+    weights."""
+    while True:
+        try:
+            return await scheduler.next_batch()
+        except RefitError:
+            await asyncio.sleep(_LOOK_S)
 
 
 class PushedGroups(Generic[KeyT]):

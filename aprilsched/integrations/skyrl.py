@@ -25,7 +25,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 
@@ -33,10 +33,10 @@ from aprilsched.config import SchedulerConfig
 from aprilsched.coordinator import PromptQueue, RolloutScheduler, Turn
 from aprilsched.engines.base import Fleet
 from aprilsched.engines.vllm.engine import VLLMFleet
-from aprilsched.errors import ConfigError, RefitError
+from aprilsched.errors import ConfigError
 from aprilsched.extras import extra
-from aprilsched.integrations import check_fixed_groups
-from aprilsched.integrations.pushed import NOT_TOKENIZED, PushedGroups, as_pushed
+from aprilsched.integrations import check_fixed_groups, refuse
+from aprilsched.integrations.pushed import NOT_TOKENIZED, PushedGroups, as_pushed, next_batch
 from aprilsched.sampling import sampling_params
 from aprilsched.telemetry.base import AnyListener
 from aprilsched.types import Batch, Prompt, SamplingParams, Score
@@ -257,13 +257,9 @@ class Generator:
         """Tell every group that is complete, until the scheduler ends."""
         try:
             while True:
-                try:
-                    batch = await self.scheduler.next_batch()
-                except RefitError:  # Until the next update, no server has whole weights.
-                    await asyncio.sleep(1)
-                    continue
-                for group in batch.groups:
-                    self._groups.open.discard(number := _number(group.prompt))
+                for group in (await next_batch(self.scheduler)).groups:
+                    number = cast("int", group.prompt.key)
+                    self._groups.open.discard(number)
                     self._end(number)
         except Exception as error:
             for number in tuple(self._waiting):
@@ -287,11 +283,6 @@ class Generator:
             done.set_result(None)
         else:
             done.set_exception(error)
-
-
-def _number(prompt: Prompt) -> int:
-    assert isinstance(prompt.key, int)  # noqa: S101
-    return prompt.key
 
 
 class _Client:
@@ -375,6 +366,4 @@ def _check(cfg: Any, own: SchedulerConfig) -> None:
             "vLLM's routed experts are not passed on",
         ),
     }
-    for name, (present, why) in refused.items():
-        if present:
-            raise ConfigError(f"{name} is set, and {why}; leave it out.")
+    refuse(refused)

@@ -31,15 +31,16 @@ import numpy as np
 from aprilsched.config import SchedulerConfig
 from aprilsched.coordinator import PromptQueue, RolloutScheduler, Turn
 from aprilsched.engines.sglang.http_engine import SGLangListedFleet
-from aprilsched.errors import ConfigError, RefitError
+from aprilsched.errors import ConfigError
 from aprilsched.extras import extra
 from aprilsched.integrations import (
     check_fixed_groups,
     check_replay,
     images_of,
     one_placeholder_each,
+    refuse,
 )
-from aprilsched.integrations.pushed import NOT_TOKENIZED, PushedGroups, as_pushed
+from aprilsched.integrations.pushed import NOT_TOKENIZED, PushedGroups, as_pushed, next_batch
 from aprilsched.sampling import sampling_params
 from aprilsched.telemetry.base import AnyListener
 from aprilsched.types import Prompt, SamplingParams, Score
@@ -421,12 +422,7 @@ class _Scheduler(_Worker):
         """Tell the TransferQueue of every group that is complete, until the scheduler ends."""
         try:
             while True:
-                try:
-                    batch = await self._rollouts.next_batch()
-                except RefitError:  # Until the next update, no server has whole weights.
-                    await asyncio.sleep(_POLL_S)
-                    continue
-                for group in batch.groups:
+                for group in (await next_batch(self._rollouts)).groups:
                     await self._finish(cast("str", group.prompt.key), False)
         except Exception:
             # verl would wait for ever for a group that is neither finished nor failed.
@@ -504,9 +500,7 @@ def _settings(config: Any, own: SchedulerConfig) -> SchedulerConfig:
             "requests would not name the adapter; set model.lora.merge=True",
         ),
     }
-    for name, (present, why) in refused.items():
-        if present:
-            raise ConfigError(f"{name} is set, and {why}; leave it out.")
+    refuse(refused)
     if rollout.get("enable_rollout_routing_replay"):
         check_replay(own, "actor_rollout_ref.rollout.enable_rollout_routing_replay")
     check_fixed_groups(own, "verl")

@@ -169,11 +169,11 @@ class DiskPublisher:
     ) -> None:
         self._versions = VersionsOnDisk(directory, check=_check_checkpoint, keep=keep)
         self._save = save
-        self._loading: list[int] = []
-        """The versions that engines load at the moment. With rolling refits one engine may still
-        load a version when the next one is there."""
-        self._newest: tuple[int, ...] = ()
-        """The version that was prepared last, and the one that is being written."""
+        self._in_use: list[int] = []
+        """The versions that are written or loaded at the moment. With rolling refits one engine may
+        still load a version when the next one is there."""
+        self._newest = 0
+        """The version that was prepared last."""
 
     def path(self, version: int) -> Path:
         """The path of `version`, which may not exist yet."""
@@ -192,15 +192,13 @@ class DiskPublisher:
         if self._save is None:
             await self._versions.check(self.path(version))
             return
-        before = self._newest
         # From now on: an engine may end its load of another version before the write has returned.
-        self._newest = (*before, version)
+        self._in_use.append(version)
         try:
             await self._versions.write(version, self._save)
-        except BaseException:
-            self._newest = before
-            raise
-        self._newest = (version,)
+            self._newest = version
+        finally:
+            self._in_use.remove(version)
 
     async def publish(
         self, version: int, engines: Sequence[Engine]
@@ -213,14 +211,14 @@ class DiskPublisher:
         path = self.path(version)
         # Before the check, which takes a thread: another engine may end its load meanwhile, and
         # what nobody loads is deleted.
-        self._loading.append(version)
+        self._in_use.append(version)
         try:
             await self._versions.check(path)
             outcomes = await call_each(engines, lambda engine: _update(engine, path, version))
         finally:
-            self._loading.remove(version)
+            self._in_use.remove(version)
         if self._save is not None and not any(outcomes.values()):
-            await self._versions.forget(version, in_use=(*self._loading, *self._newest))
+            await self._versions.forget(version, in_use=(*self._in_use, self._newest))
         return outcomes
 
 

@@ -36,7 +36,6 @@ class ChunkAssembler(ResponseReader):
 
     def __init__(self, engine: str, request: GenerationRequest, *, first_version: int = 0) -> None:
         super().__init__(engine, request, first_version=first_version)
-        self._of_tokens = [each for each, _ in request.companions if each.per == "token"]
         self._media = bool(request.media)
         self._keep = request.sampling.keep
         self._label: tuple[str | None, int | None] = (None, None)

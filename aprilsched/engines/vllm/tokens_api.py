@@ -122,7 +122,7 @@ class EventReader(ResponseReader):
             logprobs=np.array([token.logprob for token in sampled], np.float32),
             finish=finish,
             spans=None if finish is None else self._spans(choice.weight_versions),
-            token_rows=self._token_rows(choice, len(tokens)) if self._companions else None,
+            token_rows=self._token_rows(choice, len(tokens)) if self._of_tokens else None,
             context_rows=self._rows_of_context(choice) if finish and self._companions else None,
             prompt_tokens=None if usage is None else usage.prompt_tokens,
         )
@@ -130,10 +130,11 @@ class EventReader(ResponseReader):
     def _token_rows(self, choice: Choice, tokens: int) -> dict[str, Rows]:
         """The rows of the new tokens, for each companion of tokens."""
         masks = choice.sampling_mask or []
-        wanted = [companion for companion, _ in self._companions if companion.per == "token"]
-        if wanted and len(masks) != tokens:
+        if len(masks) != tokens:
             raise self._broken(f"sent {len(masks)} sampling masks for {tokens} tokens")
-        return {companion.name: Rows.ragged(masks, companion.dtype) for companion in wanted}
+        return {
+            companion.name: Rows.ragged(masks, companion.dtype) for companion in self._of_tokens
+        }
 
     def _rows_of_context(self, choice: Choice) -> dict[str, Rows]:
         """The rows from the first missing one on, for each companion of the context."""
