@@ -198,7 +198,8 @@ def test_a_thread_that_outlives_its_loop_ends(vllm: list[TrainerEnd]) -> None:
     asyncio.run(give_up())
     assert vllm[0].stuck is not None
     vllm[0].stuck.set()
-    assert vllm[0].left.wait(30)  # What it leaves behind unawaited fails the test by pytest's rules.
+    # What it leaves behind unawaited fails the test by the rules of pytest.
+    assert vllm[0].left.wait(30)
 
 
 async def test_no_weights_are_the_callers_mistake() -> None:
