@@ -31,13 +31,9 @@ def sglang_server(
     models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[CpuServer]:
     """A server without keys."""
-    server = CpuServer(models[0], tmp_path_factory.mktemp("server") / "log.txt")
-    try:
-        server.start()
+    with CpuServer(models[0], tmp_path_factory.mktemp("server") / "log.txt") as server:
         server.wait_ready()
         yield server
-    finally:
-        server.stop()
 
 
 @pytest.fixture(scope="session")
@@ -46,12 +42,8 @@ def second_server(
 ) -> Iterator[CpuServer]:
     """A server with metrics that needs :data:`ADMIN_KEY` for control; it may not be ready yet."""
     log = tmp_path_factory.mktemp("second") / "log.txt"
-    server = CpuServer(models[0], log, "--admin-api-key", ADMIN_KEY, "--enable-metrics")
-    try:
-        server.start()
+    with CpuServer(models[0], log, "--admin-api-key", ADMIN_KEY, "--enable-metrics") as server:
         yield server
-    finally:
-        server.stop()
 
 
 @pytest.fixture(scope="session")

@@ -109,13 +109,9 @@ def main() -> None:
         folder = Path(place)
         first, second = (write_model(folder / name, seed=seed) for seed, name in enumerate("ab"))
         for form, kind in (("cumulative", Cumulative), ("incremental", CpuServer)):
-            server = kind(first, folder / f"{form}.txt")
-            server.start()
-            try:
+            with kind(first, folder / f"{form}.txt") as server:
                 server.wait_ready()
                 asyncio.run(record(server, form, second))
-            finally:
-                server.stop()
             print(form, file=sys.stderr)
 
 

@@ -17,6 +17,7 @@ import socket
 import subprocess
 import time
 from pathlib import Path
+from typing import Self
 
 __all__ = [
     "CpuServer",
@@ -101,7 +102,7 @@ def write_model(
 
 
 class CpuServer:
-    """One server, from :meth:`start` to :meth:`stop`."""
+    """One server, from :meth:`start` to :meth:`stop`, or for a ``with`` block."""
 
     ready_path = "/ready"
     """It answers 200 when the server can be used."""
@@ -117,6 +118,14 @@ class CpuServer:
     def url(self) -> str:
         """Where it listens."""
         return f"http://127.0.0.1:{self.port}"
+
+    def __enter__(self) -> Self:
+        """Start; :meth:`wait_ready` waits until it can be used."""
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
 
     def start(self) -> None:
         """Start the process; :meth:`wait_ready` waits for it."""

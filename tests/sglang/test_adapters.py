@@ -57,13 +57,9 @@ def lora_server(
     models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[CpuServer]:
     """A server that accepts adapters."""
-    server = CpuServer(models[0], tmp_path_factory.mktemp("lora") / "log.txt", *LORA)
-    try:
-        server.start()
+    with CpuServer(models[0], tmp_path_factory.mktemp("lora") / "log.txt", *LORA) as server:
         server.wait_ready()
         yield server
-    finally:
-        server.stop()
 
 
 @pytest.fixture

@@ -38,13 +38,9 @@ def rounding_server(
 ) -> Iterator[CpuServer]:
     """A server that computes in bfloat16."""
     log = tmp_path_factory.mktemp("rounding") / "log.txt"
-    server = CpuServer(models[0], log, "--dtype", "bfloat16")
-    try:
-        server.start()
+    with CpuServer(models[0], log, "--dtype", "bfloat16") as server:
         server.wait_ready()
         yield server
-    finally:
-        server.stop()
 
 
 def perturbed(model: Path, folder: Path) -> Path:

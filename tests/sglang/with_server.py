@@ -20,16 +20,12 @@ def main() -> int:
     model, log, *command = sys.argv[1:]
     flags = list(takewhile(lambda part: part.startswith("--"), command))
     Path(log).parent.mkdir(parents=True, exist_ok=True)
-    server = CpuServer(Path(model).resolve(), Path(log).resolve(), *flags)
     print("a SGLang server starts on the CPU, which takes about half a minute", file=sys.stderr)
-    server.start()
-    try:
+    with CpuServer(Path(model).resolve(), Path(log).resolve(), *flags) as server:
         server.wait_ready()
         return subprocess.call(
             [part.replace("{engine}", server.url) for part in command[len(flags) :]]
         )
-    finally:
-        server.stop()
 
 
 if __name__ == "__main__":

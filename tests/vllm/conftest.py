@@ -61,17 +61,13 @@ def vllm_server(
     models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[VLLMServer]:
     """A server without keys, which takes weights by vLLM's own transfer too."""
-    server = VLLMServer(
+    with VLLMServer(
         models[0],
         tmp_path_factory.mktemp("server") / "log.txt",
         *("--weight-transfer-config", '{"backend": "nccl"}'),
-    )
-    try:
-        server.start()
+    ) as server:
         server.wait_ready()
         yield server
-    finally:
-        server.stop()
 
 
 @pytest.fixture(scope="session")
@@ -79,17 +75,13 @@ def second_server(
     models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[VLLMServer]:
     """A server with LoRA, a key and logprobs of the sampled distribution; it may not be ready."""
-    server = VLLMServer(
+    with VLLMServer(
         models[0],
         tmp_path_factory.mktemp("second") / "log.txt",
         *("--api-key", KEY, "--logprobs-mode", "processed_logprobs"),
         *("--enable-lora", "--max-lora-rank", "8", "--max-loras", "4"),
-    )
-    try:
-        server.start()
+    ) as server:
         yield server
-    finally:
-        server.stop()
 
 
 @pytest.fixture(scope="session")

@@ -63,9 +63,9 @@ async def record(
 
 
 async def main(folder: Path) -> None:
-    server = VLLMServer(write_model(folder / "model", python=server_python()), folder / "log.txt")
-    try:
-        server.start()
+    with VLLMServer(
+        write_model(folder / "model", python=server_python()), folder / "log.txt"
+    ) as server:
         await asyncio.to_thread(server.wait_ready)
         async with aiohttp.ClientSession(server.url) as session:
             await record(session, "length", 40, 3, None)
@@ -73,8 +73,6 @@ async def main(folder: Path) -> None:
             await record(session, "refused", 40, 9000, None)
             await record(session, "abort", 4000, 3, abort)
             await record(session, "refit", 64, 3, refit)
-    finally:
-        server.stop()
 
 
 if __name__ == "__main__":
