@@ -122,7 +122,8 @@ _RULES: dict[str, Rule] = {
     **{f"engines.{name}": rule(SHARED) for name in ("fleet", "server", "stream")},
     **{
         f"engines.{name}": rule(f"{SHARED} engines.{name} extras loop_thread")
-        for name in ("sglang", "vllm")
+        for name in (folder.name for folder in PACKAGE.glob("engines/[!_]*/"))
+        if name != "sim"
     },
     # Which settings need what an engine cannot do.
     "doctor": rule("companions core.policies.straggler doctor engines errors types"),

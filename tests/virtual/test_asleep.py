@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from aprilsched import ExternalWeights, RolloutScheduler, SimFleet, SimPublisher
+from aprilsched.core.policies.straggler import BEHAVIOURS
 from aprilsched.engines.sim import SimAdapterPublisher
 from aprilsched.errors import ConfigError, RefitError
 from aprilsched.types import Batch, Prompt, SamplingParams
@@ -140,7 +141,7 @@ async def test_adapters_come_in_without_a_pause_and_leave_with_their_last_reques
 
 
 @pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
-@pytest.mark.parametrize("straggler", ["retract", "in_place", "abort", "run", "choose"])
+@pytest.mark.parametrize("straggler", BEHAVIOURS)
 async def test_a_full_model_comes_after_adapters_and_no_request_has_both(straggler: str, pace: str):
     fleet = SimFleet(2)
 

@@ -27,6 +27,7 @@ from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
 from aprilsched.core.policies.refill import Wave
 from aprilsched.core.policies.schedule import FixedRatio, Objective, Schedule
+from aprilsched.core.policies.straggler import BEHAVIOURS
 from aprilsched.engines.sim import SimConfig
 from aprilsched.errors import ConfigError, PromptsExhausted
 from aprilsched.planning import Planner
@@ -314,7 +315,7 @@ _DEFERRING = ("rollpacker", "on_policy")
 
 
 @pytest.mark.parametrize("name", PRESETS)
-@pytest.mark.parametrize("straggler", ["retract", "in_place", "abort", "run", "choose"])
+@pytest.mark.parametrize("straggler", BEHAVIOURS)
 def test_a_preset_leaves_the_straggler_rule_alone(name: str, straggler: str) -> None:
     before = config(over_provision=1.5, straggler=straggler)
     if name in _DEFERRING and straggler not in ("retract", "abort"):

@@ -21,6 +21,7 @@ from aprilsched import (
     TurnOutput,
 )
 from aprilsched.coordinator.episodes import Episode
+from aprilsched.core.policies.straggler import BEHAVIOURS
 from aprilsched.core.state.ledger import Reason
 from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import EpisodeError, RunGivenUp
@@ -130,7 +131,7 @@ async def with_timeouts(turn: Turn, prompt: Prompt) -> float:
     return float(len(part.token_ids) + len(last.token_ids))
 
 
-@pytest.mark.parametrize("straggler", ["retract", "in_place", "abort", "run", "choose"])
+@pytest.mark.parametrize("straggler", BEHAVIOURS)
 @pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
 async def test_a_turn_that_timed_out_is_called_back_and_its_tokens_are_kept(
     straggler: str, pace: Any
@@ -157,7 +158,7 @@ async def test_a_turn_that_timed_out_is_called_back_and_its_tokens_are_kept(
         check_tokens(rollouts)
 
 
-@pytest.mark.parametrize("straggler", ["retract", "in_place", "abort", "run", "choose"])
+@pytest.mark.parametrize("straggler", BEHAVIOURS)
 async def test_a_turn_that_timed_out_and_was_not_looked_at_is_dropped_and_counted(straggler: str):
     async def asks_again(turn: Turn, prompt: Prompt) -> float:
         sampling = SamplingParams(max_new_tokens=100, temperature=0, ignore_eos=True)

@@ -24,6 +24,7 @@ from aprilsched.core.messages import events as ev
 from aprilsched.core.messages.facts import ScheduleChanged
 from aprilsched.core.policies.refill import Pool, Refill, Wave
 from aprilsched.core.policies.schedule import FixedRatio, Pace, Schedule
+from aprilsched.core.policies.straggler import BEHAVIOURS
 from aprilsched.engines.sim import run_virtual
 from aprilsched.planning import Planner
 from aprilsched.runs.setup import remainder
@@ -83,7 +84,7 @@ class Watching(Checking):
             )
 
 
-@pytest.mark.parametrize("straggler", ["retract", "in_place", "abort", "run", "choose"])
+@pytest.mark.parametrize("straggler", BEHAVIOURS)
 @pytest.mark.parametrize("every", [7, 61])
 def test_the_pace_changes_amid_a_run_and_everything_is_delivered_once(
     straggler: str, every: int
