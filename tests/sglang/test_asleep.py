@@ -22,7 +22,7 @@ from tests.sglang.server import CpuServer
 STEPS = 5
 
 
-@pytest.mark.parametrize("straggler", ["retract", "abort"])
+@pytest.mark.parametrize("straggler", ["retract", pytest.param("abort", marks=pytest.mark.long)])
 async def test_stragglers_sleep_through_a_training_step_and_end_on_the_new_weights(
     clean_server: CpuServer, models: tuple[Path, Path], tmp_path: Path, straggler: StragglerRule
 ):

@@ -61,7 +61,7 @@ RULES: dict[str, tuple[StragglerRule, dict[str, Any]]] = {
     "choose": ("choose", {"dispatch": Dispatch(order="longest")}),
     "rolling": ("run", {"pace": "asynchronous", "refit": "rolling", "refill": Pool(together=1)}),
 }
-LONG = ("in place", "run", "choose")
+LONG = ("abort", "in place", "run", "choose", "rolling")
 OF_ONE_VERSION = ("run", "rolling")
 TRIES = 4
 """Number of runs until one has rollouts of several versions. On a busy machine the long responses

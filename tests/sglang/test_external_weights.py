@@ -230,7 +230,12 @@ async def test_the_trainer_pauses_and_continues_the_servers_itself_while_the_sch
 
 @pytest.mark.parametrize(
     ("mode", "straggler"),
-    [("retract", "retract"), ("abort", "retract"), ("abort", "abort"), ("in_place", "in_place")],
+    [
+        ("retract", "retract"),
+        pytest.param("abort", "retract", marks=pytest.mark.long),
+        pytest.param("abort", "abort", marks=pytest.mark.long),
+        pytest.param("in_place", "in_place", marks=pytest.mark.long),
+    ],
 )
 async def test_a_foreign_update_in_mid_generation_is_followed_without_a_word(
     clean_pair: tuple[CpuServer, CpuServer],

@@ -351,17 +351,21 @@ def modelled(kv_tokens: int) -> SimConfig:
     ("straggler", "changes"),
     [
         ("retract", {"over_provision": 1.25}),
-        ("retract", {"over_provision": 2.0}),
+        pytest.param("retract", {"over_provision": 2.0}, marks=pytest.mark.long),
         ("retract", {"over_provision": 1.25, "refill": "pool"}),
         ("retract", {"over_provision": 1.625, "refill": "buckets"}),
         ("in_place", {"over_provision": 1.25}),
-        ("in_place", {"over_provision": 2.0}),
-        ("in_place", {"over_provision": 1.25, "refill": "pool"}),
+        pytest.param("in_place", {"over_provision": 2.0}, marks=pytest.mark.long),
+        pytest.param(
+            "in_place", {"over_provision": 1.25, "refill": "pool"}, marks=pytest.mark.long
+        ),
         ("run", {"over_provision": 1.25}),
         ("retract", {"over_provision": 1.5, "kv": 100_000}),
-        ("in_place", {"over_provision": 1.25, "kv": 100_000}),
+        pytest.param("in_place", {"over_provision": 1.25, "kv": 100_000}, marks=pytest.mark.long),
         ("retract", {"over_provision": 1.5, "stop": Tokens(250_000)}),
-        ("retract", {"over_provision": 1.5, "stop": Samples(100)}),
+        pytest.param(
+            "retract", {"over_provision": 1.5, "stop": Samples(100)}, marks=pytest.mark.long
+        ),
     ],
     ids=str,
 )
@@ -385,13 +389,24 @@ def test_a_trial_does_what_the_simulation_does(straggler: str, changes: dict[str
     [
         (20.0, False, {"over_provision": 1.25}),
         (20.0, True, {"over_provision": 1.25}),
-        (20.0, False, {"over_provision": 1.0, "pace": "asynchronous"}),
+        pytest.param(
+            20.0, False, {"over_provision": 1.0, "pace": "asynchronous"}, marks=pytest.mark.long
+        ),
         (20.0, False, {"refill": Pool(together=1), "max_staleness": 4, "pace": "asynchronous"}),
         (5.0, False, {"over_provision": 2.0, "refill": "pool", "pace": "asynchronous"}),
-        (20.0, True, {"over_provision": 1.0, "refill": "pool", "pace": "asynchronous"}),
-        (20.0, True, {"over_provision": 1.0, "pace": "asynchronous"}),
+        pytest.param(
+            20.0,
+            True,
+            {"over_provision": 1.0, "refill": "pool", "pace": "asynchronous"},
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            20.0, True, {"over_provision": 1.0, "pace": "asynchronous"}, marks=pytest.mark.long
+        ),
         (60.0, False, {"refill": "pool", "pace": "asynchronous", "straggler": "in_place"}),
-        (5.0, False, {"over_provision": 1.5, "straggler": "run"}),
+        pytest.param(
+            5.0, False, {"over_provision": 1.5, "straggler": "run"}, marks=pytest.mark.long
+        ),
         (5.0, False, {"over_provision": 1.5, "pace": "asynchronous", "straggler": "run"}),
     ],
     ids=str,
@@ -416,8 +431,10 @@ def test_a_trial_takes_the_time_of_whole_steps(
     ("engines", "train_seconds", "changes", "near"),
     [
         (1, 0.0, {"over_provision": 1.5, "refill": "pool", "kv": 100_000}, 0.02),
-        (4, 0.0, {"over_provision": 1.5, "refill": "pool"}, 0.04),
-        (4, 20.0, {"over_provision": 1.0}, 0.005),
+        pytest.param(
+            4, 0.0, {"over_provision": 1.5, "refill": "pool"}, 0.04, marks=pytest.mark.long
+        ),
+        pytest.param(4, 20.0, {"over_provision": 1.0}, 0.005, marks=pytest.mark.long),
         (16, 5.0, {"over_provision": 1.25, "refill": "pool", "max_staleness": 4}, 0.04),
     ],
     ids=str,

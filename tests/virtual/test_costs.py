@@ -27,6 +27,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "few at once": {"refill": Pool()},
     "rolling": ROLLING,
 }
+AT_LENGTH = ("finish", "few at once")
 
 
 def calls(name: str, *, engines: int, in_flight: int) -> float:
@@ -67,7 +68,10 @@ def calls(name: str, *, engines: int, in_flight: int) -> float:
     return (end - begin) / (after - before)
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.long] * (name in AT_LENGTH)) for name in POLICIES],
+)
 def test_a_rollout_costs_the_same_in_a_large_fleet(name: str) -> None:
     cost = calls(name, engines=16, in_flight=256)
     # As many on each engine, but for the first: an update calls each engine some times.

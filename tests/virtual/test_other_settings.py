@@ -174,7 +174,16 @@ def pairs() -> Iterator[tuple[str, str]]:
         yield "buckets", name
 
 
-SOME = list(dict.fromkeys(pairs()))
+def chosen(name: str) -> bool:
+    """Whether schedules are chosen, which takes seconds."""
+    return SETTINGS[name].get("over_provision") == "auto"
+
+
+SOME = [
+    pair
+    for pair in dict.fromkeys(pairs())
+    if not any(map(chosen, pair)) or pair[0] == "buckets" or pair[1] == "plain"
+]
 OTHERS = [pair for pair in permutations(SETTINGS, 2) if pair not in SOME]
 
 

@@ -216,11 +216,11 @@ AT_LENGTH = [
     "wave",
     pytest.param("pool", marks=pytest.mark.long),
     pytest.param("abort", marks=pytest.mark.long),
-    "buckets",
+    pytest.param("buckets", marks=pytest.mark.long),
     pytest.param("mixed", marks=pytest.mark.long),
 ]
-"""Of a property that only many batches show: the plainest schedule, and the one that chooses by
-length; the others at length. One drained run shows of each that all is delivered as drawn."""
+"""Of a property that only many batches show: the plainest schedule; the others at length. One
+drained run shows of each that all is delivered as drawn."""
 
 
 # --- 1. conservation -----------------------------------------------------------------------------
@@ -350,6 +350,7 @@ def test_the_first_of_each_group_fail():
     assert found["mean"].high < -0.05
 
 
+@pytest.mark.long
 def test_evicting_the_stale_fails():
     run = outcome(batches=50, max_staleness=Staleness(1, rule="evict"))
     assert run.evicted
@@ -468,6 +469,7 @@ def drawn_again(preset: str, responses: float = 1.0) -> tuple[Again, RunSummary]
     return listener, summary.result(remainder(simulation.state), clock="virtual")
 
 
+@pytest.mark.long
 def test_prompts_that_are_chosen_by_other_draws_than_those_delivered_are_unbiased():
     run, summary = drawn_again("on_policy")
     estimate, error = run.bias()
@@ -510,6 +512,7 @@ def test_the_live_bias_counts_what_was_generated_again_from_where_it_was_stopped
     assert delivered / everything.mean() - 1 < estimate - 0.06
 
 
+@pytest.mark.long
 def test_racing_responses_censor_and_the_ledger_says_by_how_much():
     """On top of the race of groups, which is the run that this one is compared with."""
     groups_alone = drawn_again("rollpacker")[0].bias()[0]
