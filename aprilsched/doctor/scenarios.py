@@ -85,8 +85,6 @@ async def _proofs(engine: SGLangEngine, client: Client, notes: Notes, folder: st
         await client.idle(LEFT_SECONDS)
         amid = engine.capabilities.flush_while_paused
         await prove(engine, folder, notes.refit, companion if amid else None)
-        label = {"new_version": notes.facts.label, "abort_all_requests": False}
-        await client.post("update_weight_version", label)
 
 
 def _version(engine: SGLangEngine) -> tuple[int, int, int]:

@@ -288,6 +288,22 @@ async def test_a_refit_is_proved_and_taken_back(server: SimServer, two: tuple[Pa
     assert "'default'" in found["left as found"].seen
 
 
+@pytest.mark.parametrize("label", ["0", "1"], ids=["its own weights", "the other weights"])
+async def test_an_interrupted_refit_is_taken_back(
+    server: SimServer, two: tuple[Path, Path], label: str
+):
+    async with Raw(server.url) as raw:
+        key, batcher = server.engine.batcher.weights_key, server.engine.batcher
+        task = asyncio.create_task(examine(server.url, refit=str(two[1])))
+        while (await raw.get("/model_info"))[1]["weight_version"] != label:
+            assert not task.done()
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+        assert (await raw.get("/model_info"))[1]["weight_version"] == "default"
+    assert (batcher.weights_key, batcher.paused) == (key, None)
+
+
 async def test_a_refit_that_changes_no_token_fails(
     server: SimServer, two: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ):
