@@ -7,6 +7,7 @@ import contextlib
 import uuid
 from base64 import b64decode
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 import msgspec
 
@@ -159,7 +160,9 @@ async def responses(client: Client, notes: Notes) -> None:
 async def companions(client: Client, notes: Notes) -> None:
     """Ask for all that it says it can return beside tokens."""
     if not notes.paused_before:
-        asked = {f"return_{name}": True for name in notes.returns}
+        asked: dict[str, Any] = {f"return_{name}": True for name in notes.returns}
+        if notes.last_hidden:
+            asked["return_hidden_states"] = "last"
         notes.returned = (await client.whole(SHORT, **asked))["meta_info"]
 
 
