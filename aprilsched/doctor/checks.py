@@ -132,6 +132,12 @@ class Notes:
         return self.facts.capabilities.companions | hidden
 
     @property
+    def last_hidden(self) -> bool:
+        """Whether it returns the hidden states of the last token alone, and refuses a request for
+        all."""
+        return self.info.get("return_hidden_states_mode") == "last"
+
+    @property
     def simulated(self) -> bool:
         """Whether the server says that it is a simulated engine."""
         return bool(self.info.get("simulated", False))
@@ -409,6 +415,8 @@ def companions(notes: Notes) -> Verdict:
     came = {name for name in RETURNED if told.get(name) or told.get(f"output_token_{name}")}
     lacks = ", ".join(f"{name} ({needs})" for name, needs in RETURNED.items() if name not in came)
     seen = f"{', '.join(sorted(came)) or 'nothing'} came" + (f", not {lacks}" if lacks else "")
+    if notes.last_hidden:
+        seen += "; hidden_states of the last token alone (--return-hidden-states-mode)"
     if missing := notes.returns - came:
         return failed(f"{seen}: it says that it returns {', '.join(sorted(missing))}", _RESTART)
     return passed(seen)

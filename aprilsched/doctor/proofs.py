@@ -146,7 +146,8 @@ async def prove(
     engine: ServerEngine, folder: str, noted: RefitNotes, companion: Companion | None = None
 ) -> None:
     """Load the server's own folder, `folder` with other weights of the model, and its own again,
-    and note the responses between. Whatever happens, its own weights are loaded at the end.
+    and note the responses between. Whatever happens, its own weights are loaded at the end, under
+    the label that they had.
 
     With a `companion`, its routed experts, the other weights are loaded in a retract amid a
     response.
@@ -160,25 +161,41 @@ async def prove(
     noted.why_not = None
     own = Path(engine.facts.model_path)
     noted.responses.append(await Response(engine, _SHORT).end())
-    await _load(engine, own, 0)
+    try:
+        await _load(engine, own, 0)
+        noted.responses.append(await Response(engine, _SHORT).end())
+        older = await _refit(engine, Path(folder), noted, companion)
+    finally:
+        await despite_cancellation(_take_back(engine, own))
     noted.responses.append(await Response(engine, _SHORT).end())
+    if companion is not None:
+        noted.rows.append(await _routed(engine, older, companion))
+
+
+async def _refit(
+    engine: ServerEngine, folder: Path, noted: RefitNotes, companion: Companion | None
+) -> Int32Array:
+    """Load the other weights, amid a response where there is a `companion`; returns the context
+    that it had then."""
     amid = Response(engine, _LONG if companion else 1, companion=companion)
     try:
         await amid.has(_BEGUN if companion else 1)
         older = amid.context[:-1]
-        await _load(engine, Path(folder), 1)
+        await _load(engine, folder, 1)
         await amid.has(len(amid.ids) + 1)
         await engine.abort(amid.request.request_id)
         await amid.end()
-        noted.responses.append(await Response(engine, _SHORT).end())
-        if companion is not None:
-            noted.rows += [amid.rows[: len(older)], await _routed(engine, older, companion)]
     finally:
         await amid.leave()
-        await despite_cancellation(_load(engine, own, 0))
     noted.responses.append(await Response(engine, _SHORT).end())
     if companion is not None:
-        noted.rows.append(await _routed(engine, older, companion))
+        noted.rows += [amid.rows[: len(older)], await _routed(engine, older, companion)]
+    return older
+
+
+async def _take_back(engine: ServerEngine, own: Path) -> None:
+    await _load(engine, own, 0)
+    await engine.set_label(engine.facts.label)
 
 
 async def _load(engine: ServerEngine, folder: Path, version: int) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import uuid
 from base64 import b64decode
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 import msgspec
 
@@ -85,8 +86,6 @@ async def _proofs(engine: SGLangEngine, client: Client, notes: Notes, folder: st
         await client.idle(LEFT_SECONDS)
         amid = engine.capabilities.flush_while_paused
         await prove(engine, folder, notes.refit, companion if amid else None)
-        label = {"new_version": notes.facts.label, "abort_all_requests": False}
-        await client.post("update_weight_version", label)
 
 
 def _version(engine: SGLangEngine) -> tuple[int, int, int]:
@@ -161,7 +160,9 @@ async def responses(client: Client, notes: Notes) -> None:
 async def companions(client: Client, notes: Notes) -> None:
     """Ask for all that it says it can return beside tokens."""
     if not notes.paused_before:
-        asked = {f"return_{name}": True for name in notes.returns}
+        asked: dict[str, Any] = {f"return_{name}": True for name in notes.returns}
+        if notes.last_hidden:
+            asked["return_hidden_states"] = "last"
         notes.returned = (await client.whole(SHORT, **asked))["meta_info"]
 
 

@@ -149,7 +149,7 @@ class Control(Generic[FactsT]):
     """What is known of one server, and the checks around its control calls.
 
     A subclass says how the program of the server is asked: `pause`, `flush`, `resume`,
-    `ask_label`, `_ask_process`, `_set_label`, `_release` and `_wake`.
+    `ask_label`, `_ask_process`, `set_label`, `_release` and `_wake`.
     """
 
     def __init__(
@@ -214,7 +214,7 @@ class Control(Generic[FactsT]):
         """Take the weights for `version`; raise if the server does not name them so."""
         await self._check_process()
         if label:
-            await self._set_label(self._name_of(version))
+            await self.set_label(self._name_of(version))
         said = await self.ask_label()
         if version_number(said, self._first_version) != version:
             raise EngineRejected(
@@ -270,7 +270,7 @@ class Control(Generic[FactsT]):
         """Ask for what distinguishes the process that answers now from others."""
         raise NotImplementedError
 
-    async def _set_label(self, label: str) -> None:
+    async def set_label(self, label: str) -> None:
         """Label the weights that the server has."""
         raise NotImplementedError
 

@@ -291,6 +291,10 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     messages, images = for_template(body.messages)
     if images and "image_data" not in service.settings.client_fields:
         raise ConfigError("This gateway takes no images; start it with --client-fields image_data.")
+    if images and "image_data" in fields:
+        raise ConfigError(
+            "The body has image_data beside the images of its messages; give all in the messages."
+        )
     if images:
         fields["image_data"] = images
     text = await service.texts.work_out(lambda: _render(tokenizer, body, messages), size=size)

@@ -599,11 +599,12 @@ def _joined(pieces: list[_Piece]) -> SavedTokens:
         if runs and runs[-1][1:] == (piece.version, piece.engine):
             runs.pop()
         runs.append((end, piece.version, piece.engine))
+    cut = count < len(pieces)
     if not count:
-        return SavedTokens()
+        return SavedTokens(cut=cut)
     _, ids, logprobs = zip(*pieces[:count], strict=True)
     return SavedTokens(
-        token_ids=np.concatenate(ids), logprobs=np.concatenate(logprobs), runs=tuple(runs)
+        token_ids=np.concatenate(ids), logprobs=np.concatenate(logprobs), runs=tuple(runs), cut=cut
     )
 
 

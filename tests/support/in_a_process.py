@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ import numpy as np
 from aprilsched import (
     Group,
     LongTailWorkload,
+    MemberLost,
     MemoryStore,
     Prompt,
     PromptQueue,
@@ -26,9 +28,12 @@ from aprilsched import (
     RolloutScheduler,
     SamplingParams,
     SchedulerConfig,
+    Score,
     SGLangFleet,
     SimFleet,
+    Turn,
 )
+from aprilsched.config import Retries
 from aprilsched.engines.base import Engine
 from aprilsched.shards import ShardParts
 from tests.support.companions import EXPERTS, MASK
@@ -40,6 +45,7 @@ __all__ = [
     "forking",
     "hostile",
     "long",
+    "losing_parts",
     "made",
     "parts",
     "pushed",
@@ -80,6 +86,32 @@ def pushed_parts(queue: PromptQueue) -> dict[str, Any]:
     return {**parts(over_provision=1.0), "prompts": queue}
 
 
+def losing_parts(where: str, rule: Any) -> dict[str, Any]:
+    """Their reward, or their episode, loses the second of three members the first time that it is
+    asked about it. The scores say how often it was asked."""
+    asked = Counter[tuple[bytes, int]]()
+
+    def score(prompt: Prompt, index: int) -> Score:
+        member = prompt.input_ids.tobytes(), index
+        asked[member] += 1
+        if index == 1 and asked[member] == 1:
+            raise MemberLost("the sandbox is gone")
+        return Score(reward=1.0, info={"asked": asked[member]})
+
+    def reward(rollout: Rollout, prompt: Prompt) -> Score:
+        return score(prompt, rollout.index)
+
+    async def episode(turn: Turn, prompt: Prompt) -> Score:
+        await turn.generate(prompt.input_ids)
+        return score(prompt, turn.index)
+
+    return {
+        **parts(group_size=3, retries=Retries(member=rule)),
+        "prompts": LongTailWorkload(median=9, cap=40, group_size=3, seed=1),
+        where: {"reward": reward, "episode": episode}[where],
+    }
+
+
 def slow_parts() -> dict[str, Any]:
     """They take an hour to open."""
 
@@ -103,7 +135,8 @@ def made(make: Callable[..., dict[str, Any]], *arguments: Any, **named: Any) -> 
 def shard_of(make: Callable[..., dict[str, Any]], *arguments: Any, **named: Any) -> ShardParts:
     """A shard of these parts, but for what all shards have together."""
     own = make(*arguments, **named)
-    return ShardParts(fleet=own["fleet"], store=own["store"])
+    del own["prompts"], own["config"]
+    return ShardParts(**own)
 
 
 def simple(count: int | None = None, **changes: Any) -> RolloutScheduler:

@@ -206,6 +206,25 @@ def test_media_go_out_and_kept_answers_come_back(front: Front):
         assert answer.values == {"prompt_tokens": 2 + 2 * MEDIA_TOKENS}
 
 
+@pytest.mark.parametrize(
+    ("where", "rule", "asked"),
+    [("episode", "again", {0: 1, 1: 2, 2: 1}), ("reward", "shrink", {0: 1, 2: 1})],
+    ids=["episode again", "reward shrink"],
+)
+def test_groups_go_on_without_a_lost_member(
+    front: Front, where: str, rule: str, asked: dict[int, int]
+):
+    actor = f"losing {where} {rule}"
+    start(front, actor, in_a_process.losing_parts, where, rule)
+    with front.make(in_a_process.losing_parts, where, rule, **named(front, actor)) as rollouts:
+        batches = [rollouts.next_batch(), rollouts.next_batch()]
+    check(batches)
+    for batch in batches:
+        for group in batch.groups:
+            assert {each.index: each.info["asked"] for each in group.rollouts} == asked
+    stop(front, actor)
+
+
 def test_the_trainer_loads_weights_in_a_block(rollouts: Any):
     base = rollouts.version
     with rollouts.paused_for_weights(label=True) as engines:

@@ -321,6 +321,42 @@ def test_tokens_behind_a_damaged_row_are_generated_again(
     assert driver.state.in_flight.ledger.total == before.state.in_flight.ledger.total
 
 
+def test_tokens_behind_a_damaged_row_do_not_come_back(path: Path, store: SqliteStore):
+    """The run generates other ones in their place, and is killed once more."""
+    store.open()
+    driver = Driver(config(), engines=("a",), store=store)
+    driver.feed(ev.BatchRequested())
+    (key, *_) = driver.attempts()
+    rollout_id = driver.state.in_flight.requests[key[0]].rollout.rollout_id
+    for first in (100, 200, 300):
+        driver.progress(key, 10, first=first)
+        driver.save()
+    store.close()
+    damage(path, "UPDATE tokens SET crc = crc + 1 WHERE n = (SELECT min(n) + 1 FROM tokens)")
+    driver.restart()
+    rollout = driver.state.in_flight.rollouts[rollout_id]
+    assert len(rollout.log) == 10
+    assert rollout.request is not None
+    (key,) = [key for key in driver.attempts() if key[0] == rollout.request.request_id]
+    driver.progress(key, 10, first=400)
+    driver.save()
+    held = rollout.log.token_ids
+    driver.restart()
+    again = driver.state.in_flight.rollouts[rollout_id].log.token_ids
+    np.testing.assert_array_equal(again, held)
+
+
+def test_a_batch_without_a_damaged_group_is_saved_again(path: Path, store: SqliteStore):
+    """Another restart would take the group for delivered, though it is generated again."""
+    filled(path)
+    damage(path, "UPDATE tokens SET token_ids = zeroblob(length(token_ids)) WHERE n % 5 = 4")
+    driver = Driver(config(), engines=("a",), store=store, keys=KEYS)
+    driver.restart()
+    run(driver, 60, 99)
+    driver.save()
+    driver.restart()  # and its invariants hold
+
+
 @pytest.mark.parametrize("table", ["groups", "rollouts"])
 def test_a_group_whose_record_is_damaged_is_in_the_ledger(
     path: Path, store: SqliteStore, table: str

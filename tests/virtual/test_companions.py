@@ -11,7 +11,7 @@ import asyncio
 import copy
 import zlib
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -227,6 +227,45 @@ async def test_a_killed_run_goes_on_with_its_rows(turns: Any) -> None:
                 check_rows(rollout)
                 carried += rollout.segments[0].version < 2
     assert carried
+
+
+async def test_rows_of_a_prompt_that_was_given_up_do_not_come_back_from_the_store() -> None:
+    """A turn that is withdrawn in its prefill has rows and no token. If the episode then begins
+    with another prompt, under later weights, a resumed run has the rows of that one alone."""
+    updated, store = asyncio.Event(), MemoryStore()
+    long = np.arange(60_000, dtype=np.int32) % 1000
+
+    async def changing(turn: Turn, prompt: Prompt) -> float:
+        if not updated.is_set():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(1):
+                    await turn.generate(long)
+                raise AssertionError("the prefill was to take longer")
+            await updated.wait()
+        await turn.generate(prompt.input_ids, SamplingParams(max_new_tokens=600, ignore_eos=True))
+        return 1.0
+
+    sizes: dict[str, Any] = {"batch_groups": 1, "over_provision": 1.0}
+    asked = config(straggler="abort", pace="asynchronous", save_interval_s=0.01, **sizes)
+    named: dict[str, Any] = {"config": asked, "episode": changing}
+    async with RolloutScheduler(SimFleet(1), workload(), store=store, **named) as rollouts:
+        await asyncio.sleep(5)
+        members = rollouts.state.in_flight.rollouts.values()
+        given_up = [each.log.companions["routed_experts"].held for each in members]
+        assert max(given_up) > 600
+        assert not any(len(each.log) for each in members)
+        await rollouts.update_weights(SimPublisher())
+        updated.set()
+        await asyncio.sleep(2)
+        await rollouts.update_weights(SimPublisher())  # the responses come back, with their rows
+        await asyncio.sleep(0.1)
+        assert all(1 < len(each.log) < 600 for each in members)
+        kept = copy.deepcopy(store)
+    async with RolloutScheduler(SimFleet(1), workload(), store=kept, **named) as rollouts:
+        await rollouts.update_weights(SimPublisher(), version=3)
+        for rollout in (await rollouts.next_batch()).rollouts:
+            check_rows(rollout)
+            assert rollout.segments[0].version == 1
 
 
 async def test_engines_that_do_not_return_them_are_refused(

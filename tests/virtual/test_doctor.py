@@ -288,6 +288,22 @@ async def test_a_refit_is_proved_and_taken_back(server: SimServer, two: tuple[Pa
     assert "'default'" in found["left as found"].seen
 
 
+@pytest.mark.parametrize("label", ["0", "1"], ids=["its own weights", "the other weights"])
+async def test_an_interrupted_refit_is_taken_back(
+    server: SimServer, two: tuple[Path, Path], label: str
+):
+    async with Raw(server.url) as raw:
+        key, batcher = server.engine.batcher.weights_key, server.engine.batcher
+        task = asyncio.create_task(examine(server.url, refit=str(two[1])))
+        while (await raw.get("/model_info"))[1]["weight_version"] != label:
+            assert not task.done()
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+        assert (await raw.get("/model_info"))[1]["weight_version"] == "default"
+    assert (batcher.weights_key, batcher.paused) == (key, None)
+
+
 async def test_a_refit_that_changes_no_token_fails(
     server: SimServer, two: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ):
@@ -349,6 +365,30 @@ async def test_what_a_server_returns_is_told_by_its_flags_and_by_a_response(
     assert found["companions"].status == "fail"  # it returns no rows of an indexer either
     assert ("indexer_topk, routed_experts" in found["companions"].seen) == claims
     assert (found["rows at a seam"].status == "pass") == (not claims)
+
+
+@pytest.mark.parametrize(("mode", "asks"), [("full", True), ("last", "last")])
+async def test_hidden_states_are_asked_for_as_far_as_the_server_gives_them(
+    server: SimServer, monkeypatch: pytest.MonkeyPatch, mode: str, asks: Any
+):
+    """A server that gives those of the last token alone refuses a request for all."""
+    event, facts = Answer.event, ServedEngine.server_facts
+
+    def hidden(self: Answer, chunk: Chunk) -> dict[str, Any]:
+        told = event(self, chunk)
+        if self._call.request.sampling.request.get("return_hidden_states") == asks:
+            told["meta_info"]["hidden_states"] = [[0.5]]
+        return told
+
+    def told(self: ServedEngine) -> dict[str, Any]:
+        able = {"enable_return_hidden_states": True, "return_hidden_states_mode": mode}
+        return {**facts(self), **able}
+
+    monkeypatch.setattr(Answer, "event", hidden)
+    monkeypatch.setattr(ServedEngine, "server_facts", told)
+    found = by_name(await examine(server.url))["companions"]
+    assert found.status == "pass"
+    assert ("hidden_states of the last token alone" in found.seen) == (mode == "last")
 
 
 async def test_what_is_no_sglang_is_refused():

@@ -27,6 +27,7 @@ from tests.support.sim_http import CONFIG, INTERVAL, Raw, asked, served, two_wei
 from tests.support.tiny_tokenizer import bytes_tokenizer
 
 KEY, ADMIN = "a-key", "an-admin-key"
+IMAGES: dict[str, Any] = {"image_data": ["data:image/png;base64,AA==", "http://a/b.png"]}
 
 
 @pytest.fixture
@@ -282,10 +283,18 @@ async def test_control_calls_that_come_together_are_carried_out_one_after_the_ot
 # --- engines that fail -------------------------------------------------------------------------
 
 
-async def test_a_response_survives_an_engine_that_dies():
-    async with front(engines=2, config=SchedulerConfig(health=Health(fleet_wait_s=60))) as two:
-        expected = await two.reference(LONG)
-        readers = [two.stream(LONG) for _ in range(4)]
+@pytest.mark.parametrize("shown", [{}, IMAGES], ids=["text", "images"])
+async def test_a_response_survives_an_engine_that_dies(shown: dict[str, Any]):
+    """The engines sample by what they are shown, so the next attempt has the same images."""
+    patient = SchedulerConfig(health=Health(fleet_wait_s=60))
+    async with (
+        front(engines=2, config=patient, client_fields=tuple(shown)) as two,
+        Raw(two.servers[1].url) as engine,
+    ):
+        _, whole = await engine.post("/generate", asked(LONG, **shown))
+        expected = whole["output_ids"]
+        assert (expected == await two.reference(LONG)) != bool(shown)
+        readers = [two.stream(LONG, **shown) for _ in range(4)]
         for reader in readers:
             await reader.reach(INTERVAL)
         await two.servers[0].crash()

@@ -24,7 +24,8 @@ from aprilsched.core.state.ledger import Reason
 from aprilsched.gateway.tokenizer import load_tokenizer
 from aprilsched.testing.contract import until
 from tests.support import gateway as gateways
-from tests.support.sim_http import INTERVAL, asked
+from tests.support.gateway import LONG
+from tests.support.sim_http import INTERVAL, Raw, asked
 from tests.support.tiny_tokenizer import bytes_tokenizer, calling_tokenizer
 
 MODEL = "any-name"
@@ -261,6 +262,29 @@ async def test_a_chat_goes_through_the_models_template(one: Front):
     assert [each.logprob for each in choice.logprobs.content] != []
     assert len(choice.logprobs.content) == 30
     assert choice.finish_reason == "length"
+
+
+async def test_an_image_of_a_chat_is_shown_to_every_engine_that_answers_it(plain: Path):
+    options: dict[str, Any] = {"model": MODEL, "messages": WITH_IMAGE, "max_tokens": LONG, **GREEDY}
+    options["extra_body"] = {"ignore_eos": True, "return_token_ids": True}
+    async with front(plain, engines=2, client_fields=("image_data",)) as two:
+        stream = await two.client.chat.completions.create(**options, stream=True)
+        parts = [(await anext(stream)).choices[0] for _ in range(2)]
+        (busy,) = [each for each in two.servers if each.engine.batcher.running]
+        await busy.crash()
+        parts += [event.choices[0] async for event in stream]
+        (other,) = [each for each in two.servers if each is not busy]
+        shown: dict[str, Any] = {"image_data": WITH_IMAGE[0]["content"][0]["image_url"]["url"]}
+        told = [part for part in parts if hasattr(part, "token_ids")]
+        body = {**asked(LONG), "input_ids": told[0].prompt_token_ids}
+        async with Raw(other.url) as engine:
+            _, seeing = await engine.post("/generate", {**body, **shown})
+            _, blind = await engine.post("/generate", body)
+        ids = [i for part in told for i in part.token_ids]
+        assert ids == seeing["output_ids"] != blind["output_ids"]
+        options["extra_body"] |= shown
+        with pytest.raises(openai.BadRequestError, match="beside the images of its messages"):
+            await two.client.chat.completions.create(**options)
 
 
 async def test_a_streamed_chat_is_the_whole_one(one: Front):

@@ -87,16 +87,34 @@ async def batches(rollouts: RolloutScheduler, count: int) -> AsyncIterator[Batch
         await rollouts.update_weights(SimPublisher(), version=rollouts.version + 1)
 
 
-@pytest.mark.parametrize("straggler", ["retract", "abort", "in_place", "choose"])
-async def test_every_attempt_has_the_media_and_the_fields(straggler: Any) -> None:
-    several = 0
-    fleet = SimFleet(2, vocab_size=1000)
-    async with RolloutScheduler(fleet, prompts(), config=config(straggler=straggler)) as rollouts:
-        async for batch in batches(rollouts, 5):
+RULES: dict[str, dict[str, Any]] = {
+    "retract": {},
+    "abort": {"straggler": "abort"},
+    "in place": {"straggler": "in_place"},
+    "choose": {"straggler": "choose"},
+    "rolling": {"pace": "asynchronous", "straggler": "run", "refit": "rolling"},
+}
+
+
+@pytest.mark.parametrize("dies", [False, True], ids=["whole", "an engine dies"])
+@pytest.mark.parametrize("rule", RULES)
+async def test_every_attempt_has_the_media_and_the_fields(rule: str, dies: bool) -> None:
+    """Also one that goes on with the tokens of an engine that was lost."""
+    several = moved = 0
+    lost = ""
+    fleet = SimFleet(3, vocab_size=1000)
+    async with RolloutScheduler(fleet, prompts(), config=config(**RULES[rule])) as rollouts:
+        async for batch in batches(rollouts, 6):
             for rollout in batch.rollouts:
                 check(rollout)
                 several += len(rollout.answers) > 1
-    assert several or straggler != "abort"
+                on = {segment.engine for segment in rollout.segments}
+                moved += lost in on and len(on) > 1
+            if dies and not lost:
+                lost = rollouts.state.in_flight.open.most_common(1)[0][0]
+                next(engine for engine in fleet.engines if engine.name == lost).crash()
+    assert several or rule not in ("abort", "rolling")
+    assert moved or not dies
 
 
 async def _whole(media: tuple[Media, ...]) -> dict[Any, list[list[int]]]:

@@ -128,14 +128,14 @@ async def test_weights_that_a_killed_client_was_loading_are_inconsistent(
     engine: VLLMEngine, models: tuple[Path, Path]
 ) -> None:
     """The load and its label are two calls, so a client may be killed between them."""
-    label = engine._set_label
+    label = engine.set_label
 
     async def killed(label_: str) -> None:
         if label_ == "7":
             raise asyncio.CancelledError
         await label(label_)
 
-    engine._set_label = killed  # type: ignore[method-assign]
+    engine.set_label = killed  # type: ignore[method-assign]
     await engine.pause("retract")
     with pytest.raises(asyncio.CancelledError):
         await engine.update_from_disk(models[1], 7)

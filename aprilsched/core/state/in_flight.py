@@ -179,8 +179,12 @@ class InFlight:
         already."""
         known = rollout.context_tokens
         if rollout.turns == 0:
-            if not len(rollout.log) and rollout.log.companions:
-                rollout.log.truncate(0, prompt=0)  # rows of another prompt
+            if not len(rollout.log) and any(e.held for e in rollout.log.companions.values()):
+                # Rows of another prompt, without a token. Those that were saved are void: a resumed
+                # run would take them for the rows of this prompt.
+                rollout.log.truncate(0, prompt=0)
+                rollout.rewritten = True
+                self.journal.change(rollout)
             rollout.prompt_ids = input_ids
         elif output_start is None and len(input_ids) > known:
             added = input_ids[known:]

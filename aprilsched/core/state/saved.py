@@ -239,11 +239,13 @@ class Snapshot:
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SavedTokens:
     """All tokens of one rollout, int32 [t] and float32 [t], with the runs that their slices
-    give."""
+    give. `cut` says that the store still has later ones, which are void: some before them are
+    damaged."""
 
     token_ids: Int32Array = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     logprobs: Float32Array = field(default_factory=lambda: np.empty(0, dtype=np.float32))
     runs: tuple[SavedRun, ...] = ()
+    cut: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

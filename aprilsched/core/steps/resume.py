@@ -282,7 +282,7 @@ def _rollout(
         finish_reason=known.finish_reason,
         answered=list(known.turns),
         turns=len(known.turns) if state.caller.episodes else 1,
-        rewritten=cut_short,
+        rewritten=cut_short or tokens.cut,
     )
     if stage is not Stage.GENERATING:
         return record
@@ -374,6 +374,9 @@ def _restore_batch(
     )
     state.delivery.redelivery.append(batch_again(record))
     state.delivery.unacknowledged[batch.index] = record
+    if len(members) < len(batch.group_ids):
+        # Another restart would take the others for delivered, once they are complete again.
+        state.in_flight.journal.deliver(record)
 
 
 def _left(saved: Saved, group: GroupRecord) -> bool:

@@ -150,7 +150,7 @@ class ServerControl(Control[ServerFacts]):
     async def _ask_process(self) -> object:
         return await server_process(self.name, self._server, self._limits.control_timeout)
 
-    async def _set_label(self, label: str) -> None:
+    async def set_label(self, label: str) -> None:
         body = {"new_version": label, "abort_all_requests": False}
         await self._control("update_weight_version", body)
 
@@ -194,7 +194,7 @@ class ServerControl(Control[ServerFacts]):
         """Finalize and label the weights; SGLang's default would abort all requests."""
         if self.facts.update_sessions:
             await self._control("end_weight_update", {})
-        await self._set_label(self._name_of(version))
+        await self.set_label(self._name_of(version))
         self._open_update = ""
 
     async def join_group(self, group: RefitGroup, *, rank_offset: int) -> None:

@@ -183,7 +183,7 @@ class VLLMEngine(HttpEngine[ServerFacts]):
     async def _ask_process(self) -> object:
         return await server_process(self._transport, self._limits.control_timeout)
 
-    async def _set_label(self, label: str) -> None:
+    async def set_label(self, label: str) -> None:
         await self._control("update_weight_version", {"new_version": label})
 
     async def update_from_disk(self, path: Path, version: int) -> None:
@@ -193,16 +193,16 @@ class VLLMEngine(HttpEngine[ServerFacts]):
         """
         with self._update(f"loading {path}"):
             before = await self.ask_label()
-            await self._set_label(LOADING)
+            await self.set_label(LOADING)
             try:
                 await self._reload(str(path))
             except EngineRejected:
                 if self._loaded is not None and before != LOADING:
                     await self._reload(self._loaded)
-                    await self._set_label(before)
+                    await self.set_label(before)
                     self._open_update = ""
                 raise
-            await self._set_label(self._name_of(version))
+            await self.set_label(self._name_of(version))
             self._loaded = str(path)
 
     async def _reload(self, path: str) -> None:
@@ -239,7 +239,7 @@ class VLLMEngine(HttpEngine[ServerFacts]):
         if self._open_update:
             await self._load("finish_weight_update", accept=(200, _BAD_REQUEST, _FAILED))
         self._open_update, self._loaded = "a transfer", None
-        await self._set_label(LOADING)
+        await self.set_label(LOADING)
         await self._load("start_weight_update")
 
     async def receive_transfer(self, info: object) -> None:

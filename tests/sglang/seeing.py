@@ -1,0 +1,75 @@
+"""Holds responses that real servers give to an image to the scores of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from io import BytesIO
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+from PIL import Image
+
+from aprilsched import Media, Prompt, SamplingParams
+from tests.sglang.recorded import TOLERANCE, Run, crossing, long_tail
+from tests.sglang.server import run_with_server_packages
+from tests.sglang.tiny_vision import KINDS, SIDE
+
+__all__ = ["check_seen", "write_seeing"]
+
+TRIES = 5
+
+
+def write_seeing(kind: str, folder: Path, python: Path | None = None) -> tuple[Path, Path]:
+    """Two models that understand images, with very different weights."""
+    for seed in range(2):
+        run_with_server_packages(
+            "tiny_vision", "write", kind, folder / str(seed), seed, python=python
+        )
+    return folder / "0", folder / "1"
+
+
+async def check_seen(
+    once: Callable[[Sequence[Prompt]], Awaitable[Run]],
+    kind: str,
+    models: tuple[Path, Path],
+    folder: Path,
+    python: Path | None = None,
+) -> None:
+    """Let `once` run prompts with an image until a response has outlived an update, and check that
+    each token sees the image under the weights of its version: version v has ``models[v % 2]``."""
+    noise = np.random.default_rng(3).integers(0, 255, (SIDE, SIDE, 3), dtype=np.uint8)
+    file = BytesIO()
+    Image.fromarray(noise).save(file, "PNG")
+    (folder / "image.png").write_bytes(file.getvalue())
+    prompts = [
+        replace(
+            prompt,
+            input_ids=np.array(KINDS[kind].prompt, np.int32),
+            media=(Media("image", file.getvalue()),),
+            sampling=tuple(
+                replace(sampling, extra={"logit_bias": KINDS[kind].never})
+                for sampling in cast("tuple[SamplingParams, ...]", prompt.sampling)
+            ),
+        )
+        for prompt in long_tail(80, longest=400, every=2)
+    ]
+    found, tries = await once(prompts), 1
+    while not crossing(found) and tries < TRIES:
+        found, tries = await once(prompts), tries + 1
+    assert crossing(found), "no response outlived an update"
+    responses = [np.concatenate([r.prompt_ids, r.token_ids]) for r in found.rollouts]
+    whole = {str(i): ids.astype(np.int64) for i, ids in enumerate(responses)}
+    np.savez(folder / "in.npz", **whole)  # type: ignore[arg-type]
+    targets = [folder / f"out-{model.name}.npz" for model in models]
+    pairs = [part for pair in zip(models, targets, strict=True) for part in pair]
+    given = kind, folder / "in.npz", folder / "image.png", *pairs
+    run_with_server_packages("tiny_vision", "score", *given, python=python)
+    by_model = [np.load(target) for target in targets]
+    for index, rollout in enumerate(found.rollouts):
+        assert rollout.versions_exact
+        score = np.stack([scored[str(index)] for scored in by_model])
+        of, at = rollout.versions % 2, np.arange(len(rollout))
+        assert np.abs(rollout.logprobs - score[of, at]).max() < TOLERANCE
+        assert np.median(np.abs(rollout.logprobs - score[1 - of, at])) > 0.5
