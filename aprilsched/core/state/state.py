@@ -18,7 +18,7 @@ from aprilsched.core.policies.placement import Place, place_of
 from aprilsched.core.policies.schedule import Schedule, first_schedule
 from aprilsched.core.policies.straggler import CachedKV
 from aprilsched.core.state.engine_control import CUDA_GRAPH, WEIGHTS, FleetControl, Mode
-from aprilsched.core.state.engine_health import FleetHealth, TrainerTimes
+from aprilsched.core.state.engine_health import CallerTimes, FleetHealth, TrainerTimes
 from aprilsched.core.state.engine_index import EngineIndex
 from aprilsched.core.state.expectation import EngineWork, Expectations
 from aprilsched.core.state.in_flight import InFlight
@@ -342,6 +342,7 @@ class SchedulerState:
             wave_pending=not config.trainer_waits,
         )
         self.times = TrainerTimes()
+        self.calls = CallerTimes()
         self.stragglers = Stragglers()
         self.evaluations = Evaluations()
         control = FleetControl(

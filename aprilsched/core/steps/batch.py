@@ -2,9 +2,10 @@
 
 A batch is *full* when enough is generated. It is *offered* when enough of that is scored and
 accepted, one batch at a time. In between, the engines go on with the groups that are open beyond
-the batch (:func:`awaits_scores`). It is *delivered* when the trainer has taken it. Between an offer and its delivery the trainer may give up its wait, a
-store may be slow, and a new version may come. For a new version the offer is withdrawn, and its
-groups, which have not left flight, are ready again.
+the batch (:func:`awaits_scores`). It is *delivered* when the trainer has taken it. Between an offer
+and its delivery the trainer may give up its wait, a store may be slow, and a new version may come.
+For a new version the offer is withdrawn, and its groups, which have not left flight, are ready
+again.
 
 A trainer may also take the groups of a batch one by one, each as soon as it is accepted. Every
 group but the last is offered as a part of the batch, and stays in flight as a ready group when it

@@ -124,6 +124,11 @@ def plan(state: SchedulerState) -> None:
             refit_seconds=state.times.refits.mean,
             most_tokens=state.expectations.limit,
             remembered=state.expectations.explained(list(state.in_flight.training_groups())),
+            reward_seconds=state.calls.reward_seconds,
+            accepted=state.calls.accepted,
+            gaps=state.calls.gaps_of_response,
+            gap_seconds=state.calls.gaps.parts,
+            end_seconds=state.calls.ends.parts,
         )
     )
 
