@@ -390,6 +390,8 @@ class Trial:
             ahead = self._setting.ready_batches
             if self._stop_at.enough(self._ready, batches=ahead):
                 return
+        elif self._rewards is not None and self._stop_at.enough(self._scored):
+            return  # the batch is offered
         view = PoolView(
             batch_groups=self._batch_groups,
             group_size=self._group_size,

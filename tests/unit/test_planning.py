@@ -94,6 +94,27 @@ def test_small_changes_of_the_lengths_are_no_drift() -> None:
     assert batches(driver, 16, tokens=12) == []
 
 
+def test_a_plan_is_asked_for_again_when_rewards_take_longer() -> None:
+    driver = Driver(config(), reward_scope="group")
+    asked: list[int] = []
+    for step in range(20):
+        driver.request_batch()
+        while len(driver.batches) == step:
+            driver.finish(driver.attempts()[0], 10)
+            driver.now += 1.0 if step < 9 else 60.0
+            for score in driver.group_scores:
+                scores = (Score(reward=1.0), Score(reward=0.0))
+                driver.feed(ev.GroupRewarded(group_id=score.group.group_id, scores=scores))
+            driver.group_scores.clear()
+        driver.settle()
+        driver.update()
+        for _ in driver.plans:
+            asked.append(len(driver.batches))
+            driver.feed(ev.Planned(schedule=None))
+        driver.plans.clear()
+    assert asked == [1, 3, 9, 17]
+
+
 def test_after_a_drift_only_recent_lengths_are_evidence() -> None:
     driver = Driver(config())
     batches(driver, 9, tokens=10)
@@ -507,6 +528,7 @@ def test_a_trial_takes_the_time_of_whole_steps(
 
 
 REWARDS = {"reward_seconds": 20.0}
+SLOW_REWARDS = {"reward_seconds": 60.0}
 HALF = {"accepted": (0.0, 0.5, 0.5)}
 SHORT = {"accepted": (8000.0, 0.9, 0.3)}
 TOOLS = {"pauses": (2.0, 15.0, 4.0)}
@@ -517,7 +539,7 @@ AHEAD = {"pace": "asynchronous", "over_provision": 1.5}
     ("caller", "changes", "near"),
     [
         (REWARDS, {"over_provision": 1.0}, 0.01),
-        (REWARDS, {"over_provision": 1.5, "refill": Pool(together=4)}, 0.01),
+        (SLOW_REWARDS, {"over_provision": 2.0, "refill": Pool(together=4)}, 0.01),
         (REWARDS, {"over_provision": 2.0, "straggler": "in_place"}, 0.01),
         (REWARDS, {**AHEAD, "refill": "pool"}, 0.01),
         (REWARDS, {**AHEAD, "refit": "rolling", "straggler": "run"}, 0.03),

@@ -159,8 +159,9 @@ class Plan:
     planned_training: float | None = None
     """The trainer's mean time for a batch, in seconds, that it was asked for; None if that was not
     known. A resumed run does not know it any more."""
-    planned_early: float = 0.0
-    """How much of that time was before the trainer had the last group of the batch."""
+    planned_times: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """How much of that time was before the trainer had the last group of the batch, and the mean
+    times of a reward and of the gaps of a response that it was asked for."""
     checked_at: int = 0
     """Batches that had been delivered when it was last checked whether to ask for a schedule."""
 
