@@ -377,11 +377,11 @@ def in_words(schedule: Schedule) -> str:
 
 # Learns from a run how far forecasts are off, and corrects later ones.
 #
-# Trials leave out what they do not know: what pauses cost, engines that are not equal, rewards
-# that are late. Such things make a run slower than its forecast by a factor that lasts. It is
-# estimated from the batches of the run: the work that was done in them over the work that was
-# forecast for the time that they took. An error of the step-time model is no part of it where the
-# model is fitted to the run, since the work is counted by the model of the moment.
+# Trials leave out what they do not know: what pauses cost, engines that are not equal. Such things
+# make a run slower than its forecast by a factor that lasts. It is estimated from the batches of
+# the run: the work that was done in them over the work that was forecast for the time that they
+# took. An error of the step-time model is no part of it where the model is fitted to the run, since
+# the work is counted by the model of the moment.
 #
 # The estimate is one factor for all schedules, and one for each refill rule that begins at it. The
 # more the batches scatter, the more of them it takes to leave 1. A factor for all cannot change a
