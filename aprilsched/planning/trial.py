@@ -115,9 +115,9 @@ class Trial:
         pace."""
         self._stood = 0.0
         """Seconds for which the engines have stood for that in the batch in work."""
-        self._rewards = _Times(setting.reward_times, seed=7) if waits else None
-        self._gaps = _Times(setting.gap_times, seed=8) if setting.gap_times else None
-        self._ends_after = _Times(setting.end_times, seed=9) if setting.end_times else None
+        self._rewards = Times(setting.reward_times, seed=7) if waits else None
+        self._gaps = Times(setting.gap_times, seed=8) if setting.gap_times else None
+        self._ends_after = Times(setting.end_times, seed=9) if setting.end_times else None
         self._episodes = bool(setting.gap_times or setting.end_times)
         self._away: list[tuple[float, int, Running]] = []
         """Heap of the members in a gap between two turns, or after the last one, by its end."""
@@ -421,9 +421,11 @@ class Trial:
             row = self._next % len(self._rows)
             group = TrialGroup(self._again[row], self._batches, then=self._rows[row])
             group.level = self._remembered[row] if self._remembered else None
+            group.row = row
             group.accepted = not self._verdicts or self._verdicts[row]
             if self._gaps is not None:
-                group.gaps = [self._gaps.count(self._setting.gaps) for _ in group.lengths]
+                mean, members = self._setting.gaps, range(len(group.lengths))
+                group.gaps = [self._gaps.whole(mean, row, member) for member in members]
             if takes_over:
                 # A pool takes over the responses of the schedule before it, at whatever places they
                 # are. Equal responses that began together would end together for ever, and refits
@@ -546,10 +548,12 @@ class Trial:
         if self._episodes:
             times = self._gaps if running.goal < running.length else self._ends_after
             if times is not None:
-                running.group.note(running.member, running.goal, self._batches)
+                group, member = running.group, running.member
+                group.note(member, running.goal, self._batches)
                 self._leave(running)
                 self._tickets += 1
-                heapq.heappush(self._away, (self.now + times.next(), self._tickets, running))
+                back = self.now + times.of(group.row, member, running.goal)
+                heapq.heappush(self._away, (back, self._tickets, running))
                 return
         running.group.finish(running.member, self._batches)
         self._leave(running)
@@ -584,7 +588,7 @@ class Trial:
             if self._rewards is not None:
                 self._ready.add(group)
                 self._tickets += 1
-                due = self.now + self._rewards.next()
+                due = self.now + self._rewards.of(group.row)
                 heapq.heappush(self._scores, (due, self._tickets, group))
             elif group.accepted:
                 self._ready.add(group)
@@ -697,6 +701,7 @@ class TrialGroup:
         "lengths",
         "level",
         "opened",
+        "row",
         "sampled",
         "scored_at",
         "then",
@@ -719,6 +724,8 @@ class TrialGroup:
         """Number of tokens by the version that sampled them."""
         self.complete_at = 0.0
         """Time at which the last member ended, in seconds."""
+        self.row = 0
+        """The row of its lengths in the setting."""
         self.scored_at = 0.0
         """Time at which the group was accepted, in seconds."""
         self.accepted = True
@@ -742,9 +749,8 @@ class TrialGroup:
         length, have = self.lengths[member], self.have[member]
         turns = 1 if self.gaps is None else self.gaps[member] + 1
         turn = have * turns // length + 1
-        if turn * length // turns <= have:
-            turn += 1
-        return min(turn, turns) * length // turns
+        turn += turn * length // turns <= have
+        return min(length, max(turn * length // turns, have + 1))
 
     def runs(self, member: int, batch: int) -> bool:
         """Whether the member was chosen for this batch, where groups are deferred."""
@@ -802,24 +808,24 @@ class CompleteGroups:
         self.tokens -= group.tokens
 
 
-class _Times:
-    """Equally likely times, one after the other in an order without a trend."""
+class Times:
+    """Equally likely times. A response has the same ones under every schedule, so that schedules do
+    not differ by chance."""
 
     def __init__(self, times: Sequence[float], *, seed: int) -> None:
-        self._times = list(times)
+        self._times = times
         self._uniforms = hashed_uniforms((997,), seed=seed).tolist()
-        self._drawn = 0
 
-    def next(self) -> float:
-        return self._times[int(self._uniform() * len(self._times))]
+    def of(self, row: int, member: int = 0, tokens: int = 0) -> float:
+        """The time of the member of a group at so many tokens."""
+        return self._times[int(self._uniform(row, member, tokens) * len(self._times))]
 
-    def count(self, mean: float) -> int:
-        """A whole number next to `mean`, so that the mean of many of them is `mean`."""
-        return int(mean + self._uniform())
+    def whole(self, mean: float, row: int, member: int) -> int:
+        """A whole number next to `mean`, which is the mean of those of all members."""
+        return int(mean + self._uniform(row, member, 0))
 
-    def _uniform(self) -> float:
-        self._drawn += 1
-        return self._uniforms[self._drawn % len(self._uniforms)]
+    def _uniform(self, row: int, member: int, tokens: int) -> float:
+        return self._uniforms[(131 * row + 17 * member + tokens) % len(self._uniforms)]
 
 
 class Store:

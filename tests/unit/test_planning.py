@@ -26,7 +26,7 @@ from aprilsched.planning import Planner
 from aprilsched.planning.planner import Space, Tried, candidates, choose, in_words, trials
 from aprilsched.planning.rolling import RollingTrial
 from aprilsched.planning.setting import Outcome, Setting
-from aprilsched.planning.trial import Trial, drawn_again, try_out
+from aprilsched.planning.trial import Times, Trial, drawn_again, try_out
 from aprilsched.presets import PRESETS
 from aprilsched.simulation import NEVER, Costs, ModelledEngine, Simulation
 from aprilsched.telemetry.figures import steady_state
@@ -447,9 +447,14 @@ def accepting(shares: tuple[float, float, float], groups: int) -> Callable[[Grou
 
 
 def pausing(times: tuple[float, ...]) -> Callable[[Prompt, int], list[float]]:
-    """As many gaps as there are times, each of any of them."""
-    rng = np.random.default_rng(5)
-    return lambda prompt, index: rng.choice(times, len(times)).tolist()
+    """As many gaps as there are times, each of the time that a trial draws from these."""
+    drawn_times, turns = Times(times, seed=8), len(times) + 1
+
+    def pauses(prompt: Prompt, index: int) -> list[float]:
+        row, length = int(prompt.key or 0), WORKLOAD.lengths(int(prompt.key or 0))[index]
+        return [drawn_times.of(row, index, length * n // turns) for n in range(1, turns)]
+
+    return pauses
 
 
 def modelled(kv_tokens: int) -> SimConfig:
@@ -546,17 +551,17 @@ AHEAD = {"pace": "asynchronous", "over_provision": 1.5}
         (HALF, {"over_provision": 1.5, "refill": "buckets"}, 0.04),
         (SHORT, {**AHEAD, "refill": "pool"}, 0.01),
         (SHORT | REWARDS, {"over_provision": 2.0}, 0.01),
-        (TOOLS, {"over_provision": 1.0}, 0.03),
+        (TOOLS, {"over_provision": 1.0}, 0.01),
         (TOOLS, {"over_provision": 1.5, "refill": "buckets"}, 0.04),
-        (TOOLS, {**AHEAD, "refill": "pool"}, 0.03),
-        (TOOLS, {"over_provision": 1.5, "straggler": "run"}, 0.03),
+        (TOOLS, {**AHEAD, "refill": "pool"}, 0.01),
+        (TOOLS, {"over_provision": 1.5, "straggler": "run"}, 0.01),
     ],
     ids=str,
 )
 def test_a_trial_knows_rewards_filters_and_tools(
     caller: dict[str, Any], changes: dict[str, Any], near: float
 ) -> None:
-    """Gaps are drawn by chance, so with them both are different runs with the same means."""
+    """Both have the same verdicts and the same gaps."""
     settings = SchedulerConfig(batch_groups=16, **changes)
     measured, outcome = simulated_and_tried(
         settings, 20, 7, train_seconds=3.0, refit_seconds=1.0, **caller
