@@ -147,8 +147,10 @@ def awaits_scores(state: SchedulerState) -> bool:
 
     Engines that stood meanwhile lost half of their time with rewards of 20 s.
     """
+    caller = state.caller
     return (
-        state.plan.target_groups > state.batch_groups
+        (caller.reward_scope != "none" or caller.accepts)
+        and state.plan.target_groups > state.batch_groups
         and state.staleness.rule != "restart"
         and full(state)
         and not state.stop.enough(state.in_flight.ready.accepted)
