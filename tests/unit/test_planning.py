@@ -958,6 +958,14 @@ def test_a_large_batch_is_tried_out_as_an_equal_share_of_it(
     assert tried_on.kv_tokens == 1000
 
 
+@pytest.mark.parametrize(("gaps", "tried_on"), [(0.0, 0.0), (3.0, 3.0), (32.0, 8.0)])
+def test_many_gaps_are_tried_out_as_fewer_of_the_same_time(gaps: float, tried_on: float) -> None:
+    command = structs.replace(plan(POOR), gaps=gaps, gap_seconds=(2.0, 4.0) if gaps else ())
+    found = Planner().setting(command, rules())
+    assert found.gaps == tried_on
+    assert sum(found.gap_times) * found.gaps == sum(command.gap_seconds) * gaps
+
+
 def test_with_rolling_refits_a_smaller_share_is_too_small() -> None:
     command = plan(POOR, engines=16, batch_groups=512)
     settings = rules(
