@@ -13,7 +13,7 @@ import heapq
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -34,7 +34,7 @@ from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.errors import AprilschedError, ConfigError, FleetLost, RunGivenUp
 from aprilsched.planning import Planner
 from aprilsched.telemetry.base import AnyListener
-from aprilsched.types import Batch, Group, Prompt, Score
+from aprilsched.types import Batch, Group, Int32Array, Prompt, SamplingParams, Score
 
 # --- agenda --------------------------------------------------------------------------------------
 
@@ -324,11 +324,23 @@ class Redraws(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class _Episode:
+    """A response of several turns."""
+
+    sampling: SamplingParams
+    context: Int32Array
+    tokens: list[int]
+    """Number of tokens of each turn that was not asked for yet."""
+    pauses: list[float]
+    """Seconds of each gap that has not begun."""
+
+
 class Simulation:
     """One simulated run, which :meth:`run` carries out.
 
     Args:
-        config: configuration of the scheduler. Episodes are not simulated.
+        config: configuration of the scheduler.
         prompts: the prompts; each response has the length that ``max_new_tokens`` gives. With a
             method ``lengths_again``, a prompt that is generated again, because its tokens became
             too stale, has the lengths that this gives.
@@ -339,6 +351,9 @@ class Simulation:
         update_every: number of batches between two versions; 0 for a single version.
         streamed: whether the trainer takes each batch group by group.
         accept: filters groups, as in RolloutScheduler.
+        pauses: gives the seconds of each gap between the turns of a response, by its prompt and
+            its index in the group. Each response is an episode then, whose tokens are divided
+            evenly among its turns; None for responses of one turn.
         planner: chooses schedules for ``over_provision="auto"``; by default one that knows the
             first engine's own model.
         listeners: objects that see every event and command.
@@ -359,6 +374,7 @@ class Simulation:
         update_every: int = 1,
         streamed: bool = False,
         accept: Callable[[Group], bool] | None = None,
+        pauses: Callable[[Prompt, int], Sequence[float]] | None = None,
         planner: Planner | None = None,
         listeners: Sequence[AnyListener] = (),
     ) -> None:
@@ -371,7 +387,10 @@ class Simulation:
         caller = Caller(
             reward_scope="rollout" if self._costs.reward_seconds else "none",
             accepts=accept is not None,
+            episodes=pauses is not None,
         )
+        self._pauses = pauses
+        self._episodes: dict[int, _Episode] = {}
         engine = engine or SimConfig(make_tokens=False, stream_interval=NEVER)
         models = [engine] * engines if isinstance(engine, SimConfig) else list(engine)
         if len(models) != engines:
@@ -454,6 +473,8 @@ class Simulation:
                 facts.RefitBegun: self._refit,
                 do.ScoreRollout: self._score,
                 do.Filter: self._filter,
+                do.StartEpisode: self._start_episode,
+                do.ResolveTurn: self._end_turn,
                 do.Plan: self._plan,
                 facts.GroupDropped: lambda _: None,
                 facts.PromptRefused: lambda _: None,
@@ -506,6 +527,30 @@ class Simulation:
             self._costs.reward_seconds,
             lambda: self._loop.feed(ev.Rewarded(rollout_id=rollout_id, score=Score(reward=0.0))),
         )
+
+    def _start_episode(self, command: do.StartEpisode) -> None:
+        if self._pauses is not None:
+            pauses = list(self._pauses(command.prompt, command.index))
+            turns = len(pauses) + 1
+            ends = [command.sampling.max_new_tokens * n // turns for n in range(turns + 1)]
+            tokens = [max(1, end - begin) for begin, end in pairwise(ends)]
+            episode = _Episode(command.sampling, command.prompt.input_ids, tokens, pauses)
+            self._episodes[command.rollout_id] = episode
+            self._ask(command.rollout_id, episode)
+
+    def _ask(self, rollout_id: int, episode: _Episode) -> None:
+        sampling = replace(episode.sampling, max_new_tokens=episode.tokens.pop(0))
+        turn = ev.TurnRequested(rollout_id=rollout_id, input_ids=episode.context, sampling=sampling)
+        self._loop.feed(turn)
+
+    def _end_turn(self, command: do.ResolveTurn) -> None:
+        rollout_id, episode = command.rollout_id, self._episodes[command.rollout_id]
+        episode.context = np.concatenate([episode.context, command.token_ids])
+        if episode.pauses:
+            self.agenda.after(episode.pauses.pop(0), lambda: self._ask(rollout_id, episode))
+        else:
+            del self._episodes[rollout_id]
+            self._loop.feed(ev.EpisodeFinished(rollout_id=rollout_id))
 
     def _filter(self, command: do.Filter) -> None:
         accepted = self._accept is None or self._accept(command.group)

@@ -45,6 +45,11 @@ small share of the fleet is expected to do worse than the whole: a quarter of 16
 half of them by less than chance."""
 
 
+_MOST_GAPS = 8.0
+"""Number of gaps of a response in a trial; more of them are tried out as so many longer ones. A
+choice with three gaps takes six times as much CPU as one without."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tried:
     """A schedule and the outcome of its trial."""
@@ -114,7 +119,7 @@ class Planner:
             open_groups=command.open,
             most=command.most_tokens,
         )
-        kv = command.kv_tokens
+        kv, gaps = command.kv_tokens, min(command.gaps, _MOST_GAPS)
         return Setting(
             lengths=lengths,
             batch_groups=batch_groups,
@@ -134,6 +139,13 @@ class Planner:
             train_spread=command.train_spread,
             train_early=min(max(command.train_early, 0.0), 1.0),
             refit_seconds=command.refit_seconds or 0.0,
+            reward_times=command.reward_seconds,
+            accepted=command.accepted,
+            gaps=gaps,
+            gap_times=tuple(command.gaps / gaps * seconds for seconds in command.gap_seconds)
+            if gaps
+            else (),
+            end_times=command.end_seconds,
             rolling=rolling,
             prices=config.prices,
             objective=config.objective,
@@ -372,11 +384,11 @@ def in_words(schedule: Schedule) -> str:
 
 # Learns from a run how far forecasts are off, and corrects later ones.
 #
-# Trials leave out what they do not know: what pauses cost, engines that are not equal, rewards
-# that are late. Such things make a run slower than its forecast by a factor that lasts. It is
-# estimated from the batches of the run: the work that was done in them over the work that was
-# forecast for the time that they took. An error of the step-time model is no part of it where the
-# model is fitted to the run, since the work is counted by the model of the moment.
+# Trials leave out what they do not know: what pauses cost, engines that are not equal. Such things
+# make a run slower than its forecast by a factor that lasts. It is estimated from the batches of
+# the run: the work that was done in them over the work that was forecast for the time that they
+# took. An error of the step-time model is no part of it where the model is fitted to the run, since
+# the work is counted by the model of the moment.
 #
 # The estimate is one factor for all schedules, and one for each refill rule that begins at it. The
 # more the batches scatter, the more of them it takes to leave 1. A factor for all cannot change a

@@ -10,6 +10,9 @@ At an update nothing stops. A new group goes to the engine of the newest version
 responses, and waits while there is none. An engine of an older version takes the newest one when it
 is empty, because its responses have ended or were moved to other engines of their version. What is
 moved is the only thing that is recomputed.
+
+Rewards and filters are those of every trial. The gaps between the turns of a response are left out:
+a response decodes all of its tokens without one.
 """
 
 from __future__ import annotations

@@ -50,6 +50,15 @@ class Setting:
         train_early: share of `train_seconds` for which the trainer trains before it has the last
             group of a batch that it takes group by group, for an equal time on each of the others
             as soon as it has the group; 0 where it takes whole batches.
+        reward_times: equally likely times from the end of a group's last response until the group
+            is accepted or refused, in seconds; empty for none.
+        accepted: a number of tokens of a group, the share of the groups with at most so many that
+            is accepted, and the share of the longer ones.
+        gaps: mean number of gaps between the turns of a response, which divide its tokens evenly.
+            In a gap it holds no place in an engine; afterwards its context is prefilled again.
+            Trials of rolling refits leave this out.
+        gap_times: equally likely times of such a gap, in seconds.
+        end_times: equally likely times from the last turn of a response until it is complete.
         objective: what is wanted of a schedule.
         iid_distance: distance from the law of a batch drawn at random, from 0 to 1.
         remembered: the share of what the levels of prompts vary by that earlier epochs explain.
@@ -81,6 +90,11 @@ class Setting:
     rolling: bool = False
     prices: Prices = field(default_factory=Prices)
     train_early: float = 0.0
+    reward_times: tuple[float, ...] = ()
+    accepted: tuple[float, float, float] = (0.0, 1.0, 1.0)
+    gaps: float = 0.0
+    gap_times: tuple[float, ...] = ()
+    end_times: tuple[float, ...] = ()
     objective: Objective = field(default_factory=Objective)
     iid_distance: float = 0.0
     remembered: float = 0.0

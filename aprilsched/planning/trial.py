@@ -15,6 +15,11 @@ Invariants:
   except for a response that runs alone. A full pool has the same effect as on an engine: requests
   wait, and the one admitted last is preempted and recomputed.
 
+A complete group waits for its reward, and may be refused then. A batch is full when enough groups
+are complete, and is taken when enough of them are accepted. Engines go on in between where those of
+a run do (``awaits_scores`` in :mod:`aprilsched.core.steps.batch`), and stand otherwise. A member of
+several turns leaves its engine at a gap, and waits for a place after it.
+
 Efficiency counts generated tokens and not delivered ones: in the long run both are the same, and
 over a few batches the delivered ones vary four times as much, with what is in flight.
 
@@ -85,6 +90,7 @@ class Trial:
         self._step = 0
         self._kv = 0.0
         self._peak = 0.0
+        self._token_seconds = setting.model.token_seconds(setting.max_running)
         self._bound = 0.0
         """T_bound of the generated tokens; see StepTimeModel.bound_seconds."""
         self._running: dict[int, Running] = {}
@@ -94,6 +100,27 @@ class Trial:
         self._sum_of_ends = 0
         self._queue: deque[tuple[TrialGroup, int]] = deque()
         self._ready = CompleteGroups()
+        shares = _shares_accepted(setting)
+        verdicts = hashed_uniforms(shares.shape, seed=6) < shares
+        self._verdicts: list[bool] = [] if verdicts.all() else verdicts.tolist()
+        """Whether each group of the lengths is accepted; empty where all are."""
+        waits = bool(setting.reward_times)
+        self._scored = CompleteGroups() if waits else self._ready
+        """Those of the complete groups that are accepted: all of them, where rewards take no
+        time."""
+        self._scores: list[tuple[float, int, TrialGroup]] = []
+        """Heap of the complete groups that wait for their rewards, by the times of these."""
+        self._goes_on = waits and self._target > self._batch_groups and not setting.restarts
+        """Whether engines generate while a full batch waits for rewards, on the synchronous
+        pace."""
+        self._stood = 0.0
+        """Seconds for which the engines have stood for that in the batch in work."""
+        self._rewards = Times(setting.reward_times, seed=7) if waits else None
+        self._gaps = Times(setting.gap_times, seed=8) if setting.gap_times else None
+        self._ends_after = Times(setting.end_times, seed=9) if setting.end_times else None
+        self._episodes = bool(setting.gap_times or setting.end_times)
+        self._away: list[tuple[float, int, Running]] = []
+        """Heap of the members in a gap between two turns, or after the last one, by its end."""
         self._open = 0
         self._batches: int = 0
         """Number of batches and of versions so far: each batch is followed by an update."""
@@ -108,6 +135,8 @@ class Trial:
         self._law = np.sort(setting.lengths[setting.lengths > 0])
         lengths = setting.lengths.astype(np.float64)
         self._group_work = float(self._work(lengths).sum()) / len(lengths) / setting.engines
+        # What is refused is work too, and all schedules have the same share of it.
+        self._group_work /= float(shares.mean())
         # Times of the trainer with their mean and deviation, in a fixed order without a trend.
         spread = min(setting.train_spread, setting.train_seconds)
         self._train_seconds = [setting.train_seconds + spread * z for z in _QUANTILES]
@@ -136,7 +165,10 @@ class Trial:
                     driven = seconds
                 else:
                     seen.not_driven += seconds - driven
-                seen.driven += driven
+                # As long as rewards take, it takes no longer with longer responses.
+                stood = min(self._stood, max(driven, 0.0))
+                seen.not_driven += stood
+                seen.driven += driven - stood
                 seen.bound += self._bound - before
                 seen.distance += self._distance(delivered)
         mean_work = self._group_work * seen.groups if self._stop_at.fixed_groups else seen.bound
@@ -153,22 +185,72 @@ class Trial:
 
     def _batch(self) -> tuple[list[TrialGroup], _Training]:
         """Run until a batch is full; return its groups, and when the trainer trains on them."""
-        asked = self.now
+        asked, self._stood = self.now, 0.0
         self._wave_pending = self._wave_pending or not self._asynchronous
-        if not self._stop_at.enough(self._ready):
+        self._score()
+        if not self._stop_at.enough(self._scored):
             # A batch that is complete already starts nothing, and does not wait for what the refit
             # has interrupted.
-            self._launch()
-            self._choose()
-            self._admit()
-        while not self._stop_at.enough(self._ready):
-            self._advance()
-            self._supply()
-        count = self._stop_at.take(self._ready.groups) or 0
-        training = self._training_on(self._ready.groups[:count], asked)
+            self._begin()
+        while not self._stop_at.enough(self._scored):
+            if self._rewards is None:
+                self._advance()
+                self._supply()
+            elif self._asynchronous or self._goes_on or not self._stop_at.enough(self._ready):
+                self._go_on()
+            else:
+                self._stand()
+        count = self._stop_at.take(self._scored.groups) or 0
+        training = self._training_on(self._scored.groups[:count], asked)
         if self._asynchronous and training.composed > self.now:
             self._generate(until=training.composed)
-        return self._ready.take(count), training
+        taken = self._scored.take(count)
+        if self._scored is not self._ready:
+            for group in taken:
+                self._ready.remove(group)
+        return taken, training
+
+    def _begin(self) -> None:
+        """Start what the refill rule asks for, and let it run."""
+        self._launch()
+        self._choose()
+        self._admit()
+
+    def _go_on(self, until: float = math.inf) -> None:
+        """Go to the next end of a response, or of a reward, where rewards take time."""
+        due = min(until, self._scores[0][0]) if self._scores else until
+        if due <= self.now:
+            pass
+        elif self._running or self._queue or self._away or due == math.inf:
+            self._advance(until=due)
+        elif due == until:
+            self.now = until
+            return
+        else:
+            self._stood += due - self.now
+            self.now = due
+        self._score()
+        self._supply()
+
+    def _stand(self) -> None:
+        """Let the engines stand until the next reward comes."""
+        before = self.now
+        self._stop()
+        self.now = max(self.now, self._scores[0][0])
+        self._stood += self.now - before
+        self._score()
+        if not self._stop_at.enough(self._ready):
+            self._begin()
+
+    def _score(self) -> None:
+        """Accept or refuse the groups whose rewards have come."""
+        while self._scores and self._scores[0][0] <= self.now:
+            due, _, group = heapq.heappop(self._scores)
+            group.scored_at = due
+            if group.accepted:
+                self._scored.insert(group)
+            else:
+                self._ready.remove(group)
 
     def _training_on(self, groups: Sequence[TrialGroup], asked: float) -> _Training:
         """When the trainer trains on a complete batch, which it asked for at the time `asked`."""
@@ -178,8 +260,8 @@ class Trial:
             return _Training(awaited=begins, composed=begins, taken=begins, done=begins + seconds)
         done = composed = awaited = asked
         for group in groups[:-1]:
-            if group.complete_at > done:
-                done = awaited = group.complete_at
+            if group.scored_at > done:
+                done = awaited = group.scored_at
             composed = done
             done += early / (len(groups) - 1)
         if begins > done:
@@ -196,7 +278,9 @@ class Trial:
         self._launch()
         self._admit()
         while self.now < until:
-            if self._running or self._queue:
+            if self._rewards is not None:
+                self._go_on(until=until)
+            elif self._running or self._queue or self._away:
                 self._advance(until=until)
                 self._supply()
             else:
@@ -209,7 +293,9 @@ class Trial:
             self._launch()
         elif 0 < len(self._running) + len(self._queue) <= self._tail_at:
             self._choose(tail=True)
-        elif not self._running and not self._stop_at.enough(self._ready):
+        elif not (self._running or self._chosen_away()) and (
+            not self._stop_at.enough(self._ready) or (self._goes_on and self._awaits)
+        ):
             # Everything that was chosen has ended, and the batch is not full.
             self._launch()
             self._choose()
@@ -222,6 +308,8 @@ class Trial:
         the engines wait for it by design."""
         if not self._asynchronous:
             self._stop()
+            if self._store is not None and self._setting.restarts:
+                self._throw_away(self._store)
             self.now = max(self.now, training.done)
             return training.done - training.taken
         self._taken, self._wave_pending = 1, True
@@ -238,16 +326,17 @@ class Trial:
         """Record every member's tokens; members to recompute go behind those that wait."""
         if self._setting.runs_out:
             waiting, self._queue = self._queue, deque()
+            away: list[tuple[float, int, Running]] = []
             while self._running:
+                away, self._away = away + self._away, []
                 self._advance()
-            self._queue = waiting
+            self._queue, self._away = waiting, away + self._away
+            heapq.heapify(self._away)
             return
         for running in self._running.values():
             self._note(running)
         if self._store is not None:
             self._queue.clear()
-            if self._setting.restarts:
-                self._throw_away(self._store)
         elif self._setting.keeps_kv:
             return
         else:
@@ -267,12 +356,21 @@ class Trial:
             else:
                 store.groups.append(group)
                 self._open += 1
+        if self._scored is not self._ready:
+            again = set(map(id, store.groups))
+            for group in self._scored.take(len(self._scored)):
+                if id(group) not in again:
+                    self._scored.add(group)
+            self._scores = [each for each in self._scores if id(each[2]) not in again]
+            heapq.heapify(self._scores)
         store.groups.sort(key=lambda group: group.opened)
         for group in store.groups:
             if group.sampled and min(group.sampled) < oldest:
                 for tokens in group.have:
                     self._bound -= self._work(tokens) / self._setting.engines
                 store.begin_again(group)
+                self._away = [each for each in self._away if each[2].group is not group]
+                heapq.heapify(self._away)
 
     def _work(self, tokens: Amount) -> Amount:
         """T_bound of a response on one engine, in seconds; of each, if these are several."""
@@ -282,28 +380,34 @@ class Trial:
 
     def _note(self, running: Running) -> None:
         group, member = running.group, running.member
-        group.note(member, group.lengths[member] - (running.end - self._step), self._batches)
+        group.note(member, running.goal - (running.end - self._step), self._batches)
 
     def _launch(self) -> None:
         """Open the groups that the refill rule asks for, as far as the bound on staleness and a
         slow trainer allow."""
-        if self._asynchronous:
+        awaits = self._goes_on and self._awaits
+        if self._asynchronous or awaits:
             ahead = self._setting.ready_batches
             if self._stop_at.enough(self._ready, batches=ahead):
                 return
+        elif self._rewards is not None and self._stop_at.enough(self._scored):
+            return  # the batch is offered
         view = PoolView(
             batch_groups=self._batch_groups,
             group_size=self._group_size,
             target_groups=self._target,
             open_groups=self._open,
             ready_groups=self._stop_at.as_groups(self._ready, self._usual),
-            in_flight=len(self._running) + len(self._queue),
+            in_flight=len(self._running) + len(self._queue) + len(self._away),
             put_aside=0 if self._store is None else self._store.put_aside(self._batches),
             wave_due=self._wave_pending,
             batch_open=not self._stop_at.enough(self._ready),
-            asynchronous=self._asynchronous,
+            asynchronous=self._asynchronous or awaits,
         )
         count = self._refill.launches(view)
+        if not count:
+            self._wave_pending = False
+            return
         admissible = self._gate.admissible(
             batch_groups=self._batch_groups,
             outstanding=self._open + view.ready_groups,
@@ -317,6 +421,11 @@ class Trial:
             row = self._next % len(self._rows)
             group = TrialGroup(self._again[row], self._batches, then=self._rows[row])
             group.level = self._remembered[row] if self._remembered else None
+            group.row = row
+            group.accepted = not self._verdicts or self._verdicts[row]
+            if self._gaps is not None:
+                mean, members = self._setting.gaps, range(len(group.lengths))
+                group.gaps = [self._gaps.whole(mean, row, member) for member in members]
             if takes_over:
                 # A pool takes over the responses of the schedule before it, at whatever places they
                 # are. Equal responses that began together would end together for ever, and refits
@@ -338,6 +447,9 @@ class Trial:
             wanted, lacking = self._target - ready, self._batch_groups - ready
             busy = {id(running.group) for running in self._running.values()} if tail else set[int]()
             chosen = self._store.choose(wanted, lacking, self._batches, busy=busy, tail=tail)
+            if self._away:
+                away = {(id(each.group), each.member) for _, _, each in self._away}
+                chosen = [each for each in chosen if (id(each[0]), each[1]) not in away]
             self._queue.extend(chosen)
             begins = None if tail else self._refill.tail_begins
             self._tail_at = -1 if begins is None else int((1 - begins) * len(chosen))
@@ -350,13 +462,14 @@ class Trial:
         while self._queue and len(self._running) < self._limit:
             group, member = self._queue[0]
             context = self._setting.prompt_tokens + group.have[member]
-            left = group.lengths[member] - group.have[member]
+            goal = group.goal(member) if self._episodes else group.lengths[member]
+            left = goal - group.have[member]
             if not self._fits(context, left):
                 break
             self._queue.popleft()
             self._tickets += 1
             end = self._step + left
-            self._running[self._tickets] = Running(end, member, group)
+            self._running[self._tickets] = Running(end, member, group, 0, goal)
             heapq.heappush(self._ends, (end, self._tickets))
             self._sum_of_ends += end
             self._kv += context
@@ -378,6 +491,12 @@ class Trial:
     def _advance(self, until: float = math.inf) -> None:
         """Decode to the next end of a response, and end the responses that end there. It ends
         earlier with the step that is in progress at the time `until`."""
+        if self._away:
+            until = min(until, self._away[0][0])
+            if not self._running or until <= self.now:
+                self.now = max(self.now, until)
+                self._come_back()
+                return
         steps = self._room_for(self._next_end() - self._step)
         running, engines = len(self._running), self._setting.engines
         # Fewer responses than engines, as in the tail of a batch, run on as many engines. Spread
@@ -390,7 +509,7 @@ class Trial:
             steps = min(steps, model.steps_within(batch, kv, until - self.now) + 1)
         self.now += model.decode_seconds(batch, kv, steps)
         tokens, growth = steps * running, running * steps * (steps - 1) / 2
-        work = model.token_seconds(self._setting.max_running) * tokens
+        work = self._token_seconds * tokens
         self._bound += (work + model.t2 * (steps * self._kv + growth)) / engines
         self._step += steps
         self._kv += tokens
@@ -400,7 +519,9 @@ class Trial:
             running_one = self._running.pop(ticket, None)
             if running_one is not None:
                 self._finish(running_one)
-        if self._queue:
+        if self._away:
+            self._come_back()
+        elif self._queue:
             self._admit()
 
     def _next_end(self) -> int:
@@ -424,15 +545,53 @@ class Trial:
         return min(steps, max(1, int(self._pool - self._kv) // len(self._running)))
 
     def _finish(self, running: Running) -> None:
+        if self._episodes:
+            times = self._gaps if running.goal < running.length else self._ends_after
+            if times is not None:
+                group, member = running.group, running.member
+                group.note(member, running.goal, self._batches)
+                self._leave(running)
+                self._tickets += 1
+                back = self.now + times.of(group.row, member, running.goal)
+                heapq.heappush(self._away, (back, self._tickets, running))
+                return
         running.group.finish(running.member, self._batches)
         self._leave(running)
         self._complete(running.group)
 
+    def _come_back(self) -> None:
+        """Let the members go on whose gap is over; where groups are deferred, only those that are
+        chosen."""
+        while self._away and self._away[0][0] <= self.now:
+            _, _, running = heapq.heappop(self._away)
+            group, member = running.group, running.member
+            if running.goal == running.length:
+                group.finish(member, self._batches)
+                self._complete(group)
+            elif self._store is None or group.runs(member, self._batches):
+                self._queue.append((group, member))
+        self._admit()
+
+    def _chosen_away(self) -> bool:
+        """Whether a member that was chosen for this batch is in a gap."""
+        return any(each.group.runs(each.member, self._batches) for _, _, each in self._away)
+
+    @property
+    def _awaits(self) -> bool:
+        """Whether the batch is full, and rewards are missing."""
+        return self._stop_at.enough(self._ready) and not self._stop_at.enough(self._scored)
+
     def _complete(self, group: TrialGroup) -> None:
         if not group.unfinished:
             self._open -= 1
-            group.complete_at = self.now
-            self._ready.add(group)
+            group.complete_at = group.scored_at = self.now
+            if self._rewards is not None:
+                self._ready.add(group)
+                self._tickets += 1
+                due = self.now + self._rewards.of(group.row)
+                heapq.heappush(self._scores, (due, self._tickets, group))
+            elif group.accepted:
+                self._ready.add(group)
             if self._store is not None:
                 self._store.groups.remove(group)
 
@@ -511,10 +670,14 @@ class _Seen:
 class Running:
     """A response that decodes, and the step at which it ends."""
 
-    __slots__ = ("end", "group", "member", "ticket")
+    __slots__ = ("end", "goal", "group", "member", "ticket")
 
-    def __init__(self, end: int, member: int, group: TrialGroup, ticket: int = 0) -> None:
+    def __init__(
+        self, end: int, member: int, group: TrialGroup, ticket: int = 0, goal: int = 0
+    ) -> None:
         self.end = end
+        self.goal = goal
+        """Number of its tokens at that step: those of the turn, and of the turns before it."""
         self.member = member
         self.group = group
         self.ticket = ticket
@@ -528,14 +691,19 @@ class TrialGroup:
     """A group; `have` counts each member's tokens at the last stop, or at its end."""
 
     __slots__ = (
+        "accepted",
+        "chosen",
         "complete_at",
         "finished",
         "first_run",
+        "gaps",
         "have",
         "lengths",
         "level",
         "opened",
+        "row",
         "sampled",
+        "scored_at",
         "then",
         "unfinished",
     )
@@ -556,6 +724,16 @@ class TrialGroup:
         """Number of tokens by the version that sampled them."""
         self.complete_at = 0.0
         """Time at which the last member ended, in seconds."""
+        self.row = 0
+        """The row of its lengths in the setting."""
+        self.scored_at = 0.0
+        """Time at which the group was accepted, in seconds."""
+        self.accepted = True
+        """Whether the group is accepted when it is scored."""
+        self.gaps: list[int] | None = None
+        """Number of gaps of each member; None where there are none."""
+        self.chosen: tuple[int, int] = (-1, 0)
+        """The batch for which members were chosen last, where groups are deferred, and how many."""
 
     @property
     def members(self) -> list[int]:
@@ -565,6 +743,18 @@ class TrialGroup:
     def tokens(self) -> int:
         """Number of tokens of the complete group."""
         return sum(self.lengths)
+
+    def goal(self, member: int) -> int:
+        """Number of tokens of the member at its next gap, or at its end."""
+        length, have = self.lengths[member], self.have[member]
+        turns = 1 if self.gaps is None else self.gaps[member] + 1
+        turn = have * turns // length + 1
+        turn += turn * length // turns <= have
+        return min(length, max(turn * length // turns, have + 1))
+
+    def runs(self, member: int, batch: int) -> bool:
+        """Whether the member was chosen for this batch, where groups are deferred."""
+        return self.chosen[0] == batch and member < self.chosen[1]
 
     def note(self, member: int, tokens: int, batch: int) -> None:
         """Record that the member has `tokens` tokens at the stop of `batch`."""
@@ -597,13 +787,45 @@ class CompleteGroups:
         self.samples += len(group.lengths)
         self.tokens += group.tokens
 
+    def insert(self, group: TrialGroup) -> None:
+        """Add a group in the order of completion."""
+        self.add(group)
+        self.groups.sort(key=lambda each: each.complete_at)
+
     def take(self, count: int) -> list[TrialGroup]:
         """Remove and return the first `count` groups."""
         taken, self.groups = self.groups[:count], self.groups[count:]
         for group in taken:
-            self.samples -= len(group.lengths)
-            self.tokens -= group.tokens
+            self._uncount(group)
         return taken
+
+    def remove(self, group: TrialGroup) -> None:
+        self.groups.remove(group)
+        self._uncount(group)
+
+    def _uncount(self, group: TrialGroup) -> None:
+        self.samples -= len(group.lengths)
+        self.tokens -= group.tokens
+
+
+class Times:
+    """Equally likely times. A response has the same ones under every schedule, so that schedules do
+    not differ by chance."""
+
+    def __init__(self, times: Sequence[float], *, seed: int) -> None:
+        self._times = times
+        self._uniforms = hashed_uniforms((997,), seed=seed).tolist()
+
+    def of(self, row: int, member: int = 0, tokens: int = 0) -> float:
+        """The time of the member of a group at so many tokens."""
+        return self._times[int(self._uniform(row, member, tokens) * len(self._times))]
+
+    def whole(self, mean: float, row: int, member: int) -> int:
+        """A whole number next to `mean`, which is the mean of those of all members."""
+        return int(mean + self._uniform(row, member, 0))
+
+    def _uniform(self, row: int, member: int, tokens: int) -> float:
+        return self._uniforms[(131 * row + 17 * member + tokens) % len(self._uniforms)]
 
 
 class Store:
@@ -674,6 +896,7 @@ class Store:
                 continue
             if started and group.first_run is None:
                 group.first_run = batch
+            group.chosen = (batch, started)
             runs += [(group, m) for m in range(started) if not group.finished[m]]
         return runs
 
@@ -741,6 +964,12 @@ def _remembered(setting: Setting) -> list[tuple[float, float]]:
     means = grand + explained * (levels - grand)
     means += math.sqrt(explained * (1 - explained)) * noise
     return [(mean, common * (1 - explained)) for mean in means[:, 0].tolist()]
+
+
+def _shares_accepted(setting: Setting) -> NDArray[np.float64]:
+    """The share that is accepted of groups like each one, float64 [groups]."""
+    tokens, short, long = setting.accepted
+    return np.where(setting.lengths.sum(axis=1) <= tokens, short, long).astype(np.float64)
 
 
 def _rows(lengths: NDArray[np.int64]) -> list[list[int]]:

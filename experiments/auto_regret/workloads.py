@@ -2,6 +2,7 @@
 
     python experiments/auto_regret/workloads.py --out workloads.json
     python experiments/auto_regret/workloads.py --drawn 0 36 --out drawn.json
+    python experiments/auto_regret/workloads.py --caller --out caller.json
 
 The first set was made by hand. The second one is drawn at random, so that anybody can draw others:
 `--drawn 1000 1040`. With `--seed` the same workloads have other lengths. Runs that are in the file
@@ -16,7 +17,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,13 @@ from numpy.random import Generator, Philox
 from numpy.typing import NDArray
 
 from aprilsched.config import Objective, SchedulerConfig
-from aprilsched.core.messages.facts import BatchDelivered, BatchRequested, Fact, TokensReceived
+from aprilsched.core.messages.facts import (
+    AttemptSent,
+    BatchDelivered,
+    BatchRequested,
+    Fact,
+    TokensReceived,
+)
 from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.errors import ConfigError
 from aprilsched.planning import Planner
@@ -34,7 +41,7 @@ from aprilsched.simulation import NEVER, Costs, Simulation, rare_collections
 from aprilsched.telemetry.figures import Figures
 from aprilsched.telemetry.summary import Summary
 from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
-from aprilsched.types import Prompt, SamplingParams
+from aprilsched.types import Group, Prompt, SamplingParams
 
 BATCHES, BURN_IN = 40, 14
 ROLLOUTS = 128
@@ -128,6 +135,12 @@ class Workload:
     model: StepTimeModel = field(default=H200_QWEN3_4B)
     changes: bool = False
     """Whether the law changes during the run."""
+    reward_s: float = 0.0
+    accepted: tuple[float, float] = (1.0, 1.0)
+    """The share that is accepted of groups up to the median of their tokens, and of longer ones."""
+    tools: int = 0
+    """Number of gaps between the turns of a response; their times are lognormal with a median of
+    5 s and a sigma of 1, so one in a hundred is longer than 51 s."""
     seed: int = 7
 
     def __iter__(self) -> Iterator[Prompt]:
@@ -160,8 +173,22 @@ class Workload:
         assert isinstance(prompt.key, int)
         return self.lengths(prompt.key, draw)
 
+    def accept(self, group: Group) -> bool:
+        long = sum(len(rollout.token_ids) for rollout in group.rollouts) > _median_tokens(self)
+        return bool(self._generator(group.prompt, 1).random() < self.accepted[long])
+
+    def pauses(self, prompt: Prompt, index: int) -> list[float]:
+        rng = self._generator(prompt, 2 + index)
+        return (5.0 * np.exp(rng.standard_normal(self.tools))).tolist()
+
+    def _generator(self, prompt: Prompt, subject: int) -> Generator:
+        assert isinstance(prompt.key, int)
+        key = np.array([self.seed, prompt.key], dtype=np.uint64)
+        return Generator(Philox(key=key, counter=np.array([0, 0, subject, 0], dtype=np.uint64)))
+
     def mean_work(self) -> float:
-        """T_bound of a usual batch, on all engines, in seconds."""
+        """T_bound of what a usual batch takes to generate, on all engines, in seconds; with what is
+        refused."""
         first, last = 100_000, 102_000
         if self.changes:
             first, last = BURN_IN * self.groups, self.batches * self.groups
@@ -171,7 +198,7 @@ class Workload:
             for draw in range(-(-2000 // (last - first)))
             for row in (self.lengths(index, draw),)
         ]
-        return float(np.mean(works)) * self.groups / self.engines
+        return float(np.mean(works)) * self.groups / self.engines / float(np.mean(self.accepted))
 
     def _size(self, index: int) -> int:
         return self.sizes[index % len(self.sizes)]
@@ -214,6 +241,25 @@ def workloads() -> Iterator[Workload]:
     yield Workload(name="4 engines, trainer of 20 s", law=base, engines=4, groups=32, train_s=20.0)
     yield Workload(name="16 engines", law=base, engines=16, groups=64)
     yield Workload(name="64 engines", law=base, engines=64, groups=64)
+
+
+@cache
+def _median_tokens(workload: Workload) -> float:
+    return float(np.median([workload.lengths(index, 0).sum() for index in range(1001)]))
+
+
+def caller_workloads() -> Iterator[Workload]:
+    """Workloads whose rewards, filters or tools take their time."""
+    base = Workload(name="", law=lognormal())
+    for reward_s in (20.0, 60.0):
+        yield replace(base, name=f"rewards of {reward_s:g} s", reward_s=reward_s)
+    told = "rewards of 20 s, trainer of 20 s"
+    yield replace(base, name=told, reward_s=20.0, train_s=20.0)
+    yield replace(base, name="half refused", accepted=(0.5, 0.5))
+    yield replace(base, name="nine of ten long groups refused", accepted=(0.9, 0.1))
+    yield replace(base, name="half refused, KV kept", accepted=(0.5, 0.5), keeps_kv=True)
+    yield replace(base, name="tools of 5 s", tools=3)
+    yield replace(base, name="tools of 5 s, KV kept", tools=3, keeps_kv=True)
 
 
 SLOW = replace(
@@ -332,19 +378,20 @@ class Meter:
         self.asked: list[float] = []
         self.generated: list[float] = []
         self.delivered_at: list[float] = []
-        self._prompt = workload.prompt_tokens
         self._each = workload.model.token_seconds(workload.max_running)
         self._t2 = workload.model.t2
         self._engines = workload.engines
         self._work = 0.0
-        self._have: dict[int, int] = {}
+        self._context: dict[int, int] = {}
 
     def on_facts(self, facts: Sequence[Fact], now: float) -> None:
         for fact in facts:
-            if isinstance(fact, TokensReceived):
-                before = self._have.get(fact.request_id, 0)
-                after = self._have[fact.request_id] = before + fact.tokens
-                reads = self._prompt * fact.tokens + (after**2 - before**2) / 2
+            if isinstance(fact, AttemptSent):
+                self._context[fact.request_id] = fact.tokens
+            elif isinstance(fact, TokensReceived):
+                before = self._context[fact.request_id]
+                self._context[fact.request_id] = before + fact.tokens
+                reads = fact.tokens * (before + fact.tokens / 2)
                 self._work += (self._each * fact.tokens + self._t2 * reads) / self._engines
             elif isinstance(fact, BatchRequested):
                 self.asked.append(now)
@@ -370,7 +417,11 @@ def run(workload: Workload, config: SchedulerConfig) -> dict[str, Any]:
             make_tokens=False,
             stream_interval=NEVER,
         ),
-        costs=Costs(train_seconds=workload.train_s, refit_seconds=0.1),
+        costs=Costs(
+            train_seconds=workload.train_s, refit_seconds=0.1, reward_seconds=workload.reward_s
+        ),
+        accept=workload.accept if min(workload.accepted) < 1 else None,
+        pauses=workload.pauses if workload.tools else None,
         batches=last + 1,
         streamed=workload.streamed,
         planner=Planner(workload.model, max_running=workload.max_running, inline=True),
@@ -456,12 +507,15 @@ def main() -> None:
     parser.add_argument("--policy", nargs="+", help="names of policies")
     parser.add_argument("--seed", type=int, default=7, help="decides the lengths")
     parser.add_argument("--drawn", type=int, nargs=2, help="the first, and the one after the last")
+    parser.add_argument("--caller", action="store_true", help="slow rewards, filters and tools")
     parser.add_argument("--again", action="store_true", help="make the runs of these once more")
     options = parser.parse_args()
     rows: dict[str, dict[str, Any]] = {}
     if options.out.exists():
         rows = json.loads(options.out.read_text(encoding="utf-8"))
-    several = workloads() if options.drawn is None else map(drawn, range(*options.drawn))
+    several = caller_workloads() if options.caller else workloads()
+    if options.drawn is not None:
+        several = map(drawn, range(*options.drawn))
     for workload in (replace(each, seed=options.seed) for each in several):
         if options.only not in workload.name:
             continue

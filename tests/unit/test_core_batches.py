@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from aprilsched.config import Pool, Retries, Samples, SchedulerConfig, Stop, Tokens
+from aprilsched.config import (
+    Pool,
+    Retries,
+    Samples,
+    SchedulerConfig,
+    Staleness,
+    Stop,
+    Tokens,
+)
 from aprilsched.core.messages import events as ev
 from aprilsched.types import RefusedPrompt, Score
 from tests.support.driver import Driver, prompts
@@ -117,16 +125,48 @@ def test_stop_by_tokens_launches_more_when_everything_is_in_and_it_is_not_enough
     assert not driver.batches
 
 
-def test_a_slow_reward_does_not_delay_the_stop():
-    driver = Driver(config(), reward_scope="rollout")
+@pytest.mark.parametrize(
+    ("over_provision", "changes", "stops"),
+    [
+        (2.0, {}, False),
+        (2.0, {"straggler": "in_place"}, False),
+        (1.0, {"refill": Pool(together=1)}, True),
+        (1.25, {"refill": "tail", "max_staleness": Staleness(0, rule="restart")}, True),
+    ],
+    ids=str,
+)
+def test_engines_go_on_while_a_full_batch_waits_for_rewards(
+    over_provision: float, changes: dict[str, object], stops: bool
+):
+    """They go on only with what is open beyond the batch, and only if its tokens are kept."""
+    settings = config(over_provision=over_provision, **changes)
+    driver = Driver(settings, reward_scope="rollout")
     driver.request_batch()
-    for group_id in driver.group_ids()[:4]:
+    ids = driver.group_ids()
+    for group_id in ids[:4]:
         driver.finish_group(group_id)
     assert not driver.batches
-    assert {c.engine for c in driver.controls} == {"a", "b"}, "both engines are told to pause"
-    for score in driver.scores:
+    assert bool(driver.controls or driver.aborts) == stops
+    if not stops:
+        driver.progress(driver.attempts(ids[4])[0], 3)
+    for score in list(driver.scores):
         driver.feed(ev.Rewarded(rollout_id=score.rollout.rollout_id, score=Score(reward=1.0)))
     assert [r.reward for r in driver.batches[0].rollouts] == [1.0] * 8
+    assert driver.controls or driver.aborts, "the offer stops them"
+
+
+def test_a_pool_is_refilled_while_a_full_batch_waits_for_rewards_up_to_the_ready_batches():
+    driver = Driver(config(refill=Pool(together=1), ready_batches=3), reward_scope="rollout")
+    driver.request_batch()
+    launched: list[int] = []
+    for _ in range(30):
+        if not driver.attempts():
+            break
+        driver.finish_group(driver.group_ids()[0])
+        launched.append(driver.state.in_flight.counters.launched // 2)
+    assert launched[:11] == [9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19]
+    assert launched[11:] == [19] * 8, "three batches wait for their rewards, and a pool goes on"
+    assert not driver.batches
 
 
 def test_group_rewards():

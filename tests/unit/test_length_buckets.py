@@ -380,9 +380,11 @@ def test_a_rejected_bucket_is_followed_by_another_one_in_the_same_batch() -> Non
     assert not driver.batches
     assert driver.sends
     assert set(driver.group_ids()) <= opened, "out of the store that is there"
-    for group_id in whole(driver):
-        driver.finish_group(group_id)
-    judge(driver, accepted=True)
+    while not driver.batches:
+        # One has run since before the verdicts, and the others follow it.
+        for group_id in whole(driver):
+            driver.finish_group(group_id)
+        judge(driver, accepted=True)
     assert len(driver.batches) == 1
 
 

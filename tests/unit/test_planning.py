@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import pairwise
@@ -15,22 +15,24 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from aprilsched.config import Samples, SchedulerConfig, Staleness, Tokens
-from aprilsched.core.lengths.observed import GroupLengths
+from aprilsched.core.lengths.observed import GroupLengths, hashed_uniforms
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
 from aprilsched.core.policies.refill import LengthBuckets, Pool, Refill, TailBatching, Wave
 from aprilsched.core.policies.schedule import FixedRatio, Forecast, Objective, Pace, Schedule
+from aprilsched.core.state.engine_health import CallerTimes
 from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.planning import Planner
 from aprilsched.planning.planner import Space, Tried, candidates, choose, in_words, trials
 from aprilsched.planning.rolling import RollingTrial
 from aprilsched.planning.setting import Outcome, Setting
-from aprilsched.planning.trial import Trial, drawn_again, try_out
+from aprilsched.planning.trial import Times, Trial, drawn_again, try_out
 from aprilsched.presets import PRESETS
 from aprilsched.simulation import NEVER, Costs, ModelledEngine, Simulation
 from aprilsched.telemetry.figures import steady_state
 from aprilsched.telemetry.summary import Summary
 from aprilsched.timing.model import H200_QWEN3_4B, H200_QWEN3_4B_LINEAR
+from aprilsched.types import Group, Prompt, Score
 from aprilsched.workload import LongTailWorkload
 from tests.support.driver import Driver
 
@@ -92,6 +94,27 @@ def test_small_changes_of_the_lengths_are_no_drift() -> None:
     assert batches(driver, 16, tokens=12) == []
 
 
+def test_a_plan_is_asked_for_again_when_rewards_take_longer() -> None:
+    driver = Driver(config(), reward_scope="group")
+    asked: list[int] = []
+    for step in range(20):
+        driver.request_batch()
+        while len(driver.batches) == step:
+            driver.finish(driver.attempts()[0], 10)
+            driver.now += 1.0 if step < 9 else 60.0
+            for score in driver.group_scores:
+                scores = (Score(reward=1.0), Score(reward=0.0))
+                driver.feed(ev.GroupRewarded(group_id=score.group.group_id, scores=scores))
+            driver.group_scores.clear()
+        driver.settle()
+        driver.update()
+        for _ in driver.plans:
+            asked.append(len(driver.batches))
+            driver.feed(ev.Planned(schedule=None))
+        driver.plans.clear()
+    assert asked == [1, 3, 9, 17]
+
+
 def test_after_a_drift_only_recent_lengths_are_evidence() -> None:
     driver = Driver(config())
     batches(driver, 9, tokens=10)
@@ -120,6 +143,69 @@ def test_a_plan_has_all_that_is_known() -> None:
     assert [group.tokens.tolist() for group in plan.open] == [[4, 6]]
     assert (plan.engines, plan.kv_tokens, plan.prompt_tokens) == (2, None, 2.0)
     assert plan.current == driver.state.plan.schedule
+
+
+def test_a_plan_has_the_times_of_rewards_and_what_is_accepted() -> None:
+    """A group's time runs from the end of its last response, with the verdict in it. A shorter
+    group is accepted here, and a longer one refused."""
+    driver = Driver(config(over_provision="auto"), reward_scope="group", accepts=True)
+    driver.request_batch()
+    while not driver.batches:
+        group_id = driver.group_ids()[0]
+        driver.finish_group(group_id, 3 if group_id % 2 else 9)
+        driver.now += 5.0
+        score = driver.group_scores.pop()
+        scores = (Score(reward=1.0), Score(reward=0.0))
+        driver.feed(ev.GroupRewarded(group_id=score.group.group_id, scores=scores))
+        driver.now += 2.0
+        filtered = driver.verdicts.pop().group
+        accepted = len(filtered.rollouts[0].token_ids) == 3
+        driver.feed(ev.Filtered(group_id=filtered.group_id, accepted=accepted))
+    (plan,) = driver.plans
+    assert plan.reward_seconds == pytest.approx([7.0] * 3, abs=0.05)
+    tokens, short, long = plan.accepted
+    assert tokens == 6
+    assert short > long > 0
+
+
+@pytest.mark.parametrize("rewards", [0.0, 3.0])
+def test_verdicts_are_shares_of_the_halves_that_begin_at_the_share_of_all(rewards: float) -> None:
+    calls = CallerTimes()
+    for tokens in range(100):
+        calls.verdicts.append((tokens, tokens < 50 or tokens % 5 == 0))
+        calls.rewards.add(rewards)
+    tokens, short, long = calls.accepted
+    assert tokens == 49.5
+    assert short == pytest.approx((50 + 8 * 0.6) / 58)
+    assert long == pytest.approx((10 + 8 * 0.6) / 58)
+    assert calls.reward_seconds == (() if rewards == 0 else pytest.approx([rewards] * 32))
+
+
+def test_times_are_kept_with_their_mean_and_their_tail() -> None:
+    calls = CallerTimes()
+    for n in range(1, 257):
+        calls.gaps.add(500.0 if n % 64 == 0 else n / 100)
+    parts = calls.gaps.parts
+    assert len(parts) == 32
+    assert np.mean(parts) == pytest.approx(np.mean(calls.gaps.last))
+    assert parts[-1] > 250
+
+
+def test_a_plan_has_the_gaps_between_the_turns_of_episodes() -> None:
+    driver = Driver(config(over_provision="auto"), episodes=True)
+    driver.request_batch()
+    for turn in range(3):
+        for started in driver.episodes_started:
+            driver.feed(driver.dialogues.ask(started.rollout_id))
+        for key in driver.attempts():
+            driver.finish(key, 4)
+        driver.now += 6.0 if turn < 2 else 1.5
+    for started in driver.episodes_started:
+        driver.feed(driver.dialogues.end(started.rollout_id))
+    plan = driver.plans[0]
+    assert plan.gaps == 2
+    assert plan.gap_seconds == pytest.approx([6.0] * 12, abs=0.05)
+    assert plan.end_seconds == pytest.approx([1.5] * 4, abs=0.05)
 
 
 def test_a_deferred_group_is_evidence_by_its_probe() -> None:
@@ -286,6 +372,9 @@ def simulated_and_tried(
     streamed: bool = False,
     train_seconds: float = 0.0,
     refit_seconds: float = 0.0,
+    reward_seconds: float = 0.0,
+    accepted: tuple[float, float, float] = (0.0, 1.0, 1.0),
+    pauses: tuple[float, ...] = (),
 ) -> tuple[Measured, Outcome]:
     """What the simulation measures and what a trial says of batches `burn_in` to `counted`.
 
@@ -293,14 +382,22 @@ def simulated_and_tried(
     sooner or later.
     """
     steps = Steps()
+    drawn_groups = settings.batch_groups * (counted + 8) * (1 if accepted[1] == 1.0 else 3)
     simulation = Simulation(
         settings,
         WORKLOAD,
         engines=engines,
         batches=counted + 1,
         engine=modelled(kv or 1_000_000),
-        costs=Costs(train_seconds=train_seconds, refit_seconds=refit_seconds, pause_seconds=0.0),
+        costs=Costs(
+            train_seconds=train_seconds,
+            refit_seconds=refit_seconds,
+            reward_seconds=reward_seconds,
+            pause_seconds=0.0,
+        ),
         streamed=streamed,
+        accept=None if accepted[1:] == (1.0, 1.0) else accepting(accepted, drawn_groups),
+        pauses=pausing(pauses) if pauses else None,
         listeners=[steps],
     )
     steps.engines = list(simulation.engines.values())
@@ -308,7 +405,7 @@ def simulated_and_tried(
     policies, groups = settings.policies, settings.batch_groups
     assert policies.over_provision is not None
     tried_on = setting(
-        lengths=drawn(groups * (counted + 8)),
+        lengths=drawn(drawn_groups),
         batch_groups=groups,
         engines=engines,
         pace=settings.pace,
@@ -321,6 +418,10 @@ def simulated_and_tried(
         train_seconds=train_seconds,
         refit_seconds=refit_seconds,
         train_early=(groups - 1) / groups if streamed else 0.0,
+        reward_times=(reward_seconds,) if reward_seconds else (),
+        accepted=accepted,
+        gaps=len(pauses),
+        gap_times=pauses,
         batches=counted - burn_in,
         burn_in=burn_in // 3 if policies.refill.defers else burn_in,
     )
@@ -335,6 +436,25 @@ def simulated_and_tried(
         mean_age=float(ages.mean()),
     )
     return measured, kind(tried, tried_on).outcome(counted - burn_in)
+
+
+def accepting(shares: tuple[float, float, float], groups: int) -> Callable[[Group], bool]:
+    """Accepts the same groups as a trial with these shares."""
+    tokens, short, long = shares
+    wanted = np.where(drawn(groups).sum(axis=1) <= tokens, short, long)
+    verdicts = hashed_uniforms((groups,), seed=6) < wanted
+    return lambda group: bool(verdicts[int(group.prompt.key or 0)])
+
+
+def pausing(times: tuple[float, ...]) -> Callable[[Prompt, int], list[float]]:
+    """As many gaps as there are times, each of the time that a trial draws from these."""
+    drawn_times, turns = Times(times, seed=8), len(times) + 1
+
+    def pauses(prompt: Prompt, index: int) -> list[float]:
+        row, length = int(prompt.key or 0), WORKLOAD.lengths(int(prompt.key or 0))[index]
+        return [drawn_times.of(row, index, length * n // turns) for n in range(1, turns)]
+
+    return pauses
 
 
 def modelled(kv_tokens: int) -> SimConfig:
@@ -425,6 +545,45 @@ def test_a_trial_takes_the_time_of_whole_steps(
     assert efficiency == pytest.approx(measured.efficiency, rel=0.01)
     assert outcome.off_policy_share == pytest.approx(measured.off_policy_share, abs=0.01)
     assert outcome.mean_age == pytest.approx(measured.mean_age, abs=0.03)
+
+
+REWARDS = {"reward_seconds": 20.0}
+SLOW_REWARDS = {"reward_seconds": 60.0}
+HALF = {"accepted": (0.0, 0.5, 0.5)}
+SHORT = {"accepted": (8000.0, 0.9, 0.3)}
+TOOLS = {"pauses": (2.0, 15.0, 4.0)}
+AHEAD = {"pace": "asynchronous", "over_provision": 1.5}
+
+
+@pytest.mark.parametrize(
+    ("caller", "changes", "near"),
+    [
+        (REWARDS, {"over_provision": 1.0}, 0.01),
+        (SLOW_REWARDS, {"over_provision": 2.0, "refill": Pool(together=4)}, 0.01),
+        (REWARDS, {"over_provision": 2.0, "straggler": "in_place"}, 0.01),
+        (REWARDS, {**AHEAD, "refill": "pool"}, 0.01),
+        (REWARDS, {**AHEAD, "refit": "rolling", "straggler": "run"}, 0.03),
+        (HALF, {"over_provision": 1.5, "refill": "buckets"}, 0.04),
+        (SHORT, {**AHEAD, "refill": "pool"}, 0.01),
+        (SHORT | REWARDS, {"over_provision": 2.0}, 0.01),
+        (TOOLS, {"over_provision": 1.0}, 0.01),
+        (TOOLS, {"over_provision": 1.5, "refill": "buckets"}, 0.04),
+        (TOOLS, {**AHEAD, "refill": "pool"}, 0.01),
+        (TOOLS, {"over_provision": 1.5, "straggler": "run"}, 0.01),
+    ],
+    ids=str,
+)
+def test_a_trial_knows_rewards_filters_and_tools(
+    caller: dict[str, Any], changes: dict[str, Any], near: float
+) -> None:
+    """Both have the same verdicts and the same gaps."""
+    settings = SchedulerConfig(batch_groups=16, **changes)
+    measured, outcome = simulated_and_tried(
+        settings, 20, 7, train_seconds=3.0, refit_seconds=1.0, **caller
+    )
+    step_seconds = outcome.step_seconds + outcome.trainer_seconds
+    assert step_seconds == pytest.approx(measured.step_seconds, rel=near)
+    assert outcome.mean_age == pytest.approx(measured.mean_age, abs=0.02 + 4 * near)
 
 
 @pytest.mark.parametrize(
@@ -814,6 +973,14 @@ def test_a_large_batch_is_tried_out_as_an_equal_share_of_it(
     tried_on = Planner().setting(command, rules(batch_groups=batch_groups))
     assert (tried_on.batch_groups, tried_on.engines) == scaled
     assert tried_on.kv_tokens == 1000
+
+
+@pytest.mark.parametrize(("gaps", "tried_on"), [(0.0, 0.0), (3.0, 3.0), (32.0, 8.0)])
+def test_many_gaps_are_tried_out_as_fewer_of_the_same_time(gaps: float, tried_on: float) -> None:
+    command = structs.replace(plan(POOR), gaps=gaps, gap_seconds=(2.0, 4.0) if gaps else ())
+    found = Planner().setting(command, rules())
+    assert found.gaps == tried_on
+    assert sum(found.gap_times) * found.gaps == sum(command.gap_seconds) * gaps
 
 
 def test_with_rolling_refits_a_smaller_share_is_too_small() -> None:

@@ -211,6 +211,14 @@ class Plan(Command, frozen=True, eq=False):
         most_tokens: the most tokens that any response so far may have; None if that is not known.
         remembered: the share of the variance common to a prompt's log lengths that earlier epochs
             are expected to explain, as a mean over the groups in flight; 0 where they say nothing.
+        reward_seconds: times from the end of a group's last response until the group is accepted
+            or refused, in seconds: the means of equal parts of those of the last groups, in
+            ascending order; empty where all are 0.
+        accepted: a number of tokens of a group, the share of the groups with at most so many that
+            is accepted, and the share of the longer ones; 0, 1 and 1 where all are.
+        gaps: the mean number of gaps between the turns of a response.
+        gap_seconds: the times of such gaps, as `reward_seconds`; empty where there are none.
+        end_seconds: the times from the last turn of a response until its episode returns, likewise.
     """
 
     batch_groups: int
@@ -228,6 +236,11 @@ class Plan(Command, frozen=True, eq=False):
     refit_seconds: float | None = None
     most_tokens: int | None = None
     remembered: float = 0.0
+    reward_seconds: tuple[float, ...] = ()
+    accepted: tuple[float, float, float] = (0.0, 1.0, 1.0)
+    gaps: float = 0.0
+    gap_seconds: tuple[float, ...] = ()
+    end_seconds: tuple[float, ...] = ()
 
 
 # --- the trainer -----------------------------------------------------------------------------

@@ -150,6 +150,9 @@ class RolloutRecord:
     ended."""
     replay: Replay | None = None
     """Set while an episode that was started again asks for turns that are known already."""
+    answered_at: float | None = None
+    """When its episode was given the answer to its last turn, in seconds; None while a turn is
+    open, before the first one, and where that was before a restart."""
     undecided: int | None = None
     """Where the tokens of a withdrawn turn begin, while the episode has not said whether it keeps
     them."""
@@ -209,6 +212,9 @@ class GroupRecord:
     """Number of lost members by which the group has shrunk."""
     unfinished: int = 0
     """Members that are still generating."""
+    complete_at: float | None = None
+    """When its last response ended, in seconds; None before that, and where that was before a
+    restart."""
     accepted: bool | None = None
     """Whether the group is accepted; None until that is known."""
     engine: str = ""

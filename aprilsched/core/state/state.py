@@ -18,7 +18,7 @@ from aprilsched.core.policies.placement import Place, place_of
 from aprilsched.core.policies.schedule import Schedule, first_schedule
 from aprilsched.core.policies.straggler import CachedKV
 from aprilsched.core.state.engine_control import CUDA_GRAPH, WEIGHTS, FleetControl, Mode
-from aprilsched.core.state.engine_health import FleetHealth, TrainerTimes
+from aprilsched.core.state.engine_health import CallerTimes, FleetHealth, TrainerTimes
 from aprilsched.core.state.engine_index import EngineIndex
 from aprilsched.core.state.expectation import EngineWork, Expectations
 from aprilsched.core.state.in_flight import InFlight
@@ -159,8 +159,9 @@ class Plan:
     planned_training: float | None = None
     """The trainer's mean time for a batch, in seconds, that it was asked for; None if that was not
     known. A resumed run does not know it any more."""
-    planned_early: float = 0.0
-    """How much of that time was before the trainer had the last group of the batch."""
+    planned_times: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """How much of that time was before the trainer had the last group of the batch, and the mean
+    times of a reward and of the gaps of a response that it was asked for."""
     checked_at: int = 0
     """Batches that had been delivered when it was last checked whether to ask for a schedule."""
 
@@ -342,6 +343,7 @@ class SchedulerState:
             wave_pending=not config.trainer_waits,
         )
         self.times = TrainerTimes()
+        self.calls = CallerTimes()
         self.stragglers = Stragglers()
         self.evaluations = Evaluations()
         control = FleetControl(

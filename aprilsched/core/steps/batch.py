@@ -1,10 +1,11 @@
 """Decides when a batch is full, when it is offered, and when it is delivered.
 
-A batch is *full* when enough is generated, so that a slow reward never delays its stop. It is
-*offered* when enough of that is scored and accepted, one batch at a time. It is *delivered* when
-the trainer has taken it. Between an offer and its delivery the trainer may give up its wait, a
-store may be slow, and a new version may come. For a new version the offer is withdrawn, and its
-groups, which have not left flight, are ready again.
+A batch is *full* when enough is generated. It is *offered* when enough of that is scored and
+accepted, one batch at a time. In between, the engines go on with the groups that are open beyond
+the batch (:func:`awaits_scores`). It is *delivered* when the trainer has taken it. Between an offer
+and its delivery the trainer may give up its wait, a store may be slow, and a new version may come.
+For a new version the offer is withdrawn, and its groups, which have not left flight, are ready
+again.
 
 A trainer may also take the groups of a batch one by one, each as soon as it is accepted. Every
 group but the last is offered as a part of the batch, and stays in flight as a ready group when it
@@ -140,6 +141,22 @@ def full(state: SchedulerState) -> bool:
     return not state.delivery.must_deliver.grows(groups, version)
 
 
+def awaits_scores(state: SchedulerState) -> bool:
+    """Whether the engines go on although the batch is full, on the synchronous pace: it waits for
+    rewards or verdicts, and more groups are open than it takes, whose tokens are kept.
+
+    Engines that stood meanwhile lost half of their time with rewards of 20 s.
+    """
+    caller = state.caller
+    return (
+        (caller.reward_scope != "none" or caller.accepts)
+        and state.plan.target_groups > state.batch_groups
+        and state.staleness.rule != "restart"
+        and full(state)
+        and not state.stop.enough(state.in_flight.ready.accepted)
+    )
+
+
 def _enough(state: SchedulerState) -> bool:
     """Whether the complete groups are enough for a batch, beyond those that are held back."""
     return state.stop.enough(state.in_flight.ready, batches=1 + state.held_batches)
@@ -164,7 +181,9 @@ def training_runs(state: SchedulerState) -> bool:
     refits = state.weights.update is not None and state.weights.update.pauses
     if refits or state.fleet.sleep is not None or state.fleet.held:
         return False
-    return state.asynchronous or (state.collecting and not full(state))
+    if state.asynchronous:
+        return True
+    return state.collecting and (not full(state) or awaits_scores(state))
 
 
 def deliver_evaluations(state: SchedulerState) -> None:

@@ -16,7 +16,7 @@ from aprilsched.core.state.assembly import launched
 from aprilsched.core.state.ledger import Reason
 from aprilsched.core.state.records import GroupRecord
 from aprilsched.core.state.state import Plan, PromptSupply, SchedulerState
-from aprilsched.core.steps.batch import full, retarget
+from aprilsched.core.steps.batch import awaits_scores, full, retarget
 from aprilsched.core.steps.drop import drop, refuse
 from aprilsched.core.steps.turns import start_episode
 from aprilsched.types import Prompt, RefusedPrompt, SamplingParams
@@ -131,7 +131,7 @@ def launch(state: SchedulerState) -> None:
 
 
 def _may_launch(state: SchedulerState) -> bool:
-    if not state.asynchronous:
+    if not state.asynchronous and not (state.collecting and awaits_scores(state)):
         return state.collecting
     config = state.config
     return not state.stop.enough(state.in_flight.ready, batches=config.ready_batches)
@@ -197,7 +197,7 @@ def _pool_view(state: SchedulerState) -> PoolView:
         put_aside=_put_aside(state),
         wave_due=state.plan.wave_pending,
         batch_open=not full(state),
-        asynchronous=state.asynchronous,
+        asynchronous=state.asynchronous or awaits_scores(state),
     )
 
 

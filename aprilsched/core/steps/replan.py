@@ -82,7 +82,7 @@ def plan(state: SchedulerState) -> None:
     if (
         batches < _LATER * state.plan.planned_at
         and not drifted
-        and not _trains_otherwise(state, training)
+        and not _takes_otherwise(state, training)
     ):
         return
     if drifted:
@@ -106,7 +106,7 @@ def plan(state: SchedulerState) -> None:
     state.plan.requested = True
     state.plan.planned_at, state.plan.planned_for = batches, _median(groups)
     state.plan.planned_training = training
-    state.plan.planned_early = (training or 0.0) * state.times.early_share
+    state.plan.planned_times = _other_times(state, training)
     state.commands.append(
         do.Plan(
             batch_groups=state.batch_groups,
@@ -124,6 +124,11 @@ def plan(state: SchedulerState) -> None:
             refit_seconds=state.times.refits.mean,
             most_tokens=state.expectations.limit,
             remembered=state.expectations.explained(list(state.in_flight.training_groups())),
+            reward_seconds=state.calls.reward_seconds,
+            accepted=state.calls.accepted,
+            gaps=state.calls.gaps_of_response,
+            gap_seconds=state.calls.gaps.parts,
+            end_seconds=state.calls.ends.parts,
         )
     )
 
@@ -233,14 +238,26 @@ def _drifted(state: SchedulerState, recent: list[GroupLengths]) -> bool:
     return max(ratio, 1 / ratio) > 1 + _DRIFT
 
 
-def _trains_otherwise(state: SchedulerState, training: float | None) -> bool:
-    """Whether the trainer's time, or its time before it has the last group of a batch, is another
-    one than was planned for. Then another pace may be the best, and how many groups share the time
-    in which the trainer trains on some of them already."""
+def _other_times(state: SchedulerState, training: float | None) -> tuple[float, float, float]:
+    """How long the trainer trains before it has the last group of a batch, how long a reward takes,
+    and for how long a response is in gaps between its turns, in seconds."""
+    calls = state.calls
+    # Without leaving out what is far above the median: tools have heavy tails.
+    rewards, gap, end = (
+        float(np.mean(times.last)) if times.last else 0.0
+        for times in (calls.rewards, calls.gaps, calls.ends)
+    )
+    return (training or 0.0) * state.times.early_share, rewards, calls.gaps_of_response * gap + end
+
+
+def _takes_otherwise(state: SchedulerState, training: float | None) -> bool:
+    """Whether the trainer, rewards or tools take another time than was planned for. Then another
+    pace or another ratio may be the best, and how many groups share the time in which the trainer
+    trains on some of them already."""
     if training is None:
         return False
-    now = [training * state.times.early_share]
-    planned_for = [state.plan.planned_early]
+    now = [*_other_times(state, training)]
+    planned_for = [*state.plan.planned_times]
     if len(_paces(state)) > 1:
         if state.plan.planned_training is None:
             return True

@@ -13,6 +13,7 @@ from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
 from aprilsched.core.messages import facts
 from aprilsched.core.state.assembly import group_of, rollout_of
+from aprilsched.core.state.engine_health import Durations
 from aprilsched.core.state.ledger import Reason
 from aprilsched.core.state.lifecycle import GENERATING, Move, State
 from aprilsched.core.state.records import GroupRecord, RequestRecord, RolloutRecord
@@ -48,6 +49,7 @@ def end_turn(state: SchedulerState, request: RequestRecord) -> None:
         finish(state, rollout, None)
         return
     rollout.answered.append((request.output_start, len(rollout.log), rollout.finish_reason))
+    rollout.answered_at = state.now
     _answer(state, rollout, rollout.turns - 1)
 
 
@@ -76,6 +78,7 @@ def on_turn_requested(state: SchedulerState, event: ev.TurnRequested) -> None:
         rollout.turns += 1
         _answer(state, rollout, rollout.replay.answered - 1)
         return
+    _note_gap(state, rollout, state.calls.gaps)
     sampling = event.sampling or rollout.sampling
     if begin is not None:
         leave_one(state, rollout, begin, sampling.max_new_tokens)
@@ -83,6 +86,13 @@ def on_turn_requested(state: SchedulerState, event: ev.TurnRequested) -> None:
         rollout, event.input_ids, sampling, media=event.media, output_start=begin
     )
     _tell_begun(state, rollout, before)
+
+
+def _note_gap(state: SchedulerState, rollout: RolloutRecord, gaps: Durations) -> None:
+    """Note how long an episode took from the answer to its last turn until now."""
+    if rollout.answered_at is not None and rollout.group.evaluation_id is None:
+        gaps.add(state.now - rollout.answered_at)
+    rollout.answered_at = None
 
 
 def _tell_begun(state: SchedulerState, rollout: RolloutRecord, before: int) -> None:
@@ -148,6 +158,9 @@ def on_episode_finished(state: SchedulerState, event: ev.EpisodeFinished) -> Non
             cause = "an engine had another version than the one that its first turn was of"
             drop(state, rollout.group, Reason.VERSION_LOST, cause, culprit=rollout.rollout_id)
             return
+        _note_gap(state, rollout, state.calls.ends)
+        if rollout.group.evaluation_id is None:
+            state.calls.turns.append(rollout.turns)
         finish(state, rollout, event.score)
 
 
@@ -241,6 +254,8 @@ def finish(state: SchedulerState, rollout: RolloutRecord, score: Score | None) -
         _end_race(state, group)
     elif group.complete and group.evaluation_id is None:
         state.note_lengths(group)
+    if group.complete:
+        group.complete_at = state.now
     scope = state.caller.reward_scope
     if score is not None:
         # Before the reward function is asked: it may need what the episode tells.
@@ -296,9 +311,11 @@ def on_filtered(state: SchedulerState, event: ev.Filtered) -> None:
     group = state.in_flight.groups.get(event.group_id)
     if group is None:
         return
+    state.calls.verdicts.append((group.tokens, event.accepted))
     if event.accepted:
         _accept(state, group)
     else:
+        _note_scored(state, group)
         drop(state, group, Reason.REJECTED, "refused by accept")
 
 
@@ -329,7 +346,14 @@ def filter_or_accept(state: SchedulerState, group: GroupRecord) -> None:
         _accept(state, group)
 
 
+def _note_scored(state: SchedulerState, group: GroupRecord) -> None:
+    """Note how long it took until a group was accepted or refused."""
+    if group.complete_at is not None and group.evaluation_id is None:
+        state.calls.rewards.add(state.now - group.complete_at)
+
+
 def _accept(state: SchedulerState, group: GroupRecord) -> None:
+    _note_scored(state, group)
     if not group.accepted:
         group.accepted = True
         state.in_flight.ready.accept(group)
