@@ -71,6 +71,18 @@ def test_commands_in_the_guides_exist(guide: str):
     assert used <= targets
 
 
+def test_tests_that_a_page_names_exist():
+    pages = [ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("aprilsched/**/*.md")]
+    named = {
+        (page.name, found)
+        for page in pages
+        if "_build" not in page.parts
+        for found in re.findall(r"`(?:tests/)?(\w+/test_\w+\.py)`", page.read_text("utf-8"))
+    }
+    assert len(named) > 40
+    assert [each for each in sorted(named) if not (ROOT / "tests" / each[1]).is_file()] == []
+
+
 @pytest.mark.parametrize("path", PINNED)
 def test_pins_are_pins_and_nothing_else(path: str):
     found = pins(path)
