@@ -25,6 +25,7 @@ from aprilsched.core.messages.events import TurnKept, TurnRequested, TurnWithdra
 from aprilsched.errors import EpisodeError
 from aprilsched.sampling import check_sampling
 from aprilsched.types import (
+    BranchRule,
     FinishReason,
     Float32Array,
     Int32Array,
@@ -63,6 +64,10 @@ class Turn:
 
     Attributes:
         index: position of the rollout in its group, 0 to group_size - 1.
+        branches: which of several branches are delivered: the one of the "last" turn, the "longest"
+            one, which has most sampled tokens, or "all" (:attr:`aprilsched.Rollout.branches`). The
+            episode sets it before it returns. Tokens of the others are in the ledger
+            (``other_branch``).
     """
 
     def __init__(
@@ -73,6 +78,9 @@ class Turn:
         companions: Sequence[Companion] = (),
     ) -> None:
         self.index = index
+        self.branches: BranchRule = "last"
+        self._branched = False
+        """Whether a call may have left the context of the one before."""
         self._rollout_id = rollout_id
         self._tell = tell
         self._companions = companions
@@ -117,12 +125,19 @@ class Turn:
         input_ids: Sequence[int] | Int32Array,
         sampling: SamplingParams | None = None,
         media: Sequence[Media] | None = None,
+        *,
+        branch: bool = False,
     ) -> TurnOutput:
         """Generate one turn after the context `input_ids`, [n].
 
         From the second turn on, `input_ids` must begin with the whole context and output of the
         previous turn. The tokens after that are recorded as tokens of the environment, with loss
         mask 0.
+
+        With `branch` they need not: the turn goes on with any branch of the rollout whose whole
+        context and output `input_ids` begin with, and otherwise begins a branch where they leave
+        the others. A branch has the tokens before that place in common with another one, as they
+        were sampled; where it leaves the prompt of the first turn, it has a prompt of its own.
 
         `media` are all images and other media of the context, in the order of their places in
         `input_ids`, such as those of the prompt and one that an environment has answered with. None
@@ -146,7 +161,8 @@ class Turn:
         self._check_free()
         self._back = None
         before = self._context
-        if before is not None and not np.array_equal(ids[: len(before)], before):
+        self._branched = self._branched or branch
+        if before is not None and not branch and not np.array_equal(ids[: len(before)], before):
             raise EpisodeError(
                 "input_ids of the turn do not begin with the context and output of the turn "
                 "before; append to them, so that the rollout stays one token sequence."
@@ -155,7 +171,11 @@ class Turn:
         self._answer = answer = asyncio.get_running_loop().create_future()
         self._tell(
             TurnRequested(
-                rollout_id=self._rollout_id, input_ids=ids, sampling=sampling, media=shown
+                rollout_id=self._rollout_id,
+                input_ids=ids,
+                sampling=sampling,
+                media=shown,
+                branch=self._branched,
             )
         )
         try:

@@ -246,7 +246,7 @@ class Work:
             reward = await called(_EPISODE, self._episode, turn, command.prompt)
             score = None if reward is None else _score(reward)
             await turn.settle()
-            ending = ev.EpisodeFinished(rollout_id=rollout_id, score=score)
+            ending = ev.EpisodeFinished(rollout_id=rollout_id, score=score, branches=turn.branches)
         except Exception as error:
             cause = self._failures.note(_EPISODE, self._episode, error)
             lost = isinstance(error, MemberLost)

@@ -205,6 +205,9 @@ class Driver:
             case do.Send():
                 key = (command.request_id, command.attempt)
                 assert self.core.state.fleet.control.runs(command.engine)
+                asked = self.dialogues.asking.get(command.rollout_id)
+                if asked is not None:
+                    np.testing.assert_array_equal(command.input_ids[: len(asked)], asked)
                 self.sends[key] = command
                 self.sent.append(command)
             case do.Abort():

@@ -178,7 +178,7 @@ class InFlight:
         media, or None for the prompt's. With `output_start`, the output from there on is known
         already."""
         known = rollout.context_tokens
-        if rollout.turns == 0:
+        if not rollout.answered:
             if not len(rollout.log) and rollout.log.companions:
                 rollout.log.truncate(0, prompt=0)  # rows of another prompt
             rollout.prompt_ids = input_ids

@@ -15,6 +15,7 @@ from aprilsched.core.state.saved import (
     RolloutState,
     RunState,
     SavedBatch,
+    SavedBranch,
     SavedGroup,
     SavedMember,
     SavedRequest,
@@ -181,7 +182,7 @@ def _group_state(group: GroupRecord) -> GroupState:
 
 def _rollout(rollout: RolloutRecord) -> RolloutState:
     group = rollout.group
-    own_prompt = rollout.prompt_ids is not group.prompt.input_ids
+    own_prompt = rollout.prompt_ids is not group.prompt.input_ids and not rollout.branches
     unsure = rollout.request is not None and rollout.request.unsure
     return RolloutState(
         rollout_id=rollout.rollout_id,
@@ -196,6 +197,8 @@ def _rollout(rollout: RolloutRecord) -> RolloutState:
         eligible=rollout.eligible,
         prompt_ids=tuple(rollout.prompt_ids.tolist()) if own_prompt else None,
         turns=tuple(rollout.answered),
+        branches=tuple(_branches(rollout)) if rollout.branches else (),
+        branch=rollout.branch,
         request=_request(rollout),
         stale_keys=rollout.log.stale_keys,
         reward_parts=rollout.reward_parts,
@@ -203,6 +206,18 @@ def _rollout(rollout: RolloutRecord) -> RolloutState:
         answers=rollout.log.answers,
         foreign={n: each.foreign for n, each in rollout.log.companions.items() if each.foreign},
     )
+
+
+def _branches(rollout: RolloutRecord) -> Iterator[SavedBranch]:
+    seen: dict[int, int] = {}
+    for number, branch in enumerate(rollout.all_branches()):
+        of = seen.setdefault(id(branch.prompt_ids), number)
+        own = of == number
+        yield SavedBranch(
+            path=rollout.log.open_path if number == rollout.branch else branch.path,
+            prompt_ids=tuple(branch.prompt_ids.tolist()) if own else (),
+            of=None if own else of,
+        )
 
 
 def _stage(rollout: RolloutRecord) -> Stage:
