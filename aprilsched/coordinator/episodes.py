@@ -12,7 +12,7 @@ otherwise have no tokens keeps them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -20,7 +20,7 @@ import numpy as np
 
 from aprilsched.companions import Companion, CompanionRows
 from aprilsched.coordinator.prompts import check_media
-from aprilsched.core.messages.commands import ResolveTurn
+from aprilsched.core.messages.commands import ResolveTurn, context_mark
 from aprilsched.core.messages.events import TurnKept, TurnRequested, TurnWithdrawn
 from aprilsched.errors import EpisodeError
 from aprilsched.sampling import check_sampling
@@ -64,6 +64,8 @@ class Turn:
 
     Attributes:
         index: position of the rollout in its group, 0 to group_size - 1.
+        rollout_id: number of the rollout in its run; a resumed run keeps it.
+        sampling: the parameters of a turn that is given none.
         branches: which of several branches are delivered: the one of the "last" turn, the "longest"
             one, which has most sampled tokens, or "all" (:attr:`aprilsched.Rollout.branches`). The
             episode sets it before it returns. Tokens of the others are in the ledger
@@ -75,13 +77,17 @@ class Turn:
         rollout_id: int,
         index: int,
         tell: Callable[[TurnRequested | TurnWithdrawn | TurnKept], None],
+        sampling: SamplingParams,
         companions: Sequence[Companion] = (),
+        known: Collection[tuple[int, int]] = (),
     ) -> None:
         self.index = index
+        self.rollout_id = rollout_id
+        self.sampling = sampling
+        self._known = frozenset(known)
         self.branches: BranchRule = "last"
         self._branched = False
         """Whether a call may have left the context of the one before."""
-        self._rollout_id = rollout_id
         self._tell = tell
         self._companions = companions
         self._context: Int32Array | None = None
@@ -119,6 +125,16 @@ class Turn:
                 "what was made after that."
             )
         self.ending.append(function)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether turns of it are known from before the run was resumed."""
+        return bool(self._known)
+
+    def knows(self, input_ids: Sequence[int] | Int32Array) -> bool:
+        """Whether a turn after this context is known from before the run was resumed, in whole or
+        in part. :meth:`generate` returns its tokens then, and generates only what is missing."""
+        return context_mark(np.asarray(input_ids, dtype=np.int32)) in self._known
 
     async def generate(
         self,
@@ -171,7 +187,7 @@ class Turn:
         self._answer = answer = asyncio.get_running_loop().create_future()
         self._tell(
             TurnRequested(
-                rollout_id=self._rollout_id,
+                rollout_id=self.rollout_id,
                 input_ids=ids,
                 sampling=sampling,
                 media=shown,
@@ -214,7 +230,7 @@ class Turn:
         self._back = None
         output = back.result()
         if self._asked is not None and len(output.token_ids):
-            self._tell(TurnKept(rollout_id=self._rollout_id))
+            self._tell(TurnKept(rollout_id=self.rollout_id))
             self._context = np.concatenate((self._asked, output.token_ids))
         return output
 
@@ -261,7 +277,7 @@ class Turn:
         if answer is None:
             return
         self._back = answer.get_loop().create_future()
-        self._tell(TurnWithdrawn(rollout_id=self._rollout_id))
+        self._tell(TurnWithdrawn(rollout_id=self.rollout_id))
 
     async def _returned(self) -> None:
         """Wait until a request that was given up has ended. Cancelling this wait is harmless."""

@@ -17,7 +17,7 @@ from hypothesis import event
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
-from aprilsched.config import Retries, SchedulerConfig
+from aprilsched.config import Health, Retries, SchedulerConfig
 from aprilsched.core.messages import events as ev
 from aprilsched.core.policies.straggler import StragglerRule
 from aprilsched.core.state.ledger import Reason
@@ -273,9 +273,13 @@ class Branches(Restarts):
             straggler="run" if rolling else straggler,
             refit="rolling" if rolling else "together",
             retries=Retries(failed_groups=10**9),
+            health=Health(stall_s=20, fleet_wait_s=60),
             sampling=SamplingParams(max_new_tokens=1_000_000),
         )
-        self.driver = Driver(config, episodes=True, supply=17, store=MemoryStore())
+        self.driver = Driver(
+            config, episodes=True, supply=17, engines=("a", "b", "c"), store=MemoryStore()
+        )
+        self.driver.auto_verify = False
         self.adapters, self.evaluations = False, 0
 
 

@@ -26,12 +26,19 @@ from aprilsched.types import NO_VERSION, FinishReason, Int32Array, Score
 def start_episode(state: SchedulerState, rollout: RolloutRecord) -> None:
     """Start the episode that drives a rollout."""
     state.tell(facts.EpisodeStarted(rollout_id=rollout.rollout_id))
+    known: list[tuple[int, int]] = []
+    if rollout.replay is not None:
+        turns = [(begin, branch) for begin, _, _, branch in rollout.answered]
+        if rollout.replay.partial is not None:
+            turns.append((rollout.replay.partial, rollout.branch))
+        known = [do.context_mark(_context(rollout, *turn)) for turn in turns]
     state.commands.append(
         do.StartEpisode(
             rollout_id=rollout.rollout_id,
             index=rollout.index,
             prompt=rollout.group.prompt,
             sampling=rollout.sampling,
+            known=tuple(known),
         )
     )
 
@@ -377,12 +384,13 @@ def _known_turn(
     open_turns = [turn for turn in range(replay.known) if turn not in replay.asked]
     for turn in open_turns if event.branch else open_turns[:1]:
         begin, _, _, branch = rollout.answered[turn]
-        if _asks(rollout, event.input_ids, begin, branch):
+        if np.array_equal(event.input_ids, _context(rollout, begin, branch)):
             replay.asked.append(turn)
             return turn, None
     begin = replay.partial
     due = begin is not None and (event.branch or not open_turns)
-    if due and _asks(rollout, event.input_ids, begin or 0, rollout.branch):
+    context = _context(rollout, begin or 0, rollout.branch)
+    if due and np.array_equal(event.input_ids, context):
         replay.partial = None
         rollout.replay = replay if open_turns else None
         return None, begin
@@ -395,14 +403,11 @@ def _known_turn(
     return None, None
 
 
-def _asks(rollout: RolloutRecord, input_ids: Int32Array, begin: int, number: int) -> bool:
-    """Whether these ids are the context of an output of a branch that begins at this place."""
-    if not rollout.branches:
-        known = len(rollout.prompt_ids) + begin
-        return np.array_equal(input_ids, rollout.context()[:known])
+def _context(rollout: RolloutRecord, begin: int, number: int) -> Int32Array:
+    """The context of an output of a branch that begins at this place of the log."""
     branch = rollout.all_branches()[number]
     response = rollout.log.along(clipped(branch.path, begin))
-    return np.array_equal(input_ids, np.concatenate((branch.prompt_ids, response)))
+    return np.concatenate((branch.prompt_ids, response))
 
 
 def forget_rest(state: SchedulerState, rollout: RolloutRecord) -> None:

@@ -285,7 +285,7 @@ class Texts:
     Args:
         folder: the model's tokenizer; None takes the folder of the model that the engines have
             loaded, if it can be read here.
-        response_template: see :func:`~aprilsched.gateway.tokenizer.load_tokenizer`.
+        response_template: see :func:`~aprilsched.chat.tokenizer.load_tokenizer`.
     """
 
     def __init__(self, folder: Path | None = None, response_template: Path | None = None) -> None:
