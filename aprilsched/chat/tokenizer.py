@@ -173,6 +173,7 @@ class ModelTokenizer:
         *,
         go_on: bool,
         options: Mapping[str, Any],
+        begins: bool = True,
     ) -> str:
         """The text of a chat by the model's template.
 
@@ -181,6 +182,7 @@ class ModelTokenizer:
             tools: definitions of tools.
             go_on: whether the response goes on with the last message, and begins none of its own.
             options: variables of the template.
+            begins: whether the text ends with the beginning of a response, unless it goes on.
 
         Raises:
             ConfigError: if there is no template, or if it refuses what it is given.
@@ -194,7 +196,7 @@ class ModelTokenizer:
                 messages,
                 tools=tools,
                 tokenize=False,
-                add_generation_prompt=not go_on,
+                add_generation_prompt=begins and not go_on,
                 continue_final_message=go_on,
                 **options,
             )
