@@ -260,15 +260,20 @@ class History:
         answer = self._answers[mark]
         message = {k: v for k, v in told[known].items() if k != "reasoning_content"}
         before = [*told[:known], {**message, "content": _PLACE}]
-        behind = self._behind(self._render(before, tools, options, begins=False))
         more = self._behind(self._render([*before, *told[known + 1 :]], tools, options))
-        if message.get("tool_calls"):
-            # Calls stand behind the content of a message, and were sampled.
-            plain = [*told[:known], {"role": "assistant", "content": _PLACE}]
-            end = self._behind(self._render(plain, tools, options, begins=False))
+        # A template that has tools behind the messages writes them there again.
+        for given in (tools, None):
+            behind = self._behind(self._render(before, given, options, begins=False))
+            if behind is None or more is None or not more.startswith(behind):
+                continue
+            end: str | None = behind
+            if message.get("tool_calls"):
+                # Calls stand behind the content of a message, and were sampled.
+                plain = [*told[:known], {"role": "assistant", "content": _PLACE}]
+                end = self._behind(self._render(plain, given, options, begins=False))
+            if end is not None:
+                break
         else:
-            end = behind
-        if behind is None or more is None or end is None or not more.startswith(behind):
             return None
         end = self._without_end(end, int(answer.ids[-1]))
         text = end + more[len(behind) :]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,6 @@ import pytest
 
 from aprilsched import (
     Prompt,
-    Rollout,
     RolloutScheduler,
     SamplingParams,
     SchedulerConfig,
@@ -23,7 +21,7 @@ from aprilsched import (
 from aprilsched.chat.tokenizer import ModelTokenizer, load_tokenizer
 from aprilsched.config import Retries
 from aprilsched.core.state.ledger import Reason
-from aprilsched.errors import ConfigError, EpisodeError, MemberLost
+from aprilsched.errors import ConfigError, EpisodeError
 from aprilsched.sessions import Limits, Session, Sessions
 from aprilsched.types import NO_VERSION, Batch, Score
 from tests.support.checking import Checking
@@ -168,7 +166,7 @@ async def test_a_refit_in_the_middle_of_an_answer_is_seen_in_its_versions_alone(
     config = {"straggler": straggler}
     batch = await batch_of(harness, tokenizer, refits=5, tokens=400, config=config)
     for rollout in batch.rollouts:
-        assert rollout.reward is not None and rollout.reward >= 3
+        assert (rollout.reward or 0.0) >= 3
         assert rollout.versions_exact
 
 
@@ -202,7 +200,174 @@ async def test_branches_of_a_session_are_kept_by_the_rule(
         if rule == "all":
             main, *_ = kept
             assert [int(each.loss_mask.sum()) for each in kept] == [40, 50, 50, 5]
-            assert [each.shared for each in kept][0] == 0
+            assert main.shared == 0
             assert kept[3].shared >= 20
             assert kept[3].token_ids[:20].tolist() == main.token_ids[:20].tolist()
     assert ledger.tokens[Reason.OTHER_BRANCH] == 2 * others
+
+
+# --- how they end --------------------------------------------------------------------------------
+
+
+async def launched(
+    act: Callable[[Session, int], Awaitable[None]],
+    tokenizer: ModelTokenizer,
+    *,
+    limits: Limits | None = None,
+    **more: Any,
+) -> tuple[Batch, RolloutScheduler]:
+    """A batch whose sessions a launcher takes; it does with each what `act` says."""
+    async with (
+        Sessions(tokenizer=tokenizer, limits=limits) as sessions,
+        opened(sessions, 1, **more) as rollouts,
+    ):
+
+        async def launcher() -> None:
+            for number in range(100):
+                session = await sessions.next()
+                running.add(asyncio.ensure_future(act(session, number)))
+
+        running: set[asyncio.Future[None]] = set()
+        running.add(asyncio.ensure_future(launcher()))
+        try:
+            return await rollouts.next_batch(), rollouts
+        finally:
+            for task in running:
+                task.cancel()
+
+
+async def asks_once(session: Session) -> None:
+    await session.chat([said("user", "go")], max_tokens=5)
+
+
+@pytest.mark.parametrize("end", ["lost", "vanishes", "too slow", "no score"])
+async def test_a_harness_that_is_gone_costs_one_member(tokenizer: ModelTokenizer, end: str):
+    torn: list[int] = []
+
+    async def act(session: Session, number: int) -> None:
+        session.on_end(lambda: torn.append(number))
+        await asks_once(session)
+        if number:
+            session.done(Score(reward=float(number)))
+        elif end == "lost":
+            session.lost("its container is gone")
+        elif end == "too slow":
+            while not session.over:
+                await asks_once(session)
+                await asyncio.sleep(5)
+        elif end == "no score":
+            session.done(later=True)
+
+    limits = Limits(idle_s=20, time_s=60, score_s=30)
+    batch, rollouts = await launched(act, tokenizer, limits=limits)
+    assert sorted(r.reward or 0.0 for r in batch.rollouts) == [1.0, 2.0]
+    ledger = rollouts.state.in_flight.ledger
+    assert ledger.rollouts == {Reason.MEMBER_LOST: 1}
+    (entry,) = ledger.entries
+    says = {"lost": "container", "vanishes": "asked for nothing", "too slow": "not ended"}
+    assert says.get(end, "score has not come") in entry.cause
+    assert sorted(torn) == [0, 1, 2]
+
+
+async def test_a_harness_that_fails_drops_its_group(tokenizer: ModelTokenizer):
+    config = {"retries": Retries(failed_groups=10)}
+    async with (
+        Sessions(tokenizer=tokenizer) as sessions,
+        opened(sessions, 2, config=config) as rollouts,
+    ):
+        taken = [await sessions.next() for _ in range(4)]
+        for session in taken:
+            await asks_once(session)
+        taken[0].failed("it has a bug")
+        await asyncio.sleep(0)
+        with pytest.raises(EpisodeError, match="has ended"):
+            await asks_once(taken[0])
+        for session in taken:
+            session.done(1.0)
+        batch = await rollouts.next_batch()
+    assert len(batch.groups) == 1
+    reasons = {e.reason for e in rollouts.state.in_flight.ledger.entries}
+    assert reasons == {Reason.EPISODE_FAILED, Reason.SIBLING_FAILED}
+
+
+async def test_a_score_may_come_an_hour_later(tokenizer: ModelTokenizer):
+    async def act(session: Session, number: int) -> None:
+        await asks_once(session)
+        session.done(later=True)
+        with pytest.raises(EpisodeError, match="has ended"):
+            await asks_once(session)
+        await asyncio.sleep(3600)
+        session.score(Score(reward=0.25, parts={"judge": 0.5}))
+        session.score(9.0)
+
+    batch, _ = await launched(act, tokenizer)
+    for rollout in batch.rollouts:
+        assert (rollout.reward, dict(rollout.reward_parts)) == (0.25, {"judge": 0.5})
+
+
+async def test_a_judge_sees_the_messages(tokenizer: ModelTokenizer):
+    seen: list[list[str]] = []
+
+    async def harness(session: Session, prompt: Prompt) -> None:
+        await three_turns(session, prompt)
+
+    async def judge(session: Session, prompt: Prompt) -> float:
+        seen.append([message["role"] for message in session.messages])
+        assert session.messages[1]["content"] == prompt.metadata["task"]
+        assert (session.turns, session.tokens) == (3, 180)
+        return 0.75
+
+    batch = await batch_of(harness, tokenizer, reward=judge)
+    assert seen == [["system", "user", *["assistant", "user"] * 2, "assistant"]] * 4
+    assert {rollout.reward for rollout in batch.rollouts} == {0.75}
+
+
+async def test_what_a_session_may_take_is_bounded(tokenizer: ModelTokenizer):
+    async def harness(session: Session, prompt: Prompt) -> float:
+        said_so: set[str] = set()
+        for number in range(1000):
+            try:
+                await session.chat([said("user", f"another {number}")], max_tokens=1)
+            except ConfigError as error:
+                said_so.add(str(error))
+        assert session.turns == 8
+        (sentence,) = said_so
+        assert "8 branches" in sentence
+        messages = session.messages
+        await session.chat([*messages, said("user", "on")], max_tokens=1)
+        # The last answer is cut short, and then there are no tokens left.
+        reply = await session.chat([*session.messages, said("user", "on")], max_tokens=50)
+        assert len(reply.output.token_ids) == 3
+        with pytest.raises(ConfigError, match="has had its"):
+            await session.chat([*session.messages, said("user", "on")])
+        return 1.0
+
+    limits = Limits(branches=8, turns=10, tokens=12)
+    batch = await batch_of(harness, tokenizer, limits=limits, count=1)
+    assert all(rollout.reward == 1.0 for rollout in batch.rollouts)
+
+
+async def test_requests_of_a_session_are_answered_in_their_order(tokenizer: ModelTokenizer):
+    async def harness(session: Session, prompt: Prompt) -> float:
+        answered: list[int] = []
+
+        async def ask(number: int) -> None:
+            await session.chat([said("user", f"number {number}")], max_tokens=30)
+            answered.append(number)
+
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(5):
+                tasks.create_task(ask(number))
+        assert answered == [0, 1, 2, 3, 4]
+        # A client that leaves while its answer is generated, or before, takes nothing from others.
+        leaving = asyncio.ensure_future(ask(5))
+        staying = asyncio.ensure_future(ask(6))
+        await asyncio.sleep(0.05)
+        leaving.cancel()
+        await staying
+        assert answered[-1] == 6
+        return 1.0
+
+    batch = await batch_of(harness, tokenizer, branches="all", count=1)
+    for rollout in batch.rollouts:
+        assert sum(int(e.loss_mask.sum()) for e in (rollout, *rollout.branches)) == 6 * 30
