@@ -144,6 +144,11 @@ class ModelTokenizer:
         return self._tokenizer.chat_template is not None
 
     @property
+    def size(self) -> int:
+        """Number of token ids, from 0 on."""
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    @property
     def parses(self) -> bool:
         """Whether it is known how the model writes tool calls and reasoning."""
         return self._template is not None

@@ -169,8 +169,10 @@ class History:
                 known, rest = self._answers[after], prompt[len(found) :]
                 ids, text = np.concatenate((known.ids, self._encode(rest))), known.text + rest
         else:
+            most = self._tokenizer.size - 1
+            if not all(0 <= each <= most for each in prompt):
+                raise ConfigError(f"the prompt has token ids that are not from 0 to {most}.")
             ids, text = np.array(prompt, dtype=np.int32), self._tokenizer.decode(prompt)
-            found = text
         if not len(ids):
             raise ConfigError("the prompt is empty; give some text.")
         shown = prompt if isinstance(prompt, str) else text

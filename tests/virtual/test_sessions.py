@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from aprilsched import (
     SchedulerConfig,
     SimFleet,
     SimPublisher,
+    SqliteStore,
     Turn,
 )
 from aprilsched.chat.tokenizer import ModelTokenizer, load_tokenizer
@@ -371,3 +374,126 @@ async def test_requests_of_a_session_are_answered_in_their_order(tokenizer: Mode
     batch = await batch_of(harness, tokenizer, branches="all", count=1)
     for rollout in batch.rollouts:
         assert sum(int(e.loss_mask.sum()) for e in (rollout, *rollout.branches)) == 6 * 30
+
+
+# --- durability ----------------------------------------------------------------------------------
+
+
+def left_behind(store: SqliteStore, to: Path) -> SqliteStore:
+    """What kill -9 leaves at this moment: a copy of the files, open or not."""
+    to.mkdir()
+    for file in store.path.parent.glob(f"{store.path.name}*"):
+        shutil.copy(file, to / file.name)
+    return SqliteStore(to / store.path.name, inline=True)
+
+
+async def main_and_helper(session: Session, prompt: Prompt) -> float:
+    """Two branches that take turns."""
+    main, helper = [said("user", prompt.metadata["task"])], [said("system", "help")]
+    for number in range(3):
+        for messages in (main, helper):
+            reply = await session.chat(messages)
+            messages += [reply.message, said("user", f"and {number}?")]
+            await asyncio.sleep(0.02)
+    return 1.0
+
+
+@pytest.mark.parametrize("harness", [three_turns, main_and_helper])
+async def test_a_coroutine_goes_on_where_the_process_was_killed(
+    tokenizer: ModelTokenizer, tmp_path: Path, harness: Drive
+):
+    expected = tokens_of(await batch_of(harness, tokenizer, branches="all"))
+    store = SqliteStore(tmp_path / "store", inline=True)
+    copies: list[SqliteStore] = []
+    async with (
+        Sessions(harness, tokenizer=tokenizer, branches="all") as sessions,
+        opened(sessions, store=store, config={"save_interval_s": 0.05}) as rollouts,
+    ):
+        waiting = asyncio.ensure_future(rollouts.next_batch())
+        while not waiting.done():
+            await asyncio.sleep(0.21)
+            copies.append(left_behind(store, tmp_path / f"at-{len(copies)}"))
+        assert tokens_of(waiting.result()) == expected
+    assert len(copies) >= 3
+    replayed = 0
+    for killed in copies[:-1]:
+        async with (
+            Sessions(harness, tokenizer=tokenizer, branches="all") as sessions,
+            opened(sessions, store=killed) as rollouts,
+        ):
+            before = rollouts.state.in_flight.counters.tokens_generated
+            batch = await rollouts.next_batch()
+            counters = rollouts.state.in_flight.counters
+            replayed += before
+            assert not rollouts.state.in_flight.ledger.tokens
+            sampled = sum(
+                int((e.versions[e.shared :] != NO_VERSION).sum())
+                for r in batch.rollouts
+                for e in (r, *r.branches)
+            )
+            assert counters.tokens_generated == sampled, "nothing known was generated again"
+        assert tokens_of(batch) == expected
+    assert replayed > 0
+
+
+class Outside:
+    """A harness in a process of its own: it keeps its messages, and tries again at the same
+    session."""
+
+    def __init__(self, task: str) -> None:
+        self.messages = [said("user", task)]
+        self.answers = 0
+
+    async def step(self, session: Session) -> None:
+        reply = await session.chat(self.messages)
+        self.messages += [dict(reply.message), said("user", f"and {self.answers}?")]
+        self.answers += 1
+
+
+async def test_a_harness_outside_that_comes_back_goes_on_and_another_is_a_lost_member(
+    tokenizer: ModelTokenizer, tmp_path: Path
+):
+    secret, limits = tmp_path / "secret", Limits(idle_s=30)
+    store = SqliteStore(tmp_path / "store", inline=True)
+    outside: dict[str, Outside] = {}
+    keys: dict[str, str] = {}
+    async with (
+        Sessions(tokenizer=tokenizer, secret=secret) as sessions,
+        opened(sessions, 1, store=store, config={"save_interval_s": 0.05}),
+    ):
+        for _ in range(2):
+            session = await sessions.next()
+            keys[session.id] = session.key
+            harness = outside[session.id] = Outside(session.prompt.metadata["task"])
+            await harness.step(session)
+            await harness.step(session)
+        await asyncio.sleep(1)
+        killed = left_behind(store, tmp_path / "killed")
+    back, gone = outside
+    async with (
+        Sessions(tokenizer=tokenizer, secret=secret, limits=limits) as sessions,
+        opened(sessions, 1, store=killed) as rollouts,
+    ):
+        await asyncio.sleep(0.1)
+        session, other = sessions.get(back), sessions.get(gone)
+        assert session is not None
+        assert other is not None
+        assert (session.key, other.key) == (keys[back], keys[gone])
+        before = rollouts.state.in_flight.counters.tokens_generated
+        assert before == 4 * 60
+        known = rollouts.state.in_flight.rollouts[int(back)].log.token_ids.tolist()
+        await outside[back].step(session)
+        assert session.turns == 3
+        assert rollouts.state.in_flight.counters.tokens_generated == before + 60
+        session.done(1.0)
+        # In the place of the lost one comes a new session, for a launcher.
+        instead = await sessions.next()
+        assert instead.id not in keys
+        await Outside("anew").step(instead)
+        instead.done(2.0)
+        batch = await rollouts.next_batch()
+        assert rollouts.state.in_flight.ledger.rollouts == {Reason.MEMBER_LOST: 1}
+    first, second = sorted(batch.rollouts, key=lambda rollout: rollout.reward or 0.0)
+    assert (first.turns, second.turns) == (3, 1)
+    assert first.token_ids.tolist()[: len(known)] == known
+    assert int(first.loss_mask.sum()) == 3 * 60
