@@ -127,9 +127,9 @@ class Turn:
         self.ending.append(function)
 
     @property
-    def goes_on(self) -> bool:
-        """Whether turns of it are known from before the run was resumed."""
-        return bool(self._known)
+    def known(self) -> int:
+        """Number of its turns that are known from before the run was resumed."""
+        return len(self._known)
 
     def knows(self, input_ids: Sequence[int] | Int32Array) -> bool:
         """Whether a turn after this context is known from before the run was resumed, in whole or

@@ -117,6 +117,8 @@ class Session:
         self._tokenizer = tokenizer
         self._history = History(tokenizer, most_branches=limits.branches)
         self._lock = asyncio.Lock()
+        self._recalled = 0
+        """Requests for what is known from before the run was resumed."""
         self._asking = 0
         self._heard = asyncio.get_running_loop().time()
         self._end: asyncio.Future[float | Score | None] = asyncio.Future()
@@ -149,8 +151,8 @@ class Session:
 
     @property
     def goes_on(self) -> bool:
-        """Whether its harness may have begun before the run was resumed."""
-        return self._turn.goes_on
+        """Whether its harness had begun before the run was resumed."""
+        return self._turn.known > 0
 
     @property
     def over(self) -> bool:
@@ -183,7 +185,7 @@ class Session:
         """
         size = sum([len(str(each.get("content"))) for each in messages])
         async with self._place():
-            if self._turn.goes_on:
+            if self._recalled < self._turn.known:
                 await self._recall(messages, tools, options, size)
             question = await _worked_out(lambda: self._history.ask(messages, tools, options), size)
             return await self._answer(question, max_tokens, stop)
@@ -230,18 +232,12 @@ class Session:
         size: int,
     ) -> None:
         """Take up the answers that a harness had before the run was resumed."""
-        history, done = self._history, -1
-        while True:
-            place = history.first_unknown(messages, tools, options)
-            if place is None or place <= done:
-                return
-            done, said = place, messages[:place]
-            question = await _worked_out(lambda said=said: history.ask(said, tools, options), size)
-            if not self._turn.knows(question.ids):
-                return
-            await self._answer(question, None, ())
-            if not history.has(messages[: place + 1], tools, options):
-                return
+        for place in self._history.unknown(messages, tools, options):
+            question = await _worked_out(
+                lambda said=messages[:place]: self._history.ask(said, tools, options), size
+            )
+            if self._turn.knows(question.ids):
+                await self._answer(question, None, ())
 
     async def _answer(
         self, question: Question, max_tokens: int | None, stop: Sequence[str]
@@ -249,7 +245,9 @@ class Session:
         sampling = self._turn.sampling
         most = sampling.max_new_tokens
         limits = self.limits
-        if not self._turn.knows(question.ids):
+        if self._turn.knows(question.ids):
+            self._recalled += 1
+        else:
             if self.turns >= limits.turns:
                 raise ConfigError(f"the session has had its {limits.turns} turns; end it.")
             if limits.tokens is not None:
@@ -341,6 +339,16 @@ class Session:
                 self.lost(f"its harness has asked for nothing for {idle:g} s")
                 break
             await asyncio.wait([self._end], timeout=left)
+        return self.report
+
+    @property
+    def report(self) -> float | Score | None:
+        """The score with which it was said to be done.
+
+        Raises:
+            MemberLost: if it was said to be lost.
+            EpisodeError: if it was said to have failed.
+        """
         return self._end.result()
 
     async def scored(self, score: float | Score | None) -> float | Score | None:
@@ -474,7 +482,8 @@ class Sessions:
         try:
             async with limit:
                 if self._harness is not None:
-                    return await self._harness(session, prompt)
+                    score = await self._harness(session, prompt)
+                    return session.report if score is None and session.over else score
                 if session.goes_on:
                     # A harness that had begun comes back by itself.
                     self._taken[session.id].set()

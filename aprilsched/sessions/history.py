@@ -228,24 +228,17 @@ class History:
         self._ends[mark] = self.messages
         return told
 
-    def first_unknown(
+    def unknown(
         self, messages: Sequence[Said], tools: Sequence[Said] | None, options: Said | None
-    ) -> int | None:
-        """Where the first answer stands that the messages have and that is not known; None if
-        there is none."""
+    ) -> list[int]:
+        """The places of the answers in these messages that are not known."""
         told, _ = for_template(messages)
         marks = _marks(told, tools, options or {})
-        for place, (message, mark) in enumerate(zip(told, marks, strict=True)):
-            if place and message["role"] == "assistant" and mark not in self._answers:
-                return place
-        return None
-
-    def has(
-        self, messages: Sequence[Said], tools: Sequence[Said] | None, options: Said | None
-    ) -> bool:
-        """Whether these messages end with a known answer."""
-        told, _ = for_template(messages)
-        return _marks(told, tools, options or {})[-1] in self._answers
+        return [
+            place
+            for place, mark in enumerate(marks)
+            if place and told[place]["role"] == "assistant" and mark not in self._answers
+        ]
 
     # --- templates -------------------------------------------------------------------------------
 

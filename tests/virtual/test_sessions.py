@@ -50,7 +50,7 @@ def prompts(count: int) -> list[Prompt]:
     return [Prompt(input_ids=ids, metadata={"task": f"task {i}"}) for i in range(count)]
 
 
-def said(role: str, content: str) -> dict[str, Any]:
+def said(role: str, content: str) -> Any:
     return {"role": role, "content": content}
 
 
@@ -441,7 +441,8 @@ class Outside:
     session."""
 
     def __init__(self, task: str) -> None:
-        self.messages = [said("user", task)]
+        # An answer that nobody has given, as an example.
+        self.messages = [said("user", "1 + 1?"), said("assistant", "2"), said("user", task)]
         self.answers = 0
 
     async def step(self, session: Session) -> None:
