@@ -260,9 +260,12 @@ class Restarts(Interleavings):
 class Branches(Restarts):
     """Mostly episodes that talk, and restarts in between."""
 
-    begin = sleep = wake = hold = withdraw_group = planned = evaluate = withdraw_evaluation = None
-    load_seen = lose = fail = other_weights = another_trainer = acknowledge = None
-    trainer_with_some_groups = withdraw_update = None
+    begin = sleep = wake = hold = planned = None  # pyright: ignore[reportAssignmentType]
+    evaluate = withdraw_evaluation = load_seen = None  # pyright: ignore[reportAssignmentType]
+    withdraw_group = withdraw_update = None  # pyright: ignore[reportAssignmentType]
+    lose = fail = other_weights = None  # pyright: ignore[reportAssignmentType]
+    another_trainer = acknowledge = None  # pyright: ignore[reportAssignmentType]
+    trainer_with_some_groups = None  # pyright: ignore[reportAssignmentType]
 
     @initialize(straggler=st.sampled_from(["retract", "in_place", "abort"]), rolling=st.booleans())
     def begin_with_episodes(self, straggler: StragglerRule, rolling: bool) -> None:

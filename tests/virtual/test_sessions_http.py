@@ -129,7 +129,7 @@ async def test_openais_client_has_a_chat_of_several_turns(
             for number in range(3):
                 asked: dict[str, Any] = {"model": "m", "messages": messages, "max_tokens": 20}
                 if stream:
-                    options = {"include_usage": True}
+                    options: Any = {"include_usage": True}
                     events = [
                         event
                         async for event in await api.chat.completions.create(
