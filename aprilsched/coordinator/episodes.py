@@ -67,9 +67,8 @@ class Turn:
         rollout_id: number of the rollout in its run; a resumed run keeps it.
         sampling: the parameters of a turn that is given none.
         branches: which of several branches are delivered: the one of the "last" turn, the "longest"
-            one, which has most sampled tokens, or "all" (:attr:`aprilsched.Rollout.branches`). The
-            episode sets it before it returns. Tokens of the others are in the ledger
-            (``other_branch``).
+            one, which has most sampled tokens, or "all" (``Rollout.branches``). The episode sets it
+            before it returns. Tokens of the others are in the ledger (``other_branch``).
     """
 
     def __init__(

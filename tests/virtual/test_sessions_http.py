@@ -136,6 +136,7 @@ async def test_openais_client_has_a_chat_of_several_turns(
                             **asked, stream=True, stream_options=options
                         )
                     ]
+                    assert events[-1].usage is not None
                     assert events[-1].usage.completion_tokens == 20
                     deltas = [event.choices[0] for event in events[:-1]]
                     text = "".join(each.delta.content or "" for each in deltas)

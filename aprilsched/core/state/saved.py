@@ -131,7 +131,8 @@ class RolloutState(msgspec.Struct, frozen=True, kw_only=True):
         turns: the finished turns of an episode.
         branches: all of its branches, if there are several, and `branch` the number of the one at
             work, whose path goes on with later tokens.
-        foreign: for each companion the response tokens whose row is of another pass.
+        foreign: for each companion of each branch (:func:`row_name`) the response tokens whose row
+            is of another pass.
         index: its place in its group, if a race of responses has given it one; None if it is the
             one that it was launched with.
     """
@@ -209,9 +210,15 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     """How well the remembered lengths have predicted: the sums of the regression."""
 
 
+def row_name(name: str, branch: int) -> str:
+    """What the rows of a companion are saved under, of a branch with this number."""
+    return f"{name}@{branch}" if branch else name
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SavedRows:
-    """Rows of one companion of one rollout, from row `start` on."""
+    """Rows of one companion of one branch of a rollout, from row `start` on; :func:`row_name` gives
+    the `name`."""
 
     group_id: int
     rollout_id: int

@@ -46,7 +46,7 @@ def take_branch(state: SchedulerState, rollout: RolloutRecord, input_ids: Int32A
     rollout.log.go_on(branch.path)
     if branch.companions:
         rollout.log.companions = branch.companions
-        # Rows are saved of the branch at work alone, so those of another one are void.
+        # New rows are saved for the branch at work, and it is another one now.
         rollout.rewritten = True
     state.in_flight.journal.change(rollout)
 
@@ -149,6 +149,8 @@ def _keep(
         rest.companions = kept[rollout.branch].companions
         rest.go_on(kept[rollout.branch].path)
     rest.truncate(len(rest), prompt=len(rollout.prompt_ids))
+    # Rows are saved by the numbers of their branches.
+    rollout.rewritten = rollout.rewritten or bool(log.companions)
     sampled = log.sampled_tokens - rest.sampled_tokens
     discard(state, rollout, sampled, len(log) - len(rest) - sampled, reason)
     state.in_flight.journal.change(rollout)

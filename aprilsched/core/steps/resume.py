@@ -43,6 +43,7 @@ from aprilsched.core.state.saved import (
     SavedRun,
     SavedTokens,
     Stage,
+    row_name,
 )
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.state.token_log import TokenLog, clipped
@@ -215,12 +216,24 @@ def _group(state: SchedulerState, saved: Saved, group: SavedGroup) -> GroupRecor
         rollout.log.answers = tuple([each for each in known.answers if each.start <= size])
         state.in_flight.carry_companions(rollout)
         if known.branches:
-            _restore_branches(state, rollout, known)
-        rollout.log.restore_rows(
-            [(s.name, s.start, s.rows) for s in saved.companions.get(member.rollout_id, ())],
-            known.foreign,
-            prompt=len(rollout.prompt_ids),
-        )
+            _restore_branches(rollout, known)
+        for number, branch in enumerate(rollout.all_branches()):
+            rows = {row_name(name, number): name for name in branch.companions}
+            rollout.log.companions = branch.companions
+            rollout.log.go_on(branch.path)
+            rollout.log.restore_rows(
+                [
+                    (rows[each.name], each.start, each.rows)
+                    for each in saved.companions.get(member.rollout_id, ())
+                    if each.name in rows
+                ],
+                {rows[name]: parts for name, parts in known.foreign.items() if name in rows},
+                prompt=len(branch.prompt_ids),
+            )
+        if rollout.branches:
+            at_work = rollout.branches[rollout.branch]
+            rollout.log.companions = at_work.companions
+            rollout.log.go_on(at_work.path)
         record.members.append(rollout)
     record.size = len(record.members) if group.size is None else group.size
     record.unfinished = sum(member.state in GENERATING for member in record.members)
@@ -229,9 +242,8 @@ def _group(state: SchedulerState, saved: Saved, group: SavedGroup) -> GroupRecor
     return record
 
 
-def _restore_branches(state: SchedulerState, rollout: RolloutRecord, known: RolloutState) -> None:
-    """Give a rollout its branches again, before its rows. Those of the branches that are not at
-    work were not saved: an engine is asked for them again where a branch goes on."""
+def _restore_branches(rollout: RolloutRecord, known: RolloutState) -> None:
+    """Give a rollout its branches again, without their rows."""
     log, size = rollout.log, len(rollout.log)
     prompts: list[Int32Array] = []
     for number, saved in enumerate(known.branches):
@@ -243,15 +255,10 @@ def _restore_branches(state: SchedulerState, rollout: RolloutRecord, known: Roll
             *before, (begin, _) = saved.path
             path = (*clipped(tuple(before), size), *(((begin, size),) if begin < size else ()))
             log.go_on(path)
-        rows: dict[str, CompanionLog] = {}
-        for each in log.companions.values():
-            rows[each.companion.name] = own_rows = CompanionLog(each.companion)
-            if each.companion.per == "token":
-                tokens = sum([b - a for a, b in path])
-                own_rows.fill(tokens)
-                own_rows.foreign = [(0, tokens)]
+        rows = {name: CompanionLog(each.companion) for name, each in log.companions.items()}
         rollout.branches.append(Branch(prompt_ids=own, path=path, companions=rows))
     rollout.branch, rollout.prompt_ids = known.branch, prompts[known.branch]
+    log.companions = rollout.branches[known.branch].companions
 
 
 def _open_scores(state: SchedulerState, run: RunState, group: GroupRecord) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from aprilsched.companions import CompanionLog
 from aprilsched.core.policies.schedule import Schedule
 from aprilsched.core.state.journal import Journal, PageBuilder
 from aprilsched.core.state.ledger import Counters
@@ -23,6 +24,7 @@ from aprilsched.core.state.saved import (
     Snapshot,
     Stage,
     TokenPage,
+    row_name,
 )
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.steps.batch import masked_tokens
@@ -127,17 +129,28 @@ def _new_rows(journal: Journal) -> list[SavedRows]:
 
 
 def _rows(rollout: RolloutRecord, begin: Mapping[str, int] | None = None) -> Iterator[SavedRows]:
-    """The rows of the rollout's companions, from row `begin` on where it is given."""
-    for name, log in rollout.log.companions.items():
+    """The rows of the rollout's companions; with `begin` those of the branch at work, from these
+    rows on."""
+    for number, name, log in _companions(rollout):
+        if begin is not None and number != rollout.branch:
+            continue
         start = 0 if begin is None else begin[name]
         if log.held > start:
             yield SavedRows(
                 group_id=rollout.group.group_id,
                 rollout_id=rollout.rollout_id,
-                name=name,
+                name=row_name(name, number),
                 start=start,
                 rows=log.since(start),
             )
+
+
+def _companions(rollout: RolloutRecord) -> Iterator[tuple[int, str, CompanionLog]]:
+    """The rows of each branch by its number and the name of the companion."""
+    if rollout.log.companions:
+        for number, branch in enumerate(rollout.all_branches()):
+            for name, log in branch.companions.items():
+                yield number, name, log
 
 
 def _held(rollouts: Iterable[RolloutRecord]) -> TokenPage | None:
@@ -204,7 +217,11 @@ def _rollout(rollout: RolloutRecord) -> RolloutState:
         reward_parts=rollout.reward_parts,
         info=rollout.info,
         answers=rollout.log.answers,
-        foreign={n: each.foreign for n, each in rollout.log.companions.items() if each.foreign},
+        foreign={
+            row_name(name, number): log.foreign
+            for number, name, log in _companions(rollout)
+            if log.foreign
+        },
     )
 
 
