@@ -129,8 +129,14 @@ class History:
         after: Mark | None = None
         question: tuple[Int32Array, str] | None = None
         if known is not None and known < len(told) - 1:
-            question = self._go_on(told, known, marks[known], tools, options)
             after = marks[known]
+            answer = self._answers[after]
+            if whole.startswith(answer.text):
+                # As nearly always: the template writes what is known as it was sampled.
+                more = self._encode(whole[len(answer.text) :])
+                question = np.concatenate((answer.ids, more)), whole
+            else:
+                question = self._go_on(told, known, answer, tools, options)
         if question is None:
             after = None
             question = self._encode(whole), whole
@@ -246,13 +252,12 @@ class History:
         self,
         told: Sequence[Said],
         known: int,
-        mark: Mark,
+        answer: _Answer,
         tools: Sequence[Said] | None,
         options: Said,
     ) -> tuple[Int32Array, str] | None:
         """The context that goes on from a known answer, with its text; None if the template does
         not show where that answer ends."""
-        answer = self._answers[mark]
         message = {k: v for k, v in told[known].items() if k != "reasoning_content"}
         before = [*told[:known], {**message, "content": _PLACE}]
         more = self._behind(self._render([*before, *told[known + 1 :]], tools, options))

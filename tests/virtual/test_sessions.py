@@ -22,7 +22,7 @@ from aprilsched import (
     Turn,
 )
 from aprilsched.chat.tokenizer import ModelTokenizer, load_tokenizer
-from aprilsched.config import Retries
+from aprilsched.config import Health, Retries
 from aprilsched.core.state.ledger import Reason
 from aprilsched.errors import ConfigError, EpisodeError
 from aprilsched.sessions import Limits, Session, Sessions
@@ -498,3 +498,50 @@ async def test_a_harness_outside_that_comes_back_goes_on_and_another_is_a_lost_m
     assert (first.turns, second.turns) == (3, 1)
     assert first.token_ids.tolist()[: len(known)] == known
     assert int(first.loss_mask.sum()) == 3 * 60
+
+
+async def test_many_sessions_with_slow_tools_through_refits_and_dead_engines(
+    tokenizer: ModelTokenizer,
+):
+    """Nothing that was sampled is lost, and every session has the tokens that it was answered."""
+    answered: dict[str, list[list[int]]] = {}
+
+    async def harness(session: Session, prompt: Prompt) -> float:
+        drawn = np.random.default_rng(int(session.id))
+        kept = answered[session.id] = []
+        contexts = [[said("user", prompt.metadata["task"])], [said("system", "help")]]
+        for _ in range(int(drawn.integers(2, 20))):
+            messages = contexts[int(drawn.random() < 0.2)]
+            reply = await session.chat(messages, max_tokens=int(drawn.integers(1, 120)))
+            kept.append(reply.output.token_ids.tolist())
+            messages += [reply.message, said("user", "and?")]
+            await asyncio.sleep(float(min(30, drawn.lognormal(-1, 1.5))))
+        return float(session.tokens)
+
+    fleet = SimFleet(3, stream_interval=4, vocab_size=ASCII)
+    config = {"health": Health(stall_s=60)}
+    async with (
+        Sessions(harness, tokenizer=tokenizer, branches="all") as sessions,
+        opened(sessions, 12, tokens=200, temperature=1.0, fleet=fleet, config=config) as rollouts,
+    ):
+        waiting = asyncio.ensure_future(rollouts.next_batch())
+        for step in range(10):
+            await asyncio.sleep(0.4)
+            if step in (3, 6):
+                fleet.engines[step % 2].crash()
+            await rollouts.update_weights(SimPublisher())
+        batch = await waiting
+        in_flight = rollouts.state.in_flight
+        assert in_flight.counters.retries > 0
+        assert in_flight.counters.tokens_generated == in_flight.counters.tokens_delivered
+        assert in_flight.ledger.total == 0
+    several = 0
+    for rollout in batch.rollouts:
+        sequences = (rollout, *rollout.branches)
+        several += len(set(np.concatenate([e.versions for e in sequences]).tolist())) > 2
+        sampled = [each.token_ids[each.loss_mask].tolist() for each in sequences]
+        assert sum(map(len, sampled)) == rollout.reward
+        outputs = answered[str(rollout.rollout_id)]
+        assert sorted(i for ids in sampled for i in ids) == sorted(i for o in outputs for i in o)
+        assert rollout.versions_exact
+    assert several > 8
