@@ -21,7 +21,7 @@ from aprilsched.coordinator.episodes import Turn, TurnOutput
 from aprilsched.errors import ConfigError, EpisodeError, MemberLost
 from aprilsched.serving import Listener, Unavailable
 from aprilsched.sessions.address import Keys, make_session_app
-from aprilsched.sessions.history import History, Question, Said
+from aprilsched.sessions.history import History, Mark, Question, Said
 from aprilsched.types import BranchRule, FinishReason, Prompt, Score
 
 T = TypeVar("T")
@@ -96,6 +96,7 @@ class Session:
         index: position of the rollout in its group.
         turns: number of answers so far.
         tokens: number of tokens that were sampled for them.
+        limits: what it may take.
     """
 
     def __init__(
@@ -117,8 +118,8 @@ class Session:
         self._tokenizer = tokenizer
         self._history = History(tokenizer, most_branches=limits.branches)
         self._lock = asyncio.Lock()
-        self._recalled = 0
-        """Requests for what is known from before the run was resumed."""
+        self._recalled: set[Mark] = set()
+        """Requests for what was known from before the run was resumed."""
         self._asking = 0
         self._heard = asyncio.get_running_loop().time()
         self._end: asyncio.Future[float | Score | None] = asyncio.Future()
@@ -185,7 +186,7 @@ class Session:
         """
         size = sum([len(str(each.get("content"))) for each in messages])
         async with self._place():
-            if self._recalled < self._turn.known:
+            if len(self._recalled) < self._turn.known:
                 await self._recall(messages, tools, options, size)
             question = await _worked_out(lambda: self._history.ask(messages, tools, options), size)
             return await self._answer(question, max_tokens, stop)
@@ -245,8 +246,8 @@ class Session:
         sampling = self._turn.sampling
         most = sampling.max_new_tokens
         limits = self.limits
-        if self._turn.knows(question.ids):
-            self._recalled += 1
+        if question.mark not in self._recalled and self._turn.knows(question.ids):
+            self._recalled.add(question.mark)
         else:
             if self.turns >= limits.turns:
                 raise ConfigError(f"the session has had its {limits.turns} turns; end it.")
@@ -292,7 +293,7 @@ class Session:
     def done(self, score: float | Score | None = None, *, later: bool = False) -> None:
         """Say that the harness has ended, with its score if it has one; with `later` the score is
         still to come, by :meth:`score`. A second report changes nothing."""
-        if later and self._score is None:
+        if later and not self.over:
             self._score = asyncio.Future()
         self._report(lambda: self._end.set_result(score))
 

@@ -22,7 +22,7 @@ from aprilsched.types import BranchRule, Int32Array
 
 def take_branch(state: SchedulerState, rollout: RolloutRecord, input_ids: Int32Array) -> None:
     """Let the branch be at work that the context `input_ids` continues; where it leaves all of
-    them, begin one."""
+    them, begin one. The branch that has most tokens in common with it counts."""
     branches = rollout.all_branches()
     # The one at work first, and then the latest: of equal ones the episode means the last.
     others = [number for number in reversed(range(len(branches))) if number != rollout.branch]
@@ -30,10 +30,10 @@ def take_branch(state: SchedulerState, rollout: RolloutRecord, input_ids: Int32A
     for number in (rollout.branch, *others):
         branch = branches[number]
         known = len(branch.prompt_ids) + sum([b - a for a, b in branch.path])
-        if known <= most and whole:
+        if known < most:
             continue
         same = _same(rollout, branch, input_ids)
-        if (same == known, same) > (whole, most):
+        if (same, same == known) > (most, whole):
             best, most, whole = number, same, same == known
     if whole and best == rollout.branch:
         return
