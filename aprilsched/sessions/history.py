@@ -47,6 +47,7 @@ class Question:
         tools: the tools that it may call.
         after: the mark of the answer that it goes on from; None if it goes on from none.
         media: its images, in the order of their places.
+        shown: the text of a completion as its client has it.
     """
 
     ids: Int32Array
@@ -56,14 +57,30 @@ class Question:
     tools: Sequence[Said] | None = None
     after: Mark | None = None
     media: tuple[Media, ...] = ()
+    shown: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Answer:
-    """An answer with its context: int32 [n], and what these tokens say."""
+    """An answer, with what of its context stands behind the answer that it goes on from.
+
+    Attributes:
+        ids: int32 [n], the tokens from there on.
+        text: what these say.
+        after: the answer before; None if there is none. Another one with the same mark may come
+            later.
+        begin: number of tokens, and of characters, before these.
+    """
 
     ids: Int32Array
     text: str
+    after: _Answer | None
+    begin: tuple[int, int] = (0, 0)
+
+    @property
+    def end(self) -> tuple[int, int]:
+        """Number of tokens and of characters up to its end."""
+        return self.begin[0] + len(self.ids), self.begin[1] + len(self.text)
 
 
 class History:
@@ -130,19 +147,19 @@ class History:
         question: tuple[Int32Array, str] | None = None
         if known is not None and known < len(told) - 1:
             after = marks[known]
-            answer = self._answers[after]
-            if whole.startswith(answer.text):
-                # As nearly always: the template writes what is known as it was sampled.
-                more = self._encode(whole[len(answer.text) :])
-                question = np.concatenate((answer.ids, more)), whole
-            else:
-                question = self._go_on(told, known, answer, tools, options)
+            ids, text = self._whole(after)
+            more: str | None = whole[len(text) :]
+            if not whole.startswith(text):
+                more = self._follows(told, known, int(ids[-1]), tools, options)
+            if more is not None:
+                # As nearly always, the template writes what is known as it was sampled.
+                question = np.concatenate((ids, self._encode(more))), text + more
         if question is None:
             after = None
             question = self._encode(whole), whole
             if known is not None:
                 # Nothing known can be kept, because the template does not show where it ends.
-                self._rewritten = max(self._rewritten, len(self._answers[marks[known]].ids))
+                self._rewritten = max(self._rewritten, self._answers[marks[known]].end[0])
         elif question[1] != whole:
             self._rewritten = max(self._rewritten, self._changed(question[1], whole))
         if not len(question[0]):
@@ -172,8 +189,8 @@ class History:
                 ids = np.array(self._tokenizer.encode(prompt), dtype=np.int32)
             else:
                 after = self._texts[found]
-                known, rest = self._answers[after], prompt[len(found) :]
-                ids, text = np.concatenate((known.ids, self._encode(rest))), known.text + rest
+                (known, before), rest = self._whole(after), prompt[len(found) :]
+                ids, text = np.concatenate((known, self._encode(rest))), before + rest
         else:
             most = self._tokenizer.size - 1
             if not all(0 <= each <= most for each in prompt):
@@ -182,7 +199,8 @@ class History:
         if not len(ids):
             raise ConfigError("the prompt is empty; give some text.")
         shown = prompt if isinstance(prompt, str) else text
-        return Question(ids=ids, text=text, mark=b"text " + shown.encode(), after=after)
+        mark = _after(b"asked", {"text": shown})
+        return Question(ids=ids, text=text, mark=mark, after=after, shown=shown)
 
     def begin(self, question: Question) -> None:
         """Note that a request is about to be answered. One that is asked again, because its client
@@ -212,7 +230,14 @@ class History:
         shown = sampled[:-1] if ended else sampled
         raw = tokenizer.decode(sampled, skip_special=False)
         self._resampled += _differing(sampled, tokenizer.encode(raw, special=False))
-        answer = _Answer(ids=np.concatenate((question.ids, token_ids)), text=question.text + raw)
+        after = None if question.after is None else self._answers[question.after]
+        begin = (0, 0) if after is None else after.end
+        answer = _Answer(
+            ids=np.concatenate((question.ids[begin[0] :], token_ids)),
+            text=question.text[begin[1] :] + raw,
+            after=after,
+            begin=begin,
+        )
         # The delimiters of tool calls and reasoning may be special tokens.
         is_chat = bool(question.messages)
         text = tokenizer.decode(shown, skip_special=not (is_chat and tokenizer.parses))
@@ -224,8 +249,11 @@ class History:
             (canonical,), _ = for_template([told])
             mark = _after(question.mark, canonical)
         else:
-            mark = question.mark + text.encode()
-            self._texts[mark.removeprefix(b"text ").decode()] = mark
+            shown = question.shown + text
+            mark = _after(b"text", {"text": shown})
+            # What goes on from a text is longer, so the one before is not needed any more.
+            self._texts = {t: m for t, m in self._texts.items() if m != question.after}
+            self._texts[shown] = mark
         self._open = None
         if question.after is not None:
             self._ends.pop(question.after, None)
@@ -246,18 +274,26 @@ class History:
             if place and told[place]["role"] == "assistant" and mark not in self._answers
         ]
 
+    def _whole(self, mark: Mark) -> tuple[Int32Array, str]:
+        """An answer with its whole context, and what these tokens say."""
+        parts = [self._answers[mark]]
+        while (before := parts[-1].after) is not None:
+            parts.append(before)
+        parts.reverse()
+        return np.concatenate([p.ids for p in parts]), "".join([p.text for p in parts])
+
     # --- templates -------------------------------------------------------------------------------
 
-    def _go_on(
+    def _follows(
         self,
         told: Sequence[Said],
         known: int,
-        answer: _Answer,
+        last: int,
         tools: Sequence[Said] | None,
         options: Said,
-    ) -> tuple[Int32Array, str] | None:
-        """The context that goes on from a known answer, with its text; None if the template does
-        not show where that answer ends."""
+    ) -> str | None:
+        """What the template writes behind a known answer, whose last token is `last`; None if it
+        does not show where that answer ends."""
         message = {k: v for k, v in told[known].items() if k != "reasoning_content"}
         before = [*told[:known], {**message, "content": _PLACE}]
         more = self._behind(self._render([*before, *told[known + 1 :]], tools, options))
@@ -275,9 +311,7 @@ class History:
                 break
         else:
             return None
-        end = self._without_end(end, int(answer.ids[-1]))
-        text = end + more[len(behind) :]
-        return np.concatenate((answer.ids, self._encode(text))), answer.text + text
+        return self._without_end(end, last) + more[len(behind) :]
 
     @staticmethod
     def _behind(text: str) -> str | None:

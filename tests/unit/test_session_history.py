@@ -183,3 +183,20 @@ def test_images_travel_in_the_order_of_their_places(tokenizer: ModelTokenizer):
     shown = [{"type": "image_url", "image_url": {"url": "/etc/passwd"}}]
     with pytest.raises(ConfigError, match="URL"):
         history(tokenizer).ask([{"role": "user", "content": shown}])
+
+
+def test_an_answer_that_says_the_same_with_other_tokens_changes_no_earlier_one(
+    tokenizer: ModelTokenizer,
+):
+    made = history(tokenizer)
+    asked = made.ask([user("a")])
+    as_bytes = [5 + byte for byte in b"x<eos>y"]
+    told = answer(made, tokenizer, asked, "x<eos>y")
+    first = made.ask([user("a"), told, user("b")])
+    then = answer(made, tokenizer, first, "on")
+    made.begin(asked)
+    made.answered(asked, np.array(as_bytes, dtype=np.int32))
+    again = made.ask([user("a"), told, user("b"), then, user("c")])
+    assert again.ids.tolist()[: len(first.ids)] == first.ids.tolist()
+    other = made.ask([user("a"), told, user("other")])
+    assert other.ids.tolist()[len(asked.ids) :][: len(as_bytes)] == as_bytes

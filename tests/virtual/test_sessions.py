@@ -24,7 +24,8 @@ from aprilsched import (
 from aprilsched.chat.tokenizer import ModelTokenizer, load_tokenizer
 from aprilsched.config import Health, Retries
 from aprilsched.core.state.ledger import Reason
-from aprilsched.errors import ConfigError, EpisodeError
+from aprilsched.errors import ConfigError, EpisodeError, RunGivenUp
+from aprilsched.serving import Unavailable
 from aprilsched.sessions import Limits, Session, Sessions
 from aprilsched.types import NO_VERSION, Batch, Score
 from tests.support.checking import Checking
@@ -545,3 +546,44 @@ async def test_many_sessions_with_slow_tools_through_refits_and_dead_engines(
         assert sorted(i for ids in sampled for i in ids) == sorted(i for o in outputs for i in o)
         assert rollout.versions_exact
     assert several > 8
+
+
+# --- what is refused -----------------------------------------------------------------------------
+
+
+async def test_more_requests_than_may_wait_are_refused(tokenizer: ModelTokenizer):
+    async def harness(session: Session, prompt: Prompt) -> float:
+        asking = [session.chat([said("user", f"{n}")], max_tokens=2) for n in range(10)]
+        answers = await asyncio.gather(*asking, return_exceptions=True)
+        refused = [each for each in answers if isinstance(each, Unavailable)]
+        assert "one after the other" in str(refused[0])
+        return float(len(refused))
+
+    batch = await batch_of(harness, tokenizer, limits=Limits(waiting=4), count=1)
+    assert {rollout.reward for rollout in batch.rollouts} == {6.0}
+
+
+def test_settings_that_cannot_be_used_are_refused(tokenizer: ModelTokenizer, tmp_path: Path):
+    secret = tmp_path / "secret"
+    first = Sessions(tokenizer=tokenizer, secret=secret)
+    assert secret.stat().st_mode & 0o777 == 0o600
+    assert Sessions(tokenizer=tokenizer, secret=secret).launcher_key == first.launcher_key
+    assert Sessions(tokenizer=tokenizer).launcher_key != first.launcher_key
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"secret": b"short"}, "16 or more"),
+        ({"secret": tmp_path / "nowhere" / "secret"}, "cannot be kept"),
+        ({"branches": "most"}, "last, longest or all"),
+        ({"port": 70_000}, "port"),
+        ({"tokenizer": tmp_path}, "tokenizer.json"),
+    ]
+    for changes, part in wrong:
+        with pytest.raises(ConfigError, match=part):
+            Sessions(**{"tokenizer": tokenizer, **changes})
+    with pytest.raises(ConfigError, match="turns is 0"):
+        Limits(turns=0)
+
+
+async def test_sessions_that_are_not_open_say_so(tokenizer: ModelTokenizer):
+    async with opened(Sessions(tokenizer=tokenizer), 1) as rollouts:
+        with pytest.raises(RunGivenUp, match="async with sessions"):
+            await rollouts.next_batch()
