@@ -29,7 +29,7 @@ from aprilsched.core.steps.snapshot import full_snapshot
 from aprilsched.store import MemoryStore
 from aprilsched.types import Batch, SamplingParams
 from tests.property.conftest import RecordSteps
-from tests.property.test_core_interleavings import LENGTHS, Interleavings, steps_of
+from tests.property.test_core_interleavings import LENGTHS, SAMPLED, Interleavings, steps_of
 from tests.support.driver import Driver
 
 pytestmark = pytest.mark.filterwarnings("ignore::hypothesis.errors.NonInteractiveExampleWarning")
@@ -283,6 +283,7 @@ class Branches(Restarts):
             config, episodes=True, supply=17, engines=("a", "b", "c"), store=MemoryStore()
         )
         self.driver.auto_verify = False
+        self.driver.unique = SAMPLED
         self.adapters, self.evaluations = False, 0
 
 

@@ -79,6 +79,7 @@ class Dialogues:
         else:
             del self.thinking[rollout_id]
             self.withdrawn[rollout_id] = self.answered.pop(rollout_id)
+            self.wholes[rollout_id].pop()
             self.turns[rollout_id] -= 1
         return ev.TurnWithdrawn(rollout_id=rollout_id)
 
