@@ -331,7 +331,7 @@ class Interleavings(RuleBasedStateMachine):
         for place, cut, outcome, count in turns:
             if rollout_id not in dialogues.thinking:
                 return
-            if cut is not None and rollout_id in dialogues.wholes:
+            if cut is not None and dialogues.wholes.get(rollout_id):
                 dialogues.leave(rollout_id, place, cut)
             driver.feed(dialogues.ask(rollout_id))
             keys = [key for key, send in driver.sends.items() if send.rollout_id == rollout_id]
