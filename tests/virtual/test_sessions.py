@@ -577,8 +577,9 @@ def test_settings_that_cannot_be_used_are_refused(tokenizer: ModelTokenizer, tmp
         ({"tokenizer": tmp_path}, "tokenizer.json"),
     ]
     for changes, part in wrong:
+        given: dict[str, Any] = {"tokenizer": tokenizer, **changes}
         with pytest.raises(ConfigError, match=part):
-            Sessions(**{"tokenizer": tokenizer, **changes})
+            Sessions(**given)
     with pytest.raises(ConfigError, match="turns is 0"):
         Limits(turns=0)
 
