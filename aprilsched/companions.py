@@ -278,6 +278,15 @@ class CompanionLog:
             self._parts.append(rows)
             self.held += len(rows)
 
+    def forked(self, rows: int, tokens: int) -> CompanionLog:
+        """A log that begins with the first `rows` rows of this one, for as many as `tokens`
+        response tokens."""
+        log = CompanionLog(self.companion)
+        log.add(self.since(0))
+        log.foreign = list(self.foreign)
+        log.truncate(max(0, rows), max(0, tokens))
+        return log
+
     def takes(self, rows: Rows) -> bool:
         """Whether these are rows of this companion: a resumed run may ask for another type."""
         blank = self.companion.blank(0)

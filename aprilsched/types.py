@@ -38,6 +38,7 @@ Int32Array: TypeAlias = NDArray[np.int32]
 Float32Array: TypeAlias = NDArray[np.float32]
 BoolArray: TypeAlias = NDArray[np.bool_]
 FinishReason: TypeAlias = Literal["stop", "length"]
+BranchRule: TypeAlias = Literal["last", "longest", "all"]
 MediaKind: TypeAlias = Literal["image", "video", "audio"]
 
 _PLAIN: Mapping[str, type] = {
@@ -400,6 +401,12 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             ``SchedulerConfig.companions`` asks for it.
         answers: what else the engines answered, for each attempt that brought something of what
             ``SamplingParams.keep`` names, in their order.
+        branches: the later branches of an episode that left its context and kept all of them
+            (``Turn.branches``), in the order in which they began, each as a rollout with the same
+            ids. The reward is that of all of them: each branch has it, and the advantage of the
+            group counts it once. :meth:`Batch.to_torch` makes a row of each.
+        shared: number of the first response tokens that an earlier branch has too. Their loss mask
+            is False here, so that each token is trained once.
     """
 
     rollout_id: int
@@ -420,6 +427,8 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     info: Mapping[str, Any] = {}
     companions: Mapping[str, CompanionRows] = {}
     answers: tuple[Answer, ...] = ()
+    branches: tuple[Rollout, ...] = ()
+    shared: int = 0
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -521,8 +530,12 @@ class Batch:
 
     @property
     def tokens(self) -> int:
-        """Number of response tokens in the batch."""
-        return sum(len(rollout) for rollout in self.rollouts)
+        """Number of response tokens in the batch, those of branches included once."""
+        return sum(
+            len(each) - each.shared
+            for rollout in self.rollouts
+            for each in (rollout, *rollout.branches)
+        )
 
     def to_torch(self, *, packed: bool = False, pad_id: int = 0) -> PaddedTensors | PackedTensors:
         """The batch as torch tensors (needs the extra ``torch``).
@@ -537,7 +550,7 @@ class Batch:
         """
         from aprilsched.tensors import pack, pad
 
-        rollouts = tuple(self.rollouts)
+        rollouts = tuple([e for rollout in self.rollouts for e in (rollout, *rollout.branches)])
         if packed:
             return pack(rollouts, no_version=NO_VERSION)
         return pad(rollouts, pad_id=pad_id, no_version=NO_VERSION)

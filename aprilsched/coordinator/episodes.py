@@ -12,7 +12,7 @@ otherwise have no tokens keeps them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -20,11 +20,12 @@ import numpy as np
 
 from aprilsched.companions import Companion, CompanionRows
 from aprilsched.coordinator.prompts import check_media
-from aprilsched.core.messages.commands import ResolveTurn
+from aprilsched.core.messages.commands import ResolveTurn, context_mark
 from aprilsched.core.messages.events import TurnKept, TurnRequested, TurnWithdrawn
 from aprilsched.errors import EpisodeError
 from aprilsched.sampling import check_sampling
 from aprilsched.types import (
+    BranchRule,
     FinishReason,
     Float32Array,
     Int32Array,
@@ -63,6 +64,11 @@ class Turn:
 
     Attributes:
         index: position of the rollout in its group, 0 to group_size - 1.
+        rollout_id: number of the rollout in its run; a resumed run keeps it.
+        sampling: the parameters of a turn that is given none.
+        branches: which of several branches are delivered: the one of the "last" turn, the "longest"
+            one, which has most sampled tokens, or "all" (``Rollout.branches``). The episode sets it
+            before it returns. Tokens of the others are in the ledger (``other_branch``).
     """
 
     def __init__(
@@ -70,10 +76,17 @@ class Turn:
         rollout_id: int,
         index: int,
         tell: Callable[[TurnRequested | TurnWithdrawn | TurnKept], None],
+        sampling: SamplingParams,
         companions: Sequence[Companion] = (),
+        known: Collection[tuple[int, int]] = (),
     ) -> None:
         self.index = index
-        self._rollout_id = rollout_id
+        self.rollout_id = rollout_id
+        self.sampling = sampling
+        self._known = frozenset(known)
+        self.branches: BranchRule = "last"
+        self._branched = False
+        """Whether a call may have left the context of the one before."""
         self._tell = tell
         self._companions = companions
         self._context: Int32Array | None = None
@@ -112,17 +125,34 @@ class Turn:
             )
         self.ending.append(function)
 
+    @property
+    def known(self) -> int:
+        """Number of its turns that are known from before the run was resumed."""
+        return len(self._known)
+
+    def knows(self, input_ids: Sequence[int] | Int32Array) -> bool:
+        """Whether a turn after this context is known from before the run was resumed, in whole or
+        in part. :meth:`generate` returns its tokens then, and generates only what is missing."""
+        return context_mark(np.asarray(input_ids, dtype=np.int32)) in self._known
+
     async def generate(
         self,
         input_ids: Sequence[int] | Int32Array,
         sampling: SamplingParams | None = None,
         media: Sequence[Media] | None = None,
+        *,
+        branch: bool = False,
     ) -> TurnOutput:
         """Generate one turn after the context `input_ids`, [n].
 
         From the second turn on, `input_ids` must begin with the whole context and output of the
         previous turn. The tokens after that are recorded as tokens of the environment, with loss
         mask 0.
+
+        With `branch` they need not: the turn goes on with any branch of the rollout whose whole
+        context and output `input_ids` begin with, and otherwise begins a branch where they leave
+        the others. A branch has the tokens before that place in common with another one, as they
+        were sampled; where it leaves the prompt of the first turn, it has a prompt of its own.
 
         `media` are all images and other media of the context, in the order of their places in
         `input_ids`, such as those of the prompt and one that an environment has answered with. None
@@ -146,7 +176,8 @@ class Turn:
         self._check_free()
         self._back = None
         before = self._context
-        if before is not None and not np.array_equal(ids[: len(before)], before):
+        self._branched = self._branched or branch
+        if before is not None and not branch and not np.array_equal(ids[: len(before)], before):
             raise EpisodeError(
                 "input_ids of the turn do not begin with the context and output of the turn "
                 "before; append to them, so that the rollout stays one token sequence."
@@ -155,7 +186,11 @@ class Turn:
         self._answer = answer = asyncio.get_running_loop().create_future()
         self._tell(
             TurnRequested(
-                rollout_id=self._rollout_id, input_ids=ids, sampling=sampling, media=shown
+                rollout_id=self.rollout_id,
+                input_ids=ids,
+                sampling=sampling,
+                media=shown,
+                branch=self._branched,
             )
         )
         try:
@@ -194,7 +229,7 @@ class Turn:
         self._back = None
         output = back.result()
         if self._asked is not None and len(output.token_ids):
-            self._tell(TurnKept(rollout_id=self._rollout_id))
+            self._tell(TurnKept(rollout_id=self.rollout_id))
             self._context = np.concatenate((self._asked, output.token_ids))
         return output
 
@@ -241,7 +276,7 @@ class Turn:
         if answer is None:
             return
         self._back = answer.get_loop().create_future()
-        self._tell(TurnWithdrawn(rollout_id=self._rollout_id))
+        self._tell(TurnWithdrawn(rollout_id=self.rollout_id))
 
     async def _returned(self) -> None:
         """Wait until a request that was given up has ended. Cancelling this wait is harmless."""

@@ -227,7 +227,14 @@ class Work:
     async def _run_episode(self, command: do.StartEpisode) -> None:
         rollout_id = command.rollout_id
         asked = of_prompt(self._prompts.companions, command.prompt.companions)
-        turn = Turn(rollout_id, command.index, self._tell, asked)
+        turn = Turn(
+            rollout_id,
+            command.index,
+            self._tell,
+            sampling=command.sampling,
+            companions=asked,
+            known=command.known,
+        )
         self._turns[rollout_id] = turn
         try:
             await self._drive(turn, command)
@@ -246,7 +253,7 @@ class Work:
             reward = await called(_EPISODE, self._episode, turn, command.prompt)
             score = None if reward is None else _score(reward)
             await turn.settle()
-            ending = ev.EpisodeFinished(rollout_id=rollout_id, score=score)
+            ending = ev.EpisodeFinished(rollout_id=rollout_id, score=score, branches=turn.branches)
         except Exception as error:
             cause = self._failures.note(_EPISODE, self._episode, error)
             lost = isinstance(error, MemberLost)

@@ -7,6 +7,7 @@ cost more than the checks.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 
 from aprilsched.core.policies.placement import Places
 from aprilsched.core.state.engine_control import Mode
@@ -14,6 +15,7 @@ from aprilsched.core.state.engine_index import Kind
 from aprilsched.core.state.lifecycle import GENERATING, TERMINAL, State
 from aprilsched.core.state.records import GroupRecord, RequestRecord, RolloutRecord
 from aprilsched.core.state.state import SchedulerState
+from aprilsched.core.state.token_log import common, joined
 from aprilsched.errors import InvariantViolation
 
 _OPEN = frozenset({State.RUNNING, State.HELD, State.RETURNING})
@@ -142,6 +144,7 @@ def _rollout(state: SchedulerState, rollout: RolloutRecord) -> Iterator[str]:
     log, request = rollout.log, rollout.request
     if log.covered != len(log):
         yield f"{name}: versions cover {log.covered} of {len(log)} tokens"
+    yield from _branches(rollout, name)
     if rollout.undecided is not None and rollout.state is not State.THINKING:
         yield f"{name} is {rollout.state} and its last turn is undecided"
     if rollout.state in _OPEN:
@@ -154,6 +157,26 @@ def _rollout(state: SchedulerState, rollout: RolloutRecord) -> Iterator[str]:
         waits = rollout.state is State.QUEUED and rollout.eligible
         if queued != waits:
             yield f"{name}: the queue is wrong about it"
+
+
+def _branches(rollout: RolloutRecord, name: str) -> Iterator[str]:
+    size = len(rollout.log)
+    paths = [branch.path for branch in rollout.all_branches()]
+    if joined(paths) != (((0, size),) if size else ()):
+        yield f"{name}: its branches have {joined(paths)} of {size} tokens"
+    for number, path in enumerate(paths):
+        empty = any(begin >= end for begin, end in path)
+        if empty or any(end > begin for (_, end), (begin, _) in pairwise(path)):
+            yield f"{name}: branch {number} has the parts {path}"
+        for other in paths[:number]:
+            same = common(path, other)
+            together = sum([b - a for a, b in joined([path, other])])
+            if together + same != sum([b - a for a, b in (*path, *other)]):
+                yield f"{name}: branch {number} has {path}, and another one {other}"
+    for begin, end, _, branch in rollout.answered:
+        within = branch < len(paths) and any(a <= begin and end <= b for a, b in paths[branch])
+        if begin < end and not within:
+            yield f"{name}: an answered turn of branch {branch} is not on its path"
 
 
 def _attempts(state: SchedulerState) -> Iterator[str]:

@@ -17,6 +17,7 @@ from typing import Annotated, Any, cast
 import msgspec
 from aiohttp import web
 
+from aprilsched.chat.openai_bodies import TextOptions
 from aprilsched.companions import KINDS
 from aprilsched.errors import ConfigError
 from aprilsched.gateway.reading import Part, Reading, TextRules, parts_of, parts_until_failure
@@ -48,21 +49,6 @@ _NEW_TOKENS = 128
 """SGLang's default of max_new_tokens."""
 _LONGEST_NAME = 256
 _NOT_FOR_ENGINES = ("n", "stop", "no_stop_trim", "skip_special_tokens", "stream_interval")
-
-
-class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The parameters of a request that say where its text ends, and what of it is wanted."""
-
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    no_stop_trim: bool = False
-    skip_special_tokens: bool = True
-    ignore_eos: bool | None = None
-
-    @property
-    def stops(self) -> list[str]:
-        """The stop strings."""
-        return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
 
 class _Options(TextOptions, frozen=True, kw_only=True):

@@ -14,6 +14,16 @@ from typing import Any
 
 from aiohttp import web
 
+from aprilsched.chat.openai_bodies import (
+    ChatBody,
+    CompletionBody,
+    Message,
+    error_content,
+    for_template,
+    in_openai_form,
+    sampling_of,
+)
+from aprilsched.chat.tokenizer import ModelTokenizer
 from aprilsched.errors import ConfigError
 from aprilsched.gateway.generate import (
     GROUP_HEADER,
@@ -25,19 +35,9 @@ from aprilsched.gateway.generate import (
     take_fields,
     text_rules,
 )
-from aprilsched.gateway.openai_bodies import (
-    ChatBody,
-    CompletionBody,
-    Message,
-    error_content,
-    for_template,
-    in_openai_form,
-    sampling_of,
-)
 from aprilsched.gateway.reading import Failed, Part, Reading, parts_until_failure
 from aprilsched.gateway.responses import Asked
 from aprilsched.gateway.service import SERVICE, Service
-from aprilsched.gateway.tokenizer import ModelTokenizer
 from aprilsched.serving import BODIES, DONE, Event, Item, as_json, decode, send_stream
 
 

@@ -16,9 +16,9 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from aprilsched.chat.tokenizer import Detokenizer
 from aprilsched.errors import ConfigError
 from aprilsched.gateway.responses import Response, Responses
-from aprilsched.gateway.tokenizer import Detokenizer
 from aprilsched.serving import Refusal, labelled
 from aprilsched.types import FinishReason, Segment
 

@@ -26,6 +26,7 @@ import msgspec
 from aiohttp import web
 
 from aprilsched import __version__
+from aprilsched.chat.tokenizer import Texts
 from aprilsched.coordinator.prompts import PromptQueue, checked
 from aprilsched.coordinator.refits import RefitReport
 from aprilsched.coordinator.rollouts import RolloutScheduler
@@ -42,7 +43,6 @@ from aprilsched.errors import (
 )
 from aprilsched.gateway.responses import Asked, Response, Responses
 from aprilsched.gateway.settings import GatewaySettings, for_clients
-from aprilsched.gateway.tokenizer import Texts
 from aprilsched.gateway.updates import (
     Bucket,
     FromCalls,

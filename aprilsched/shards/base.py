@@ -233,6 +233,7 @@ def _qualified(rollout: Rollout, group_id: int, slot: int, shard: str) -> Rollou
         rollout,
         rollout_id=qualified_id(rollout.rollout_id, slot),
         group_id=group_id,
+        branches=tuple([_qualified(each, group_id, slot, shard) for each in rollout.branches]),
         segments=tuple(
             part
             if part.engine is None

@@ -42,13 +42,15 @@ from aprilsched.core.policies.staleness import StalenessRule
 from aprilsched.core.policies.straggler import BEHAVIOURS, StragglerRule
 from aprilsched.core.state.lifecycle import GENERATING
 from aprilsched.store import MemoryStore
-from aprilsched.types import SamplingParams, Score, VersionSpan
+from aprilsched.types import NO_VERSION, Rollout, SamplingParams, Score, VersionSpan
 from tests.property.conftest import RecordSteps
 from tests.support.driver import Driver, Key, prompts
 
 pytestmark = pytest.mark.filterwarnings("ignore::hypothesis.errors.NonInteractiveExampleWarning")
 
 
+SAMPLED = 1_000_000
+"""The first sampled token; those of prompts and environments are smaller."""
 OPENED_AT = 0.001
 """By the driver's clock."""
 
@@ -181,6 +183,7 @@ class Interleavings(RuleBasedStateMachine):
             takes=takes,
         )
         self.driver.auto_verify = False
+        self.driver.unique = SAMPLED
         self.adapters = adapters
         self.evaluations = 0
 
@@ -305,6 +308,47 @@ class Interleavings(RuleBasedStateMachine):
         thinking = list(self.driver.dialogues.thinking)
         rollout_id = thinking[choice % len(thinking)]
         self.driver.feed(self.driver.dialogues.ask(rollout_id))
+
+    @precondition(lambda self: self.driver.dialogues.thinking)
+    @rule(
+        choice=st.integers(0, 99),
+        turns=st.lists(
+            st.tuples(
+                st.integers(0, 99),
+                st.sampled_from([None, None, 0, 1, 2, 3]),
+                st.sampled_from(["ends", "ends", "ends", "grows", "gives up", "keeps"]),
+                st.integers(0, 4),
+            ),
+            min_size=1,
+            max_size=9,
+        ),
+    )
+    def talk(self, choice: int, turns: list[tuple[int, int | None, str, int]]) -> None:
+        """An episode takes several turns, as far as engines generate; it goes on with its context,
+        goes back to a branch, or begins one."""
+        driver, dialogues = self.driver, self.driver.dialogues
+        rollout_id = list(dialogues.thinking)[choice % len(dialogues.thinking)]
+        for place, cut, outcome, count in turns:
+            if rollout_id not in dialogues.thinking:
+                return
+            if cut is not None and dialogues.wholes.get(rollout_id):
+                dialogues.leave(rollout_id, place, cut)
+            driver.feed(dialogues.ask(rollout_id))
+            keys = [key for key, send in driver.sends.items() if send.rollout_id == rollout_id]
+            if not keys or rollout_id not in dialogues.asking:
+                continue
+            (key,) = keys
+            if outcome == "ends":
+                driver.finish(key, count)
+                continue
+            driver.progress(key, count)
+            if outcome == "grows" or rollout_id not in dialogues.asking:
+                return
+            driver.feed(dialogues.withdraw(rollout_id))
+            if key in driver.aborts:
+                driver.interrupt(key)
+            if outcome == "keeps" and rollout_id in dialogues.partial:
+                driver.feed(dialogues.keep(rollout_id))
 
     @precondition(lambda self: self.driver.dialogues.asking or self.driver.dialogues.answered)
     @rule(choice=st.integers(0, 99))
@@ -619,6 +663,7 @@ class Interleavings(RuleBasedStateMachine):
                 least = 1 if shrinks else size
                 assert least <= len(group.rollouts) <= size, "an incomplete group"
             for rollout in batch.rollouts:
+                self._check_sequences(rollout)
                 if self.driver.config.refit == "rolling":
                     own = set(rollout.versions.tolist()) - {-1}  # tokens of the environment
                     assert len(own) <= 1, "a rollout of two versions"
@@ -629,6 +674,22 @@ class Interleavings(RuleBasedStateMachine):
                     len(rollout.loss_mask),
                 }
                 assert len(lengths) == 1
+
+    def _check_sequences(self, rollout: Rollout) -> None:
+        """Each branch is what the episode has seen, and each sampled token is trained once."""
+        seen = [
+            whole.tolist() for whole in self.driver.dialogues.wholes.get(rollout.rollout_id, ())
+        ]
+        trained: list[int] = []
+        for each in (rollout, *rollout.branches):
+            whole = [*each.prompt_ids.tolist(), *each.token_ids.tolist()]
+            assert not self.driver.episodes or whole in seen
+            trained += each.token_ids[each.loss_mask].tolist()
+            others = each.token_ids[each.versions == NO_VERSION]
+            # After a restart an episode may know tokens that were not saved.
+            assert self.driver.restarts or not (others >= SAMPLED).any(), "known as sampled before"
+        assert len(set(trained)) == len(trained), "a token is trained twice"
+        assert min(trained, default=SAMPLED) >= SAMPLED
 
     # --- the count -----------------------------------------------------------------------------
 

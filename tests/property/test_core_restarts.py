@@ -15,9 +15,11 @@ import numpy as np
 import pytest
 from hypothesis import event
 from hypothesis import strategies as st
-from hypothesis.stateful import precondition, rule
+from hypothesis.stateful import initialize, precondition, rule
 
+from aprilsched.config import Health, Retries, SchedulerConfig
 from aprilsched.core.messages import events as ev
+from aprilsched.core.policies.straggler import StragglerRule
 from aprilsched.core.state.ledger import Reason
 from aprilsched.core.state.lifecycle import GENERATING
 from aprilsched.core.state.records import RolloutRecord
@@ -25,9 +27,10 @@ from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.steps.batch import handed_over
 from aprilsched.core.steps.snapshot import full_snapshot
 from aprilsched.store import MemoryStore
-from aprilsched.types import Batch
+from aprilsched.types import Batch, SamplingParams
 from tests.property.conftest import RecordSteps
-from tests.property.test_core_interleavings import LENGTHS, Interleavings, steps_of
+from tests.property.test_core_interleavings import LENGTHS, SAMPLED, Interleavings, steps_of
+from tests.support.driver import Driver
 
 pytestmark = pytest.mark.filterwarnings("ignore::hypothesis.errors.NonInteractiveExampleWarning")
 
@@ -48,6 +51,7 @@ def told(rollout: RolloutRecord) -> tuple[Any, ...]:
         rollout.eligible,
         None if generating else rollout.finish_reason,
         list(rollout.answered),
+        [(b.prompt_ids.tolist(), b.path) for b in rollout.all_branches()],
         None if generating else rollout.turns,
     )
 
@@ -103,8 +107,10 @@ def content(batch: Batch) -> list[tuple[Any, ...]]:
             r.loss_mask.tolist(),
             (r.reward, r.reward_parts, r.info),
             r.finish_reason,
+            r.shared,
         )
-        for r in batch.rollouts
+        for rollout in batch.rollouts
+        for r in (rollout, *rollout.branches)
     ]
 
 
@@ -249,6 +255,41 @@ class Restarts(Interleavings):
             for batch in self.driver.redelivered:
                 assert (batch.index, content(batch)) in offers
                 assert content(batch) == known.get(batch.index, content(batch))
+
+
+class Branches(Restarts):
+    """Mostly episodes that talk, and restarts in between."""
+
+    begin = sleep = wake = hold = planned = None  # pyright: ignore[reportAssignmentType]
+    evaluate = withdraw_evaluation = load_seen = None  # pyright: ignore[reportAssignmentType]
+    withdraw_group = withdraw_update = None  # pyright: ignore[reportAssignmentType]
+    lose = fail = other_weights = None  # pyright: ignore[reportAssignmentType]
+    another_trainer = acknowledge = None  # pyright: ignore[reportAssignmentType]
+    trainer_with_some_groups = None  # pyright: ignore[reportAssignmentType]
+
+    @initialize(straggler=st.sampled_from(["retract", "in_place", "abort"]), rolling=st.booleans())
+    def begin_with_episodes(self, straggler: StragglerRule, rolling: bool) -> None:
+        config = SchedulerConfig(
+            batch_groups=2,
+            group_size=2,
+            pace="asynchronous",
+            straggler="run" if rolling else straggler,
+            refit="rolling" if rolling else "together",
+            retries=Retries(failed_groups=10**9),
+            health=Health(stall_s=20, fleet_wait_s=60),
+            sampling=SamplingParams(max_new_tokens=1_000_000),
+        )
+        self.driver = Driver(
+            config, episodes=True, supply=17, engines=("a", "b", "c"), store=MemoryStore()
+        )
+        self.driver.auto_verify = False
+        self.driver.unique = SAMPLED
+        self.adapters, self.evaluations = False, 0
+
+
+@pytest.mark.parametrize("least", LENGTHS)
+def test_episodes_that_leave_their_context(record_steps: RecordSteps, least: int):
+    record_steps("branches with restarts", steps_of(Branches, least // 2))
 
 
 @pytest.mark.parametrize("least", LENGTHS)

@@ -12,7 +12,7 @@ import numpy as np
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
 from aprilsched.core.messages import facts
-from aprilsched.types import Int32Array, Score
+from aprilsched.types import BranchRule, Int32Array, Score
 
 TOOL = np.array([9, 9], dtype=np.int32)
 
@@ -31,6 +31,10 @@ class Dialogues:
     """Context of a turn that the episode gave up, until its request has ended."""
     partial: dict[int, Int32Array] = field(default_factory=dict[int, Int32Array])
     """Context and received tokens of a turn that the episode gave up and whose request ended."""
+    wholes: dict[int, list[Int32Array]] = field(default_factory=dict[int, list[Int32Array]])
+    """Context and output of each turn that the episode has seen, also before a restart."""
+    branched: set[int] = field(default_factory=set[int])
+    """Episodes that have left their context."""
 
     def start(self, command: do.StartEpisode) -> None:
         self.thinking[command.rollout_id] = command.prompt.input_ids
@@ -41,7 +45,9 @@ class Dialogues:
             self._back(command)
             return
         context = self.answered[command.rollout_id] = self.asking.pop(command.rollout_id)
-        self.thinking[command.rollout_id] = np.concatenate((context, command.token_ids, TOOL))
+        whole = np.concatenate((context, command.token_ids))
+        self.wholes.setdefault(command.rollout_id, []).append(whole)
+        self.thinking[command.rollout_id] = np.concatenate((whole, TOOL))
         self.turns[command.rollout_id] += 1
 
     def _back(self, command: do.ResolveTurn) -> None:
@@ -60,6 +66,7 @@ class Dialogues:
         for known in (self.thinking, self.asking, self.withdrawn, self.answered, self.partial):
             known.clear()
         self.turns.clear()
+        self.branched.clear()
 
     def _goes_on(self, rollout_id: int) -> None:
         self.answered.pop(rollout_id, None)
@@ -72,12 +79,15 @@ class Dialogues:
         else:
             del self.thinking[rollout_id]
             self.withdrawn[rollout_id] = self.answered.pop(rollout_id)
+            self.wholes[rollout_id].pop()
             self.turns[rollout_id] -= 1
         return ev.TurnWithdrawn(rollout_id=rollout_id)
 
     def keep(self, rollout_id: int) -> ev.TurnKept:
         """The episode takes the partial output of the turn that it gave up."""
-        self.thinking[rollout_id] = np.concatenate((self.partial.pop(rollout_id), TOOL))
+        whole = self.partial.pop(rollout_id)
+        self.wholes.setdefault(rollout_id, []).append(whole)
+        self.thinking[rollout_id] = np.concatenate((whole, TOOL))
         self.turns[rollout_id] += 1
         return ev.TurnKept(rollout_id=rollout_id)
 
@@ -85,14 +95,32 @@ class Dialogues:
         """The episode asks for its next turn."""
         self._goes_on(rollout_id)
         self.asking[rollout_id] = self.thinking.pop(rollout_id)
-        return ev.TurnRequested(rollout_id=rollout_id, input_ids=self.asking[rollout_id])
+        return ev.TurnRequested(
+            rollout_id=rollout_id,
+            input_ids=self.asking[rollout_id],
+            branch=rollout_id in self.branched,
+        )
+
+    def leave(self, rollout_id: int, choice: int, cut: int) -> None:
+        """The episode wants to go on elsewhere: after what it had seen, or after a part of it."""
+        wholes = self.wholes[rollout_id]
+        whole = wholes[choice % len(wholes)]
+        self.branched.add(rollout_id)
+        if cut == 0:
+            self.thinking[rollout_id] = np.concatenate((whole, TOOL))
+        else:
+            left = whole[: 1 + (cut * choice) % len(whole)]
+            self.thinking[rollout_id] = np.append(left, np.int32(5 + cut)) if cut > 1 else left
 
     def end(self, rollout_id: int) -> ev.EpisodeFinished:
         """The episode returns."""
         del self.thinking[rollout_id]
         self._goes_on(rollout_id)
         score = Score(reward=1.0 if rollout_id % 2 else None, info={"rollout": rollout_id})
-        return ev.EpisodeFinished(rollout_id=rollout_id, score=score)
+        rules: tuple[BranchRule, ...] = ("last", "longest", "all")
+        return ev.EpisodeFinished(
+            rollout_id=rollout_id, score=score, branches=rules[rollout_id % 3]
+        )
 
     def fail(self, rollout_id: int, *, lost: bool = False) -> ev.EpisodeFailed:
         """The episode raises an error, or MemberLost."""

@@ -142,6 +142,8 @@ class Driver:
     sent: list[do.Send] = field(default_factory=list[do.Send])
     run: RunState = field(default_factory=RunState)
     """State from the facts of the core."""
+    unique: int | None = None
+    """The next sampled token, where all are to be different; None where each chunk has the same."""
     hears: Callable[[Sequence[Fact]], object] | None = None
     """A function that is given the facts too."""
 
@@ -205,6 +207,9 @@ class Driver:
             case do.Send():
                 key = (command.request_id, command.attempt)
                 assert self.core.state.fleet.control.runs(command.engine)
+                asked = self.dialogues.asking.get(command.rollout_id)
+                if asked is not None:
+                    np.testing.assert_array_equal(command.input_ids[: len(asked)], asked)
                 self.sends[key] = command
                 self.sent.append(command)
             case do.Abort():
@@ -367,6 +372,8 @@ class Driver:
         self.feed(ev.Verified(engine=command.engine, version=said))
 
     def progress(self, key: Key, count: int, *, first: int = 100, label: int | None = None) -> None:
+        if self.unique is not None:
+            first, self.unique = self.unique, self.unique + count
         self.feed(
             ev.Progress(
                 request_id=key[0],

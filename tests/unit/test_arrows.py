@@ -193,11 +193,15 @@ _RULES: dict[str, Rule] = {
     # What the console script starts with, in an install that may lack the extra.
     "cli": replace(EVERYTHING, others=CLI),
     "cli.main": replace(EVERYTHING, others=frozenset()),
+    # What clients say in text, for the gateway and for sessions.
+    "chat": rule("chat errors extras serving"),
+    # What an episode may do, and an address of its own.
+    "sessions": rule("chat coordinator.episodes errors serving sessions types"),
     # A front of the coordinator, as a trainer is.
     # The version in the answers.
     "gateway": rule(
-        "__version__ checks companions coordinator core engines errors extras gateway sampling "
-        "serving store telemetry.base types weights",
+        "__version__ chat checks companions coordinator core engines errors extras gateway "
+        "sampling serving store telemetry.base types weights",
     ),
     # Several schedulers as one, in front of the coordinator as a trainer is.
     "shards": rule(

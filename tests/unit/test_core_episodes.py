@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from aprilsched.config import SchedulerConfig
 from aprilsched.core.messages import events as ev
-from aprilsched.types import NO_VERSION, Int32Array, Score
+from aprilsched.core.state.ledger import Reason
+from aprilsched.shards.base import qualified
+from aprilsched.types import NO_VERSION, BranchRule, Int32Array, Score
 from tests.support.driver import Driver
 
 
@@ -62,3 +65,72 @@ def test_an_episode_that_generates_nothing_has_failed():
         )
     )
     assert driver.state.in_flight.ledger.rollouts == {"episode_failed": 1}
+
+
+def branched(rule: BranchRule) -> Driver:
+    """An episode asks for four turns, with a refit after each: two of one context, one that leaves
+    it in the middle of the first response, and one with another prompt."""
+    driver = start()
+    rollout_id = driver.episodes_started[0].rollout_id
+    for context, count, first in (
+        (ids(1, 2, 3), 4, 10),
+        (ids(1, 2, 3, 10, 11, 12, 13, 50), 2, 20),
+        (ids(1, 2, 3, 10, 11, 60), 3, 30),
+        (ids(1, 7), 1, 40),
+    ):
+        driver.feed(ev.TurnRequested(rollout_id=rollout_id, input_ids=context, branch=True))
+        assert driver.sends[driver.attempts()[0]].input_ids.tolist() == context.tolist()
+        driver.progress(driver.attempts()[0], count, first=first)
+        driver.update()
+        driver.finish(driver.attempts()[0], 0)
+    driver.feed(ev.EpisodeFinished(rollout_id=rollout_id, score=Score(reward=0.5), branches=rule))
+    return driver
+
+
+@pytest.mark.parametrize(
+    ("rule", "prompt", "tokens", "versions", "turns"),
+    [
+        ("last", [1, 7], [40], [3], 1),
+        ("longest", [1, 2, 3], [10, 11, 12, 13, 50, 20, 21], [0, 0, 0, 0, -1, 1, 1], 2),
+        ("all", [1, 2, 3], [10, 11, 12, 13, 50, 20, 21], [0, 0, 0, 0, -1, 1, 1], 4),
+    ],
+)
+def test_a_rule_says_which_branches_are_delivered(
+    rule: BranchRule, prompt: list[int], tokens: list[int], versions: list[int], turns: int
+):
+    driver = branched(rule)
+    (rollout,) = driver.batches[0].rollouts
+    assert rollout.prompt_ids.tolist() == prompt
+    assert rollout.token_ids.tolist() == tokens
+    assert rollout.versions.tolist() == versions
+    assert (rollout.turns, rollout.reward, rollout.shared) == (turns, 0.5, 0)
+    in_flight = driver.state.in_flight
+    sampled = sum(int(each.loss_mask.sum()) for each in (rollout, *rollout.branches))
+    assert in_flight.counters.tokens_delivered == sampled
+    assert in_flight.ledger.tokens[Reason.OTHER_BRANCH] == 10 - sampled
+    assert in_flight.counters.tokens_generated == 10
+
+
+def test_tokens_that_branches_share_are_trained_once():
+    (rollout,) = branched("all").batches[0].rollouts
+    middle, other = rollout.branches
+    assert middle.token_ids.tolist() == [10, 11, 60, 30, 31, 32]
+    assert middle.versions.tolist() == [0, 0, NO_VERSION, 2, 2, 2]
+    assert middle.loss_mask.tolist() == [False] * 3 + [True] * 3
+    assert (middle.shared, other.shared) == (2, 0)
+    assert (other.prompt_ids.tolist(), other.token_ids.tolist()) == ([1, 7], [40])
+    batch = branched("all").batches[0]
+    tensors = batch.to_torch()
+    assert tensors.input_ids.shape == (3, 10)
+    assert tensors.rewards.tolist() == [0.5] * 3
+    assert int(tensors.loss_mask.sum()) == 10
+    assert batch.tokens == 12
+
+
+def test_branches_of_a_shard_have_the_ids_of_their_rollout():
+    (group,) = branched("all").batches[0].groups
+    (rollout,) = qualified(group, group.prompt, slot=2, shard="left").rollouts
+    assert len(rollout.branches) == 2
+    for each in rollout.branches:
+        assert (each.rollout_id, each.group_id) == (rollout.rollout_id, rollout.group_id)
+        assert {s.engine for s in each.segments} <= {"left/a", "left/b", None}

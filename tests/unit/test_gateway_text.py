@@ -17,11 +17,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aprilsched.chat.openai_bodies import Message, for_template
+from aprilsched.chat.tokenizer import ModelTokenizer, load_tokenizer
 from aprilsched.errors import ConfigError, MissingExtra
-from aprilsched.gateway.openai_bodies import Message, for_template
 from aprilsched.gateway.reading import Reading, Stops, TextRules
 from aprilsched.gateway.responses import Response, Responses
-from aprilsched.gateway.tokenizer import ModelTokenizer, load_tokenizer
 from aprilsched.types import Prompt
 from tests.support.tiny_tokenizer import CALL, RESPONSE, SPECIAL, THOUGHT, bytes_tokenizer
 

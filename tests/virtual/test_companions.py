@@ -170,6 +170,38 @@ async def episode(turn: Turn, prompt: Prompt) -> float:
     return 1.0
 
 
+async def leaves(turn: Turn, prompt: Prompt) -> float:
+    """Two branches that take turns, and a third one from the middle of the first response."""
+    turn.branches = "all"
+    own = np.array([4, 4], dtype=np.int32)
+    contexts = [prompt.input_ids, np.concatenate((prompt.input_ids, own))]
+    for number in range(6):
+        which = number % 3
+        ids = contexts[which]
+        tokens = int(ids.sum()) % 90 + 20
+        sampling = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
+        answer = await turn.generate(ids, sampling, branch=True)
+        assert answer.companions["routed_experts"].exact.all()
+        contexts[which] = np.concatenate((ids, answer.token_ids, own))
+        if number == 0:
+            contexts.append(np.concatenate((ids, answer.token_ids[:9], own)))
+        await asyncio.sleep(0.1)
+    return 1.0
+
+
+async def test_branches_have_the_rows_of_the_passes_that_sampled_their_tokens() -> None:
+    scheduler = RolloutScheduler(SimFleet(2), workload(), config=config(), episode=leaves)
+    several = 0
+    async with scheduler as rollouts:
+        async for batch in batches(rollouts, 4):
+            for rollout in batch.rollouts:
+                assert len(rollout.branches) == 2
+                several += len(set(rollout.versions[rollout.versions >= 0].tolist())) > 1
+                for each in (rollout, *rollout.branches):
+                    check_rows(each)
+    assert several > 3
+
+
 async def test_an_episode_has_rows_for_every_turn() -> None:
     scheduler = RolloutScheduler(SimFleet(2), workload(), config=config(), episode=episode)
     environment = 0
@@ -207,7 +239,7 @@ async def test_prompts_choose_among_the_companions_of_the_run(tmp_path: Path) ->
     assert chosen == {("sampling_mask",), ()}
 
 
-@pytest.mark.parametrize("turns", [None, episode])
+@pytest.mark.parametrize("turns", [None, episode, leaves])
 async def test_a_killed_run_goes_on_with_its_rows(turns: Any) -> None:
     """Also where the state was saved between the end of a turn, the tokens of its environment and
     the first ones of the next turn."""
@@ -224,7 +256,8 @@ async def test_a_killed_run_goes_on_with_its_rows(turns: Any) -> None:
         await rollouts.update_weights(SimPublisher(), version=3)
         async for batch in batches(rollouts, 3):
             for rollout in batch.rollouts:
-                check_rows(rollout)
+                for each in (rollout, *rollout.branches):
+                    check_rows(each)
                 carried += rollout.segments[0].version < 2
     assert carried
 

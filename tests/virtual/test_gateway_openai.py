@@ -20,8 +20,8 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
+from aprilsched.chat.tokenizer import load_tokenizer
 from aprilsched.core.state.ledger import Reason
-from aprilsched.gateway.tokenizer import load_tokenizer
 from aprilsched.testing.contract import until
 from tests.support import gateway as gateways
 from tests.support.gateway import LONG

@@ -127,13 +127,20 @@ class Continue(Command, frozen=True):
 # --- episodes and rewards --------------------------------------------------------------------
 
 
+def context_mark(input_ids: Int32Array) -> tuple[int, int]:
+    """What a context, int32 [n], is known by within one process."""
+    return len(input_ids), hash(input_ids.tobytes())
+
+
 class StartEpisode(Command, frozen=True, eq=False):
-    """Start the coroutine of an episode."""
+    """Start the coroutine of an episode. `known` has the marks of the contexts of its turns that
+    are known from before the run was resumed."""
 
     rollout_id: int
     index: int
     prompt: Prompt
     sampling: SamplingParams
+    known: tuple[tuple[int, int], ...] = ()
 
 
 class ResolveTurn(Command, frozen=True, eq=False):

@@ -12,6 +12,7 @@ from aprilsched.companions import Rows
 from aprilsched.core.policies.schedule import Schedule
 from aprilsched.types import (
     Answer,
+    BranchRule,
     FinishReason,
     Float32Array,
     Int32Array,
@@ -305,12 +306,14 @@ class Failed(Event, frozen=True):
 
 class TurnRequested(Event, frozen=True, eq=False):
     """An episode asks for a turn. `input_ids`, int32 [n], is the whole context, and `media` all
-    that it shows; None for those of the prompt."""
+    that it shows; None for those of the prompt. It continues the turn before, unless `branch` says
+    that it may continue any branch of the rollout, or begin one."""
 
     rollout_id: int
     input_ids: Int32Array
     sampling: SamplingParams | None = None
     media: tuple[Media, ...] | None = None
+    branch: bool = False
 
 
 class TurnWithdrawn(Event, frozen=True):
@@ -327,10 +330,12 @@ class TurnKept(Event, frozen=True):
 
 
 class EpisodeFinished(Event, frozen=True):
-    """An episode returned, with its score if it gave one."""
+    """An episode returned, with its score if it gave one. `branches` says which of several are
+    kept."""
 
     rollout_id: int
     score: Score | None = None
+    branches: BranchRule = "last"
 
 
 class EpisodeFailed(Event, frozen=True):

@@ -619,32 +619,47 @@ def delivered_rollouts(batch: Batch, *, tokens: bool = False) -> tuple[Delivered
 
 
 def _delivered(rollout: Rollout, key: str | int | None, *, tokens: bool) -> DeliveredRollout:
+    """A rollout as one sequence: after its own tokens come those that each branch has alone."""
     segments: list[tuple[int, int, int, str | None]] = []
-    sampled = 0
-    for part in rollout.segments:
-        segments.append((part.start, part.end, part.version, part.engine))
-        # Tokens of the environment are known by the version of their segment.
-        if part.version != NO_VERSION:
-            sampled += part.end - part.start
+    sequences = (rollout, *rollout.branches)
+    sampled = size = 0
+    for each in sequences:
+        for part in each.segments:
+            start, end = max(part.start, each.shared), part.end
+            if start >= end:
+                continue
+            moved = size - each.shared
+            segments.append((start + moved, end + moved, part.version, part.engine))
+            # Tokens of the environment are known by the version of their segment.
+            if part.version != NO_VERSION:
+                sampled += end - start
+        size += len(each) - each.shared
     return DeliveredRollout(
         rollout_id=rollout.rollout_id,
         group_id=rollout.group_id,
         prompt_tokens=len(rollout.prompt_ids),
-        tokens=len(rollout.token_ids),
+        tokens=size,
         segments=tuple(segments),
         finish_reason=rollout.finish_reason,
         reward=rollout.reward,
         reward_parts=dict(rollout.reward_parts),
         turns=rollout.turns,
-        masked=sampled - int(np.count_nonzero(rollout.loss_mask)),
+        masked=sampled - sum([int(np.count_nonzero(each.loss_mask)) for each in sequences]),
         versions_exact=rollout.versions_exact,
         stale_keys=rollout.stale_keys,
-        companions={name: each.rows.nbytes for name, each in rollout.companions.items()},
+        companions={
+            name: sum([each.companions[name].rows.nbytes for each in sequences])
+            for name in rollout.companions
+        },
         key=key,
         input_ids=rollout.prompt_ids.tolist() if tokens else None,
-        token_ids=rollout.token_ids.tolist() if tokens else None,
-        logprobs=rollout.logprobs.tolist() if tokens else None,
+        token_ids=_joined([e.token_ids[e.shared :] for e in sequences]) if tokens else None,
+        logprobs=_joined([e.logprobs[e.shared :] for e in sequences]) if tokens else None,
     )
+
+
+def _joined(parts: Sequence[np.ndarray]) -> list[Any]:
+    return np.concatenate(parts).tolist()
 
 
 def group_ids(rollouts: Iterable[DeliveredRollout]) -> list[int]:

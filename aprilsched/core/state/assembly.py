@@ -8,34 +8,69 @@ from copy import deepcopy
 from aprilsched.core.messages import facts
 from aprilsched.core.state.lifecycle import GENERATING
 from aprilsched.core.state.records import DeliveredBatch, GroupRecord, RolloutRecord
-from aprilsched.types import Batch, Group, Rollout
+from aprilsched.core.state.token_log import TokenLog, common
+from aprilsched.types import Batch, FinishReason, Group, Int32Array, Rollout
 
 
 def rollout_of(record: RolloutRecord, *, oldest_unmasked: int | None = None) -> Rollout:
     """The rollout as it is now. Tokens older than version `oldest_unmasked` are masked."""
-    versions = record.log.versions()
-    mask = record.log.sampled()
+    if not record.branches:
+        return _sequence(record, record.prompt_ids, record.log, oldest_unmasked)
+    ends: dict[int, FinishReason] = {branch: why for _, _, why, branch in record.answered}
+    branches = record.all_branches()
+
+    def sequence(number: int, later: tuple[Rollout, ...] = ()) -> Rollout:
+        branch = branches[number]
+        log = record.log.part(branch.path)
+        log.companions = branch.companions
+        return _sequence(
+            record,
+            branch.prompt_ids,
+            log,
+            oldest_unmasked,
+            finish_reason=ends.get(number, record.finish_reason),
+            shared=max([common(branch.path, each.path) for each in branches[:number]], default=0),
+            branches=later,
+        )
+
+    return sequence(0, tuple([sequence(number) for number in range(1, len(branches))]))
+
+
+def _sequence(
+    record: RolloutRecord,
+    prompt_ids: Int32Array,
+    log: TokenLog,
+    oldest_unmasked: int | None,
+    *,
+    finish_reason: FinishReason | None = None,
+    shared: int = 0,
+    branches: tuple[Rollout, ...] = (),
+) -> Rollout:
+    """One token sequence of a rollout, whose first `shared` tokens another one has too."""
+    versions = log.versions()
+    mask = log.sampled()
+    mask[:shared] = False
     if oldest_unmasked is not None:
-        oldest = record.log.oldest_version
+        oldest = log.oldest_version
         if oldest is not None and oldest < oldest_unmasked:
             mask &= versions >= oldest_unmasked
-    companions = record.log.companion_rows(prompt=len(record.prompt_ids))
+    companions = log.companion_rows(prompt=len(prompt_ids))
     for name, rows in companions.items():
-        if record.log.companions[name].companion.required:
+        if log.companions[name].companion.required:
             mask &= rows.exact
     return Rollout(
         rollout_id=record.rollout_id,
         group_id=record.group.group_id,
         index=record.index,
-        prompt_ids=record.prompt_ids,
-        token_ids=record.log.token_ids,
-        logprobs=record.log.logprobs(),
+        prompt_ids=prompt_ids,
+        token_ids=log.token_ids,
+        logprobs=log.logprobs(),
         versions=versions,
         loss_mask=mask,
-        segments=record.log.segments(),
-        versions_exact=record.log.exact,
-        stale_keys=record.log.stale_keys,
-        finish_reason=record.finish_reason,
+        segments=log.segments(),
+        versions_exact=log.exact,
+        stale_keys=log.stale_keys,
+        finish_reason=finish_reason or record.finish_reason,
         reward=record.reward,
         reward_parts=dict(record.reward_parts),
         # A copy, so that nothing that the caller does to a rollout changes what is saved of it.
@@ -43,7 +78,9 @@ def rollout_of(record: RolloutRecord, *, oldest_unmasked: int | None = None) -> 
         turns=record.turns,
         companions=companions,
         # A copy, for the same reason.
-        answers=deepcopy(record.log.answers) if record.log.answers else (),
+        answers=deepcopy(log.answers) if log.answers else (),
+        shared=shared,
+        branches=branches,
     )
 
 

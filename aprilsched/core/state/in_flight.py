@@ -178,7 +178,7 @@ class InFlight:
         media, or None for the prompt's. With `output_start`, the output from there on is known
         already."""
         known = rollout.context_tokens
-        if rollout.turns == 0:
+        if not rollout.answered:
             if not len(rollout.log) and any(e.held for e in rollout.log.companions.values()):
                 # Rows of another prompt, without a token. Those that were saved are void: a resumed
                 # run would take them for the rows of this prompt.

@@ -83,6 +83,8 @@ class Reason(StrEnum):
     VERSION_LOST = "version_lost"
     """Rolling refits: no engine has the version any more that sampled these tokens, or an engine
     had another one. Their rollout begins again; an episode is dropped."""
+    OTHER_BRANCH = "other_branch"
+    """Tokens of a branch that its episode does not keep; their rollout goes on."""
     DAMAGED = "damaged"
     """The store cannot read it any more."""
 

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from aprilsched.companions import CompanionLog
 from aprilsched.core.lengths.observed import GroupLengths
 from aprilsched.core.state.ledger import Reason
 from aprilsched.core.state.lifecycle import GENERATING, Move, State, after
-from aprilsched.core.state.token_log import TokenLog
+from aprilsched.core.state.token_log import Path, TokenLog
 from aprilsched.types import (
     Batch,
     FinishReason,
@@ -117,10 +118,32 @@ class RequestRecord:
 class Replay:
     """How far an episode that was started again has asked for the turns that are known already."""
 
-    answered: int = 0
-    """Number of known turns that the episode was given again."""
+    known: int
+    """Number of turns that are known from before the restart."""
+    asked: list[int] = field(default_factory=list[int])
+    """The turns that the episode was given in this process, by their places among the answered
+    ones."""
     partial: int | None = None
-    """Where the output of the unfinished turn begins; None if there was none."""
+    """Where the output of the unfinished turn begins; None if there is none."""
+    withdrawn: int | None = None
+    """The known turn that was given again and withdrawn, while nobody has said whether it is
+    kept."""
+
+
+Answered: TypeAlias = tuple[int, int, FinishReason, int]
+"""A turn that an episode was given: where its output begins in the log, where it ends, why it
+ended, and the number of its branch."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Branch:
+    """One token sequence of a rollout that has several."""
+
+    prompt_ids: Int32Array
+    path: Path = ()
+    """Its response tokens in the log of the rollout."""
+    companions: dict[str, CompanionLog] = field(default_factory=dict[str, CompanionLog])
+    """Rows of its own prompt and path."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -143,11 +166,13 @@ class RolloutRecord:
     reward_parts: dict[str, float] = field(default_factory=dict[str, float])
     info: dict[str, Any] = field(default_factory=dict[str, Any])
     finish_reason: FinishReason = "length"
-    answered: list[tuple[int, int, FinishReason]] = field(
-        default_factory=list[tuple[int, int, FinishReason]]
-    )
-    """For each turn that an episode was given: where its output begins, where it ends, and why it
-    ended."""
+    answered: list[Answered] = field(default_factory=list[Answered])
+    """The turns that an episode was given, in the order of their output."""
+    branches: list[Branch] = field(default_factory=list[Branch])
+    """The branches, of which each began where its context left all others; empty for one. That of
+    the branch at work is as it was when another one was at work."""
+    branch: int = 0
+    """Number of the branch at work, to which `prompt_ids` and the path of the log belong."""
     replay: Replay | None = None
     """Set while an episode that was started again asks for turns that are known already."""
     answered_at: float | None = None
@@ -176,8 +201,8 @@ class RolloutRecord:
 
     @property
     def context_tokens(self) -> int:
-        """Tokens of prompt and response so far."""
-        return len(self.prompt_ids) + len(self.log)
+        """Tokens of prompt and response so far, of the branch at work."""
+        return len(self.prompt_ids) + self.log.path_tokens
 
     @property
     def computed_tokens(self) -> int:
@@ -188,6 +213,13 @@ class RolloutRecord:
     def context(self) -> Int32Array:
         """Prompt and response so far, int32 [P + T], as the engine must see it."""
         return self.log.after(self.prompt_ids)
+
+    def all_branches(self) -> list[Branch]:
+        """Every branch as it is now."""
+        now = Branch(prompt_ids=self.prompt_ids, path=self.log.path, companions=self.log.companions)
+        branches = list(self.branches) or [now]
+        branches[self.branch] = now
+        return branches
 
     @property
     def carried(self) -> bool:

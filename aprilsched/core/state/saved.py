@@ -25,8 +25,9 @@ from aprilsched.types import Answer, FinishReason, Float32Array, Int32Array, Pro
 SavedRun: TypeAlias = tuple[int, int, str | None]
 """A run of tokens of one version: its end, its version and its engine."""
 
-SavedTurn: TypeAlias = tuple[int, int, FinishReason]
-"""A finished turn of an episode: where its output begins and ends, and why it ended."""
+SavedTurn: TypeAlias = tuple[int, int, FinishReason, int]
+"""A finished turn of an episode: where its output begins and ends, why it ended, and the number of
+its branch."""
 
 
 class Stage(StrEnum):
@@ -108,6 +109,16 @@ class SavedRequest(msgspec.Struct, frozen=True, kw_only=True):
     interruptions: int
 
 
+class SavedBranch(msgspec.Struct, frozen=True, kw_only=True):
+    """One of several branches of a rollout: the parts of its response among the rollout's tokens,
+    and the context of its first one. `of` is an earlier branch with the same context, which is not
+    saved again."""
+
+    path: tuple[tuple[int, int], ...]
+    prompt_ids: tuple[int, ...] = ()
+    of: int | None = None
+
+
 class RolloutState(msgspec.Struct, frozen=True, kw_only=True):
     """The data of a rollout that changes, without its tokens.
 
@@ -118,7 +129,10 @@ class RolloutState(msgspec.Struct, frozen=True, kw_only=True):
         eligible: the rollout may generate; otherwise it is deferred.
         prompt_ids: the context of its first token, where that is not the group's prompt.
         turns: the finished turns of an episode.
-        foreign: for each companion the response tokens whose row is of another pass.
+        branches: all of its branches, if there are several, and `branch` the number of the one at
+            work, whose path goes on with later tokens.
+        foreign: for each companion of each branch (:func:`row_name`) the response tokens whose row
+            is of another pass.
         index: its place in its group, if a race of responses has given it one; None if it is the
             one that it was launched with.
     """
@@ -141,6 +155,8 @@ class RolloutState(msgspec.Struct, frozen=True, kw_only=True):
     info: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
     foreign: dict[str, list[tuple[int, int]]] = {}
     answers: tuple[Answer, ...] = ()
+    branches: tuple[SavedBranch, ...] = ()
+    branch: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -194,9 +210,15 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     """How well the remembered lengths have predicted: the sums of the regression."""
 
 
+def row_name(name: str, branch: int) -> str:
+    """What the rows of a companion are saved under, of a branch with this number."""
+    return f"{name}@{branch}" if branch else name
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SavedRows:
-    """Rows of one companion of one rollout, from row `start` on."""
+    """Rows of one companion of one branch of a rollout, from row `start` on; :func:`row_name` gives
+    the `name`."""
 
     group_id: int
     rollout_id: int

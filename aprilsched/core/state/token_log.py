@@ -2,6 +2,11 @@
 
 Invariant: ids and logprobs have one length, and the runs cover it without gap or overlap.
 
+Tokens are only ever added at the end. Where a rollout has branches, each of them is a *path*: parts
+of the log one after the other, so that tokens which branches share are there once. The branch that
+is at work goes on at the end of the log. A response token has its place in the log, and another one
+on the path, which is the one that counts for an engine and for the rows of companions.
+
 A token takes 8 bytes (int32 id, float32 logprob) and at most half of that in spare room. Versions
 are kept as runs, and are spread out only when the rollout is delivered. A long first chunk is kept
 as the array that arrived and is never written to: since there is no room behind it, further tokens
@@ -11,9 +16,11 @@ move everything to a new array.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeAlias, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aprilsched.companions import CompanionLog, CompanionRows, Rows
 from aprilsched.types import (
@@ -32,6 +39,11 @@ _NO_IDS: Int32Array = np.empty(0, dtype=np.int32)
 _NO_LOGPROBS: Float32Array = np.empty(0, dtype=np.float32)
 _NO_COMPANIONS: dict[str, CompanionLog] = {}
 
+Path: TypeAlias = tuple[tuple[int, int], ...]
+"""Parts of a log, each from its first token to the one after its last, in the order of the log."""
+
+_T = TypeVar("_T", bound=np.generic)
+
 
 @dataclass(slots=True)
 class _Run:
@@ -44,9 +56,11 @@ class TokenLog:
     """Growable response tokens with the policy version of each."""
 
     __slots__ = (
+        "_before",
         "_ids",
         "_logprobs",
         "_runs",
+        "_shift",
         "_size",
         "answers",
         "companions",
@@ -59,6 +73,10 @@ class TokenLog:
         self._logprobs = _NO_LOGPROBS
         self._size = 0
         self._runs: list[_Run] = []
+        self._before: Path = ()
+        """The path of the branch at work, up to its last part."""
+        self._shift = 0
+        """How much later a token of its last part stands in the log than on the path."""
         self.exact = True
         """False once the version of some token is unknown."""
         self.stale_keys = False
@@ -70,6 +88,59 @@ class TokenLog:
 
     def __len__(self) -> int:
         return self._size
+
+    # --- paths -----------------------------------------------------------------------------------
+
+    @property
+    def path(self) -> Path:
+        """The path of the branch at work; its last part ends with the log."""
+        *before, last = self.open_path
+        return (*before, last) if last[0] < last[1] else tuple(before)
+
+    @property
+    def open_path(self) -> Path:
+        """The same, with its last part also where that has no token yet."""
+        return (*self._before, (self._shift + _length(self._before), self._size))
+
+    @property
+    def path_tokens(self) -> int:
+        """Number of response tokens of the branch at work."""
+        return self._size - self._shift
+
+    def go_on(self, path: Path) -> None:
+        """Let the branch with this path be at work: what comes is added to it."""
+        if path and path[-1][1] == self._size:
+            path, begin = path[:-1], path[-1][0]
+        else:
+            begin = self._size
+        self._before = path
+        self._shift = begin - _length(path)
+
+    def along(self, path: Path) -> Int32Array:
+        """The ids on a path, int32 [T]."""
+        return _along(self._ids, path)
+
+    def part(self, path: Path) -> TokenLog:
+        """A log of the tokens on `path` alone, without companions."""
+        log = TokenLog()
+        log._extend(_along(self._ids, path), _along(self._logprobs, path))
+        at = 0
+        for begin, end in path:
+            log.answers += tuple(
+                [
+                    replace(each, start=each.start - begin + at)
+                    for each in self.answers
+                    if begin <= each.start < end
+                ]
+            )
+            for run in self._runs:
+                if run.end > begin and log.covered < at + end - begin:
+                    log._mark_to(at + min(run.end, end) - begin, run.version, run.engine)
+            at += end - begin
+        log.exact, log.stale_keys = self.exact, self.stale_keys
+        return log
+
+    # --- tokens ----------------------------------------------------------------------------------
 
     @staticmethod
     def restored(
@@ -100,12 +171,15 @@ class TokenLog:
 
     def truncate(self, size: int, *, prompt: int) -> None:
         """Forget all tokens after the first `size`, of a response after `prompt` tokens."""
+        path = clipped(self.path, size)
         self._size = min(self._size, size)
+        self.go_on(path)
         self.answers = tuple([each for each in self.answers if each.start < self._size])
         for each in self.companions.values():
             # A response that begins again may have another prompt.
-            context = prompt + self._size - 1 if self._size else 0
-            each.truncate(context if each.companion.per == "context" else self._size, self._size)
+            tokens = self.path_tokens
+            context = prompt + tokens - 1 if tokens else 0
+            each.truncate(context if each.companion.per == "context" else tokens, tokens)
         # Copied, because the next tokens would overwrite the array, which may belong to others.
         self._ids = self._ids[: self._size].copy()
         self._logprobs = self._logprobs[: self._size].copy()
@@ -121,9 +195,11 @@ class TokenLog:
         return self._ids[: self._size].copy()
 
     def after(self, ids: Int32Array) -> Int32Array:
-        """int32 [len(ids) + T]: `ids` and then all tokens; `ids` itself while there are no
-        tokens."""
-        return np.concatenate((ids, self._ids[: self._size])) if self._size else ids
+        """int32 [len(ids) + T]: `ids` and then the tokens of the branch at work; `ids` itself while
+        there are no tokens."""
+        if not self._shift:
+            return np.concatenate((ids, self._ids[: self._size])) if self._size else ids
+        return np.concatenate((ids, self.along(self.path)))
 
     def tail(self, start: int) -> tuple[Int32Array, Float32Array, Int32Array]:
         """Copies of ids, logprobs and versions from `start` on."""
@@ -149,14 +225,14 @@ class TokenLog:
         self._mark(NO_VERSION, None)
         for each in self.companions.values():
             if each.companion.per == "token":
-                each.fill(self._size)
+                each.fill(self.path_tokens)
 
     def add_token_rows(self, rows: Mapping[str, Rows]) -> None:
         """Add the rows of the tokens that were added last."""
         for name, added in rows.items():
             each = self.companions.get(name)
             if each is not None:
-                each.fill(self._size - len(added))
+                each.fill(self.path_tokens - len(added))
                 each.add(added)
 
     def add_context_rows(
@@ -173,15 +249,16 @@ class TokenLog:
         Args:
             rows: the new rows, by the name of their companion.
             prompt: number of prompt tokens.
-            start: where the tokens of the attempt begin in the response.
+            start: where the tokens of the attempt begin in the log.
             recomputed: whether a refit during the attempt made the engine compute its context
                 again.
         """
-        versions = self.versions()
+        versions = _along(self.versions(), self.path)
+        start -= self._shift
         own = versions[start:]
         if own.size:
             first, last = int(own[0]), int(own[-1])
-            passes = np.where(np.arange(self._size) < start, first, versions)
+            passes = np.where(np.arange(self.path_tokens) < start, first, versions)
             if recomputed:
                 passes.fill(last)
             foreign = (passes != versions) & (versions != NO_VERSION)
@@ -210,20 +287,21 @@ class TokenLog:
                 each.add(rows.part(min(each.held - start, len(rows))))
         for name, each in self.companions.items():
             each.foreign = [(begin, end) for begin, end in foreign.get(name, ())]
-            wanted = max(0, prompt + self._size - 1)
+            tokens = self.path_tokens
+            wanted = max(0, prompt + tokens - 1)
             if each.companion.per == "token":
-                wanted = self._size
+                wanted = tokens
                 if each.held < wanted:
                     each.foreign.append((each.held, wanted))
                     each.fill(wanted)
-            each.truncate(wanted, self._size)
+            each.truncate(wanted, tokens)
 
-    def companion_rows(self, *, prompt: int, tokens: int | None = None) -> dict[str, CompanionRows]:
-        """The rows of each companion, of a response after `prompt` tokens: of all its tokens, or of
-        the first `tokens`."""
+    def companion_rows(self, *, prompt: int, end: int | None = None) -> dict[str, CompanionRows]:
+        """The rows of each companion, of a response after `prompt` tokens: of all tokens of the
+        branch at work, or of those before `end` in the log."""
         if not self.companions:
             return {}
-        sampled = self.sampled()[:tokens]
+        sampled = _along(self.sampled(), clipped(self.path, self._size if end is None else end))
         return {
             name: each.whole(prompt=prompt, sampled=sampled)
             for name, each in self.companions.items()
@@ -347,6 +425,49 @@ class TokenLog:
             last.end = end
         else:
             self._runs.append(_Run(end, version, engine))
+
+
+def clipped(path: Path, end: int) -> Path:
+    """The parts of a path before the place `end` of the log."""
+    return tuple([(a, min(b, end)) for a, b in path if a < end])
+
+
+def joined(paths: Iterable[Iterable[tuple[int, int]]]) -> Path:
+    """All parts that one of the paths has, in the order of the log; adjacent ones become one."""
+    parts: list[tuple[int, int]] = []
+    for begin, end in sorted([part for path in paths for part in path]):
+        if parts and begin <= parts[-1][1]:
+            parts[-1] = (parts[-1][0], max(parts[-1][1], end))
+        else:
+            parts.append((begin, end))
+    return tuple(parts)
+
+
+def common(one: Path, other: Path) -> int:
+    """Number of the first tokens that two paths have in common."""
+    same = 0
+    for (begin, end), (start, stop) in zip(one, other, strict=False):
+        if begin != start:
+            break
+        same += min(end, stop) - begin
+        if end != stop:
+            break
+    return same
+
+
+def moved(place: int, kept: Path) -> int:
+    """Where a place of the log is when only the `kept` parts of it are left."""
+    return sum([min(end, place) - begin for begin, end in kept if begin < place])
+
+
+def _length(path: Path) -> int:
+    return sum([b - a for a, b in path])
+
+
+def _along(array: NDArray[_T], path: Path) -> NDArray[_T]:
+    if len(path) == 1:
+        return array[path[0][0] : path[0][1]].copy()
+    return np.concatenate([array[:0], *[array[a:b] for a, b in path]])
 
 
 def _grown(array: np.ndarray, room: int, used: int) -> np.ndarray:

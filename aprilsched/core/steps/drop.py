@@ -15,7 +15,7 @@ from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
 from aprilsched.core.messages import facts
 from aprilsched.core.state.ledger import FAILURES, REFUSED, Reason
-from aprilsched.core.state.records import GroupRecord, RequestRecord
+from aprilsched.core.state.records import GroupRecord, RequestRecord, RolloutRecord
 from aprilsched.core.state.state import SchedulerState
 
 _IN_A_ROW = FAILURES - {Reason.VERSION_LOST}
@@ -71,6 +71,27 @@ def drop(
         state.prompts.outcome.fail(cause)
     if reason in _IN_A_ROW:
         _count_failure(state, cause)
+
+
+def discard(
+    state: SchedulerState, rollout: RolloutRecord, sampled: int, environment: int, reason: Reason
+) -> None:
+    """Count tokens that were taken out of the log of a rollout, which goes on."""
+    if not sampled and not environment:
+        return
+    # The tokens that were saved are void.
+    rollout.rewritten = True
+    state.in_flight.journal.change(rollout)
+    state.in_flight.counters.tokens_discarded += sampled
+    state.in_flight.ledger.late_tokens(reason, sampled)
+    state.tell(
+        facts.TokensDiscarded(
+            rollout_id=rollout.rollout_id,
+            sampled=sampled,
+            environment=environment,
+            reason=reason.value,
+        )
+    )
 
 
 def on_group_withdrawn(state: SchedulerState, event: ev.GroupWithdrawn) -> None:

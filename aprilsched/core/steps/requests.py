@@ -28,7 +28,8 @@ def on_progress(state: SchedulerState, event: ev.Progress) -> None:
     if request is None:
         return
     if event.prompt_tokens is not None:
-        sent = len(request.rollout.prompt_ids) + request.attempt_start
+        arrived = len(request.rollout.log) - request.attempt_start
+        sent = request.rollout.context_tokens - arrived
         state.in_flight.expand(request, max(0, event.prompt_tokens - sent))
     counters = state.in_flight.counters
     tokens = len(event.token_ids)

@@ -18,12 +18,14 @@ from dataclasses import replace
 
 import numpy as np
 
+from aprilsched.companions import CompanionLog
 from aprilsched.core.messages import facts
 from aprilsched.core.policies.schedule import Schedule
 from aprilsched.core.state.assembly import batch_again, launched
 from aprilsched.core.state.ledger import Outcome, Reason
 from aprilsched.core.state.lifecycle import GENERATING, State
 from aprilsched.core.state.records import (
+    Branch,
     DeliveredBatch,
     GroupRecord,
     Replay,
@@ -41,9 +43,10 @@ from aprilsched.core.state.saved import (
     SavedRun,
     SavedTokens,
     Stage,
+    row_name,
 )
 from aprilsched.core.state.state import SchedulerState
-from aprilsched.core.state.token_log import TokenLog
+from aprilsched.core.state.token_log import TokenLog, clipped
 from aprilsched.core.steps.batch import retarget
 from aprilsched.core.steps.replan import fitting
 from aprilsched.core.steps.stragglers import release_all
@@ -55,6 +58,7 @@ from aprilsched.core.steps.turns import (
     start_episode,
 )
 from aprilsched.errors import ConfigError
+from aprilsched.types import Int32Array
 
 _STATES = {
     Stage.GENERATING: State.QUEUED,
@@ -211,17 +215,50 @@ def _group(state: SchedulerState, saved: Saved, group: SavedGroup) -> GroupRecor
         size = len(rollout.log)
         rollout.log.answers = tuple([each for each in known.answers if each.start <= size])
         state.in_flight.carry_companions(rollout)
-        rollout.log.restore_rows(
-            [(s.name, s.start, s.rows) for s in saved.companions.get(member.rollout_id, ())],
-            known.foreign,
-            prompt=len(rollout.prompt_ids),
-        )
+        if known.branches:
+            _restore_branches(rollout, known)
+        for number, branch in enumerate(rollout.all_branches()):
+            rows = {row_name(name, number): name for name in branch.companions}
+            rollout.log.companions = branch.companions
+            rollout.log.go_on(branch.path)
+            rollout.log.restore_rows(
+                [
+                    (rows[each.name], each.start, each.rows)
+                    for each in saved.companions.get(member.rollout_id, ())
+                    if each.name in rows
+                ],
+                {rows[name]: parts for name, parts in known.foreign.items() if name in rows},
+                prompt=len(branch.prompt_ids),
+            )
+        if rollout.branches:
+            at_work = rollout.branches[rollout.branch]
+            rollout.log.companions = at_work.companions
+            rollout.log.go_on(at_work.path)
         record.members.append(rollout)
     record.size = len(record.members) if group.size is None else group.size
     record.unfinished = sum(member.state in GENERATING for member in record.members)
     if left and record.complete:
         record.members.sort(key=lambda member: member.index)
     return record
+
+
+def _restore_branches(rollout: RolloutRecord, known: RolloutState) -> None:
+    """Give a rollout its branches again, without their rows."""
+    log, size = rollout.log, len(rollout.log)
+    prompts: list[Int32Array] = []
+    for number, saved in enumerate(known.branches):
+        own = np.array(saved.prompt_ids, dtype=np.int32) if saved.of is None else prompts[saved.of]
+        prompts.append(own)
+        path = clipped(saved.path, size)
+        if number == known.branch:
+            # What came after this record was saved belongs to the last part of its path.
+            *before, (begin, _) = saved.path
+            path = (*clipped(tuple(before), size), *(((begin, size),) if begin < size else ()))
+            log.go_on(path)
+        rows = {name: CompanionLog(each.companion) for name, each in log.companions.items()}
+        rollout.branches.append(Branch(prompt_ids=own, path=path, companions=rows))
+    rollout.branch, rollout.prompt_ids = known.branch, prompts[known.branch]
+    log.companions = rollout.branches[known.branch].companions
 
 
 def _open_scores(state: SchedulerState, run: RunState, group: GroupRecord) -> None:
@@ -301,7 +338,7 @@ def _begin_again(record: RolloutRecord, request: SavedRequest | None) -> None:
     partial = None if request is None else request.output_start
     if partial is not None and partial > len(record.log):
         partial = None
-    record.replay = Replay(partial=partial)
+    record.replay = Replay(known=len(record.answered), partial=partial)
 
 
 def _request(

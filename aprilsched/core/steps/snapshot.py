@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from aprilsched.companions import CompanionLog
 from aprilsched.core.policies.schedule import Schedule
 from aprilsched.core.state.journal import Journal, PageBuilder
 from aprilsched.core.state.ledger import Counters
@@ -15,6 +16,7 @@ from aprilsched.core.state.saved import (
     RolloutState,
     RunState,
     SavedBatch,
+    SavedBranch,
     SavedGroup,
     SavedMember,
     SavedRequest,
@@ -22,6 +24,7 @@ from aprilsched.core.state.saved import (
     Snapshot,
     Stage,
     TokenPage,
+    row_name,
 )
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.steps.batch import masked_tokens
@@ -126,17 +129,28 @@ def _new_rows(journal: Journal) -> list[SavedRows]:
 
 
 def _rows(rollout: RolloutRecord, begin: Mapping[str, int] | None = None) -> Iterator[SavedRows]:
-    """The rows of the rollout's companions, from row `begin` on where it is given."""
-    for name, log in rollout.log.companions.items():
+    """The rows of the rollout's companions; with `begin` those of the branch at work, from these
+    rows on."""
+    for number, name, log in _companions(rollout):
+        if begin is not None and number != rollout.branch:
+            continue
         start = 0 if begin is None else begin[name]
         if log.held > start:
             yield SavedRows(
                 group_id=rollout.group.group_id,
                 rollout_id=rollout.rollout_id,
-                name=name,
+                name=row_name(name, number),
                 start=start,
                 rows=log.since(start),
             )
+
+
+def _companions(rollout: RolloutRecord) -> Iterator[tuple[int, str, CompanionLog]]:
+    """The rows of each branch by its number and the name of the companion."""
+    if rollout.log.companions:
+        for number, branch in enumerate(rollout.all_branches()):
+            for name, log in branch.companions.items():
+                yield number, name, log
 
 
 def _held(rollouts: Iterable[RolloutRecord]) -> TokenPage | None:
@@ -181,7 +195,7 @@ def _group_state(group: GroupRecord) -> GroupState:
 
 def _rollout(rollout: RolloutRecord) -> RolloutState:
     group = rollout.group
-    own_prompt = rollout.prompt_ids is not group.prompt.input_ids
+    own_prompt = rollout.prompt_ids is not group.prompt.input_ids and not rollout.branches
     unsure = rollout.request is not None and rollout.request.unsure
     return RolloutState(
         rollout_id=rollout.rollout_id,
@@ -196,13 +210,31 @@ def _rollout(rollout: RolloutRecord) -> RolloutState:
         eligible=rollout.eligible,
         prompt_ids=tuple(rollout.prompt_ids.tolist()) if own_prompt else None,
         turns=tuple(rollout.answered),
+        branches=tuple(_branches(rollout)) if rollout.branches else (),
+        branch=rollout.branch,
         request=_request(rollout),
         stale_keys=rollout.log.stale_keys,
         reward_parts=rollout.reward_parts,
         info=rollout.info,
         answers=rollout.log.answers,
-        foreign={n: each.foreign for n, each in rollout.log.companions.items() if each.foreign},
+        foreign={
+            row_name(name, number): log.foreign
+            for number, name, log in _companions(rollout)
+            if log.foreign
+        },
     )
+
+
+def _branches(rollout: RolloutRecord) -> Iterator[SavedBranch]:
+    seen: dict[int, int] = {}
+    for number, branch in enumerate(rollout.all_branches()):
+        of = seen.setdefault(id(branch.prompt_ids), number)
+        own = of == number
+        yield SavedBranch(
+            path=rollout.log.open_path if number == rollout.branch else branch.path,
+            prompt_ids=tuple(branch.prompt_ids.tolist()) if own else (),
+            of=None if own else of,
+        )
 
 
 def _stage(rollout: RolloutRecord) -> Stage:

@@ -18,19 +18,28 @@ from aprilsched.core.state.ledger import Reason
 from aprilsched.core.state.lifecycle import GENERATING, Move, State
 from aprilsched.core.state.records import GroupRecord, RequestRecord, RolloutRecord
 from aprilsched.core.state.state import SchedulerState
-from aprilsched.core.steps.drop import abort, drop
+from aprilsched.core.state.token_log import clipped
+from aprilsched.core.steps.branches import forget, settle, take_branch
+from aprilsched.core.steps.drop import abort, discard, drop
 from aprilsched.types import NO_VERSION, FinishReason, Int32Array, Score
 
 
 def start_episode(state: SchedulerState, rollout: RolloutRecord) -> None:
     """Start the episode that drives a rollout."""
     state.tell(facts.EpisodeStarted(rollout_id=rollout.rollout_id))
+    known: list[tuple[int, int]] = []
+    if rollout.replay is not None:
+        turns = [(begin, branch) for begin, _, _, branch in rollout.answered]
+        if rollout.replay.partial is not None:
+            turns.append((rollout.replay.partial, rollout.branch))
+        known = [do.context_mark(_context(rollout, *turn)) for turn in turns]
     state.commands.append(
         do.StartEpisode(
             rollout_id=rollout.rollout_id,
             index=rollout.index,
             prompt=rollout.group.prompt,
             sampling=rollout.sampling,
+            known=tuple(known),
         )
     )
 
@@ -48,9 +57,15 @@ def end_turn(state: SchedulerState, request: RequestRecord) -> None:
     if not state.caller.episodes:
         finish(state, rollout, None)
         return
-    rollout.answered.append((request.output_start, len(rollout.log), rollout.finish_reason))
+    _note_answered(rollout, request.output_start)
     rollout.answered_at = state.now
-    _answer(state, rollout, rollout.turns - 1)
+    _answer(state, rollout, len(rollout.answered) - 1)
+
+
+def _note_answered(rollout: RolloutRecord, begin: int) -> None:
+    rollout.answered.append((begin, len(rollout.log), rollout.finish_reason, rollout.branch))
+    if rollout.replay is not None:
+        rollout.replay.asked.append(len(rollout.answered) - 1)
 
 
 def take_back(state: SchedulerState, request: RequestRecord) -> None:
@@ -71,14 +86,16 @@ def on_turn_requested(state: SchedulerState, event: ev.TurnRequested) -> None:
     if rollout is None:
         return
     _drop_undecided(state, rollout)
-    begin, before = _known_begin(state, rollout, event.input_ids), len(rollout.log)
-    if rollout.replay is not None:
-        rollout.replay.answered += 1
+    turn, begin = _known_turn(state, rollout, event)
+    before = len(rollout.log)
+    if turn is not None:
         _tell_begun(state, rollout, before)
         rollout.turns += 1
-        _answer(state, rollout, rollout.replay.answered - 1)
+        _answer(state, rollout, turn)
         return
     _note_gap(state, rollout, state.calls.gaps)
+    if event.branch and begin is None and rollout.answered:
+        take_branch(state, rollout, event.input_ids)
     sampling = event.sampling or rollout.sampling
     if begin is not None:
         leave_one(state, rollout, begin, sampling.max_new_tokens)
@@ -135,10 +152,12 @@ def on_turn_kept(state: SchedulerState, event: ev.TurnKept) -> None:
         return
     begin, rollout.undecided = rollout.undecided, None
     rollout.turns += 1
-    if rollout.replay is not None:
-        rollout.replay.answered += 1
+    replay = rollout.replay
+    if replay is not None and replay.withdrawn is not None:
+        replay.asked.append(replay.withdrawn)
+        replay.withdrawn = None
     else:
-        rollout.answered.append((begin, len(rollout.log), rollout.finish_reason))
+        _note_answered(rollout, begin)
         state.in_flight.journal.change(rollout)
 
 
@@ -161,6 +180,7 @@ def on_episode_finished(state: SchedulerState, event: ev.EpisodeFinished) -> Non
         _note_gap(state, rollout, state.calls.ends)
         if rollout.group.evaluation_id is None:
             state.calls.turns.append(rollout.turns)
+        settle(state, rollout, event.branches)
         finish(state, rollout, event.score)
 
 
@@ -170,13 +190,14 @@ def _withdraw_answered(state: SchedulerState, rollout: RolloutRecord) -> None:
     if rollout.undecided is not None or not rollout.turns:
         return
     rollout.turns -= 1
-    if rollout.replay is not None:
-        rollout.replay.answered -= 1
-        begin, end, reason = rollout.answered[rollout.replay.answered]
+    replay = rollout.replay
+    if replay is not None and (turn := replay.asked.pop()) < replay.known:
+        replay.withdrawn = turn
+        begin, end, reason, _ = rollout.answered[turn]
         rollout.undecided = begin
         _resolve(state, rollout, begin, end, reason, withdrawn=True)
         return
-    begin, _, rollout.finish_reason = rollout.answered.pop()
+    begin, _, rollout.finish_reason, _ = rollout.answered.pop()
     state.in_flight.journal.change(rollout)
     _hand_back(state, rollout, begin)
 
@@ -192,15 +213,17 @@ def _drop_undecided(state: SchedulerState, rollout: RolloutRecord) -> None:
     if rollout.undecided is None:
         return
     rollout.undecided = None
-    replay, rollout.replay = rollout.replay, None
-    if replay is not None:
-        del rollout.answered[replay.answered :]
+    replay = rollout.replay
+    if replay is not None and replay.withdrawn is not None:
+        rollout.replay = None
+        forget(state, rollout, replay.asked, Reason.WITHDRAWN)
+    else:
+        truncate_to_answered(state, rollout, Reason.WITHDRAWN)
     rollout.finish_reason = rollout.answered[-1][2] if rollout.answered else "length"
-    truncate_to_answered(state, rollout, Reason.WITHDRAWN)
 
 
 def _answer(state: SchedulerState, rollout: RolloutRecord, turn: int) -> None:
-    begin, end, reason = rollout.answered[turn]
+    begin, end, reason, _ = rollout.answered[turn]
     _resolve(state, rollout, begin, end, reason, withdrawn=False)
 
 
@@ -231,7 +254,7 @@ def _resolve(
             versions=versions[:size],
             finish_reason=reason,
             withdrawn=withdrawn,
-            companions=rollout.log.companion_rows(prompt=len(rollout.prompt_ids), tokens=end),
+            companions=rollout.log.companion_rows(prompt=len(rollout.prompt_ids), end=end),
         )
     )
 
@@ -370,35 +393,52 @@ def _accept(state: SchedulerState, group: GroupRecord) -> None:
 # it asks for the same turns with the same contexts, it is given the saved answers without
 # generating, as durable workflows replay their history. An unfinished turn continues from its
 # tokens. If the episode asks for something else, the tokens from there on are discarded and
-# counted.
+# counted. An episode with branches may ask for its known turns in any order, because programs come
+# back as they like; those that it has not asked for are discarded at its end.
 
 
-def _known_begin(
-    state: SchedulerState, rollout: RolloutRecord, input_ids: Int32Array
-) -> int | None:
-    """Where the known output of the turn begins that the episode asks for; None if nothing of it is
-    known. The replay ends with the first turn whose answer is not known."""
+def _known_turn(
+    state: SchedulerState, rollout: RolloutRecord, event: ev.TurnRequested
+) -> tuple[int | None, int | None]:
+    """What is known of the turn that the episode asks for: its place among the answered ones, or
+    where the output begins of one that was not finished; None and None if nothing is."""
     replay = rollout.replay
     if replay is None:
-        return None
-    is_answered = replay.answered < len(rollout.answered)
-    begin = rollout.answered[replay.answered][0] if is_answered else replay.partial
-    known = len(rollout.prompt_ids) + (begin or 0)
-    if begin is None or not np.array_equal(input_ids, rollout.context()[:known]):
+        return None, None
+    open_turns = [turn for turn in range(replay.known) if turn not in replay.asked]
+    for turn in open_turns if event.branch else open_turns[:1]:
+        begin, _, _, branch = rollout.answered[turn]
+        if np.array_equal(event.input_ids, _context(rollout, begin, branch)):
+            replay.asked.append(turn)
+            return turn, None
+    begin = replay.partial
+    due = begin is not None and (event.branch or not open_turns)
+    context = _context(rollout, begin or 0, rollout.branch)
+    if due and np.array_equal(event.input_ids, context):
+        replay.partial = None
+        rollout.replay = replay if open_turns else None
+        return None, begin
+    if not event.branch or not open_turns:
         forget_rest(state, rollout)
-        return None
-    if not is_answered:
-        rollout.replay = None
-    return begin
+    else:
+        # What comes now is added behind the last answer.
+        replay.partial = None
+        truncate_to_answered(state, rollout, Reason.RESTARTED)
+    return None, None
+
+
+def _context(rollout: RolloutRecord, begin: int, number: int) -> Int32Array:
+    """The context of an output of a branch that begins at this place of the log."""
+    branch = rollout.all_branches()[number]
+    response = rollout.log.along(clipped(branch.path, begin))
+    return np.concatenate((branch.prompt_ids, response))
 
 
 def forget_rest(state: SchedulerState, rollout: RolloutRecord) -> None:
     """Discard the rest of the known turns: the episode asks for something else, or ends earlier."""
     replay, rollout.replay = rollout.replay, None
-    if replay is None:
-        return
-    del rollout.answered[replay.answered :]
-    truncate_to_answered(state, rollout, Reason.RESTARTED)
+    if replay is not None:
+        forget(state, rollout, replay.asked, Reason.RESTARTED)
 
 
 def leave_one(state: SchedulerState, rollout: RolloutRecord, begin: int, limit: int) -> None:
@@ -427,16 +467,4 @@ def truncate(state: SchedulerState, rollout: RolloutRecord, size: int, reason: R
     sampled = int((log.versions()[size:] != NO_VERSION).sum())
     environment = len(log) - size - sampled
     log.truncate(size, prompt=len(rollout.prompt_ids))
-    # The tokens that were saved are void.
-    rollout.rewritten = True
-    state.in_flight.journal.change(rollout)
-    state.in_flight.counters.tokens_discarded += sampled
-    state.in_flight.ledger.late_tokens(reason, sampled)
-    state.tell(
-        facts.TokensDiscarded(
-            rollout_id=rollout.rollout_id,
-            sampled=sampled,
-            environment=environment,
-            reason=reason.value,
-        )
-    )
+    discard(state, rollout, sampled, environment, reason)

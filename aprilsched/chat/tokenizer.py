@@ -144,6 +144,11 @@ class ModelTokenizer:
         return self._tokenizer.chat_template is not None
 
     @property
+    def size(self) -> int:
+        """Number of token ids, from 0 on."""
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    @property
     def parses(self) -> bool:
         """Whether it is known how the model writes tool calls and reasoning."""
         return self._template is not None
@@ -173,6 +178,7 @@ class ModelTokenizer:
         *,
         go_on: bool,
         options: Mapping[str, Any],
+        begins: bool = True,
     ) -> str:
         """The text of a chat by the model's template.
 
@@ -181,6 +187,7 @@ class ModelTokenizer:
             tools: definitions of tools.
             go_on: whether the response goes on with the last message, and begins none of its own.
             options: variables of the template.
+            begins: whether the text ends with the beginning of a response, unless it goes on.
 
         Raises:
             ConfigError: if there is no template, or if it refuses what it is given.
@@ -194,7 +201,7 @@ class ModelTokenizer:
                 messages,
                 tools=tools,
                 tokenize=False,
-                add_generation_prompt=not go_on,
+                add_generation_prompt=begins and not go_on,
                 continue_final_message=go_on,
                 **options,
             )
@@ -285,7 +292,7 @@ class Texts:
     Args:
         folder: the model's tokenizer; None takes the folder of the model that the engines have
             loaded, if it can be read here.
-        response_template: see :func:`~aprilsched.gateway.tokenizer.load_tokenizer`.
+        response_template: see :func:`~aprilsched.chat.tokenizer.load_tokenizer`.
     """
 
     def __init__(self, folder: Path | None = None, response_template: Path | None = None) -> None:

@@ -17,10 +17,24 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from aprilsched.errors import ConfigError
-from aprilsched.gateway.generate import TextOptions
 from aprilsched.serving import Refusal, as_json
 
 _MOST_CHOICES = 128
+
+
+class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The parameters of a request that say where its text ends, and what of it is wanted."""
+
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    no_stop_trim: bool = False
+    skip_special_tokens: bool = True
+    ignore_eos: bool | None = None
+
+    @property
+    def stops(self) -> list[str]:
+        """The stop strings."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

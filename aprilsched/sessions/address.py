@@ -1,0 +1,269 @@
+"""The address of all sessions: their calls with their keys, and those of launchers.
+
+A session is at ``/sessions/ID`` and answers OpenAI's and Anthropic's calls there. A launcher in
+another process or on another host takes sessions at ``/launcher/next`` and reports what became of
+them, with a key of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Awaitable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from aprilsched.errors import AprilschedError, ConfigError, EpisodeError
+from aprilsched.serving import (
+    STREAM_HEADERS,
+    Bodies,
+    Refusal,
+    as_json,
+    decode,
+    expect_later,
+)
+from aprilsched.sessions.dialects import ANTHROPIC, CHAT, COMPLETIONS, Dialect
+from aprilsched.types import Score
+
+if TYPE_CHECKING:
+    from aprilsched.sessions.harness import Reply, Session, Sessions
+
+_LARGEST_BODY = 2**26
+_ALL_BODIES = 2**28
+_PING_S = 10.0
+"""Seconds after which a stream that has nothing to tell is kept open by an empty event."""
+_LONGEST_WAIT_S = 60.0
+_GONE = 410
+
+
+class Keys:
+    """The keys that follow from a secret: one for each session, and one for launchers."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+        self.launcher = self._made("launcher", "")
+
+    def of(self, session_id: str) -> str:
+        """The key of a session."""
+        return self._made("session", session_id)
+
+    def _made(self, kind: str, name: str) -> str:
+        return hmac.new(self._secret, f"{kind} {name}".encode(), "sha256").hexdigest()
+
+
+def _has_key(request: web.Request, key: str) -> bool:
+    """Whether a request has this key, as OpenAI's clients or as Anthropic's send it."""
+    bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
+    given = request.headers.get("x-api-key") or bearer
+    return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), key.encode())
+
+
+def make_session_app(sessions: Sessions, keys: Keys) -> web.Application:
+    """The web application of all sessions."""
+    app = web.Application(middlewares=[_in_json])
+    bodies = Bodies(largest=_LARGEST_BODY, together=_ALL_BODIES)
+
+    def add(method: str, path: str, handler: Handler) -> None:
+        app.router.add_route(method, path, handler, expect_handler=expect_later)
+
+    for dialect, path in (
+        (CHAT, "chat/completions"),
+        (COMPLETIONS, "completions"),
+        (ANTHROPIC, "messages"),
+    ):
+        handler = _call(sessions, keys, bodies, dialect)
+        # An OpenAI client has the v1 in its base URL, and an Anthropic one adds it.
+        add("POST", "/sessions/{id}/" + path, handler)
+        add("POST", "/sessions/{id}/v1/" + path, handler)
+    for path in ("/sessions/{id}/models", "/sessions/{id}/v1/models"):
+        add("GET", path, _models)
+    launcher = _Launcher(sessions, keys, bodies)
+    add("POST", "/launcher/next", launcher.next)
+    add("POST", "/launcher/sessions/{id}/{what:done|failed|lost|score}", launcher.report)
+    return app
+
+
+@web.middleware
+async def _in_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer what is refused outside of a dialect."""
+    try:
+        return await handler(request)
+    except Refusal as refusal:
+        return refusal.answer()
+    except web.HTTPException as error:
+        return as_json({"error": {"message": error.reason}}, error.status)
+
+
+async def _models(_: web.Request) -> web.Response:
+    return as_json({"object": "list", "data": [{"id": "policy", "object": "model"}]})
+
+
+# --- sessions ------------------------------------------------------------------------------------
+
+
+def _call(sessions: Sessions, keys: Keys, bodies: Bodies, dialect: Dialect[Any]) -> Handler:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        name = request.match_info["id"]
+        # Whether there is such a session is only told to who has its key.
+        if not _has_key(request, keys.of(name)):
+            return as_json(dialect.error("this is not the key of this session.", 401), 401)
+        session = sessions.get(name)
+        if session is None:
+            return as_json(dialect.error("the session has ended.", _GONE), _GONE)
+        try:
+            async with bodies.read(request) as content:
+                body = decode(content, dialect.body)
+            asked = dialect.asked(body)
+            if not asked.stream:
+                reply = await asked.ask(session)
+                return as_json(dialect.whole(body, reply))
+        except Exception as error:
+            status, message = _told(error)
+            return as_json(dialect.error(message, status), status)
+        return await _stream(request, session, dialect, body, asked.ask(session))
+
+    return handle
+
+
+def _told(error: Exception) -> tuple[int, str]:
+    """The status and the sentence of an error.
+
+    Raises:
+        Exception: the error itself, if it is a bug.
+    """
+    match error:
+        case Refusal():
+            return error.status, str(error)
+        case EpisodeError():
+            return _GONE, str(error)
+        case ConfigError():
+            return 400, str(error)
+        case AprilschedError():
+            return 500, str(error)
+        case web.HTTPRequestEntityTooLarge():
+            return error.status, error.reason
+        case _:
+            raise error
+
+
+async def _stream(
+    request: web.Request,
+    session: Session,
+    dialect: Dialect[Any],
+    body: Any,
+    answer: Awaitable[Reply],
+) -> web.StreamResponse:
+    """Answer by a stream. Its events come when the answer is there, because only then it is known
+    which tokens are in it; what keeps it open until then is no event for a client."""
+    stream = web.StreamResponse(headers=STREAM_HEADERS)
+    asking = asyncio.ensure_future(answer)
+    try:
+        await stream.prepare(request)
+        while not asking.done():
+            await asyncio.wait([asking], timeout=_PING_S)
+            if not asking.done():
+                await stream.write(dialect.ping)
+        try:
+            events = dialect.events(body, asking.result())
+        except Exception as error:
+            status, message = _told(error)
+            events = [dialect.failure(message, status)]
+        for event in events:
+            await stream.write(event)
+    except ConnectionResetError:  # The client is gone.
+        pass
+    finally:
+        # Its turn is withdrawn; nobody has seen its tokens.
+        asking.cancel()
+        await asyncio.wait([asking])
+    return stream
+
+
+# --- launchers -----------------------------------------------------------------------------------
+
+
+class _Next(msgspec.Struct, frozen=True):
+    """POST /launcher/next: seconds to wait for a session."""
+
+    wait_s: float = 30.0
+
+
+class _Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a launcher says of a session."""
+
+    score: float | None = None
+    parts: dict[str, float] = {}
+    info: dict[str, Any] = {}
+    later: bool = False
+    why: str = ""
+
+    def given(self) -> Score | None:
+        """The score, if there is anything of one."""
+        if self.score is None and not self.parts and not self.info:
+            return None
+        return Score(reward=self.score, parts=self.parts, info=self.info)
+
+
+class _Launcher:
+    """The calls of launchers."""
+
+    def __init__(self, sessions: Sessions, keys: Keys, bodies: Bodies) -> None:
+        self._sessions, self._keys, self._bodies = sessions, keys, bodies
+
+    async def next(self, request: web.Request) -> web.StreamResponse:
+        """Give a session that waits for a launcher; 204 if none comes in time."""
+        body = await self._body(request, _Next)
+        if isinstance(body, web.Response):
+            return body
+        wait = max(0.0, min(body.wait_s, _LONGEST_WAIT_S))
+        try:
+            session = await asyncio.wait_for(self._sessions.next(), wait)
+        except TimeoutError:
+            return web.Response(status=204)
+        prompt = session.prompt
+        told = {
+            "id": session.id,
+            "url": session.url,
+            "key": session.key,
+            "index": session.index,
+            "prompt": {"key": prompt.key, "metadata": dict(prompt.metadata)},
+        }
+        return web.Response(
+            body=msgspec.json.encode(told, enc_hook=str), content_type="application/json"
+        )
+
+    async def report(self, request: web.Request) -> web.StreamResponse:
+        """Take a report; 410 if the session has ended, whatever it was that ended it."""
+        body = await self._body(request, _Report)
+        if isinstance(body, web.Response):
+            return body
+        session = self._sessions.get(request.match_info["id"])
+        if session is None:
+            return as_json({"error": {"message": "the session has ended."}}, _GONE)
+        try:
+            score = body.given()
+        except ConfigError as error:
+            return as_json({"error": {"message": str(error)}}, 400)
+        match request.match_info["what"]:
+            case "done":
+                session.done(score, later=body.later)
+            case "failed":
+                session.failed(body.why or "its launcher says that it has failed")
+            case "lost":
+                session.lost(body.why or "its launcher says that it is lost")
+            case _:
+                if score is None:
+                    message = "there is no score; give one, or parts of one."
+                    return as_json({"error": {"message": message}}, 400)
+                session.score(score)
+        return as_json({})
+
+    async def _body(self, request: web.Request, kind: type[Any]) -> Any:
+        """The body of a call, or the answer to a call without the key."""
+        if not _has_key(request, self._keys.launcher):
+            return as_json({"error": {"message": "this is not the launchers' key."}}, 401)
+        async with self._bodies.read(request) as content:
+            return decode(content or b"{}", kind)

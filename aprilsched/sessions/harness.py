@@ -1,0 +1,534 @@
+"""Sessions: rollouts that a program drives which knows nothing of aprilsched.
+
+A :class:`Session` is one rollout with an address of its own. What its harness asks for there
+becomes turns of the rollout. :class:`Sessions` is what a scheduler takes as its ``episode=``: it
+opens a session for each rollout, gives it to a coroutine or to a launcher, and ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from aprilsched.chat.tokenizer import ModelTokenizer, load_tokenizer
+from aprilsched.coordinator.episodes import Turn, TurnOutput
+from aprilsched.errors import ConfigError, EpisodeError, MemberLost
+from aprilsched.serving import Listener, Unavailable
+from aprilsched.sessions.address import Keys, make_session_app
+from aprilsched.sessions.history import History, Mark, Question, Said
+from aprilsched.types import BranchRule, FinishReason, Prompt, Score
+
+T = TypeVar("T")
+
+_QUICK = 4096
+"""Characters that become tokens within a millisecond, for which a thread is not worth it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What a session may take.
+
+    Attributes:
+        time_s: seconds until its harness must have ended; its member is lost then.
+        idle_s: seconds in which a harness outside may ask for nothing, tools included; its member
+            is lost then. They begin when a launcher has taken the session.
+        score_s: seconds from the end of the harness to a score that was announced.
+        turns: answers of a session; more are refused.
+        tokens: sampled tokens of a session; None for no limit. The last answer is cut short.
+        branches: branches of a session; more are refused.
+        waiting: requests of a session that may wait for the one before them; more are refused.
+    """
+
+    time_s: float = 3600.0
+    idle_s: float = 600.0
+    score_s: float = 7200.0
+    turns: int = 500
+    tokens: int | None = None
+    branches: int = 64
+    waiting: int = 64
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name} is {value}; give more than 0.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reply:
+    """The answer to one request.
+
+    Attributes:
+        message: in OpenAI's form.
+        question: its context.
+        output: its tokens, with the version of each.
+    """
+
+    message: Said
+    question: Question
+    output: TurnOutput
+
+    @property
+    def finish_reason(self) -> FinishReason | str:
+        """ "stop", "length" or "tool_calls"."""
+        calls = self.output.finish_reason == "stop" and self.message.get("tool_calls")
+        return "tool_calls" if calls else self.output.finish_reason
+
+
+class Session:
+    """One rollout, as its harness sees it.
+
+    Requests of a session are answered one after the other, in the order in which they came, because
+    a rollout generates one turn at a time.
+
+    Attributes:
+        id: its name; a resumed run gives it the same one.
+        url: its address. An Anthropic client takes it as its base URL, and so does an OpenAI
+            client, with or without ``/v1`` behind it.
+        key: the API key of that address. It is good for nothing else.
+        prompt: the prompt of its rollout. What the policy is told is what the harness asks.
+        index: position of the rollout in its group.
+        turns: number of answers so far.
+        tokens: number of tokens that were sampled for them.
+        limits: what it may take.
+    """
+
+    def __init__(
+        self,
+        turn: Turn,
+        prompt: Prompt,
+        *,
+        url: str,
+        key: str,
+        tokenizer: ModelTokenizer,
+        limits: Limits,
+    ) -> None:
+        self.id = str(turn.rollout_id)
+        self.url, self.key = url, key
+        self.prompt, self.index = prompt, turn.index
+        self.turns = self.tokens = 0
+        self.limits = limits
+        self._turn = turn
+        self._tokenizer = tokenizer
+        self._history = History(tokenizer, most_branches=limits.branches)
+        self._lock = asyncio.Lock()
+        self._recalled: set[Mark] = set()
+        """Requests for what was known from before the run was resumed."""
+        self._asking = 0
+        self._heard = asyncio.get_running_loop().time()
+        self._end: asyncio.Future[float | Score | None] = asyncio.Future()
+        self._score: asyncio.Future[float | Score] | None = None
+
+    # --- what it has said ------------------------------------------------------------------------
+
+    @property
+    def messages(self) -> tuple[Said, ...]:
+        """The messages up to the latest answer, in OpenAI's form."""
+        return self._history.messages
+
+    @property
+    def branches(self) -> list[tuple[Said, ...]]:
+        """The messages of each branch up to its last answer."""
+        return self._history.branches
+
+    @property
+    def branched(self) -> int:
+        """Number of branches that requests have begun."""
+        return self._history.begun
+
+    @property
+    def drift(self) -> int:
+        """Number of tokens that would be others if the chat were tokenised again: because the
+        policy samples tokens that its tokenizer does not make of their text, or because the chat
+        template writes earlier messages otherwise later. The rollout has those that were
+        sampled."""
+        return self._history.drift
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether its harness had begun before the run was resumed."""
+        return self._turn.known > 0
+
+    @property
+    def over(self) -> bool:
+        """Whether it has ended."""
+        return self._end.done()
+
+    # --- requests --------------------------------------------------------------------------------
+
+    async def chat(
+        self,
+        messages: Sequence[Said],
+        *,
+        tools: Sequence[Said] | None = None,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> Reply:
+        """Answer a chat.
+
+        Args:
+            messages: all messages, in OpenAI's form.
+            tools: definitions of tools, in OpenAI's form.
+            max_tokens: tokens of the answer, if the rollout's own limit is not less.
+            stop: texts of one token each that end the answer.
+            options: variables of the chat template.
+
+        Raises:
+            ConfigError: if the request cannot be used, or the session has used what it may take.
+            EpisodeError: if the session has ended.
+        """
+        size = sum([len(str(each.get("content"))) for each in messages])
+        async with self._place():
+            if len(self._recalled) < self._turn.known:
+                await self._recall(messages, tools, options, size)
+            question = await _worked_out(lambda: self._history.ask(messages, tools, options), size)
+            return await self._answer(question, max_tokens, stop)
+
+    async def complete(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> Reply:
+        """Answer a text or token ids with what follows; see :meth:`chat`."""
+        async with self._place():
+            question = await _worked_out(lambda: self._history.continue_text(prompt), len(prompt))
+            return await self._answer(question, max_tokens, stop)
+
+    @asynccontextmanager
+    async def _place(self) -> AsyncGenerator[None]:
+        """The time of one request: it waits for those before it, and the session is not idle."""
+        self._check_open()
+        if self._asking >= self.limits.waiting:
+            raise Unavailable(
+                f"the session has {self._asking} open requests, which are answered one after the "
+                "other; wait for them."
+            )
+        self._asking += 1
+        try:
+            async with self._lock:
+                self._check_open()
+                yield
+        finally:
+            self._asking -= 1
+            self._heard = asyncio.get_running_loop().time()
+
+    def _check_open(self) -> None:
+        if self.over:
+            raise EpisodeError("the session has ended, and answers no more requests.")
+
+    async def _recall(
+        self,
+        messages: Sequence[Said],
+        tools: Sequence[Said] | None,
+        options: Said | None,
+        size: int,
+    ) -> None:
+        """Take up the answers that a harness had before the run was resumed."""
+        for place in self._history.unknown(messages, tools, options):
+            question = await _worked_out(
+                lambda said=messages[:place]: self._history.ask(said, tools, options), size
+            )
+            if self._turn.knows(question.ids):
+                await self._answer(question, None, ())
+
+    async def _answer(
+        self, question: Question, max_tokens: int | None, stop: Sequence[str]
+    ) -> Reply:
+        sampling = self._turn.sampling
+        most = sampling.max_new_tokens
+        limits = self.limits
+        if question.mark not in self._recalled and self._turn.knows(question.ids):
+            self._recalled.add(question.mark)
+        else:
+            if self.turns >= limits.turns:
+                raise ConfigError(f"the session has had its {limits.turns} turns; end it.")
+            if limits.tokens is not None:
+                if self.tokens >= limits.tokens:
+                    raise ConfigError(f"the session has had its {limits.tokens} tokens; end it.")
+                most = min(most, limits.tokens - self.tokens)
+        if max_tokens is not None:
+            if max_tokens < 1:
+                raise ConfigError(f"max_tokens is {max_tokens}; give 1 or more.")
+            most = min(most, max_tokens)
+        ends = set(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            ends |= self._tokenizer.ends
+        for each in stop:
+            ids = self._tokenizer.encode(each, special=False)
+            if len(ids) != 1:
+                raise ConfigError(
+                    f"the stop text {each[:40]!r} is {len(ids)} tokens; give texts of one token, "
+                    "or none."
+                )
+            ends.update(ids)
+        sampling = replace(
+            sampling,
+            max_new_tokens=most,
+            min_new_tokens=min(most, sampling.min_new_tokens),
+            stop_token_ids=tuple(sorted(ends)),
+        )
+        self._history.begin(question)
+        output = await self._turn.generate(question.ids, sampling, question.media, branch=True)
+        message = self._history.answered(question, output.token_ids)
+        self.turns += 1
+        self.tokens += len(output.token_ids)
+        return Reply(message=message, question=question, output=output)
+
+    # --- its end ---------------------------------------------------------------------------------
+
+    def on_end(self, function: Callable[[], object]) -> None:
+        """Call `function` once when the session has ended, however it does; see
+        :meth:`aprilsched.Turn.on_end`."""
+        self._turn.on_end(function)
+
+    def done(self, score: float | Score | None = None, *, later: bool = False) -> None:
+        """Say that the harness has ended, with its score if it has one; with `later` the score is
+        still to come, by :meth:`score`. A second report changes nothing."""
+        if later and not self.over:
+            self._score = asyncio.Future()
+        self._report(lambda: self._end.set_result(score))
+
+    def score(self, score: float | Score) -> None:
+        """Give the score that was announced, or end the session with this one."""
+        if self._score is None:
+            self.done(score)
+        elif not self._score.done():
+            self._score.set_result(score)
+
+    def failed(self, why: str) -> None:
+        """Say that the harness has failed by a fault of its own, so that its group is dropped."""
+        self._report(lambda: self._end.set_exception(EpisodeError(why)))
+
+    def lost(self, why: str) -> None:
+        """Say that the harness is gone by no fault of its own: its member is lost, and its group
+        goes on (``retries.member``)."""
+        self._report(lambda: self._end.set_exception(MemberLost(why)))
+
+    def _report(self, report: Callable[[], None]) -> None:
+        if not self._end.done():
+            report()
+            # Marks an error as retrieved, because perhaps nothing waits for it.
+            self._end.exception()
+
+    async def reported(self, taken: asyncio.Event) -> float | Score | None:
+        """Wait for the report of a harness outside, which may be idle only so long after the
+        session was `taken`.
+
+        Raises:
+            MemberLost: if it says nothing for too long, or is lost.
+            EpisodeError: if it has failed.
+        """
+        loop, idle = asyncio.get_running_loop(), self.limits.idle_s
+        waiting = asyncio.ensure_future(taken.wait())
+        try:
+            await asyncio.wait([waiting, self._end], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiting.cancel()
+        self._heard = loop.time()
+        while not self._end.done():
+            left = idle if self._asking else self._heard + idle - loop.time()
+            if left <= 0:
+                self.lost(f"its harness has asked for nothing for {idle:g} s")
+                break
+            await asyncio.wait([self._end], timeout=left)
+        return self.report
+
+    @property
+    def report(self) -> float | Score | None:
+        """The score with which it was said to be done.
+
+        Raises:
+            MemberLost: if it was said to be lost.
+            EpisodeError: if it was said to have failed.
+        """
+        return self._end.result()
+
+    async def scored(self, score: float | Score | None) -> float | Score | None:
+        """The score: `score`, or the one that was announced.
+
+        Raises:
+            MemberLost: if that does not come in time.
+        """
+        if self._score is None:
+            return score
+        try:
+            async with asyncio.timeout(self.limits.score_s):
+                return await self._score
+        except TimeoutError as error:
+            raise MemberLost(f"its score has not come within {self.limits.score_s:g} s") from error
+
+
+Harness = Callable[[Session, Prompt], Awaitable[float | Score | None]]
+Judge = Callable[[Session, Prompt], Awaitable[float | Score | None]]
+
+
+class Sessions:
+    """Gives every rollout a URL; an async context manager around the scheduler's.
+
+    Pass it as ``episode=`` to a :class:`~aprilsched.RolloutScheduler`.
+
+    Args:
+        harness: ``async harness(session, prompt)`` runs an agent at ``session.url`` and may return
+            the reward. With None, :meth:`next` gives the sessions to a launcher.
+        tokenizer: the model's own, or the folder that it is saved in.
+        reward: ``async reward(session, prompt)`` scores a session that has ended without a score,
+            by its messages and what else it knows. It may take its time.
+        branches: what of a session with several branches becomes training data: the branch of its
+            "last" answer, the "longest" one, or "all", of which each token is trained once. The
+            reward is that of the whole session.
+        limits: what a session may take.
+        host: address to listen at; any but loopback lets other machines in.
+        port: port to listen at; 0 for any free one. A harness that shall find its session again
+            after a restart needs a fixed one.
+        public_url: how harnesses reach the address, if not as the address says.
+        secret: what keys are made of, or the file that it is kept in, which is made if it is not
+            there. A run that shall be resumed needs the same one again; None makes a new one.
+
+    Attributes:
+        launcher_key: API key of the launchers' calls.
+
+    Raises:
+        ConfigError: if a setting cannot be used.
+    """
+
+    def __init__(
+        self,
+        harness: Harness | None = None,
+        *,
+        tokenizer: ModelTokenizer | Path | str,
+        reward: Judge | None = None,
+        branches: BranchRule = "last",
+        limits: Limits | None = None,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        public_url: str | None = None,
+        secret: bytes | Path | None = None,
+    ) -> None:
+        if not isinstance(tokenizer, ModelTokenizer):
+            tokenizer = load_tokenizer(Path(tokenizer))
+        if branches not in ("last", "longest", "all"):
+            raise ConfigError(f"branches is {branches!r}; give last, longest or all.")
+        self.tokenizer = tokenizer
+        self._harness, self._reward = harness, reward
+        self._branches: BranchRule = branches
+        self._limits = limits or Limits()
+        self._listener = Listener(host, port)
+        self._public_url = public_url
+        self._keys = Keys(_secret_of(secret))
+        self.launcher_key = self._keys.launcher
+        self._sessions: dict[str, Session] = {}
+        self._taken: dict[str, asyncio.Event] = {}
+        self._waiting: asyncio.Queue[Session] = asyncio.Queue()
+
+    @property
+    def url(self) -> str:
+        """Where harnesses and launchers reach it."""
+        return (self._public_url or self._listener.url).rstrip("/")
+
+    async def __aenter__(self) -> Self:
+        await self._listener.open(make_session_app(self, self._keys))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._listener.close()
+
+    def get(self, session_id: str) -> Session | None:
+        """The open session with this id."""
+        return self._sessions.get(session_id)
+
+    async def next(self) -> Session:
+        """Wait for a session that no launcher has taken yet. Its harness, and the launcher, say how
+        it ended: :meth:`Session.done`, :meth:`Session.failed` or :meth:`Session.lost`."""
+        while True:
+            session = await self._waiting.get()
+            if not session.over:
+                self._taken[session.id].set()
+                return session
+
+    async def __call__(self, turn: Turn, prompt: Prompt) -> Score:
+        """Drive a rollout by a session."""
+        if not self._listener.listening:
+            raise EpisodeError("Sessions are not open; use them as `async with sessions:`.")
+        name = str(turn.rollout_id)
+        session = Session(
+            turn,
+            prompt,
+            url=f"{self.url}/sessions/{name}",
+            key=self._keys.of(name),
+            tokenizer=self.tokenizer,
+            limits=self._limits,
+        )
+        turn.branches = self._branches
+        self._sessions[name], self._taken[name] = session, asyncio.Event()
+        try:
+            score = await session.scored(await self._run(session, prompt))
+            if score is None and self._reward is not None:
+                score = await self._reward(session, prompt)
+            return _with_figures(score, session)
+        finally:
+            del self._sessions[name], self._taken[name]
+            session.lost("its rollout has ended")
+
+    async def _run(self, session: Session, prompt: Prompt) -> float | Score | None:
+        limit = asyncio.timeout(self._limits.time_s)
+        try:
+            async with limit:
+                if self._harness is not None:
+                    score = await self._harness(session, prompt)
+                    return session.report if score is None and session.over else score
+                if session.goes_on:
+                    # A harness that had begun comes back by itself.
+                    self._taken[session.id].set()
+                else:
+                    self._waiting.put_nowait(session)
+                return await session.reported(self._taken[session.id])
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise MemberLost(
+                f"its harness has not ended within {self._limits.time_s:g} s"
+            ) from error
+
+
+def _with_figures(score: float | Score | None, session: Session) -> Score:
+    """The score of a session, with what else is told of it."""
+    told = score if isinstance(score, Score) else Score(reward=score)
+    figures = {"drift": session.drift, "branches": session.branched}
+    return replace(told, info={"session": figures, **told.info})
+
+
+def _secret_of(given: bytes | Path | None) -> bytes:
+    if given is None:
+        return secrets.token_bytes(32)
+    if isinstance(given, bytes):
+        found = given
+    else:
+        try:
+            # Made for its owner alone, and never over one that is there.
+            with open(given, "xb", opener=_for_owner) as file:
+                file.write(secrets.token_bytes(32))
+        except FileExistsError:
+            pass
+        except OSError as error:
+            raise ConfigError(f"the secret of sessions cannot be kept ({error}).") from error
+        found = given.read_bytes()
+    if len(found) < 16:
+        raise ConfigError(f"the secret of sessions has {len(found)} bytes; give 16 or more.")
+    return found
+
+
+def _for_owner(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+async def _worked_out(make: Callable[[], T], size: int) -> T:
+    return make() if size <= _QUICK else await asyncio.to_thread(make)

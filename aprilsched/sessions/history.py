@@ -1,0 +1,408 @@
+"""What a harness said and was told, as messages and as tokens.
+
+A harness knows messages, and the policy knows tokens. What was sampled is never tokenised again:
+the messages of a request are matched to those that are known, from the first one on, and only what
+follows the last known answer becomes tokens. It is what the chat template writes behind that
+answer, so a template that writes earlier messages otherwise now (without their reasoning, say)
+changes no known token. How many tokens would have changed is counted, as :attr:`History.drift`.
+
+Messages are compared by what a template sees of them: white space around an answer, the ids and the
+order of its tool calls, its reasoning, and empty fields make no difference.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, cast
+
+import numpy as np
+
+from aprilsched.chat.openai_bodies import Message, for_template
+from aprilsched.chat.tokenizer import ModelTokenizer
+from aprilsched.errors import ConfigError
+from aprilsched.types import Int32Array, Media
+
+Said: TypeAlias = Mapping[str, Any]
+"""A message in OpenAI's form."""
+Mark: TypeAlias = bytes
+"""Stands for some messages, from the first one on, with the tools that they were given with."""
+
+_PLACE = "AprilschedPlaceOfAnAnswer"
+"""Stands in a rendered chat where an answer is."""
+_URLS = ("data:", "http://", "https://")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """A request as tokens.
+
+    Attributes:
+        ids: int32 [n], its whole context.
+        text: what these say.
+        mark: stands for its messages.
+        messages: its messages.
+        tools: the tools that it may call.
+        after: the mark of the answer that it goes on from; None if it goes on from none.
+        media: its images, in the order of their places.
+        shown: the text of a completion as its client has it.
+    """
+
+    ids: Int32Array
+    text: str
+    mark: Mark
+    messages: tuple[Said, ...] = ()
+    tools: Sequence[Said] | None = None
+    after: Mark | None = None
+    media: tuple[Media, ...] = ()
+    shown: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Answer:
+    """An answer, with what of its context stands behind the answer that it goes on from.
+
+    Attributes:
+        ids: int32 [n], the tokens from there on.
+        text: what these say.
+        after: the answer before; None if there is none. Another one with the same mark may come
+            later.
+        begin: number of tokens, and of characters, before these.
+    """
+
+    ids: Int32Array
+    text: str
+    after: _Answer | None
+    begin: tuple[int, int] = (0, 0)
+
+    @property
+    def end(self) -> tuple[int, int]:
+        """Number of tokens and of characters up to its end."""
+        return self.begin[0] + len(self.ids), self.begin[1] + len(self.text)
+
+
+class History:
+    """The answers of one session, by the messages that led to them.
+
+    Args:
+        tokenizer: the model's own.
+        most_branches: number of branches that requests may begin.
+
+    Attributes:
+        begun: number of branches that requests have begun.
+        messages: those of the latest answer, from the first one to the answer.
+    """
+
+    def __init__(self, tokenizer: ModelTokenizer, *, most_branches: int) -> None:
+        self.messages: tuple[Said, ...] = ()
+        self.begun = 0
+        self._tokenizer = tokenizer
+        self._most = most_branches
+        self._answers: dict[Mark, _Answer] = {}
+        self._ends: dict[Mark, tuple[Said, ...]] = {}
+        """The answers that nothing has gone on from, with their messages."""
+        self._texts: dict[str, Mark] = {}
+        """Texts of completions with what came back."""
+        self._resampled = self._rewritten = 0
+        self._open: Mark | None = None
+        """The request that was begun last, until it is answered."""
+
+    @property
+    def drift(self) -> int:
+        """Number of known tokens that would be others if the chat were tokenised again."""
+        return self._resampled + self._rewritten
+
+    @property
+    def branches(self) -> list[tuple[Said, ...]]:
+        """The messages of each branch, to its last answer; a completion has none. Branches that
+        say the same are one here."""
+        return list(self._ends.values())
+
+    # --- requests --------------------------------------------------------------------------------
+
+    def ask(
+        self,
+        messages: Sequence[Said],
+        tools: Sequence[Said] | None = None,
+        options: Said | None = None,
+    ) -> Question:
+        """The tokens of a chat.
+
+        Args:
+            messages: all of them, in OpenAI's form.
+            tools: definitions of tools.
+            options: variables of the template.
+
+        Raises:
+            ConfigError: if the messages cannot be used.
+        """
+        options = options or {}
+        told, images = for_template(messages)
+        marks = _marks(told, tools, options)
+        known = next((i for i in reversed(range(len(told))) if marks[i] in self._answers), None)
+        whole = self._render(told, tools, options)
+        after: Mark | None = None
+        question: tuple[Int32Array, str] | None = None
+        if known is not None and known < len(told) - 1:
+            after = marks[known]
+            ids, text = self._whole(after)
+            more: str | None = whole[len(text) :]
+            if not whole.startswith(text):
+                more = self._follows(told, known, int(ids[-1]), tools, options)
+            if more is not None:
+                # As nearly always, the template writes what is known as it was sampled.
+                question = np.concatenate((ids, self._encode(more))), text + more
+        if question is None:
+            after = None
+            question = self._encode(whole), whole
+            if known is not None:
+                # Nothing known can be kept, because the template does not show where it ends.
+                self._rewritten = max(self._rewritten, self._answers[marks[known]].end[0])
+        elif question[1] != whole:
+            self._rewritten = max(self._rewritten, self._changed(question[1], whole))
+        if not len(question[0]):
+            raise ConfigError("the messages have no tokens; give some text.")
+        return Question(
+            ids=question[0],
+            text=question[1],
+            mark=marks[-1],
+            messages=tuple(messages),
+            tools=tools,
+            after=after,
+            media=_media(images),
+        )
+
+    def continue_text(self, prompt: str | Sequence[int]) -> Question:
+        """The tokens of a completion. A text goes on from the longest known text that it begins
+        with; token ids are taken as they are.
+
+        Raises:
+            ConfigError: if there are none.
+        """
+        after: Mark | None = None
+        if isinstance(prompt, str):
+            found = max((t for t in self._texts if prompt.startswith(t)), key=len, default=None)
+            text = prompt
+            if found is None:
+                ids = np.array(self._tokenizer.encode(prompt), dtype=np.int32)
+            else:
+                after = self._texts[found]
+                (known, before), rest = self._whole(after), prompt[len(found) :]
+                ids, text = np.concatenate((known, self._encode(rest))), before + rest
+        else:
+            most = self._tokenizer.size - 1
+            if not all(0 <= each <= most for each in prompt):
+                raise ConfigError(f"the prompt has token ids that are not from 0 to {most}.")
+            ids, text = np.array(prompt, dtype=np.int32), self._tokenizer.decode(prompt)
+        if not len(ids):
+            raise ConfigError("the prompt is empty; give some text.")
+        shown = prompt if isinstance(prompt, str) else text
+        mark = _after(b"asked", {"text": shown})
+        return Question(ids=ids, text=text, mark=mark, after=after, shown=shown)
+
+    def begin(self, question: Question) -> None:
+        """Note that a request is about to be answered. One that is asked again, because its client
+        had left, begins no other branch.
+
+        Raises:
+            ConfigError: if it would begin a branch too many.
+        """
+        if question.after in self._ends or question.mark == self._open:
+            return
+        if self.begun >= self._most:
+            raise ConfigError(
+                f"the session has {self._most} branches and begins no other; go on with the "
+                "messages of one of them."
+            )
+        self.begun += 1
+        self._open = question.mark
+
+    # --- answers ---------------------------------------------------------------------------------
+
+    def answered(self, question: Question, token_ids: Int32Array) -> Said:
+        """Note what was sampled, int32 [m]; returns the message of the answer in OpenAI's form.
+        That of a completion has the text as its content."""
+        tokenizer = self._tokenizer
+        sampled: list[int] = token_ids.tolist()
+        ended = bool(sampled) and sampled[-1] in tokenizer.ends
+        shown = sampled[:-1] if ended else sampled
+        raw = tokenizer.decode(sampled, skip_special=False)
+        self._resampled += _differing(sampled, tokenizer.encode(raw, special=False))
+        after = None if question.after is None else self._answers[question.after]
+        begin = (0, 0) if after is None else after.end
+        answer = _Answer(
+            ids=np.concatenate((question.ids[begin[0] :], token_ids)),
+            text=question.text[begin[1] :] + raw,
+            after=after,
+            begin=begin,
+        )
+        # The delimiters of tool calls and reasoning may be special tokens.
+        is_chat = bool(question.messages)
+        text = tokenizer.decode(shown, skip_special=not (is_chat and tokenizer.parses))
+        message = Message(tokenizer.parser(question.text, question.tools) if is_chat else None)
+        message.push(text)
+        message.finish()
+        told = message.told()
+        if is_chat:
+            (canonical,), _ = for_template([told])
+            mark = _after(question.mark, canonical)
+        else:
+            shown = question.shown + text
+            mark = _after(b"text", {"text": shown})
+            # What goes on from a text is longer, so the one before is not needed any more.
+            self._texts = {t: m for t, m in self._texts.items() if m != question.after}
+            self._texts[shown] = mark
+        self._open = None
+        if question.after is not None:
+            self._ends.pop(question.after, None)
+        self._answers[mark] = answer
+        self.messages = (*question.messages, told) if is_chat else ()
+        self._ends[mark] = self.messages
+        return told
+
+    def unknown(
+        self, messages: Sequence[Said], tools: Sequence[Said] | None, options: Said | None
+    ) -> list[int]:
+        """The places of the answers in these messages that are not known."""
+        told, _ = for_template(messages)
+        marks = _marks(told, tools, options or {})
+        return [
+            place
+            for place, mark in enumerate(marks)
+            if place and told[place]["role"] == "assistant" and mark not in self._answers
+        ]
+
+    def _whole(self, mark: Mark) -> tuple[Int32Array, str]:
+        """An answer with its whole context, and what these tokens say."""
+        parts = [self._answers[mark]]
+        while (before := parts[-1].after) is not None:
+            parts.append(before)
+        parts.reverse()
+        return np.concatenate([p.ids for p in parts]), "".join([p.text for p in parts])
+
+    # --- templates -------------------------------------------------------------------------------
+
+    def _follows(
+        self,
+        told: Sequence[Said],
+        known: int,
+        last: int,
+        tools: Sequence[Said] | None,
+        options: Said,
+    ) -> str | None:
+        """What the template writes behind a known answer, whose last token is `last`; None if it
+        does not show where that answer ends."""
+        message = {k: v for k, v in told[known].items() if k != "reasoning_content"}
+        before = [*told[:known], {**message, "content": _PLACE}]
+        more = self._behind(self._render([*before, *told[known + 1 :]], tools, options))
+        # A template that has tools behind the messages writes them there again.
+        for given in (tools, None):
+            behind = self._behind(self._render(before, given, options, begins=False))
+            if behind is None or more is None or not more.startswith(behind):
+                continue
+            end: str | None = behind
+            if message.get("tool_calls"):
+                # Calls stand behind the content of a message, and were sampled.
+                plain = [*told[:known], {"role": "assistant", "content": _PLACE}]
+                end = self._behind(self._render(plain, given, options, begins=False))
+            if end is not None:
+                break
+        else:
+            return None
+        return self._without_end(end, last) + more[len(behind) :]
+
+    @staticmethod
+    def _behind(text: str) -> str | None:
+        _, found, behind = text.rpartition(_PLACE)
+        return behind if found else None
+
+    def _without_end(self, text: str, last: int) -> str:
+        """What a template writes behind an answer, without its end if the `last` token is one."""
+        ends = self._tokenizer.ends
+        for token_id in (last, *(ends if last in ends else ())):
+            end = self._tokenizer.decode([token_id], skip_special=False)
+            if end and text.startswith(end):
+                return text[len(end) :]
+        return text
+
+    def _render(
+        self,
+        told: Sequence[Said],
+        tools: Sequence[Said] | None,
+        options: Said,
+        *,
+        begins: bool = True,
+    ) -> str:
+        return self._tokenizer.render(told, tools, go_on=False, options=options, begins=begins)
+
+    def _encode(self, text: str) -> Int32Array:
+        return np.array(self._tokenizer.encode(text, special=False), dtype=np.int32)
+
+    def _changed(self, text: str, whole: str) -> int:
+        """Number of tokens of the known `text` that are not in the `whole` that the template makes
+        now."""
+        first = _same(text, whole)
+        text, whole = text[first:], whole[first:]
+        last = _same(text[::-1], whole[::-1])
+        changed = text[: len(text) - last] or whole[: len(whole) - last]
+        return len(self._encode(changed))
+
+
+def _same(one: str, other: str) -> int:
+    """Number of characters with which both begin."""
+    least, most = 0, min(len(one), len(other))
+    while least < most:
+        middle = (least + most + 1) // 2
+        if one[:middle] == other[:middle]:
+            least = middle
+        else:
+            most = middle - 1
+    return least
+
+
+def _differing(one: Sequence[int], other: Sequence[int]) -> int:
+    """Number of tokens between the first and the last in which two rows differ."""
+    if one == other:
+        return 0
+    first = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
+    first = min(len(one), len(other)) if first is None else first
+    last = 0
+    while last < min(len(one), len(other)) - first and one[-1 - last] == other[-1 - last]:
+        last += 1
+    return max(1, len(one) - first - last)
+
+
+def _marks(told: Sequence[Said], tools: Sequence[Said] | None, options: Said) -> list[Mark]:
+    """The mark after each message."""
+    mark = _after(b"", {"tools": tools or None, "options": options})
+    marks: list[Mark] = []
+    for message in told:
+        mark = _after(mark, message)
+        marks.append(mark)
+    return marks
+
+
+def _after(mark: Mark, message: Said) -> Mark:
+    what = _compared(message) if message.get("role") else message
+    text = json.dumps(what, sort_keys=True, ensure_ascii=True, default=str)
+    return hashlib.blake2b(mark + text.encode(), digest_size=16).digest()
+
+
+def _compared(message: Said) -> list[Any]:
+    """What of a message, in the form of templates, makes it another one."""
+    content: Any = message.get("content") or ""
+    calls: list[str] = []
+    if message["role"] == "assistant":
+        content = content.strip() if isinstance(content, str) else content
+        for call in cast("list[Any]", message.get("tool_calls") or ()):
+            function = call["function"]
+            calls.append(json.dumps([function["name"], function["arguments"]], sort_keys=True))
+    return [message["role"], content, message.get("name"), sorted(calls)]
+
+
+def _media(images: Sequence[str]) -> tuple[Media, ...]:
+    if not all(each.startswith(_URLS) for each in images):
+        raise ConfigError("an image is no URL that begins with data:, http: or https:; give one.")
+    return tuple([Media("image", each) for each in images])

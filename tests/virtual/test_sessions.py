@@ -1,0 +1,590 @@
+"""Tests sessions without their address: messages become turns of a rollout, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aprilsched import (
+    Prompt,
+    RolloutScheduler,
+    SamplingParams,
+    SchedulerConfig,
+    SimFleet,
+    SimPublisher,
+    SqliteStore,
+    Turn,
+)
+from aprilsched.chat.tokenizer import ModelTokenizer, load_tokenizer
+from aprilsched.config import Health, Retries
+from aprilsched.core.state.ledger import Reason
+from aprilsched.errors import ConfigError, EpisodeError, RunGivenUp
+from aprilsched.serving import Unavailable
+from aprilsched.sessions import Limits, Session, Sessions
+from aprilsched.types import NO_VERSION, Batch, Score
+from tests.support.checking import Checking
+from tests.support.tiny_tokenizer import bytes_tokenizer
+
+pytestmark = pytest.mark.virtual_time
+
+ASCII = 132
+"""Tokens of the special ones and of bytes below 127, so that every text comes back as it was."""
+END = 4
+Drive = Callable[[Session, Prompt], Awaitable[Any]]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ModelTokenizer:
+    folder = bytes_tokenizer(tmp_path_factory.mktemp("bytes"), parses=True)
+    (folder / "generation_config.json").write_text(f'{{"eos_token_id": [0, {END}]}}')
+    return load_tokenizer(folder)
+
+
+def prompts(count: int) -> list[Prompt]:
+    ids = np.array([1, 2], dtype=np.int32)
+    return [Prompt(input_ids=ids, metadata={"task": f"task {i}"}) for i in range(count)]
+
+
+def said(role: str, content: str) -> Any:
+    return {"role": role, "content": content}
+
+
+def opened(
+    sessions: Sessions | Callable[[Turn, Prompt], Awaitable[Any]],
+    count: int = 2,
+    *,
+    tokens: int = 60,
+    ignore_eos: bool = True,
+    temperature: float = 0.0,
+    **more: Any,
+) -> RolloutScheduler:
+    """A scheduler of embedded engines with its invariants checked."""
+    checking = Checking()
+    changes: dict[str, Any] = {"straggler": "abort", **more.pop("config", {})}
+    config = SchedulerConfig(
+        batch_groups=count,
+        group_size=2,
+        pace="asynchronous",
+        over_provision=1.0,
+        sampling=SamplingParams(
+            max_new_tokens=tokens,
+            ignore_eos=ignore_eos,
+            temperature=temperature,
+            stop_token_ids=() if ignore_eos else (0, END),
+        ),
+        **changes,
+    )
+    checking.scheduler = RolloutScheduler(
+        more.pop("fleet", None)
+        or SimFleet(2, stream_interval=4, vocab_size=ASCII, eos_token_id=END),
+        prompts(count),
+        episode=sessions,
+        config=config,
+        listeners=[checking],
+        **more,
+    )
+    return checking.scheduler
+
+
+async def batch_of(
+    harness: Drive, tokenizer: ModelTokenizer, *, refits: int = 0, **more: Any
+) -> Batch:
+    options = {name: more.pop(name) for name in ("branches", "limits", "reward") if name in more}
+    async with (
+        Sessions(harness, tokenizer=tokenizer, **options) as sessions,
+        opened(sessions, **more) as rollouts,
+    ):
+        for _ in range(refits):
+            await asyncio.sleep(0.05)
+            await rollouts.update_weights(SimPublisher())
+        return await rollouts.next_batch()
+
+
+async def three_turns(session: Session, prompt: Prompt) -> float:
+    """A user asks three times; tools take their time."""
+    messages = [said("system", "be brief"), said("user", prompt.metadata["task"])]
+    for turn in range(3):
+        reply = await session.chat(messages)
+        messages += [reply.message, said("user", f"and {turn}?")]
+        await asyncio.sleep(0.03)
+    return 1.0
+
+
+def as_coroutine(tokenizer: ModelTokenizer) -> Callable[[Turn, Prompt], Awaitable[float]]:
+    """The same as `three_turns`, written by hand with tokens."""
+
+    def text(*messages: tuple[str, str]) -> str:
+        return "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in messages)
+
+    begin = "<|im_start|>assistant\n"
+
+    async def episode(turn: Turn, prompt: Prompt) -> float:
+        first = text(("system", "be brief"), ("user", prompt.metadata["task"])) + begin
+        context = tokenizer.encode(first, special=False)
+        for number in range(3):
+            output = await turn.generate(context)
+            tail = "\n" if output.token_ids[-1] in (0, END) else "<|im_end|>\n"
+            more = tail + text(("user", f"and {number}?")) + begin
+            context = [*context, *output.token_ids.tolist(), *tokenizer.encode(more, special=False)]
+            await asyncio.sleep(0.03)
+        return 1.0
+
+    return episode
+
+
+def tokens_of(batch: Batch) -> list[tuple[list[int], list[int]]]:
+    return sorted((r.prompt_ids.tolist(), r.token_ids.tolist()) for r in batch.rollouts)
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["cut at the limit", "with an end"])
+async def test_a_session_has_the_tokens_of_the_same_episode_written_as_a_coroutine(
+    tokenizer: ModelTokenizer, ends: bool
+):
+    more: dict[str, Any] = {"ignore_eos": not ends, "tokens": 400 if ends else 60}
+    batch = await batch_of(three_turns, tokenizer, **more)
+    async with opened(as_coroutine(tokenizer), **more) as rollouts:
+        expected = await rollouts.next_batch()
+    assert tokens_of(batch) == tokens_of(expected)
+    for rollout in batch.rollouts:
+        assert (rollout.turns, rollout.reward) == (3, 1.0)
+        assert rollout.branches == ()
+        sampled = rollout.versions != NO_VERSION
+        assert rollout.loss_mask.tolist() == sampled.tolist()
+
+
+@pytest.mark.parametrize("straggler", ["retract", "in_place", "abort"])
+async def test_a_refit_in_the_middle_of_an_answer_is_seen_in_its_versions_alone(
+    tokenizer: ModelTokenizer, straggler: str
+):
+    async def harness(session: Session, prompt: Prompt) -> float:
+        reply = await session.chat([said("user", "go on")])
+        assert len(reply.output.token_ids) == 400
+        return float(len(set(reply.output.versions.tolist())))
+
+    config = {"straggler": straggler}
+    batch = await batch_of(harness, tokenizer, refits=5, tokens=400, config=config)
+    for rollout in batch.rollouts:
+        assert (rollout.reward or 0.0) >= 3
+        assert rollout.versions_exact
+
+
+async def two_agents(session: Session, prompt: Prompt) -> None:
+    """A main agent asks a second one in between, compacts its history, and goes on with it."""
+    main = [said("system", "main"), said("user", "begin")]
+    for _ in range(2):
+        main.append((await session.chat(main, max_tokens=20)).message)
+        main.append(said("user", "on"))
+        await session.chat([said("system", "helper"), said("user", "help")], max_tokens=50)
+    short = [*main[:3], said("user", "in short")]
+    await session.chat(short, max_tokens=5)
+
+
+@pytest.mark.parametrize(
+    ("rule", "sampled", "others"), [("last", 25, 120), ("longest", 50, 95), ("all", 145, 0)]
+)
+async def test_branches_of_a_session_are_kept_by_the_rule(
+    tokenizer: ModelTokenizer, rule: Any, sampled: int, others: int
+):
+    async with (
+        Sessions(two_agents, tokenizer=tokenizer, branches=rule) as sessions,
+        opened(sessions, 1, tokens=100) as rollouts,
+    ):
+        batch = await rollouts.next_batch()
+        ledger = rollouts.state.in_flight.ledger
+    for rollout in batch.rollouts:
+        kept = (rollout, *rollout.branches)
+        assert sum(int(each.loss_mask.sum()) for each in kept) == sampled
+        assert rollout.info["session"]["branches"] == 4
+        if rule == "all":
+            main, *_ = kept
+            assert [int(each.loss_mask.sum()) for each in kept] == [40, 50, 50, 5]
+            assert main.shared == 0
+            assert kept[3].shared >= 20
+            assert kept[3].token_ids[:20].tolist() == main.token_ids[:20].tolist()
+    assert ledger.tokens[Reason.OTHER_BRANCH] == 2 * others
+
+
+# --- how they end --------------------------------------------------------------------------------
+
+
+async def launched(
+    act: Callable[[Session, int], Awaitable[None]],
+    tokenizer: ModelTokenizer,
+    *,
+    limits: Limits | None = None,
+    **more: Any,
+) -> tuple[Batch, RolloutScheduler]:
+    """A batch whose sessions a launcher takes; it does with each what `act` says."""
+    async with (
+        Sessions(tokenizer=tokenizer, limits=limits) as sessions,
+        opened(sessions, 1, **more) as rollouts,
+    ):
+
+        async def launcher() -> None:
+            for number in range(100):
+                session = await sessions.next()
+                running.add(asyncio.ensure_future(act(session, number)))
+
+        running: set[asyncio.Future[None]] = set()
+        running.add(asyncio.ensure_future(launcher()))
+        try:
+            return await rollouts.next_batch(), rollouts
+        finally:
+            for task in running:
+                task.cancel()
+
+
+async def asks_once(session: Session) -> None:
+    await session.chat([said("user", "go")], max_tokens=5)
+
+
+@pytest.mark.parametrize("end", ["lost", "vanishes", "too slow", "no score"])
+async def test_a_harness_that_is_gone_costs_one_member(tokenizer: ModelTokenizer, end: str):
+    torn: list[int] = []
+
+    async def act(session: Session, number: int) -> None:
+        session.on_end(lambda: torn.append(number))
+        await asks_once(session)
+        if number:
+            session.done(Score(reward=float(number)))
+        elif end == "lost":
+            session.lost("its container is gone")
+        elif end == "too slow":
+            while not session.over:
+                await asks_once(session)
+                await asyncio.sleep(5)
+        elif end == "no score":
+            session.done(later=True)
+
+    limits = Limits(idle_s=20, time_s=60, score_s=30)
+    batch, rollouts = await launched(act, tokenizer, limits=limits)
+    assert sorted(r.reward or 0.0 for r in batch.rollouts) == [1.0, 2.0]
+    ledger = rollouts.state.in_flight.ledger
+    assert ledger.rollouts == {Reason.MEMBER_LOST: 1}
+    (entry,) = ledger.entries
+    says = {"lost": "container", "vanishes": "asked for nothing", "too slow": "not ended"}
+    assert says.get(end, "score has not come") in entry.cause
+    assert sorted(torn) == [0, 1, 2]
+
+
+async def test_a_harness_that_fails_drops_its_group(tokenizer: ModelTokenizer):
+    config = {"retries": Retries(failed_groups=10)}
+    async with (
+        Sessions(tokenizer=tokenizer) as sessions,
+        opened(sessions, 2, config=config) as rollouts,
+    ):
+        taken = [await sessions.next() for _ in range(4)]
+        for session in taken:
+            await asks_once(session)
+        taken[0].failed("it has a bug")
+        await asyncio.sleep(0)
+        with pytest.raises(EpisodeError, match="has ended"):
+            await asks_once(taken[0])
+        for session in taken:
+            session.done(1.0)
+        batch = await rollouts.next_batch()
+    assert len(batch.groups) == 1
+    reasons = {e.reason for e in rollouts.state.in_flight.ledger.entries}
+    assert reasons == {Reason.EPISODE_FAILED, Reason.SIBLING_FAILED}
+
+
+async def test_a_score_may_come_an_hour_later(tokenizer: ModelTokenizer):
+    async def act(session: Session, number: int) -> None:
+        await asks_once(session)
+        session.done(later=True)
+        with pytest.raises(EpisodeError, match="has ended"):
+            await asks_once(session)
+        await asyncio.sleep(3600)
+        session.score(Score(reward=0.25, parts={"judge": 0.5}))
+        session.score(9.0)
+
+    batch, _ = await launched(act, tokenizer)
+    for rollout in batch.rollouts:
+        assert (rollout.reward, dict(rollout.reward_parts)) == (0.25, {"judge": 0.5})
+
+
+async def test_a_judge_sees_the_messages(tokenizer: ModelTokenizer):
+    seen: list[list[str]] = []
+
+    async def harness(session: Session, prompt: Prompt) -> None:
+        await three_turns(session, prompt)
+
+    async def judge(session: Session, prompt: Prompt) -> float:
+        seen.append([message["role"] for message in session.messages])
+        assert session.messages[1]["content"] == prompt.metadata["task"]
+        assert (session.turns, session.tokens) == (3, 180)
+        return 0.75
+
+    batch = await batch_of(harness, tokenizer, reward=judge)
+    assert seen == [["system", "user", *["assistant", "user"] * 2, "assistant"]] * 4
+    assert {rollout.reward for rollout in batch.rollouts} == {0.75}
+
+
+async def test_what_a_session_may_take_is_bounded(tokenizer: ModelTokenizer):
+    async def harness(session: Session, prompt: Prompt) -> float:
+        said_so: set[str] = set()
+        for number in range(1000):
+            try:
+                await session.chat([said("user", f"another {number}")], max_tokens=1)
+            except ConfigError as error:
+                said_so.add(str(error))
+        assert session.turns == 8
+        (sentence,) = said_so
+        assert "8 branches" in sentence
+        messages = session.messages
+        await session.chat([*messages, said("user", "on")], max_tokens=1)
+        # The last answer is cut short, and then there are no tokens left.
+        reply = await session.chat([*session.messages, said("user", "on")], max_tokens=50)
+        assert len(reply.output.token_ids) == 3
+        with pytest.raises(ConfigError, match="has had its"):
+            await session.chat([*session.messages, said("user", "on")])
+        return 1.0
+
+    limits = Limits(branches=8, turns=10, tokens=12)
+    batch = await batch_of(harness, tokenizer, limits=limits, count=1)
+    assert all(rollout.reward == 1.0 for rollout in batch.rollouts)
+
+
+async def test_requests_of_a_session_are_answered_in_their_order(tokenizer: ModelTokenizer):
+    async def harness(session: Session, prompt: Prompt) -> float:
+        answered: list[int] = []
+
+        async def ask(number: int) -> None:
+            await session.chat([said("user", f"number {number}")], max_tokens=30)
+            answered.append(number)
+
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(5):
+                tasks.create_task(ask(number))
+        assert answered == [0, 1, 2, 3, 4]
+        # A client that leaves while its answer is generated, or before, takes nothing from others.
+        leaving = asyncio.ensure_future(ask(5))
+        staying = asyncio.ensure_future(ask(6))
+        await asyncio.sleep(0.05)
+        leaving.cancel()
+        await staying
+        assert answered[-1] == 6
+        return 1.0
+
+    batch = await batch_of(harness, tokenizer, branches="all", count=1)
+    for rollout in batch.rollouts:
+        assert sum(int(e.loss_mask.sum()) for e in (rollout, *rollout.branches)) == 6 * 30
+
+
+# --- durability ----------------------------------------------------------------------------------
+
+
+def left_behind(store: SqliteStore, to: Path) -> SqliteStore:
+    """What kill -9 leaves at this moment: a copy of the files, open or not."""
+    to.mkdir()
+    for file in store.path.parent.glob(f"{store.path.name}*"):
+        shutil.copy(file, to / file.name)
+    return SqliteStore(to / store.path.name, inline=True)
+
+
+async def main_and_helper(session: Session, prompt: Prompt) -> float:
+    """Two branches that take turns."""
+    main, helper = [said("user", prompt.metadata["task"])], [said("system", "help")]
+    for number in range(3):
+        for messages in (main, helper):
+            reply = await session.chat(messages)
+            messages += [reply.message, said("user", f"and {number}?")]
+            await asyncio.sleep(0.02)
+    return 1.0
+
+
+@pytest.mark.parametrize("harness", [three_turns, main_and_helper])
+async def test_a_coroutine_goes_on_where_the_process_was_killed(
+    tokenizer: ModelTokenizer, tmp_path: Path, harness: Drive
+):
+    expected = tokens_of(await batch_of(harness, tokenizer, branches="all"))
+    store = SqliteStore(tmp_path / "store", inline=True)
+    copies: list[SqliteStore] = []
+    async with (
+        Sessions(harness, tokenizer=tokenizer, branches="all") as sessions,
+        opened(sessions, store=store, config={"save_interval_s": 0.05}) as rollouts,
+    ):
+        waiting = asyncio.ensure_future(rollouts.next_batch())
+        while not waiting.done():
+            await asyncio.sleep(0.21)
+            copies.append(left_behind(store, tmp_path / f"at-{len(copies)}"))
+        assert tokens_of(waiting.result()) == expected
+    assert len(copies) >= 3
+    replayed = 0
+    for killed in copies[:-1]:
+        async with (
+            Sessions(harness, tokenizer=tokenizer, branches="all") as sessions,
+            opened(sessions, store=killed) as rollouts,
+        ):
+            before = rollouts.state.in_flight.counters.tokens_generated
+            batch = await rollouts.next_batch()
+            counters = rollouts.state.in_flight.counters
+            replayed += before
+            assert not rollouts.state.in_flight.ledger.tokens
+            sampled = sum(
+                int((e.versions[e.shared :] != NO_VERSION).sum())
+                for r in batch.rollouts
+                for e in (r, *r.branches)
+            )
+            assert counters.tokens_generated == sampled, "nothing known was generated again"
+        assert tokens_of(batch) == expected
+    assert replayed > 0
+
+
+class Outside:
+    """A harness in a process of its own: it keeps its messages, and tries again at the same
+    session."""
+
+    def __init__(self, task: str) -> None:
+        # An answer that nobody has given, as an example.
+        self.messages = [said("user", "1 + 1?"), said("assistant", "2"), said("user", task)]
+        self.answers = 0
+
+    async def step(self, session: Session) -> None:
+        reply = await session.chat(self.messages)
+        self.messages += [dict(reply.message), said("user", f"and {self.answers}?")]
+        self.answers += 1
+
+
+async def test_a_harness_outside_that_comes_back_goes_on_and_another_is_a_lost_member(
+    tokenizer: ModelTokenizer, tmp_path: Path
+):
+    secret, limits = tmp_path / "secret", Limits(idle_s=30)
+    store = SqliteStore(tmp_path / "store", inline=True)
+    outside: dict[str, Outside] = {}
+    keys: dict[str, str] = {}
+    async with (
+        Sessions(tokenizer=tokenizer, secret=secret) as sessions,
+        opened(sessions, 1, store=store, config={"save_interval_s": 0.05}),
+    ):
+        for _ in range(2):
+            session = await sessions.next()
+            keys[session.id] = session.key
+            harness = outside[session.id] = Outside(session.prompt.metadata["task"])
+            await harness.step(session)
+            await harness.step(session)
+        await asyncio.sleep(1)
+        killed = left_behind(store, tmp_path / "killed")
+    back, gone = outside
+    async with (
+        Sessions(tokenizer=tokenizer, secret=secret, limits=limits) as sessions,
+        opened(sessions, 1, store=killed) as rollouts,
+    ):
+        await asyncio.sleep(0.1)
+        session, other = sessions.get(back), sessions.get(gone)
+        assert session is not None
+        assert other is not None
+        assert (session.key, other.key) == (keys[back], keys[gone])
+        before = rollouts.state.in_flight.counters.tokens_generated
+        assert before == 4 * 60
+        known = rollouts.state.in_flight.rollouts[int(back)].log.token_ids.tolist()
+        await outside[back].step(session)
+        assert session.turns == 3
+        assert rollouts.state.in_flight.counters.tokens_generated == before + 60
+        session.done(1.0)
+        # In the place of the lost one comes a new session, for a launcher.
+        instead = await sessions.next()
+        assert instead.id not in keys
+        await Outside("anew").step(instead)
+        instead.done(2.0)
+        batch = await rollouts.next_batch()
+        assert rollouts.state.in_flight.ledger.rollouts == {Reason.MEMBER_LOST: 1}
+    first, second = sorted(batch.rollouts, key=lambda rollout: rollout.reward or 0.0)
+    assert (first.turns, second.turns) == (3, 1)
+    assert first.token_ids.tolist()[: len(known)] == known
+    assert int(first.loss_mask.sum()) == 3 * 60
+
+
+async def test_many_sessions_with_slow_tools_through_refits_and_dead_engines(
+    tokenizer: ModelTokenizer,
+):
+    """Nothing that was sampled is lost, and every session has the tokens that it was answered."""
+    answered: dict[str, list[list[int]]] = {}
+
+    async def harness(session: Session, prompt: Prompt) -> float:
+        drawn = np.random.default_rng(int(session.id))
+        kept = answered[session.id] = []
+        contexts = [[said("user", prompt.metadata["task"])], [said("system", "help")]]
+        for _ in range(int(drawn.integers(2, 20))):
+            messages = contexts[int(drawn.random() < 0.2)]
+            reply = await session.chat(messages, max_tokens=int(drawn.integers(1, 120)))
+            kept.append(reply.output.token_ids.tolist())
+            messages += [reply.message, said("user", "and?")]
+            await asyncio.sleep(float(min(30, drawn.lognormal(-1, 1.5))))
+        return float(session.tokens)
+
+    fleet = SimFleet(3, stream_interval=4, vocab_size=ASCII)
+    config = {"health": Health(stall_s=60)}
+    async with (
+        Sessions(harness, tokenizer=tokenizer, branches="all") as sessions,
+        opened(sessions, 12, tokens=200, temperature=1.0, fleet=fleet, config=config) as rollouts,
+    ):
+        waiting = asyncio.ensure_future(rollouts.next_batch())
+        for step in range(10):
+            await asyncio.sleep(0.4)
+            if step in (3, 6):
+                fleet.engines[step % 2].crash()
+            await rollouts.update_weights(SimPublisher())
+        batch = await waiting
+        in_flight = rollouts.state.in_flight
+        assert in_flight.counters.retries > 0
+        assert in_flight.counters.tokens_generated == in_flight.counters.tokens_delivered
+        assert in_flight.ledger.total == 0
+    several = 0
+    for rollout in batch.rollouts:
+        sequences = (rollout, *rollout.branches)
+        several += len(set(np.concatenate([e.versions for e in sequences]).tolist())) > 2
+        sampled = [each.token_ids[each.loss_mask].tolist() for each in sequences]
+        assert sum(map(len, sampled)) == rollout.reward
+        outputs = answered[str(rollout.rollout_id)]
+        assert sorted(i for ids in sampled for i in ids) == sorted(i for o in outputs for i in o)
+        assert rollout.versions_exact
+    assert several > 8
+
+
+# --- what is refused -----------------------------------------------------------------------------
+
+
+async def test_more_requests_than_may_wait_are_refused(tokenizer: ModelTokenizer):
+    async def harness(session: Session, prompt: Prompt) -> float:
+        asking = [session.chat([said("user", f"{n}")], max_tokens=2) for n in range(10)]
+        answers = await asyncio.gather(*asking, return_exceptions=True)
+        refused = [each for each in answers if isinstance(each, Unavailable)]
+        assert "one after the other" in str(refused[0])
+        return float(len(refused))
+
+    batch = await batch_of(harness, tokenizer, limits=Limits(waiting=4), count=1)
+    assert {rollout.reward for rollout in batch.rollouts} == {6.0}
+
+
+def test_settings_that_cannot_be_used_are_refused(tokenizer: ModelTokenizer, tmp_path: Path):
+    secret = tmp_path / "secret"
+    first = Sessions(tokenizer=tokenizer, secret=secret)
+    assert secret.stat().st_mode & 0o777 == 0o600
+    assert Sessions(tokenizer=tokenizer, secret=secret).launcher_key == first.launcher_key
+    assert Sessions(tokenizer=tokenizer).launcher_key != first.launcher_key
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"secret": b"short"}, "16 or more"),
+        ({"secret": tmp_path / "nowhere" / "secret"}, "cannot be kept"),
+        ({"branches": "most"}, "last, longest or all"),
+        ({"port": 70_000}, "port"),
+        ({"tokenizer": tmp_path}, "tokenizer.json"),
+    ]
+    for changes, part in wrong:
+        given: dict[str, Any] = {"tokenizer": tokenizer, **changes}
+        with pytest.raises(ConfigError, match=part):
+            Sessions(**given)
+    with pytest.raises(ConfigError, match="turns is 0"):
+        Limits(turns=0)
+
+
+async def test_sessions_that_are_not_open_say_so(tokenizer: ModelTokenizer):
+    async with opened(Sessions(tokenizer=tokenizer), 1) as rollouts:
+        with pytest.raises(RunGivenUp, match="async with sessions"):
+            await rollouts.next_batch()

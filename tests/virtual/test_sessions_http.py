@@ -1,0 +1,490 @@
+"""Tests the address of sessions: what clients of OpenAI and Anthropic, and launchers, see of it.
+
+The tests run in scaled wall time, because real sockets and a virtual clock do not fit together.
+"""
+
+# pyright: basic
+# The client's types do not know the fields that are added to OpenAI's.
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from aprilsched import (
+    Prompt,
+    RolloutScheduler,
+    SamplingParams,
+    SchedulerConfig,
+    SimFleet,
+    SimPublisher,
+    SqliteStore,
+)
+from aprilsched.chat.tokenizer import ModelTokenizer, load_tokenizer
+from aprilsched.sessions import Limits, Session, Sessions
+from aprilsched.testing.contract import until
+from aprilsched.types import Batch
+from tests.support.checking import Checking
+from tests.support.tiny_tokenizer import WORDS, bytes_tokenizer, calling_tokenizer
+from tests.virtual.test_sessions import ASCII, END, left_behind, prompts, said
+
+LOOK = {"type": "object", "properties": {"where": {"type": "string"}}}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> ModelTokenizer:
+    return load_tokenizer(bytes_tokenizer(tmp_path_factory.mktemp("bytes"), parses=True))
+
+
+@pytest.fixture(scope="module")
+def calling(tmp_path_factory: pytest.TempPathFactory) -> ModelTokenizer:
+    """With it random tokens call tools."""
+    return load_tokenizer(calling_tokenizer(tmp_path_factory.mktemp("calling"), every=3))
+
+
+def scheduler(sessions: Sessions, *, tokens: int = 30, vocab: int = ASCII, **more: Any):
+    checking = Checking()
+    config = SchedulerConfig(
+        batch_groups=1,
+        group_size=2,
+        pace="asynchronous",
+        over_provision=1.0,
+        straggler="abort",
+        save_interval_s=0.05,
+        sampling=SamplingParams(max_new_tokens=tokens, ignore_eos=True, temperature=0.0),
+    )
+    fleet = more.pop("fleet", None) or SimFleet(
+        2, stream_interval=4, vocab_size=vocab, eos_token_id=END, time_scale=0.2
+    )
+    checking.scheduler = RolloutScheduler(
+        fleet, prompts(1), episode=sessions, config=config, listeners=[checking], **more
+    )
+    return checking.scheduler
+
+
+async def batch_of(
+    harness: Callable[[Session, Prompt], Awaitable[Any]], tokenizer: ModelTokenizer, **more: Any
+) -> Batch:
+    async with (
+        Sessions(harness, tokenizer=tokenizer, branches=more.pop("branches", "last")) as sessions,
+        scheduler(sessions, **more) as rollouts,
+    ):
+        return await rollouts.next_batch()
+
+
+def client(session: Session, path: str = "", key: str | None = None) -> AsyncOpenAI:
+    return AsyncOpenAI(
+        base_url=session.url + path, api_key=session.key if key is None else key, max_retries=0
+    )
+
+
+async def posted(
+    session: Session, path: str, body: Any, *, key: str | None = None, name: str = "x-api-key"
+) -> tuple[int, Any]:
+    headers = {name: session.key if key is None else key}
+    async with (
+        aiohttp.ClientSession(headers=headers) as http,
+        http.post(f"{session.url}/{path}", json=body) as answer,
+    ):
+        return answer.status, await answer.json()
+
+
+async def events_of(session: Session, path: str, body: Any) -> list[tuple[str, Any]]:
+    """The events of a stream, each with its name."""
+    found: list[tuple[str, Any]] = []
+    async with (
+        aiohttp.ClientSession(headers={"x-api-key": session.key}) as http,
+        http.post(f"{session.url}/{path}", json={**body, "stream": True}) as answer,
+    ):
+        assert answer.status == 200
+        name = ""
+        async for line in answer.content:
+            kind, _, value = line.decode().rstrip("\n").partition(": ")
+            if kind == "event":
+                name = value
+            elif kind == "data" and value != "[DONE]":
+                found.append((name, json.loads(value)))
+    return found
+
+
+# --- dialects ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["", "/v1"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_openais_client_has_a_chat_of_several_turns(
+    plain: ModelTokenizer, path: str, stream: bool
+):
+    async def harness(session: Session, prompt: Prompt) -> float:
+        messages: Any = [said("user", prompt.metadata["task"])]
+        async with client(session, path) as api:
+            for number in range(3):
+                asked: dict[str, Any] = {"model": "m", "messages": messages, "max_tokens": 20}
+                if stream:
+                    options: Any = {"include_usage": True}
+                    events = [
+                        event
+                        async for event in await api.chat.completions.create(
+                            **asked, stream=True, stream_options=options
+                        )
+                    ]
+                    assert events[-1].usage is not None
+                    assert events[-1].usage.completion_tokens == 20
+                    deltas = [event.choices[0] for event in events[:-1]]
+                    text = "".join(each.delta.content or "" for each in deltas)
+                    assert deltas[-1].finish_reason == "length"
+                else:
+                    answer = await api.chat.completions.create(**asked)
+                    text = answer.choices[0].message.content
+                    assert answer.choices[0].finish_reason == "length"
+                    assert answer.usage.completion_tokens == 20
+                assert text == session.messages[-1]["content"]
+                messages = [*messages, said("assistant", text), said("user", f"{number}?")]
+        return 1.0
+
+    batch = await batch_of(harness, plain)
+    for rollout in batch.rollouts:
+        assert (rollout.turns, int(rollout.loss_mask.sum())) == (3, 60)
+        assert rollout.info["session"]["branches"] == 1
+
+
+async def test_a_completion_goes_on_from_the_text_before_it(plain: ModelTokenizer):
+    async def harness(session: Session, prompt: Prompt) -> float:
+        async with client(session) as api:
+            first = await api.completions.create(model="m", prompt="once", max_tokens=9)
+            text = "once" + first.choices[0].text
+            stream = await api.completions.create(
+                model="m", prompt=text + " and", max_tokens=9, stream=True
+            )
+            second = "".join([event.choices[0].text async for event in stream])
+        assert second
+        return 1.0
+
+    batch = await batch_of(harness, plain)
+    for rollout in batch.rollouts:
+        assert (rollout.turns, int(rollout.loss_mask.sum())) == (2, 18)
+        assert plain.decode(rollout.prompt_ids.tolist()) == "once"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_anthropics_messages_call_tools_and_get_their_results(
+    calling: ModelTokenizer, stream: bool
+):
+    async def harness(session: Session, prompt: Prompt) -> float:
+        tools = [{"name": "look", "description": "looks", "input_schema": LOOK}]
+        body: dict[str, Any] = {
+            "model": "m",
+            "max_tokens": 12,
+            "system": [{"type": "text", "text": "be brief", "cache_control": {"type": "x"}}],
+            "tools": tools,
+            "messages": [said("user", "what now")],
+        }
+        calls = 0
+        for _ in range(3):
+            if stream:
+                content = told(await events_of(session, "v1/messages", body))
+            else:
+                status, answer = await posted(session, "v1/messages", body)
+                assert status == 200
+                assert answer["usage"]["output_tokens"] == 12
+                content = answer["content"]
+            uses = [block for block in content if block["type"] == "tool_use"]
+            assert all(block["input"]["where"] == "Zürich" for block in uses)
+            calls += len(uses)
+            results = [
+                {"type": "tool_result", "tool_use_id": block["id"], "content": "rain"}
+                for block in uses
+            ]
+            body["messages"] += [
+                {"role": "assistant", "content": content},
+                {"role": "user", "content": [*results, {"type": "text", "text": "go on"}]},
+            ]
+        return float(calls)
+
+    batch = await batch_of(harness, calling, vocab=WORDS)
+    for rollout in batch.rollouts:
+        assert rollout.reward is not None
+        assert rollout.reward > 3
+        assert (rollout.turns, int(rollout.loss_mask.sum())) == (3, 36)
+        assert rollout.info["session"]["branches"] == 1
+
+
+def told(events: list[tuple[str, Any]]) -> list[dict[str, Any]]:
+    """The content that the events of a stream make, as Anthropic's clients put it together."""
+    assert all(name == event["type"] for name, event in events)
+    events = [event for event in events if event[0] != "ping"]
+    assert events[0][0] == "message_start"
+    assert [name for name, _ in events[-2:]] == ["message_delta", "message_stop"]
+    blocks: list[dict[str, Any]] = []
+    given = ""
+    for name, event in events[1:-2]:
+        if name == "content_block_start":
+            assert event["index"] == len(blocks)
+            blocks.append(event["content_block"])
+            given = ""
+        elif name == "content_block_delta":
+            delta = event["delta"]
+            if delta["type"] == "text_delta":
+                blocks[-1]["text"] += delta["text"]
+            else:
+                given += delta["partial_json"]
+        elif blocks[-1]["type"] == "tool_use":
+            blocks[-1]["input"] = json.loads(given)
+    return blocks
+
+
+async def test_openais_tools_are_called_and_answered(calling: ModelTokenizer):
+    async def harness(session: Session, prompt: Prompt) -> float:
+        tools: Any = [{"type": "function", "function": {"name": "look", "parameters": LOOK}}]
+        messages: Any = [said("user", "what now")]
+        calls = 0
+        async with client(session) as api:
+            for _ in range(3):
+                stream = await api.chat.completions.create(
+                    model="m", messages=messages, tools=tools, max_tokens=12, stream=True
+                )
+                called: list[Any] = []
+                text = ""
+                async for event in stream:
+                    delta = event.choices[0].delta
+                    text += delta.content or ""
+                    called += [each.model_dump() for each in delta.tool_calls or ()]
+                calls += len(called)
+                messages.append({**said("assistant", text), "tool_calls": called})
+                messages += [
+                    {"role": "tool", "tool_call_id": each["id"], "content": "rain"}
+                    for each in called
+                ]
+        return float(calls)
+
+    batch = await batch_of(harness, calling, vocab=WORDS)
+    for rollout in batch.rollouts:
+        assert rollout.reward is not None
+        assert rollout.reward > 3
+        assert rollout.info["session"]["branches"] == 1
+
+
+# --- what goes wrong -----------------------------------------------------------------------------
+
+
+async def test_a_refit_and_a_dead_engine_in_the_middle_of_a_stream_are_not_seen(
+    plain: ModelTokenizer,
+):
+    fleet = SimFleet(2, stream_interval=4, vocab_size=ASCII, time_scale=0.2)
+
+    async def harness(session: Session, prompt: Prompt) -> float:
+        async with client(session) as api:
+            stream = await api.chat.completions.create(
+                model="m", messages=[said("user", "go on")], stream=True
+            )
+            events = [event async for event in stream]
+        assert events[-1].choices[0].finish_reason == "length"
+        return float(session.tokens)
+
+    async with (
+        Sessions(harness, tokenizer=plain) as sessions,
+        scheduler(sessions, tokens=2000, fleet=fleet) as rollouts,
+    ):
+        waiting = asyncio.ensure_future(rollouts.next_batch())
+        state = rollouts.state
+        await until(lambda: state.in_flight.counters.tokens_generated > 100)
+        await rollouts.update_weights(SimPublisher())
+        await until(lambda: state.in_flight.counters.tokens_generated > 800)
+        fleet.engines[0].crash()
+        batch = await waiting
+        assert state.in_flight.ledger.total == 0
+        assert fleet.engines[0].name in {s.engine for r in batch.rollouts for s in r.segments}
+    for rollout in batch.rollouts:
+        assert rollout.reward == 2000
+        assert set(rollout.versions.tolist()) == {0, 1}
+        assert rollout.versions_exact
+
+
+async def test_a_client_that_leaves_takes_its_turn_along_and_nothing_else(plain: ModelTokenizer):
+    async def harness(session: Session, prompt: Prompt) -> float:
+        body = {"messages": [said("user", "go on")]}
+        for stream in (False, True):
+            leaving = asyncio.ensure_future(
+                events_of(session, "chat/completions", body)
+                if stream
+                else posted(session, "chat/completions", body)
+            )
+            await asyncio.sleep(0.1)
+            leaving.cancel()
+        short = {**body, "max_tokens": 7}
+        status, answer = await posted(session, "chat/completions", short)
+        assert status == 200
+        assert answer["usage"]["completion_tokens"] == 7
+        return 1.0
+
+    batch = await batch_of(harness, plain, tokens=20_000)
+    for rollout in batch.rollouts:
+        assert (rollout.turns, int(rollout.loss_mask.sum())) == (1, 7)
+
+
+REFUSED = [
+    ("chat/completions", {"messages": []}, "empty"),
+    ("chat/completions", {"messages": [{"content": "x"}]}, "role"),
+    ("chat/completions", {"messages": [said("king", "x")]}, "refuses"),
+    ("chat/completions", {"messages": [said("user", "x")], "n": 3}, "one answer"),
+    ("chat/completions", {"messages": [said("user", "x")], "logprobs": True}, "logprobs"),
+    ("chat/completions", {"messages": [said("user", "x")], "sing": 1}, "sing"),
+    ("chat/completions", {"messages": [said("user", "x")], "max_tokens": -1}, "max_tokens"),
+    ("chat/completions", {"messages": [said("user", "x")], "stop": ["two"]}, "stop"),
+    ("chat/completions", {"messages": [said("user", "x")], "tool_choice": "look"}, "tool_choice"),
+    ("chat/completions", {"messages": "x"}, "messages"),
+    ("chat/completions", [1], "array"),
+    ("completions", {"prompt": []}, "empty"),
+    ("completions", {"prompt": ["a", "b"]}, "several"),
+    ("completions", {"prompt": [-5, 2**40]}, "token ids"),
+    ("v1/messages", {"messages": [], "max_tokens": 5}, "empty"),
+    ("v1/messages", {"messages": [said("user", "x")]}, "max_tokens"),
+    ("v1/messages", {"messages": [said("tool", "x")], "max_tokens": 5}, "role"),
+    (
+        "v1/messages",
+        {"messages": [{"role": "user", "content": [{"type": "song"}]}], "max_tokens": 5},
+        "block",
+    ),
+    (
+        "v1/messages",
+        {"messages": [said("user", "x")], "max_tokens": 5, "tools": [{"type": "bash"}]},
+        "tool",
+    ),
+]
+
+
+async def test_what_cannot_be_answered_is_refused_in_a_sentence(plain: ModelTokenizer):
+    async def harness(session: Session, prompt: Prompt) -> float:
+        for path, body, part in REFUSED:
+            status, answer = await posted(session, path, body)
+            assert status == 400, (path, body, answer)
+            message = answer["error"]["message"]
+            assert any(each in message for each in part.split("|")), message
+            assert (answer.get("type") == "error") == path.endswith("messages")
+        async with client(session) as api:
+            with pytest.raises(openai.BadRequestError, match="one answer"):
+                await api.chat.completions.create(model="m", messages=[said("user", "x")], n=2)
+            await api.chat.completions.create(model="m", messages=[said("user", "x")])
+        return 1.0
+
+    batch = await batch_of(harness, plain)
+    assert all(rollout.turns == 1 for rollout in batch.rollouts)
+
+
+async def test_a_key_is_good_for_its_session_alone(plain: ModelTokenizer):
+    async with Sessions(tokenizer=plain) as sessions, scheduler(sessions) as rollouts:
+        one, two = await sessions.next(), await sessions.next()
+        assert one.key != two.key
+        body = {"messages": [said("user", "x")]}
+        for key in ("", "none", two.key, sessions.launcher_key, one.key[:-1], "ü" + one.key):
+            for name in ("x-api-key", "Authorization"):
+                given = key if name == "x-api-key" else f"Bearer {key}"
+                status, answer = await posted(
+                    one, "chat/completions", body, key=given or "x", name=name
+                )
+                assert status == 401
+                assert "key" in answer["error"]["message"]
+        async with aiohttp.ClientSession(sessions.url) as http:
+            for path in ("/launcher/next", f"/launcher/sessions/{one.id}/done"):
+                for key in (one.key, "none", ""):
+                    headers = {"Authorization": f"Bearer {key}"}
+                    async with http.post(path, json={}, headers=headers) as answer:
+                        assert answer.status == 401
+            async with http.post("/sessions/x/y", json={}) as answer:
+                assert answer.status == 404
+        for session in (one, two):
+            await session.chat([said("user", "x")])
+            session.done(1.0)
+        await rollouts.next_batch()
+        status, answer = await posted(one, "chat/completions", body)
+        assert (status, answer["error"]["message"]) == (410, "the session has ended.")
+
+
+# --- launchers -----------------------------------------------------------------------------------
+
+
+async def test_a_launcher_elsewhere_takes_sessions_and_reports(plain: ModelTokenizer):
+    async with Sessions(tokenizer=plain) as sessions, scheduler(sessions) as rollouts:
+        headers = {"Authorization": f"Bearer {sessions.launcher_key}"}
+        async with aiohttp.ClientSession(sessions.url, headers=headers) as http:
+
+            async def call(path: str, body: Any) -> tuple[int, Any]:
+                async with http.post(f"/launcher/{path}", json=body) as answer:
+                    return answer.status, await answer.json() if answer.status != 204 else None
+
+            async def taken() -> Any:
+                status, session = await call("next", {"wait_s": 60})
+                assert status == 200
+                assert session["prompt"]["metadata"] == {"task": "task 0"}
+                async with AsyncOpenAI(base_url=session["url"], api_key=session["key"]) as api:
+                    await api.chat.completions.create(model="m", messages=[said("user", "x")])
+                return session
+
+            first, second = await taken(), await taken()
+            assert (await call("next", {"wait_s": 0}))[0] == 204
+            assert (await call(f"sessions/{first['id']}/lost", {"why": "evicted"}))[0] == 200
+            assert (await call(f"sessions/{second['id']}/score", {}))[0] == 400
+            assert (await call(f"sessions/{second['id']}/done", {"score": "x"}))[0] == 400
+            assert (await call(f"sessions/{second['id']}/done", {"later": True}))[0] == 200
+            third = await taken()
+            body = {"score": 0.5, "info": {"why": "half"}}
+            assert (await call(f"sessions/{third['id']}/done", body))[0] == 200
+            assert (await call(f"sessions/{second['id']}/score", {"score": 2.0}))[0] == 200
+            batch = await rollouts.next_batch()
+            assert (await call(f"sessions/{second['id']}/done", {}))[0] == 410
+        (entry,) = rollouts.state.in_flight.ledger.entries
+        assert "evicted" in entry.cause
+    assert sorted(rollout.reward or 0.0 for rollout in batch.rollouts) == [0.5, 2.0]
+    assert [r.info.get("why") for r in batch.rollouts if r.reward == 0.5] == ["half"]
+
+
+async def test_a_harness_finds_its_session_again_at_the_same_address(
+    plain: ModelTokenizer, tmp_path: Path
+):
+    store = SqliteStore(tmp_path / "store", inline=True)
+    fixed: dict[str, Any] = {"tokenizer": plain, "secret": b"0123456789abcdef"}
+    found: dict[str, list[Any]] = {}
+
+    async def step(url: str, key: str, messages: list[Any]) -> None:
+        async with AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as api:
+            answer = await api.chat.completions.create(model="m", messages=messages)
+        messages += [answer.choices[0].message.model_dump(exclude_none=True), said("user", "on")]
+
+    async with Sessions(**fixed) as sessions, scheduler(sessions, store=store):
+        port = int(sessions.url.rpartition(":")[2])
+        for _ in range(2):
+            session = await sessions.next()
+            messages = found[session.key] = [session.url, said("user", "go")]
+            await step(session.url, session.key, messages[1:])
+            url, *said_so = messages
+            for _ in range(2):
+                await step(url, session.key, said_so)
+            found[session.key] = [url, *said_so]
+        await asyncio.sleep(1.0)
+        killed = left_behind(store, tmp_path / "killed")
+    limits = Limits(idle_s=3600)
+    async with (
+        Sessions(**fixed, port=port, limits=limits) as sessions,
+        scheduler(sessions, store=killed) as rollouts,
+    ):
+        before = rollouts.state.in_flight.counters.tokens_generated
+        for key, (url, *messages) in found.items():
+            await step(url, key, messages)
+            name = url.rpartition("/")[2]
+            session = sessions.get(name)
+            assert session is not None
+            assert session.turns == 3
+            session.done(1.0)
+        assert rollouts.state.in_flight.counters.tokens_generated == before + 2 * 30
+        batch = await rollouts.next_batch()
+    for rollout in batch.rollouts:
+        assert int(rollout.loss_mask.sum()) == 3 * 30
+        assert np.count_nonzero(rollout.versions == 0) == 3 * 30
