@@ -676,7 +676,10 @@ class Interleavings(RuleBasedStateMachine):
                 assert len(lengths) == 1
 
     def _check_sequences(self, rollout: Rollout) -> None:
-        """Each branch is what the episode has seen, and each sampled token is trained once."""
+        """Each branch is what the episode has seen, and each sampled token is trained once. Other
+        machines give tokens that say something else than which one it is."""
+        if self.driver.unique is None:
+            return
         seen = [
             whole.tolist() for whole in self.driver.dialogues.wholes.get(rollout.rollout_id, ())
         ]
