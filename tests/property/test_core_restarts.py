@@ -164,7 +164,9 @@ class Restarts(Interleavings):
             group_id: delivery.streamed[group_id] for group_id in [*delivery.streamed][:count]
         }
         self.driver.feed(ev.TrainerReturned(batches=batches, groups=tuple(groups)))
-        assert delivery.streamed == groups
+        # A trainer that waits may have taken others again at once.
+        assert groups.items() <= delivery.streamed.items()
+        assert delivery.called or delivery.streamed == groups
 
     @rule(
         saved=st.booleans(),

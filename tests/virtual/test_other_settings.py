@@ -209,15 +209,16 @@ async def test_one_request_at_a_time_fills_batches(name: str) -> None:
         check_invariants(rollouts.state)
 
 
-async def test_an_episode_cannot_be_left_out() -> None:
+def test_an_episode_cannot_be_left_out() -> None:
     async def episode(turn: Any, prompt: Prompt) -> None:
         await turn.generate(prompt.input_ids)
 
-    store = copy.deepcopy(killed("plain")[MOMENTS[1]].store)
-    config = SchedulerConfig(batch_groups=4, group_size=4)
-    prompts = LongTailWorkload(median=60, cap=400, group_size=4, vocab_size=1000, seed=5)
-    with pytest.raises(ConfigError, match="episode function"):
-        async with RolloutScheduler(
-            SimFleet(1), prompts, config=config, store=store, episode=episode
-        ):
+    async def begin(store: MemoryStore) -> None:
+        config = SchedulerConfig(batch_groups=4, group_size=4)
+        prompts = LongTailWorkload(median=60, cap=400, group_size=4, vocab_size=1000, seed=5)
+        fleet = SimFleet(1)
+        async with RolloutScheduler(fleet, prompts, config=config, store=store, episode=episode):
             pass
+
+    with pytest.raises(ConfigError, match="episode function"):
+        run_virtual(begin(copy.deepcopy(killed("plain")[MOMENTS[1]].store)))

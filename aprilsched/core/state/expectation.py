@@ -163,7 +163,8 @@ class Expectations:
     @property
     def recollection(self) -> tuple[float, ...]:
         """What the work of requests whose prompts were seen before follows from in addition."""
-        return (self._version(), self.memory.products, self.memory.squares)
+        memory = self.memory
+        return (self._version(), memory.products, memory.squares, memory.renewed)
 
     @property
     def limit(self) -> int:

@@ -350,6 +350,9 @@ def _conclude(state: SchedulerState, update: Update) -> None:
         if engine in state.fleet.control.engines and not stays:
             demote(state, engine, f"refit to version {update.version} failed: {why}")
     if not took:
+        if update.external:
+            # An engine may have had the weights for a while, and sampled for an evaluation.
+            _evaluate_again(state, update)
         _finish(state, update, cause="; ".join(f"{engine}: {why}" for engine, why in failed))
         return
     if update.pauses:
