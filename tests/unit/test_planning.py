@@ -567,8 +567,10 @@ AHEAD = {"pace": "asynchronous", "over_provision": 1.5}
         (SHORT, {**AHEAD, "refill": "pool"}, 0.01),
         (SHORT | REWARDS, {"over_provision": 2.0}, 0.01),
         (TOOLS, {"over_provision": 1.0}, 0.01),
-        (TOOLS, {"over_provision": 1.5, "refill": "buckets"}, 0.04),
-        (TOOLS, {**AHEAD, "refill": "pool"}, 0.01),
+        pytest.param(
+            TOOLS, {"over_provision": 1.5, "refill": "buckets"}, 0.04, marks=pytest.mark.long
+        ),
+        pytest.param(TOOLS, {**AHEAD, "refill": "pool"}, 0.01, marks=pytest.mark.long),
         (TOOLS, {"over_provision": 1.5, "straggler": "run"}, 0.01),
     ],
     ids=str,

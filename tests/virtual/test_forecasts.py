@@ -149,6 +149,7 @@ def test_what_is_generated_while_the_trainer_trains_says_nothing_of_the_engines(
     assert bias.factor("wave") == pytest.approx(1, abs=0.02)
 
 
+@pytest.mark.long
 def test_steps_that_take_longer_than_the_trainer_tell_of_slower_engines() -> None:
     bias, made, steps = beside_a_trainer(MODEL.at_speed(1 / 6))
     assert (made[1].driven, made[1].correction) == (0, 1), "they were expected to be fast"

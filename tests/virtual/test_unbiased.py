@@ -480,6 +480,7 @@ def test_prompts_that_are_chosen_by_other_draws_than_those_delivered_are_unbiase
     assert summary.bias.censoring.policies == []
 
 
+@pytest.mark.long
 def test_generating_the_losers_of_a_race_again_fails():
     run, summary = drawn_again("rollpacker")
     estimate, error = run.bias()
@@ -563,6 +564,7 @@ def test_a_planted_reward_keeps_its_baseline_and_its_advantage(name: str):
     assert means == pytest.approx(truth, rel=0.03), "and not only for want of data"
 
 
+@pytest.mark.long
 def test_evicting_the_stale_bends_the_planted_reward():
     baseline, _ = offsets(outcome(batches=50, max_staleness=Staleness(1, rule="evict")).batches)
     assert baseline < -8
