@@ -13,6 +13,7 @@ from aprilsched.core.lengths import observed
 from aprilsched.core.lengths.laws import LogLaw, rest_of_groups
 from aprilsched.core.lengths.observed import GroupLengths, LengthMemory
 from aprilsched.core.messages import events as ev
+from aprilsched.core.state.expectation import Expectations
 from aprilsched.types import Prompt
 from tests.support.driver import Driver
 
@@ -53,6 +54,17 @@ def test_what_is_remembered_says_as_much_as_siblings_would() -> None:
         LAW,
     )
     assert remembered[0] == pytest.approx(siblings[0], rel=0.03)
+
+
+def test_a_later_record_changes_what_is_expected_of_its_prompt() -> None:
+    """Also where the first one predicted nothing, so that nothing is learned of how well they
+    predict."""
+    expectations, law = Expectations(), LogLaw(mean=math.log(400), deviation=1.0, shared=0.5)
+    expectations.memory.note(1, whole(400), law, 0)
+    before = expectations.recollection, level(expectations.memory, 1, law=law)
+    expectations.memory.note(1, whole(3000), law, 0)
+    assert level(expectations.memory, 1, law=law) > before[1] + 0.5
+    assert expectations.recollection != before[0]
 
 
 def test_with_age_it_shrinks_toward_the_law() -> None:
