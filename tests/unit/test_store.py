@@ -14,6 +14,7 @@ import sys
 import zoneinfo
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -498,7 +499,8 @@ def test_a_damaged_place_of_the_log_is_told_with_what_is_behind_it(
     for end in ("", "-wal", "-last")[: 3 if marked else 2]:
         shutil.copyfile(path.with_name(path.name + end), copy.with_name(copy.name + end))
     store.close()
-    whole = SqliteStore(path).open()
+    with closing(SqliteStore(path)) as opened:
+        whole = opened.open()
     assert not caplog.records, "a whole log is no loss"
     with copy.with_name("copy-wal").open("r+b") as file:
         at = int(where if where >= 1 else where * os.path.getsize(file.name))
@@ -573,7 +575,8 @@ def test_an_unopened_store_says_so(path: Path):
 
 def test_a_restarted_run_expects_of_each_prompt_what_the_prior_one_did(path: Path):
     before = filled(path, snapshots=6)
-    saved = SqliteStore(path).open()
+    with closing(SqliteStore(path)) as opened:
+        saved = opened.open()
     driver = restored(saved)
     known, again = before.state.expectations, driver.state.expectations
     assert {record.key for record in known.memory} >= {"a", 7}
@@ -588,7 +591,8 @@ def test_a_restarted_run_expects_of_each_prompt_what_the_prior_one_did(path: Pat
 def test_a_file_remembers_the_keys_that_were_seen_last(path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("aprilsched.store.sqlite.MOST_KEYS", 2)
     filled(path, snapshots=6)
-    saved = SqliteStore(path).open()
+    with closing(SqliteStore(path)) as opened:
+        saved = opened.open()
     assert saved is not None
     assert 1 <= len(saved.remembered) <= 2
 

@@ -9,6 +9,7 @@ import shutil
 import sqlite3
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -767,6 +768,7 @@ async def test_a_kill_while_weights_are_loaded_in_parts_leaves_no_engine_that_is
             assert not rollouts.state.weights.in_parts
         assert believed is whole
         assert (await rollouts.next_batch()).version == 0
-    after = SqliteStore(ended, inline=True).open()
+    with closing(SqliteStore(ended, inline=True)) as opened:
+        after = opened.open()
     assert after is not None
     assert not after.run.in_parts

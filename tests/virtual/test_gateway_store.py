@@ -9,7 +9,7 @@ import shutil
 import signal
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -197,7 +197,8 @@ async def test_a_store_that_is_no_gateways_is_refused_and_left_alone(
     with pytest.raises(ConfigError, match="the run of a trainer"):
         async with gateway(server, store):
             pass
-    saved = SqliteStore(store).open()
+    with closing(SqliteStore(store)) as opened:
+        saved = opened.open()
     assert saved is not None
     assert [group.prompt.key for group in saved.groups] == ["mine"]
 
