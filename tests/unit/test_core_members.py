@@ -285,6 +285,7 @@ def test_a_restart_goes_on_with_the_members_that_there_are(
     driver.finish_group(group.group_id, 6)
     (delivered,) = driver.batches[-1].groups
     assert len(delivered.rollouts) == group.size
+    store.close()
 
 
 def test_listeners_are_told_which_rollout_takes_the_place_of_a_lost_one():
