@@ -546,7 +546,8 @@ def test_dynamic_filters_replace_groups_and_all_of_them_can_be_processed(
         assert output.samples[0][0].remove_sample
         loop.update()
         rollout_id += 1
-    assert in_flight().ledger.rollouts["rejected"] == 4 * rejected
+    # The engines go on while a batch waits for verdicts, so the next batch may have some already.
+    assert in_flight().ledger.rollouts["rejected"] >= 4 * rejected
 
 
 def test_a_filter_that_falls_back_does_not_ask_for_another_wave(
