@@ -350,8 +350,8 @@ class History:
         return len(self._encode(changed))
 
 
-def _same(one: str, other: str) -> int:
-    """Number of characters with which both begin."""
+def _same(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Number of characters, or of tokens, with which both begin."""
     least, most = 0, min(len(one), len(other))
     while least < most:
         middle = (least + most + 1) // 2
@@ -366,12 +366,9 @@ def _differing(one: Sequence[int], other: Sequence[int]) -> int:
     """Number of tokens between the first and the last in which two rows differ."""
     if one == other:
         return 0
-    first = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
-    first = min(len(one), len(other)) if first is None else first
-    last = 0
-    while last < min(len(one), len(other)) - first and one[-1 - last] == other[-1 - last]:
-        last += 1
-    return max(1, len(one) - first - last)
+    first = _same(one, other)
+    one, other = one[first:], other[first:]
+    return max(1, len(one) - _same(one[::-1], other[::-1]))
 
 
 def _marks(told: Sequence[Said], tools: Sequence[Said] | None, options: Said) -> list[Mark]:
