@@ -6,6 +6,7 @@ that say who asks, or that the answer does not depend on, are known and not used
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import uuid
@@ -313,6 +314,9 @@ def _call(call: Any, where: str) -> dict[str, Any]:
             arguments = msgspec.json.decode(arguments.strip() or "{}")
         except (msgspec.DecodeError, RecursionError) as error:
             raise ConfigError(f"{where} has a tool call whose arguments are no JSON.") from error
+    else:
+        # A caller may change its own, and messages are compared with those before.
+        arguments = copy.deepcopy(arguments)
     return {**call, "function": {**more, "name": name, "arguments": arguments}}
 
 

@@ -69,6 +69,9 @@ class Turn:
         branches: which of several branches are delivered: the one of the "last" turn, the "longest"
             one, which has most sampled tokens, or "all" (``Rollout.branches``). The episode sets it
             before it returns. Tokens of the others are in the ledger (``other_branch``).
+        keeps_known: whether turns that are known from before the run was resumed stay in the
+            rollout though the episode has not asked for them again. An episode that runs again says
+            something else then; one whose program lives elsewhere had its answers.
     """
 
     def __init__(
@@ -79,12 +82,14 @@ class Turn:
         sampling: SamplingParams,
         companions: Sequence[Companion] = (),
         known: Collection[tuple[int, int]] = (),
+        begun: tuple[int, int] | None = None,
     ) -> None:
         self.index = index
         self.rollout_id = rollout_id
         self.sampling = sampling
-        self._known = frozenset(known)
+        self._known, self._begun = frozenset(known), begun
         self.branches: BranchRule = "last"
+        self.keeps_known = False
         self._branched = False
         """Whether a call may have left the context of the one before."""
         self._tell = tell
@@ -127,13 +132,16 @@ class Turn:
 
     @property
     def known(self) -> int:
-        """Number of its turns that are known from before the run was resumed."""
-        return len(self._known)
+        """Number of its turns that are known from before the run was resumed, in whole or in
+        part."""
+        return len(self._known) + (self._begun is not None)
 
-    def knows(self, input_ids: Sequence[int] | Int32Array) -> bool:
-        """Whether a turn after this context is known from before the run was resumed, in whole or
-        in part. :meth:`generate` returns its tokens then, and generates only what is missing."""
-        return context_mark(np.asarray(input_ids, dtype=np.int32)) in self._known
+    def knows(self, input_ids: Sequence[int] | Int32Array, *, whole: bool = False) -> bool:
+        """Whether a turn after this context is known from before the run was resumed, in whole or,
+        unless `whole` is True, in part. :meth:`generate` returns its tokens then, and generates
+        only what is missing."""
+        mark = context_mark(np.asarray(input_ids, dtype=np.int32))
+        return mark in self._known or (mark == self._begun and not whole)
 
     async def generate(
         self,

@@ -234,6 +234,7 @@ class Work:
             sampling=command.sampling,
             companions=asked,
             known=command.known,
+            begun=command.begun,
         )
         self._turns[rollout_id] = turn
         try:
@@ -253,7 +254,12 @@ class Work:
             reward = await called(_EPISODE, self._episode, turn, command.prompt)
             score = None if reward is None else _score(reward)
             await turn.settle()
-            ending = ev.EpisodeFinished(rollout_id=rollout_id, score=score, branches=turn.branches)
+            ending = ev.EpisodeFinished(
+                rollout_id=rollout_id,
+                score=score,
+                branches=turn.branches,
+                keeps_known=turn.keeps_known,
+            )
         except Exception as error:
             cause = self._failures.note(_EPISODE, self._episode, error)
             lost = isinstance(error, MemberLost)

@@ -106,6 +106,8 @@ class History:
         self._texts: dict[str, Mark] = {}
         """Texts of completions with what came back."""
         self._resampled = self._rewritten = 0
+        self._marked: tuple[Mark, Sequence[Said], list[Mark]] = (b"", (), [])
+        """What the latest request began with, its messages, and the mark after each."""
         self._open: Mark | None = None
         """The request that was begun last, until it is answered."""
 
@@ -140,7 +142,7 @@ class History:
         """
         options = options or {}
         told, images = for_template(messages)
-        marks = _marks(told, tools, options)
+        marks = self._marks_of(told, tools, options)
         known = next((i for i in reversed(range(len(told))) if marks[i] in self._answers), None)
         whole = self._render(told, tools, options)
         after: Mark | None = None
@@ -240,7 +242,8 @@ class History:
         )
         # The delimiters of tool calls and reasoning may be special tokens.
         is_chat = bool(question.messages)
-        text = tokenizer.decode(shown, skip_special=not (is_chat and tokenizer.parses))
+        skip = not (is_chat and tokenizer.parses)
+        text = tokenizer.decode(shown, skip_special=skip) if skip or ended else raw
         message = Message(tokenizer.parser(question.text, question.tools) if is_chat else None)
         message.push(text)
         message.finish()
@@ -267,12 +270,29 @@ class History:
     ) -> list[int]:
         """The places of the answers in these messages that are not known."""
         told, _ = for_template(messages)
-        marks = _marks(told, tools, options or {})
+        marks = self._marks_of(told, tools, options or {})
         return [
             place
             for place, mark in enumerate(marks)
             if place and told[place]["role"] == "assistant" and mark not in self._answers
         ]
+
+    def _marks_of(
+        self, told: Sequence[Said], tools: Sequence[Said] | None, options: Said
+    ) -> list[Mark]:
+        """The mark after each message. A request mostly begins with the one before it, whose marks
+        are taken over."""
+        mark = _after(b"", {"tools": tools or None, "options": options})
+        first, before, marks = self._marked
+        same = 0
+        if first == mark:
+            least = min(len(told), len(before))
+            same = next((i for i in range(least) if told[i] != before[i]), least)
+        marks = marks[:same]
+        for message in told[same:]:
+            marks.append(_after(marks[-1] if marks else mark, message))
+        self._marked = mark, told, marks
+        return marks
 
     def _whole(self, mark: Mark) -> tuple[Int32Array, str]:
         """An answer with its whole context, and what these tokens say."""
@@ -371,19 +391,10 @@ def _differing(one: Sequence[int], other: Sequence[int]) -> int:
     return max(1, len(one) - _same(one[::-1], other[::-1]))
 
 
-def _marks(told: Sequence[Said], tools: Sequence[Said] | None, options: Said) -> list[Mark]:
-    """The mark after each message."""
-    mark = _after(b"", {"tools": tools or None, "options": options})
-    marks: list[Mark] = []
-    for message in told:
-        mark = _after(mark, message)
-        marks.append(mark)
-    return marks
-
-
-def _after(mark: Mark, message: Said) -> Mark:
-    what = _compared(message) if message.get("role") else message
-    text = json.dumps(what, sort_keys=True, ensure_ascii=True, default=str)
+def _after(mark: Mark, what: Said) -> Mark:
+    # A message is written in one way only, because arguments of calls are sorted. JSON takes four
+    # times as long, and each request has all messages again.
+    text = repr(_compared(what)) if what.get("role") else _in_one_order(what)
     return hashlib.blake2b(mark + text.encode(), digest_size=16).digest()
 
 
@@ -395,8 +406,12 @@ def _compared(message: Said) -> list[Any]:
         content = content.strip() if isinstance(content, str) else content
         for call in cast("list[Any]", message.get("tool_calls") or ()):
             function = call["function"]
-            calls.append(json.dumps([function["name"], function["arguments"]], sort_keys=True))
+            calls.append(_in_one_order([function["name"], function["arguments"]]))
     return [message["role"], content, message.get("name"), sorted(calls)]
+
+
+def _in_one_order(value: object) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
 
 
 def _media(images: Sequence[str]) -> tuple[Media, ...]:

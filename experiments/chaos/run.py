@@ -6,6 +6,7 @@ python experiments/chaos/run.py servers --seeds 0:500
 python experiments/chaos/run.py shards --seeds 0:1000
 python experiments/chaos/run.py kills --kills 50 --groups 500
 python experiments/chaos/run.py real --seeds 0:40
+python experiments/chaos/run.py sessions --seeds 0:3
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from experiments.chaos import servers, shards, trial
+from experiments.chaos import agents, servers, shards, trial
 from experiments.chaos.history import Outcome
 from experiments.chaos.mix import KINDS, Mix
 from experiments.library import arguments, pooled, seeds
@@ -54,6 +55,8 @@ def runner(options: argparse.Namespace) -> Callable[..., Outcome]:
             return trial.run(mix, **named)
 
         return engines
+    if options.part == "sessions":
+        return agents.run
     if options.part in ("kills", "real"):
         # They need the servers of the tests.
         from experiments.chaos import kills, real
@@ -136,7 +139,9 @@ def written(found: dict[str, Any]) -> str:
 
 def options_of(arguments_given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = arguments(__doc__)
-    parser.add_argument("part", choices=["engines", "servers", "shards", "kills", "real"])
+    parser.add_argument(
+        "part", choices=["engines", "servers", "shards", "sessions", "kills", "real"]
+    )
     parser.add_argument(
         "--seeds", type=seeds, default=range(1), help="FIRST:LAST, the last one not included"
     )

@@ -119,7 +119,10 @@ class Dialogues:
         score = Score(reward=1.0 if rollout_id % 2 else None, info={"rollout": rollout_id})
         rules: tuple[BranchRule, ...] = ("last", "longest", "all")
         return ev.EpisodeFinished(
-            rollout_id=rollout_id, score=score, branches=rules[rollout_id % 3]
+            rollout_id=rollout_id,
+            score=score,
+            branches=rules[rollout_id % 3],
+            keeps_known=rollout_id % 4 < 2,
         )
 
     def fail(self, rollout_id: int, *, lost: bool = False) -> ev.EpisodeFailed:

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from experiments.chaos import servers, shards
+from experiments.chaos import agents, servers, shards
 from experiments.chaos.history import Outcome
 from experiments.chaos.mix import Mix
 from experiments.chaos.trial import run
@@ -65,3 +65,11 @@ def test_faults_of_shards_and_servers_lose_nothing_and_keep_no_call(
     outcomes = map(part, range(first, first + SEEDS_AT_ONCE))
     found = [f"seed {each.seed}: {each.complaints}" for each in outcomes if each.complaints]
     assert not found, "\n".join(found)
+
+
+@pytest.mark.long
+def test_five_hundred_agents_lose_nothing_that_was_saved():
+    outcome = agents.run(0)
+    assert not outcome.complaints
+    assert outcome.ending == ["killed", "batch"]
+    assert outcome.figures["sessions_at_once"] > 500

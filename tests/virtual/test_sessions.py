@@ -66,10 +66,9 @@ def opened(
 ) -> RolloutScheduler:
     """A scheduler of embedded engines with its invariants checked."""
     checking = Checking()
-    changes: dict[str, Any] = {"straggler": "abort", **more.pop("config", {})}
+    changes: dict[str, Any] = {"straggler": "abort", "group_size": 2, **more.pop("config", {})}
     config = SchedulerConfig(
         batch_groups=count,
-        group_size=2,
         pace="asynchronous",
         over_provision=1.0,
         sampling=SamplingParams(
@@ -446,8 +445,8 @@ class Outside:
         self.messages = [said("user", "1 + 1?"), said("assistant", "2"), said("user", task)]
         self.answers = 0
 
-    async def step(self, session: Session) -> None:
-        reply = await session.chat(self.messages)
+    async def step(self, session: Session, most: int | None = None) -> None:
+        reply = await session.chat(self.messages, max_tokens=most)
         self.messages += [dict(reply.message), said("user", f"and {self.answers}?")]
         self.answers += 1
 
@@ -499,6 +498,77 @@ async def test_a_harness_outside_that_comes_back_goes_on_and_another_is_a_lost_m
     assert (first.turns, second.turns) == (3, 1)
     assert first.token_ids.tolist()[: len(known)] == known
     assert int(first.loss_mask.sum()) == 3 * 60
+
+
+async def test_an_answer_that_was_heard_and_saved_in_part_is_text_afterwards(
+    tokenizer: ModelTokenizer, tmp_path: Path
+):
+    secret = tmp_path / "secret"
+    store = SqliteStore(tmp_path / "store", inline=True)
+    harness = Outside("task")
+    one_each: Any = {"group_size": 1, "save_interval_s": 0.01}
+    async with (
+        Sessions(tokenizer=tokenizer, secret=secret) as sessions,
+        opened(sessions, 1, store=store, config=one_each) as rollouts,
+    ):
+        session = await sessions.next()
+        await harness.step(session, 30)
+        step = asyncio.ensure_future(harness.step(session, 30))
+        while len(rollouts.state.in_flight.rollouts[int(session.id)].log) < 60:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.02)
+        killed = left_behind(store, tmp_path / "killed")
+        await step
+    async with (
+        Sessions(tokenizer=tokenizer, secret=secret) as sessions,
+        opened(sessions, 1, store=killed, config=one_each) as rollouts,
+    ):
+        await asyncio.sleep(0.1)
+        session = sessions.get(session.id)
+        assert session is not None
+        before = rollouts.state.in_flight.counters.tokens_generated
+        assert 30 < before < 60
+        await harness.step(session, 30)
+        session.done(1.0)
+        batch = await rollouts.next_batch()
+        assert rollouts.state.in_flight.counters.tokens_generated == before + 30
+        assert rollouts.state.in_flight.ledger.tokens == {Reason.RESTARTED: before - 30}
+    (rollout,) = batch.rollouts
+    assert rollout.turns == 2
+    assert int(rollout.loss_mask.sum()) == 60
+    assert rollout.info["session"]["branches"] == 1
+
+
+async def test_a_harness_that_only_reports_after_the_kill_keeps_what_it_was_answered(
+    tokenizer: ModelTokenizer, tmp_path: Path
+):
+    secret = tmp_path / "secret"
+    store = SqliteStore(tmp_path / "store", inline=True)
+    one_each: Any = {"group_size": 1, "save_interval_s": 0.01}
+    async with (
+        Sessions(tokenizer=tokenizer, secret=secret, branches="all") as sessions,
+        opened(sessions, 1, store=store, config=one_each) as rollouts,
+    ):
+        session = await sessions.next()
+        for harness in (Outside("task"), Outside("another"), Outside("task")):
+            await harness.step(session)
+        await asyncio.sleep(0.1)
+        killed = left_behind(store, tmp_path / "killed")
+    async with (
+        Sessions(tokenizer=tokenizer, secret=secret, branches="all") as sessions,
+        opened(sessions, 1, store=killed, config=one_each) as rollouts,
+    ):
+        await asyncio.sleep(0.1)
+        session = sessions.get(session.id)
+        assert session is not None
+        session.done(1.0)
+        batch = await rollouts.next_batch()
+        assert not rollouts.state.in_flight.ledger.total
+    (rollout,) = batch.rollouts
+    assert rollout.turns == 3
+    assert len(rollout.branches) == 2
+    sequences = (rollout, *rollout.branches)
+    assert sum([int(each.loss_mask.sum()) for each in sequences]) == 3 * 60
 
 
 async def test_many_sessions_with_slow_tools_through_refits_and_dead_engines(

@@ -134,13 +134,15 @@ def context_mark(input_ids: Int32Array) -> tuple[int, int]:
 
 class StartEpisode(Command, frozen=True, eq=False):
     """Start the coroutine of an episode. `known` has the marks of the contexts of its turns that
-    are known from before the run was resumed."""
+    are known from before the run was resumed, and `begun` that of the one of which only the first
+    tokens may be known."""
 
     rollout_id: int
     index: int
     prompt: Prompt
     sampling: SamplingParams
     known: tuple[tuple[int, int], ...] = ()
+    begun: tuple[int, int] | None = None
 
 
 class ResolveTurn(Command, frozen=True, eq=False):

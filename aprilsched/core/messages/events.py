@@ -331,11 +331,13 @@ class TurnKept(Event, frozen=True):
 
 class EpisodeFinished(Event, frozen=True):
     """An episode returned, with its score if it gave one. `branches` says which of several are
-    kept."""
+    kept, and `keeps_known` whether turns that are known from before a restart are kept if it has
+    not asked for them again."""
 
     rollout_id: int
     score: Score | None = None
     branches: BranchRule = "last"
+    keeps_known: bool = False
 
 
 class EpisodeFailed(Event, frozen=True):

@@ -28,11 +28,13 @@ def start_episode(state: SchedulerState, rollout: RolloutRecord) -> None:
     """Start the episode that drives a rollout."""
     state.tell(facts.EpisodeStarted(rollout_id=rollout.rollout_id))
     known: list[tuple[int, int]] = []
+    begun: tuple[int, int] | None = None
     if rollout.replay is not None:
         turns = [(begin, branch) for begin, _, _, branch in rollout.answered]
-        if rollout.replay.partial is not None:
-            turns.append((rollout.replay.partial, rollout.branch))
         known = [do.context_mark(_context(rollout, *turn)) for turn in turns]
+        if rollout.replay.partial is not None:
+            context = _context(rollout, rollout.replay.partial, rollout.branch)
+            begun = do.context_mark(context)
     state.commands.append(
         do.StartEpisode(
             rollout_id=rollout.rollout_id,
@@ -40,6 +42,7 @@ def start_episode(state: SchedulerState, rollout: RolloutRecord) -> None:
             prompt=rollout.group.prompt,
             sampling=rollout.sampling,
             known=tuple(known),
+            begun=begun,
         )
     )
 
@@ -166,6 +169,8 @@ def on_episode_finished(state: SchedulerState, event: ev.EpisodeFinished) -> Non
     if rollout is None:
         return
     _drop_undecided(state, rollout)
+    if rollout.replay is not None and event.keeps_known:
+        keep_rest(state, rollout)
     if rollout.turns == 0:
         cause = "the episode returned without generating anything"
         drop(state, rollout.group, Reason.EPISODE_FAILED, cause, culprit=rollout.rollout_id)
@@ -439,6 +444,13 @@ def forget_rest(state: SchedulerState, rollout: RolloutRecord) -> None:
     replay, rollout.replay = rollout.replay, None
     if replay is not None:
         forget(state, rollout, replay.asked, Reason.RESTARTED)
+
+
+def keep_rest(state: SchedulerState, rollout: RolloutRecord) -> None:
+    """Keep the known turns that the program of an episode has not asked for again."""
+    rollout.replay = None
+    rollout.turns = len(rollout.answered)
+    truncate_to_answered(state, rollout, Reason.RESTARTED)
 
 
 def leave_one(state: SchedulerState, rollout: RolloutRecord, begin: int, limit: int) -> None:
