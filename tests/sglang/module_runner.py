@@ -1,7 +1,7 @@
 """Runs functions that need the server's packages in one process, since importing takes long.
 
 Reads ``["MODULE", "ARGUMENT", …]`` from each line, calls that module's `main` with the arguments,
-and answers with a line: ``null``, or what went wrong. Ends when its input does.
+and answers with a line: what went wrong or null, and what it returned. Ends when its input does.
 """
 
 # pyright: basic
@@ -25,12 +25,12 @@ def serve() -> None:
     stand_ins.install()
     for line in sys.stdin:
         module, *arguments = json.loads(line)
-        trouble = None
+        trouble = returned = None
         try:
-            importlib.import_module(module).main(*arguments)
+            returned = importlib.import_module(module).main(*arguments)
         except Exception:
             trouble = traceback.format_exc()
-        print(json.dumps(trouble), file=answers, flush=True)
+        print(json.dumps([trouble, returned]), file=answers, flush=True)
 
 
 if __name__ == "__main__":

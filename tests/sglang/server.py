@@ -12,12 +12,14 @@ import http.client
 import json
 import os
 import random
+import select
 import signal
 import socket
 import subprocess
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 __all__ = [
     "CpuServer",
@@ -53,14 +55,17 @@ def server_python() -> Path:
 
 
 @functools.cache
-def _module_runner(purpose: str, python: Path) -> subprocess.Popen[str]:
-    """The process of module_runner.py for a purpose, which the first call starts.
+def _module_runner(
+    purpose: str, python: Path, more: tuple[tuple[str, str], ...]
+) -> subprocess.Popen[str]:
+    """The process of module_runner.py for a purpose, which the first call starts, with `more` in
+    its environment.
 
     It runs as long as this one.
     """
     process = subprocess.Popen(
         [str(python), str(HERE / "module_runner.py")],
-        env={**server_environment(), "PYTHONPATH": str(HERE.parents[1])},
+        env={**server_environment(), **dict(more), "PYTHONPATH": str(HERE.parents[1])},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -72,25 +77,31 @@ def _module_runner(purpose: str, python: Path) -> subprocess.Popen[str]:
 
 
 def run_with_server_packages(
-    module: str, *arguments: object, purpose: str = "models", python: Path | None = None
-) -> None:
-    """Call `main` of a module beside module_runner.py, with the server's packages and aprilsched.
+    module: str,
+    *arguments: object,
+    purpose: str = "models",
+    python: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Any:
+    """What `main` of a module beside module_runner.py returns as JSON; it has the server's packages
+    and aprilsched.
 
-    Calls of one `purpose` and `python` share a process; the default is SGLang's.
+    Calls of one `purpose`, `python` and `environment` share a process; the default is SGLang's.
 
     Raises:
         RuntimeError: if it raises.
     """
-    process = _module_runner(purpose, python or server_python())
+    more = tuple((environment or {}).items())
+    process = _module_runner(purpose, python or server_python(), more)
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(json.dumps([module, *map(str, arguments)]) + "\n")
     process.stdin.flush()
-    trouble = json.loads(
-        process.stdout.readline() or '"The process of module_runner.py has ended."'
-    )
+    answer = process.stdout.readline() or '["The process of module_runner.py has ended.", null]'
+    trouble, returned = json.loads(answer)
     if trouble is not None:
         raise RuntimeError(f"{module} failed:\n{trouble}")
+    return returned
 
 
 def write_model(
@@ -101,18 +112,50 @@ def write_model(
     return directory
 
 
+class _Forked:
+    """A process that another one has forked for this one, as far as Popen has it."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        try:
+            self._ends: int | None = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._ends = None
+
+    def poll(self) -> int | None:
+        """None while it runs."""
+        return 0 if self._ended(0) else None
+
+    def wait(self, timeout: float) -> None:
+        """Wait for its end.
+
+        Raises:
+            subprocess.TimeoutExpired: if it does not end in time.
+        """
+        if not self._ended(timeout):
+            raise subprocess.TimeoutExpired("a server", timeout)
+
+    def _ended(self, timeout: float) -> bool:
+        if self._ends is not None and select.select([self._ends], [], [], timeout)[0]:
+            os.close(self._ends)
+            self._ends = None
+        return self._ends is None
+
+
 class CpuServer:
     """One server, from :meth:`start` to :meth:`stop`, or for a ``with`` block."""
 
     ready_path = "/ready"
     """It answers 200 when the server can be used."""
+    launcher = "launch_cpu_server"
+    """The module that forks it."""
 
     def __init__(self, model: Path, log: Path, *extra: str) -> None:
         self.model = model
         self.log = log
         self.port = free_port()
         self._extra = extra
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: _Forked | None = None
 
     @property
     def url(self) -> str:
@@ -129,16 +172,16 @@ class CpuServer:
 
     def start(self) -> None:
         """Start the process; :meth:`wait_ready` waits for it."""
-        with self.log.open("wb") as log:
-            self._process = subprocess.Popen(
-                self._command(),
-                env=self._environment(),
-                cwd=self.log.parent,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        self.log.write_bytes(b"")
+        pid = run_with_server_packages(
+            self.launcher,
+            self.log,
+            *self._arguments(),
+            purpose="servers",
+            python=self._python(),
+            environment=self._environment(),
+        )
+        self._process = _Forked(pid)
 
     def wait_ready(self) -> None:
         """Return once it answers.
@@ -195,11 +238,12 @@ class CpuServer:
     def _cannot_bind(self) -> bool:
         return b"address already in use" in self.log.read_bytes()
 
-    def _command(self) -> list[str]:
-        return [str(server_python()), str(HERE / "launch_cpu_server.py"), *self._arguments()]
+    def _python(self) -> Path:
+        return server_python()
 
     def _environment(self) -> dict[str, str]:
-        return server_environment()
+        """Variables besides :func:`server_environment`."""
+        return {}
 
     def _arguments(self) -> list[str]:
         settings = {

@@ -1,7 +1,7 @@
-"""Starts vLLM's command line; the server environment's Python runs it.
+"""Forks servers of vLLM from a process that has imported it, as its namesake does for SGLang.
 
-The server's processes are forks of the first one. vLLM spawns them on a CPU, and each would import
-the same packages again, which takes most of the time of a boot.
+The server's processes are forks too. vLLM spawns them on a CPU, and each would import the same
+packages again, which takes most of the time of a boot.
 """
 
 # pyright: basic, reportMissingImports=false
@@ -11,16 +11,28 @@ from __future__ import annotations
 import multiprocessing
 import sys
 
-if __name__ == "__main__":
+from launch_cpu_server import forked
+
+from tests.vllm import over_gloo
+
+
+def main(log: str, *arguments: str) -> int:
+    """Fork a server that writes into `log`; returns its process id, which is also its group."""
+    for stand_in in ("vllm", "vllm._custom_ops"):
+        # SGLang's servers need them where vLLM is not installed.
+        if not hasattr(sys.modules.get(stand_in), "__file__"):
+            sys.modules.pop(stand_in, None)
+
+    import vllm.entrypoints.openai.api_server  # noqa: F401
+    from vllm.entrypoints.cli.main import main as vllm_main
     from vllm.utils import system_utils
 
     system_utils.get_mp_context = lambda: multiprocessing.get_context("fork")
 
-    if "--weight-transfer-config" in sys.argv:
-        import over_gloo
+    def run() -> None:
+        sys.argv = ["vllm", "serve", *arguments]
+        if "--weight-transfer-config" in arguments:
+            over_gloo.install()
+        vllm_main()
 
-        over_gloo.install()
-
-    from vllm.entrypoints.cli.main import main
-
-    main()
+    return forked(run, log)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from tests.sglang.server import CpuServer, server_environment
+from tests.sglang.server import CpuServer
 
 __all__ = ["ENVIRONMENT", "VLLMServer", "server_python"]
 
@@ -23,18 +23,18 @@ def server_python() -> Path | None:
 class VLLMServer(CpuServer):
     """One server; see :class:`CpuServer`."""
 
+    launcher = "tests.vllm.launch_cpu_server"
     # The first call takes long on a busy machine, and no test is about that.
     ready_path = "/server_info?config_format=json"
 
-    def _command(self) -> list[str]:
+    def _python(self) -> Path:
         python = server_python()
         assert python is not None
-        return [str(python), str(HERE / "launch_cpu_server.py"), "serve", *self._arguments()]
+        return python
 
     def _environment(self) -> dict[str, str]:
         return {
-            "VLLM_SERVER_DEV_MODE": "1",
-            **server_environment(),
+            "VLLM_SERVER_DEV_MODE": os.environ.get("VLLM_SERVER_DEV_MODE", "1"),
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
