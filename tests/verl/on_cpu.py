@@ -31,7 +31,9 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.rollout.llm_server import LLMServerManager
 from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
 
+from aprilsched import SchedulerConfig
 from aprilsched.engines.sim.toy_model import ContextState, ToyModel
+from aprilsched.integrations.verl import AgentLoopManager
 from tests.verl.server import VOCAB_SIZE, WEIGHTS, Server
 
 MODEL = ToyModel(VOCAB_SIZE)
@@ -106,6 +108,12 @@ class TwoTurns(AgentLoopBase):
         )
 
 
+class WithExperts(AgentLoopManager):
+    """Asks the servers for the experts of each token."""
+
+    scheduler = SchedulerConfig(companions=("routed_experts=uint8[3,2]",))
+
+
 class NoActors:
     """A group of no workers that train."""
 
@@ -158,6 +166,8 @@ class Trainer(PPOTrainerSeparateAsync):
         super()._compute_metrics(batch, metrics, *args, **given)
         self.logged.append(dict(metrics))
         fields = ["prompts", "responses", "response_mask", "rollout_log_probs", "rm_scores"]
+        if self.config.actor_rollout_ref.rollout.enable_rollout_routing_replay:
+            fields.append("routed_experts")
         data = tq.kv_batch_get(
             keys=batch.keys, partition_id=batch.partition_id, select_fields=fields
         )
@@ -179,15 +189,22 @@ class Trajectory:
     response_mask: np.ndarray[Any, Any]
     rollout_log_probs: np.ndarray[Any, Any]
     rm_scores: np.ndarray[Any, Any]
+    routed_experts: np.ndarray[Any, Any] | None = None
 
     def versions(self, weights: Path) -> list[int]:
-        """The steps whose weights sampled the tokens, one after the other.
+        """The steps whose weights sampled the tokens, one after the other."""
+        return [step for step, _ in self.stretches(weights)]
+
+    def stretches(self, weights: Path) -> list[tuple[int, range]]:
+        """The stretches of sampled tokens, each with the step whose weights sampled it and its
+        places in the response.
 
         The tokens and their logprobs follow from the weights and from all tokens before. Each
         stretch is tried with the weights of the step before it and of later ones.
         """
         tokens = np.concatenate((self.prompts, self.responses)).astype(np.int32)
-        place, end, step, found = len(self.prompts), len(tokens), 0, list[int]()
+        place, end, step = len(self.prompts), len(tokens), 0
+        found = list[tuple[int, range]]()
         while place < end:
             if not self.response_mask[place - len(self.prompts)]:
                 place += 1
@@ -200,7 +217,8 @@ class Trajectory:
             same = (ids == tokens[place:]) & (logprobs == given)
             length = int(np.argmin(same)) if not same.all() else len(same)
             if length:
-                found.append(step)
+                begin = place - len(self.prompts)
+                found.append((step, range(begin, begin + length)))
             else:
                 step += 1
             place += length

@@ -3,6 +3,7 @@
 # pyright: basic, reportMissingImports=false
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from aprilsched.companions import Companion
+from aprilsched.engines.sim.toy_model import toy_rows
 from aprilsched.integrations import verl as adapter
 from tests.verl.conftest import STEPS
 
@@ -117,3 +120,28 @@ def test_training_with_updates_that_the_next_prompts_tell_of(
         assert each.tag["max_global_steps"] in (versions[-1], versions[-1] - 1)
         assert (each.response_mask == 0).sum() == 2
     assert {metrics["training/num_turns/mean"] for metrics in trainer.logged} == {4}
+
+
+def test_the_experts_of_each_token_are_of_the_pass_that_sampled_it(
+    run: Callable[..., Any], weights: Path
+):
+    """Across the updates, where contexts are computed again under the new weights."""
+    manager = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
+    trainer, _ = run(
+        adapter._task_runner(),
+        f"{manager}=tests.verl.on_cpu.WithExperts",
+        "actor_rollout_ref.rollout.enable_rollout_routing_replay=True",
+    )
+    check_groups(trainer.trained)
+    experts, several = Companion("routed_experts", "uint8", (3, 2)), 0
+    for each in trainer.trained:
+        assert each.routed_experts.shape == (len(each.prompts) + len(each.responses), 3, 2)
+        stretches = each.stretches(weights)
+        several += len(stretches) > 1
+        for step, places in stretches:
+            # The pass that sampled a token read the one before it.
+            rows = np.array(places) + len(each.prompts) - 1
+            key = zlib.crc32((weights / f"step-{step}" / "model.safetensors").read_bytes())
+            keys = np.full(len(rows), key, dtype=np.uint64)
+            assert np.array_equal(each.routed_experts[rows], toy_rows(experts, rows, keys).values)
+    assert several
