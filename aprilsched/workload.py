@@ -1,4 +1,4 @@
-"""Built-in prompts whose response lengths are drawn beforehand from a law with a long tail.
+"""Prompts whose response lengths are drawn beforehand from a law, mostly one with a long tail.
 
 Each response has its length as ``max_new_tokens``, with ``ignore_eos``. So the same workload has
 the same lengths on the embedded engine and on a real server, under any schedule.
@@ -11,6 +11,9 @@ is shared by the responses of one prompt:
 where the z are standard normal and s is 1 (law "lognormal") or, once for a group, the scale that
 makes x a Student t of `dof` degrees of freedom, divided by its standard deviation ("log_t").
 Lengths above `cap` become `cap`, so the law has an atom there, as truncated responses do.
+
+Any other law is a value that knows its distribution function F (:class:`Law`). The responses of a
+prompt then have a Gaussian copula: a length is the quantile of F at Phi(x), with the x from above.
 
 With `epoch_prompts` the prompts come again: prompt i is prompt ``i % epoch_prompts`` of its epoch,
 with the same key, tokens and group effect and with new responses. The policy may change between
@@ -27,10 +30,12 @@ prompt has a counter-based generator of its own: Philox with the key (seed, i).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import count as count_up
-from typing import Literal, TypeAlias
+from pathlib import Path
+from typing import Literal, Protocol, Self, TypeAlias
 
 import numpy as np
 from numpy.random import Generator, Philox
@@ -40,9 +45,119 @@ from aprilsched.errors import ConfigError
 from aprilsched.types import Prompt, SamplingParams
 
 LengthLaw: TypeAlias = Literal["lognormal", "log_t"]
+_GRID = 1 << 16
+"""The longest cap up to which a law's distribution function is asked at each length; beyond it, it
+is asked at so many."""
+_PROMPTS = 1024
+"""Prompts whose laws the moments are of, where each has its own and their number is not known."""
 
 _MOMENTS_STREAM = 2**64 - 1
 """Index of the generator for moments. No prompt has this index, so none shares its draws."""
+
+
+class Law(Protocol):
+    """A law of response lengths; one of your own needs this method alone, and to be immutable."""
+
+    def cdf(self, lengths: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The share of responses that are not longer than each of `lengths`, in tokens."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Lognormal:
+    """Lengths whose logarithm is normal: `median` in tokens, `sigma` of the natural logarithm."""
+
+    median: float = 700.0
+    sigma: float = 0.9
+
+    def __post_init__(self) -> None:
+        _check(self.median > 0, f"median is {self.median}; give a number above 0.")
+        _check(self.sigma > 0, f"sigma is {self.sigma}; give a number above 0.")
+
+    def cdf(self, lengths: NDArray[np.float64]) -> NDArray[np.float64]:
+        """See :class:`Law`."""
+        return _phi((np.log(lengths) - math.log(self.median)) / self.sigma)
+
+
+@dataclass(frozen=True, slots=True)
+class Pareto:
+    """Lengths from `least` tokens on, of which a share ``(least / n)**alpha`` is longer than n. The
+    mean without a cap is infinite for an `alpha` up to 1."""
+
+    least: float = 200.0
+    alpha: float = 1.5
+
+    def __post_init__(self) -> None:
+        _check(self.least > 0, f"least is {self.least}; give a number above 0.")
+        _check(self.alpha > 0, f"alpha is {self.alpha}; give a number above 0.")
+
+    def cdf(self, lengths: NDArray[np.float64]) -> NDArray[np.float64]:
+        """See :class:`Law`."""
+        return 1.0 - (self.least / np.maximum(lengths, self.least)) ** self.alpha
+
+
+@dataclass(frozen=True, slots=True)
+class Empirical:
+    """The lengths of a list, each as likely as the others."""
+
+    lengths: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        _check(len(self.lengths) > 0, "there are no lengths; give at least one.")
+        _check(min(self.lengths) >= 1, "a length is below 1; give tokens, each 1 or more.")
+        object.__setattr__(self, "lengths", tuple(sorted(self.lengths)))
+
+    @classmethod
+    def read(cls, path: Path | str) -> Self:
+        """The lengths in a file: numbers with white space or commas between them.
+
+        Raises:
+            ConfigError: if it cannot be read.
+        """
+        try:
+            words = Path(path).read_text(encoding="utf-8").replace(",", " ").split()
+            return cls(tuple(int(float(word)) for word in words))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"the lengths in {path} cannot be read: {error}.") from error
+
+    def cdf(self, lengths: NDArray[np.float64]) -> NDArray[np.float64]:
+        """See :class:`Law`."""
+        return np.searchsorted(self.lengths, lengths, side="right") / len(self.lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """Laws with their weights, such as ``Mixture((0.9, Lognormal(300)), (0.1, Pareto(4000)))``."""
+
+    parts: tuple[tuple[float, Law], ...]
+
+    def __init__(self, *parts: tuple[float, Law]) -> None:
+        _check(len(parts) > 0, "a mixture has no laws; give (weight, law), one or more.")
+        _check(min(w for w, _ in parts) > 0, "a weight is not above 0; leave its law out.")
+        object.__setattr__(self, "parts", parts)
+
+    def cdf(self, lengths: NDArray[np.float64]) -> NDArray[np.float64]:
+        """See :class:`Law`."""
+        total = math.fsum(weight for weight, _ in self.parts)
+        shares = [weight / total * law.cdf(lengths) for weight, law in self.parts]
+        return np.sum(shares, axis=0)
+
+
+def _phi(x: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The distribution function of the standard normal law."""
+    return 0.5 * np.frompyfunc(math.erfc, 1, 1)(-x / math.sqrt(2.0)).astype(np.float64)
+
+
+@lru_cache(maxsize=256)
+def _quantiles(law: Law, cap: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Shares of responses and the lengths that these are not longer than; both grow."""
+    lengths = np.arange(1.0, cap + 1)
+    if cap > _GRID:
+        lengths = np.unique(np.rint(np.geomspace(1, cap, _GRID)))
+    shares = law.cdf(lengths)
+    if not (np.diff(shares) >= 0).all() or not 0 <= shares[0] <= shares[-1] <= 1:
+        raise ConfigError("the cdf of the law does not grow from 0 to 1; correct it.")
+    return shares, lengths
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +185,8 @@ class LongTailWorkload:
             common, 0 to 1.
         prompt_tokens: number of tokens of every prompt; they are random ids below `vocab_size`.
         vocab_size: bound of the token ids, at most the vocabulary size of the served model.
-        law: "lognormal", or "log_t" for a heavier tail.
+        law: "lognormal", or "log_t" for a heavier tail; or another :class:`Law`, which does not
+            use `median` and `sigma`; or a function that gives the law of each prompt, by its key.
         dof: degrees of freedom of "log_t", above 2.
         seed: decides the prompts, the lengths and the sampling seeds.
         group_size: responses for each prompt; give the scheduler's group size.
@@ -88,7 +204,7 @@ class LongTailWorkload:
     within_group: float = 0.5
     prompt_tokens: int = 8
     vocab_size: int = 32_000
-    law: LengthLaw = "lognormal"
+    law: LengthLaw | Law | Callable[[int], Law] = "lognormal"
     dof: float = 4.0
     seed: int = 0
     group_size: int = 8
@@ -103,7 +219,8 @@ class LongTailWorkload:
         _check(0 <= self.within_group <= 1, f"within_group is {self.within_group}; give 0 to 1.")
         _check(self.prompt_tokens >= 1, f"prompt_tokens is {self.prompt_tokens}; give at least 1.")
         _check(self.vocab_size >= 2, f"vocab_size is {self.vocab_size}; give at least 2.")
-        _check(self.law in ("lognormal", "log_t"), f"law is {self.law!r}; give lognormal or log_t.")
+        named = not isinstance(self.law, str) or self.law in ("lognormal", "log_t")
+        _check(named, f"law is {self.law!r}; give lognormal, log_t or a law.")
         _check(self.dof > 2, f"dof is {self.dof}; give a number above 2.")
         _check(0 <= self.seed < 2**64, f"seed is {self.seed}; give 0 to 2**64 - 1.")
         _check(self.group_size >= 1, f"group_size is {self.group_size}; give at least 1.")
@@ -157,7 +274,7 @@ class LongTailWorkload:
     def _lengths(self, index: int, rng: Generator, *, again: bool = False) -> NDArray[np.int64]:
         key, epoch = self._key(index), self.epoch_prompts or index + 1
         if key == index and not again:
-            return self._draw(rng, 1)[0]
+            return self._draw(rng, 1, key=key)[0]
         first = self._generator(key)
         shared, stays = first.standard_normal(), 1 - self.drift
         for earlier in range(key + epoch, index + 1, epoch):
@@ -165,7 +282,7 @@ class LongTailWorkload:
             shared = stays * shared + math.sqrt(1 - stays**2) * new
         # The scale of "log_t" is the prompt's, too.
         first.standard_normal((1, self.group_size))
-        return self._draw(rng, 1, shared=shared, scale=first)[0]
+        return self._draw(rng, 1, key=key, shared=shared, scale=first)[0]
 
     def moments(self, samples: int = 1 << 20) -> LengthMoments:
         """Moments of the capped law, by Monte Carlo over about `samples` responses.
@@ -174,8 +291,11 @@ class LongTailWorkload:
         ``mean * sqrt(cv2 * (1 + (group_size - 1) * rho) / samples)``, where rho is the correlation
         within a group, at most 1. With the defaults it is 0.3 % of the mean or less.
         """
-        groups = -(-samples // self.group_size)
-        drawn = self._draw(self._generator(_MOMENTS_STREAM), groups)
+        groups, rng = -(-samples // self.group_size), self._generator(_MOMENTS_STREAM)
+        laws = (self.epoch_prompts or self.count or _PROMPTS) if callable(self.law) else 1
+        laws = min(laws, groups)
+        each = [self._draw(rng, -(-groups // laws), key=key) for key in range(laws)]
+        drawn = np.concatenate(each)
         mean = float(drawn.mean())
         return LengthMoments(
             mean=mean,
@@ -195,16 +315,22 @@ class LongTailWorkload:
         rng: Generator,
         groups: int,
         *,
+        key: int = 0,
         shared: float | None = None,
         scale: Generator | None = None,
     ) -> NDArray[np.int64]:
-        """Lengths, int64 [groups, group_size]; `shared` and `scale` are those of a prompt that was
-        drawn before."""
+        """Lengths, int64 [groups, group_size], of prompts that have the law of the one with this
+        `key`; `shared` and `scale` are those of a prompt that was drawn before."""
         drawn = rng.standard_normal((groups, 1))
         effect = drawn if shared is None else np.full((groups, 1), shared)
         own = rng.standard_normal((groups, self.group_size))
         x = np.sqrt(self.within_group) * effect + np.sqrt(1 - self.within_group) * own
-        if self.law == "log_t":
+        law = self.law(key) if callable(self.law) else self.law
+        if not isinstance(law, str):
+            shares, lengths = _quantiles(law, self.cap)
+            place = np.searchsorted(shares[:-1], _phi(x))
+            return lengths[place].astype(np.int64)
+        if law == "log_t":
             # Student's t is z / sqrt(chi2 / dof) and has the variance dof / (dof - 2). After
             # division by the standard deviation, the factor dof cancels.
             x *= np.sqrt((self.dof - 2) / (scale or rng).chisquare(self.dof, (groups, 1)))

@@ -19,13 +19,23 @@
 
 # %%
 # %matplotlib inline
+from dataclasses import replace
+
+from aprilsched import LongTailWorkload, SchedulerConfig
 from aprilsched.analysis import plots
-from aprilsched.cli.simulate import SimulateCommand, simulated
+from aprilsched.presets import april, auto, sync
+from aprilsched.simulation import compare, simulate
 
 RATIOS = (1.25, 1.5, 2, 3)
-waves = "|".join(str(ratio) for ratio in RATIOS)
-trials = simulated(SimulateCommand(policy=f"sync,april:over_provision={waves},auto", batches=80))
-rows = {name: trial.row for name, trial in trials.items()}
+config = SchedulerConfig(batch_groups=32, group_size=8, straggler="retract")
+policies = {"sync": sync(config)}
+policies |= {f"ρ = {ratio}": replace(april(config), over_provision=ratio) for ratio in RATIOS}
+policies["auto"] = auto(config)
+results = {
+    name: simulate(LongTailWorkload(), policy, batches=80, usage=False)
+    for name, policy in policies.items()
+}
+rows = {row.policy: row for row in compare(results).policies}
 for row in rows.values():
     print(
         f"{row.policy:29}{row.seconds_a_batch:6.1f} s a batch {row.off_policy_share:5.0%} off-policy"
@@ -38,7 +48,7 @@ for row in rows.values():
 
 # %%
 line = {"1: wait for all": rows["sync"]}
-line |= {f"{ratio:g}": rows[f"april:over_provision={ratio}"] for ratio in RATIOS}
+line |= {f"{ratio:g}": rows[f"ρ = {ratio}"] for ratio in RATIOS}
 others = {"auto": rows["auto"]}
 plots.frontier(
     line, others, name="waves, by ρ",

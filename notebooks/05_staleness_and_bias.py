@@ -17,11 +17,14 @@
 
 # %%
 # %matplotlib inline
+from dataclasses import replace
 from pathlib import Path
 
+from aprilsched import LongTailWorkload, SchedulerConfig, presets
 from aprilsched.analysis import plots
 from aprilsched.analysis.run import read_run, tokens_by_age
-from aprilsched.cli.simulate import SimulateCommand, simulated
+from aprilsched.config import Staleness
+from aprilsched.simulation import simulate
 
 april = read_run(Path("data/april"))
 
@@ -37,10 +40,12 @@ plots.staleness(april, title="Start twice as many, carry the rest: how old each 
 # The share of stale tokens does not say *whose* tokens are stale. Responses are carried over because they are long, so the next picture shows staleness by length, over a longer run (one modelled engine, 30 batches).
 
 # %%
-trials = simulated(
-    SimulateCommand(policy="sync,april,april:max_staleness=1:max_staleness.rule=evict", batches=30)
+config = SchedulerConfig(batch_groups=32, group_size=8, straggler="retract")
+carry = presets.april(config)
+policies = (presets.sync(config), carry, replace(carry, max_staleness=Staleness(1, rule="evict")))
+waited, carried, evicted = (
+    simulate(LongTailWorkload(), policy, batches=30).summary for policy in policies
 )
-waited, carried, evicted = (trial.summary for trial in trials.values())
 plots.staleness_by_length(
     carried.bias, title="The longer a response, the staler (above: its off-policy share)"
 )

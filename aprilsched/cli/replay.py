@@ -33,9 +33,9 @@ from aprilsched.runs.replayed import prepare_replay
 from aprilsched.runs.settings import COMMAS, RunSettings, SimSettings
 from aprilsched.runs.setup import Setup, bound_of
 from aprilsched.runs.showing import draw_comparison, screen_of
-from aprilsched.runs.simulated import Outcome, simulate
-from aprilsched.runs.tables import PolicyRow, compare, describe, number, percent, signed_percent
-from aprilsched.simulation import NEVER, Costs
+from aprilsched.runs.simulated import simulate
+from aprilsched.runs.tables import describe, number, percent, signed_percent
+from aprilsched.simulation import NEVER, Costs, PolicyRow, SimulationResult, compare
 from aprilsched.telemetry.run_folder import CONFIG, RunFolder, write_json
 
 
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str]) -> int:
     if command.out is not None:
         RunFolder(command.out)  # raises an error if the folder is not empty
     replay = _prepare(command)
-    outcomes: dict[str, Outcome] = {}
+    outcomes: dict[str, SimulationResult] = {}
     for policy, setup in replay.setups:
         folder = None if command.out is None else RunFolder(command.out / policy.folder)
         screen = screen_of(setup, messages, title=f"{policy.name:8}", compact=True)
@@ -202,7 +202,7 @@ class ReplayReport:
     recorded."""
 
 
-def _report(replay: _Replay, outcomes: Mapping[str, Outcome]) -> ReplayReport:
+def _report(replay: _Replay, outcomes: Mapping[str, SimulationResult]) -> ReplayReport:
     record, (_, setup) = replay.record, replay.setups[0]
     settings, burn_in = setup.settings, setup.settings.burn_in or 0
     own = next(iter(outcomes.values())).summary
@@ -211,7 +211,7 @@ def _report(replay: _Replay, outcomes: Mapping[str, Outcome]) -> ReplayReport:
     rows = compare(outcomes).policies
     base = rows[0].delivered_tokens_per_s
     return ReplayReport(
-        recorded=compare({RECORDED: Outcome(summary=real)}).policies[0],
+        recorded=compare({RECORDED: real}).policies[0],
         replayed=[replace(row, speedup=_over(row.delivered_tokens_per_s, base)) for row in rows],
         prediction_error=prediction_error(real, own, burn_in=burn_in),
         imputed=record.imputed,

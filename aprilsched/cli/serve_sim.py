@@ -13,8 +13,9 @@ from aprilsched.cli.arguments import parsed
 from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.errors import ConfigError
 from aprilsched.runs.settings import SimSettings, key_from
-from aprilsched.testing import SimServer
+from aprilsched.testing import DrawnLengths, SimServer
 from aprilsched.testing.faults import FaultScript, parse_faults
+from aprilsched.workload import Empirical, LengthLaw, LongTailWorkload
 
 _INTERRUPTED = 130
 
@@ -34,7 +35,37 @@ class ServeSimCommand:
     """Wall seconds for each modelled second: 0.1 is ten times faster than the modelled machine."""
     faults: Path | None = None
     """A TOML script of faults (docs/faults.md); those that happened are printed at the end."""
+    law: LengthLaw | None = None
+    """Let responses end by themselves, at lengths that this law draws: lognormal or log_t. If not
+    given, every response has max_new_tokens."""
+    median: float = 700.0
+    """Median of the lengths, in tokens."""
+    sigma: float = 0.9
+    """Standard deviation of the log length."""
+    cap: int = 6000
+    """Tokens of the longest response."""
+    lengths: Path | None = None
+    """A file of lengths, of which each is as likely as the others, in the place of --law."""
+    seed: int = 0
+    """Seed of the lengths."""
     sim: SimSettings = field(default_factory=SimSettings)
+
+    def drawn(self) -> DrawnLengths | None:
+        """The lengths at which responses end; None without a law.
+
+        Raises:
+            ConfigError: if a setting is wrong.
+        """
+        if self.lengths is not None and self.law is not None:
+            raise ConfigError("--law and --lengths both say how long responses are; give one.")
+        law = self.law if self.lengths is None else Empirical.read(self.lengths)
+        if law is None:
+            return None
+        cap = self.cap if isinstance(law, str) else max(law.lengths)
+        workload = LongTailWorkload(
+            median=self.median, sigma=self.sigma, cap=cap, law=law, seed=self.seed
+        )
+        return DrawnLengths(workload)
 
     def servers(self) -> list[SimServer]:
         """The servers that the settings ask for, not started yet.
@@ -52,6 +83,7 @@ class ServeSimCommand:
             stream_interval=sim.stream_interval,
             stream_at_pause=False,
         )
+        lengths = self.drawn()
         return [
             SimServer(
                 config,
@@ -61,6 +93,7 @@ class ServeSimCommand:
                 time_scale=self.time_scale,
                 refit_seconds=sim.refit_seconds,
                 faults=script.of_engine(index),
+                lengths=lengths,
             )
             for index in range(sim.engines)
         ]

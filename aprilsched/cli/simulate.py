@@ -27,17 +27,9 @@ from aprilsched.runs.settings import (
 )
 from aprilsched.runs.setup import prepare
 from aprilsched.runs.showing import draw_comparison, leave_report, screen_of
-from aprilsched.runs.simulated import Outcome, simulate
-from aprilsched.runs.tables import (
-    Comparison,
-    PolicyRow,
-    compare,
-    comparison_table,
-    describe,
-    verdict,
-)
-from aprilsched.simulation import NEVER
-from aprilsched.telemetry.figures import RunSummary
+from aprilsched.runs.simulated import simulate
+from aprilsched.runs.tables import comparison_table, describe, verdict
+from aprilsched.simulation import NEVER, Comparison, SimulationResult, compare
 from aprilsched.telemetry.run_folder import REPORT, RunFolder, default_path, write_json
 
 DEFAULT_POLICIES = "sync,april,slime,areal,copris,auto"
@@ -147,7 +139,7 @@ def main(arguments: Sequence[str]) -> int:
     setups = [(policy, prepare(command.settings(policy))) for policy in policies]
     root = RunFolder(command.out or default_path(command.seed)).path
     messages = Console(stderr=True)
-    outcomes: dict[str, Outcome] = {}
+    outcomes: dict[str, SimulationResult] = {}
     for policy, setup in setups:
         screen = screen_of(setup, messages, title=f"{policy.name:6}", compact=True)
         shown = None if command.quiet else screen
@@ -170,7 +162,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _show(
-    policies: Sequence[Policy], outcomes: Mapping[str, Outcome], comparison: Comparison
+    policies: Sequence[Policy], outcomes: Mapping[str, SimulationResult], comparison: Comparison
 ) -> None:
     console = Console()
     console.print(comparison_table({name: each.summary for name, each in outcomes.items()}))
@@ -178,27 +170,3 @@ def _show(
         text = describe(policy, outcomes[policy.name].schedule)
         console.print(text, soft_wrap=True, highlight=False)
     console.print(verdict(comparison), soft_wrap=True, highlight=False)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Trial:
-    """A policy's row of comparison.json, and its summary.json."""
-
-    row: PolicyRow
-    summary: RunSummary
-
-
-def simulated(command: SimulateCommand) -> dict[str, Trial]:
-    """Simulate the policies of `command`, for callers from Python; folders and output are ignored.
-
-    Returns each policy's row and summary, by the policy's name.
-
-    Raises:
-        AprilschedError: if a setting is refused.
-    """
-    outcomes = {
-        policy.name: simulate(prepare(command.settings(policy)))
-        for policy in chosen(command.policy)
-    }
-    rows = compare(outcomes).policies
-    return {row.policy: Trial(row=row, summary=outcomes[row.policy].summary) for row in rows}

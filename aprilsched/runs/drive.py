@@ -19,8 +19,9 @@ from aprilsched.core.state.state import SchedulerState
 from aprilsched.errors import AprilschedError, ConfigError, PromptsExhausted, RunFolderError
 from aprilsched.runs.config_file import as_toml
 from aprilsched.runs.exporting import exporters
-from aprilsched.runs.setup import Setup, live_figures_of, remainder, run_on_clock, summary_of
+from aprilsched.runs.setup import Setup, live_figures_of, run_on_clock, summary_of
 from aprilsched.runs.showing import Screen
+from aprilsched.simulation.results import remainder
 from aprilsched.store.in_memory import Store
 from aprilsched.telemetry.base import AnyListener, Listener
 from aprilsched.telemetry.event_log import EventLog

@@ -18,8 +18,6 @@ import msgspec
 from aprilsched.checks import nearest
 from aprilsched.config import SchedulerConfig
 from aprilsched.coordinator.prompts import checked
-from aprilsched.core.state.records import group_lengths
-from aprilsched.core.state.state import SchedulerState
 from aprilsched.engines.addresses import ServerFleet, fleet_at
 from aprilsched.engines.base import Fleet
 from aprilsched.engines.server import HttpEngine
@@ -31,7 +29,7 @@ from aprilsched.runs.settings import CAP, VOCABULARY, RunSettings, WorkloadSetti
 from aprilsched.sampling import sampling_params
 from aprilsched.telemetry.batch_figures import Bound
 from aprilsched.telemetry.live_figures import LiveFigures
-from aprilsched.telemetry.summary import Remainder, Summary
+from aprilsched.telemetry.summary import Summary
 from aprilsched.timing.calibration import load_model
 from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
 from aprilsched.types import Prompt
@@ -376,18 +374,4 @@ def live_figures_of(setup: Setup, summary: Summary) -> LiveFigures:
         meter=summary.meter,
         batch_groups=setup.config.batch_groups,
         clock=None if setup.clock == "virtual" else time.monotonic,
-    )
-
-
-def remainder(state: SchedulerState) -> Remainder:
-    """What the scheduler still holds when its run ends.
-
-    These are the rollouts in flight, the counters, the ledger, and the lengths in open groups.
-    """
-    in_flight = state.in_flight
-    return Remainder(
-        in_flight=list(in_flight.rollouts),
-        counters=in_flight.counters,
-        ledger=in_flight.ledger,
-        open_groups=[group_lengths(group) for group in in_flight.training_groups()],
     )

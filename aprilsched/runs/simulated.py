@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 
-from aprilsched.core.messages.facts import BatchDelivered, Fact, TokensReceived
 from aprilsched.engines.sim import SimConfig
 from aprilsched.errors import PromptsExhausted
 from aprilsched.runs.config_file import as_toml
-from aprilsched.runs.setup import Setup, live_figures_of, remainder, summary_of
+from aprilsched.runs.setup import Setup, live_figures_of
 from aprilsched.runs.showing import Screen
-from aprilsched.simulation import Costs, Simulation, rare_collections
-from aprilsched.telemetry.base import AnyListener, TokenChunks
-from aprilsched.telemetry.bias_collector import warning_now
+from aprilsched.simulation import Costs, Simulation, SimulationResult, rare_collections
+from aprilsched.simulation.results import Measuring
+from aprilsched.telemetry.base import AnyListener
 from aprilsched.telemetry.event_log import EventLog
-from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.run_folder import RunFolder
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
-    """What became of one run."""
-
-    summary: RunSummary
-    generated_tokens_per_s: float | None = None
-    """Tokens a second that the engines generated in the steady state; None if it is not known."""
-    schedule: str = ""
-    """The schedule that automatic over-provisioning chose last; empty without it."""
 
 
 def simulate(
@@ -38,7 +22,7 @@ def simulate(
     screen: Screen | None = None,
     *,
     costs: Costs | None = None,
-) -> Outcome:
+) -> SimulationResult:
     """Simulate a run to its last batch, and write a complete run folder.
 
     Args:
@@ -51,14 +35,20 @@ def simulate(
     Raises:
         AprilschedError: if the run could not begin or continue.
     """
-    summary, generation = summary_of(setup), _Generation()
-    listeners: list[AnyListener] = [summary, generation]
+    measuring = Measuring(
+        setup.config,
+        bound=setup.bound,
+        workload_mean=setup.workload_mean,
+        burn_in=setup.settings.burn_in,
+        usage=False,
+    )
+    listeners = measuring.listeners
     events = None if folder is None else EventLog(folder.events, patient=True)
     if folder is not None and events is not None:
         folder.create(as_toml(setup.settings))
         events.start()
         listeners.append(events)
-    shown = None if screen is None else screen.shown(live_figures_of(setup, summary))
+    shown = None if screen is None else screen.shown(live_figures_of(setup, measuring.summary))
     if shown is not None:
         listeners += shown.listeners
     simulation = _simulation(setup, costs, listeners)
@@ -72,18 +62,10 @@ def simulate(
         with suppress(PromptsExhausted), rare_collections():
             simulation.run()
     error = None if events is None else events.error
-    result = summary.result(remainder(simulation.state), clock="virtual", event_log_error=error)
-    delivered, tokens = result.rollouts.delivered, result.tokens.delivered
-    if (warning := warning_now(in_flight.ledger, delivered, tokens)) is not None:
-        log.warning("%s", warning)
+    result = measuring.result(simulation, event_log_error=error)
     if folder is not None:
-        folder.write_summary(result)
-    automatic = setup.config.over_provision == "auto"
-    return Outcome(
-        summary=result,
-        generated_tokens_per_s=generation.tokens_per_s(result.steady_state.burn_in),
-        schedule=simulation.state.plan.schedule.why if automatic else "",
-    )
+        folder.write_summary(result.summary)
+    return result
 
 
 def _simulation(setup: Setup, costs: Costs | None, listeners: list[AnyListener]) -> Simulation:
@@ -112,33 +94,3 @@ def _simulation(setup: Setup, costs: Costs | None, listeners: list[AnyListener])
         planner=setup.planner,
         listeners=listeners,
     )
-
-
-log = logging.getLogger("aprilsched")
-
-
-class _Generation:
-    """Counts generated tokens when they arrive, as a listener, and says how fast they came."""
-
-    def __init__(self) -> None:
-        self._tokens = 0
-        self._deliveries: list[tuple[float, int]] = []
-
-    def on_facts(self, facts: Sequence[Fact], now: float) -> None:
-        for fact in facts:
-            if isinstance(fact, TokensReceived):
-                self._tokens += fact.tokens
-            elif isinstance(fact, BatchDelivered) and not fact.again:
-                self._deliveries.append((now, self._tokens))
-
-    def on_tokens(self, chunks: TokenChunks, now: float) -> None:
-        self._tokens += sum([fact.tokens for fact, _ in chunks])
-
-    def tokens_per_s(self, burn_in: int) -> float | None:
-        """Generated tokens a second over the batches after the first `burn_in`; None without such
-        batches."""
-        if len(self._deliveries) <= max(1, burn_in):
-            return None
-        begin, before = self._deliveries[max(0, burn_in - 1)]
-        end, after = self._deliveries[-1]
-        return (after - before) / (end - begin) if end > begin else None

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
-import numpy as np
 from rich.table import Table
 
 from aprilsched.runs.policies import Policy
-from aprilsched.runs.simulated import Outcome
+from aprilsched.simulation.results import BASELINE, FLAT, Comparison, spread_of_steps
 from aprilsched.telemetry.figures import RunSummary
 
 
@@ -72,16 +70,6 @@ def run_table(summary: RunSummary) -> Table:
     return table
 
 
-def spread_of_steps(summary: RunSummary) -> tuple[float, float] | None:
-    """The 10th and the 90th percentile of the seconds of a batch in the steady state; None without
-    such batches."""
-    kept = [batch.seconds for batch in summary.per_batch[summary.steady_state.burn_in :]]
-    if not kept:
-        return None
-    low, high = np.percentile(kept, [10, 90])
-    return float(low), float(high)
-
-
 def comparison_table(summaries: Mapping[str, RunSummary]) -> Table:
     """A table with one row for each policy. All figures except the first batch's bias are those of
     the steady state."""
@@ -116,79 +104,6 @@ def comparison_table(summaries: Mapping[str, RunSummary]) -> Table:
 
 # Compares the runs of several policies, for comparison.json and for one summary sentence.
 
-BASELINE = "sync"
-
-_FLAT = 0.01
-"""The best policy is the least stale one among those whose efficiency is at most this share below
-the highest, as automatic scheduling chooses. Optima are flat, so such a difference is of no use."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PolicyRow:
-    """The figures of one policy. A figure that cannot be known is None.
-
-    Rates, efficiency and shares are those of the steady state, after the burn-in. All other figures
-    are those of the whole run.
-    """
-
-    policy: str
-    efficiency: float | None
-    """T_bound / T: the least possible time for the delivered tokens, divided by the actual time."""
-    delivered_tokens_per_s: float | None
-    generated_tokens_per_s: float | None
-    """All tokens that the engines generated, including those still in flight at the end."""
-    off_policy_share: float | None
-    """Share of the delivered tokens that are of an older version than the one that consumes
-    them."""
-    staleness_mean: float
-    """Mean staleness of the delivered tokens, in versions."""
-    staleness_max: int
-    length_bias: float | None
-    """Mean delivered length / mean drawn length - 1, over the whole run. It is a transient if all
-    stragglers are carried."""
-    first_batch_length_bias: float | None
-    wall_s: float
-    """Modelled seconds of the whole run."""
-    batches: int
-    seconds_a_batch: float | None
-    seconds_p10: float | None
-    seconds_p90: float | None
-    """A tenth of the batches took less than the first, and a tenth more than the second."""
-    reprefilled_tokens: int
-    masked_tokens: int
-    speedup: float | None
-    """Delivered tokens/s divided by the baseline's."""
-    schedule: str = ""
-    """The schedule that automatic over-provisioning chose last; empty without it."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Comparison:
-    """The content of comparison.json."""
-
-    schema: int = 2
-    baseline: str | None
-    fastest: str | None
-    best: str | None
-    """The least stale policy of those within 1 % of the fastest, which has the highest
-    efficiency."""
-    policies: list[PolicyRow]
-
-
-def compare(outcomes: Mapping[str, Outcome]) -> Comparison:
-    """The figures of the policies by name, compared with the baseline if it is one of them."""
-    steady = {name: outcome.summary.steady_state for name, outcome in outcomes.items()}
-    base = steady[BASELINE].delivered_tokens_per_s if BASELINE in steady else None
-    rows = [_row(name, outcome, base) for name, outcome in outcomes.items()]
-    known = [row for row in rows if row.efficiency is not None]
-    fastest = max(known, key=lambda row: row.efficiency or 0.0, default=None)
-    return Comparison(
-        baseline=BASELINE if BASELINE in outcomes else None,
-        fastest=None if fastest is None else fastest.policy,
-        best=None if fastest is None else _best(known, fastest),
-        policies=rows,
-    )
-
 
 def describe(policy: Policy, schedule: str) -> str:
     """What a policy does, and which schedule it chose, if it chose one."""
@@ -206,38 +121,6 @@ def verdict(comparison: Comparison) -> str:
         text += f", {signed_percent(row.speedup - 1)} delivered tokens/s over {BASELINE}"
     return (
         f"{text} ({percent(row.efficiency)} of the bound, {percent(row.off_policy_share)} of its "
-        f"tokens off-policy). It is the least stale policy within {_FLAT:.0%} of the fastest, "
+        f"tokens off-policy). It is the least stale policy within {FLAT:.0%} of the fastest, "
         f"which is {comparison.fastest}."
-    )
-
-
-def _best(rows: list[PolicyRow], fastest: PolicyRow) -> str:
-    least = (1 - _FLAT) * (fastest.efficiency or 0.0)
-    near = [row for row in rows if (row.efficiency or 0.0) >= least]
-    return min(near, key=lambda row: row.off_policy_share or 0.0).policy
-
-
-def _row(name: str, outcome: Outcome, base: float | None) -> PolicyRow:
-    summary, steady = outcome.summary, outcome.summary.steady_state
-    rate = steady.delivered_tokens_per_s
-    spread = spread_of_steps(summary)
-    return PolicyRow(
-        policy=name,
-        efficiency=steady.efficiency,
-        delivered_tokens_per_s=rate,
-        generated_tokens_per_s=outcome.generated_tokens_per_s,
-        off_policy_share=steady.off_policy_token_share,
-        staleness_mean=summary.staleness_mean or 0.0,
-        staleness_max=summary.staleness_max,
-        length_bias=summary.bias.bias_estimate,
-        first_batch_length_bias=summary.bias.first_batch_length_bias,
-        wall_s=summary.seconds.wall,
-        batches=summary.batches,
-        seconds_a_batch=steady.mean_batch_seconds,
-        seconds_p10=None if spread is None else spread[0],
-        seconds_p90=None if spread is None else spread[1],
-        reprefilled_tokens=summary.tokens.reprefilled,
-        masked_tokens=summary.tokens.masked,
-        speedup=rate / base if rate is not None and base else None,
-        schedule=outcome.schedule,
     )

@@ -7,6 +7,7 @@ beyond the vocabulary, memory calls in a wrong order and a flush of a busy cache
 are refused (they kill a real server).
 """
 
+from aprilsched.testing.served import DrawnLengths
 from aprilsched.testing.server import SimServer, ThreadedServer
 
-__all__ = ["SimServer", "ThreadedServer"]
+__all__ = ["DrawnLengths", "SimServer", "ThreadedServer"]

@@ -17,9 +17,10 @@ import secrets
 import time
 import uuid
 import zlib
+from collections import OrderedDict
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,7 +43,8 @@ from aprilsched.serving import (
     TensorBody,
     labelled,
 )
-from aprilsched.types import SamplingParams, VersionSpan
+from aprilsched.types import Int32Array, SamplingParams, VersionSpan
+from aprilsched.workload import LongTailWorkload
 
 MODEL = "aprilsched-sim"
 _VERSION = "0.5.21"
@@ -53,6 +55,11 @@ _HEALTH_SECONDS = 20.0
 _MICROSECONDS = 1e6
 _KEPT = 50
 """Tokens between two reports of SGLang's scheduler about a request that is not streamed."""
+_DRAWN_TOGETHER = 64
+"""Responses to one prompt whose lengths have its effect in common."""
+_FAR = 1 << 40
+_REMEMBERED = 1 << 16
+"""Prompts, and interrupted responses, of which lengths are remembered."""
 
 
 @dataclass(slots=True)
@@ -65,13 +72,64 @@ class Call:
     retractions: int = 0
 
 
+class DrawnLengths:
+    """How long responses get that end by themselves: each has the length that a law draws.
+
+    A response that is interrupted, and asked for again with its tokens so far, has the rest of its
+    length, also from another server that has the same object. With other tokens it is a response to
+    another prompt.
+
+    Args:
+        workload: the law. Its prompts stand for those that come, in the order in which they come.
+    """
+
+    def __init__(self, workload: LongTailWorkload) -> None:
+        self._workload = replace(workload, group_size=_DRAWN_TOGETHER)
+        self._prompts: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
+        """The number of each prompt, and how many of its responses were drawn."""
+        self._left: OrderedDict[bytes, int] = OrderedDict()
+        """Tokens that are left of each response that was interrupted, by its context."""
+        self._seen = 0
+
+    def take(self, context: Int32Array) -> int:
+        """The number of tokens that the response to `context` has, 1 or more."""
+        key = context.tobytes()
+        if (left := self._left.pop(key, None)) is not None:
+            return left
+        number, drawn = self._prompts.pop(key, (self._seen, 0))
+        self._seen += number == self._seen
+        _remember(self._prompts, key, (number, drawn + 1))
+        round_, place = divmod(drawn, _DRAWN_TOGETHER)
+        # Later responses to a prompt are those of another prompt of the law.
+        lengths = self._workload.lengths(number + round_ * _FAR)
+        return int(lengths[place])
+
+    def give_back(self, context: Int32Array, left: int) -> None:
+        """Note that the response whose tokens are at the end of `context` has `left` more."""
+        _remember(self._left, context.tobytes(), left)
+
+
+def _remember(kept: OrderedDict[bytes, Any], key: bytes, value: Any) -> None:
+    kept[key] = value
+    if len(kept) > _REMEMBERED:
+        kept.popitem(last=False)
+
+
 class ServedEngine:
     """One engine, its requests and its control calls; it belongs to one loop."""
 
     generate_body = GenerateBody
 
-    def __init__(self, engine: SimEngine, config: SimConfig, *, time_scale: float) -> None:
+    def __init__(
+        self,
+        engine: SimEngine,
+        config: SimConfig,
+        *,
+        time_scale: float,
+        lengths: DrawnLengths | None = None,
+    ) -> None:
         self.engine = engine
+        self._lengths = lengths
         self.config = config
         self.model_path = MODEL
         self.time_scale = time_scale
@@ -203,7 +261,7 @@ class ServedEngine:
             await self._gate.wait()
             call.entered = True
             self._quiet.clear()
-            async with aclosing(self.engine.generate(call.request)) as chunks:
+            async with aclosing(self._generated(call.request)) as chunks:
                 async for chunk in chunks:
                     yield chunk
         except EngineRejected as error:
@@ -212,6 +270,32 @@ class ServedEngine:
             del self._calls[rid]
             if not self._entered():
                 self._quiet.set()
+
+    async def _generated(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
+        """The engine's chunks, of a response that ends where its drawn length does."""
+        lengths, sampling = self._lengths, request.sampling
+        if lengths is None or sampling.ignore_eos:
+            async with aclosing(self.engine.generate(request)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+            return
+        length, tokens = lengths.take(request.input_ids), list[Int32Array]()
+        most = min(length, sampling.max_new_tokens)
+        cut = replace(sampling, max_new_tokens=most, min_new_tokens=0)
+        ends = False
+        try:
+            drawn = msgspec.structs.replace(request, sampling=cut)
+            async with aclosing(self.engine.generate(drawn)) as chunks:
+                async for chunk in chunks:
+                    tokens.append(chunk.token_ids)
+                    ends = chunk.finish in ("length", "stop")
+                    if chunk.finish == "length" and length <= sampling.max_new_tokens:
+                        chunk = msgspec.structs.replace(chunk, finish="stop")
+                    yield chunk
+        finally:
+            done = sum(map(len, tokens))
+            if not ends and done < length:
+                lengths.give_back(np.concatenate([request.input_ids, *tokens]), length - done)
 
     async def whole(self, call: Call) -> Chunk:
         """One response as one chunk. As in SGLang, an abort after a retract leaves only a multiple

@@ -13,7 +13,7 @@ from aprilsched.serving import Listener
 from aprilsched.testing.app import app_of
 from aprilsched.testing.faults.middleware import EngineFaults, fault_middleware, reset
 from aprilsched.testing.faults.script import Faults, FaultScript
-from aprilsched.testing.served import ServedEngine
+from aprilsched.testing.served import DrawnLengths, ServedEngine
 
 
 class SimServer:
@@ -27,6 +27,8 @@ class SimServer:
         time_scale: wall seconds for each modelled second.
         refit_seconds: modelled duration of a refit.
         faults: script of the faults that happen to it, from its start on.
+        lengths: how long responses get whose sampling has not ``ignore_eos``; servers of one fleet
+            have the same object. None lets every response have ``max_new_tokens``.
 
     Raises:
         ConfigError: if a number is out of its range.
@@ -42,13 +44,14 @@ class SimServer:
         time_scale: float = 1.0,
         refit_seconds: float = 0.0,
         faults: FaultScript | None = None,
+        lengths: DrawnLengths | None = None,
     ) -> None:
         self._listener = Listener(host, port)
         config = config or SimConfig(stream_at_pause=False)
         self.engine = SimEngine(
             f"sim-{port}", config, time_scale=time_scale, refit_seconds=refit_seconds
         )
-        self._config = config
+        self._config, self._lengths = config, lengths
         self._admin_key = admin_key
         self._time_scale = time_scale
         self._served: ServedEngine | None = None
@@ -73,7 +76,9 @@ class SimServer:
             ConfigError: if the address cannot be used.
         """
         await self.engine.open()
-        self._served = ServedEngine(self.engine, self._config, time_scale=self._time_scale)
+        self._served = ServedEngine(
+            self.engine, self._config, time_scale=self._time_scale, lengths=self._lengths
+        )
         await self._listen(self._served)
         self.faults.begin(asyncio.get_running_loop().time)
         self._engine_faults.begin()
@@ -115,7 +120,9 @@ class SimServer:
         before = self._served
         had = (before.model_path, before.label, self.engine.batcher.weights_key) if before else None
         await self.engine.restart()
-        self._served = ServedEngine(self.engine, self._config, time_scale=self._time_scale)
+        self._served = ServedEngine(
+            self.engine, self._config, time_scale=self._time_scale, lengths=self._lengths
+        )
         if keeps_weights and had is not None:
             await self._served.begin_with(*had)
         await self._listen(self._served)

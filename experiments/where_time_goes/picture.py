@@ -8,16 +8,12 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from pathlib import Path
 
-from aprilsched.analysis import plots
-from aprilsched.analysis.run import read_run
-from aprilsched.analysis.usage import usage_of
-from aprilsched.cli.simulate import SimulateCommand, simulated
-from aprilsched.cli.simulate import main as simulate
-from aprilsched.runs.settings import SimSettings
-from aprilsched.simulation import NEVER
+from aprilsched import LongTailWorkload, SchedulerConfig
+from aprilsched.analysis.plots import first_look, save
+from aprilsched.presets import PRESETS
+from aprilsched.simulation import Costs, SimulationResult, simulate
 
 HERE = Path(__file__).resolve().parent
 PICTURE = HERE.parents[1] / "docs" / "images" / "where_time_goes.png"
@@ -34,40 +30,32 @@ FIRST_SHOWN = 4
 SHOWN_SECONDS = 110.0
 
 
+def runs(seed: int) -> dict[str, SimulationResult]:
+    """The run of each policy."""
+    config = SchedulerConfig(batch_groups=GROUPS, group_size=8, straggler="retract")
+    return {
+        name: simulate(
+            LongTailWorkload(),
+            PRESETS[name](config),
+            engines=ENGINES,
+            costs=Costs(train_seconds=TRAIN_SECONDS, refit_seconds=REFIT_SECONDS),
+            batches=BATCHES,
+            seed=seed,
+        )
+        for name in DRAWN
+    }
+
+
 def draw() -> None:
     """The picture, of the first seed."""
-    with tempfile.TemporaryDirectory() as name:
-        root = Path(name) / "runs"
-        simulate(
-            [
-                f"--policy={','.join(DRAWN)}",
-                f"--seed={SEEDS[0]}",
-                f"--batches={BATCHES}",
-                f"--batch-groups={GROUPS}",
-                f"--train-seconds={TRAIN_SECONDS}",
-                f"--sim.engines={ENGINES}",
-                f"--sim.refit-seconds={REFIT_SECONDS}",
-                "--sim.stream-interval=64",
-                f"--out={root}",
-                "--json",
-                "--quiet",
-            ]
-        )
-        start = read_run(root / "sync").deliveries[FIRST_SHOWN - 1].time
-        usages = {title: usage_of(root / policy) for policy, title in DRAWN.items()}
-    plots.save(plots.first_look(usages, start=start, seconds=SHOWN_SECONDS), PICTURE)
+    found = runs(SEEDS[0])
+    start = float(found["sync"].step_s[:FIRST_SHOWN].sum())
+    usages = {title: found[policy].usage for policy, title in DRAWN.items()}
+    save(first_look(usages, start=start, seconds=SHOWN_SECONDS), PICTURE)
 
 
 def costs(seed: int) -> dict[str, dict[str, float]]:
     """GPU-minutes for a million generated tokens, and what the trainer pays, by policy."""
-    command = SimulateCommand(
-        policy=",".join(DRAWN),
-        batches=BATCHES,
-        batch_groups=GROUPS,
-        seed=seed,
-        train_seconds=TRAIN_SECONDS,
-        sim=SimSettings(engines=ENGINES, refit_seconds=REFIT_SECONDS, stream_interval=NEVER),
-    )
     return {
         name: {
             "gpu_minutes_per_million_tokens": round(
@@ -76,7 +64,7 @@ def costs(seed: int) -> dict[str, dict[str, float]]:
             "off_policy_token_share": round(s.off_policy_token_share or 0.0, 3),
             "staleness_max": s.staleness_max,
         }
-        for name, s in ((name, trial.summary) for name, trial in simulated(command).items())
+        for name, s in ((name, result.summary) for name, result in runs(seed).items())
     }
 
 

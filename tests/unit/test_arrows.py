@@ -175,11 +175,18 @@ _RULES: dict[str, Rule] = {
         "config core driver engines.base engines.sim errors planning simulation telemetry "
         "timing.model types",
     ),
+    # What came of it, in the figures and pictures of a real run.
+    "simulation.results": rule(
+        "analysis.plots analysis.usage core engines.sim errors planning simulation telemetry types "
+        "workload",
+        others=NUMPY | {"matplotlib"},
+    ),
     # The server side of SGLang's HTTP API, for the test server and the gateway; it knows neither.
     "serving": rule("errors serving types"),
     # For tests of other projects, too: the embedded engine behind SGLang's HTTP API.
     "testing": rule(
-        "checks companions engines errors extras loop_thread sampling serving testing types",
+        "checks companions engines errors extras loop_thread sampling serving testing types "
+        "workload",
     ),
     "testing.fixtures": rule("testing", others=frozenset({"pytest"})),
     # The outermost ring puts the parts together and is imported by none of them.

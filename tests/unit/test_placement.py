@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from aprilsched.cli.simulate import SimulateCommand, simulated
 from aprilsched.config import Dispatch, SchedulerConfig
 from aprilsched.core.messages import events as ev
 from aprilsched.core.policies.placement import Placement
 from aprilsched.errors import ConfigError
-from aprilsched.runs.settings import SimSettings, WorkloadSettings
+from aprilsched.presets import sync
+from aprilsched.simulation import SimConfig, simulate
 from aprilsched.types import Prompt
+from aprilsched.workload import LongTailWorkload
 from tests.support.driver import Driver
 
 LENGTHS = {"long": 900, "middle": 100, "short": 10, "brief": 10}
@@ -222,17 +224,19 @@ def test_a_report_counts_for_some_seconds_only() -> None:
 @pytest.mark.long
 def test_with_groups_on_one_engine_migration_makes_up_for_full_pools() -> None:
     """Sixteen engines whose pools hold twenty responses, and prompts whose responses are alike."""
-    trials = simulated(
-        SimulateCommand(
-            policy="sync:dispatch.migrate=false|true",
+    small = SimConfig(kv_tokens=20_000, make_tokens=False)
+    config = sync(SchedulerConfig(batch_groups=64, group_size=8))
+    stays, moves = (
+        simulate(
+            LongTailWorkload(within_group=0.9),
+            replace(config, dispatch=replace(config.dispatch, migrate=migrate)),
+            engines=16,
+            engine=small,
             batches=6,
             burn_in=2,
-            batch_groups=64,
-            sim=SimSettings(engines=16, kv_tokens=20_000, stream_interval=64),
-            workload=WorkloadSettings(within_group=0.9),
-        )
+        ).summary
+        for migrate in (False, True)
     )
-    stays, moves = (trial.summary for trial in trials.values())
     assert stays.tokens.reprefilled == 0 < moves.tokens.reprefilled
     assert (moves.delivered_tokens_per_s or 0) > 1.2 * (stays.delivered_tokens_per_s or 0)
     assert moves.tokens.reprefilled < 0.15 * moves.tokens.delivered

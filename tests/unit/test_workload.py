@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from aprilsched.errors import ConfigError
 from aprilsched.types import SamplingParams
-from aprilsched.workload import LengthLaw, LongTailWorkload
+from aprilsched.workload import (
+    Empirical,
+    Law,
+    LengthLaw,
+    Lognormal,
+    LongTailWorkload,
+    Mixture,
+    Pareto,
+)
 
 
 def test_a_prompt_does_not_depend_on_the_order_of_use() -> None:
@@ -155,3 +164,67 @@ def test_a_prompt_that_is_generated_again_keeps_its_effect(
     assert again.std() == pytest.approx(first.std(), rel=0.05)
     assert (made.lengths_again(prompts[3], 7) == np.exp(again[3]).round()).all()
     assert (made.lengths_again(prompts[3], 8) != made.lengths_again(prompts[3], 7)).any()
+
+
+LAWS = (
+    Lognormal(median=300, sigma=0.7),
+    Pareto(least=100, alpha=1.2),
+    Empirical((7, 90, 90, 4000)),
+    Mixture((3, Lognormal(200, 0.5)), (1, Pareto(2000, 2.0))),
+)
+
+
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: type(law).__name__)
+def test_lengths_have_the_distribution_of_a_law_that_is_a_value(law: Law) -> None:
+    workload = LongTailWorkload(law=law, cap=5000, within_group=0.5, seed=2)
+    lengths = np.concatenate([workload.lengths(index) for index in range(4000)])
+    for at in (50.0, 90.0, 300.0, 1500.0, 4000.0):
+        share = float(law.cdf(np.array([at]))[0])
+        assert (lengths <= at).mean() == pytest.approx(share, abs=0.02)
+    assert lengths.max() <= 5000
+    # Responses of a prompt are alike, and the mean is that of the moments.
+    groups = np.log(lengths.reshape(-1, 8))
+    assert np.corrcoef(groups[:, 0], groups[:, 1])[0, 1] > 0.2
+    assert workload.mean_length(1 << 17) == pytest.approx(lengths.mean(), rel=0.06)
+
+
+def test_a_lognormal_law_is_the_one_of_that_name() -> None:
+    named = LongTailWorkload(median=500, sigma=0.8, seed=4)
+    value = LongTailWorkload(law=Lognormal(500, 0.8), seed=4)
+    for index in range(50):
+        assert np.abs(named.lengths(index) - value.lengths(index)).max() <= 1
+
+
+def test_a_prompt_may_have_a_law_of_its_own() -> None:
+    workload = LongTailWorkload(law=lambda key: Empirical((10 * (key + 1),)), epoch_prompts=3)
+    assert [workload.lengths(index)[0] for index in range(6)] == [10, 20, 30, 10, 20, 30]
+    assert workload.mean_length() == 20
+
+
+def test_lengths_are_read_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "lengths.txt").write_text("12, 500\n80.0 80\n")
+    assert Empirical.read(tmp_path / "lengths.txt").lengths == (12, 80, 80, 500)
+    (tmp_path / "words.txt").write_text("long short")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Empirical.read(tmp_path / "words.txt")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Empirical.read(tmp_path / "nothing.txt")
+
+
+class Backwards:
+    def cdf(self, lengths: np.ndarray) -> np.ndarray:
+        return 1 / lengths
+
+
+def test_a_law_that_is_none_is_refused() -> None:
+    for wrong in (
+        lambda: Pareto(0, 1),
+        lambda: Lognormal(1, 0),
+        lambda: Empirical(()),
+        lambda: Empirical((0,)),
+        Mixture,
+        lambda: Mixture((0, Pareto())),
+        lambda: LongTailWorkload(law=Backwards()).lengths(0),
+    ):
+        with pytest.raises(ConfigError):
+            wrong()

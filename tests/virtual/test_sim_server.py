@@ -18,15 +18,19 @@ import pytest
 from aprilsched import (
     DiskPublisher,
     LongTailWorkload,
+    Prompt,
+    Rollout,
     RolloutScheduler,
+    SamplingParams,
     SchedulerConfig,
     SGLangFleet,
 )
 from aprilsched.cli.main import main
 from aprilsched.core.policies.straggler import StragglerRule
 from aprilsched.engines.sglang import SGLangEngine
+from aprilsched.engines.sim import SimConfig
 from aprilsched.errors import ConfigError, EngineRejected
-from aprilsched.testing import SimServer
+from aprilsched.testing import DrawnLengths, SimServer
 from aprilsched.testing.contract import ALL_CHECKS, Check, Stream, Subject, greedy, until
 from tests.sglang.helpers import running
 from tests.support.sim_http import INTERVAL, served, two_weights
@@ -153,3 +157,36 @@ async def test_the_command_serves_until_it_is_ended(number: signal.Signals, code
     await fleet.close()
     process.send_signal(number)
     assert await process.wait() == code
+
+
+@pytest.mark.parametrize("straggler", ["abort", "retract"])
+async def test_responses_end_at_the_lengths_of_a_law(straggler: StragglerRule, tmp_path: Path):
+    """Interrupted and carried over, each has the length that was drawn for it."""
+    law = LongTailWorkload(median=60, sigma=1.0, cap=900, seed=5)
+    lengths, weights = DrawnLengths(law), two_weights(tmp_path)
+    config = SchedulerConfig(
+        batch_groups=4,
+        group_size=4,
+        over_provision=2.0,
+        straggler=straggler,
+        sampling=SamplingParams(max_new_tokens=600, temperature=1.0),
+    )
+    prompts = [Prompt(input_ids=[5, number]) for number in range(16)]
+    machine = SimConfig(stream_at_pause=False)
+    servers = [SimServer(machine, time_scale=0.2, lengths=lengths) for _ in range(2)]
+    async with servers[0], servers[1]:
+        fleet = SGLangFleet([server.url for server in servers])
+        async with RolloutScheduler(fleet, prompts, config=config) as rollouts:
+            found: list[Rollout] = []
+            async for batch in rollouts:
+                found += batch.rollouts
+                await rollouts.update_weights(DiskPublisher(weights[batch.index % 2]))
+            assert rollouts.state.in_flight.counters.tokens_reprefilled or straggler == "retract"
+    assert len(found) == 64
+    several = [r for r in found if len(set(r.versions.tolist())) > 1]
+    assert several
+    drawn = DrawnLengths(law)
+    expected = [drawn.take(p.input_ids) for p in prompts for _ in range(4)]
+    assert sorted(len(r) for r in found) == sorted(min(600, length) for length in expected)
+    ends = {r.finish_reason for r in found if len(r) < 600}
+    assert ends == {"stop"}

@@ -11,16 +11,15 @@ from functools import partial
 
 import pytest
 
-from aprilsched.cli.simulate import SimulateCommand, simulated
-from aprilsched.config import Dispatch, Pool, SchedulerConfig
+from aprilsched.config import Dispatch, LengthBuckets, Pool, SchedulerConfig
 from aprilsched.coordinator import RolloutScheduler
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages.commands import Command
 from aprilsched.core.messages.events import Event, Opened
 from aprilsched.engines.sim import SimConfig, SimFleet, SimPublisher, run_virtual
 from aprilsched.errors import ConfigError
-from aprilsched.runs.settings import WorkloadSettings
-from aprilsched.simulation import Costs, Simulation
+from aprilsched.presets import april, auto, sync
+from aprilsched.simulation import Costs, Simulation, compare, simulate
 from aprilsched.types import Group
 from aprilsched.workload import LongTailWorkload
 from tests.support import small
@@ -207,15 +206,14 @@ def test_the_end_of_the_prompts_ends_the_run() -> None:
 def test_batches_of_like_length_are_far_from_the_law_and_others_are_not() -> None:
     """The distance of each batch against that of a batch drawn at random. Length buckets that hold
     nothing back are the control: their batches are all short or all long."""
-    trials = simulated(
-        SimulateCommand(
-            policy="april,april:refill=buckets:over_provision=1.25:refill.mixed=0|2",
-            batches=24,
-            burn_in=8,
-            workload=WorkloadSettings(within_group=0.9, median=200.0, cap=2000),
-        )
-    )
-    waves, buckets, mixed = (trial.summary.steady_state for trial in trials.values())
+    workload = LongTailWorkload(within_group=0.9, median=200.0, cap=2000)
+    first = april(SchedulerConfig(batch_groups=32, group_size=8))
+    policies = [first]
+    for kept in (0.0, 2.0):
+        rule = LengthBuckets(mixed=kept)
+        policies.append(replace(first, refill=rule, over_provision=1.25))
+    results = [simulate(workload, each, batches=24, burn_in=8) for each in policies]
+    waves, buckets, mixed = (result.summary.steady_state for result in results)
     assert waves.length_distance is not None
     assert waves.iid_length_distance is not None
     assert buckets.length_distance is not None
@@ -225,5 +223,58 @@ def test_batches_of_like_length_are_far_from_the_law_and_others_are_not() -> Non
     assert mixed.length_distance is not None
     assert mixed.iid_length_distance is not None
     assert mixed.length_distance < 1.35 * mixed.iid_length_distance
-    figures = next(iter(trials.values())).summary
+    figures = results[0].summary
     assert figures.bias.length_distance_by_batch == [b.length_distance for b in figures.per_batch]
+
+
+def test_a_result_has_the_arrays_and_the_picture_of_its_run() -> None:
+    config = april(SchedulerConfig(batch_groups=8, group_size=4))
+    result = simulate(LongTailWorkload(median=60, cap=600), config, engines=2, batches=12, seed=3)
+    summary = result.summary
+    assert result.step_s.shape == result.tokens.shape == result.age.shape == (12,)
+    assert result.tokens.sum() == summary.tokens.delivered == result.lengths.sum()
+    assert result.lengths.shape == result.batch.shape == (12 * 32,)
+    assert result.off_policy.sum() / result.tokens.sum() == summary.off_policy_token_share
+    assert result.step_s.sum() == pytest.approx(summary.seconds.wall, rel=0.05)
+    assert result.usage is not None
+    assert result.usage.seconds.sum() == pytest.approx(2 * result.usage.wall)
+    (axes,) = result.plot(title="what engines do").axes
+    assert axes.get_xlabel() == "seconds"
+    with pytest.raises(ValueError, match="usage=False"):
+        simulate(LongTailWorkload(median=60), config, batches=1, usage=False).plot()
+
+
+def test_recipes_are_compared_on_the_same_lengths(capsys: pytest.CaptureFixture[str]) -> None:
+    config = SchedulerConfig(batch_groups=8, group_size=4)
+    workload = LongTailWorkload(median=200, cap=2000)
+    recipes = {"sync": sync, "april": april, "auto": auto}
+    results = {
+        name: simulate(workload, recipe(config), batches=16, seed=1, progress=True)
+        for name, recipe in recipes.items()
+    }
+    found = compare(results)
+    assert [row.policy for row in found.policies] == list(recipes)
+    assert found.baseline == "sync"
+    assert found.fastest in ("april", "auto")
+    assert found.policies[0].speedup == 1.0 < (found.policies[1].speedup or 0.0)
+    assert found.policies[2].schedule
+    first = [results[name].lengths for name in ("sync", "april")]
+    assert set(first[1].tolist()) & set(first[0].tolist())
+
+
+def test_a_simulation_has_rewards_filters_tools_and_unequal_engines() -> None:
+    engines = [replace(MODEL, max_running=8), MODEL]
+    result = simulate(
+        WORKLOAD,
+        SchedulerConfig(batch_groups=4, group_size=4),
+        engines=2,
+        engine=engines,
+        costs=Costs(train_seconds=1.0, reward_seconds=2.0, refit_seconds=0.5),
+        batches=6,
+        accept=lambda group: group.rollouts[0].group_id % 3 != 0,
+        pauses=lambda prompt, index: [5.0] * (index % 2),
+    )
+    assert result.summary.batches == 6
+    assert result.summary.rollouts.dropped
+    assert result.summary.efficiency is None, "no bound is known for engines that differ"
+    assert result.summary.seconds.wall > 6 * (1.0 + 2.0 + 0.5)

@@ -1,0 +1,37 @@
+"""Simulates runs in virtual time: the production scheduler, with modelled engines and a modelled
+trainer.
+
+.. code-block:: python
+
+    from aprilsched import LongTailWorkload, SchedulerConfig
+    from aprilsched.simulation import compare, simulate
+
+    workload = LongTailWorkload(median=700, sigma=0.9, cap=6000)
+    april = SchedulerConfig(batch_groups=32, group_size=8, over_provision=2.0)
+    result = simulate(workload, april, engines=2, seed=1)
+    print(result.summary.steady_state.delivered_tokens_per_s)
+    result.plot().savefig("april.png")
+"""
+
+from aprilsched.engines.sim.settings import SimConfig
+from aprilsched.simulation.results import (
+    Comparison,
+    PolicyRow,
+    SimulationResult,
+    compare,
+    simulate,
+)
+from aprilsched.simulation.virtual import NEVER, Costs, Simulation, rare_collections
+
+__all__ = [
+    "NEVER",
+    "Comparison",
+    "Costs",
+    "PolicyRow",
+    "SimConfig",
+    "Simulation",
+    "SimulationResult",
+    "compare",
+    "rare_collections",
+    "simulate",
+]
