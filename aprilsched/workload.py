@@ -185,7 +185,7 @@ class LongTailWorkload:
             common, 0 to 1.
         prompt_tokens: number of tokens of every prompt; they are random ids below `vocab_size`.
         vocab_size: bound of the token ids, at most the vocabulary size of the served model.
-        law: "lognormal", or "log_t" for a heavier tail; or another :class:`Law`, which does not
+        law: "lognormal", or "log_t" for a heavier tail; or another law as a value, which does not
             use `median` and `sigma`; or a function that gives the law of each prompt, by its key.
         dof: degrees of freedom of "log_t", above 2.
         seed: decides the prompts, the lengths and the sampling seeds.

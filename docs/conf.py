@@ -46,7 +46,7 @@ nitpick_ignore_regex = [
         r"py:.*",
         r"(asyncio|collections|concurrent|contextlib|matplotlib|np|numpy|os|pathlib|time|torch)\..*",
     ),
-    (r"py:.*", r"(types\.TracebackType|NDArray|Tensor|MsgspecError|looptime\.\w+)"),
+    (r"py:.*", r"(types\.TracebackType|Figure|NDArray|Tensor|MsgspecError|looptime\.\w+)"),
     # Inner workings that a signature or a sentence names, and the decisions describe.
     (r"py:.*", r"aprilsched\.core\..*"),
     (r"py:mod", r"aprilsched\..*"),

@@ -79,7 +79,7 @@ class SimulationResult:
         """Draw what the engines' slots did over the time of the run, by cause.
 
         Raises:
-            MissingExtra: if matplotlib is not installed (the extra ``notebook``).
+            MissingExtra: if matplotlib is not installed (the extra ``plots``).
             ValueError: if the usage was not recorded.
         """
         from aprilsched.analysis import plots
