@@ -502,7 +502,11 @@ class Sessions:
 def _with_figures(score: float | Score | None, session: Session) -> Score:
     """The score of a session, with what else is told of it."""
     told = score if isinstance(score, Score) else Score(reward=score)
-    figures = {"drift": session.drift, "branches": session.branched}
+    figures = {
+        "turns": session.turns,
+        "drift": session.drift,
+        "branches": session.branched,
+    }
     return replace(told, info={"session": figures, **told.info})
 
 

@@ -729,6 +729,28 @@ class Interleavings(RuleBasedStateMachine):
         assert contexts == {n: e.context_tokens for n, e in run.engines.items()}
 
     @invariant()
+    def clocks_agree(self) -> None:
+        """The parts of each rollout's time add up to the time since its launch, and the present one
+        is what it is at."""
+        driver, run = self.driver, self.driver.run
+        assert set(driver.clocks.rollouts) == set(run.rollouts)
+        sent = {each.rollout_id: each.engine for each in run.attempts.values()}
+        for rollout_id, clock in driver.clocks.rollouts.items():
+            clock.enter(clock.part, driver.now)
+            assert min(clock.seconds.values()) >= 0.0
+            lived = driver.now - driver.launched[rollout_id]
+            assert sum(clock.seconds.values()) == pytest.approx(lived)
+            if rollout_id in run.scoring:
+                expected = "score"
+            elif rollout_id in run.outside:
+                expected = "tools"
+            elif rollout_id in sent:
+                expected = "engine" if sent[rollout_id].state == "generating" else "paused"
+            else:
+                expected = "batch" if run.rollouts[rollout_id].finished else "queue"
+            assert clock.part == expected
+
+    @invariant()
     def count(self) -> None:
         """Hypothesis calls this after each step, when the driver has checked the core's
         invariants."""
