@@ -14,13 +14,14 @@ from typing import Literal, TypeAlias
 from aprilsched.core.messages import facts as of
 from aprilsched.telemetry.base import DispatchingListener
 
-RolloutPart: TypeAlias = Literal["engine", "paused", "queue", "tools", "score", "batch"]
+RolloutPart: TypeAlias = Literal["engine", "paused", "queue", "tools", "agent", "score", "batch"]
 
 ROLLOUT_PARTS: dict[RolloutPart, str] = {
     "engine": "It is with an engine that generates.",
     "paused": "It is with an engine that is paused, takes new weights or sleeps.",
     "queue": "It has a request that no engine has yet, or that was called back.",
     "tools": "It is an episode that has no request: it uses its tools.",
+    "agent": "It is a session that no launcher has taken yet.",
     "score": "Its response is complete, or its session has ended, and a reward, or the verdict on "
     "its group, is not there yet.",
     "batch": "It is complete and scored, and waits for its group, its batch or the trainer.",
@@ -32,6 +33,7 @@ ROLLOUT_PART_LABELS: dict[RolloutPart, str] = {
     "paused": "paused for new weights",
     "queue": "waiting for an engine",
     "tools": "at its tools",
+    "agent": "waiting for an agent",
     "score": "waiting for its score",
     "batch": "waiting for its batch",
 }
@@ -84,6 +86,7 @@ class RolloutTime(DispatchingListener):
             of.GroupLaunched: self._launched,
             of.MemberLaunched: self._member_launched,
             of.EpisodeStarted: self._episode_started,
+            of.EpisodeWaiting: lambda fact: self._enter(fact.rollout_id, fact.what),
             of.TurnBegun: lambda fact: self._enter(fact.rollout_id, "queue"),
             of.TurnEnded: lambda fact: self._enter(fact.rollout_id, "tools"),
             of.AttemptSent: self._sent,
@@ -94,7 +97,7 @@ class RolloutTime(DispatchingListener):
             of.VerdictRequested: lambda fact: self._enter_group(fact.group_id, "score"),
             of.GroupAccepted: lambda fact: self._enter_group(fact.group_id, "batch"),
             of.GroupDropped: lambda fact: self._forget(fact.group_id, fact.rollout_ids),
-            of.EvaluationDelivered: lambda fact: self.take(fact.rollouts, self._now),
+            of.EvaluationDelivered: self._evaluated,
             of.EngineModeChanged: self._mode_changed,
             of.EngineLost: lambda fact: self._stopped.discard(fact.engine),
         }
@@ -185,6 +188,9 @@ class RolloutTime(DispatchingListener):
             self._groups[group_id] = left
         for rollout_id in gone:
             self.rollouts.pop(rollout_id, None)
+
+    def _evaluated(self, fact: of.EvaluationDelivered) -> None:
+        self.take(fact.rollouts, self._now)
 
     def _mode_changed(self, fact: of.EngineModeChanged) -> None:
         generates = fact.finish in ("running", "verifying")

@@ -42,7 +42,7 @@ from aprilsched.core.policies.staleness import StalenessRule
 from aprilsched.core.policies.straggler import BEHAVIOURS, StragglerRule
 from aprilsched.core.state.lifecycle import GENERATING
 from aprilsched.store import MemoryStore
-from aprilsched.types import NO_VERSION, Rollout, SamplingParams, Score, VersionSpan
+from aprilsched.types import NO_VERSION, EpisodeWait, Rollout, SamplingParams, Score, VersionSpan
 from tests.property.conftest import RecordSteps
 from tests.support.driver import Driver, Key, prompts
 
@@ -364,6 +364,13 @@ class Interleavings(RuleBasedStateMachine):
         dialogues = self.driver.dialogues
         partial = list(dialogues.partial)
         self.driver.feed(dialogues.keep(partial[choice % len(partial)]))
+
+    @precondition(lambda self: self.driver.dialogues.thinking or self.driver.dialogues.asking)
+    @rule(choice=st.integers(0, 99), what=st.sampled_from(["tools", "agent", "score"]))
+    def say_what_an_episode_waits_for(self, choice: int, what: EpisodeWait) -> None:
+        """Also of one that has just asked for a turn."""
+        episodes = [*self.driver.dialogues.thinking, *self.driver.dialogues.asking]
+        self.driver.feed(ev.EpisodeWaits(rollout_id=episodes[choice % len(episodes)], what=what))
 
     @precondition(lambda self: self.driver.dialogues.thinking)
     @rule(
@@ -743,7 +750,7 @@ class Interleavings(RuleBasedStateMachine):
             if rollout_id in run.scoring:
                 expected = "score"
             elif rollout_id in run.outside:
-                expected = "tools"
+                expected = run.outside[rollout_id]
             elif rollout_id in sent:
                 expected = "engine" if sent[rollout_id].state == "generating" else "paused"
             else:
