@@ -371,22 +371,22 @@ class Figures:
     turns_mean: float | None = figure(
         "Mean number of turns of an episode; absent without episodes.",
         of=_ratio(lambda b: sum(b.turns), lambda b: len(b.turns)),
-        live="turns", headline="Turns of an episode",
+        live="turns",
     )
     tool_share: float | None = figure(
         "Share of the time of the rollouts, from launch to delivery, that they were at their "
         "tools; absent without episodes.", unit="share",
         of=_ratio(lambda b: b.rollout_seconds["tools"] if b.turns else None,
                   lambda b: sum(b.rollout_seconds.values())),
-        live="at tools", headline="Time at tools",
+        live="at tools",
     )
     drift_tokens: int | None = figure(
         "Tokens of sessions that would be others if their chats were tokenised again; absent "
-        "without sessions.", unit="tokens", of=_of_sessions(0), headline="Drift of sessions",
+        "without sessions.", unit="tokens", of=_of_sessions(0),
     )
     branches: int | None = figure(
         "Branches that requests of sessions have begun, the first ones included; absent without "
-        "sessions.", of=_of_sessions(1), headline="Branches of sessions",
+        "sessions.", of=_of_sessions(1),
     )
 
     @classmethod
