@@ -67,7 +67,7 @@ PART_LABELS: dict[Part, str] = {
     "trainer": "waiting for the trainer",
     "prompts": "waiting for prompts",
     "rewards": "waiting for rewards",
-    "environment": "tools of episodes",
+    "environment": "tools and scores of episodes",
     "asleep": "asleep",
     "lost": "out of use",
 }

@@ -199,7 +199,7 @@ _LOST_TO: dict[Part, str] = {
     "trainer": "was lost waiting for the trainer",
     "prompts": "was lost waiting for prompts",
     "rewards": "was lost waiting for rewards",
-    "environment": "was lost waiting for the tools of episodes",
+    "environment": "was lost waiting for the tools or scores of episodes",
     "asleep": "was spent asleep, with the memory released for the trainer",
     "lost": "was lost because engines were out of use",
 }
