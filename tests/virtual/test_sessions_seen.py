@@ -24,6 +24,7 @@ from aprilsched.telemetry.live.view import ASCII, frame
 from aprilsched.telemetry.live_figures import LiveFigures
 from aprilsched.telemetry.run_folder import RunFolder
 from aprilsched.telemetry.summary import Summary
+from aprilsched.telemetry.table import FIGURES, Moment, values_at
 from tests.support.tiny_tokenizer import bytes_tokenizer
 
 pytestmark = pytest.mark.virtual_time
@@ -96,6 +97,11 @@ async def test_the_time_of_sessions_has_a_cause_everywhere(tmp_path: Path):
     # Three were launched at first, and one in the place of the lost member, which is not delivered.
     assert measured.seconds == pytest.approx(TOOLS_S + sum(parts.values()) / MEMBERS, rel=0.2)
     assert figures.recent[-1].figures.turns_mean == TURNS
+    assert figures.recent[-1].figures.tool_share == parts["tools"] / sum(parts.values())
+    told = {
+        part for (part,) in values_at(FIGURES["batch/rollout_seconds"], Moment(figures=figures))
+    }
+    assert told == parts.keys()
     assert "turns 3.00" in frame(model.snapshot(), width=200, height=30, glyphs=ASCII).plain
 
     assert read_run(folder).summary.rollout_seconds == pytest.approx(
