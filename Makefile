@@ -75,7 +75,7 @@ PYTHON_311 = $(shell for python in $(PYTHON) python3.11; do \
 	if $$python -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; \
 	then echo $$python; break; fi; done)
 
-.PHONY: help venv demo example example-moe test test-fast test-long test-areal test-trainers test-verl test-vllm-trainers docs notebooks lint style \
+.PHONY: help venv demo example example-agent example-moe test test-fast test-long test-areal test-trainers test-verl test-vllm-trainers docs notebooks lint style \
 	format clean shared-sglang shared-vllm .browser .venv .venv-areal .venv-sglang .venv-verl .venv-vllm \
 	.venv-vllm-trainers
 
@@ -143,6 +143,12 @@ example-moe: $(TEST_STAMP) $(SGLANG_READY) ## Train a tiny mixture of experts th
 	APRILSCHED_SGLANG_PYTHON='$(SGLANG_VENV)/bin/python' $(BIN)/python tests/sglang/with_server.py \
 		runs/moe/policy runs/moe/server.log --enable-return-routed-experts \
 		$(BIN)/python examples/moe/replay.py --out runs/moe --engine {engine}
+
+example-agent: $(TEST_STAMP) $(SGLANG_READY) ## Train an agent through the URLs of its sessions, on a CPU server.
+	$(BIN)/python examples/agent/train_agent.py --out runs/agent
+	APRILSCHED_SGLANG_PYTHON='$(SGLANG_VENV)/bin/python' $(BIN)/python tests/sglang/with_server.py \
+		runs/agent/policy runs/agent/server.log $(BIN)/python examples/agent/train_agent.py \
+		--engine {engine} --out runs/agent
 
 docs: $(TEST_STAMP) ## Build the documentation site, docs/_build/html/index.html.
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html

@@ -39,6 +39,7 @@ Float32Array: TypeAlias = NDArray[np.float32]
 BoolArray: TypeAlias = NDArray[np.bool_]
 FinishReason: TypeAlias = Literal["stop", "length"]
 BranchRule: TypeAlias = Literal["last", "longest", "all"]
+EpisodeWait: TypeAlias = Literal["tools", "agent", "score"]
 MediaKind: TypeAlias = Literal["image", "video", "audio"]
 
 _PLAIN: Mapping[str, type] = {

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from aprilsched.analysis.colours import AGE_COLOURS, PALETTE, PART_COLOURS
 from aprilsched.analysis.run import Bar
-from aprilsched.telemetry.engine_time import PART_LABELS, Part
+from aprilsched.telemetry.engine_time import PART_LABELS
 from aprilsched.telemetry.figures import DecileFigures, LawFigures, TransientFigures
 
 Values = Sequence[float] | Sequence[str] | NDArray[Any]
@@ -126,24 +126,27 @@ _OLDEST = len(AGE_COLOURS) - 1
 
 
 def time_by_part(
-    rows: Mapping[str, Mapping[Part, float]], *, x: Axis, written: Callable[[float], str]
+    rows: Mapping[str, Mapping[Any, float]],
+    *,
+    x: Axis,
+    written: Callable[[float], str],
+    colours: Mapping[Any, str],
+    labels: Mapping[Any, str],
 ) -> Chart:
-    """A bar for each run, divided into the parts of its engines' time; `written` gives the texts of
-    the numbers in it."""
+    """A bar for each run, divided into parts of its time, which have a colour and a label each;
+    `written` gives the texts of the numbers in it."""
     names = list(rows)
-    values: dict[Part, list[float]] = {
-        part: [row.get(part, 0.0) for row in rows.values()] for part in PART_COLOURS
-    }
+    values = {part: [row.get(part, 0.0) for row in rows.values()] for part in colours}
     return Chart(
         series=[
             Series(
                 kind="bar",
-                name=PART_LABELS[part],
+                name=labels[part],
                 x=names,
                 y=found,
-                colour=PART_COLOURS[part],
+                colour=colours[part],
                 texts=[written(value) for value in found],
-                hover=f"{PART_LABELS[part]}: %{{x:.1%}}<extra></extra>",
+                hover=f"{labels[part]}: %{{x:.1%}}<extra></extra>",
             )
             for part, found in values.items()
             if any(value > 0 for value in found)

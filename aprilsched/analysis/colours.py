@@ -1,9 +1,10 @@
-"""The colours of pictures and pages, for each part of the engines' time. It does not need
-matplotlib."""
+"""The colours of pictures and pages, for each part of the time of engines and of rollouts. It
+does not need matplotlib."""
 
 from __future__ import annotations
 
 from aprilsched.telemetry.engine_time import Part
+from aprilsched.telemetry.rollout_time import RolloutPart
 
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
 """Okabe and Ito, 2008: the eight-colour set without black."""
@@ -27,6 +28,17 @@ PART_COLOURS: dict[Part, str] = {
 }
 """Busy parts are blue, and parts that no schedule can avoid are grey. The others have colours of
 Okabe and Ito, and two of Tol."""
+
+ROLLOUT_COLOURS: dict[RolloutPart, str] = {
+    "engine": "#0072B2",
+    "paused": "#D55E00",
+    "queue": "#CC79A7",
+    "tools": "#999933",
+    "agent": "#DDDDDD",
+    "score": "#009E73",
+    "batch": "#E69F00",
+}
+"""Colours of what a rollout is at; a part that engines have too has its colour."""
 
 AGE_COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#F0E442", "#E69F00", "#D55E00")
 """Colours of tokens by their staleness, 0 versions first. The last one is for all older tokens."""

@@ -251,6 +251,8 @@ def draw_where(axes: Axes, usages: Mapping[str, RunUsage], *, unit: TimeUnit) ->
             unit="share" if unit == "share" else "",
             range=(0, max(totals, default=1.0) * (1.0 if unit == "share" else 1.12)),
         ),
+        colours=PART_COLOURS,
+        labels=PART_LABELS,
         written=lambda value: _number(value, unit),
     )
     draw(axes, chart, legend="")

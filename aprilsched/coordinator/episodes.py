@@ -21,11 +21,12 @@ import numpy as np
 from aprilsched.companions import Companion, CompanionRows
 from aprilsched.coordinator.prompts import check_media
 from aprilsched.core.messages.commands import ResolveTurn, context_mark
-from aprilsched.core.messages.events import TurnKept, TurnRequested, TurnWithdrawn
+from aprilsched.core.messages.events import EpisodeWaits, TurnKept, TurnRequested, TurnWithdrawn
 from aprilsched.errors import EpisodeError
 from aprilsched.sampling import check_sampling
 from aprilsched.types import (
     BranchRule,
+    EpisodeWait,
     FinishReason,
     Float32Array,
     Int32Array,
@@ -78,7 +79,7 @@ class Turn:
         self,
         rollout_id: int,
         index: int,
-        tell: Callable[[TurnRequested | TurnWithdrawn | TurnKept], None],
+        tell: Callable[[TurnRequested | TurnWithdrawn | TurnKept | EpisodeWaits], None],
         sampling: SamplingParams,
         companions: Sequence[Companion] = (),
         known: Collection[tuple[int, int]] = (),
@@ -129,6 +130,12 @@ class Turn:
                 "what was made after that."
             )
         self.ending.append(function)
+
+    def waits_for(self, what: EpisodeWait) -> None:
+        """Say what the episode waits for until its next turn, for those who look at the run: its
+        "tools", which is assumed after each turn, an "agent" that shall drive it, or its
+        "score"."""
+        self._tell(EpisodeWaits(rollout_id=self.rollout_id, what=what))
 
     @property
     def known(self) -> int:

@@ -70,6 +70,7 @@ HANDLERS: dict[type, Callable[[SchedulerState, Any], None]] = {
     ev.TurnRequested: turns.on_turn_requested,
     ev.TurnWithdrawn: turns.on_turn_withdrawn,
     ev.TurnKept: turns.on_turn_kept,
+    ev.EpisodeWaits: turns.on_episode_waits,
     ev.EpisodeFinished: turns.on_episode_finished,
     ev.EpisodeFailed: members.on_episode_failed,
     ev.TeardownFailed: members.on_teardown_failed,

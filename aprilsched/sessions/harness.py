@@ -22,7 +22,7 @@ from aprilsched.errors import ConfigError, EpisodeError, MemberLost
 from aprilsched.serving import Listener, Unavailable
 from aprilsched.sessions.address import Keys, make_session_app
 from aprilsched.sessions.history import History, Mark, Question, Said
-from aprilsched.types import BranchRule, FinishReason, Prompt, Score
+from aprilsched.types import BranchRule, EpisodeWait, FinishReason, Prompt, Score
 
 T = TypeVar("T")
 
@@ -293,6 +293,10 @@ class Session:
 
     # --- its end ---------------------------------------------------------------------------------
 
+    def waits_for(self, what: EpisodeWait) -> None:
+        """Say what it waits for while nothing is asked; see :meth:`aprilsched.Turn.waits_for`."""
+        self._turn.waits_for(what)
+
     def on_end(self, function: Callable[[], object]) -> None:
         """Call `function` once when the session has ended, however it does; see
         :meth:`aprilsched.Turn.on_end`."""
@@ -368,6 +372,7 @@ class Session:
         """
         if self._score is None:
             return score
+        self.waits_for("score")
         try:
             async with asyncio.timeout(self.limits.score_s):
                 return await self._score
@@ -459,6 +464,7 @@ class Sessions:
         while True:
             session = await self._waiting.get()
             if not session.over:
+                session.waits_for("tools")
                 self._taken[session.id].set()
                 return session
 
@@ -482,6 +488,7 @@ class Sessions:
         try:
             score = await session.scored(await self._run(session, prompt))
             if score is None and self._reward is not None:
+                session.waits_for("score")
                 score = await self._reward(session, prompt)
             return _with_figures(score, session)
         finally:
@@ -499,6 +506,7 @@ class Sessions:
                     # A harness that had begun comes back by itself.
                     self._taken[session.id].set()
                 else:
+                    session.waits_for("agent")
                     self._waiting.put_nowait(session)
                 return await session.reported(self._taken[session.id])
         except TimeoutError as error:
@@ -512,7 +520,11 @@ class Sessions:
 def _with_figures(score: float | Score | None, session: Session) -> Score:
     """The score of a session, with what else is told of it."""
     told = score if isinstance(score, Score) else Score(reward=score)
-    figures = {"drift": session.drift, "branches": session.branched}
+    figures = {
+        "turns": session.turns,
+        "drift": session.drift,
+        "branches": session.branched,
+    }
     return replace(told, info={"session": figures, **told.info})
 
 

@@ -6,6 +6,7 @@ the batch in work needs, however long a run is.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -23,6 +24,7 @@ from aprilsched.telemetry.figures import (
     divided,
     mean_of,
 )
+from aprilsched.telemetry.rollout_time import ROLLOUT_PARTS, RolloutClock, RolloutTime
 from aprilsched.types import NO_VERSION
 
 # Computes the staleness of a rollout's tokens from its segments.
@@ -87,10 +89,11 @@ def measure(
     parts: set[str] | None = None,
     forecast: Forecast | None = None,
     schedule: str = "",
+    clocks: Sequence[RolloutClock | None],
 ) -> Measured:
     """What is counted of a batch that took `seconds`, with the `forecast` for it and its `schedule`
-    in words. `parts` has the names of the parts of rewards that are counted so far, and gets the
-    new ones of this batch, up to 100 in all."""
+    in words. `clocks` are those of its rollouts. `parts` has the names of the parts of rewards that
+    are counted so far, and gets the new ones of this batch, up to 100 in all."""
     rollouts = batch.rollouts
     ages = np.array([ages_of(rollout, batch.version) for rollout in rollouts], dtype=np.int64)
     lengths = [rollout.tokens for rollout in rollouts]
@@ -124,6 +127,16 @@ def measure(
         iid_distance=batch.iid_distance,
         rewards=_reward_means(rollouts, set() if parts is None else parts),
         forecast=outcome,
+        rollout_seconds={
+            part: math.fsum(clock.seconds[part] for clock in clocks if clock is not None)
+            for part in ROLLOUT_PARTS
+        },
+        turns=[
+            rollout.turns
+            for rollout, clock in zip(rollouts, clocks, strict=True)
+            if clock is not None and clock.episode
+        ],
+        sessions=[clock.session for clock in clocks if clock is not None and clock.session],
     )
 
 
@@ -174,7 +187,9 @@ class BatchMeter(DispatchingListener):
         """The schedule that was in force when the batch in work began."""
         self._idle_since: float | None = None
         """Since when the trainer has the last batch, and nothing else happens."""
-        self._handlers = {
+        self.rollouts = RolloutTime()
+        """The time of the rollouts in flight."""
+        self._handlers = dict.fromkeys(self.rollouts.kinds, self._clocked) | {
             of.RunOpened: self._opened,
             of.BatchRequested: self._busy,
             of.UpdateBegun: self._busy,
@@ -199,6 +214,7 @@ class BatchMeter(DispatchingListener):
             parts=self._parts,
             forecast=self._expected.forecast,
             schedule=self._expected.schedule,
+            clocks=self.rollouts.take(batch.rollouts, now),
         )
         self._expected = self._schedule
         self._trainer = 0.0
@@ -223,7 +239,11 @@ class BatchMeter(DispatchingListener):
             self._trainer_waits = fact.pace == "synchronous"
             self._idle_since = self._now if idle else None
 
-    def _opened(self, _: of.RunOpened) -> None:
+    def _clocked(self, fact: of.Fact) -> None:
+        self.rollouts.hear(fact, self._now)
+
+    def _opened(self, fact: of.RunOpened) -> None:
+        self._clocked(fact)
         # What a prior run expected of the batch in work took no account of its end.
         self._expected = of.ScheduleChanged(schedule="")
         if self._began:

@@ -50,7 +50,8 @@ PARTS: dict[Part, str] = {
     "on the one before.",
     "prompts": "There are no prompts: the source is slow, or has ended.",
     "rewards": "The responses of the batch are complete, and their rewards are not.",
-    "environment": "Episodes use their tools, and have no request for the engine.",
+    "environment": "Episodes use their tools, or wait for an agent or their score, and have no "
+    "request for the engine.",
     "asleep": "The engine sleeps: its memory is released for the trainer.",
     "lost": "The engine is lost or on standby.",
 }
@@ -66,7 +67,7 @@ PART_LABELS: dict[Part, str] = {
     "trainer": "waiting for the trainer",
     "prompts": "waiting for prompts",
     "rewards": "waiting for rewards",
-    "environment": "tools of episodes",
+    "environment": "tools and scores of episodes",
     "asleep": "asleep",
     "lost": "out of use",
 }

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aprilsched.core.state.ledger import Counters
+from aprilsched.telemetry.rollout_time import ROLLOUT_PARTS, RolloutPart
 
 BiasReference: TypeAlias = Literal["workload_mean", "run_after_burn_in"]
 MeanReference: TypeAlias = Literal["workload_mean", "drawn"]
@@ -132,6 +133,9 @@ class Measured:
         distance, iid_distance: see :attr:`Figures.length_distance`.
         rewards: means of the rewards, under None, and of each named part of them.
         forecast: forecast and outcome; None if there was no forecast.
+        rollout_seconds: seconds of all its rollouts from launch to delivery, by part.
+        turns: number of turns of each of its episodes.
+        sessions: drift and branches of each of its sessions.
     """
 
     index: int
@@ -147,6 +151,9 @@ class Measured:
     iid_distance: float | None
     rewards: Mapping[str | None, Mean]
     forecast: ForecastFigures | None
+    rollout_seconds: Mapping[RolloutPart, float]
+    turns: Sequence[int]
+    sessions: Sequence[tuple[int, int]]
 
     @property
     def figures(self) -> BatchFigures:
@@ -248,6 +255,25 @@ def mean_of(means: Sequence[Mean]) -> Mean:
     return count, math.fsum(n / count * value for n, value in means)
 
 
+def _rollout_seconds(batches: Sequence[Measured]) -> dict[RolloutPart, float]:
+    """Mean over all rollouts of the batches."""
+    count = sum(batch.lengths.size for batch in batches)
+    return {
+        part: (divided(sum(batch.rollout_seconds[part] for batch in batches), count) or 0.0)
+        for part in ROLLOUT_PARTS
+    }
+
+
+def _of_sessions(place: int) -> _Over:
+    """The sum over all sessions of the batches; None without any."""
+
+    def of(batches: Sequence[Measured]) -> int | None:
+        found = [session[place] for batch in batches for session in batch.sessions]
+        return sum(found) if found else None
+
+    return of
+
+
 def _forecasts(batches: Sequence[Measured]) -> ForecastFigures | None:
     """Forecast and outcome over the batches that had a forecast: means of the seconds, and shares
     of all their seconds and tokens."""
@@ -337,6 +363,30 @@ class Figures:
     forecast: ForecastFigures | None = figure(
         "What automatic scheduling expected, and what happened, over the batches that had a "
         "forecast when they began; None if none had.", of=_forecasts, tracked=False, exposed=False,
+    )
+    rollout_seconds: dict[RolloutPart, float] = figure(
+        "Mean seconds of a rollout by what it was at; they add up to the time from its launch to "
+        "its delivery.", of=_rollout_seconds, tracked=False, exposed=False,
+    )
+    turns_mean: float | None = figure(
+        "Mean number of turns of an episode; absent without episodes.",
+        of=_ratio(lambda b: sum(b.turns), lambda b: len(b.turns)),
+        live="turns",
+    )
+    tool_share: float | None = figure(
+        "Share of the time of the rollouts, from launch to delivery, that they were at their "
+        "tools; absent without episodes.", unit="share",
+        of=_ratio(lambda b: b.rollout_seconds["tools"] if b.turns else None,
+                  lambda b: sum(b.rollout_seconds.values())),
+        live="at tools",
+    )
+    drift_tokens: int | None = figure(
+        "Tokens of sessions that would be others if their chats were tokenised again; absent "
+        "without sessions.", unit="tokens", of=_of_sessions(0),
+    )
+    branches: int | None = figure(
+        "Branches that requests of sessions have begun, the first ones included; absent without "
+        "sessions.", of=_of_sessions(1),
     )
 
     @classmethod

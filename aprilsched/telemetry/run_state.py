@@ -33,6 +33,7 @@ from aprilsched.telemetry.engine_time import (
     Recording,
     seconds_of,
 )
+from aprilsched.types import EpisodeWait
 
 _OF_NO_CAUSE = frozenset(
     {
@@ -122,7 +123,7 @@ class RunState:
         carried: ids of the rollouts in `growing` that were in flight when an earlier batch was
             delivered.
         scoring: ids of the rollouts that wait for a reward, or whose group waits for its verdict.
-        outside: ids of the episodes that use their tools and have no request for an engine.
+        outside: the episodes that have no request for an engine, and what they wait for.
         fetching: whether prompts were requested and have not arrived.
         version: policy version of the fleet.
         batches: number of batches that the trainer has received.
@@ -139,7 +140,7 @@ class RunState:
         self.growing: set[int] = set()
         self.carried: set[int] = set()
         self.scoring: set[int] = set()
-        self.outside: set[int] = set()
+        self.outside: dict[int, EpisodeWait] = {}
         self.fetching = False
         self.version = 0
         self.batches = 0
@@ -179,6 +180,7 @@ class RunState:
             of.GroupLaunched: self._group_launched,
             of.MemberLaunched: self._member_launched,
             of.EpisodeStarted: self._episode_started,
+            of.EpisodeWaiting: self._episode_waiting,
             of.TeardownFailed: self._teardown_failed,
             of.TurnBegun: self._turn_begun,
             of.TurnEnded: self._turn_ended,
@@ -340,9 +342,9 @@ class RunState:
                 rows = [(i, Reason.RESTARTED, self.rollouts[i].sampled) for i in group.rollout_ids]
                 self._drop(group_id, rows, cause)
         self.counters.launched -= len(self.rollouts)
-        for held in (self.rollouts, self.groups):
+        for held in (self.rollouts, self.groups, self.outside):
             held.clear()
-        for ids in (self.growing, self.carried, self.scoring, self.outside):
+        for ids in (self.growing, self.carried, self.scoring):
             ids.clear()
         self._trainer = _Trainer()
         self._generated = self._ready = self._training = 0
@@ -442,16 +444,19 @@ class RunState:
         self.counters.teardowns_failed += 1
 
     def _episode_started(self, fact: of.EpisodeStarted) -> None:
-        self.outside.add(fact.rollout_id)
+        self.outside[fact.rollout_id] = "tools"
+
+    def _episode_waiting(self, fact: of.EpisodeWaiting) -> None:
+        self.outside[fact.rollout_id] = fact.what
 
     def _turn_begun(self, fact: of.TurnBegun) -> None:
-        self.outside.discard(fact.rollout_id)
+        self.outside.pop(fact.rollout_id, None)
         rollout = self.rollouts.get(fact.rollout_id)
         if rollout is not None:
             rollout.environment += fact.environment
 
     def _turn_ended(self, fact: of.TurnEnded) -> None:
-        self.outside.add(fact.rollout_id)
+        self.outside[fact.rollout_id] = "tools"
 
     def _tokens_discarded(self, fact: of.TokensDiscarded) -> None:
         self.counters.tokens_discarded += fact.sampled
@@ -464,7 +469,7 @@ class RunState:
     def _rollout_finished(self, fact: of.RolloutFinished) -> None:
         self.growing.discard(fact.rollout_id)
         self.carried.discard(fact.rollout_id)
-        self.outside.discard(fact.rollout_id)
+        self.outside.pop(fact.rollout_id, None)
         rollout = self.rollouts.get(fact.rollout_id)
         group = self.groups.get(fact.group_id)
         if rollout is None or group is None or rollout.finished:
@@ -517,8 +522,7 @@ class RunState:
     def _leave(self, group_id: int, rollout_id: int) -> None:
         """A rollout that has lost a race, or is lost, leaves its group, which goes on."""
         grew = rollout_id in self.growing
-        for ids in (self.growing, self.carried, self.scoring, self.outside):
-            ids.discard(rollout_id)
+        self._let_go(rollout_id)
         group = self.groups[group_id]
         group.rollout_ids = tuple(each for each in group.rollout_ids if each != rollout_id)
         group.growing -= grew
@@ -552,8 +556,12 @@ class RunState:
                 self._ready -= group.accepted
             for rollout_id in group.rollout_ids:
                 self.rollouts.pop(rollout_id, None)
-                for ids in (self.growing, self.carried, self.scoring, self.outside):
-                    ids.discard(rollout_id)
+                self._let_go(rollout_id)
+
+    def _let_go(self, rollout_id: int) -> None:
+        for ids in (self.growing, self.carried, self.scoring):
+            ids.discard(rollout_id)
+        self.outside.pop(rollout_id, None)
 
     # --- attempts ------------------------------------------------------------------------------
 

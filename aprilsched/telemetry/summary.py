@@ -90,10 +90,8 @@ class Summary(DispatchingListener):
         """Ids of evaluated rollouts that a resumed scheduler gave to other rollouts."""
         self._bias = BiasCollector()
         self._alignment = AlignmentLedger()
-        self._handlers = {
+        self._handlers = dict.fromkeys(self.meter.kinds, self._measure) | {
             facts.RunOpened: self._opened,
-            facts.BatchRequested: self._measure,
-            facts.ScheduleChanged: self._measure,
             facts.UpdateBegun: self._update_begun,
             facts.UpdateFinished: self._update_finished,
             facts.GroupLaunched: self._launched,
@@ -178,6 +176,7 @@ class Summary(DispatchingListener):
     # --- rollouts ------------------------------------------------------------------------------
 
     def _launched(self, fact: facts.GroupLaunched) -> None:
+        self._measure(fact)
         ids = fact.rollout_ids
         # Rollouts that the prior run had not saved are forgotten, because their ids may belong to
         # others now.
@@ -198,17 +197,21 @@ class Summary(DispatchingListener):
             self._delivered.difference_update(ids)
 
     def _begin(self, fact: facts.AttemptSent | facts.EpisodeStarted) -> None:
+        self._measure(fact)
         self._sent.add(fact.rollout_id)
         self._bias.newest = max(self._bias.newest, fact.rollout_id)
 
     def _launched_again(self, fact: facts.MemberLaunched) -> None:
+        self._measure(fact)
         if fact.evaluation_id is not None:
             self._evaluating.add(fact.rollout_id)
 
     def _finished(self, fact: facts.RolloutFinished) -> None:
+        self._measure(fact)
         self._bias.finished.add(fact.rollout_id)
 
     def _group_dropped(self, fact: facts.GroupDropped) -> None:
+        self._measure(fact)
         self._drop(fact.group_id, fact.rollouts)
 
     def _prompt_refused(self, fact: facts.PromptRefused) -> None:
@@ -235,6 +238,7 @@ class Summary(DispatchingListener):
         self._bias.deliver(fact.rollouts)
 
     def _evaluation_delivered(self, fact: facts.EvaluationDelivered) -> None:
+        self._measure(fact)
         ids = {rollout.rollout_id for rollout in fact.rollouts}
         self._evaluated += len(fact.rollouts)
         self._bias.finished -= ids
@@ -279,12 +283,14 @@ class Summary(DispatchingListener):
         self._measure(fact)
 
     def _mode_changed(self, fact: facts.EngineModeChanged) -> None:
+        self._measure(fact)
         if fact.finish == "pausing":
             self._pauses.start(fact.engine, self._now)
         elif fact.start == "continuing":
             self._pauses.stop(fact.engine, self._now)
 
     def _engine_lost(self, fact: facts.EngineLost) -> None:
+        self._measure(fact)
         self._pauses.stop(fact.engine, self._now)
 
 

@@ -125,6 +125,12 @@ def _share(*parts: Part) -> Callable[[Moment], float | None]:
     return of
 
 
+def _rollout_seconds(moment: Moment) -> Value:
+    batch = moment.figures.batch
+    found = {} if batch is None else batch.figures.rollout_seconds
+    return {(part,): seconds for part, seconds in found.items()}
+
+
 # fmt: off
 _FIGURES: tuple[Figure, ...] = (
     # --- rollouts and tokens -------------------------------------------------------------------
@@ -165,6 +171,9 @@ _FIGURES: tuple[Figure, ...] = (
     Figure(name="batch/reward", of=_batch(lambda b: b.figures.rewards.mean),
            help="Mean reward of the rollouts; absent without rewards. A tracker has the mean "
                 "of each named part of the reward beside it as `batch/reward/NAME`."),
+    Figure(name="batch/rollout_seconds", unit="seconds", labels=("part",), of=_rollout_seconds,
+           help="Mean seconds of a rollout by what it was at. They add up to the time from its "
+                "launch to its delivery, which a tracker has."),
     Figure(name="batch/duration_seconds", kind="histogram", unit="seconds",
            buckets=_LONG_SECONDS,
            help="From one delivery to the next, without the time that the engines stood "

@@ -42,7 +42,7 @@ from aprilsched.core.policies.staleness import StalenessRule
 from aprilsched.core.policies.straggler import BEHAVIOURS, StragglerRule
 from aprilsched.core.state.lifecycle import GENERATING
 from aprilsched.store import MemoryStore
-from aprilsched.types import NO_VERSION, Rollout, SamplingParams, Score, VersionSpan
+from aprilsched.types import NO_VERSION, EpisodeWait, Rollout, SamplingParams, Score, VersionSpan
 from tests.property.conftest import RecordSteps
 from tests.support.driver import Driver, Key, prompts
 
@@ -364,6 +364,13 @@ class Interleavings(RuleBasedStateMachine):
         dialogues = self.driver.dialogues
         partial = list(dialogues.partial)
         self.driver.feed(dialogues.keep(partial[choice % len(partial)]))
+
+    @precondition(lambda self: self.driver.dialogues.thinking or self.driver.dialogues.asking)
+    @rule(choice=st.integers(0, 99), what=st.sampled_from(["tools", "agent", "score"]))
+    def say_what_an_episode_waits_for(self, choice: int, what: EpisodeWait) -> None:
+        """Also of one that has just asked for a turn."""
+        episodes = [*self.driver.dialogues.thinking, *self.driver.dialogues.asking]
+        self.driver.feed(ev.EpisodeWaits(rollout_id=episodes[choice % len(episodes)], what=what))
 
     @precondition(lambda self: self.driver.dialogues.thinking)
     @rule(
@@ -727,6 +734,28 @@ class Interleavings(RuleBasedStateMachine):
         for attempt in run.attempts.values():
             contexts[attempt.engine.name] += attempt.context
         assert contexts == {n: e.context_tokens for n, e in run.engines.items()}
+
+    @invariant()
+    def clocks_agree(self) -> None:
+        """The parts of each rollout's time add up to the time since its launch, and the present one
+        is what it is at."""
+        driver, run = self.driver, self.driver.run
+        assert set(driver.clocks.rollouts) == set(run.rollouts)
+        sent = {each.rollout_id: each.engine for each in run.attempts.values()}
+        for rollout_id, clock in driver.clocks.rollouts.items():
+            clock.enter(clock.part, driver.now)
+            assert min(clock.seconds.values()) >= 0.0
+            lived = driver.now - driver.launched[rollout_id]
+            assert sum(clock.seconds.values()) == pytest.approx(lived)
+            if rollout_id in run.scoring:
+                expected = "score"
+            elif rollout_id in run.outside:
+                expected = run.outside[rollout_id]
+            elif rollout_id in sent:
+                expected = "engine" if sent[rollout_id].state == "generating" else "paused"
+            else:
+                expected = "batch" if run.rollouts[rollout_id].finished else "queue"
+            assert clock.part == expected
 
     @invariant()
     def count(self) -> None:

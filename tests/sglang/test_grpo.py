@@ -1,4 +1,4 @@
-"""The trainers of examples/grpo and examples/moe against a real server."""
+"""The trainers of examples/grpo, examples/moe and examples/agent against a real server."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from tests.sglang.server import CpuServer
 
 HERE = Path(__file__).parent
 EXAMPLE = HERE.parents[1] / "examples" / "grpo"
+AGENT = HERE.parents[1] / "examples" / "agent" / "train_agent.py"
 REPLAY = HERE.parents[1] / "examples" / "moe" / "replay.py"
 
 pytestmark = pytest.mark.skipif(
@@ -95,3 +96,20 @@ def test_with_the_routing_of_the_engine_the_ratio_is_one(tmp_path: Path) -> None
         assert line["flips"] > 0
         assert line["own"]["largest"] > 0.01
     assert (tmp_path / "ratios.png").stat().st_size > 10_000
+
+
+@pytest.mark.long
+def test_an_agent_learns_through_the_urls_of_its_sessions(tmp_path: Path) -> None:
+    assert ran(AGENT, "--out", tmp_path) == 0
+    with_server = [HERE / "with_server.py", tmp_path / "policy", tmp_path / "server.log"]
+    trains = [sys.executable, AGENT, "--engine", "{engine}", "--out", tmp_path, "--updates", 12]
+    assert ran(*with_server, *trains) == 0
+    found = json.loads((tmp_path / "result.json").read_text())
+    # Of 96 tasks each, with a standard error of 0.05; a whole run has gained 0.6.
+    before, after = (found[place]["held_out"]["reward"] for place in (0, -1))
+    assert after >= before + 0.2
+    trained = [line for line in found if "reward" in line]
+    assert len(trained) == 12
+    assert all(line["inexact"] == 0 for line in trained)
+    assert all(line["mismatch"] is None or line["mismatch"] < 1e-5 for line in trained)
+    assert (tmp_path / "curve.png").stat().st_size > 10_000

@@ -16,12 +16,19 @@ from aprilsched.core.config import Caller, RewardScope
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
 from aprilsched.core.messages import facts
-from aprilsched.core.messages.facts import BatchDelivered, Fact, by_delivery
+from aprilsched.core.messages.facts import (
+    BatchDelivered,
+    Fact,
+    GroupLaunched,
+    MemberLaunched,
+    by_delivery,
+)
 from aprilsched.core.scheduler import Scheduler
 from aprilsched.core.state.engine_control import Mode
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.steps.snapshot import take_changes
 from aprilsched.store import Store
+from aprilsched.telemetry.rollout_time import RolloutTime
 from aprilsched.telemetry.run_state import RunState
 from aprilsched.types import Batch, Int32Array, Prompt, RefusedPrompt, SamplingParams, VersionSpan
 from tests.support.dialogues import Dialogues
@@ -142,6 +149,10 @@ class Driver:
     sent: list[do.Send] = field(default_factory=list[do.Send])
     run: RunState = field(default_factory=RunState)
     """State from the facts of the core."""
+    clocks: RolloutTime = field(default_factory=RolloutTime)
+    """The time of the rollouts in flight, from the same facts."""
+    launched: dict[int, float] = field(default_factory=dict[int, float])
+    """When each rollout was launched, or launched again after a restart."""
     unique: int | None = None
     """The next sampled token, where all are to be different; None where each chunk has the same."""
     hears: Callable[[Sequence[Fact]], object] | None = None
@@ -183,6 +194,14 @@ class Driver:
             if offer is not None and any(isinstance(f, BatchDelivered) and f.again for f in part):
                 self.redelivered.append(offer.batch)
             self.run.on_facts(part, self.now)
+            self.clocks.on_facts(part, self.now)
+            for fact in part:
+                if isinstance(fact, GroupLaunched):
+                    self.launched.update(dict.fromkeys(fact.rollout_ids, self.now))
+                elif isinstance(fact, MemberLaunched):
+                    self.launched[fact.rollout_id] = self.now
+                elif isinstance(fact, BatchDelivered):
+                    self.clocks.take(fact.rollouts, self.now)
             if self.hears is not None:
                 self.hears(part)
         if any(isinstance(command, do.Offer) for command in commands):

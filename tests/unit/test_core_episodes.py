@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from aprilsched.config import SchedulerConfig
+from aprilsched.config import Dispatch, SchedulerConfig
 from aprilsched.core.messages import events as ev
+from aprilsched.core.policies.kinds import RefillRule
 from aprilsched.core.state.ledger import Reason
 from aprilsched.shards.base import qualified
-from aprilsched.types import NO_VERSION, BranchRule, Int32Array, Score
+from aprilsched.types import NO_VERSION, BranchRule, Int32Array, Prompt, Score
 from tests.support.driver import Driver
 
 
@@ -134,3 +135,63 @@ def test_branches_of_a_shard_have_the_ids_of_their_rollout():
     for each in rollout.branches:
         assert (each.rollout_id, each.group_id) == (rollout.rollout_id, rollout.group_id)
         assert {s.engine for s in each.segments} <= {"left/a", "left/b", None}
+
+
+# --- places ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("refill", ["wave", "pool"])
+def test_an_episode_at_its_tools_is_in_flight_and_holds_no_place(refill: RefillRule):
+    """Over-provisioning counts it, so that no group is launched in its place, and another request
+    has its place at the engine."""
+    driver = Driver(
+        SchedulerConfig(
+            batch_groups=2, group_size=2, over_provision=1.5, refill=refill,
+            dispatch=Dispatch(max_in_flight=2),
+        ),
+        episodes=True,
+    )  # fmt: skip
+    driver.feed(ev.BatchRequested())
+    launched = list(driver.dialogues.thinking)
+    assert len(launched) == 6
+    for rollout_id in launched:
+        driver.feed(driver.dialogues.ask(rollout_id))
+    in_flight = driver.state.in_flight
+    for answered in range(1, 5):
+        at_engines = [driver.sends[key].rollout_id for key in driver.attempts()]
+        assert at_engines == launched[answered - 1 : answered + 1]
+        driver.finish(driver.attempts()[0], 1)
+        assert len(driver.dialogues.thinking) == answered
+        assert in_flight.generating == in_flight.counters.launched == 6
+
+
+def test_a_turn_goes_to_the_engine_of_the_turn_before_unless_that_is_overloaded():
+    """The group's last request was sent to the other engine, which has none of this context."""
+    driver = Driver(
+        SchedulerConfig(batch_groups=2, group_size=2, over_provision=1.0),
+        engines=("a", "b"), episodes=True, auto_prompts=False,
+    )  # fmt: skip
+    driver.feed(ev.BatchRequested())
+    crowd = Prompt(input_ids=ids(1, 2), group_size=10, affinity="crowd")
+    driver.feed(ev.PromptsArrived(prompts=(Prompt(input_ids=ids(1, 2)), crowd)))
+    first, second, *others = driver.dialogues.thinking
+
+    def sent_to(rollout_id: int) -> str:
+        driver.feed(driver.dialogues.ask(rollout_id))
+        assert driver.sent[-1].rollout_id == rollout_id
+        return driver.sent[-1].engine
+
+    def turn_on(rollout_id: int) -> str:
+        engine = sent_to(rollout_id)
+        key = next(k for k in driver.attempts() if driver.sends[k].rollout_id == rollout_id)
+        driver.finish(key, 3)
+        return engine
+
+    assert turn_on(first) == "a"
+    assert {sent_to(other) for other in others[:6]} == {"a"}
+    assert turn_on(second) == "b"
+    assert turn_on(first) == "a", "6 more requests cost less than its context"
+    assert turn_on(second) == "b"
+    assert {sent_to(other) for other in others[6:]} == {"a"}
+    assert turn_on(first) == "b", "10 more requests cost more than its context"
+    assert turn_on(first) == "b", "its context is there now"

@@ -84,7 +84,14 @@ def batch(*rollouts: tuple[float | None, dict[str, float]]) -> BatchDelivered:
 
 
 def measured(fact: BatchDelivered, parts: set[str] | None = None) -> Measured:
-    return measure(fact, seconds=1.0, trainer_seconds=0.0, bound=None, parts=parts)
+    return measure(
+        fact,
+        seconds=1.0,
+        trainer_seconds=0.0,
+        bound=None,
+        parts=parts,
+        clocks=[None] * len(fact.rollouts),
+    )
 
 
 def test_means_are_over_the_rollouts_that_have_a_value():

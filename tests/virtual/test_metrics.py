@@ -34,8 +34,12 @@ from aprilsched.types import Batch
 Pace: TypeAlias = Literal["synchronous", "asynchronous"]
 Labels = tuple[tuple[str, str], ...]
 Samples = dict[tuple[str, Labels], float]
-UNKNOWN = {"batch/efficiency", "batch/t_bound", "batch/reward"}
-"""What the runs here have not: a bound, which only the command line knows, and rewards."""
+UNKNOWN = {
+    "batch/efficiency", "batch/t_bound", "batch/reward", "batch/turns_mean", "batch/tool_share",
+    "batch/drift_tokens", "batch/branches",
+}  # fmt: skip
+"""What the runs here have not: a bound, which only the command line knows, rewards, and episodes.
+"""
 
 
 def scraped(url: str) -> tuple[Samples, dict[str, str]]:

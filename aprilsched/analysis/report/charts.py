@@ -19,17 +19,19 @@ import numpy as np
 
 from aprilsched.analysis import chart_model
 from aprilsched.analysis.chart_model import OF_RUNS, Axis, Chart, Series, Values, evenly
-from aprilsched.analysis.colours import AGE_COLOURS, PALETTE
+from aprilsched.analysis.colours import AGE_COLOURS, PALETTE, PART_COLOURS, ROLLOUT_COLOURS
 from aprilsched.analysis.report.report_data import (
     MARKED,
     EngineTime,
+    EpisodeLedger,
     PartTime,
     ReportData,
     Timeline,
 )
-from aprilsched.analysis.report.words import amount, nats, percent, signed_percent
-from aprilsched.telemetry.engine_time import BUSY, Part
+from aprilsched.analysis.report.words import amount, nats, percent, seconds, signed_percent
+from aprilsched.telemetry.engine_time import BUSY, PART_LABELS, Part
 from aprilsched.telemetry.figures import DifferenceFigures, ForecastFigures
+from aprilsched.telemetry.rollout_time import ROLLOUT_PART_LABELS
 
 Spec = dict[str, Any]
 
@@ -197,7 +199,7 @@ _LOST_TO: dict[Part, str] = {
     "trainer": "was lost waiting for the trainer",
     "prompts": "was lost waiting for prompts",
     "rewards": "was lost waiting for rewards",
-    "environment": "was lost waiting for the tools of episodes",
+    "environment": "was lost waiting for the tools or scores of episodes",
     "asleep": "was spent asleep, with the memory released for the trainer",
     "lost": "was lost because engines were out of use",
 }
@@ -220,6 +222,8 @@ def losses(runs: Sequence[ReportData]) -> Chart:
         },
         x=Axis(label="share of the engines' time", unit="share", range=(0, 1)),
         written=percent,
+        colours=PART_COLOURS,
+        labels=PART_LABELS,
     )
     return replace(
         chart,
@@ -230,6 +234,35 @@ def losses(runs: Sequence[ReportData]) -> Chart:
         y=chart.y if len(runs) > 1 else replace(chart.y, ticks={}),
         height=72 + 56 * len(runs),
         legend=False,
+    )
+
+
+def rollout_time(runs: Sequence[ReportData]) -> Chart:
+    """Draw one bar for each run with episodes, divided into what its rollouts were at from launch
+    to delivery."""
+    shown = [(place, run.episodes) for place, run in enumerate(runs) if run.episodes is not None]
+    chart = chart_model.time_by_part(
+        {label(place, runs): ledger.shares for place, ledger in shown},
+        x=Axis(label="share of the rollouts' time", unit="share", range=(0, 1)),
+        written=percent,
+        colours=ROLLOUT_COLOURS,
+        labels=ROLLOUT_PART_LABELS,
+    )
+    return replace(
+        chart,
+        id="rollout-time",
+        title=" ".join(_lived(place, runs, ledger) for place, ledger in shown),
+        note="All of the time of the delivered rollouts, from launch to delivery, by what they "
+        "were at. While they use their tools their places at the engines are free for others.",
+        y=chart.y if len(runs) > 1 else replace(chart.y, ticks={}),
+        height=72 + 56 * len(shown),
+    )
+
+
+def _lived(place: int, runs: Sequence[ReportData], ledger: EpisodeLedger) -> str:
+    return (
+        f"{_who(place, runs)}A rollout takes {seconds(sum(ledger.seconds.values()))}, and is at "
+        f"its tools for {percent(ledger.shares['tools'])} of that."
     )
 
 

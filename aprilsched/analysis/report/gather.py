@@ -20,6 +20,7 @@ from aprilsched.analysis.report.report_data import (
     MARKED,
     Drop,
     EngineTime,
+    EpisodeLedger,
     FaultEvent,
     FaultLedger,
     ForecastLedger,
@@ -84,6 +85,7 @@ def report_data(folder: Path) -> ReportData:
         bias=run.summary.bias,
         faults=material.faults,
         forecasts=_forecasts(run),
+        episodes=_episodes(run.summary),
         alignment=_alignment(run),
         gpu=lines,
         gpu_label=label,
@@ -99,6 +101,19 @@ def _forecasts(run: Run) -> ForecastLedger | None:
         batches=[index for index, _ in shown],
         by_batch=[figures for _, figures in shown],
         steady=run.summary.steady_state.forecast,
+    )
+
+
+def _episodes(summary: RunSummary) -> EpisodeLedger | None:
+    if summary.turns_mean is None:
+        return None
+    rollouts = summary.rollouts
+    return EpisodeLedger(
+        seconds=summary.rollout_seconds,
+        turns=summary.turns_mean,
+        branches=summary.branches,
+        drift=summary.drift_tokens,
+        ends={"delivered": rollouts.delivered, **rollouts.dropped},
     )
 
 

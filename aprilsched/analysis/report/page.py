@@ -22,7 +22,9 @@ from aprilsched.analysis.report import charts
 from aprilsched.analysis.report.gather import report_data
 from aprilsched.analysis.report.report_data import FaultLedger, Headline, ReportData
 from aprilsched.analysis.report.words import amount, percent, seconds, signed_percent
+from aprilsched.core.state.ledger import Reason
 from aprilsched.extras import extra
+from aprilsched.telemetry.rollout_time import ROLLOUT_PART_LABELS
 from aprilsched.telemetry.run_folder import REPORT, write_whole
 
 if TYPE_CHECKING:
@@ -75,6 +77,7 @@ def page(runs: Sequence[ReportData], *, library: str) -> str:
             parts=part_rows(runs),
             engine_time=engine_time(runs),
             bias_rows=bias_rows,
+            episode_rows=episode_rows,
             faults_that_happened=faults_that_happened,
             fault_tables=fault_tables,
             style=_asset("report.css"),
@@ -100,6 +103,7 @@ def _charts(runs: Sequence[ReportData]) -> dict[str, list[Chart]]:
         "engines": [charts.engine_timeline(run, x) for x, run in each],
         "responses": [charts.responses(run, x) for x, run in each],
         "forecasts": [chart for chart in forecasts if chart is not None],
+        "episodes": [charts.rollout_time(runs)] if any(run.episodes for run in runs) else [],
         "lengths": [charts.lengths(runs)],
         "ages": [charts.ages(runs), charts.versions(runs)],
         "batches": [charts.ages_by_batch(run, x) for x, run in each],
@@ -210,6 +214,14 @@ def engine_time(runs: Sequence[ReportData]) -> str:
     )
 
 
+_ENDS = {
+    "delivered": "delivered",
+    Reason.EPISODE_FAILED.value: "failed, with their group",
+    Reason.MEMBER_LOST.value: "lost, their group goes on",
+}
+"""How episodes end, by the ledger's reasons; others are told as the ledger names them."""
+
+
 def bias_rows(run: ReportData) -> list[tuple[str, str]]:
     """The causes that change the lengths, and the size of their effect."""
     bias = run.bias
@@ -234,6 +246,21 @@ def bias_rows(run: ReportData) -> list[tuple[str, str]]:
     if not bias.censoring.by_reason:
         rows.append(("dropped responses, which would bend it for good", "none"))
     return rows
+
+
+def episode_rows(run: ReportData) -> list[tuple[str, str]]:
+    """What the episodes of a run did, and how they ended."""
+    ledger = run.episodes
+    if ledger is None:
+        return []
+    told = [("turns, mean", f"{ledger.turns:.1f}")]
+    if ledger.branches is not None:
+        told.append(("branches of sessions, the first ones included", amount(ledger.branches)))
+    if ledger.drift is not None:
+        told.append(("tokens that would be others if tokenised again", amount(ledger.drift)))
+    told += [(f"mean time {ROLLOUT_PART_LABELS[part]}", seconds(spent))
+             for part, spent in ledger.seconds.items() if spent]  # fmt: skip
+    return told + [(_ENDS.get(end, end), amount(count)) for end, count in ledger.ends.items()]
 
 
 def faults_that_happened(ledger: FaultLedger) -> str:

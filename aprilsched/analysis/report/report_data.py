@@ -18,6 +18,7 @@ from aprilsched.telemetry.figures import (
     ForecastFigures,
     Unit,
 )
+from aprilsched.telemetry.rollout_time import RolloutPart
 
 MARKED = 20
 """Largest number of batches whose ends can be distinguished in a chart of the whole run."""
@@ -149,6 +150,28 @@ class ForecastLedger:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class EpisodeLedger:
+    """What the episodes and sessions of a run did."""
+
+    seconds: dict[RolloutPart, float]
+    """Mean seconds of a delivered rollout, by what it was at."""
+    turns: float
+    """Mean number of turns."""
+    branches: int | None
+    """Number of branches that sessions have begun; None without sessions."""
+    drift: int | None
+    """Number of their tokens that would be others if their chats were tokenised again."""
+    ends: dict[str, int]
+    """Number of rollouts by how they ended: "delivered", or the ledger's reason."""
+
+    @property
+    def shares(self) -> dict[RolloutPart, float]:
+        """Shares of the rollouts' time."""
+        whole = sum(self.seconds.values()) or 1.0
+        return {part: spent / whole for part, spent in self.seconds.items()}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class FaultEvent:
     """An event of an engine."""
 
@@ -228,6 +251,8 @@ class ReportData:
     faults: FaultLedger
     forecasts: ForecastLedger | None = None
     """None if no schedule was forecast."""
+    episodes: EpisodeLedger | None = None
+    """None if rollouts were single responses."""
     alignment: AlignmentFigures | None = None
     """None unless the trainer reported its log-probabilities."""
     gpu: list[GpuLine] = field(default_factory=list[GpuLine])

@@ -13,6 +13,7 @@ from aprilsched.core.policies.schedule import Schedule
 from aprilsched.types import (
     Answer,
     BranchRule,
+    EpisodeWait,
     FinishReason,
     Float32Array,
     Int32Array,
@@ -369,6 +370,13 @@ class RewardFailed(Event, frozen=True):
     group_id: int
     cause: str
     lost: int | None = None
+
+
+class EpisodeWaits(Event, frozen=True):
+    """What an episode waits for from now on, until it asks for a turn."""
+
+    rollout_id: int
+    what: EpisodeWait
 
 
 class TeardownFailed(Event, frozen=True):

@@ -25,7 +25,7 @@ from msgspec import Struct
 from aprilsched.core.messages.commands import Command
 from aprilsched.core.messages.events import ControlCall, EngineInfo, LogprobComparison
 from aprilsched.core.policies.schedule import Forecast, Pace
-from aprilsched.types import NO_VERSION, Batch, FinishReason, Rollout
+from aprilsched.types import NO_VERSION, Batch, EpisodeWait, FinishReason, Rollout
 
 Outcome: TypeAlias = Literal["finished", "interrupted", "failed", "engine_lost"]
 """How an attempt ended: it ran to its end, it came back before that (aborted or never sent), it
@@ -269,6 +269,14 @@ class TurnBegun(Fact, frozen=True):
     rollout_id: int
     prompt_tokens: int
     environment: int = 0
+
+
+class EpisodeWaiting(Fact, frozen=True):
+    """An episode that has no turn says what it waits for: its tools, which is also so after each
+    turn, an agent that drives it, or its score."""
+
+    rollout_id: int
+    what: EpisodeWait
 
 
 class TeardownFailed(Fact, frozen=True):

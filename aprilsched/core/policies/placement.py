@@ -1,8 +1,8 @@
 """Chooses the engine for a request: the least loaded one, or the one with the group's prefix.
 
 ==========  ============================================================================
-prefix      a group stays on one engine, which has its prompt cached, unless that has far
-            more requests than the others
+prefix      a group stays on one engine, which has its prompt cached, and an episode on the
+            one that had its last turn, unless that has far more requests than the others
 spread      each rollout goes to the engine with the fewest requests
 length      each rollout goes to the engine whose requests are expected to need the fewest
             further tokens together, among those that have room for it in their KV pool. So

@@ -250,7 +250,7 @@ class InFlight:
         self.queue.discard(request)
         rollout = request.rollout
         rollout.move(Move.SEND)
-        rollout.group.engine = engine
+        rollout.engine = rollout.group.engine = engine
         self._note_home(rollout.group.prompt.affinity, engine)
         request.media_tokens = max(request.media_tokens, rollout.group.media_tokens)
         context = rollout.context_tokens + request.media_tokens

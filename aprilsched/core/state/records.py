@@ -160,6 +160,9 @@ class RolloutRecord:
     request: RequestRecord | None = None
     turns: int = 0
     """Finished turns."""
+    engine: str = ""
+    """The engine that its latest attempt was sent to; empty before the first one of this
+    process."""
     eligible: bool = True
     """The rollout may generate now; otherwise it is deferred until its group is chosen."""
     reward: float | None = None

@@ -9,14 +9,15 @@ from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import facts
 from aprilsched.core.policies.placement import Places, rank_of
 from aprilsched.core.state.engine_control import RUN, EngineControl, Goal, Mode
-from aprilsched.core.state.records import GroupRecord, RequestRecord
+from aprilsched.core.state.records import RequestRecord, RolloutRecord
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.steps.batch import training_runs
 from aprilsched.core.steps.drop import abort
 
 _AFFINE = 8
 """How many requests more than the least loaded engine the engine may have that has the context of
-prompts with one affinity. Sending it elsewhere costs a prefill of the whole context."""
+earlier turns, or of prompts with one affinity. Sending it elsewhere costs a prefill of the whole
+context."""
 _QUIET_S = 1.0
 """Seconds without requests after which an engine is asked for its version before it gets one. No
 server restarts in less time."""
@@ -135,12 +136,18 @@ def _preferred(state: SchedulerState, request: RequestRecord) -> tuple[str, floa
         return group.engine, -1
     # A group stays on its engine while that has less than a group more to do than the others.
     slack = len(group.members)
-    return _home(state, group), slack if group.prompt.affinity is None else max(slack, _AFFINE)
+    if request.rollout.turns or group.prompt.affinity is not None:
+        slack = max(slack, _AFFINE)
+    return _home(state, request.rollout), slack
 
 
-def _home(state: SchedulerState, group: GroupRecord) -> str:
-    """The engine that has the group's prompt in its cache, or the context of its affinity."""
+def _home(state: SchedulerState, rollout: RolloutRecord) -> str:
+    """The engine that has the context of the rollout's earlier turns in its cache, or the prompt of
+    its group, or the context of its affinity."""
+    group = rollout.group
     affinity = group.prompt.affinity
+    if rollout.turns and rollout.engine:
+        return rollout.engine
     return group.engine or ("" if affinity is None else state.in_flight.homes.get(affinity, ""))
 
 
@@ -246,7 +253,7 @@ def _worth_asking_for(
     for request in waiting:
         avoid.update(request.avoid)
         if near:
-            homes.add(_home(state, request.rollout.group))
+            homes.add(_home(state, request.rollout))
     spare = len(idle - {control.name for control in quiet} - avoid)
     asked = [control for control in quiet if control.doubt or control.name in homes]
     others = [control for control in quiet if not (control.doubt or control.name in homes)]

@@ -149,6 +149,12 @@ def on_turn_withdrawn(state: SchedulerState, event: ev.TurnWithdrawn) -> None:
     _hand_back(state, rollout, request.output_start)
 
 
+def on_episode_waits(state: SchedulerState, event: ev.EpisodeWaits) -> None:
+    rollout = state.in_flight.rollouts.get(event.rollout_id)
+    if rollout is not None and rollout.state is State.THINKING:
+        state.tell(facts.EpisodeWaiting(rollout_id=event.rollout_id, what=event.what))
+
+
 def on_turn_kept(state: SchedulerState, event: ev.TurnKept) -> None:
     rollout = state.in_flight.rollouts.get(event.rollout_id)
     if rollout is None or rollout.undecided is None:

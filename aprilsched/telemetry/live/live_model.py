@@ -7,7 +7,7 @@ takes it.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
@@ -26,11 +26,19 @@ from aprilsched.telemetry.live_figures import LiveFigures
 # The data that the live view shows of a run at one moment.
 
 Phase: TypeAlias = Literal[
-    "decoding", "straggler", "prefilling", "re-prefilling", "paused", "waiting", "tools", "scoring"
+    "decoding",
+    "straggler",
+    "prefilling",
+    "re-prefilling",
+    "paused",
+    "waiting",
+    "tools",
+    "scoring",
+    "no agent",
 ]
 """The activity of a rollout. A "straggler" is decoding too, and was carried from an earlier batch.
 "paused" means that its engine does not generate. "waiting" means that it is launched and on no
-engine."""
+engine. "no agent" means that its session waits for a launcher."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -348,11 +356,11 @@ class LiveModel(DispatchingListener):
     def _in_flight(self, engines: Mapping[str, EngineUsage]) -> dict[Phase, int]:
         at_work = [engine for engine in engines.values() if engine.state == "generating"]
         state = self._figures.state
-        carried, outside = state.carried, len(state.outside)
+        carried, outside = state.carried, Counter(state.outside.values())
         decoding = sum(engine.decode for engine in at_work)
         stragglers = len(carried.intersection(state.decoding())) if carried else 0
         open_requests = sum(engine.in_flight for engine in engines.values())
-        waiting = len(state.growing) - open_requests - outside
+        waiting = len(state.growing) - open_requests - len(state.outside)
         counts: dict[Phase, int] = {
             "decoding": decoding - stragglers,
             "straggler": stragglers,
@@ -360,8 +368,9 @@ class LiveModel(DispatchingListener):
             "re-prefilling": sum(engine.re_prefill for engine in at_work),
             "paused": open_requests - sum(engine.in_flight for engine in at_work),
             "waiting": waiting,
-            "tools": outside,
-            "scoring": len(state.scoring),
+            "tools": outside["tools"],
+            "scoring": len(state.scoring) + outside["score"],
+            "no agent": outside["agent"],
         }
         return {phase: count for phase, count in counts.items() if count > 0}
 

@@ -91,8 +91,8 @@ class Glyphs:
     dot: str
 
 
-BLOCKS = Glyphs(full="━", empty="─", heights=" ▁▂▃▄▅▆▇█", fills="█▓▒░▚▞·▪", dot=" · ")
-ASCII = Glyphs(full="#", empty="-", heights=" .:-=+*#@", fills="#%+~=/.o", dot=", ")
+BLOCKS = Glyphs(full="━", empty="─", heights=" ▁▂▃▄▅▆▇█", fills="█▓▒░▚▞·▪▫", dot=" · ")
+ASCII = Glyphs(full="#", empty="-", heights=" .:-=+*#@", fills="#%+~=/.o_", dot=", ")
 """Characters for terminals whose encoding has no others."""
 
 
@@ -258,6 +258,7 @@ _PHASES: dict[Phase, tuple[str, str]] = {
     "waiting": ("white", "waiting for an engine"),
     "tools": ("bright_black", "at their tools"),
     "scoring": ("blue", "scoring"),
+    "no agent": ("bright_white", "waiting for an agent"),
 }
 """Style and name of each phase, in the order of :attr:`Glyphs.fills`."""
 

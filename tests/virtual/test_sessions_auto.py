@@ -1,0 +1,72 @@
+"""Tests automatic scheduling of sessions with slow tools: what it expects is what comes."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from aprilsched import (
+    Prompt,
+    RolloutScheduler,
+    SamplingParams,
+    SchedulerConfig,
+    SimFleet,
+    SimPublisher,
+)
+from aprilsched.chat.tokenizer import load_tokenizer
+from aprilsched.sessions import Session, Sessions
+from aprilsched.telemetry.summary import Summary
+from tests.support.tiny_tokenizer import bytes_tokenizer
+
+TOOLS_S, TURNS = 5.0, 3
+BATCHES = 15
+
+
+@pytest.mark.virtual_time
+async def test_the_forecast_of_sessions_with_slow_tools_is_near_the_outcome(tmp_path: Path):
+    """Turns of about 150 tokens take less than the tools between them."""
+    tokenizer = load_tokenizer(bytes_tokenizer(tmp_path / "tokenizer"))
+    draw = np.random.default_rng(3)
+
+    async def harness(session: Session, prompt: Prompt) -> float:
+        text = "go"
+        for turn in range(TURNS):
+            if turn:
+                await asyncio.sleep(TOOLS_S)
+            length = int(min(600, draw.lognormal(5.0, 0.8))) + 1
+            reply = await session.complete(text, max_tokens=length)
+            text += reply.message["content"] + "more"
+        return 1.0
+
+    summary = Summary(trainer_waits=True)
+    config = SchedulerConfig(
+        batch_groups=4,
+        group_size=4,
+        over_provision="auto",
+        sampling=SamplingParams(max_new_tokens=600, ignore_eos=True),
+    )
+    prompts = (Prompt(input_ids=np.array([1])) for _ in itertools.count())
+    async with (
+        Sessions(harness, tokenizer=tokenizer) as sessions,
+        RolloutScheduler(
+            SimFleet(2, vocab_size=132), prompts, episode=sessions, config=config,
+            listeners=[summary],
+        ) as rollouts,
+    ):  # fmt: skip
+        for _ in range(BATCHES):
+            await rollouts.next_batch()
+            await asyncio.sleep(1.0)
+            await rollouts.update_weights(SimPublisher())
+    # The first ones are of the schedule before, and of a pool that fills.
+    seen = [batch.forecast for batch in summary.batches[BATCHES // 3 :]]
+    told = [each for each in seen if each is not None]
+    assert len(told) == len(seen)
+    mean = sum(each.seconds for each in told) / len(told)
+    expected = sum(each.seconds_forecast for each in told) / len(told)
+    assert mean == pytest.approx(expected, rel=0.25)
+    # More rollouts are in flight than a batch takes, because most of them are at their tools.
+    assert told[-1].schedule.startswith("a pool of")

@@ -1,0 +1,147 @@
+"""Tests what one sees of sessions: in the live view, in the figures, and on the report's page."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from aprilsched import Prompt, RolloutScheduler, SamplingParams, SchedulerConfig, SimFleet
+from aprilsched.analysis.report.gather import report_data
+from aprilsched.analysis.report.page import page
+from aprilsched.analysis.run import read_run
+from aprilsched.chat.tokenizer import load_tokenizer
+from aprilsched.config import Retries
+from aprilsched.errors import MemberLost
+from aprilsched.runs.config_file import as_toml
+from aprilsched.runs.settings import RunSettings
+from aprilsched.sessions import Session, Sessions
+from aprilsched.telemetry.event_log.writing import EventLog
+from aprilsched.telemetry.live.live_model import LiveModel, RunFacts
+from aprilsched.telemetry.live.view import ASCII, frame
+from aprilsched.telemetry.live_figures import LiveFigures
+from aprilsched.telemetry.run_folder import RunFolder
+from aprilsched.telemetry.summary import Summary
+from aprilsched.telemetry.table import FIGURES, Moment, values_at
+from tests.support.tiny_tokenizer import bytes_tokenizer
+
+pytestmark = pytest.mark.virtual_time
+
+TOOLS_S, JUDGE_S, TURNS, MEMBERS = 5.0, 20.0, 3, 4
+
+
+async def harness(session: Session, prompt: Prompt) -> None:
+    """Three turns with a tool after each of them. The first session vanishes."""
+    messages = [{"role": "user", "content": "go"}]
+    for _ in range(TURNS):
+        reply = await session.chat(messages)
+        await asyncio.sleep(TOOLS_S)
+        messages += [dict(reply.message), {"role": "user", "content": "and?"}]
+        if prompt.metadata["gone"].setdefault("first", session.id) == session.id:
+            raise MemberLost("its container is gone")
+
+
+async def judge(session: Session, prompt: Prompt) -> float:
+    await asyncio.sleep(JUDGE_S)
+    return 1.0
+
+
+async def test_the_time_of_sessions_has_a_cause_everywhere(tmp_path: Path):
+    tokenizer = load_tokenizer(bytes_tokenizer(tmp_path / "tokenizer", parses=True))
+    folder = tmp_path / "run"
+    log, summary = EventLog(folder / "events.jsonl", patient=True), Summary(trainer_waits=True)
+    figures = LiveFigures(meter=summary.meter, batch_groups=1, clock=None)
+    model = LiveModel(RunFacts(title="agents", batches=1, batch_groups=1), figures)
+    config = SchedulerConfig(
+        batch_groups=1,
+        group_size=MEMBERS,
+        over_provision=1.0,
+        retries=Retries(member="again"),
+        sampling=SamplingParams(max_new_tokens=50, ignore_eos=True),
+    )
+    # As a folder of the command line, which runs no episodes of its own.
+    settings = RunSettings(batches=1, prompts=str(tmp_path / "tasks"), scheduler=config)
+    RunFolder(folder).create(as_toml(settings))
+    log.start()
+    async with (
+        Sessions(harness, tokenizer=tokenizer, reward=judge) as sessions,
+        RolloutScheduler(
+            SimFleet(1, vocab_size=132),
+            [Prompt(input_ids=np.array([1]), metadata={"gone": {}})],
+            episode=sessions,
+            config=config,
+            listeners=[log, summary, figures, model],
+        ) as rollouts,
+    ):
+        waiting = asyncio.create_task(rollouts.next_batch())
+        phases: set[str] = set()
+        while not waiting.done():
+            await asyncio.sleep(0.1)
+            snapshot = model.snapshot()
+            assert sum(snapshot.in_flight.values()) <= MEMBERS
+            phases |= snapshot.in_flight.keys()
+        assert {"decoding", "tools", "scoring"} <= phases
+        batch = await waiting
+    log.close()
+
+    (measured,) = summary.batches
+    assert list(measured.turns) == [TURNS] * MEMBERS
+    told = [each.info["session"] for each in batch.rollouts]
+    assert measured.sessions == [(each["drift"], each["branches"]) for each in told]
+    assert [each["turns"] for each in told] == [TURNS] * MEMBERS
+    parts = measured.rollout_seconds
+    assert parts["tools"] == pytest.approx(MEMBERS * TURNS * TOOLS_S)
+    assert parts["score"] == pytest.approx(MEMBERS * JUDGE_S)
+    # Three were launched at first, and one in the place of the lost member, which is not delivered.
+    assert measured.seconds == pytest.approx(TOOLS_S + sum(parts.values()) / MEMBERS, rel=0.2)
+    assert figures.recent[-1].figures.turns_mean == TURNS
+    assert figures.recent[-1].figures.tool_share == parts["tools"] / sum(parts.values())
+    told = {
+        part for (part,) in values_at(FIGURES["batch/rollout_seconds"], Moment(figures=figures))
+    }
+    assert told == parts.keys()
+    assert "turns 3.00" in frame(model.snapshot(), width=200, height=30, glyphs=ASCII).plain
+
+    assert read_run(folder).summary.rollout_seconds == pytest.approx(
+        {part: spent / MEMBERS for part, spent in parts.items()}, abs=1e-4
+    )
+    report = report_data(folder)
+    assert report.episodes is not None
+    assert report.episodes.ends == {"delivered": MEMBERS, "member_lost": 1}
+    assert sum(report.episodes.shares.values()) == pytest.approx(1)
+    text = page([report], library="")
+    assert "What the episodes did" in text
+    assert "lost, their group goes on" in text
+
+
+async def test_a_session_that_no_launcher_has_taken_is_seen(tmp_path: Path):
+    tokenizer = load_tokenizer(bytes_tokenizer(tmp_path / "tokenizer"))
+    figures = LiveFigures(clock=None)
+    model = LiveModel(RunFacts(title="agents", batches=1, batch_groups=1), figures)
+    config = SchedulerConfig(batch_groups=1, group_size=2, over_provision=1.0)
+    async with (
+        Sessions(tokenizer=tokenizer) as sessions,
+        RolloutScheduler(
+            SimFleet(1, vocab_size=132),
+            [Prompt(input_ids=np.array([1]))],
+            episode=sessions,
+            config=config,
+            listeners=[figures, model],
+        ) as rollouts,
+    ):
+        waiting = asyncio.create_task(rollouts.next_batch())
+        await asyncio.sleep(1)
+        assert model.snapshot().in_flight == {"no agent": 2}
+        first, second = await sessions.next(), await sessions.next()
+        await asyncio.sleep(1)
+        assert model.snapshot().in_flight == {"tools": 2}
+        for session in (first, second):
+            await session.complete([7, 8], max_tokens=5)
+        first.done(later=True)
+        second.done(1.0)
+        await asyncio.sleep(1)
+        assert model.snapshot().in_flight == {"scoring": 1}
+        first.score(2.0)
+        await waiting
