@@ -201,8 +201,14 @@ class MessagesBody(msgspec.Struct, frozen=True, kw_only=True):
     tool_choice: dict[str, Any] | None = None
     stop_sequences: list[str] | None = None
     stream: bool = False
+    thread: Any = None
 
 
+_NO_THREAD = "thread is set, and only messages that are sent are answered; send all of them."
+_DETAILS: dict[str, Event] = {
+    # Anthropic's tool runner sends the new messages alone unless it is told this.
+    _NO_THREAD: {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+}
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -215,6 +221,8 @@ _STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 def _ask_messages(body: MessagesBody) -> Asked:
     if not body.messages:
         raise ConfigError("messages is empty; give at least one message.")
+    if body.thread:
+        raise ConfigError(_NO_THREAD)
     choice = (body.tool_choice or {}).get("type", "auto")
     if choice not in ("auto", "none"):
         raise ConfigError(
@@ -366,7 +374,8 @@ def _named(event: Event) -> bytes:
 
 def _anthropic_error(message: str, status: int) -> Event:
     kind = _TYPES.get(status, "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    details = {"details": _DETAILS[message]} if message in _DETAILS else {}
+    return {"type": "error", "error": {"type": kind, "message": message, **details}}
 
 
 ANTHROPIC: Dialect[MessagesBody] = Dialect(

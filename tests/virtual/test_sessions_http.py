@@ -350,6 +350,11 @@ REFUSED = [
     ("v1/messages", {"messages": [said("tool", "x")], "max_tokens": 5}, "role"),
     (
         "v1/messages",
+        {"messages": [said("user", "x")], "max_tokens": 5, "thread": {"type": "create"}},
+        "thread",
+    ),
+    (
+        "v1/messages",
         {"messages": [{"role": "user", "content": [{"type": "song"}]}], "max_tokens": 5},
         "block",
     ),
