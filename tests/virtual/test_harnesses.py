@@ -29,7 +29,6 @@ from aprilsched.sessions import Session, Sessions
 from aprilsched.testing import SimServer
 from aprilsched.testing.contract import until
 from aprilsched.types import NO_VERSION, Prompt
-from tests.support import tiny_tokenizer
 from tests.support.checking import Checking
 from tests.support.harnesses import HARNESSES, SYSTEM, Harness, scripted
 from tests.support.sim_http import two_weights
@@ -37,17 +36,14 @@ from tests.support.tiny_tokenizer import bytes_tokenizer
 from tests.virtual.test_sessions import END, prompts, tokens_of
 
 VOCABULARY = 261
-TEMPLATE = (
-    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
-    + tiny_tokenizer.TEMPLATE.replace("{% if tools %}", "{% if false %}")
-)
-"""Has the tools before the messages, as the templates of most models have."""
 WEATHER = {"Zürich": "rain", "Oslo": "snow"}
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ModelTokenizer:
-    folder = bytes_tokenizer(tmp_path_factory.mktemp("bytes"), parses=True, chat_template=TEMPLATE)
+    folder = bytes_tokenizer(
+        tmp_path_factory.mktemp("bytes"), parses=True, chat_template=TEMPLATE_TOOLS_FIRST
+    )
     (folder / "generation_config.json").write_text(f'{{"eos_token_id": [0, {END}]}}')
     return load_tokenizer(folder)
 
