@@ -22,7 +22,7 @@ from aprilsched.errors import ConfigError, EpisodeError, MemberLost
 from aprilsched.serving import Listener, Unavailable
 from aprilsched.sessions.address import Keys, make_session_app
 from aprilsched.sessions.history import History, Mark, Question, Said
-from aprilsched.types import BranchRule, FinishReason, Prompt, Score
+from aprilsched.types import BranchRule, FinishReason, Prompt, SamplingParams, Score
 
 T = TypeVar("T")
 
@@ -151,6 +151,11 @@ class Session:
         template writes earlier messages otherwise later. The rollout has those that were
         sampled."""
         return self._history.drift
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How the trainer lets it sample."""
+        return self._turn.sampling
 
     @property
     def goes_on(self) -> bool:
