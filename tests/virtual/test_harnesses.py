@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -32,9 +33,10 @@ from aprilsched.types import NO_VERSION, Prompt
 from tests.support.checking import Checking
 from tests.support.harnesses import HARNESSES, SYSTEM, Harness, scripted
 from tests.support.sim_http import two_weights
-from tests.support.tiny_tokenizer import bytes_tokenizer
+from tests.support.tiny_tokenizer import TEMPLATE_TOOLS_FIRST, bytes_tokenizer
 from tests.virtual.test_sessions import END, prompts, tokens_of
 
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "agents.md"
 VOCABULARY = 261
 WEATHER = {"Zürich": "rain", "Oslo": "snow"}
 
@@ -127,12 +129,12 @@ def scheduler(url: str, episode: Any) -> RolloutScheduler:
     return checking.scheduler
 
 
-def server_of(tokenizer: ModelTokenizer, *, odd: bool) -> SimServer:
+def server_of(tokenizer: ModelTokenizer, answer: Callable[[str], str]) -> SimServer:
     config = SimConfig(
         stream_at_pause=False,
         stream_interval=8,
         vocab_size=VOCABULARY,
-        model=scripted(tokenizer, answer_of(odd)),
+        model=scripted(tokenizer, answer),
     )
     return SimServer(config, time_scale=0.05)
 
@@ -160,7 +162,7 @@ async def test_an_agent_of_a_framework_has_the_tokens_of_a_coroutine(
     def save(to: Path) -> None:
         shutil.copytree(second, to, dirs_exist_ok=True)
 
-    async with server_of(tokenizer, odd=odd) as server:
+    async with server_of(tokenizer, answer_of(odd)) as server:
         async with (
             Sessions(harness, tokenizer=tokenizer) as sessions,
             scheduler(server.url, sessions) as rollouts,
@@ -190,3 +192,29 @@ async def test_an_agent_of_a_framework_has_the_tokens_of_a_coroutine(
         end = rollout.token_ids.tolist().index(END) + 1
         assert set(rollout.versions[:end].tolist()) == {0}
         assert set(rollout.versions[end:].tolist()) == {1, NO_VERSION}
+
+
+async def test_the_agents_of_the_guide_run(tokenizer: ModelTokenizer):
+    def answer(text: str) -> str:
+        if "<|im_start|>tool" not in text:
+            return "".join(called("weather", odd=False, city=city) for city in WEATHER)
+        return "It is rain and snow."
+
+    blocks = re.findall(r"^```python\n(.*?)^```", GUIDE.read_text(), flags=re.DOTALL | re.MULTILINE)
+    names: dict[str, Any] = {}
+    for block in blocks:
+        if "pydantic_ai" in block or "anthropic" in block:
+            exec(block, names)  # noqa: S102
+
+    async def harness(session: Session, prompt: Prompt) -> float:
+        name = ("openai_harness", "anthropic_harness")[session.index]
+        return await names[name](session, prompt)
+
+    async with (
+        server_of(tokenizer, answer) as server,
+        Sessions(harness, tokenizer=tokenizer) as sessions,
+        scheduler(server.url, sessions) as rollouts,
+    ):
+        batch = await rollouts.next_batch()
+    for rollout in batch.rollouts:
+        assert (rollout.turns, rollout.reward) == (2, 1.0)
