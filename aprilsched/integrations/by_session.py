@@ -12,7 +12,7 @@ from aprilsched.coordinator.episodes import Turn
 from aprilsched.errors import ConfigError
 from aprilsched.sessions import Limits, Sessions
 from aprilsched.sessions.harness import Harness
-from aprilsched.types import Prompt, Score
+from aprilsched.types import Prompt, SamplingParams, Score
 
 
 class BySession:
@@ -24,6 +24,7 @@ class BySession:
         tokenizer: the model's own.
         settings: arguments of Sessions that a user may set, with `limits` as a mapping.
         trainer: name of the trainer, for errors.
+        sampling: how sessions sample; None leaves it to the scheduler.
 
     Raises:
         ConfigError: if a setting cannot be used, or a rollout would be more than one sequence.
@@ -35,7 +36,10 @@ class BySession:
         tokenizer: ModelTokenizer,
         settings: Mapping[str, Any],
         trainer: str,
+        *,
+        sampling: SamplingParams | None = None,
     ) -> None:
+        self._sampling = sampling
         given = dict(settings)
         if given.get("branches") == "all":
             raise ConfigError(
@@ -58,6 +62,8 @@ class BySession:
 
     async def __call__(self, turn: Turn, prompt: Prompt) -> Score:
         """Drive a rollout."""
+        if self._sampling is not None:
+            turn.sampling = self._sampling
         self._driven += 1
         try:
             async with self._changing:
