@@ -37,7 +37,7 @@ import msgspec
 import numpy as np
 
 from aprilsched.blocking import RolloutScheduler
-from aprilsched.chat.tokenizer import wrapped_tokenizer
+from aprilsched.chat.tokenizer import ModelTokenizer, wrapped_tokenizer
 from aprilsched.config import SchedulerConfig
 from aprilsched.coordinator import Accept
 from aprilsched.engines.base import Fleet
@@ -166,19 +166,7 @@ class RolloutWorker:
         self._tools: ToolHarness | None = None
         self._episode: BySession | None = None
         if tools or environment_factory is not None:
-            self._tools = ToolHarness(
-                tools,
-                environment_factory,
-                rows=train_dataset,
-                options=given.chat_template_kwargs or {},
-                most=given.max_tool_calling_iterations,
-            )
-            # The scheduler's threads and those of the trainer use a tokenizer each.
-            own = wrapped_tokenizer(
-                copy.deepcopy(processing_class),
-                Path(getattr(processing_class, "name_or_path", None) or "."),
-            )
-            self._episode = BySession(self._tools, own, sessions or {}, "TRL")
+            self._take_tools(tools, environment_factory, sessions or {})
         self._rewards = _Rewards(
             reward_funcs, reward_weights, train_dataset, self._chat, self._tools
         )
@@ -208,6 +196,22 @@ class RolloutWorker:
         self.rollout_buffer: Any = self
         self.metrics_queue: Any = queue.Queue[dict[str, Any]](maxsize=4096)
         self.callback = _callback(self)
+
+    def _take_tools(
+        self,
+        tools: Sequence[Callable[..., Any]],
+        environments: Factories | None,
+        sessions: Mapping[str, Any],
+    ) -> None:
+        given: Any = self._args
+        self._tools = ToolHarness(
+            tools,
+            environments,
+            rows=self._dataset,
+            options=given.chat_template_kwargs or {},
+            most=given.max_tool_calling_iterations,
+        )
+        self._episode = BySession(self._tools, self._chat.for_sessions(), sessions, "TRL")
 
     # --- the scheduler's life ------------------------------------------------------------------
 
@@ -650,6 +654,11 @@ class _Chat:
         self._template = template
         # A tokenizer of Hugging Face may raise "Already borrowed" when two threads use it.
         self._alone = threading.Lock()
+
+    def for_sessions(self) -> ModelTokenizer:
+        """Another one of the same kind, since the threads of both would meet in one."""
+        folder = Path(getattr(self._tokenizer, "name_or_path", None) or ".")
+        return wrapped_tokenizer(copy.deepcopy(self._tokenizer), folder)
 
     def prompt_ids(self, prompt: Any) -> Sequence[int]:
         """The tokens of a conversation in the chat template, or of a text."""
