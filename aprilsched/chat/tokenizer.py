@@ -59,6 +59,18 @@ def load_tokenizer(folder: Path, response_template: Path | None = None) -> Model
         )
     except Exception as error:  # transformers raises whatever a file leads it to.
         raise ConfigError(f"The tokenizer in {folder} cannot be loaded: {error}") from error
+    return wrapped_tokenizer(loaded, folder, response_template)
+
+
+def wrapped_tokenizer(
+    loaded: Any, folder: Path, response_template: Path | None = None
+) -> ModelTokenizer:
+    """A tokenizer of transformers that was loaded by others, whose model is perhaps in `folder`;
+    see :func:`load_tokenizer`.
+
+    Raises:
+        ConfigError: if it cannot be used.
+    """
     if getattr(loaded, "backend_tokenizer", None) is None:
         raise ConfigError(
             f"The tokenizer in {folder} is of a kind that gives no text token by token; save it "

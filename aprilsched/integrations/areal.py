@@ -4,7 +4,9 @@
 ``RolloutController`` where one process drives everything). It is written for AReaL 1.0.4.
 
 - A workflow runs as it is. The engine that it gets sends its requests through the scheduler, so a
-  response that is interrupted goes on inside of the same ``await engine.agenerate(...)``.
+  response that is interrupted goes on inside of the same ``await engine.agenerate(...)``. An agent
+  with ``run(data, **extra_kwargs)`` gets the URL and the key of a session instead of those of
+  AReaL's proxy.
 - The trajectories are made of the scheduler's rollouts, in the form of AReaL's own workflows, so
   the version of each token is the one that the server reported.
 - AReaL sets no label on its weights. The scheduler labels them with its own version, which
@@ -17,6 +19,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import shutil
 import threading
@@ -29,11 +32,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 
 from aprilsched.blocking import RolloutScheduler
+from aprilsched.chat.tokenizer import load_tokenizer
 from aprilsched.config import SchedulerConfig
 from aprilsched.coordinator import PromptQueue, RefitReport, Turn
 from aprilsched.core.policies.straggler import BEHAVIOURS
@@ -45,6 +51,8 @@ from aprilsched.integrations import (
     images_of,
     one_placeholder_each,
 )
+from aprilsched.integrations.by_session import BySession
+from aprilsched.sessions import Session
 from aprilsched.telemetry.base import AnyListener
 from aprilsched.tensors import pack
 from aprilsched.types import (
@@ -99,6 +107,10 @@ class RolloutEngine:
         settings: settings of the scheduler; the asynchronous pace by default. What `config` and
             `gconfig` say is replaced.
         listeners: telemetry of the scheduler.
+        tokenizer: for agents, the folder of the model's tokenizer; by default the `tokenizer_path`
+            of `config`.
+        sessions: for agents, arguments of :class:`~aprilsched.sessions.Sessions`: branches, limits
+            (a mapping), host, port and public_url.
 
     Attributes:
         settings: the scheduler's settings with what `config` and `gconfig` say.
@@ -119,8 +131,13 @@ class RolloutEngine:
         gconfig: Any,
         settings: SchedulerConfig | None = None,
         listeners: Sequence[AnyListener] = (),
+        tokenizer: Path | str | None = None,
+        sessions: Mapping[str, Any] | None = None,
     ) -> None:
         self.config = config
+        self._gconfig = gconfig
+        self._tokenizer = tokenizer or getattr(config, "tokenizer_path", None)
+        self._sessions = sessions or {}
         self.settings = _settings(
             settings or SchedulerConfig(pace="asynchronous"), config, gconfig.n_samples
         )
@@ -214,8 +231,9 @@ class RolloutEngine:
 
         Args:
             dataloader: gives lists of items; it is read again and again.
-            workflow: a ``RolloutWorkflow``, its class or its import path. An item for which it
-                returns None is left out of its group.
+            workflow: a ``RolloutWorkflow``, or an agent with ``async run(data, **extra_kwargs)``;
+                its class, or its import path. An item for which a workflow returns None is left
+                out of its group.
             workflow_kwargs: arguments of the class.
             should_accept_fn: keeps or rejects the trajectory of a group; a function, or its path.
             group_size: must be `n_samples` of `gconfig`.
@@ -296,12 +314,16 @@ class RolloutEngine:
             return None
         made: Mapping[int, _Made] = group.prompt.metadata["made"]
         join = _areal("areal.utils.data").concat_padded_tensors
-        return join([self._row(each, made[each.index]) for each in rollouts])
+        return join([self._row(each, made.get(each.index)) for each in rollouts])
 
-    def _row(self, rollout: Rollout, made: _Made) -> Trajectory:
-        """One rollout as a trajectory of one row, with what its workflow has added."""
+    def _row(self, rollout: Rollout, made: _Made | None) -> Trajectory:
+        """One rollout as a trajectory of one row, with what its workflow has added; an agent adds
+        nothing."""
         import torch
 
+        if made is None:
+            tokens = [*rollout.prompt_ids.tolist(), *rollout.token_ids.tolist()]
+            made = _Made(tokens, np.ones(len(tokens), dtype=np.bool_), {})
         one = pack([rollout], no_version=NO_VERSION)
 
         def placed(values: Tensor, fill: int = 0) -> Tensor:
@@ -331,13 +353,47 @@ class RolloutEngine:
         if isinstance(found, type):
             found = found(**(kwargs or {}))
         if not hasattr(found, "arun_episode"):
-            raise ConfigError(
-                f"the workflow is a {type(found).__name__}, which has no arun_episode(); give a "
-                "RolloutWorkflow, because agents that AReaL serves through its proxy send their "
-                "requests past the scheduler."
-            )
+            found = self._agent(found)
         self._resolved = (workflow, kwargs, found)
         return found
+
+    def _agent(self, agent: Any) -> BySession:
+        """An agent, which is given the URL of a session."""
+        if not inspect.iscoroutinefunction(getattr(agent, "run", None)):
+            raise ConfigError(
+                f"the workflow is a {type(agent).__name__}, which has no arun_episode(), and no "
+                "coroutine run(); give a RolloutWorkflow, or an agent."
+            )
+        own = getattr(self.config, "agent", None)
+        if (mode := getattr(own, "mode", "inline")) != "inline":
+            raise ConfigError(
+                f"agent.mode is {mode!r}, and agents run in the process of the scheduler here; set "
+                '"inline".'
+            )
+        if not self._tokenizer:
+            raise ConfigError(
+                "an agent needs the model's tokenizer; give tokenizer= to RolloutEngine, or set "
+                "tokenizer_path of the rollout."
+            )
+        # What an agent asks is sampled as the trainer says.
+        asked = SimpleNamespace(gconfig=self._gconfig.new(n_samples=1), input_ids=())
+        sampling = _sampling(asked)
+
+        async def harness(session: Session, prompt: Prompt) -> float:
+            context = _areal("areal.infra.workflow_context")
+            told: Any = await agent.run(
+                prompt.metadata["item"],
+                base_url=session.url,
+                api_key=session.key,
+                http_client=await context.get_httpx_client(),
+            )
+            # By the ids of the responses; the last one is that of the whole sequence.
+            *_, reward = map(float, told.values() if hasattr(told, "values") else (told,))
+            _areal("areal.utils.stats_tracker").get(context.stat_scope()).scalar(reward=reward)
+            return reward
+
+        tokenizer = load_tokenizer(Path(self._tokenizer))
+        return BySession(harness, tokenizer, self._sessions, "AReaL", sampling=sampling)
 
     async def _episode(self, turn: Turn, prompt: Prompt) -> Score:
         """Run the workflow for one rollout."""
@@ -348,6 +404,8 @@ class RolloutEngine:
             is_eval=facts.get("evaluation", False), task_id=facts["task"]
         )
         workflow_context.set(context)
+        if isinstance(facts["workflow"], BySession):
+            return await facts["workflow"](turn, prompt)
         engine = _TurnEngine(turn, self.get_version, lambda: self._ahead)
         trajectory = await facts["workflow"].arun_episode(engine, facts["item"])
         if trajectory is None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import copy
 import functools
 import inspect
 import itertools
@@ -32,15 +33,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
+import msgspec
 import numpy as np
 
 from aprilsched.blocking import RolloutScheduler
+from aprilsched.chat.tokenizer import ModelTokenizer, wrapped_tokenizer
 from aprilsched.config import SchedulerConfig
 from aprilsched.coordinator import Accept
 from aprilsched.engines.base import Fleet
 from aprilsched.errors import ConfigError
 from aprilsched.extras import extra
 from aprilsched.integrations import check_fixed_groups
+from aprilsched.integrations.by_session import BySession
+from aprilsched.integrations.trl_tools import Conversation, Factories, ToolHarness
 from aprilsched.store import MemoryStore
 from aprilsched.telemetry.base import AnyListener
 from aprilsched.types import Batch, Group, Prompt, Rollout, SamplingParams, Score
@@ -63,6 +68,8 @@ Named: TypeAlias = "Iterator[tuple[str, Tensor]]"
 
 _FILE = "aprilsched.checkpoint"
 """Name of the scheduler's file in a checkpoint folder of the trainer."""
+_CONVERSATIONS = "aprilsched.conversations.json"
+"""Those with tools, beside it."""
 _SHARD_BYTES = 2**32
 """Largest file of weights, which is in memory while it is written."""
 _NOT_COLUMNS = {"prompt", "completion", "completion_ids"}
@@ -111,6 +118,12 @@ class RolloutWorker:
         listeners: telemetry of the scheduler.
         streamed: True for a trainer that is a :class:`StreamedSteps`, which gets the groups of a
             batch one by one while the others are generated.
+        tools: functions that the policy may call, as TRL takes them.
+        environment_factory: makes an environment whose methods are tools, or one for each name in
+            the column "environment", as TRL takes it. An environment's `get_reward` is one more
+            reward, with the weight 1.
+        sessions: for tools and environments, arguments of :class:`~aprilsched.sessions.Sessions`,
+            such as limits (a mapping).
 
     Attributes:
         config: the scheduler's settings with what `args` say.
@@ -140,14 +153,23 @@ class RolloutWorker:
         accept: Accept | None = None,
         listeners: Sequence[AnyListener] = (),
         streamed: bool = False,
+        tools: Sequence[Callable[..., Any]] = (),
+        environment_factory: Factories | None = None,
+        sessions: Mapping[str, Any] | None = None,
     ) -> None:
         _check_args(args, streamed=streamed)
         self._args = args
         self._fleet = fleet
         given: Any = args
         self._chat = _Chat(processing_class, given.chat_template_kwargs or {})
-        self._rewards = _Rewards(reward_funcs, reward_weights, train_dataset, self._chat)
         self._dataset = train_dataset
+        self._tools: ToolHarness | None = None
+        self._episode: BySession | None = None
+        if tools or environment_factory is not None:
+            self._take_tools(tools, environment_factory, sessions or {})
+        self._rewards = _Rewards(
+            reward_funcs, reward_weights, train_dataset, self._chat, self._tools
+        )
         self.config = _settings(
             config or SchedulerConfig(pace="asynchronous"), args, streamed=streamed
         )
@@ -175,6 +197,22 @@ class RolloutWorker:
         self.metrics_queue: Any = queue.Queue[dict[str, Any]](maxsize=4096)
         self.callback = _callback(self)
 
+    def _take_tools(
+        self,
+        tools: Sequence[Callable[..., Any]],
+        environments: Factories | None,
+        sessions: Mapping[str, Any],
+    ) -> None:
+        given: Any = self._args
+        self._tools = ToolHarness(
+            tools,
+            environments,
+            rows=self._dataset,
+            options=given.chat_template_kwargs or {},
+            most=given.max_tool_calling_iterations,
+        )
+        self._episode = BySession(self._tools, self._chat.for_sessions(), sessions, "TRL")
+
     # --- the scheduler's life ------------------------------------------------------------------
 
     def init_weight_transfer(self) -> None:
@@ -184,7 +222,8 @@ class RolloutWorker:
         self._untrained.clear()
         rollouts = RolloutScheduler(
             self._fleet,
-            _Prompts(self._dataset, self._chat.prompt_ids, self._started),
+            _Prompts(self._dataset, self._prompt_ids, self._started),
+            episode=self._episode,
             reward=self._rewards.score,
             reward_scope="group",
             accept=self._accept,
@@ -197,6 +236,11 @@ class RolloutWorker:
             rollouts.restore(self._restored)
         rollouts.__enter__()
         self._rollouts = rollouts
+
+    def _prompt_ids(self, row: Mapping[str, Any]) -> Sequence[int]:
+        """The tokens of a row's prompt. Those of a conversation with tools are the session's."""
+        prompt = row["prompt"] if self._tools is None else self._tools.prompt_of(row)
+        return self._chat.prompt_ids(prompt)
 
     def start(self) -> None:
         """Begin to generate, since the engines have the trainer's weights now."""
@@ -279,10 +323,14 @@ class RolloutWorker:
         with extra("trl"):
             from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
-        prompt = self._dataset[_row(group)]["prompt"]
+        told = self._rewards.conversations(group)
+        calls = sum(each.calls for each in told)
         rewards, advantages = _advantages(group)
         spread = float(np.nanstd(rewards)) if np.isfinite(rewards).any() else float("nan")
-        for rollout, reward, advantage in zip(group.rollouts, rewards, advantages, strict=True):
+        for index, (rollout, reward, advantage) in enumerate(
+            zip(group.rollouts, rewards, advantages, strict=True)
+        ):
+            prompt, completion = self._rewards.messages(group, rollout)
             known = np.zeros(len(rollout.prompt_ids), dtype=np.int64)
             counts = rollout.loss_mask.copy()
             oldest = version
@@ -296,9 +344,13 @@ class RolloutWorker:
                 f"rewards/{name}": rollout.reward_parts.get(name, float("nan"))
                 for name in self._rewards.names
             }
+            if calls:
+                own = told[index]
+                parts["tools/call_frequency"] = float(own.calls)
+                parts["tools/failure_frequency"] = own.failures / own.calls if own.calls else 0.0
             yield RolloutSample(
                 prompt=prompt,
-                completion=self._chat.completion(prompt, rollout),
+                completion=completion,
                 input_ids=np.concatenate([rollout.prompt_ids, rollout.token_ids]).astype(np.int64),
                 completion_mask=np.concatenate([known, counts]).astype(np.int64),
                 old_log_probs=np.concatenate([known, rollout.logprobs]).astype(np.float32),
@@ -398,10 +450,23 @@ class RolloutWorker:
         """Note that a step has ended, which trained on the oldest batch that the trainer has."""
         if self._untrained:
             self._untrained.popleft().acknowledge()
+        if self._tools is not None:
+            live = self.scheduler.on_loop(self._live)
+            live.update(each.rollout_id for batch in self._untrained for each in batch.rollouts)
+            for number in [each for each in self._tools.ended if each not in live]:
+                del self._tools.ended[number]
+
+    async def _live(self) -> set[int]:
+        """The numbers of the rollouts in flight."""
+        groups = self.scheduler.state.in_flight.training_groups()
+        return {member.rollout_id for group in groups for member in group.members}
 
     def save(self, folder: Path) -> None:
         """Save what is in flight, and the batch that is not trained on, in `folder`."""
         self.scheduler.checkpoint(folder / _FILE, acknowledge=False)
+        if self._tools is not None:
+            ended = list(self._tools.ended.items())
+            (folder / _CONVERSATIONS).write_bytes(msgspec.json.encode(dict(ended), enc_hook=str))
 
     def restore(self, folder: Path) -> None:
         """Continue with what was saved in `folder`; the engines are not open yet.
@@ -419,6 +484,9 @@ class RolloutWorker:
                 "a resumed trainer counts the prompts of its epochs from 0 again; set max_steps."
             )
         self._restored = folder / _FILE
+        if self._tools is not None and (folder / _CONVERSATIONS).is_file():
+            saved = (folder / _CONVERSATIONS).read_bytes()
+            self._tools.ended.update(msgspec.json.decode(saved, type=dict[int, Conversation]))
 
 
 class StreamedSteps(_Trainer):
@@ -531,7 +599,7 @@ class _Prompts:
     def __init__(
         self,
         dataset: Dataset,
-        prompt_ids: Callable[[Any], Sequence[int]],
+        prompt_ids: Callable[[Mapping[str, Any]], Sequence[int]],
         started: concurrent.futures.Future[None],
         start: int = 0,
     ) -> None:
@@ -550,12 +618,12 @@ class _Prompts:
             key = number % len(self._dataset)
             row = self._dataset[key]
             _check_text(row)
-            yield Prompt(input_ids=self._prompt_ids(row["prompt"]), key=key)  # pyright: ignore[reportArgumentType]
+            yield Prompt(input_ids=self._prompt_ids(row), key=key)  # pyright: ignore[reportArgumentType]
 
 
 def _check_text(row: Mapping[str, Any]) -> None:
     """Refuse a row of the dataset with images: the trainer would train on the text without them."""
-    messages: Any = row["prompt"]
+    messages: Any = row.get("prompt", ())
     parts: list[Any] = [
         part
         for message in (() if isinstance(messages, str) else messages)
@@ -587,6 +655,11 @@ class _Chat:
         # A tokenizer of Hugging Face may raise "Already borrowed" when two threads use it.
         self._alone = threading.Lock()
 
+    def for_sessions(self) -> ModelTokenizer:
+        """Another one of the same kind, since the threads of both would meet in one."""
+        folder = Path(getattr(self._tokenizer, "name_or_path", None) or ".")
+        return wrapped_tokenizer(copy.deepcopy(self._tokenizer), folder)
+
     def prompt_ids(self, prompt: Any) -> Sequence[int]:
         """The tokens of a conversation in the chat template, or of a text."""
         with self._alone:
@@ -616,17 +689,22 @@ class _Rewards:
         weights: Sequence[float] | None,
         dataset: Dataset,
         chat: _Chat,
+        tools: ToolHarness | None = None,
     ) -> None:
         self._functions = [functions] if callable(functions) else list(functions)
-        self.names = [_name(function) for function in self._functions]
+        self._own = [] if tools is None else tools.reward_names
+        self._tools = tools
+        self.names = [*map(_name, self._functions), *self._own]
         if not self.names or len(set(self.names)) < len(self.names):
             raise ConfigError(
                 f"the reward functions are {self.names}; give at least one, each with another name."
             )
-        self._weights = [1.0] * len(self.names) if weights is None else list(weights)
+        own = [1.0] * len(self._own)
+        given = [1.0] * len(self._functions) if weights is None else list(weights)
+        self._weights = [*given, *own]
         if len(self._weights) != len(self.names):
             raise ConfigError(
-                f"reward_weights has {len(self._weights)} numbers for {len(self.names)} reward "
+                f"reward_weights has {len(given)} numbers for {len(self._functions)} reward "
                 "functions; give one for each."
             )
         self._dataset = dataset
@@ -640,6 +718,9 @@ class _Rewards:
         columns = await asyncio.gather(
             *(_called(function, call, count) for function in self._functions)
         )
+        told = [each.reward for each in self.conversations(group)]
+        for name in self._own:
+            columns = [*columns, [each[1] if each and each[0] == name else None for each in told]]
         scores: list[Score] = []
         for rewards in zip(*columns, strict=True):
             found = {
@@ -652,13 +733,28 @@ class _Rewards:
             scores.append(Score(reward=total, parts=found))
         return scores
 
+    def conversations(self, group: Group) -> list[Conversation]:
+        """Those of a group with tools; none without."""
+        if self._tools is None:
+            return []
+        return [self._tools.ended[each.rollout_id] for each in group.rollouts]
+
+    def messages(self, group: Group, rollout: Rollout) -> tuple[Any, Any]:
+        """The prompt and the completion of a rollout, as reward functions get them."""
+        if self._tools is not None:
+            found = self._tools.ended[rollout.rollout_id]
+            return found.prompt, found.completion
+        prompt = self._dataset[_row(group)]["prompt"]
+        return prompt, self._chat.completion(prompt, rollout)
+
     def _arguments(self, group: Group) -> dict[str, Any]:
         """What TRL calls reward functions with."""
         row = self._dataset[_row(group)]
         count = len(group.rollouts)
+        told = [self.messages(group, each) for each in group.rollouts]
         return {
-            "prompts": [row["prompt"]] * count,
-            "completions": [self._chat.completion(row["prompt"], each) for each in group.rollouts],
+            "prompts": [prompt for prompt, _ in told],
+            "completions": [completion for _, completion in told],
             "completion_ids": [rollout.token_ids.tolist() for rollout in group.rollouts],
             **{name: [row[name]] * count for name in row if name not in _NOT_COLUMNS},
         }

@@ -1,8 +1,8 @@
 """The address of all sessions: their calls with their keys, and those of launchers.
 
-A session is at ``/sessions/ID`` and answers OpenAI's and Anthropic's calls there. A launcher in
-another process or on another host takes sessions at ``/launcher/next`` and reports what became of
-them, with a key of its own.
+A session is at ``/sessions/ID`` and answers OpenAI's, Anthropic's and SGLang's calls there. For a
+client that sends no key it is at ``/sessions/ID.KEY``. A launcher in another process or on another
+host takes sessions at ``/launcher/next`` and reports what became of them, with a key of its own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from aprilsched.serving import (
     decode,
     expect_later,
 )
-from aprilsched.sessions.dialects import ANTHROPIC, CHAT, COMPLETIONS, Dialect
+from aprilsched.sessions.dialects import ANTHROPIC, CHAT, COMPLETIONS, GENERATE, Dialect
 from aprilsched.types import Score
 
 if TYPE_CHECKING:
@@ -54,10 +54,11 @@ class Keys:
         return hmac.new(self._secret, f"{kind} {name}".encode(), "sha256").hexdigest()
 
 
-def _has_key(request: web.Request, key: str) -> bool:
-    """Whether a request has this key, as OpenAI's clients or as Anthropic's send it."""
+def _has_key(request: web.Request, key: str, given: str = "") -> bool:
+    """Whether a request has this key: it is `given`, or sent as OpenAI's or Anthropic's clients
+    do."""
     bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
-    given = request.headers.get("x-api-key") or bearer
+    given = given or request.headers.get("x-api-key") or bearer
     return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), key.encode())
 
 
@@ -73,6 +74,7 @@ def make_session_app(sessions: Sessions, keys: Keys) -> web.Application:
         (CHAT, "chat/completions"),
         (COMPLETIONS, "completions"),
         (ANTHROPIC, "messages"),
+        (GENERATE, "generate"),
     ):
         handler = _call(sessions, keys, bodies, dialect)
         # An OpenAI client has the v1 in its base URL, and an Anthropic one adds it.
@@ -106,9 +108,9 @@ async def _models(_: web.Request) -> web.Response:
 
 def _call(sessions: Sessions, keys: Keys, bodies: Bodies, dialect: Dialect[Any]) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
-        name = request.match_info["id"]
+        name, _, key = request.match_info["id"].partition(".")
         # Whether there is such a session is only told to who has its key.
-        if not _has_key(request, keys.of(name)):
+        if not _has_key(request, keys.of(name), key):
             return as_json(dialect.error("this is not the key of this session.", 401), 401)
         session = sessions.get(name)
         if session is None:

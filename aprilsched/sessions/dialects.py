@@ -1,4 +1,5 @@
-"""The dialects that harnesses speak: OpenAI's chats and completions, and Anthropic's messages.
+"""The dialects that harnesses speak: OpenAI's chats and completions, Anthropic's messages, and
+SGLang's ``/generate``.
 
 A dialect turns a body into a request of a session, and its reply into an answer, whole or as the
 events of a stream. How a session samples is said by the trainer: of a body only the length of the
@@ -17,7 +18,14 @@ import msgspec
 
 from aprilsched.chat.openai_bodies import ChatBody, CompletionBody, error_content
 from aprilsched.errors import ConfigError
-from aprilsched.serving import DONE, Event, frame_item
+from aprilsched.serving import (
+    DONE,
+    Event,
+    GenerateBody,
+    finish_reason,
+    frame_item,
+    token_logprobs,
+)
 
 if TYPE_CHECKING:
     from aprilsched.sessions.harness import Reply, Session
@@ -201,8 +209,14 @@ class MessagesBody(msgspec.Struct, frozen=True, kw_only=True):
     tool_choice: dict[str, Any] | None = None
     stop_sequences: list[str] | None = None
     stream: bool = False
+    thread: Any = None
 
 
+_NO_THREAD = "thread is set, and only messages that are sent are answered; send all of them."
+_DETAILS: dict[str, Event] = {
+    # Anthropic's tool runner sends the new messages alone unless it is told this.
+    _NO_THREAD: {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+}
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -215,6 +229,8 @@ _STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 def _ask_messages(body: MessagesBody) -> Asked:
     if not body.messages:
         raise ConfigError("messages is empty; give at least one message.")
+    if body.thread:
+        raise ConfigError(_NO_THREAD)
     choice = (body.tool_choice or {}).get("type", "auto")
     if choice not in ("auto", "none"):
         raise ConfigError(
@@ -366,7 +382,8 @@ def _named(event: Event) -> bytes:
 
 def _anthropic_error(message: str, status: int) -> Event:
     kind = _TYPES.get(status, "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    details = {"details": _DETAILS[message]} if message in _DETAILS else {}
+    return {"type": "error", "error": {"type": kind, "message": message, **details}}
 
 
 ANTHROPIC: Dialect[MessagesBody] = Dialect(
@@ -377,4 +394,58 @@ ANTHROPIC: Dialect[MessagesBody] = Dialect(
     error=_anthropic_error,
     failure=lambda message, status: _named(_anthropic_error(message, status)),
     ping=_named({"type": "ping"}),
+)
+
+
+# --- SGLang --------------------------------------------------------------------------------------
+
+
+def _ask_generate(body: GenerateBody) -> Asked:
+    if (body.input_ids is None) == (body.text is None):
+        raise ConfigError("a request has either text or input_ids; send one of them.")
+    if body.media:
+        raise ConfigError("a prompt of a session's /generate has no images; leave them out.")
+    sampling = body.sampling_params or {}
+    if sampling.get("n", 1) != 1:
+        raise ConfigError("n is not 1, and a session gives one answer at a time; leave it out.")
+    given = sampling.get("stop") or ()
+    # SGLang leaves special tokens out, and what ended the response, unless it is told.
+    raw = sampling.get("skip_special_tokens") is False and bool(sampling.get("no_stop_trim"))
+    prompt = body.text if body.text is not None else body.input_ids or []
+    return Asked(
+        ask=lambda session: session.complete(
+            prompt,
+            max_tokens=sampling.get("max_new_tokens"),
+            stop=[given] if isinstance(given, str) else given,
+            raw=raw,
+        ),
+        stream=body.stream,
+    )
+
+
+def _generated(body: GenerateBody, reply: Reply) -> Event:
+    output = reply.output
+    ids: list[int] = output.token_ids.tolist()
+    meta: Event = {
+        "id": body.rid or uuid.uuid4().hex,
+        "finish_reason": finish_reason(output.finish_reason, tokens=len(ids), last=ids[-1]),
+        "prompt_tokens": len(reply.question.ids),
+        "completion_tokens": len(ids),
+        "cached_tokens": 0,
+        "weight_version": str(output.versions[-1]),
+    }
+    if body.return_logprob:
+        meta["input_token_logprobs"] = []
+        meta["output_token_logprobs"] = token_logprobs(ids, output.logprobs.tolist())
+    return {"text": reply.message["content"], "output_ids": ids, "meta_info": meta}
+
+
+GENERATE: Dialect[GenerateBody] = Dialect(
+    body=GenerateBody,
+    asked=_ask_generate,
+    whole=_generated,
+    events=lambda body, reply: [frame_item(_generated(body, reply)), DONE],
+    error=error_content,
+    failure=_openai_failure,
+    ping=CHAT.ping,
 )

@@ -22,7 +22,14 @@ from aprilsched.errors import ConfigError, EpisodeError, MemberLost
 from aprilsched.serving import Listener, Unavailable
 from aprilsched.sessions.address import Keys, make_session_app
 from aprilsched.sessions.history import History, Mark, Question, Said
-from aprilsched.types import BranchRule, EpisodeWait, FinishReason, Prompt, Score
+from aprilsched.types import (
+    BranchRule,
+    EpisodeWait,
+    FinishReason,
+    Prompt,
+    SamplingParams,
+    Score,
+)
 
 T = TypeVar("T")
 
@@ -93,6 +100,7 @@ class Session:
         url: its address. An Anthropic client takes it as its base URL, and so does an OpenAI
             client, with or without ``/v1`` behind it.
         key: the API key of that address. It is good for nothing else.
+        open_url: the address with the key in it, for clients that send none.
         prompt: the prompt of its rollout. What the policy is told is what the harness asks.
         index: position of the rollout in its group.
         turns: number of answers so far.
@@ -112,6 +120,7 @@ class Session:
     ) -> None:
         self.id = str(turn.rollout_id)
         self.url, self.key = url, key
+        self.open_url = f"{url}.{key}"
         self.prompt, self.index = prompt, turn.index
         self.turns = self.tokens = 0
         self.limits = limits
@@ -152,6 +161,11 @@ class Session:
         template writes earlier messages otherwise later. The rollout has those that were
         sampled."""
         return self._history.drift
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How the trainer lets it sample."""
+        return self._turn.sampling
 
     @property
     def goes_on(self) -> bool:
@@ -203,10 +217,14 @@ class Session:
         *,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
+        raw: bool = False,
     ) -> Reply:
-        """Answer a text or token ids with what follows; see :meth:`chat`."""
+        """Answer a text or token ids with what follows; see :meth:`chat`. With `raw` the answer has
+        the texts of special tokens, also of the one that ended it."""
         async with self._place():
-            question = await _worked_out(lambda: self._history.continue_text(prompt), len(prompt))
+            question = await _worked_out(
+                lambda: self._history.continue_text(prompt, raw=raw), len(prompt)
+            )
             return await self._answer(question, max_tokens, stop)
 
     @asynccontextmanager
@@ -270,7 +288,10 @@ class Session:
         ends = set(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             ends |= self._tokenizer.ends
+        own = sampling.extra.get("stop") or ()
         for each in stop:
+            if each in ([own] if isinstance(own, str) else own):
+                continue  # The engines look for it.
             ids = self._tokenizer.encode(each, special=False)
             if len(ids) != 1:
                 raise ConfigError(

@@ -7,7 +7,7 @@ answer, so a template that writes earlier messages otherwise now (without their 
 changes no known token. How many tokens would have changed is counted, as :attr:`History.drift`.
 
 Messages are compared by what a template sees of them: white space around an answer, the ids and the
-order of its tool calls, its reasoning, and empty fields make no difference.
+order of its tool calls, its reasoning, joiners without width and empty fields make no difference.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ class Question:
         after: the mark of the answer that it goes on from; None if it goes on from none.
         media: its images, in the order of their places.
         shown: the text of a completion as its client has it.
+        raw: whether the client of a completion reads special tokens.
     """
 
     ids: Int32Array
@@ -58,6 +59,7 @@ class Question:
     after: Mark | None = None
     media: tuple[Media, ...] = ()
     shown: str = ""
+    raw: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,9 +178,9 @@ class History:
             media=_media(images),
         )
 
-    def continue_text(self, prompt: str | Sequence[int]) -> Question:
+    def continue_text(self, prompt: str | Sequence[int], *, raw: bool = False) -> Question:
         """The tokens of a completion. A text goes on from the longest known text that it begins
-        with; token ids are taken as they are.
+        with; token ids are taken as they are. With `raw` the answer's text has special tokens.
 
         Raises:
             ConfigError: if there are none.
@@ -197,12 +199,21 @@ class History:
             most = self._tokenizer.size - 1
             if not all(0 <= each <= most for each in prompt):
                 raise ConfigError(f"the prompt has token ids that are not from 0 to {most}.")
-            ids, text = np.array(prompt, dtype=np.int32), self._tokenizer.decode(prompt)
+            ids = np.array(prompt, dtype=np.int32)
+            after, text = self._begun_with(ids)
         if not len(ids):
             raise ConfigError("the prompt is empty; give some text.")
         shown = prompt if isinstance(prompt, str) else text
         mark = _after(b"asked", {"text": shown})
-        return Question(ids=ids, text=text, mark=mark, after=after, shown=shown)
+        return Question(ids=ids, text=text, mark=mark, after=after, shown=shown, raw=raw)
+
+    def _begun_with(self, ids: Int32Array) -> tuple[Mark | None, str]:
+        """The last answer of the branch that these tokens go on from, and what they say."""
+        for mark in self._ends:
+            known, text = self._whole(mark)
+            if len(known) <= len(ids) and np.array_equal(known, ids[: len(known)]):
+                return mark, text + self._tokenizer.decode(ids[len(known) :].tolist())
+        return None, self._tokenizer.decode(ids.tolist())
 
     def begin(self, question: Question) -> None:
         """Note that a request is about to be answered. One that is asked again, because its client
@@ -243,7 +254,9 @@ class History:
         # The delimiters of tool calls and reasoning may be special tokens.
         is_chat = bool(question.messages)
         skip = not (is_chat and tokenizer.parses)
-        text = tokenizer.decode(shown, skip_special=skip) if skip or ended else raw
+        text = raw
+        if not question.raw and (skip or ended):
+            text = tokenizer.decode(shown, skip_special=skip)
         message = Message(tokenizer.parser(question.text, question.tools) if is_chat else None)
         message.push(text)
         message.finish()
@@ -403,7 +416,9 @@ def _compared(message: Said) -> list[Any]:
     content: Any = message.get("content") or ""
     calls: list[str] = []
     if message["role"] == "assistant":
-        content = content.strip() if isinstance(content, str) else content
+        if isinstance(content, str):
+            # pydantic-ai takes texts of special tokens apart by joiners without width.
+            content = content.strip().replace("\u200d", "")
         for call in cast("list[Any]", message.get("tool_calls") or ()):
             function = call["function"]
             calls.append(_in_one_order([function["name"], function["arguments"]]))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,20 @@ from aprilsched import (
     SchedulerConfig,
     SGLangFleet,
 )
+from aprilsched.chat.tokenizer import load_tokenizer
 from aprilsched.sessions import Session, Sessions
 from aprilsched.testing.contract import until
-from aprilsched.types import NO_VERSION
+from aprilsched.types import NO_VERSION, Rollout
 from tests.sglang.conftest import INTERVAL
 from tests.sglang.recorded import TOLERANCE, sequence_scores
 from tests.sglang.server import CpuServer
-from tests.support.tiny_tokenizer import bytes_tokenizer
+from tests.support.harnesses import HARNESSES
+from tests.support.tiny_tokenizer import (
+    TEMPLATE_TOOLS_FIRST,
+    WORDS,
+    bytes_tokenizer,
+    calling_tokenizer,
+)
 
 TOKENS = 150
 
@@ -91,19 +99,94 @@ async def test_an_agent_s_tokens_are_those_of_their_versions(
     sequences = [each for r in batch.rollouts for each in (r, *r.branches)]
     assert len(sequences) == 8
     assert {rollout.reward for rollout in batch.rollouts} == {6.0 * TOKENS}
+    assert {int(each.loss_mask.sum()) for each in sequences} == {3 * TOKENS}
+    assert len(proven_versions(sequences, models, tmp_path)) >= 3
+
+
+def proven_versions(
+    sequences: Sequence[Rollout], models: tuple[Path, Path], folder: Path
+) -> set[int]:
+    """The versions of some sequences, whose tokens have the logprobs of the weights of these."""
     told = [(each.prompt_ids, each.token_ids) for each in sequences]
-    found = sequence_scores(models, told, tmp_path)
+    found = sequence_scores(models, told, folder)
     versions: set[int] = set()
     for index, each in enumerate(sequences):
         sampled = np.flatnonzero(each.versions != NO_VERSION)
-        assert len(sampled) == 3 * TOKENS
         assert each.versions_exact
         own = each.versions[sampled] % 2
         both = np.stack([scores[index][sampled] for scores in found])
-        wrong = np.abs(both[own, np.arange(len(sampled))] - each.logprobs[sampled])
-        assert wrong.max() < TOLERANCE
-        assert (
-            np.median(np.abs(both[1 - own, np.arange(len(sampled))] - each.logprobs[sampled])) > 0.5
-        )
+        columns = np.arange(len(sampled))
+        assert np.abs(both[own, columns] - each.logprobs[sampled]).max() < TOLERANCE
+        assert np.median(np.abs(both[1 - own, columns] - each.logprobs[sampled])) > 0.5
         versions |= set(each.versions[sampled].tolist())
-    assert len(versions) >= 3
+    return versions
+
+
+async def test_frameworks_call_the_tools_of_a_random_policy(
+    clean_server: CpuServer, models: tuple[Path, Path], tmp_path: Path
+):
+    folder = calling_tokenizer(tmp_path / "tokenizer", every=2, chat_template=TEMPLATE_TOOLS_FIRST)
+    tokenizer = load_tokenizer(folder)
+    refitted = asyncio.Event()
+    looking: set[str] = set()
+    ended: set[str] = set()
+
+    async def harness(session: Session, prompt: Prompt) -> None:
+        async def look(where: str, days: int) -> str:
+            """Look at the weather."""
+            assert (where, days % 2) == ("Zürich", 0)
+            looking.add(session.id)
+            await refitted.wait()
+            return "rain"
+
+        run = HARNESSES[session.index]
+        await run(session, "go", [look], stream=prompt.metadata["stream"], requests=4)
+        ended.add(session.id)
+
+    config = SchedulerConfig(
+        batch_groups=2,
+        group_size=len(HARNESSES),
+        over_provision=1.0,
+        pace="asynchronous",
+        # Every second token is a call. Anthropic's runner obeys no answer that is cut short.
+        sampling=SamplingParams(max_new_tokens=200, stop_token_ids=tuple(range(5, WORDS, 50))),
+    )
+    ids = np.array([5, 6], dtype=np.int32)
+    prompts = [Prompt(input_ids=ids, metadata={"stream": each}) for each in (False, True)]
+
+    def save(to: Path) -> None:
+        shutil.copytree(models[1], to, dirs_exist_ok=True)
+
+    async with (
+        Sessions(harness, tokenizer=tokenizer) as sessions,
+        RolloutScheduler(
+            SGLangFleet([clean_server.url], stream_interval=INTERVAL),
+            prompts,
+            episode=sessions,
+            config=config,
+        ) as rollouts,
+    ):
+        waiting = asyncio.ensure_future(rollouts.next_batch())
+        publisher = DiskPublisher(tmp_path / "weights", save=save)
+        await until(lambda: len(looking | ended) == 4, seconds=120)
+        await rollouts.update_weights(publisher)
+        refitted.set()
+        batch = await waiting
+        assert rollouts.state.in_flight.ledger.total == 0
+    assert proven_versions(list(batch.rollouts), models, tmp_path) == {0, 1}
+    assert looking
+    straight = [r for r in batch.rollouts if r.info["session"]["branches"] == 1]
+    assert straight, "pydantic-ai asks again after an empty answer, which begins a branch"
+    for rollout in straight:
+        sampled = rollout.versions != NO_VERSION
+        assert rollout.loss_mask.tolist() == sampled.tolist()
+        first, *others = np.split(rollout.token_ids, np.flatnonzero(np.diff(sampled)) + 1)
+        assert (rollout.versions[sampled] == 0).sum() == len(first)
+        answers = [first, *others[1::2]]
+        assert len(answers) == rollout.turns
+        # Between two answers is what the tools have said, as often as they were called.
+        for answer, between in zip(answers, others[0::2], strict=False):
+            calls = int(((answer >= 5) & (answer % 2 == 0)).sum())
+            results = "<|im_start|>tool\nrain<|im_end|>\n" * calls
+            by_hand = f"<|im_end|>\n{results}<|im_start|>assistant\n"
+            assert between.tolist() == tokenizer.encode(by_hand, special=False)

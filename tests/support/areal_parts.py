@@ -137,6 +137,8 @@ class _Config:
     request_timeout: float = 3600
     use_lora: bool = False
     return_routed_experts: bool = False
+    tokenizer_path: str = ""
+    agent: Any = None
 
 
 @dataclass
@@ -237,12 +239,16 @@ def _modules() -> dict[str, ModuleType]:
         module, _, name = path.rpartition(".")
         return getattr(importlib.import_module(module), name)
 
+    async def no_client() -> None:
+        """OpenAI's client makes one of its own."""
+
     context = _module(
         "areal.infra.workflow_context",
         WorkflowContext=_Context,
         set=current.set,
         get=lambda: current.get(nothing),
         stat_scope=lambda: "eval-rollout" if current.get(nothing).is_eval else "rollout",
+        get_httpx_client=no_client,
     )
     found = [
         _module("areal"),

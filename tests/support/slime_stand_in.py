@@ -152,6 +152,37 @@ class RolloutFnEvalInput:
     evaluation = True
 
 
+@dataclass(frozen=True)
+class GenerateFnInput:
+    state: Any
+    sample: Sample
+    sampling_params: dict[str, Any]
+    evaluation: bool
+
+    @property
+    def args(self) -> Any:
+        return self.state.args
+
+
+@dataclass(frozen=True)
+class GenerateFnOutput:
+    samples: Any
+
+
+def load_generate_function(path: str) -> Any:
+    fn = load_function(path)
+    names = list(inspect.signature(fn).parameters)
+    if names[0] == "input":
+        return fn
+
+    async def legacy(input: GenerateFnInput) -> GenerateFnOutput:
+        told = {"evaluation": input.evaluation} if "evaluation" in names else {}
+        made = await fn(input.args, input.sample, input.sampling_params, **told)
+        return made if isinstance(made, GenerateFnOutput) else GenerateFnOutput(samples=made)
+
+    return legacy
+
+
 def call_rollout_fn(fn: Any, *args: Any, evaluation: bool, **kwargs: Any) -> Any:
     return fn(*args, **kwargs, evaluation=evaluation)
 
@@ -296,8 +327,11 @@ _CONTENT: dict[str, tuple[Any, ...]] = {
         RolloutFnConstructorInput,
         RolloutFnTrainInput,
         RolloutFnEvalInput,
+        GenerateFnInput,
+        GenerateFnOutput,
         call_rollout_fn,
     ),
+    "rollout.inference_rollout.compatibility": (load_generate_function,),
     "rollout.data_source": (RolloutDataSourceWithBuffer,),
     "rollout.filter_hub.base_types": (
         DynamicFilterOutput,
@@ -318,7 +352,7 @@ _SLIME_ALONE = {"rollout.sample_hooks", "should_drop_dynamic_filter_output"}
 
 def _stand_in(name: str) -> dict[str, ModuleType]:
     modules: dict[str, ModuleType] = {}
-    packages = ("", ".rollout", ".utils", ".rollout.filter_hub")
+    packages = ("", ".rollout", ".utils", ".rollout.filter_hub", ".rollout.inference_rollout")
     for each in packages:
         modules[name + each] = ModuleType(name + each)
         modules[name + each].__path__ = []

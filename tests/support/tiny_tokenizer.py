@@ -10,6 +10,7 @@ from typing import Any
 __all__ = [
     "CALL",
     "SPECIAL",
+    "TEMPLATE_TOOLS_FIRST",
     "THOUGHT",
     "WORDS",
     "byte_letter",
@@ -33,6 +34,11 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if thinks %}<think>{% endif %}{% endif %}"
 )
+TEMPLATE_TOOLS_FIRST = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    + TEMPLATE.replace("{% if tools %}", "{% if false %}")
+)
+"""Has the definitions of tools where the templates of most models have them."""
 RESPONSE = {
     "defaults": {"role": "assistant"},
     "start_anchor": "<|im_start|>assistant\n",

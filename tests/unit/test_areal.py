@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from openai import AsyncOpenAI
 
 from aprilsched import SchedulerConfig, SGLangFleet, SimFleet
 from aprilsched.config import Dispatch, Samples, Staleness
@@ -492,6 +493,81 @@ def test_images_reach_the_engine_once_and_the_trainer_expanded(parts: SimpleName
         from areal.infra import check_trajectory_format
 
         assert check_trajectory_format(trajectory, batch_size=SIZE)
+
+
+class Agent:
+    """An agent in the form of AReaL's own, which asks twice by OpenAI's client."""
+
+    def __init__(self, by_response: bool = False) -> None:
+        self.by_response = by_response
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> Any:
+        assert "http_client" in extra_kwargs
+        url, key = extra_kwargs["base_url"], extra_kwargs["api_key"]
+        messages: Any = [{"role": "user", "content": f"w{5 + data['number']}"}]
+        rewards: dict[str, float] = {}
+        async with AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client:
+            for turn in range(2):
+                told = await client.chat.completions.create(
+                    model="default", messages=messages, max_tokens=20
+                )
+                messages += [
+                    told.choices[0].message.model_dump(exclude_none=True),
+                    {"role": "user", "content": "w9"},
+                ]
+                rewards[told.id] = 0.25 + turn
+        return rewards if self.by_response else 1.25
+
+
+@pytest.mark.parametrize("by_response", [False, True])
+def test_an_agent_gets_the_url_of_a_session(
+    parts: SimpleNamespace, tmp_path: Path, by_response: bool
+):
+    from tests.support.trl_on_cpu import tokenizer
+
+    tokenizer().save_pretrained(tmp_path / "model")
+    fleet = SimFleet(2, time_scale=0.01, vocab_size=512)
+    made = engine(parts, fleet, tokenizer_path=str(tmp_path / "model"))
+    with opening(made):
+        agent = Agent(by_response)
+        for _ in range(2):
+            batch = made.prepare_batch(Loader(), agent, group_size=SIZE)
+            assert len(batch) == GROUPS
+            for trajectory in batch:
+                assert trajectory["rewards"].tolist() == [1.25] * SIZE
+                # Two answers, each of at most 20 tokens.
+                assert all(2 <= count <= 40 for count in trajectory["loss_mask"].sum(dim=1))
+                sampled = (trajectory["versions"] >= 0) & trajectory["attention_mask"].bool()
+                assert sampled.equal(trajectory["loss_mask"].bool())
+        assert made.submit({"number": 3}, agent, is_eval=True)
+        (found,) = made.wait(1)
+        assert found is not None
+        assert found["rewards"].tolist() == [1.25]
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"tokenizer_path": ""}, "needs the model's tokenizer"),
+        ({"agent": SimpleNamespace(mode="subproc")}, "agent.mode is 'subproc'"),
+        ({"sessions": {"branches": "all"}}, "takes one sequence for each rollout"),
+        ({"workflow": object()}, "no arun_episode"),
+    ],
+)
+def test_agents_that_do_not_work_are_refused_in_a_sentence(
+    parts: SimpleNamespace, tmp_path: Path, more: dict[str, Any], why: str
+):
+    from tests.support.trl_on_cpu import tokenizer
+
+    tokenizer().save_pretrained(tmp_path)
+    given = dict(more)
+    workflow, sessions = given.pop("workflow", Agent()), given.pop("sessions", None)
+    areals = config(parts, **{"tokenizer_path": str(tmp_path), **given})
+    made = RolloutEngine(
+        SimFleet(1), config=areals, gconfig=parts.Generation(n_samples=SIZE), sessions=sessions
+    )
+    with opening(made), pytest.raises(ConfigError, match=why):
+        made.prepare_batch(Loader(), workflow, group_size=SIZE)
 
 
 def test_evaluations_are_in_the_order_of_their_items(parts: SimpleNamespace, opened: RolloutEngine):

@@ -109,7 +109,7 @@ def test_what_follows_an_answer_is_added_once(
     "change",
     [
         {"reasoning_content": None},
-        {"content": " see\n"},
+        {"content": " s\u200dee\n"},
         {"extra": 1, "refusal": None, "name": None},
         {"tool_calls": "swapped"},
     ],

@@ -8,6 +8,7 @@ With ``SLIME_ROOT`` or ``MILES_ROOT`` the same tests run with the real modules.
 from __future__ import annotations
 
 import asyncio
+import importlib
 import importlib.util
 import inspect
 import itertools
@@ -26,6 +27,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import aiohttp
 import numpy as np
 import pytest
 
@@ -932,13 +934,232 @@ def test_the_class_form_of_miles_checks_the_version_that_it_is_told(
         slime.close()
 
 
+# --- functions that generate ----------------------------------------------------------------------
+
+MADE: dict[int, Any] = {}
+"""What functions have returned, by the index of the sample."""
+CALLS: list[int] = []
+
+
+async def asked_of(args: Any, body: Any) -> Any:
+    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+    async with aiohttp.ClientSession() as http, http.post(url, json=body) as answer:
+        assert answer.status == 200, await answer.text()
+        return await answer.json()
+
+
+async def two_turns(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
+    """Generates twice with a result of a tool in between and one at the end, as functions for slime
+    do."""
+    assert sample.tokens == []
+    assert sampling_params["max_new_tokens"] in (30, 200)
+    assert sampling_params["no_stop_trim"] is True
+    CALLS.append(sample.index)
+    prompt = [int(word[1:]) for word in sample.prompt.split()]
+    tokens, mask, logprobs = list(prompt), [], []
+    for _ in range(2):
+        output = await asked_of(
+            args,
+            {"input_ids": tokens, "sampling_params": sampling_params, "return_logprob": True},
+        )
+        told = output["meta_info"]["output_token_logprobs"]
+        tokens += [each[1] for each in told] + [9, 9]
+        logprobs += [each[0] for each in told] + [0.0, 0.0]
+        # The first token of each answer does not count.
+        mask += [0, *[1] * (len(told) - 1), 0, 0]
+    sample.tokens, sample.response_length = tokens, len(mask)
+    sample.loss_mask, sample.rollout_log_probs = mask, logprobs
+    sample.status = type(sample).Status.TRUNCATED
+    sample.reward, sample.metadata = 0.5, {"of": "two turns"}
+    MADE[sample.index] = sample
+    return [sample]
+
+
+async def told_of_input(input: Any) -> Any:
+    """miles' own form of a function."""
+    types = importlib.import_module("miles.rollout.base_types")
+    assert input.state.tokenizer.encode("w5") == [5]
+    made = await two_turns(input.args, input.sample, input.sampling_params)
+    return types.GenerateFnOutput(samples=made[0])
+
+
+def check_made(groups: list[list[Any]]) -> None:
+    """Check that samples are those of the functions, without the result that nothing follows."""
+    for sample in itertools.chain(*groups):
+        made = MADE[sample.index]
+        assert sample.tokens == made.tokens[:-2]
+        assert sample.loss_mask == made.loss_mask[:-2]
+        told = zip(sample.rollout_log_probs, made.rollout_log_probs, strict=False)
+        assert all(a == b for (a, b), counts in zip(told, sample.loss_mask, strict=True) if counts)
+        assert (sample.reward, sample.metadata) == (0.5, {"of": "two turns"})
+        assert sample.status is type(sample).Status.TRUNCATED
+        assert sample.weight_versions
+
+
+@pytest.mark.parametrize("form", ["two_turns", "told_of_input"])
+def test_a_function_of_the_user_generates_and_goes_on_after_updates_and_a_restart(
+    begun: Callable[..., Loop], trainer: SimpleNamespace, form: str
+):
+    if form == "told_of_input" and trainer.name == "slime":
+        pytest.skip("slime has functions of one form alone")
+    MADE.clear()
+    CALLS.clear()
+    given: dict[str, Any] = {
+        "custom_generate_function_path": f"{HERE}.{form}",
+        "aprilsched": {"over_provision": 3.0},
+    }
+    loop = begun(**given)
+    taken: list[Any] = []
+    while not any(len(s.weight_versions) > 1 for step in taken for g in step for s in g):
+        taken.append(loop.generate(len(taken)).samples)
+        check_made(taken[-1])
+        loop.update()
+    loop.save(len(taken) - 1)
+    loop.end()
+    unfinished = set(CALLS) - MADE.keys()
+    CALLS.clear()
+    loop = begun(len(taken), **given)
+    for _ in range(2):
+        taken.append(loop.generate(len(taken)).samples)
+        check_made(taken[-1])
+        loop.update()
+    check_nothing_skipped(once(taken))
+    assert unfinished <= set(CALLS), "functions begin again after a restart"
+
+
+async def agent(base_url: str, prompt: Any, request_kwargs: Any, metadata: Any, **_: Any) -> Any:
+    """An agent of miles, which sends no key that means anything."""
+    assert metadata["session_server_id"] in base_url
+    messages: list[Any] = [{"role": "user", "content": prompt}]
+    headers = {"Authorization": "Bearer none"}
+    async with aiohttp.ClientSession(headers=headers) as http:
+        for _turn in range(2):
+            body = {"model": "m", "messages": messages, **request_kwargs}
+            async with http.post(f"{base_url}/v1/chat/completions", json=body) as answer:
+                assert answer.status == 200, await answer.text()
+                messages.append((await answer.json())["choices"][0]["message"])
+            messages.append({"role": "user", "content": "w9"})
+    if metadata.get("fails"):
+        raise TimeoutError("its sandbox is gone")
+    return {"reward": 0.25}
+
+
+async def reward_of_metadata(args: Any, sample: Any, **_: Any) -> float:
+    return sample.metadata.get("reward", -1.0)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_agent_of_miles_gets_the_url_of_a_session(
+    begun: Callable[..., Loop], trainer: SimpleNamespace, fails: bool
+):
+    if trainer.name == "slime":
+        pytest.skip("slime has no agents of that kind")
+    loop = begun(
+        custom_generate_function_path="miles.rollout.generate_hub.agentic_tool_call.generate",
+        custom_agent_function_path=f"{HERE}.agent",
+        custom_rm_path=f"{HERE}.reward_of_metadata",
+        aprilsched={"over_provision": 1.0},
+    )
+    groups = [loop.data_source.get_samples(1)[0] for _ in range(2)]
+    for sample in itertools.chain(*groups):
+        sample.metadata = {"fails": fails}
+    loop.data_source.add_samples(groups)
+    samples = list(itertools.chain(*loop.generate(0).samples))
+    # As in miles, what was asked before an agent failed is a sample.
+    assert {sample.reward for sample in samples} == {-1.0 if fails else 0.25}
+    for sample in samples:
+        assert 0 in sample.loss_mask
+        assert sample.loss_mask.count(1) > 1
+
+
+async def in_turn(args: Any, sample: Any, sampling_params: Any, evaluation: bool = False) -> Any:
+    """Does what the metadata of the sample say."""
+    what = (sample.metadata or {}).get("does", "works")
+    if what == "raises":
+        raise ZeroDivisionError("a bug of the user")
+    if what != "asks nothing":
+        await two_turns(args, sample, sampling_params)
+        sample.reward, sample.metadata = None, {"did": what}
+    if what == "aborts" and CALLS.count(sample.index) == 1:
+        sample.status = type(sample).Status.ABORTED
+    return [sample, sample] if what == "two" else sample
+
+
+@pytest.mark.parametrize(
+    ("does", "why"),
+    [
+        ("raises", "a bug of the user"),
+        ("asks nothing", "has asked nothing at the address"),
+        ("two", "returned 2 samples"),
+        ("aborts", ""),
+    ],
+)
+def test_a_function_that_fails_costs_its_group_and_one_that_aborts_its_sample(
+    begun: Callable[..., Loop], does: str, why: str
+):
+    CALLS.clear()
+    loop = begun(custom_generate_function_path=f"{HERE}.in_turn")
+    (group,) = loop.data_source.get_samples(1)
+    for sample in group:
+        sample.metadata = {"does": does}
+    loop.data_source.add_samples([group])
+    taken: list[Any] = []
+
+    def ended() -> bool:
+        if does == "aborts":
+            return any(group[0].index in numbers(groups) for groups in taken)
+        return bool(in_flight().ledger.entries)
+
+    while not taken or not ended():
+        taken.append(loop.generate(len(taken)).samples)
+        loop.update()
+    causes = [entry.cause for entry in in_flight().ledger.entries]
+    assert all((why or "has aborted sample") in cause for cause in causes if "sibling" not in cause)
+    assert len(causes) >= 4
+    if does == "aborts":
+        assert all(CALLS.count(sample.index) == 2 for sample in group)
+
+
+def test_an_evaluation_may_have_a_function_of_its_own(begun: Callable[..., Loop], folder: Path):
+    own = dataset(folder, "one", custom_generate_function_path=f"{HERE}.in_turn")
+    loop = begun(
+        eval_datasets=[own, dataset(folder, "two")], custom_rm_path=f"{HERE}.length_reward"
+    )
+    train(loop, 1)
+    CALLS.clear()
+    result = loop.evaluate(0)
+    one, two = (result.data[name]["samples"] for name in ("one", "two"))
+    assert sorted(CALLS) == sorted(sample.index for sample in one)
+    assert all(0 in sample.loss_mask for sample in one)
+    assert not any(0 in sample.loss_mask for sample in two)
+    train(loop, 1, begin=1)
+
+
 # --- what is refused -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"custom_generate_function_path": "a.b"}, "--custom-generate-function-path does not"),
+        (
+            {
+                "custom_generate_function_path": "a.b",
+                "aprilsched": {"sessions": {"branches": "all"}},
+            },
+            "takes one sequence for each rollout",
+        ),
+        (
+            {
+                "custom_generate_function_path": "a.b",
+                "aprilsched": {"sessions": {"limits": {"hours": 1}}},
+            },
+            "sessions.limits cannot be used",
+        ),
+        (
+            {"custom_generate_function_path": "a.b", "aprilsched": {"sessions": {"branch": 1}}},
+            "sessions.branch is not known",
+        ),
+        ({"custom_agent_function_path": "a.b", "max_seq_len": 99}, "--max-seq-len is set"),
         ({"use_rollout_indexer_replay": True}, "does not know the shape of the rows"),
         ({"aprilsched": {"straggler": "retract"}}, "aprilsched.straggler is 'retract'"),
         ({"aprilsched": {"pace": "asynchronous"}}, "aprilsched.pace is 'asynchronous'"),
@@ -959,7 +1180,7 @@ def test_what_does_not_work_is_refused_in_a_sentence(
     ("field", "value", "why"),
     [
         ("multimodal_inputs", {"images": None, "videos": [1]}, "it has videos, and only images"),
-        ("generate_function_path", "a.b", "generate_function_path of sample"),
+        ("generate_function_path", "a.b", "set --custom-generate-function-path too"),
         ("prompt", "w9", "two prompts"),
     ],
 )

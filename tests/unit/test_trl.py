@@ -771,6 +771,161 @@ def test_prompts_are_texts_or_conversations(cpu: Any, tmp_path: Path):
         assert isinstance(completion, str) == isinstance(prompt, str)
 
 
+async def add(days: int) -> str:
+    """Adds a day.
+
+    Args:
+        days: number of days.
+    """
+    return f"w{days + 1}"
+
+
+class Weather:
+    """An environment whose method is a tool."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        type(self).made += 1
+        self.days: list[int] = []
+
+    def reset(self, target: int, **_: Any) -> str:
+        self.days = []
+        return f" w{20 + target}"
+
+    def look(self, where: str, days: int) -> str:
+        """Looks at the weather.
+
+        Args:
+            where: a place.
+            days: number of days.
+        """
+        if days % 2 == 0:
+            raise ValueError("no such day")
+        self.days.append(days)
+        return "w9"
+
+    def get_reward(self) -> float:
+        return float(len(self.days))
+
+
+def conversations(made: RolloutWorker) -> dict[int, Any]:
+    assert made._tools is not None
+    return made._tools.ended
+
+
+@pytest.fixture
+def calling(tmp_path: Path) -> Any:
+    """TRL's tokenizer for a model whose random tokens call tools."""
+    from transformers import AutoTokenizer
+
+    from tests.support.tiny_tokenizer import calling_tokenizer
+
+    return AutoTokenizer.from_pretrained(calling_tokenizer(tmp_path / "calling", every=9))
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_tools_and_environments_are_called_in_trls_own_loop(
+    cpu: Any, calling: Any, tmp_path: Path, named: bool
+):
+    seen: list[Any] = []
+
+    def noted(prompts: list[Any], completions: list[Any], **_: Any) -> list[float]:
+        seen.extend(zip(prompts, completions, strict=True))
+        return [0.5] * len(prompts)
+
+    data = [{**row, "environment": "one"} for row in DATA] if named else DATA
+    given: dict[str, Any] = {
+        "args": {"max_tool_calling_iterations": 2, "max_completion_length": 8},
+        "processing_class": calling,
+        "train_dataset": data,
+        "reward_funcs": noted,
+        "reward_weights": [2.0],
+        "tools": [add],
+        "environment_factory": {"one": Weather} if named else Weather,
+    }
+    with began(worker(cpu, tmp_path, **given)) as made:
+        samples = [made.get() for _ in range(2 * STEP)]
+        (tmp_path / "checkpoint").mkdir()
+        made.save(tmp_path / "checkpoint")
+        kept = dict(conversations(made))
+        made.trained()
+        made.trained()
+        left = set(conversations(made))
+    assert len(left & kept.keys()) <= len(kept) - 2 * STEP, "what is trained on is forgotten"
+    again = worker(cpu, tmp_path, **{**given, "args": {**given["args"], "max_steps": 9}})
+    again.restore(tmp_path / "checkpoint")
+    assert conversations(again) == kept
+    calls = failures = 0
+    for sample in samples:
+        assert {"role": "user"}.items() <= sample.prompt[-1].items()
+        # What reset() returned is at the end of the question.
+        assert re.fullmatch(r"w\d+ w\d+ w\d+", sample.prompt[-1]["content"])
+        assert (sample.prompt, sample.completion) in seen
+        roles = "".join(message["role"][0] for message in sample.completion)
+        assert re.fullmatch(r"(at+){0,2}a", roles), roles
+        results = [m["content"] for m in sample.completion if m["role"] == "tool"]
+        good = results.count("w9")
+        failures += sum("no such day" in result for result in results)
+        assert good == sample.metrics["rewards/Weather"]
+        assert sample.metrics["reward"] == 2 * 0.5 + good
+        calls += len(results)
+        if results:
+            assert sample.metrics["tools/call_frequency"] == len(results)
+        # Only what was sampled counts.
+        assert sample.completion_mask.sum() <= 8 * roles.count("a")
+        assert (sample.old_log_probs[sample.completion_mask == 0] == 0).all()
+    assert calls > failures > 0
+    assert Weather.made <= 2 * STEP * 3, "they are made once and reset often"
+
+
+def test_a_conversation_trains_with_tools(cpu: Any, model: Path, calling: Any, tmp_path: Path):
+    made = worker(
+        cpu,
+        tmp_path,
+        args={"max_tool_calling_iterations": 2, "max_steps": 2},
+        processing_class=calling,
+        environment_factory=Weather,
+        reward_funcs=[],
+        reward_weights=None,
+    )
+    trainer = train(made, model)
+    assert trainer.state.global_step == 2
+    assert logged(trainer, "tools/call_frequency")
+    assert len(conversations(made)) <= 4 * STEP
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"sessions": {"branches": "all"}}, "takes one sequence for each rollout"),
+        ({"environment_factory": dict}, "has no reset"),
+        ({"reward_weights": [1.0, 2.0]}, "2 numbers for 1 reward functions"),
+    ],
+)
+def test_tools_that_cannot_be_are_refused(
+    cpu: Any, calling: Any, tmp_path: Path, given: dict[str, Any], why: str
+):
+    with pytest.raises(ConfigError, match=why):
+        worker(
+            cpu,
+            tmp_path,
+            processing_class=calling,
+            **{"tools": [add], "reward_funcs": near, "reward_weights": None, **given},
+        )
+
+
+def test_a_text_has_no_tools(cpu: Any, calling: Any, tmp_path: Path):
+    data = [{"prompt": "w5 w6"}]
+    with (
+        began(
+            worker(cpu, tmp_path, train_dataset=data, processing_class=calling, tools=[add])
+        ) as made,
+        pytest.raises(ConfigError, match="only conversations have tools"),
+    ):
+        made.get()
+
+
 def test_a_response_with_a_part_for_reasoning_is_taken_apart_as_by_trl(cpu: Any, tmp_path: Path):
     from trl.chat_template_utils import qwen3_chat_template
 

@@ -29,6 +29,7 @@ from aprilsched import (
     SqliteStore,
 )
 from aprilsched.chat.tokenizer import ModelTokenizer, load_tokenizer
+from aprilsched.errors import ConfigError
 from aprilsched.sessions import Limits, Session, Sessions
 from aprilsched.testing.contract import until
 from aprilsched.types import Batch
@@ -74,7 +75,7 @@ async def batch_of(
     harness: Callable[[Session, Prompt], Awaitable[Any]], tokenizer: ModelTokenizer, **more: Any
 ) -> Batch:
     async with (
-        Sessions(harness, tokenizer=tokenizer, branches=more.pop("branches", "last")) as sessions,
+        Sessions(harness, tokenizer=tokenizer, limits=more.pop("limits", None)) as sessions,
         scheduler(sessions, **more) as rollouts,
     ):
         return await rollouts.next_batch()
@@ -272,6 +273,46 @@ async def test_openais_tools_are_called_and_answered(calling: ModelTokenizer):
         assert rollout.info["session"]["branches"] == 1
 
 
+@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize("form", ["ids", "text"])
+async def test_sglangs_generate_goes_on_from_what_it_has_answered(
+    plain: ModelTokenizer, form: str, raw: bool
+):
+    async def harness(session: Session, prompt: Prompt) -> float:
+        sampling = {"max_new_tokens": 9, "skip_special_tokens": not raw, "no_stop_trim": raw}
+        text, ids = "once", plain.encode("once", special=False)
+        for stream in (False, True, False):
+            body = {"sampling_params": sampling, "return_logprob": True, "rid": "mine"}
+            body |= {"text": text} if form == "text" else {"input_ids": ids}
+            path = f"{session.open_url}/generate"
+            # Programs that ask SGLang send no key.
+            async with (
+                aiohttp.ClientSession() as http,
+                http.post(path, json={**body, "stream": stream}) as answer,
+            ):
+                assert answer.status == 200
+                told = (await answer.text()).partition("\n\n")[0].removeprefix("data: ")
+            found = json.loads(told)
+            meta = found["meta_info"]
+            assert meta["finish_reason"] == {"type": "length", "length": 9}
+            assert [each[1] for each in meta["output_token_logprobs"]] == found["output_ids"]
+            assert (meta["prompt_tokens"], meta["weight_version"]) == (len(ids), "0")
+            if raw:
+                assert found["text"] == plain.decode(found["output_ids"], skip_special=False)
+            text += found["text"] + " and"
+            ids += [*found["output_ids"], *plain.encode(" and", special=False)]
+        assert session.branched == 1
+        await session.complete("a")
+        with pytest.raises(ConfigError, match="2 branches"):
+            await session.complete("b")
+        return 1.0
+
+    batch = await batch_of(harness, plain, limits=Limits(branches=2))
+    for rollout in batch.rollouts:
+        assert (rollout.turns, rollout.info["session"]["branches"]) == (1, 2)
+        assert int(rollout.loss_mask.sum()) == 30
+
+
 # --- what goes wrong -----------------------------------------------------------------------------
 
 
@@ -345,9 +386,17 @@ REFUSED = [
     ("completions", {"prompt": []}, "empty"),
     ("completions", {"prompt": ["a", "b"]}, "several"),
     ("completions", {"prompt": [-5, 2**40]}, "token ids"),
+    ("generate", {"sampling_params": {}}, "text or input_ids"),
+    ("generate", {"text": "x", "sampling_params": {"n": 2}}, "n is not 1"),
+    ("generate", {"text": "x", "image_data": "data:,"}, "images"),
     ("v1/messages", {"messages": [], "max_tokens": 5}, "empty"),
     ("v1/messages", {"messages": [said("user", "x")]}, "max_tokens"),
     ("v1/messages", {"messages": [said("tool", "x")], "max_tokens": 5}, "role"),
+    (
+        "v1/messages",
+        {"messages": [said("user", "x")], "max_tokens": 5, "thread": {"type": "create"}},
+        "thread",
+    ),
     (
         "v1/messages",
         {"messages": [{"role": "user", "content": [{"type": "song"}]}], "max_tokens": 5},
