@@ -145,7 +145,8 @@ class Mixture:
 
 def _phi(x: NDArray[np.float64]) -> NDArray[np.float64]:
     """The distribution function of the standard normal law."""
-    return 0.5 * np.frompyfunc(math.erfc, 1, 1)(-x / math.sqrt(2.0)).astype(np.float64)
+    flat = (-x / math.sqrt(2.0)).ravel().tolist()
+    return 0.5 * np.array([math.erfc(each) for each in flat]).reshape(x.shape)
 
 
 @lru_cache(maxsize=256)
