@@ -163,12 +163,12 @@ def own_models() -> dict[str, StepTimeModel]:
 
 @cache
 def passes_known() -> set[str]:
-    """The logs of machines whose prefill passes are known from at least 100 windows."""
+    """The logs of machines whose prefill passes are known from at least 40 windows."""
     models = json.loads((HERE / "raw" / "models.json").read_text())
     return {
         log
         for name, model in models.items()
-        if model["stalled"] is not None and model["stalled"][0] >= 100
+        if model["stalled"] is not None and model["stalled"][0] >= 40
         for log in MACHINES[name]
     }
 
