@@ -386,7 +386,7 @@ def is_alike(name: str) -> bool:
 
 def alike(everything: dict[str, Any]) -> str:
     """The table of README.md of schedules in full size without a trainer."""
-    head = ["schedule", "batches", "step, s", "expected", "tokens/s", "times", "generated",
+    head = ["schedule", "batches", "step, s", "expected", "tokens/s", "compared", "generated",
             "of the bound", "off-policy", "age, oldest", "mean length",
             "the planner's own forecast"]  # fmt: skip
     text = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
@@ -404,8 +404,9 @@ def alike(everything: dict[str, Any]) -> str:
                 where += ", other prompts" if seed else ""
                 said = ""
                 if told:
-                    said = (f"{told['step_seconds']:.1f} s, {share(told['efficiency'])} "
-                            f"(found: {share(told['efficiency_found'])})")  # fmt: skip
+                    said = f"{told['step_seconds']:.1f} s, {share(told['efficiency'])}"
+                    if told["efficiency_found"] is not None:
+                        said += f" (found: {share(told['efficiency_found'])})"
                 text.append(
                     f"| {shape}, {NAMES[name]}{where} "
                     f"| {row['counted']} | {row['step_s']:.1f} ({low:.1f} to {high:.1f}) "
@@ -421,7 +422,7 @@ def alike(everything: dict[str, Any]) -> str:
 def times(row: dict[str, Any], other: dict[str, Any]) -> str:
     """How many times the delivered tokens of the other cell, and of what."""
     name = NAMES[Cell.of(other["cell"]).schedule]
-    return f"{row['tokens_s'] / other['tokens_s']:.2f} of {name}"
+    return f"{row['tokens_s'] / other['tokens_s']:.2f} times {name}"
 
 
 def markdown(everything: dict[str, Any]) -> str:
