@@ -13,7 +13,15 @@ from typing import Any
 
 import torch
 
-__all__ = ["QWEN3_30B_A3B", "QWEN3_4B", "QWEN3_8B", "TINY", "RandomWeights", "shapes", "write_config"]
+__all__ = [
+    "QWEN3_4B",
+    "QWEN3_8B",
+    "QWEN3_30B_A3B",
+    "TINY",
+    "RandomWeights",
+    "shapes",
+    "write_config",
+]
 
 QWEN3_4B: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
