@@ -11,7 +11,7 @@ tokens of all requests divided by the mean number of requests would be wrong by 
 requests of a wave stream in step, so a window has about one chunk of each more or less at its
 ends.) The first chunk of a request after it was sent, or after a pause, is not timed. A window ends
 with a pause, or after `WINDOW` seconds. The errors that remain average out over many windows, and
-the fit counts each window as if it were wrong by a tenth at most.
+windows that are unlike the others count little (:mod:`~aprilsched.timing.online`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import multiprocessing.spawn
 import os
 import pickle
@@ -122,6 +123,7 @@ class StepTimes:
     def __init__(self, planner: Planner) -> None:
         self._planner = planner
         self._fit = OnlineFit(planner.model)
+        self._fitted_at = -math.inf
         self._engines: dict[str, _Window] = {}
         self._where: dict[int, str] = {}
         """Engine of each request that has an open attempt."""
@@ -201,7 +203,9 @@ class StepTimes:
         seen = window.observation()
         if seen is not None:
             self._fit.observe(seen)
-            self._planner.model = self._fit.model
+            # One fit takes milliseconds, and a large fleet ends hundreds of windows a second.
+            if now - self._fitted_at >= WINDOW / 2:
+                self._planner.model, self._fitted_at = self._fit.model, now
         window.restart(now)
 
 

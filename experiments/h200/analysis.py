@@ -31,7 +31,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 from predict import cells as all_cells  # noqa: E402
-from schedules import MAX_RUNNING, MODEL, VARIANTS, Cell, figures  # noqa: E402
+from schedules import EXPERTS, MAX_RUNNING, MODEL, VARIANTS, Cell, figures  # noqa: E402
 
 from aprilsched.timing import StepTimeModel  # noqa: E402
 from aprilsched.timing.calibration import fit  # noqa: E402
@@ -39,7 +39,8 @@ from aprilsched.timing.server_log import LogLine, read_log, windows_of  # noqa: 
 
 NAMES = {
     "waiting": "waiting", "waiting-streamed": "waiting, streamed", "april": "APRIL",
-    "april-streamed": "APRIL, streamed", "areal": "AReaL", "areal-kept": "AReaL, KV kept",
+    "april-kept": "APRIL, KV kept", "april-streamed": "APRIL, streamed",
+    "areal": "AReaL", "areal-kept": "AReaL, KV kept",
     "auto": "auto (17), recompute", "auto-kept": "auto (17), KV kept",
     "auto-fresh": "auto (3 %), recompute", "auto-fast": "auto (speed), recompute",
     "auto-kept-fast": "auto (speed), KV kept",
@@ -55,13 +56,22 @@ MACHINES = {
     "second machine, 8B": ("steps-6",),
     "third machine, 4B": ("steps-7", "steps-8", "steps-9"),
     "fourth machine, 4B": ("steps-10",),
+    "fifth machine, 4B": ("steps-14",),
+    "fifth machine, experts": ("steps-11", "steps-12", "steps-13"),
 }
-"""Logs of servers, in raw/, that have the same step times."""
+"""Logs of servers, in raw/, that have the same step times. That of waiting on the mixture of
+experts (steps-15) is not there: steps of fewer than 64 requests do not read all experts, and no
+model here knows that."""
+ALIKE = ("waiting", "april", "april-kept", "auto-default", "auto-kept-default")
+"""Schedules that the fifth machine measured like against like, in full size."""
+AGAINST = {"april": "waiting", "april-kept": "waiting", "auto-default": "april",
+           "auto-kept-default": "april-kept"}  # fmt: skip
+"""What each of them is compared with."""
 STEPS = 40
 """Number of decode steps between two lines about decoding."""
 BLOCK, SAMPLES = 4, 10_000
 FEWEST = 8
-"""A cell with fewer counted batches counts as missing."""
+"""A cell with fewer counted batches counts as missing, unless half of its batches are fewer."""
 Rows = Sequence[dict[str, Any]]
 
 
@@ -77,8 +87,9 @@ def found() -> dict[str, dict[str, Any]]:
     for line in lines():
         if line.get("kind") != "cell" or line["error"] not in ("", "the time ended"):
             continue
-        batches = len(line["batches"])
-        if batches - Cell.of(line["cell"]).burn_in < FEWEST:
+        batches, cell = len(line["batches"]), Cell.of(line["cell"])
+        wanted = cell.batches - cell.burn_in
+        if batches - cell.burn_in < min(FEWEST, wanted // 2):
             continue
         if batches >= len(best.get(line["cell"], {"batches": ()})["batches"]):
             best[line["cell"]] = line
@@ -86,10 +97,11 @@ def found() -> dict[str, dict[str, Any]]:
 
 
 def drawn(count: int) -> NDArray[np.int64]:
-    """Indices of bootstrap samples, int64 [SAMPLES, count], in blocks that wrap around."""
-    random = np.random.default_rng(0)
-    starts = random.integers(count, size=(SAMPLES, -(-count // BLOCK)))
-    return ((starts[:, :, None] + np.arange(BLOCK)) % count).reshape(SAMPLES, -1)[:, :count]
+    """Indices of bootstrap samples, int64 [SAMPLES, count], in blocks that wrap around. The few
+    batches of waiting in full size do not depend on each other, and are drawn alone."""
+    random, block = np.random.default_rng(0), BLOCK if count >= 2 * BLOCK else 1
+    starts = random.integers(count, size=(SAMPLES, -(-count // block)))
+    return ((starts[:, :, None] + np.arange(block)) % count).reshape(SAMPLES, -1)[:, :count]
 
 
 def interval(rows: Rows, of: Callable[[NDArray[np.int64]], NDArray[np.float64]]) -> list[float]:
@@ -119,7 +131,7 @@ def forecast(line: dict[str, Any], burn_in: int) -> dict[str, float] | None:
         return None
     return {
         name: float(np.mean([each[name] for each in told]))
-        for name in ("step_seconds", "efficiency", "off_policy_share")
+        for name in ("step_seconds", "efficiency", "off_policy_share", "mean_age")
         if all(each.get(name) is not None for each in told)
     }
 
@@ -129,7 +141,8 @@ def fitted() -> dict[str, dict[str, Any]]:
     models: dict[str, dict[str, Any]] = {}
     for name, logs in MACHINES.items():
         lines = [replace(line, engine=log) for log in logs for line in decoded(log)]
-        found = fit(windows_of(lines, steps=STEPS), assumed=MODEL, replicates=2)
+        assumed = EXPERTS if "experts" in name else MODEL
+        found = fit(windows_of(lines, steps=STEPS), assumed=assumed, replicates=2)
         stalled = found.stalled
         models[name] = {
             "model": asdict(found.model), "assumed": found.assumed,
@@ -150,12 +163,12 @@ def own_models() -> dict[str, StepTimeModel]:
 
 @cache
 def passes_known() -> set[str]:
-    """The logs of machines whose prefill passes are known from at least 100 windows."""
+    """The logs of machines whose prefill passes are known from at least 40 windows."""
     models = json.loads((HERE / "raw" / "models.json").read_text())
     return {
         log
         for name, model in models.items()
-        if model["stalled"] is not None and model["stalled"][0] >= 100
+        if model["stalled"] is not None and model["stalled"][0] >= 40
         for log in MACHINES[name]
     }
 
@@ -167,6 +180,14 @@ def decoded(log: str) -> list[LogLine]:
         path = Path(folder) / log
         path.write_bytes(gzip.decompress((HERE / "raw" / f"{log}.txt.gz").read_bytes()))
         return read_log(path)
+
+
+def machine(line: dict[str, Any]) -> str:
+    """The machine on which a cell was measured, in words."""
+    log = (line.get("log") or [""])[0]
+    if log == "steps-15":
+        return "fifth machine"
+    return next((name.partition(",")[0] for name, logs in MACHINES.items() if log in logs), "")
 
 
 Times = Callable[[str, int], tuple[float, float] | None]
@@ -232,11 +253,11 @@ def split(line: dict[str, Any], first: int) -> dict[str, float] | None:
     return {name: seconds / took for name, seconds in shares.items()}
 
 
-def of_model(own: bool) -> Times:
-    """The step times of each log's machine, or those of the experiment."""
+def of_model(cell: Cell, own: bool) -> Times:
+    """The step times of each log's machine, or those that were known before."""
 
     def times(log: str, _: int) -> tuple[float, float]:
-        model = own_models().get(log, MODEL) if own else MODEL
+        model = own_models().get(log, cell.model) if own else cell.model
         return model.token_seconds(MAX_RUNNING), model.t2
 
     return times
@@ -260,12 +281,12 @@ def own_efficiency(line: dict[str, Any], cell: Cell) -> float | None:
     """T_bound / T of the delivered batches by the machine's own step times."""
     if not line.get("log") or line["log"][0] not in own_models():
         return None
-    model = own_models()[line["log"][0]]
+    model, known = own_models()[line["log"][0]], cell.model
     work = 0.0
     rows = line["batches"][cell.burn_in :]
     for row in rows:
-        reads = row["bound_s"] * cell.engines - MODEL.token_seconds(MAX_RUNNING) * row["tokens"]
-        work += model.token_seconds(MAX_RUNNING) * row["tokens"] + model.t2 * reads / MODEL.t2
+        reads = row["bound_s"] * cell.engines - known.token_seconds(MAX_RUNNING) * row["tokens"]
+        work += model.token_seconds(MAX_RUNNING) * row["tokens"] + model.t2 * reads / known.t2
     return work / cell.engines / sum(row["step_s"] for row in rows)
 
 
@@ -280,9 +301,10 @@ def table(runs: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
         row["step_interval"] = interval(rows, seconds(rows))
         row["efficiency_interval"] = interval(rows, efficiency(rows))
         row["schedule"] = line["chosen"][-1]["schedule"] if line["chosen"] else ""
-        row["generated"] = generated(line, of_model(own=False), cell.burn_in)
-        row["own_generated"] = generated(line, of_model(own=True), cell.burn_in)
+        row["generated"] = generated(line, of_model(cell, own=False), cell.burn_in)
+        row["own_generated"] = generated(line, of_model(cell, own=True), cell.burn_in)
         row["own_efficiency"] = own_efficiency(line, cell)
+        row["machine"] = machine(line)
         row["split"] = split(line, cell.burn_in)
         if name in expected:
             row["predicted_step_s"] = expected[name]["step_s"]
@@ -340,7 +362,8 @@ def titled(name: str) -> str:
     cell = Cell.of(name)
     title = f"{NAMES[cell.schedule]}, trainer {cell.train_seconds:g} s"
     title += ", full size" if cell.scale == 1 else ""
-    return title + (f", {VARIANTS[cell.variant]}" if cell.variant else "")
+    title += f", {VARIANTS[cell.variant]}" if cell.variant else ""
+    return title + (", other prompts" if cell.seed else "")
 
 
 def splits(everything: dict[str, Any]) -> str:
@@ -355,14 +378,63 @@ def splits(everything: dict[str, Any]) -> str:
     return "\n".join(text)
 
 
+def is_alike(name: str) -> bool:
+    """Whether a cell belongs to the table of like against like."""
+    cell = Cell.of(name)
+    return cell.scale == 1 and not cell.trainer and cell.schedule in ALIKE
+
+
+def alike(everything: dict[str, Any]) -> str:
+    """The table of README.md of schedules in full size without a trainer."""
+    head = ["schedule", "batches", "step, s", "expected", "tokens/s", "compared", "generated",
+            "of the bound", "off-policy", "age, oldest", "mean length",
+            "the planner's own forecast"]  # fmt: skip
+    text = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    rows = {row["cell"]: row for row in everything["cells"]}
+    for variant, shape in (("", "Qwen3-4B"), (":moe", "Qwen3-30B-A3B")):
+        for seed in ("", ":s1"):
+            for name in ALIKE:
+                row = rows.get(f"{name}:0:1{variant}{seed}")
+                if row is None:
+                    continue
+                (low, high), told = row["step_interval"], row.get("forecast", {})
+                other = rows.get(f"{AGAINST.get(name)}:0:1{variant}{seed}")
+                same = other is not None and row["machine"] == other["machine"]
+                where = "" if row["machine"] == "fifth machine" else f" ({row['machine']})"
+                where += ", other prompts" if seed else ""
+                said = ""
+                if told:
+                    said = f"{told['step_seconds']:.1f} s, {share(told['efficiency'])}"
+                    if told["efficiency_found"] is not None:
+                        said += f" (found: {share(told['efficiency_found'])})"
+                text.append(
+                    f"| {shape}, {NAMES[name]}{where} "
+                    f"| {row['counted']} | {row['step_s']:.1f} ({low:.1f} to {high:.1f}) "
+                    f"| {row['predicted_step_s']:.1f} | {row['tokens_s']:,.0f} "
+                    f"| {times(row, other) if same else ''} "
+                    f"| {format(row['generated_s'], ',.0f') if 'generated_s' in row else ''} "
+                    f"| {share(row['own_generated'])} | {share(row['off_policy'])} "
+                    f"| {row['age']:.1f}, {row['oldest']} | {row['mean_length']:.0f} | {said} |"
+                )
+    return "\n".join(text)
+
+
+def times(row: dict[str, Any], other: dict[str, Any]) -> str:
+    """How many times the delivered tokens of the other cell, and of what."""
+    name = NAMES[Cell.of(other["cell"]).schedule]
+    return f"{row['tokens_s'] / other['tokens_s']:.2f} times {name}"
+
+
 def markdown(everything: dict[str, Any]) -> str:
-    """The table of README.md."""
+    """The table of README.md of all other cells."""
     head = ["cell", "batches", "step, s", "expected", "T_bound / T", "expected", "generated",
             "by its own step times", "tokens/s", "off-policy", "age, oldest", "mean length",
             "the planner's own forecast"]  # fmt: skip
     text = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     order = {name: place for place, name in enumerate(all_cells())}
     for row in sorted(everything["cells"], key=lambda row: order.get(row["cell"], 999)):
+        if is_alike(row["cell"]):
+            continue
         low, high = row["step_interval"]
         least, most = row["efficiency_interval"]
         told = row.get("forecast", {})
@@ -391,9 +463,10 @@ def picture(everything: dict[str, Any], path: Path) -> None:
 
     colours = {"presets": GREY, "auto": PALETTE[2]}
     rows = {row["cell"]: row for row in everything["cells"]}
-    parts = [(f"trainer of {trainer} s, {size}", f":{trainer}:{scale}")
-             for scale, size in (("0.25", "a quarter"), ("1", "full size"))
-             for trainer in ("0", "5", "20")]  # fmt: skip
+    parts = [("Qwen3-4B, full size", ":0:1"), ("Qwen3-30B-A3B, full size", ":0:1:moe")]
+    parts += [(f"trainer of {trainer} s, {size}", f":{trainer}:{scale}")
+              for scale, size in (("1", "full size"), ("0.25", "a quarter"))
+              for trainer in ("0", "5", "20") if (trainer, scale) != ("0", "1")]  # fmt: skip
     parts += [(f"{VARIANTS[name]}, a quarter", f":0:0.25:{name}")
               for name in ("tail", "two", "tp2-8b", "recv8")]  # fmt: skip
     parts = [(title, end) for title, end in parts if sum(name + end in rows for name in NAMES) > 1]
@@ -437,6 +510,7 @@ def main() -> None:
         (HERE / "raw" / "models.json").write_text(text)
     everything = result()
     (HERE / "result.json").write_text(json.dumps(everything, indent=1) + "\n")
+    print(alike(everything))
     print(markdown(everything))
     print(splits(everything))
     print("missing:", ", ".join(everything["missing"]))

@@ -21,8 +21,9 @@ import time
 import traceback
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -30,44 +31,57 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path += [str(HERE), str(ROOT / "experiments" / "refit" / "gpu")]
 
-from model import QWEN3_4B, QWEN3_8B, TINY, RandomWeights, write_config  # noqa: E402
+from model import (  # noqa: E402
+    QWEN3_4B,
+    QWEN3_8B,
+    QWEN3_30B_A3B,
+    TINY,
+    RandomWeights,
+    write_config,
+)
 from schedules import KV_TOKENS, MAX_RUNNING, PACED, Cell, Meter  # noqa: E402
 
 from aprilsched import RolloutScheduler, SGLangFleet  # noqa: E402
 from aprilsched.telemetry.sampling import Sampler  # noqa: E402
 
 GIB = 2**30
-SHAPES = {"4b": QWEN3_4B, "8b": QWEN3_8B}
+SHAPES = {"4b": QWEN3_4B, "8b": QWEN3_8B, "moe": QWEN3_30B_A3B}
+MEMORY = {"moe": 0.87}
+"""Share of the GPU's memory for weights and KV, if it is not 0.75."""
+Kind = tuple[str, int, tuple[str, ...]]
+"""Shape, GPUs and further arguments of a server."""
 
 
 class Server:
     """One SGLang server with random weights, in a process group of its own, or one that an earlier
     process has left in this folder."""
 
-    def __init__(self, folder: Path, options: argparse.Namespace) -> None:
+    def __init__(self, folder: Path, options: argparse.Namespace, kind: Kind) -> None:
+        shape, gpus, more = kind
         self._process: subprocess.Popen[bytes] | None = None
-        self.folder, self.log = folder, folder / "server.log"
+        self.folder, self.log = folder, folder / f"server-{shape}.log"
         left = folder / "server.json"
         if left.exists():
             known = json.loads(left.read_text())
             self.url, self.pid = known["url"], known["pid"]
-            return
+            if known["kind"] == [shape, gpus, list(more)]:
+                return
+            self.stop()
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = 20_000 + probe.getsockname()[1] % 10_000
         self.url = f"http://127.0.0.1:{port}"
         cpu = options.cpu
-        shape = TINY if cpu else SHAPES[options.shape]
         # Servers that one scheduler uses must serve the same path.
-        model = write_config(shape, folder.parent / f"model-{options.shape}")
+        model = write_config(TINY if cpu else SHAPES[shape], folder.parent / f"model-{shape}")
         settings = {
             "--model-path": model, "--load-format": "dummy", "--host": "127.0.0.1", "--port": port,
             "--dtype": "float32" if cpu else "bfloat16", "--weight-version": "0",
             "--attention-backend": "torch_native" if cpu else "triton",
             "--max-running-requests": MAX_RUNNING, "--stream-interval": 64,
             "--max-total-tokens": 131_072 if cpu else KV_TOKENS,
-            "--mem-fraction-static": 0.3 if cpu else 0.75, "--random-seed": 1,
-            "--tensor-parallel-size": options.tensor_parallel,
+            "--mem-fraction-static": 0.3 if cpu else MEMORY.get(shape, 0.75),
+            "--random-seed": 1, "--tensor-parallel-size": gpus,
         }  # fmt: skip
         flags = ["--skip-tokenizer-init", "--incremental-streaming-output"]
         flags += ["--skip-server-warmup"]
@@ -81,9 +95,9 @@ class Server:
             flags += ["--sampling-backend", "pytorch", "--grammar-backend", "none"]
             flags += ["--cuda-graph-max-bs-decode", "512"]
             flags += ["--cuda-graph-backend-prefill", "disabled"]
-            if options.tensor_parallel > 1:
+            if gpus > 1:
                 flags += ["--disable-custom-all-reduce"]
-        flags += options.server_args.split()
+            flags += more
         command += [str(part) for pair in settings.items() for part in pair] + flags
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
@@ -91,7 +105,7 @@ class Server:
                 env=environment, start_new_session=True,
             )  # fmt: skip
         self.pid = self._process.pid
-        left.write_text(json.dumps({"url": self.url, "pid": self.pid}))
+        left.write_text(json.dumps({"url": self.url, "pid": self.pid, "kind": kind}))
 
     def wait(self, seconds: float) -> None:
         """Wait until it generates."""
@@ -148,7 +162,7 @@ class Server:
         (self.folder / "server.json").unlink(missing_ok=True)
 
 
-def other(folder: Path, options: argparse.Namespace) -> Server:
+def other(folder: Path, options: argparse.Namespace, kind: Kind) -> Server:
     """The server of another process, when that process has measured all its cells."""
     while not (folder / "ended").exists():
         if time.time() > options.until:
@@ -156,7 +170,7 @@ def other(folder: Path, options: argparse.Namespace) -> Server:
         time.sleep(0.2)
     if not (folder / "server.json").exists():
         raise RuntimeError(f"the server of {folder} is gone")
-    return Server(folder, options)
+    return Server(folder, options, kind)
 
 
 class Labels:
@@ -224,7 +238,7 @@ def known(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-async def run(options: argparse.Namespace, server: Server) -> None:
+async def run(options: argparse.Namespace, names: Iterable[str], server: Server) -> None:
     results = options.out / "cells.jsonl"
     expected = {row["cell"]: row["seconds"] for row in known_predictions()}
     earlier = known(results) + ([] if options.again else known(HERE / "raw" / "cells.jsonl"))
@@ -234,7 +248,7 @@ async def run(options: argparse.Namespace, server: Server) -> None:
         sampler = Sampler(options.out / "samples.jsonl", gpu=not options.cpu or None)
     note(results, kind="samples", gpu=options.nvml)
     async with sampler:
-        for name in options.cells.split(","):
+        for name in names:
             left = options.until - time.time()
             needed = 1.1 * expected.get(name, 0.0) + 5
             if name in done or (left < needed and not options.partial):
@@ -244,7 +258,7 @@ async def run(options: argparse.Namespace, server: Server) -> None:
                 break
             cell, servers = Cell.of(name), [server]
             if cell.engines == 2:
-                servers.append(await asyncio.to_thread(other, options.also, options))
+                servers.append(await asyncio.to_thread(other, options.also, options, cell.server))
             for each in servers:
                 await asyncio.to_thread(each.reset)
             line = await measured(cell, [each.url for each in servers], options.until)
@@ -291,15 +305,7 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="also measure cells that are in raw/")
     parser.add_argument("--code", default="", help="commit of the code, for the results")
     parser.add_argument("--gpu", default="", help="name of the GPU, for the results")
-    parser.add_argument("--after", type=Path, help="begin when this file is there")
-    parser.add_argument("--shape", choices=list(SHAPES), default="4b", help="the server's model")
-    parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of the server")
-    parser.add_argument("--server-args", default="", help="more arguments of the server")
     parser.add_argument("--also", type=Path, help="folder of the other server of two engines")
-    parser.add_argument(
-        "--replaces", type=Path, nargs="+", default=(),
-        help="folders of servers that are stopped first, when their cells are measured",
-    )  # fmt: skip
     parser.add_argument("--nvml", action="store_true", help="sample the GPUs meanwhile")
     parser.add_argument("--stays", action="store_true", help="leave the server for another call")
     parser.add_argument("--refit", action="store_true", help="then time refits from the other GPU")
@@ -308,21 +314,21 @@ def main() -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "ended").unlink(missing_ok=True)
-    for folder in options.replaces:
-        other(folder, options).stop()
-    began = time.time()
-    server = Server(options.out, options)
+    server: Server | None = None
     try:
-        server.wait(400)
-        note(options.out / "cells.jsonl", kind="boot", seconds=time.time() - began)
-        server.warm_up(0.02 if options.cpu else 1.0)
-        while options.after is not None and not options.after.exists():
-            time.sleep(0.2)
-        asyncio.run(run(options, server))
-        if options.refit:
+        for kind, names in groupby(options.cells.split(","), lambda name: Cell.of(name).server):
+            began = time.time()
+            server = Server(options.out, options, kind)
+            server.wait(400)
+            booted = time.time() - began
+            server.warm_up(0.02 if options.cpu else 0.3)
+            note(options.out / "cells.jsonl", kind="boot", server=kind, seconds=booted,
+                 warm_s=time.time() - began - booted)  # fmt: skip
+            asyncio.run(run(options, names, server))
+        if options.refit and server is not None:
             refit(options, server)
     finally:
-        if not options.stays:
+        if server is not None and not options.stays:
             server.stop()
         (options.out / "ended").touch()
 

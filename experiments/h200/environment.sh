@@ -4,7 +4,9 @@ site=/tmp/site
 (
   flock 9
   if [ ! -e $site/done ]; then
-    mkdir -p $site && tar -xJf .gpu/sglang.tar.xz -C $site || exit 1
+    mkdir -p $site
+    for part in .gpu/*.tar.xz; do tar -xJf "$part" -C $site & done
+    wait
     for wheel in .gpu/wheels/*.whl; do python3 -m zipfile -e "$wheel" $site || exit 1; done
     touch $site/done
   fi

@@ -24,7 +24,11 @@ def cells() -> list[str]:
              for schedule in SCHEDULES if trainer or not schedule.endswith("streamed")]  # fmt: skip
     several = ("waiting", "april", "auto-default", "auto-kept-default")
     others = [f"{name}:0:0.25:{variant}" for variant in ("tail", "two") for name in several]
-    return [*names, "april:0:0.25:moved", *others]
+    alike = ("waiting", "april", "april-kept", "areal-kept", "auto-default", "auto-kept-default")
+    experts = [f"{name}:0:1:moe" for name in alike]
+    again = [f"{name}:0:1:{more}s1" for more in ("moe:", "") for name in alike
+             if name in ("april-kept", "auto-kept-default")]  # fmt: skip
+    return [*names, "april:0:0.25:moved", *others, *experts, *again]
 
 
 def main() -> None:

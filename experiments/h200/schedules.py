@@ -1,10 +1,10 @@
 """The schedules, the workload and the measurement of experiments/h200, real and simulated alike.
 
-A cell is ``SCHEDULE:TRAINER:SCALE`` or ``SCHEDULE:TRAINER:SCALE:VARIANT``, for example
-``auto:20:0.25``. TRAINER is the trainer's seconds for a batch of the workload in full size. SCALE
-multiplies all lengths. A quarter of the lengths is generated in about 0.16 of the time, because a
-step reads less KV, so the trainer takes 0.16 of its time there, and the parts of a step keep their
-proportions. VARIANT is one of :data:`VARIANTS`.
+A cell is ``SCHEDULE:TRAINER:SCALE``, for example ``auto:20:0.25``, with ``:VARIANT`` and ``:sSEED``
+behind it if they are not the usual ones. TRAINER is the trainer's seconds for a batch of the
+workload in full size. SCALE multiplies all lengths. A quarter of the lengths is generated in about
+0.16 of the time, because a step reads less KV, so the trainer takes 0.16 of its time there, and the
+parts of a step keep their proportions. VARIANT is one of :data:`VARIANTS`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from aprilsched.companions import routed_experts
 from aprilsched.config import Objective, SchedulerConfig
 from aprilsched.core.messages import facts
 from aprilsched.engines.sim import SimConfig
@@ -21,13 +22,22 @@ from aprilsched.planning import Planner
 from aprilsched.presets import PRESETS
 from aprilsched.simulation import NEVER, Costs, Simulation, rare_collections
 from aprilsched.telemetry.summary import Summary
-from aprilsched.timing.model import H200_QWEN3_4B
+from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
 from aprilsched.workload import LongTailWorkload
 
 MODEL = H200_QWEN3_4B
+EXPERTS = StepTimeModel(
+    t0=17.81e-3,
+    t1=15.25e-6,
+    t2=31.86e-9,
+    prefill_pass=41.19e-3,
+    prefill_rate=70_480.0,
+)
+"""Fitted (``aprilsched calibrate``) to 298 windows of an earlier run of the shape of Qwen3-30B-A3B
+on one H200. None of its batches was smaller than 64, where steps are shorter than this says,
+because they do not read all experts."""
 MAX_RUNNING = 512
 KV_TOKENS = 500_000
-SEED = 0
 REFIT_SECONDS = 0.01
 """A pause, a flush and a label, in the simulation."""
 
@@ -54,6 +64,7 @@ SCHEDULES: dict[str, tuple[Change, bool]] = {
     "waiting": (_preset("sync", **_BACK), False),
     "waiting-streamed": (_preset("sync", **_BACK), True),
     "april": (_preset("april", **_BACK), False),
+    "april-kept": (_preset("april", **_KEPT), False),
     "april-streamed": (_preset("april", **_BACK), True),
     "areal": (_preset("areal", **_BACK), False),
     "areal-kept": (_preset("areal", **_KEPT), False),
@@ -75,15 +86,26 @@ VARIANTS = {
     "two": "two engines",
     "tp2-8b": "8B shape, tensor parallelism 2",
     "recv8": "requests taken every eighth step",
+    "moe": "mixture of experts",
+    "routed": "mixture of experts, routed experts returned",
 }
 """What differs in a cell from the others, in words. "tail" has lengths of sigma 1.1 and a cap of
-16,000, "two" has batches of 64 groups for two servers, and "recv8" is for a server with
-``--scheduler-recv-interval 8``."""
+16,000, and "two" has batches of 64 groups for two servers."""
+ROUTED = "--enable-return-routed-experts"
+SERVERS: dict[str, tuple[str, int, tuple[str, ...]]] = {
+    "tp2-8b": ("8b", 2, ()),
+    "recv8": ("4b", 1, ("--scheduler-recv-interval", "8")),
+    "moe": ("moe", 1, (ROUTED,)),
+    "routed": ("moe", 1, (ROUTED,)),
+}
+"""Shape, GPUs and further arguments of the servers of variants that need others."""
 TRAINER_SHARE = {1.0: 1.0, 0.25: 0.16}
 """The share of the trainer's seconds by SCALE."""
-BATCHES = {name: (10, 20) for name in SCHEDULES if name.startswith("auto")}
-BATCHES |= {"waiting": (2, 8), "waiting-streamed": (2, 8)}
-"""Batches that are not counted, and batches that are."""
+BATCHES = {"waiting": (2, 8), "waiting-streamed": (2, 8)}
+WHOLE = {"waiting": (0, 4), "april": (3, 10), "april-kept": (3, 12), "areal": (4, 10),
+         "areal-kept": (4, 10)}  # fmt: skip
+"""Batches that are not counted, and batches that are, by the schedule, if it is neither (6, 14) nor
+automatic. Cells in full size without a trainer have fewer, because a batch takes up to 85 s."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,15 +117,29 @@ class Cell:
     trainer: float
     scale: float
     variant: str
+    seed: int = 0
 
     @classmethod
     def of(cls, name: str) -> Cell:
         schedule, trainer, scale, *rest = name.split(":")
+        seed = 0
+        if rest and rest[-1].removeprefix("s").isdecimal():
+            seed = int(rest.pop().removeprefix("s"))
         variant = rest[0] if rest else ""
         if schedule not in SCHEDULES or variant not in VARIANTS:
             raise ValueError(f"there is no cell {name}; see SCHEDULES and VARIANTS")
         return cls(name=name, schedule=schedule, trainer=float(trainer), scale=float(scale),
-                   variant=variant)  # fmt: skip
+                   variant=variant, seed=seed)  # fmt: skip
+
+    @property
+    def server(self) -> tuple[str, int, tuple[str, ...]]:
+        """Shape, GPUs and further arguments of its server."""
+        return SERVERS.get(self.variant, ("4b", 1, ()))
+
+    @property
+    def model(self) -> StepTimeModel:
+        """The step times that were known before."""
+        return EXPERTS if self.server[0] == "moe" else MODEL
 
     @property
     def engines(self) -> int:
@@ -111,19 +147,26 @@ class Cell:
 
     def bound(self, prompts: Sequence[int], lengths: Sequence[int]) -> float:
         """T_bound on the cell's engines."""
-        return MODEL.bound_seconds(prompts, lengths, MAX_RUNNING) / self.engines
+        return self.model.bound_seconds(prompts, lengths, MAX_RUNNING) / self.engines
 
     @property
     def train_seconds(self) -> float:
         return self.trainer * TRAINER_SHARE.get(self.scale, self.scale)
 
     @property
+    def _batches(self) -> tuple[int, int]:
+        whole = self.scale == 1 and not self.trainer
+        if self.schedule.startswith("auto"):
+            return (10, 12 if whole else 20)
+        return (BATCHES | WHOLE if whole else BATCHES).get(self.schedule, (6, 14))
+
+    @property
     def burn_in(self) -> int:
-        return BATCHES.get(self.schedule, (6, 14))[0]
+        return self._batches[0]
 
     @property
     def batches(self) -> int:
-        return sum(BATCHES.get(self.schedule, (6, 14)))
+        return sum(self._batches)
 
     @property
     def streamed(self) -> bool:
@@ -133,6 +176,9 @@ class Cell:
     def config(self) -> SchedulerConfig:
         base = SchedulerConfig(batch_groups=32 * self.engines, group_size=8)
         config = SCHEDULES[self.schedule][0](base)
+        if self.variant == "routed":
+            rows = routed_experts(layers=48, per_token=8, experts=128)
+            config = replace(config, companions=(rows,))
         if config.automatic and self.train_seconds:
             config = replace(config, pace="auto" if PACED else "asynchronous")
         return config
@@ -145,12 +191,14 @@ class Cell:
             sigma=sigma,
             cap=round(cap * self.scale),
             group_size=8,
-            seed=SEED,
+            seed=self.seed,
             vocab_size=512,
         )
 
     def planner(self, *, inline: bool) -> Planner:
-        return Planner(MODEL, max_running=MAX_RUNNING, inline=inline)
+        """The planner of a simulation knows the model; that of a run learns it."""
+        model = self.model if inline else MODEL
+        return Planner(model, max_running=MAX_RUNNING, inline=inline)
 
 
 def _paced() -> bool:
@@ -174,15 +222,22 @@ class Meter:
         self.ends: list[float] = []
         self.chosen: list[dict[str, Any]] = []
         """Each choice of a schedule: the batches before it, what was chosen, and the forecast."""
+        self.generated: list[int] = []
+        """Tokens that arrived in each step."""
+        self._arrived = 0
         self._began: float | None = None
 
     def on_facts(self, new: Sequence[facts.Fact], now: float) -> None:
         self.summary.on_facts(new, now)
         for fact in new:
-            if self._began is None and isinstance(fact, facts.BatchRequested):
+            if isinstance(fact, facts.TokensReceived):
+                self._arrived += fact.tokens
+            elif self._began is None and isinstance(fact, facts.BatchRequested):
                 self._began = now
             elif isinstance(fact, facts.UpdateFinished):
                 self.ends.append(now)
+                self.generated.append(self._arrived)
+                self._arrived = 0
             elif isinstance(fact, facts.ScheduleChanged):
                 cast = fact.forecast
                 forecast = {} if cast is None else {
@@ -198,11 +253,14 @@ class Meter:
         """The figures of each batch whose update is over."""
         rows = []
         before = self._began
-        for batch, end in zip(self.summary.batches, self.ends, strict=False):
+        for batch, end, arrived in zip(
+            self.summary.batches, self.ends, self.generated, strict=False
+        ):
             assert before is not None
             found = batch.figures
             rows.append({
                 "step_s": end - before, "bound_s": found.t_bound, "tokens": found.tokens,
+                "generated": arrived,
                 "responses": len(batch.lengths),
                 "off_policy": found.off_policy_token_share, "age": found.staleness_mean,
                 "oldest": found.staleness_max, "distance": found.length_distance,
@@ -215,8 +273,10 @@ def figures(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Means over batches. Shares and ages are of all their tokens together."""
     seconds = sum(row["step_s"] for row in rows)
     tokens = sum(row["tokens"] for row in rows)
+    known = all("generated" in row for row in rows)
     return {
         "step_s": seconds / len(rows),
+        **({"generated_s": sum(row["generated"] for row in rows) / seconds} if known else {}),
         "tokens_s": tokens / seconds,
         "efficiency": sum(row["bound_s"] for row in rows) / seconds,
         "off_policy": sum(row["off_policy"] * row["tokens"] for row in rows) / tokens,
@@ -231,7 +291,7 @@ def simulated(cell: Cell) -> dict[str, Any]:
     """What the simulator says of a cell, on its own prompts."""
     meter = Meter(cell)
     engine = SimConfig(
-        timing=MODEL, max_running=MAX_RUNNING, kv_tokens=KV_TOKENS, make_tokens=False,
+        timing=cell.model, max_running=MAX_RUNNING, kv_tokens=KV_TOKENS, make_tokens=False,
         stream_interval=NEVER,
     )  # fmt: skip
     simulation = Simulation(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import fields, replace
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from aprilsched.errors import ConfigError
 from aprilsched.timing import Observation, OnlineFit
 from aprilsched.timing.model import H200_QWEN3_4B, H200_QWEN3_4B_LINEAR, StepTimeModel
+from aprilsched.timing.online import LEAST
 
 PRIOR = H200_QWEN3_4B_LINEAR
 OTHER = replace(PRIOR, t0=6e-3, t1=2.2e-5, t2=3e-8, prefill_pass=30e-3, prefill_rate=35_000.0)
@@ -77,7 +79,7 @@ def test_a_change_is_followed_within_a_few_memories() -> None:
 
 @pytest.mark.parametrize("prior", [PRIOR, H200_QWEN3_4B])
 def test_no_coefficient_is_ever_negative(prior: StepTimeModel) -> None:
-    rng, online = np.random.default_rng(2), OnlineFit(prior, memory=10, clip=10)
+    rng, online = np.random.default_rng(2), OnlineFit(prior, memory=10)
     none = replace(prior, t0=0.0, t0_wide=0.0, prefill_pass=0.0)
     touched = False
     for _ in range(300):
@@ -89,21 +91,48 @@ def test_no_coefficient_is_ever_negative(prior: StepTimeModel) -> None:
     assert touched
 
 
+EXPERTS = replace(
+    H200_QWEN3_4B, t0=17.8e-3, t1=1.5e-5, t2=3.2e-8, t0_wide=0.0, prefill_pass=41e-3,
+    prefill_rate=70_000.0,
+)  # fmt: skip
+"""About the steps of Qwen3-30B-A3B, which hardly depend on the batch."""
+
+
+def first_batch(count: int) -> Iterator[Observation]:
+    """Windows of a batch of a mixture of experts that shrinks, a fifth of them disturbed."""
+    rng = np.random.default_rng(4)
+    for place in range(count):
+        running = 512 - 400 * place / count
+        seconds = 100 * EXPERTS.step_seconds(running, 850 * running)
+        seconds *= 1 + 0.02 * rng.standard_normal() + (rng.random() < 0.2) * rng.uniform(0.5, 5)
+        yield Observation(
+            running=running,
+            kv_tokens=850 * running,
+            seconds_per_step=seconds / 100,
+            seconds=seconds,
+        )
+
+
+def test_a_mixture_of_experts_is_known_after_its_first_batch() -> None:
+    online = OnlineFit(H200_QWEN3_4B)
+    for window in first_batch(40):
+        online.observe(window)
+    for running in (128, 256, 512):
+        took = EXPERTS.step_seconds(running, 850 * running)
+        assert H200_QWEN3_4B.step_seconds(running, 850 * running) < 0.8 * took
+        assert online.model.step_seconds(running, 850 * running) == pytest.approx(took, rel=0.03)
+
+
 @pytest.mark.parametrize("factor", [1000.0, 0.001])
-def test_one_wild_window_moves_the_next_prediction_by_at_most_the_clip(factor: float) -> None:
+@pytest.mark.parametrize("others", [30, 100])
+def test_one_wild_window_hardly_moves_the_model(factor: float, others: int) -> None:
     rng = np.random.default_rng(3)
-    wild = seen(PRIOR, rng, 0.0)
-    online = OnlineFit(PRIOR, clip=0.1)
-    online.observe(slower(wild, factor))
-    moved = online.model.step_seconds(wild.running, wild.kv_tokens)
-    first = moved / PRIOR.step_seconds(wild.running, wild.kv_tokens) - 1
-    assert 0.01 < abs(first) <= 0.1
-    online = OnlineFit(PRIOR, clip=0.1)
-    for _ in range(100):
+    online = OnlineFit(PRIOR)
+    online.observe(slower(seen(PRIOR, rng, 0.0), factor))
+    assert online.model == PRIOR
+    for _ in range(others):
         online.observe(seen(PRIOR, rng, 0.01))
-    before = online.model
-    online.observe(slower(wild, factor))
-    assert 0 < worst(online.model, before) < 0.02
+    assert 0 < worst(online.model, PRIOR) < 0.02
 
 
 @pytest.mark.parametrize(
@@ -120,15 +149,17 @@ def test_one_wild_window_moves_the_next_prediction_by_at_most_the_clip(factor: f
 )
 def test_windows_that_say_nothing_do_not_count(change: dict[str, float]) -> None:
     online = OnlineFit(PRIOR)
-    usable = seen(OTHER, np.random.default_rng(0), 0.0)
-    online.observe(replace(usable, **change))
+    rng = np.random.default_rng(0)
+    for _ in range(LEAST):
+        online.observe(replace(seen(OTHER, rng, 0.0), **change))
     assert (online.windows, online.model) == (0, PRIOR)
-    online.observe(usable)
-    assert online.windows == 1
+    for _ in range(LEAST):
+        online.observe(seen(OTHER, rng, 0.0))
+    assert online.windows == LEAST
     assert online.model != PRIOR
 
 
-@pytest.mark.parametrize("name", ["prior_weight", "memory", "clip"])
+@pytest.mark.parametrize("name", ["prior_weight", "memory"])
 def test_settings_are_positive(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name} is 0.0"):
-        OnlineFit(PRIOR, **{name: 0.0})
+    with pytest.raises(ConfigError, match=f"{name} is 0"):
+        OnlineFit(PRIOR, **{name: 0})

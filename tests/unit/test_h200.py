@@ -40,6 +40,7 @@ def test_the_committed_table_follows_from_the_raw_data(schedules: Any) -> None:
     found = analysis.result()
     assert found == json.loads((FOLDER / "result.json").read_text())
     text = (FOLDER / "README.md").read_text()
+    assert analysis.alike(found) in text
     assert analysis.markdown(found) in text
     assert analysis.splits(found) in text
 

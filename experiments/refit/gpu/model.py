@@ -13,7 +13,15 @@ from typing import Any
 
 import torch
 
-__all__ = ["QWEN3_4B", "QWEN3_8B", "TINY", "RandomWeights", "shapes", "write_config"]
+__all__ = [
+    "QWEN3_4B",
+    "QWEN3_8B",
+    "QWEN3_30B_A3B",
+    "TINY",
+    "RandomWeights",
+    "shapes",
+    "write_config",
+]
 
 QWEN3_4B: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -44,6 +52,25 @@ QWEN3_8B: dict[str, Any] = {
     **QWEN3_4B,
     "hidden_size": 4096,
     "intermediate_size": 12288,
+    "tie_word_embeddings": False,
+}
+QWEN3_30B_A3B: dict[str, Any] = {
+    **QWEN3_4B,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "decoder_sparse_step": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
     "tie_word_embeddings": False,
 }
 TINY: dict[str, Any] = {
