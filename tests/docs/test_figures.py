@@ -140,7 +140,7 @@ FIGURES: list[tuple[str, str, Callable[[], Sequence[Any]]]] = [
         ],
     ),
     (
-        "README.md",
+        "docs/limits.md",
         STEPS,
         accuracy,
     ),
@@ -156,7 +156,7 @@ FIGURES: list[tuple[str, str, Callable[[], Sequence[Any]]]] = [
             r"under auto, and (\d+) % too long while waiting",
             experts,
         )
-        for page in ("README.md", "docs/faq.md")
+        for page in ("docs/limits.md", "docs/faq.md")
     ),
     (
         "docs/faq.md",
@@ -169,7 +169,7 @@ FIGURES: list[tuple[str, str, Callable[[], Sequence[Any]]]] = [
         ],
     ),
     (
-        "README.md",
+        "docs/features.md",
         r"auto is ([\d.]+) times as fast as waiting, and as fast as APRIL with ([\d.]+) instead of "
         r"([\d.]+) of the tokens",
         lambda: [
@@ -179,7 +179,7 @@ FIGURES: list[tuple[str, str, Callable[[], Sequence[Any]]]] = [
         ],
     ),
     (
-        "README.md",
+        "docs/features.md",
         r"in ([\d.]+) of waiting's time with `auto` and KV kept, in ([\d.]+) with `auto`, and in "
         r"([\d.]+) with APRIL's",
         lambda: [learning("auto-kept"), learning("auto"), learning("april")],
