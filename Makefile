@@ -2,8 +2,8 @@
 #
 # Six environments: .venv has the library, its tools and (for the tests) torch; .venv-sglang and
 # .venv-vllm have SGLang and vLLM on a CPU, which the tests start as real servers; .venv-verl has
-# verl, for the tests of its adapter alone, .venv-vllm-trainers OpenRLHF and SkyRL, and .venv-release what builds and checks a release.
-# Each is made once, and again when the pins it was made from change. A stamp is written last, so an
+# verl, for the tests of its adapter alone, .venv-vllm-trainers OpenRLHF and SkyRL, and .venv-release
+# what builds and checks a release. Each is made once, and again when the pins it was made from change. A stamp is written last, so an
 # environment whose making was cut off has none, and is made again instead of being used incomplete.
 
 SHELL := /bin/bash
