@@ -173,11 +173,14 @@ dist: .venv-release/.stamp ## Build the commit's wheel and sdist into dist, twic
 try: .venv-release/.stamp ## Install dist's wheel on each Python that is there, and run the README's program and the commands.
 	TORCH_PIP_ARGS='$(TORCH_PIP_ARGS)' $(RELEASE)python .ci/release.py try '$(TORCH)' $(PYTHONS)
 
-# What the wheel and the gateway's image bring. Made from the pins, so it is the same on each machine.
-sbom: .venv-release/.stamp ## Write the bill of materials of the pinned packages, dist/sbom.cdx.json.
-	@mkdir -p dist
-	$(RELEASE)cyclonedx-py requirements --pyproject pyproject.toml --mc-type library \
-		--output-reproducible --sv 1.6 --of JSON -o dist/sbom.cdx.json constraints.txt
+# In an environment of its own that has nothing else, not even pip.
+sbom: .venv-release/.stamp ## Write the bill of materials of dist's wheel and what it brings, by the pins: dist/sbom.cdx.json.
+	$(PYTHON) -m venv --clear --without-pip dist/.sbom
+	$(RELEASE)python $(subst -m pip,-m pip --python dist/.sbom/bin/python,$(INSTALL)) -c constraints.txt \
+		"$$(echo dist/*.whl)[gateway,metrics,otel,plots,report]"
+	$(RELEASE)cyclonedx-py environment --pyproject pyproject.toml --mc-type library \
+		--output-reproducible --sv 1.6 --of JSON -o dist/sbom.cdx.json dist/.sbom/bin/python
+	@rm -rf dist/.sbom
 
 release: .venv-release/.stamp ## Check, build and try a release, and write its notes; nothing is uploaded.
 	$(RELEASE)python .ci/release.py refuse

@@ -196,7 +196,7 @@ def programs() -> None:
     out = Path("run")
     run(_script(), "run", "--quiet", "--batches", "2", "--out", out)
     run(_script(), "report", out)
-    run(_script(), "simulate", "--policy", "sync,april", "--batches", "2")
+    run(_script(), "simulate", "--quiet", "--policy", "sync,april", "--batches", "2")
     done = ["the command line"]
     with servers(2) as urls:
         run(_script(), "run", "--quiet", "--batches", "2", "--out", "live", "--engine", *urls)
