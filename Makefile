@@ -79,7 +79,7 @@ PYTHON_311 = $(shell for python in $(PYTHON) python3.11; do \
 	then echo $$python; break; fi; done)
 
 .PHONY: help venv demo example example-moe test test-fast test-long test-areal test-trainers test-verl test-vllm-trainers docs notebooks lint style \
-	format dist try sbom recipes workflows release clean shared-sglang shared-vllm .browser .venv \
+	format dist try sbom recipes workflows version release clean shared-sglang shared-vllm .browser .venv \
 	.venv-areal .venv-release .venv-sglang .venv-verl .venv-vllm .venv-vllm-trainers
 
 help: ## Show this list.
@@ -181,6 +181,19 @@ sbom: .venv-release/.stamp ## Write the bill of materials of dist's wheel and wh
 	$(RELEASE)cyclonedx-py environment --pyproject pyproject.toml --mc-type library \
 		--output-reproducible --sv 1.6 --of JSON -o dist/sbom.cdx.json dist/.sbom/bin/python
 	@rm -rf dist/.sbom
+
+recipes: .venv-release/.stamp ## Check the images and recipes of deploy, and CITATION.cff, each with its own validator.
+	$(RELEASE)hadolint deploy/*.Containerfile
+	$(RELEASE)kubernetes-validate --strict --quiet deploy/kubernetes/*.yaml
+	$(RELEASE)python .ci/skypilot_schema.py deploy/skypilot.yaml
+	$(RELEASE)check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
+
+workflows: .venv-release/.stamp ## Check the workflows against GitHub's schema.
+	$(RELEASE)check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(RELEASE)check-jsonschema --builtin-schema custom.github-workflows-require-timeout .github/workflows/*.yml
+
+version: ## Print the version.
+	@$(PYTHON) .ci/release.py version
 
 release: .venv-release/.stamp ## Check, build and try a release, and write its notes; nothing is uploaded.
 	$(RELEASE)python .ci/release.py refuse

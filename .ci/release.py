@@ -149,7 +149,11 @@ def try_on(pythons: Sequence[str], torch: str) -> None:
     wheel = next(DIST.glob("*.whl"))
     tried: list[str] = []
     for python in pythons:
-        if subprocess.run([python, "-c", ""], capture_output=True).returncode:
+        # A shim of pyenv is there, and ends with an error where its version is not chosen.
+        if (
+            not shutil.which(python)
+            or subprocess.run([python, "-c", ""], stderr=subprocess.DEVNULL).returncode
+        ):
             print(f"{python} is not there, and is left out")
             continue
         with tempfile.TemporaryDirectory() as folder:
@@ -171,7 +175,7 @@ def servers(count: int) -> Generator[list[str]]:
     command = [_script(), "serve-sim", "--port", "0", "--time-scale", "0.001"]
     command += ["--sim.engines", str(count)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None  # noqa: S101
+        assert process.stdout is not None
         try:
             lines = (process.stdout.readline() for _ in range(count))
             yield [re.search(r"http://\S+", line)[0] for line in lines]  # type: ignore[index]
@@ -244,12 +248,14 @@ def main(arguments: Sequence[str]) -> int:
                 try_on(pythons, torch)
             case ["programs"]:
                 programs()
+            case ["version"]:
+                print(project()["project"]["version"])
             case ["notes"]:
                 version = project()["project"]["version"]
                 text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
                 (DIST / "NOTES.md").write_text(notes(text, version)[1], encoding="utf-8")
             case _:
-                raise Refused("Name one of refuse, dist, try, programs and notes.")
+                raise Refused("Name one of refuse, dist, try, programs, version and notes.")
     except Refused as error:
         print(error, file=sys.stderr)
         return 1
