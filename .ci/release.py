@@ -53,7 +53,7 @@ def notes(changelog: str, version: str) -> tuple[str, str]:
         Refused: if the changelog does not have the version.
     """
     found = re.search(
-        rf"^## \[{re.escape(version)}\](?: - (.*))?\n(.*?)(?=^## |\Z)",
+        rf"^## \[{re.escape(version)}\](?: - ([^\n]*))?\n(.*?)(?=^## |\Z)",
         changelog,
         flags=re.DOTALL | re.MULTILINE,
     )

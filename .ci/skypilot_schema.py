@@ -1,4 +1,4 @@
-"""Checks a file of SkyPilot against its own schema, without the hundred packages that it imports."""
+"""Checks a file of SkyPilot against its own schema, without the packages that it imports."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Submits examples/ray_trainer.py as a job to a Ray cluster: servers, scheduler and trainer are actors.
+"""Submits examples/ray_trainer.py to a Ray cluster as a job: all of its parts are actors.
 
 ::
 
     pip install 'ray[default]'
     python deploy/ray_job.py http://HEAD:8265
 
-The nodes need SGLang, and the folder must be on a disk that all of them have. A job that is submitted
-again goes on where the last one ended.
+The nodes need SGLang, and the folder must be on a disk that all of them have. A job that is
+submitted again goes on where the last one ended.
 """
 
 from __future__ import annotations
