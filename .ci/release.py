@@ -236,6 +236,18 @@ def readme(urls: Sequence[str], weights: Path) -> int:
     return len(rows)
 
 
+def write_notes() -> None:
+    """Write the notes of the version into dist, with links that work on any page."""
+    sys.path.insert(0, str(ROOT))
+    from hatch_build import from_outside  # pyright: ignore  # it needs the environment of releases
+
+    settings = project()
+    version = settings["project"]["version"]
+    repository = settings["tool"]["hatch"]["metadata"]["hooks"]["custom"]["repository"]
+    _, said = notes((ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), version)
+    (DIST / "NOTES.md").write_text(from_outside(said, repository, version), encoding="utf-8")
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run one command; returns the exit code."""
     try:
@@ -251,9 +263,7 @@ def main(arguments: Sequence[str]) -> int:
             case ["version"]:
                 print(project()["project"]["version"])
             case ["notes"]:
-                version = project()["project"]["version"]
-                text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-                (DIST / "NOTES.md").write_text(notes(text, version)[1], encoding="utf-8")
+                write_notes()
             case _:
                 raise Refused("Name one of refuse, dist, try, programs, version and notes.")
     except Refused as error:

@@ -78,7 +78,7 @@ def test_a_mistake_of_our_own_is_no_missing_extra():
         importlib.import_module("aprilsched.nowhere")
 
 
-DEEP = {"vcs": "git", "commit_id": "40fd6775"}
+COMMIT = {"vcs": "git", "commit_id": "40fd6775"}
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ DEEP = {"vcs": "git", "commit_id": "40fd6775"}
             "pip install 'aprilsched[x] @ file:///dist/aprilsched-0.1.0-py3-none-any.whl'",
         ),
         (
-            {"vcs_info": DEEP, "url": "https://git.example/april"},
+            {"vcs_info": COMMIT, "url": "https://git.example/april"},
             "pip install 'aprilsched[x] @ git+https://git.example/april@40fd6775'",
         ),
     ],
