@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Generator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, distribution
-from urllib.request import url2pathname
+from urllib.parse import unquote
 
 from aprilsched.errors import MissingExtra
 
@@ -50,7 +50,7 @@ def _command(name: str) -> str:
     url = source["url"]
     if "dir_info" in source:
         editable = "-e " if source["dir_info"].get("editable") else ""
-        folder = url2pathname(url.removeprefix("file://"))
+        folder = unquote(url.removeprefix("file://"))
         return f"pip install {editable}{shlex.quote(f'{folder}[{name}]')}"
     if "vcs_info" in source:
         url = f"{source['vcs_info']['vcs']}+{url}@{source['vcs_info']['commit_id']}"

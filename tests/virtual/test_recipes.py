@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -149,6 +150,7 @@ async def test_the_job_begins_a_run_and_a_second_pod_goes_on_with_it(
 
 
 async def test_the_task_of_skypilot_runs(engine: SimServer, tmp_path: Path):
+    assert shutil.which("curl"), "the task asks with curl, and would ask for ever without it"
     script = replaced(
         skypilot()["run"],
         {"http://127.0.0.1:30000": engine.url, "--batches 20": "--batches 1"},
