@@ -11,7 +11,6 @@ import json
 import shlex
 from collections.abc import Generator
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, distribution
 from urllib.parse import unquote
 
 from aprilsched.errors import MissingExtra
@@ -40,6 +39,9 @@ def extra(name: str) -> Generator[None]:
 def _command(name: str) -> str:
     """What installs the extra `name` of this installation: an index may have another aprilsched, or
     none, than the folder, the file or the repository that this one is from."""
+    # Imported by whoever lacks a package, and by nobody else: it takes long.
+    from importlib.metadata import PackageNotFoundError, distribution
+
     try:
         noted = distribution("aprilsched").read_text("direct_url.json")
     except PackageNotFoundError:
