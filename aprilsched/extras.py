@@ -7,8 +7,11 @@ requires. Everything else is imported inside ``with extra(NAME)``, where NAME is
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Generator
 from contextlib import contextmanager
+from urllib.parse import unquote
 
 from aprilsched.errors import MissingExtra
 
@@ -30,4 +33,27 @@ def extra(name: str) -> Generator[None]:
             raise  # a mistake of this package, which no installation mends
         absent = isinstance(error, ModuleNotFoundError)
         what = "is not installed" if absent else f"cannot be imported ({error})"
-        raise MissingExtra(f"{missing} {what}; pip install 'aprilsched[{name}]'.") from error
+        raise MissingExtra(f"{missing} {what}; {_command(name)}.") from error
+
+
+def _command(name: str) -> str:
+    """What installs the extra `name` of this installation: an index may have another aprilsched, or
+    none, than the folder, the file or the repository that this one is from."""
+    # Imported by whoever lacks a package, and by nobody else: it takes long.
+    from importlib.metadata import PackageNotFoundError, distribution
+
+    try:
+        noted = distribution("aprilsched").read_text("direct_url.json")
+    except PackageNotFoundError:
+        noted = None
+    if noted is None:
+        return f"pip install 'aprilsched[{name}]'"
+    source = json.loads(noted)
+    url = source["url"]
+    if "dir_info" in source:
+        editable = "-e " if source["dir_info"].get("editable") else ""
+        folder = unquote(url.removeprefix("file://"))
+        return f"pip install {editable}{shlex.quote(f'{folder}[{name}]')}"
+    if "vcs_info" in source:
+        url = f"{source['vcs_info']['vcs']}+{url}@{source['vcs_info']['commit_id']}"
+    return f"pip install 'aprilsched[{name}] @ {url}'"

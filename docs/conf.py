@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tomllib
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent / "_ext"))
@@ -24,6 +25,10 @@ extensions = [
 ]
 exclude_patterns = ["_build", "_ext"]
 root_doc = "index"
+
+# Links to files that are not pages; without the address they are paths.
+_project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))
+repository_url = _project["tool"]["hatch"]["metadata"]["hooks"]["custom"]["repository"]
 
 # --- pages ---------------------------------------------------------------------------------------
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,7 +29,7 @@ def test_the_command_says_which_extra_it_needs(package: str):
         package, "from aprilsched.cli.main import main; sys.exit(main(['run', '--help']))"
     )
     assert ended.returncode == 2
-    wanted = rf"aprilsched: {package}[.\w]* is not installed; pip install 'aprilsched\[cli\]'\.\n"
+    wanted = rf"aprilsched: {package}[.\w]* is not installed; pip install .*\[cli\]'\.\n"
     assert re.fullmatch(wanted, ended.stderr)
 
 
@@ -49,7 +51,7 @@ def test_the_list_of_commands_needs_no_extra():
 def test_a_module_that_is_for_an_extra_names_it(module: str, package: str, name: str):
     ended = without(package, f"import {module}")
     assert ended.returncode == 1
-    wanted = rf"MissingExtra: {package}[.\w]* is not installed; pip install 'aprilsched\[{name}\]'"
+    wanted = rf"MissingExtra: {package}[.\w]* is not installed; pip install .*\[{name}\]'"
     assert re.search(wanted, ended.stderr.splitlines()[-1])
 
 
@@ -58,7 +60,7 @@ def test_the_virtual_clock_says_which_extra_it_needs(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setitem(sys.modules, "looptime", None)
     coroutine = program()
-    with pytest.raises(MissingExtra, match=r"pip install 'aprilsched\[sim\]'"):
+    with pytest.raises(MissingExtra, match=r"pip install .*\[sim\]'"):
         run_virtual(coroutine)
     coroutine.close()
 
@@ -74,3 +76,39 @@ def test_a_broken_package_is_not_called_missing(tmp_path: Path, monkeypatch: pyt
 def test_a_mistake_of_our_own_is_no_missing_extra():
     with pytest.raises(ModuleNotFoundError, match=r"aprilsched\.nowhere"), extra("x"):
         importlib.import_module("aprilsched.nowhere")
+
+
+COMMIT = {"vcs": "git", "commit_id": "40fd6775"}
+
+
+@pytest.mark.parametrize(
+    ("noted", "command"),
+    [
+        (None, "pip install 'aprilsched[x]'"),
+        (
+            {"dir_info": {"editable": True}, "url": "file:///src/april"},
+            "pip install -e '/src/april[x]'",
+        ),
+        ({"dir_info": {}, "url": "file:///my%20src/april"}, "pip install '/my src/april[x]'"),
+        (
+            {"archive_info": {}, "url": "file:///dist/aprilsched-0.1.0-py3-none-any.whl"},
+            "pip install 'aprilsched[x] @ file:///dist/aprilsched-0.1.0-py3-none-any.whl'",
+        ),
+        (
+            {"vcs_info": COMMIT, "url": "https://git.example/april"},
+            "pip install 'aprilsched[x] @ git+https://git.example/april@40fd6775'",
+        ),
+    ],
+)
+def test_the_command_is_that_of_the_installation(
+    noted: dict[str, Any] | None, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    about = tmp_path / "aprilsched-0.1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: aprilsched\nVersion: 0.1.0\n")
+    if noted is not None:
+        (about / "direct_url.json").write_text(json.dumps(noted))
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(MissingExtra) as raised, extra("x"):
+        importlib.import_module("not_there")
+    assert str(raised.value) == f"not_there is not installed; {command}."

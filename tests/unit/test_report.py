@@ -273,16 +273,12 @@ def test_a_missing_package_is_named(
 ):
     monkeypatch.setitem(sys.modules, package, None)
     assert main(["report", str(folders["sync"]), "--out", str(tmp_path / "x.html")]) == 2
-    assert (
-        f"{package} is not installed; pip install 'aprilsched[report]'" in capsys.readouterr().err
-    )
+    missing = rf"{package} is not installed; pip install .*\[report\]'\."
+    assert re.search(missing, capsys.readouterr().err)
     assert not (tmp_path / "x.html").exists()
     # What a run leaves at its end is a gift: without it the run is as good.
     assert main(["run", *SMALL, *STEP, "--out", str(tmp_path / "run")]) == 0
-    assert (
-        f"No report: {package} is not installed; pip install 'aprilsched[report]'."
-        in capsys.readouterr().err
-    )
+    assert re.search(f"No report: {missing}", capsys.readouterr().err)
     assert (tmp_path / "run" / "summary.json").exists()
 
 

@@ -17,10 +17,11 @@ from typing import Any
 
 import pytest
 
-from aprilsched import RolloutScheduler, SGLangFleet
+from aprilsched import RolloutScheduler, SGLangFleet, serving
 from aprilsched.cli.serve_sim import ServeSimCommand
 from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.engines.sglang.router import SGLangRouterFleet
+from aprilsched.gateway import reading, server
 from aprilsched.runs.settings import RunSettings
 from aprilsched.runs.setup import prepare
 from aprilsched.testing import SimServer
@@ -394,3 +395,13 @@ def _await_delivery(events: Path, process: subprocess.Popen[str]) -> None:
     while not (events.exists() and b'"fact":"BatchDelivered"' in events.read_bytes()):
         assert process.poll() is None, process.communicate()[1]
         time.sleep(0.02)
+
+
+def test_the_bounds_that_are_promised_are_those_of_the_code():
+    text = (Path(__file__).parents[2] / "SECURITY.md").read_text(encoding="utf-8")
+    largest, together = server._LARGEST_BODY >> 20, server._ALL_BODIES >> 20
+    assert f"| {largest} MiB a body after decompression and {together} MiB of all bodies;" in text
+    assert serving._READ_S == 120
+    assert "; two minutes to send one;" in text
+    assert f"| {reading._MOST_STOPS} stop strings of {reading._LONGEST_STOP:,} characters;" in text
+    assert "abort_request" in "".join(serving.CONTROL), "a client ends no other client's response"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import sys
 import threading
@@ -156,9 +157,9 @@ def test_a_run_that_is_refused_leaves_no_tracker_s_files(
 @pytest.mark.parametrize(
     ("package", "arguments", "named"),
     [
-        ("prometheus_client", ["--metrics-port", "1"], "aprilsched[metrics]"),
-        ("wandb", ["--track", "wandb"], "aprilsched[wandb]"),
-        ("opentelemetry.sdk.trace", ["--otel"], "aprilsched[otel]"),
+        ("prometheus_client", ["--metrics-port", "1"], "metrics"),
+        ("wandb", ["--track", "wandb"], "wandb"),
+        ("opentelemetry.sdk.trace", ["--otel"], "otel"),
     ],
 )
 def test_a_missing_package_is_named_with_its_extra(
@@ -174,7 +175,7 @@ def test_a_missing_package_is_named_with_its_extra(
     out = tmp_path / "run"
     assert run(out, *arguments) == 2
     error = capsys.readouterr().err
-    assert f"{package} is not installed; pip install '{named}'." in error
+    assert re.search(rf"{package} is not installed; pip install .*\[{named}\]'\.", error)
     assert len(error.splitlines()) == 1
     assert not out.exists()
 

@@ -1,0 +1,201 @@
+"""Tests the images and recipes of deploy: their commands run, in front of embedded engines.
+
+Only what a test cannot have is replaced: addresses, ports, folders and the number of batches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aprildocs.support import ROWS, pinned
+
+import aprilsched
+from aprilsched.testing import SimServer
+from tests.support.recipes import DEPLOY, ROOT, containers, entrypoint, skypilot
+from tests.support.sim_http import Raw, asked, served
+from tests.support.tiny_tokenizer import bytes_tokenizer
+
+KEYS = {"CLIENT_KEY": "clients", "CONTROL_KEY": "control", "ENGINES_ADMIN_KEY": "admin"}
+
+
+def replaced(text: str, by: Mapping[str, str]) -> str:
+    """`text` with each key of `by` replaced, each of which must be there."""
+    for old, new in by.items():
+        assert old in text, f"{old} is not in {text!r}"
+        text = text.replace(old, new)
+    return text
+
+
+async def test_the_gateway_of_the_manifest_listens_and_answers_its_probes(tmp_path: Path):
+    container = containers("gateway.yaml")["gateway"]
+    assert {each["name"] for each in container["env"]} == {*KEYS, "HOME"}
+    tokenizer = bytes_tokenizer(tmp_path / "model")
+    async with served(admin_key="admin") as one, served(admin_key="admin") as two:
+        line = replaced(
+            "\n".join([*entrypoint("gateway.Containerfile")[1:], *container["args"]]),
+            {
+                "http://engines-0.engines:30000": one.url,
+                "http://engines-1.engines:30000": two.url,
+                "/data": str(tmp_path),
+                "/weights/model": str(tokenizer),
+                "0.0.0.0": "127.0.0.1",
+                "--port\n30000": "--port\n0",
+            },
+        )
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "aprilsched", *line.split("\n")),
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, **KEYS, "HOME": str(tmp_path)},
+            cwd=ROOT,
+        )
+        try:
+            assert process.stdout is not None
+            url = (await process.stdout.readline()).decode().rpartition(" ")[2].strip()
+            async with Raw(url) as anybody, Raw(url, "clients") as client:
+                for probe in ("startupProbe", "readinessProbe"):
+                    assert (await anybody.get(container[probe]["httpGet"]["path"]))[0] == 200
+                assert (await anybody.post("/generate", asked(4)))[0] == 401
+                assert (await client.post("/generate", asked(4)))[0] == 200
+                said = {"model": "any", "prompt": "a", "max_tokens": 4}
+                assert (await client.post("/v1/completions", said))[0] == 200
+                assert (await client.post("/pause_generation", {"mode": "in_place"}))[0] == 401
+            async with Raw(url, "control") as control:
+                assert (await control.post("/pause_generation", {"mode": "in_place"}))[0] == 200
+                ready = container["readinessProbe"]["httpGet"]["path"]
+                assert (await control.get(ready))[0] == 200, "a pause takes no client away"
+            process.send_signal(signal.SIGTERM)
+            assert await process.wait() == 0
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+    assert (tmp_path / "gateway.sqlite").is_file()
+
+
+async def test_a_server_answers_its_probes_in_a_pause():
+    container = containers("engines.yaml")["sglang"]
+    assert containers("scheduler.yaml")["sglang"]["startupProbe"]["exec"]["command"][-1].endswith(
+        container["startupProbe"]["httpGet"]["path"]
+    )
+    async with served() as server, Raw(server.url) as raw:
+        await raw.post("/pause_generation", {"mode": "in_place"})
+        for probe in ("startupProbe", "livenessProbe"):
+            assert (await raw.get(container[probe]["httpGet"]["path"]))[0] == 200
+
+
+def run_script(shell: str, script: str, folder: Path) -> str:
+    """Run a script where `aprilsched` is this one and a server is a process that only waits."""
+    programs = folder / "bin"
+    programs.mkdir(exist_ok=True)
+    for name, command in (
+        ("aprilsched", f'PYTHONPATH="{ROOT}" exec "{sys.executable}" -m aprilsched "$@"'),
+        ("python3", "exec sleep 600"),
+    ):
+        (programs / name).write_text(f"#!/bin/sh\n{command}\n")
+        (programs / name).chmod(0o755)
+    path = f"{programs}{os.pathsep}{os.environ['PATH']}"
+    process = subprocess.Popen(
+        [shell, "-euc", script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PATH": path, "HOME": str(folder), "MODEL": "model"},
+        start_new_session=True,
+    )
+    try:
+        said, _ = process.communicate()
+    finally:
+        with suppress(ProcessLookupError):  # A server that was started waits on.
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, said
+    return said
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[SimServer]:
+    async with SimServer(time_scale=0.001) as server:
+        yield server
+
+
+async def test_the_job_begins_a_run_and_a_second_pod_goes_on_with_it(
+    engine: SimServer, tmp_path: Path
+):
+    shell, flag, script = containers("scheduler.yaml")["scheduler"]["command"]
+    assert (shell, flag) == ("sh", "-c")
+    script = replaced(
+        script,
+        {
+            "http://127.0.0.1:30000": engine.url,
+            "/runs": str(tmp_path / "runs"),
+            "--batches 100": "--batches 1",
+        },
+    )
+    await asyncio.to_thread(run_script, shell, script, tmp_path)
+    assert (tmp_path / "runs" / "first" / "summary.json").is_file()
+    # As a pod that was killed leaves it: with a store, and without a summary.
+    (tmp_path / "runs" / "first" / "summary.json").unlink()
+    said = await asyncio.to_thread(run_script, shell, script, tmp_path)
+    assert (tmp_path / "runs" / "first" / "summary.json").is_file(), said
+
+
+async def test_the_task_of_skypilot_runs(engine: SimServer, tmp_path: Path):
+    assert shutil.which("curl"), "the task asks with curl, and would ask for ever without it"
+    script = replaced(
+        skypilot()["run"],
+        {"http://127.0.0.1:30000": engine.url, "--batches 20": "--batches 1"},
+    )
+    await asyncio.to_thread(run_script, "bash", script, tmp_path)
+    assert (tmp_path / "run" / "summary.json").is_file()
+
+
+class Parsed(Exception):
+    """The arguments of a program were taken."""
+
+
+def test_the_job_of_ray_is_one_and_its_program_takes_the_arguments(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    ray = pytest.importorskip("ray")
+    from ray.dashboard.modules.job.common import JobSubmitRequest
+    from ray.runtime_env import RuntimeEnv
+
+    asked: dict[str, Any] = runpy.run_path(str(DEPLOY / "ray_job.py"))["JOB"]
+    job = JobSubmitRequest(**asked)
+    assert RuntimeEnv(**asked["runtime_env"]).working_dir() == "."
+    python, program, *arguments = job.entrypoint.split()
+    assert python == "python"
+
+    def begun(**_: Any) -> None:
+        raise Parsed
+
+    monkeypatch.setattr(ray, "init", begun)
+    monkeypatch.setattr(sys, "argv", [program, *arguments])
+    with pytest.raises(Parsed):
+        runpy.run_path(str(ROOT / program), run_name="__main__")
+
+
+def test_the_images_are_those_of_this_version_and_of_the_tests():
+    sglang = next(row for row in ROWS if row.name == "SGLang")
+    found = {file: file.read_text("utf-8") for file in DEPLOY.rglob("*") if file.is_file()}
+    images = {
+        line.rpartition("sglang:")[2].rstrip()
+        for text in found.values()
+        for line in text.splitlines()
+        if "lmsysorg/sglang:" in line and "TAG" not in line
+    }
+    assert images == {f"v{pinned(sglang)}"}
+    own = aprilsched.__version__
+    for file, text in found.items():
+        for image in ("aprilsched-gateway:", "aprilsched-sglang:"):
+            assert text.count(image) == text.count(f"{image}{own}"), file
