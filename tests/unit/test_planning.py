@@ -28,7 +28,8 @@ from aprilsched.planning.rolling import RollingTrial
 from aprilsched.planning.setting import Outcome, Setting
 from aprilsched.planning.trial import Times, Trial, drawn_again, try_out
 from aprilsched.presets import PRESETS
-from aprilsched.simulation import NEVER, Costs, ModelledEngine, Simulation
+from aprilsched.simulation import NEVER, Costs, Simulation
+from aprilsched.simulation.virtual import ModelledEngine
 from aprilsched.telemetry.figures import steady_state
 from aprilsched.telemetry.summary import Summary
 from aprilsched.timing.model import H200_QWEN3_4B, H200_QWEN3_4B_LINEAR
