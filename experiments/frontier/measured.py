@@ -20,7 +20,8 @@ from aprilsched.config import SchedulerConfig
 from aprilsched.core.messages.facts import BatchDelivered, Fact
 from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.planning import Planner
-from aprilsched.simulation import NEVER, ModelledEngine, Simulation
+from aprilsched.simulation import NEVER, Simulation
+from aprilsched.simulation.virtual import ModelledEngine
 from aprilsched.telemetry import figures as of
 from aprilsched.telemetry.base import AnyListener
 from aprilsched.telemetry.summary import Summary

@@ -20,7 +20,8 @@ from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.shards.base import Opened, Orders, shard_config
 from aprilsched.shards.collector import Collector, Post
 from aprilsched.shards.local import Reporter
-from aprilsched.simulation import NEVER, Agenda, Costs, ModelledEngine, ModelledTrainer
+from aprilsched.simulation import NEVER, Costs
+from aprilsched.simulation.virtual import Agenda, ModelledEngine, ModelledTrainer
 from aprilsched.telemetry.base import AnyListener
 from aprilsched.types import Prompt
 
