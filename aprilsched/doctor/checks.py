@@ -751,7 +751,7 @@ def ranks(notes: Notes) -> Verdict:
     if copies > 1 and not notes.info.get("enable_dp_attention"):
         return warned(
             f"{seen}, dp_size {copies} without dp attention: updates from disk only",
-            "start it with --enable-dp-attention, or update it from disk",
+            "start it with --attn-dp-size (before 0.5.22 --enable-dp-attention), or use a folder",
         )
     return passed(seen)
 

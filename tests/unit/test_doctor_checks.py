@@ -47,6 +47,7 @@ def finding(name: str, of: Notes) -> Finding:
         ({"dp_size": 1}, "pass"),
         ({"dp_size": 2}, "warn"),
         ({"dp_size": 2, "enable_dp_attention": True}, "pass"),
+        ({"dp_size": 1, "attn_dp_size": 2, "enable_dp_attention": True}, "pass"),
     ],
 )
 def test_data_parallel_copies_take_no_distributed_update(info: dict[str, Any], status: str):
