@@ -86,6 +86,13 @@ def test_what_becomes_of_released_weights(saver: bool, kept: bool, status: str, 
     assert word in found.seen
 
 
+def test_what_a_flush_within_an_update_does_is_told_from_the_version():
+    name = "flush within an update (hazard 3)"
+    assert "asserts" in finding(name, notes()).seen
+    newer = replace(notes(), version=(0, 5, 22))
+    assert "old label" in finding(name, newer).seen
+
+
 def test_a_release_under_waiting_requests_is_told_from_the_version():
     name = "release while requests wait"
     assert "dies" in finding(name, notes()).seen
