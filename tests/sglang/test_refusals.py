@@ -17,7 +17,7 @@ from tests.sglang.server import CpuServer
 async def test_a_token_outside_of_the_vocabulary_is_refused_before_it_kills(
     engine: SGLangEngine,
 ) -> None:
-    """SGLang looks it up in its embedding and crashes (0.5.21)."""
+    """SGLang looks it up in its embedding and crashes (0.5.21 and 0.5.23)."""
     for token, fine in ((511, True), (512, False), (2**31 - 1, False)):
         prompt = np.append(PROMPT, np.int32(token)).astype(np.int32)
         if fine:

@@ -47,6 +47,7 @@ def finding(name: str, of: Notes) -> Finding:
         ({"dp_size": 1}, "pass"),
         ({"dp_size": 2}, "warn"),
         ({"dp_size": 2, "enable_dp_attention": True}, "pass"),
+        ({"dp_size": 1, "attn_dp_size": 2, "enable_dp_attention": True}, "pass"),
     ],
 )
 def test_data_parallel_copies_take_no_distributed_update(info: dict[str, Any], status: str):
@@ -83,6 +84,13 @@ def test_what_becomes_of_released_weights(saver: bool, kept: bool, status: str, 
     found = finding("released weights", notes(able, info={"enable_memory_saver": saver}))
     assert found.status == status
     assert word in found.seen
+
+
+def test_what_a_flush_within_an_update_does_is_told_from_the_version():
+    name = "flush within an update (hazard 3)"
+    assert "asserts" in finding(name, notes()).seen
+    newer = replace(notes(), version=(0, 5, 22))
+    assert "old label" in finding(name, newer).seen
 
 
 def test_a_release_under_waiting_requests_is_told_from_the_version():

@@ -121,6 +121,23 @@ def test_the_direction_of_priorities_is_the_servers(told: dict[str, bool], sign:
     assert can.media == {"image", "video"}
 
 
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"dp_size": 2, "attn_dp_size": 1},
+        {"dp_size": 1, "attn_dp_size": 2},
+        # Before 0.5.22 one size had both meanings.
+        {"dp_size": 2},
+    ],
+)
+def test_the_room_is_that_of_all_ranks(told: dict[str, int]):
+    states = [{"effective_max_running_requests_per_dp": 8}] * 2
+    info = {"version": "0.5.23", "max_total_num_tokens": 100, "internal_states": states, **told}
+    server = msgspec.convert(info, ServerInfo)
+    can = probe._capabilities(ModelInfo(model_path="m"), server, OpenApi())  # pyright: ignore[reportPrivateUsage]
+    assert (can.max_running_requests, can.kv_tokens) == (16, 200)
+
+
 def test_carried_requests_go_before_new_ones_inside_an_engine_too():
     driver = Driver(config(straggler="abort"), engines=("a",))
     assert {send.rank for send in driver.sends.values()} == {2}

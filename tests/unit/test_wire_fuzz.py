@@ -1,6 +1,6 @@
 """Tests that any bytes of a server become consistent tokens, or an error of aprilsched.
 
-The faults are made in streams that a real server sent (SGLang 0.5.21; recorded by
+The faults are made in streams that a real server sent (SGLang 0.5.23; recorded by
 ``tests/sglang/record_wire.py``), and in control answers of the same form. Each example of
 hypothesis is a seed for :data:`CASES` faulty streams, because drawing each stream from hypothesis
 would take minutes.

@@ -143,7 +143,8 @@ async def _model_info(engine: str, transport: ControlCalls, timeout: float) -> M
 
 def _capabilities(model: ModelInfo, info: ServerInfo, schema: OpenApi) -> Capabilities:
     found = release(info.version)
-    ranks = info.dp_size or 1
+    # With data-parallel attention dp_size is 1 since 0.5.22: its figures would be of one rank.
+    ranks = (info.dp_size or 1) * (info.attn_dp_size or 1)
     running = info.max_running_requests
     if info.internal_states:
         per_rank = info.internal_states[0].effective_max_running_requests_per_dp

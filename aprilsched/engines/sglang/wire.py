@@ -100,6 +100,7 @@ class ServerInfo(msgspec.Struct, frozen=True):
 
     version: Name = ""
     dp_size: Count | None = None
+    attn_dp_size: Count | None = None
     max_running_requests: Count | None = None
     max_total_num_tokens: Count | None = None
     max_req_input_len: Count | None = None
