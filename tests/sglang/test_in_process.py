@@ -51,5 +51,5 @@ def test_it_needs_an_engine_or_the_arguments_for_one() -> None:
 
 async def test_without_sglang_the_error_says_what_to_do() -> None:
     fleet = SGLangInProcessFleet(model_path="/model")
-    with pytest.raises(MissingExtra, match=r"aprilsched\[sglang\]"):
+    with pytest.raises(MissingExtra, match=r"pip install .*\[sglang\]"):
         await fleet.open()
