@@ -32,13 +32,14 @@ from aprilsched.gateway.generate import (
     prompt_of,
     prompts_of,
     rids_of,
+    streamed,
     take_fields,
     text_rules,
 )
 from aprilsched.gateway.reading import Failed, Part, Reading, parts_until_failure
 from aprilsched.gateway.responses import Asked
 from aprilsched.gateway.service import SERVICE, Service
-from aprilsched.serving import BODIES, DONE, Event, Item, as_json, decode, send_stream
+from aprilsched.serving import BODIES, DONE, Event, Item, as_json, decode
 
 
 def _room(service: Service, prompt: Sequence[int]) -> int | None:
@@ -122,7 +123,7 @@ class _Answer:
                 asked.append(Asked(rid=next(rids), prompt=made, group=given or self._name))
         with open_responses(self._service, asked, [rules] * count) as readings:
             if body.stream:
-                return await send_stream(request, self._items(readings))
+                return await streamed(request, self._items(readings))
             async with aclosing(parts_until_failure(readings)) as parts:
                 async for reading, part in parts:
                     self._changes(reading, part)
@@ -140,6 +141,7 @@ class _Answer:
             if self._asked.usage:
                 yield self._frame([], self._event_kind, self._usage(readings))
         except Failed as failed:
+            self._service.refused(failed.status)
             yield error_content(str(failed), failed.status)
         yield DONE
 

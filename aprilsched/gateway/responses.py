@@ -17,6 +17,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -109,6 +110,8 @@ class Response:
         self.versions_exact = True
         self.failure = ""
         self.status = _FAILED
+        self.asked_at: float | None = None
+        """When its client asked for it, in seconds of the monotonic clock; None before."""
         self.left = False
         """Whether its client reads no more of it."""
         self.kept: Kept | None = None
@@ -195,13 +198,19 @@ class Responses:
     Args:
         withdraw: tells the scheduler that nobody wants a group any more, and why.
         state: the scheduler's state, to be read only.
+        first_token: is told the seconds from a request to the first token of its response.
     """
 
     wants_tokens = True
 
     def __init__(
-        self, *, withdraw: Callable[[int, str], None], state: Callable[[], SchedulerState]
+        self,
+        *,
+        withdraw: Callable[[int, str], None],
+        state: Callable[[], SchedulerState],
+        first_token: Callable[[float], None],
     ) -> None:
+        self._first_token = first_token
         self.foreign = False
         """Whether the store had rollouts that are no gateway's."""
         self._withdraw = withdraw
@@ -269,6 +278,7 @@ class Responses:
                 self._by_key[key] = response
                 prompts.append(response.prompt)
             response.group = ask.group
+            response.asked_at = time.monotonic()
             self._by_rid[response.rid] = response
             responses.append(response)
         self._empty.clear()
@@ -384,6 +394,8 @@ class Responses:
                 case of.TokensReceived(request_id=request_id, dropped=None):
                     response = self._by_request.get(request_id)
                     if response is not None:
+                        if fact.token_ids and not response.token_ids and response.asked_at:
+                            self._first_token(time.monotonic() - response.asked_at)
                         response.arrive(fact.token_ids or (), fact.logprobs or ())
                 case of.AttemptSent():
                     if fact.group_id in self._by_group:

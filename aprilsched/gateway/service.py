@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from types import CoroutineType
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -64,11 +64,16 @@ from aprilsched.serving import (
 from aprilsched.store.codec import check_storable
 from aprilsched.store.sqlite import SqliteStore
 from aprilsched.telemetry.base import AnyListener
+from aprilsched.telemetry.metrics import Metrics
+from aprilsched.telemetry.table import Clients
 from aprilsched.weights.external import ExternalWeights
 from aprilsched.weights.publisher import WeightPublisher
 
 log = logging.getLogger("aprilsched")
 
+_UNAVAILABLE = 503
+_REASONS = {400: "invalid", 401: "key", 404: "unknown", 405: "unknown", 413: "large", 503: "busy"}
+"""Why requests are refused, by the HTTP status of the answer, as the metrics have it."""
 _STOPPED = "The gateway stops; send the same rid again to go on with this response."
 _MOST_CALLS = 64
 """Control calls that may wait for their turn. They stay when their clients leave, so nothing else
@@ -148,7 +153,13 @@ class Service:
     ) -> None:
         self.settings = settings
         self.fleet = fleet
-        self.responses = Responses(withdraw=self._withdraw, state=lambda: self._rollouts.state)
+        self.clients = Clients(responses=lambda: len(self.responses))
+        self.metrics = Metrics(clients=self.clients)
+        self.responses = Responses(
+            withdraw=self._withdraw,
+            state=lambda: self._rollouts.state,
+            first_token=partial(self.metrics.observe, "gateway/first_token_seconds"),
+        )
         self.random_seed = secrets.randbelow(2**31)
         """Distinguishes this process from a later one at its address, as a server's seed does."""
         self.held = False
@@ -166,7 +177,7 @@ class Service:
             fleet,
             self._prompts,
             config=self._config,
-            listeners=[self.responses, *listeners],
+            listeners=[self.responses, self.metrics, *listeners],
             store=None if store is None else SqliteStore(store),
         )
         self._control = asyncio.Lock()
@@ -302,6 +313,11 @@ class Service:
         return self.texts.context(min(known, default=None))
 
     # --- responses -----------------------------------------------------------------------------
+
+    def refused(self, status: int) -> None:
+        """Count a request that was answered with an error of this HTTP status."""
+        reason = "stopping" if status == _UNAVAILABLE and self.draining else _REASONS.get(status)
+        self.clients.refusals[reason or "failed"] += 1
 
     def ask(self, *asked: Asked) -> list[Response]:
         """Begin responses, or go on with those of the prior process that have the same names.

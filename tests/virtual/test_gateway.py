@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from aprilsched import SchedulerConfig, SGLangFleet
 from aprilsched.config import Health
@@ -22,7 +23,7 @@ from aprilsched.doctor import examine
 from aprilsched.errors import ConfigError
 from aprilsched.gateway import Gateway, GatewaySettings
 from aprilsched.testing.contract import PROMPT, until
-from tests.support.gateway import LONG, Front, front, spans
+from tests.support.gateway import LONG, Front, Reader, front, spans
 from tests.support.sim_http import CONFIG, INTERVAL, Raw, asked, served, two_weights
 from tests.support.tiny_tokenizer import bytes_tokenizer
 
@@ -76,6 +77,41 @@ async def test_a_request_that_every_engine_refuses_fails_alone(one: Front):
     assert (error["error"]["code"], error["error"]["retryable"]) == (400, False)
     assert one.state.in_flight.ledger.rollouts == {Reason.FAILED: 2}
     assert len((await running.end()).ids) == LONG
+
+
+async def test_metrics_tell_of_the_run_and_of_its_clients():
+    async with front(max_requests=2, api_key=KEY) as one, Raw(one.gateway.url, KEY) as raw:
+
+        async def figures() -> dict[tuple[str, str], float]:
+            status, text = await raw.get("/metrics")
+            assert status == 200
+            return {
+                (sample.name.removeprefix("aprilsched_"), sample.labels.get("reason", "")): value
+                for family in text_string_to_metric_families(text)
+                for sample in family.samples
+                if (value := sample.value)
+            }
+
+        assert not any(name.startswith("gateway_") for name, _ in await figures())
+        reader = await Reader(raw, {**asked(LONG), "stream": True}).reach(INTERVAL)
+        whole = asyncio.create_task(raw.post("/generate", asked(LONG)))
+        await until(lambda: len(one.gateway.service.responses) == 2)
+        open_now = await figures()
+        names = ("gateway_open_responses", "gateway_open_streams", "rollouts_launched_total")
+        assert [open_now.get((name, "")) for name in names] == [2, 1, 2]
+        refused = {**asked(5), "sampling_params": {"nonsense": 1}}
+        assert (await raw.post("/generate", refused))[0] == 400
+        assert (await raw.post("/generate", asked(5)))[0] == 503
+        assert (await one.raw.post("/generate", asked(5)))[0] == 401
+        await asyncio.gather(reader.end(), whole)
+        too_long = {**asked(5), "sampling_params": {"max_new_tokens": 10**9}}
+        assert "error" in (await raw.events(too_long))[-1]
+        found = await figures()
+        refusals = {r: n for (name, r), n in found.items() if name == "gateway_refusals_total"}
+        assert refusals == {"invalid": 2, "busy": 1, "key": 1}
+        assert found["gateway_first_token_seconds_count", ""] == 2
+        assert found["tokens_generated_total", ""] == 2 * LONG
+        assert not any((name, "") in found for name in names[:2])
 
 
 async def test_clients_set_only_the_fields_that_the_operator_lists():
