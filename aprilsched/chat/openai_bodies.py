@@ -7,18 +7,14 @@ that say who asks, or that the answer does not depend on, are known and not used
 from __future__ import annotations
 
 import copy
-import functools
 import json
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import msgspec
-from aiohttp import web
-from aiohttp.typedefs import Handler
 
 from aprilsched.errors import ConfigError
-from aprilsched.serving import Refusal, as_json
 
 _MOST_CHOICES = 128
 
@@ -432,36 +428,3 @@ class Message:
         """Give what has not been given as content, and take what follows so, too."""
         self._parser = None
         return self._add(_CONTENT, self._raw[self._given :])
-
-
-# --- errors --------------------------------------------------------------------------------------
-
-# Errors in OpenAI's form, which its clients turn into exceptions of their own.
-#
-# Whatever a handler refuses, in SGLang's form or by a setting that cannot work, is answered so.
-
-_TYPES = {400: "invalid_request_error", 413: "invalid_request_error", 503: "overloaded_error"}
-
-
-def error_content(message: str, status: int) -> dict[str, Any]:
-    """The content of an error, as an answer or as an event of a stream."""
-    kind = _TYPES.get(status, "server_error")
-    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
-
-
-def in_openai_form(handler: Handler) -> Handler:
-    """`handler`, with what it refuses answered in OpenAI's form."""
-
-    @functools.wraps(handler)
-    async def handled(request: web.Request) -> web.StreamResponse:
-        try:
-            return await handler(request)
-        except Refusal as refusal:
-            status, message = refusal.status, str(refusal)
-        except ConfigError as error:
-            status, message = 400, str(error)
-        except web.HTTPRequestEntityTooLarge as error:
-            status, message = error.status, error.text or error.reason
-        return as_json(error_content(message, status), status)
-
-    return handled

@@ -18,9 +18,7 @@ from aprilsched.chat.openai_bodies import (
     ChatBody,
     CompletionBody,
     Message,
-    error_content,
     for_template,
-    in_openai_form,
     sampling_of,
 )
 from aprilsched.chat.tokenizer import ModelTokenizer
@@ -39,7 +37,7 @@ from aprilsched.gateway.generate import (
 from aprilsched.gateway.reading import Failed, Part, Reading, parts_until_failure
 from aprilsched.gateway.responses import Asked
 from aprilsched.gateway.service import SERVICE, Service
-from aprilsched.serving import BODIES, DONE, Event, Item, as_json, decode
+from aprilsched.serving import BODIES, DONE, Event, Item, as_json, decode, error_content
 
 
 def _room(service: Service, prompt: Sequence[int]) -> int | None:
@@ -166,7 +164,7 @@ class _Answer:
             "id": self._name,
             "object": kind,
             "created": self._created,
-            "model": self._asked.model or self._service.model_path,
+            "model": self._asked.model or self._service.model_name,
             "choices": choices,
             "usage": usage,
             "metadata": {"weight_version": self._service.label},
@@ -212,13 +210,13 @@ _NEW_TOKENS = 16
 """OpenAI's default of max_tokens."""
 
 
-@in_openai_form
 async def completions(request: web.Request) -> web.StreamResponse:
     """Answer every prompt of the body `n` times."""
     service = request.app[SERVICE]
     async with request.app[BODIES].read(request) as content:
         content, fields = take_fields(service, content)
         body = decode(content, CompletionBody)
+    service.check_model(body.model)
     body.check()
     answer = _CompletionAnswer(service, body, fields)
     prompts, _ = await prompts_of(service, body.prompt, "prompt", body.choices)
@@ -279,13 +277,13 @@ class _CompletionAnswer(_Answer):
 # POST /v1/chat/completions: messages by the model's chat template, and the message behind them.
 
 
-@in_openai_form
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """Answer the messages of the body `n` times."""
     service = request.app[SERVICE]
     async with request.app[BODIES].read(request) as content:
         content, fields = take_fields(service, content)
         body, size = decode(content, ChatBody), len(content)
+    service.check_model(body.model)
     body.check()
     tokenizer = service.texts.tokenizer
     if body.used_tools:

@@ -168,7 +168,7 @@ class Response:
         self.versions_exact = rollout.versions_exact
         self._finish(rollout.finish_reason)
 
-    def abort(self, message: str = "Aborted") -> None:
+    def abort(self, message: str) -> None:
         """End with the tokens that have arrived."""
         member = self.member
         if not self.over and member is not None:
@@ -305,6 +305,12 @@ class Responses:
             if response.group == name:
                 self._give_up(response, _ABORTED)
 
+    def end_all(self, why: str) -> None:
+        """End every response that a client waits for with the tokens that it has. `why` is the
+        cause in the ledger, and what the response says of its end."""
+        for response in list(self._by_rid.values()):
+            self._give_up(response, why, why)
+
     def interrupt_all(self, cause: str) -> None:
         """End every response without a result, and leave the rollouts to the store."""
         for response in self._by_rid.values():
@@ -334,11 +340,11 @@ class Responses:
         """Wait until no client waits for anything."""
         await self._empty.wait()
 
-    def _give_up(self, response: Response, why: str) -> None:
+    def _give_up(self, response: Response, why: str, message: str = "Aborted") -> None:
         if response.over or response.unwanted:
             return
         response.unwanted = why
-        response.abort()
+        response.abort(message)
         if response.group_id is not None:
             self._withdraw(response.group_id, why)
 

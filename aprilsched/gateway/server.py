@@ -78,7 +78,7 @@ class Gateway:
                 requests=_REQUESTS,
                 api_key=api_key,
                 admin_key=admin_key,
-                outermost=[_count_refusals],
+                outermost=[_note_refusals],
             )
             app[SERVICE] = self.service
             await self._listener.open(app)
@@ -93,7 +93,8 @@ class Gateway:
     async def stop(self) -> None:
         """Take no new requests, let the open responses end, and close everything.
 
-        A response that is still open after `drain_s` ends as aborted with its tokens.
+        A response that is still open after `drain_s` ends as aborted with its tokens and the
+        reason, or, with a store, without a result.
         """
         if self._listener.listening:
             await self.service.drain()
@@ -120,8 +121,11 @@ _LARGEST_ID = 2**31 - 1
 
 
 @web.middleware
-async def _count_refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def _note_refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Count the requests that are refused, and say when one may be sent again."""
     answer = await handler(request)
+    if answer.status == web.HTTPServiceUnavailable.status_code:
+        answer.headers["Retry-After"] = str(request.app[SERVICE].retry_s)
     # Who looks whether a server is ready asks for nothing that could be refused.
     if answer.status >= web.HTTPBadRequest.status_code and request.method == "POST":
         request.app[SERVICE].refused(answer.status)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import re
 import secrets
@@ -59,6 +60,7 @@ from aprilsched.serving import (
     JoinBody,
     PauseMode,
     PromptsBody,
+    Refused,
     TensorBody,
 )
 from aprilsched.store.codec import check_storable
@@ -75,6 +77,7 @@ _UNAVAILABLE = 503
 _REASONS = {400: "invalid", 401: "key", 404: "unknown", 405: "unknown", 413: "large", 503: "busy"}
 """Why requests are refused, by the HTTP status of the answer, as the metrics have it."""
 _STOPPED = "The gateway stops; send the same rid again to go on with this response."
+_ENDED = "The gateway stops; send the prompt with these tokens elsewhere to go on."
 _MOST_CALLS = 64
 """Control calls that may wait for their turn. They stay when their clients leave, so nothing else
 bounds their number, and each may have a body of many megabytes."""
@@ -126,6 +129,12 @@ class _Open:
     label: str | None = None
     begun: bool = False
     """Whether the client has said that it begins, and will say that it ends."""
+
+
+class UnknownModel(Refused):
+    """A request names a model that is not served."""
+
+    status = 404
 
 
 class Service:
@@ -207,10 +216,35 @@ class Service:
         """Whether a request would be generated now."""
         return bool(self.in_use) and not self.draining and not self.held
 
+    async def alive(self) -> bool:
+        """Whether the scheduler runs, also while it waits for an engine or stops."""
+        return not self._failed.done()
+
     async def healthy(self) -> bool:
         """Whether an engine is in use, and the gateway does not stop. Nothing is generated for it,
         so it is also told during a pause."""
         return bool(self.in_use) and not self.draining
+
+    @property
+    def retry_s(self) -> int:
+        """Seconds after which a client that was refused may ask again: when the open responses have
+        ended, or soon."""
+        return math.ceil(max(1, self.settings.drain_s if self.draining else 1))
+
+    @property
+    def model_name(self) -> str:
+        """What clients call the model."""
+        return self.settings.served_model_name or self.model_path
+
+    def check_model(self, name: str) -> None:
+        """Refuse the name of another model, where the operator has named the one that is served.
+
+        Raises:
+            UnknownModel: if it is another one.
+        """
+        known = self.settings.served_model_name
+        if known is not None and name not in ("", known):
+            raise UnknownModel(f"The model {name} is not served here; ask for {known}.")
 
     @property
     def in_use(self) -> list[str]:
@@ -255,8 +289,8 @@ class Service:
         return self.responses.to_launch + len(self._rollouts.state.in_flight.queue)
 
     def model_facts(self) -> dict[str, Any]:
-        """Nothing: the engines know more of the model than the gateway does."""
-        return {}
+        """The name of the model; the engines know more of it than the gateway does."""
+        return {"served_model_name": self.model_name}
 
     def server_facts(self) -> dict[str, Any]:
         """What a client of SGLang looks up, and the engines under ``gateway``.
@@ -632,8 +666,8 @@ class Service:
     async def drain(self) -> None:
         """Take no new requests, and let the open responses end.
 
-        A response that is still open after `drain_s` ends as aborted with its tokens, or, with a
-        store, without a result.
+        A response that is still open after `drain_s` ends as aborted with its tokens and the
+        reason, or, with a store, without a result.
         """
         self.draining = True
         try:
@@ -643,7 +677,7 @@ class Service:
             if self._stored:
                 self.responses.interrupt_all(_STOPPED)
             else:
-                self.responses.abort_all()
+                self.responses.end_all(_ENDED)
 
     def _expire(self) -> None:
         self.responses.expire(

@@ -27,6 +27,7 @@ from tests.support.gateway import LONG, Front, Reader, front, spans
 from tests.support.sim_http import CONFIG, INTERVAL, Raw, asked, served, two_weights
 from tests.support.tiny_tokenizer import bytes_tokenizer
 
+CHECKS = ("health", "health_generate", "ready")
 KEY, ADMIN = "a-key", "an-admin-key"
 IMAGES: dict[str, Any] = {"image_data": ["data:image/png;base64,AA==", "http://a/b.png"]}
 
@@ -359,12 +360,12 @@ async def test_an_update_names_a_server_that_was_lost_before_it(tmp_path: Path):
         assert [engine["mode"] for engine in engines] == ["standby", "running"]
 
 
-async def test_without_an_engine_requests_wait_and_health_says_so():
+async def test_without_an_engine_requests_wait_and_the_gateway_is_alive_and_not_ready():
     async with front() as one:
         reader = await one.stream(LONG).reach(INTERVAL)
         await one.servers[0].crash()
         await until(lambda: not one.gateway.service.in_use)
-        assert (await one.raw.get("/health"))[0] == 503
+        assert [(await one.raw.get(f"/{path}"))[0] for path in CHECKS] == [200, 503, 503]
         assert not reader.task.done()
         await one.servers[0].restart()
         await reader.end()
@@ -380,6 +381,7 @@ async def test_a_fleet_that_is_lost_ends_every_response_with_the_cause():
         assert "no engine is left" in str(await one.gateway.wait_failed())
         status, answer = await one.raw.post("/generate", asked(5))
         assert (status, "stops" in answer["error"]["message"]) == (503, True)
+        assert [(await one.raw.get(f"/{path}"))[0] for path in CHECKS] == [503, 503, 503]
 
 
 # --- keys, settings, the end -------------------------------------------------------------------
@@ -459,7 +461,8 @@ async def test_stopping_ends_what_is_open_with_its_tokens():
         reader = await one.stream(LONG).reach(INTERVAL)
         await one.gateway.stop()
         await reader.end()
-        assert reader.last["finish_reason"]["type"] == "abort"
+        reason = reader.last["finish_reason"]
+        assert (reason["type"], "stops" in reason["message"]) == ("abort", True)
         assert reader.last["completion_tokens"] == len(reader.ids) > 0
         batcher = one.servers[0].engine.batcher
         await until(lambda: batcher.running + batcher.waiting == 0)
@@ -470,8 +473,9 @@ async def test_stopping_lets_open_responses_end_and_takes_no_new_ones():
         reader = await one.stream(LONG).reach(INTERVAL)
         stopping = asyncio.create_task(one.gateway.stop())
         await until(lambda: one.gateway.service.draining)
-        assert (await one.raw.post("/generate", asked(5)))[0] == 503
-        assert (await one.raw.get("/health"))[0] == 503
+        async with one.raw.session.post("/generate", json=asked(5)) as refused:
+            assert (refused.status, refused.headers["Retry-After"]) == (503, "600")
+        assert [(await one.raw.get(f"/{path}"))[0] for path in CHECKS] == [200, 503, 503]
         await reader.end()
         assert len(reader.ids) == LONG
         await stopping

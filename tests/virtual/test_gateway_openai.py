@@ -456,6 +456,34 @@ async def test_the_client_raises_its_own_errors(one: Front):
             await without.client.chat.completions.create(model=MODEL, messages=SAID)
 
 
+async def test_every_error_below_v1_has_openai_s_form(plain: Path):
+    said: Any = {"messages": SAID, "max_tokens": 5}
+    async with front(plain, api_key="key", served_model_name="policy") as one:
+        client = one.client.with_options(api_key="key")
+        (model,) = (await client.models.list()).data
+        assert model.id == "policy"
+        assert (await client.chat.completions.create(model="policy", **said)).model == "policy"
+        with pytest.raises(openai.NotFoundError, match="another is not served") as refused:
+            await client.chat.completions.create(model="another", **said)
+        errors: list[Any] = [refused.value]
+        with pytest.raises(openai.AuthenticationError, match="API key is missing") as refused:
+            await one.client.chat.completions.create(model="policy", **said)
+        errors.append(refused.value)
+        with pytest.raises(openai.NotFoundError) as refused:
+            await client.embeddings.create(model="policy", input="x")
+        errors.append(refused.value)
+        with pytest.raises(openai.APIStatusError) as refused:
+            await client.completions.create(model="policy", prompt="x" * 2**26)
+        errors.append(refused.value)
+        one.gateway.service.texts.work_out = None  # type: ignore[assignment]  # A mistake of its own.
+        with pytest.raises(openai.InternalServerError) as refused:
+            await client.chat.completions.create(model="policy", **said)
+        errors.append(refused.value)
+        for error, status in zip(errors, (404, 401, 404, 413, 500), strict=True):
+            kind = "server_error" if status == 500 else "invalid_request_error"
+            assert (error.status_code, error.code, error.type) == (status, str(status), kind)
+
+
 async def test_a_response_that_fails_is_an_error_in_a_stream_too(one: Front):
     options: dict[str, Any] = {"model": MODEL, "prompt": "x", "max_tokens": 10**9}
     with pytest.raises(openai.BadRequestError, match="refused at attempt"):
