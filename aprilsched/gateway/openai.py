@@ -17,6 +17,7 @@ from aiohttp import web
 from aprilsched.chat.openai_bodies import (
     ChatBody,
     CompletionBody,
+    ForcedCalls,
     Message,
     for_template,
     sampling_of,
@@ -287,7 +288,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     body.check()
     tokenizer = service.texts.tokenizer
     if body.used_tools:
-        _check_tools(tokenizer)
+        _check_tools(tokenizer, forced=body.forced is not None)
     messages, images = for_template(body.messages)
     if images and "image_data" not in service.settings.client_fields:
         raise ConfigError("This gateway takes no images; start it with --client-fields image_data.")
@@ -309,10 +310,10 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     return await answer.respond(request, [prompt], new_tokens=new, skip_special=skip_special)
 
 
-def _check_tools(tokenizer: ModelTokenizer) -> None:
+def _check_tools(tokenizer: ModelTokenizer, *, forced: bool) -> None:
     if not tokenizer.knows_tools:
         raise ConfigError("The model's chat template has no place for tools; leave tools out.")
-    if not tokenizer.parses:
+    if not (tokenizer.parses or forced):
         raise ConfigError(
             "How the model writes tool calls is not known; start the gateway with "
             "--response-template, or leave tools out."
@@ -356,6 +357,7 @@ class _ChatAnswer(_Answer):
         kinds = ("chat.completion", "chat.completion.chunk")
         super().__init__(service, service.texts.tokenizer, body, kinds, fields)
         self._tools = body.used_tools
+        self._forced = body.forced is not None
         self._prompt = prompt
         self._messages: dict[int, Message] = {}
 
@@ -391,8 +393,8 @@ class _ChatAnswer(_Answer):
 
     def _message(self, reading: Reading) -> Message:
         if reading.index not in self._messages:
-            parser = self._tokenizer.parser(self._prompt, self._tools)
-            self._messages[reading.index] = Message(parser)
+            plain = None if self._forced else self._tokenizer.parser(self._prompt, self._tools)
+            self._messages[reading.index] = Message(ForcedCalls() if self._forced else plain)
         return self._messages[reading.index]
 
     def _at_end(self, reading: Reading) -> Event:

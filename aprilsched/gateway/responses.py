@@ -33,12 +33,17 @@ from aprilsched.core.state.ledger import REFUSED, Reason
 from aprilsched.core.state.records import GroupRecord, RolloutRecord
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.errors import ConfigError
-from aprilsched.types import Batch, FinishReason, Group, Prompt, Rollout, Segment
+from aprilsched.types import Batch, FinishReason, Group, Prompt, Rollout, SamplingParams, Segment
 
 _LEFT = "the client has disconnected"
 _ABORTED = "the client has aborted it"
 _NAMELESS = "its request had no rid, so nobody can ask for it after the restart"
 _NEWER = "another request has its rid"
+_GRAMMARS = frozenset({"ebnf", "json_schema", "regex", "structural_tag"})
+_BROKEN_OFF = (
+    "its server broke it off, and {} holds for a whole response, which cannot go on at another "
+    "server; send the request again"
+)
 _REFUSED, _FAILED, _INTERRUPTED = 400, 500, 503
 
 
@@ -404,9 +409,11 @@ class Responses:
                             self._first_token(time.monotonic() - response.asked_at)
                         response.arrive(fact.token_ids or (), fact.logprobs or ())
                 case of.AttemptSent():
-                    if fact.group_id in self._by_group:
-                        self._by_request[fact.request_id] = self._by_group[fact.group_id]
+                    response = self._by_group.get(fact.group_id)
+                    if response is not None:
+                        self._by_request[fact.request_id] = response
                         self._requests.setdefault(fact.group_id, set()).add(fact.request_id)
+                        self._check_grammar(response, fact.group_id)
                 case of.GroupLaunched(evaluation_id=None):
                     self._launched(fact)
                 case of.RolloutFinished():
@@ -441,6 +448,17 @@ class Responses:
         if response.unwanted:
             # The core takes this after the event that it is handling now.
             self._withdraw(fact.group_id, response.unwanted)
+
+    def _check_grammar(self, response: Response, group_id: int) -> None:
+        """Fail a response whose new request would begin its grammar again behind its tokens: the
+        text would be a beginning with a whole behind it."""
+        sampling = response.prompt.sampling
+        if not (isinstance(sampling, SamplingParams) and response.token_ids) or response.over:
+            return
+        if grammar := sorted(_GRAMMARS & sampling.extra.keys()):
+            response.fail(_BROKEN_OFF.format(*grammar))
+            response.unwanted = response.failure
+            self._withdraw(group_id, response.failure)
 
     def _known(self, group: Group | GroupRecord) -> Response | None:
         """A response of the prior process, by its group of one; None if it is no gateway's."""

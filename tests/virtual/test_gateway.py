@@ -343,6 +343,27 @@ async def test_a_response_survives_an_engine_that_dies(shown: dict[str, Any]):
         assert [engine["mode"] for engine in engines] == ["lost", "running"]
 
 
+async def test_a_response_with_a_grammar_fails_with_its_engine_instead_of_beginning_again(
+    tmp_path: Path,
+):
+    async with front(2) as two:
+        body = asked(LONG)
+        body["sampling_params"]["json_schema"] = '{"type": "object"}'
+        reader = await Reader(two.raw, {**body, "stream": True}).reach(INTERVAL)
+        await two.raw.post("/pause_generation", {"mode": "retract"})
+        update = {"model_path": str(two_weights(tmp_path)[0]), "weight_version": "new"}
+        assert (await two.raw.post("/update_weights_from_disk", update))[0] == 200
+        await two.raw.post("/continue_generation", {})
+        await reader.reach(len(reader.ids) + INTERVAL)
+        (busy,) = [each for each in two.servers if each.engine.batcher.running]
+        await busy.crash()
+        await reader.end()
+        error = reader.events.pop()["error"]
+        assert (error["code"], "json_schema holds for a whole" in error["message"]) == (500, True)
+        assert len(reader.ids) < LONG
+        await until(lambda: two.state.in_flight.ledger.rollouts == {Reason.WITHDRAWN: 1})
+
+
 async def test_an_update_names_a_server_that_was_lost_before_it(tmp_path: Path):
     first, _ = two_weights(tmp_path)
     async with front(engines=2) as two:

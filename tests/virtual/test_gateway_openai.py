@@ -417,7 +417,9 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": [{"role": "assistant", "tool_calls": 5}]}, "tool_calls that are no list"),
     (CHAT, {"messages": SAID}, "give max_completion_tokens"),
     (CHAT, {**SHORT, "top_logprobs": 3}, "leave it out"),
-    (CHAT, {**SHORT, "tool_choice": "required"}, "auto or none"),
+    (CHAT, {**SHORT, "tool_choice": "required"}, "not among tools"),
+    (CHAT, {**SHORT, "tool_choice": "any"}, "give auto, none, required"),
+    (CHAT, {**SHORT, "tools": [TOOL], "parallel_tool_calls": False}, "cannot keep the model from"),
     (
         CHAT,
         {**SHORT, "chat_template_kwargs": {"chat_template": "x"}},
