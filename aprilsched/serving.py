@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 import os
 import time
 import zlib
@@ -33,17 +34,21 @@ from aiohttp.typedefs import Handler, Middleware
 from aprilsched.errors import AprilschedError, ConfigError
 from aprilsched.types import MEDIA, Media
 
+log = logging.getLogger("aprilsched")
+
 # --- refusals ------------------------------------------------------------------------------------
 
-# The ways in which SGLang refuses a call: three forms of error, answered in one place.
+# The ways in which a call is refused, answered in one place: below /v1/ in OpenAI's form, which its
+# clients turn into exceptions of their own, and elsewhere in SGLang's.
 #
 # ::
 #
 #     Refusal
-#     ├── Malformed   400, {"object": "error", …}: the body has not the form that is expected
-#     ├── Refused     400, {"error": {"message"}}
-#     ├── Unavailable 503, the same content: it may be asked for again later
-#     └── Crashed     500, plain text: an error that SGLang does not catch itself
+#     ├── Malformed    400, {"object": "error", …}: the body has not the form that is expected
+#     ├── Refused      400, {"error": {"message"}}
+#     ├── Unavailable  503, the same content: it may be asked for again later
+#     ├── Unauthorized 401, {"error": "Unauthorized"}
+#     └── Crashed      500, plain text: an error that SGLang does not catch itself
 
 
 class Refusal(Exception):
@@ -80,6 +85,15 @@ class Unavailable(Refusal):
     status = 503
 
 
+class Unauthorized(Refusal):
+    """The key is missing or wrong."""
+
+    status = 401
+
+    def answer(self) -> web.Response:
+        return as_json({"error": "Unauthorized"}, self.status)
+
+
 class Crashed(Refusal):
     """SGLang's handler fails with an error that it does not catch."""
 
@@ -102,18 +116,39 @@ def as_json(content: object, status: int = 200) -> web.Response:
     return web.Response(body=body, status=status, content_type="application/json")
 
 
+def error_content(message: str, status: int) -> Event:
+    """The content of an error in OpenAI's form, as an answer or as an event of a stream."""
+    kind = "overloaded_error" if status == Unavailable.status else "server_error"
+    kind = "invalid_request_error" if status < Crashed.status else kind
+    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+
+
 @web.middleware
 async def answer_refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turn refusals into answers; unknown paths are answered as FastAPI does."""
+    """Turn refusals and settings that cannot work into answers. Unknown paths are answered as
+    FastAPI does, but for those below /v1/."""
     try:
         return await handler(request)
     except Refusal as refusal:
-        return refusal.answer()
+        status, message, answer = refusal.status, str(refusal), refusal.answer()
+    except ConfigError as error:
+        status, message, answer = Refused.status, str(error), Refused(str(error)).answer()
     except web.HTTPException as error:
-        if error.status in (404, 405):
-            detail = "Not Found" if error.status == 404 else "Method Not Allowed"
-            return as_json({"detail": detail}, error.status)
-        raise
+        status, message = error.status, error.text or error.reason
+        unknown = status in (404, 405)
+        answer = as_json(
+            {"detail": error.reason} if unknown else {"error": {"message": message}}, status
+        )
+    except Exception:
+        if request.writer.output_size:
+            raise  # A stream that has begun has no other status any more.
+        log.exception("the call %s %s failed", request.method, request.path)
+        status, message, answer = Crashed.status, "Internal server error.", Crashed().answer()
+    return as_json(error_content(message, status), status) if _of_openai(request) else answer
+
+
+def _of_openai(request: web.Request) -> bool:
+    return request.path.startswith("/v1/")
 
 
 # --- bodies --------------------------------------------------------------------------------------
@@ -374,7 +409,8 @@ def key_middleware(
     control: Collection[str],
     free: Collection[str] = (),
 ) -> Middleware:
-    """A middleware that answers 401 to a call without the key that it needs.
+    """A middleware that refuses a call without the key that it needs, inside of
+    :func:`answer_refusals`.
 
     Args:
         api_key: bearer token for all calls but the `free` ones; None asks for none.
@@ -392,7 +428,7 @@ def key_middleware(
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
         good = not wanted or any(hmac.compare_digest(given, key) for key in wanted)
         if not good and request.path not in free:
-            return as_json({"error": "Unauthorized"}, 401)
+            raise Unauthorized("The API key is missing or wrong; send it as a bearer token.")
         return await handler(request)
 
     return ask
@@ -519,6 +555,10 @@ class Backend(Protocol):
     @property
     def ready(self) -> bool:
         """Whether a request would be generated now."""
+        ...
+
+    async def alive(self) -> bool:
+        """Whether the process can do its work, now or later."""
         ...
 
     async def healthy(self) -> bool:
@@ -686,6 +726,10 @@ async def _answer_call(call: Awaitable[None]) -> web.Response:
     return as_json({"success": True, "message": "Success"})
 
 
+async def _alive(request: web.Request) -> web.Response:
+    return web.Response(status=200 if await request.app[BACKEND].alive() else 503)
+
+
 async def _health(request: web.Request) -> web.Response:
     return web.Response(status=200 if await request.app[BACKEND].healthy() else 503)
 
@@ -735,8 +779,10 @@ async def _loads(request: web.Request) -> web.Response:
 
 
 async def _models(request: web.Request) -> web.Response:
-    path = request.app[BACKEND].model_path
-    model = {"id": path, "object": "model", "owned_by": "sglang", "root": path, "parent": None}
+    backend = request.app[BACKEND]
+    path = backend.model_path
+    name = backend.model_facts().get("served_model_name", path)
+    model = {"id": name, "object": "model", "owned_by": "sglang", "root": path, "parent": None}
     return as_json({"object": "list", "data": [{**model, "created": int(time.time())}]})
 
 
@@ -759,7 +805,7 @@ async def _openapi(request: web.Request) -> web.Response:
 
 
 _FREE: Sequence[Route] = (
-    ("GET", "/health", _health),
+    ("GET", "/health", _alive),
     ("GET", "/health_generate", _health),
     ("GET", "/ready", _ready),
 )
@@ -821,7 +867,7 @@ def make_app(
         control={path for _, path, _ in (*_CONTROL, *control)},
         free={path for _, path, _ in _FREE},
     )
-    app = web.Application(middlewares=[*outermost, keys, answer_refusals])
+    app = web.Application(middlewares=[*outermost, answer_refusals, keys])
     app[BODIES] = bodies
     app[BACKEND] = backend
     for method, path, handler in (*_FREE, *_INFO, *_CONTROL, *requests, *control):

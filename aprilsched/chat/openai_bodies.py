@@ -7,18 +7,14 @@ that say who asks, or that the answer does not depend on, are known and not used
 from __future__ import annotations
 
 import copy
-import functools
 import json
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import msgspec
-from aiohttp import web
-from aiohttp.typedefs import Handler
 
 from aprilsched.errors import ConfigError
-from aprilsched.serving import Refusal, as_json
 
 _MOST_CHOICES = 128
 
@@ -181,20 +177,51 @@ class ChatBody(_Body, frozen=True, kw_only=True):
         """The definitions that the model is given.
 
         Raises:
-            ConfigError: if the model would have to be made to call one.
+            ConfigError: if the model would have to be kept from a second call.
         """
-        choice = self.tool_choice
-        if choice not in (None, "auto", "none"):
-            raise ConfigError(
-                "tool_choice must be auto or none, because the gateway cannot make the model call "
-                "a tool."
-            )
-        if self.parallel_tool_calls is False:
+        if self.parallel_tool_calls is False and self.forced is None:
             raise ConfigError(
                 "parallel_tool_calls is false, and the gateway cannot keep the model from several "
                 "calls; leave it out."
             )
-        return None if choice == "none" else self.tools or None
+        return None if self.tool_choice == "none" else self.tools or None
+
+    @property
+    def forced(self) -> str | None:
+        """The JSON schema of a list of calls, where the model has to call a tool; None if it need
+        not.
+
+        Raises:
+            ConfigError: if there is no such tool, or if another form of answer is asked for too.
+        """
+        match self.tool_choice:
+            case None | "auto" | "none":
+                return None
+            case "required":
+                wanted = None
+            case {"type": "function", "function": {"name": str(wanted)}}:
+                pass
+            case other:
+                raise ConfigError(
+                    f"tool_choice is {other!r}; give auto, none, required or a function's name."
+                )
+        calls: list[dict[str, Any]] = []
+        for tool in self.tools or ():
+            match tool:
+                case {"function": {"name": str(name), **more}} if wanted in (None, name):
+                    own = {"name": {"const": name}, "arguments": more.get("parameters", {})}
+                    calls.append(
+                        {"type": "object", "properties": own, "required": ["name", "arguments"]}
+                    )
+                case _:
+                    pass
+        if not calls:
+            raise ConfigError("tool_choice asks for a tool that is not among tools; give it there.")
+        if self.response_format or self.json_schema or self.regex or self.ebnf:
+            raise ConfigError("tool_choice asks for a call and another field for text; give one.")
+        one = wanted is not None or self.parallel_tool_calls is False
+        schema = {"type": "array", "items": {"anyOf": calls}, "minItems": 1}
+        return msgspec.json.encode({**schema, "maxItems": 1} if one else schema).decode()
 
     def check(self) -> None:
         """Refuse what a scheduler of rollouts has no answer to.
@@ -215,6 +242,8 @@ def sampling_of(body: CompletionBody | ChatBody) -> dict[str, Any]:
         ConfigError: if it asks for a form of answer that is not known.
     """
     found = {name: getattr(body, name) for name in _Sampling.__struct_fields__}
+    if isinstance(body, ChatBody) and body.forced is not None:
+        found["json_schema"] = body.forced
     asked = body.response_format or {"type": "text"}
     match asked.get("type"):
         case "text":
@@ -318,6 +347,30 @@ def _call(call: Any, where: str) -> dict[str, Any]:
         # A caller may change its own, and messages are compared with those before.
         arguments = copy.deepcopy(arguments)
     return {**call, "function": {**more, "name": name, "arguments": arguments}}
+
+
+class ForcedCalls:
+    """The parser of a response that a schema keeps to a list of calls (:attr:`ChatBody.forced`), in
+    the form of transformers' parsers."""
+
+    def __init__(self) -> None:
+        self._text = ""
+
+    def feed(self, text: str) -> list[dict[str, Any]]:
+        """Take text; nothing is told before the end."""
+        self._text += text
+        return []
+
+    def finalize(self) -> tuple[None, list[dict[str, Any]]]:
+        """The calls.
+
+        Raises:
+            DecodeError, TypeError: if the text is no list, because the response was cut.
+        """
+        region = {"field": "tool_calls", "text": self._text}
+        calls = [{"function": each} for each in msgspec.json.decode(self._text)]
+        close = {"type": "region_close", "field": "tool_calls", "value": calls}
+        return None, [{"type": "region_chunk", **region}, close]
 
 
 class Message:
@@ -432,36 +485,3 @@ class Message:
         """Give what has not been given as content, and take what follows so, too."""
         self._parser = None
         return self._add(_CONTENT, self._raw[self._given :])
-
-
-# --- errors --------------------------------------------------------------------------------------
-
-# Errors in OpenAI's form, which its clients turn into exceptions of their own.
-#
-# Whatever a handler refuses, in SGLang's form or by a setting that cannot work, is answered so.
-
-_TYPES = {400: "invalid_request_error", 413: "invalid_request_error", 503: "overloaded_error"}
-
-
-def error_content(message: str, status: int) -> dict[str, Any]:
-    """The content of an error, as an answer or as an event of a stream."""
-    kind = _TYPES.get(status, "server_error")
-    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
-
-
-def in_openai_form(handler: Handler) -> Handler:
-    """`handler`, with what it refuses answered in OpenAI's form."""
-
-    @functools.wraps(handler)
-    async def handled(request: web.Request) -> web.StreamResponse:
-        try:
-            return await handler(request)
-        except Refusal as refusal:
-            status, message = refusal.status, str(refusal)
-        except ConfigError as error:
-            status, message = 400, str(error)
-        except web.HTTPRequestEntityTooLarge as error:
-            status, message = error.status, error.text or error.reason
-        return as_json(error_content(message, status), status)
-
-    return handled

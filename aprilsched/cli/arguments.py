@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import inspect
 import io
+import itertools
 import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -100,6 +101,28 @@ def flags_of_lists(kind: Any, prefix: str = "--") -> Iterator[tuple[str, bool]]:
 def given_flags(arguments: Sequence[str]) -> set[str]:
     """The flags that are among the arguments, spelled as in the help."""
     return {_spelled(argument.partition("=")[0]) for argument in arguments}
+
+
+def value_of(flag: str, arguments: Sequence[str], what: str) -> str | None:
+    """The last value of a flag, which is the one that the parser takes; None without the flag.
+
+    Args:
+        flag: the flag, which is needed before all are parsed.
+        arguments: the arguments of the command.
+        what: what the flag names, for the error.
+
+    Raises:
+        ConfigError: if nothing stands behind it.
+    """
+    found = None
+    for argument, after in itertools.zip_longest(arguments, arguments[1:]):
+        if argument.startswith(f"{flag}="):
+            found = argument.removeprefix(f"{flag}=")
+        elif argument == flag:
+            found = after
+            if after is None:
+                raise ConfigError(f"{flag} names no {what}.")
+    return found
 
 
 def _joined(arguments: Sequence[str], lists: _Lists) -> list[str]:

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, get_type_hints
 
 import tyro
+from rich.console import Console
 
-from aprilsched.cli.arguments import parsed
+from aprilsched.cli.arguments import parsed, value_of
 from aprilsched.engines.addresses import fleet_at
 from aprilsched.errors import ConfigError
 from aprilsched.gateway import Gateway, GatewaySettings
+from aprilsched.runs.config_file import read_table, value_as
+from aprilsched.runs.config_tree import refuse_unknown
 from aprilsched.runs.settings import key_from
+from aprilsched.telemetry.base import AnyListener
+from aprilsched.telemetry.live.display import LiveView, can_draw
+from aprilsched.telemetry.live.live_model import RunFacts
+from aprilsched.telemetry.live_figures import LiveFigures
 
 _INTERRUPTED = 130
 _STREAM_INTERVAL = 8
@@ -40,8 +50,29 @@ class GatewayCommand:
     """Tokens between two events of a stream from a server. A longer interval costs less, and a
     server that is lost loses the tokens of one interval."""
 
-    def made(self) -> Gateway:
-        """The gateway that the settings ask for, not started yet.
+    config: Path | None = None
+    """A TOML file with the names of these settings as keys (max_requests = 100); flags override
+    it."""
+    live: bool = False
+    """Draw the live view of the engines on this terminal while the gateway serves."""
+
+    def view(self) -> LiveView | None:
+        """The live view that the settings ask for; None without one.
+
+        Raises:
+            ConfigError: if there is no terminal to draw on.
+        """
+        console = Console(stderr=True)
+        if not self.live:
+            return None
+        if not can_draw(console):
+            raise ConfigError("live needs a terminal to draw on; leave it out, and see /metrics.")
+        where = f"{self.gateway.host}:{self.gateway.port}"
+        facts = RunFacts(title="gateway", where=where, batches=0, batch_groups=1)
+        return LiveView(console, facts, LiveFigures())
+
+    def made(self, listeners: Sequence[AnyListener] = ()) -> Gateway:
+        """The gateway that the settings ask for, not started yet; `listeners` hear of its run.
 
         Raises:
             ConfigError: if a setting is wrong.
@@ -59,6 +90,7 @@ class GatewayCommand:
             settings=self.gateway,
             api_key=key_from(self.api_key_env),
             admin_key=key_from(self.admin_key_env),
+            listeners=listeners,
         )
 
 
@@ -69,8 +101,34 @@ def main(arguments: Sequence[str]) -> int:
         AprilschedError: if a setting is wrong, if a server or the address cannot be used, or if the
             fleet is lost.
     """
-    command = parsed(GatewayCommand, arguments, "aprilsched gateway")
-    return asyncio.run(_serve(command))
+    return asyncio.run(_serve(command_of(arguments)))
+
+
+def command_of(arguments: Sequence[str]) -> GatewayCommand:
+    """The command: flags override the config file, and the config file overrides the defaults.
+
+    Raises:
+        ConfigError: if the arguments or the config file cannot be used.
+    """
+    path = value_of("--config", arguments, "file; give the path of a TOML file")
+    default = None if path is None else read_table(Path(path), _configured)
+    return parsed(GatewayCommand, arguments, "aprilsched gateway", default)
+
+
+def _configured(table: Mapping[str, Any]) -> GatewayCommand:
+    """The command that a config file describes.
+
+    Raises:
+        ConfigError: if it names something unknown or has a wrong value.
+    """
+    known = {**get_type_hints(GatewayCommand), **get_type_hints(GatewaySettings)}
+    own = [name for name in get_type_hints(GatewayCommand) if name not in ("gateway", "config")]
+    settings = [each.name for each in fields(GatewaySettings)]
+    refuse_unknown(table, [*own, *settings], "")
+    values: dict[str, Any] = {"engine": ()}
+    values |= {name: value_as(known[name], name, value) for name, value in table.items()}
+    gateway = GatewaySettings(**{name: values.pop(name) for name in settings if name in values})
+    return GatewayCommand(**values, gateway=gateway)
 
 
 async def _serve(command: GatewayCommand) -> int:
@@ -83,10 +141,12 @@ async def _serve(command: GatewayCommand) -> int:
 
     for number, code in ((signal.SIGTERM, 0), (signal.SIGINT, _INTERRUPTED)):
         loop.add_signal_handler(number, end, code)
-    async with command.made() as gateway:
+    view = command.view()
+    async with command.made(() if view is None else view.listeners) as gateway:
         print(f"the gateway listens at {gateway.url}", flush=True)
         failed = asyncio.create_task(gateway.wait_failed())
-        await asyncio.wait([ended, failed], return_when=asyncio.FIRST_COMPLETED)
+        with view or nullcontext():
+            await asyncio.wait([ended, failed], return_when=asyncio.FIRST_COMPLETED)
         if failed.done():
             raise failed.result()
         failed.cancel()

@@ -21,6 +21,7 @@ from aprilsched.cli.arguments import (
     flags_of,
     given_flags,
     parsed,
+    value_of,
 )
 from aprilsched.core.policies.kinds import REFILLS, STOPS
 from aprilsched.core.policies.straggler import BEHAVIOURS
@@ -172,9 +173,9 @@ def _parse(arguments: Sequence[str]) -> RunCommand:
 def _config_path(arguments: Sequence[str]) -> str | None:
     """Path of the config file. It is looked for before the other flags are parsed, because its
     content gives their defaults."""
-    resumed = _value("--resume", arguments, "folder; give that of a run")
+    resumed = value_of("--resume", arguments, "folder; give that of a run")
     if resumed is None:
-        return _value("--config", arguments, "file; give the path of a TOML file")
+        return value_of("--config", arguments, "file; give the path of a TOML file")
     for argument in arguments:
         flag = argument.partition("=")[0]
         if flag.startswith("--") and flag not in (*_WITH_RESUME, "--help"):
@@ -183,16 +184,3 @@ def _config_path(arguments: Sequence[str]) -> str | None:
                 "only --batches, --json, --no-report or --quiet with it."
             )
     return str(RunFolder.resume(Path(resumed)).path / CONFIG)
-
-
-def _value(flag: str, arguments: Sequence[str], what: str) -> str | None:
-    """The last value of a flag, which is the one that the parser takes; None without the flag."""
-    found = None
-    for argument, after in zip(arguments, [*arguments[1:], None], strict=True):
-        if argument.startswith(f"{flag}="):
-            found = argument.removeprefix(f"{flag}=")
-        elif argument == flag:
-            found = after
-            if after is None:
-                raise ConfigError(f"{flag} names no {what}.")
-    return found

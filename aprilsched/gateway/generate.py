@@ -70,7 +70,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
         if body.stream:
             # A client that sends text knows SGLang's default form, which repeats everything.
             repeating = body.text is not None
-            return await send_stream(request, answers.items(readings, repeating=repeating))
+            return await streamed(request, answers.items(readings, repeating=repeating))
         async with aclosing(parts_until_failure(readings)) as parts:
             async for _ in parts:
                 pass
@@ -228,6 +228,16 @@ def open_responses(
             service.responses.leave(response)
 
 
+async def streamed(request: web.Request, items: AsyncGenerator[Item]) -> web.StreamResponse:
+    """The answer that streams `items`; it counts among the open streams until it ends."""
+    clients = request.app[SERVICE].clients
+    clients.streams += 1
+    try:
+        return await send_stream(request, items)
+    finally:
+        clients.streams -= 1
+
+
 def rids_of(
     given: str | list[str] | None, count: int, *, several: bool
 ) -> Generator[str | None, None, None]:
@@ -363,6 +373,7 @@ class _Answers:
         """The event or answer with `part` of a response."""
         index = {"index": reading.index} if self._several else {}
         if reading.failure:
+            self._service.refused(reading.response.status)
             return {**error_event(reading.failure, reading.response.status), **index}
         text = {} if reading.detokenizer is None else {"text": part.text}
         told = {**text, "output_ids": part.token_ids, "meta_info": self._meta(reading, part)}

@@ -17,10 +17,9 @@ from aiohttp import web
 from aprilsched.chat.openai_bodies import (
     ChatBody,
     CompletionBody,
+    ForcedCalls,
     Message,
-    error_content,
     for_template,
-    in_openai_form,
     sampling_of,
 )
 from aprilsched.chat.tokenizer import ModelTokenizer
@@ -32,13 +31,14 @@ from aprilsched.gateway.generate import (
     prompt_of,
     prompts_of,
     rids_of,
+    streamed,
     take_fields,
     text_rules,
 )
 from aprilsched.gateway.reading import Failed, Part, Reading, parts_until_failure
 from aprilsched.gateway.responses import Asked
 from aprilsched.gateway.service import SERVICE, Service
-from aprilsched.serving import BODIES, DONE, Event, Item, as_json, decode, send_stream
+from aprilsched.serving import BODIES, DONE, Event, Item, as_json, decode, error_content
 
 
 def _room(service: Service, prompt: Sequence[int]) -> int | None:
@@ -122,7 +122,7 @@ class _Answer:
                 asked.append(Asked(rid=next(rids), prompt=made, group=given or self._name))
         with open_responses(self._service, asked, [rules] * count) as readings:
             if body.stream:
-                return await send_stream(request, self._items(readings))
+                return await streamed(request, self._items(readings))
             async with aclosing(parts_until_failure(readings)) as parts:
                 async for reading, part in parts:
                     self._changes(reading, part)
@@ -140,6 +140,7 @@ class _Answer:
             if self._asked.usage:
                 yield self._frame([], self._event_kind, self._usage(readings))
         except Failed as failed:
+            self._service.refused(failed.status)
             yield error_content(str(failed), failed.status)
         yield DONE
 
@@ -164,7 +165,7 @@ class _Answer:
             "id": self._name,
             "object": kind,
             "created": self._created,
-            "model": self._asked.model or self._service.model_path,
+            "model": self._asked.model or self._service.model_name,
             "choices": choices,
             "usage": usage,
             "metadata": {"weight_version": self._service.label},
@@ -210,13 +211,13 @@ _NEW_TOKENS = 16
 """OpenAI's default of max_tokens."""
 
 
-@in_openai_form
 async def completions(request: web.Request) -> web.StreamResponse:
     """Answer every prompt of the body `n` times."""
     service = request.app[SERVICE]
     async with request.app[BODIES].read(request) as content:
         content, fields = take_fields(service, content)
         body = decode(content, CompletionBody)
+    service.check_model(body.model)
     body.check()
     answer = _CompletionAnswer(service, body, fields)
     prompts, _ = await prompts_of(service, body.prompt, "prompt", body.choices)
@@ -277,17 +278,17 @@ class _CompletionAnswer(_Answer):
 # POST /v1/chat/completions: messages by the model's chat template, and the message behind them.
 
 
-@in_openai_form
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """Answer the messages of the body `n` times."""
     service = request.app[SERVICE]
     async with request.app[BODIES].read(request) as content:
         content, fields = take_fields(service, content)
         body, size = decode(content, ChatBody), len(content)
+    service.check_model(body.model)
     body.check()
     tokenizer = service.texts.tokenizer
     if body.used_tools:
-        _check_tools(tokenizer)
+        _check_tools(tokenizer, forced=body.forced is not None)
     messages, images = for_template(body.messages)
     if images and "image_data" not in service.settings.client_fields:
         raise ConfigError("This gateway takes no images; start it with --client-fields image_data.")
@@ -309,10 +310,10 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     return await answer.respond(request, [prompt], new_tokens=new, skip_special=skip_special)
 
 
-def _check_tools(tokenizer: ModelTokenizer) -> None:
+def _check_tools(tokenizer: ModelTokenizer, *, forced: bool) -> None:
     if not tokenizer.knows_tools:
         raise ConfigError("The model's chat template has no place for tools; leave tools out.")
-    if not tokenizer.parses:
+    if not (tokenizer.parses or forced):
         raise ConfigError(
             "How the model writes tool calls is not known; start the gateway with "
             "--response-template, or leave tools out."
@@ -356,6 +357,7 @@ class _ChatAnswer(_Answer):
         kinds = ("chat.completion", "chat.completion.chunk")
         super().__init__(service, service.texts.tokenizer, body, kinds, fields)
         self._tools = body.used_tools
+        self._forced = body.forced is not None
         self._prompt = prompt
         self._messages: dict[int, Message] = {}
 
@@ -391,8 +393,8 @@ class _ChatAnswer(_Answer):
 
     def _message(self, reading: Reading) -> Message:
         if reading.index not in self._messages:
-            parser = self._tokenizer.parser(self._prompt, self._tools)
-            self._messages[reading.index] = Message(parser)
+            plain = None if self._forced else self._tokenizer.parser(self._prompt, self._tools)
+            self._messages[reading.index] = Message(ForcedCalls() if self._forced else plain)
         return self._messages[reading.index]
 
     def _at_end(self, reading: Reading) -> Event:

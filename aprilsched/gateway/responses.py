@@ -17,6 +17,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -32,12 +33,17 @@ from aprilsched.core.state.ledger import REFUSED, Reason
 from aprilsched.core.state.records import GroupRecord, RolloutRecord
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.errors import ConfigError
-from aprilsched.types import Batch, FinishReason, Group, Prompt, Rollout, Segment
+from aprilsched.types import Batch, FinishReason, Group, Prompt, Rollout, SamplingParams, Segment
 
 _LEFT = "the client has disconnected"
 _ABORTED = "the client has aborted it"
 _NAMELESS = "its request had no rid, so nobody can ask for it after the restart"
 _NEWER = "another request has its rid"
+_GRAMMARS = frozenset({"ebnf", "json_schema", "regex", "structural_tag"})
+_BROKEN_OFF = (
+    "its server broke it off, and {} holds for a whole response, which cannot go on at another "
+    "server; send the request again"
+)
 _REFUSED, _FAILED, _INTERRUPTED = 400, 500, 503
 
 
@@ -109,6 +115,8 @@ class Response:
         self.versions_exact = True
         self.failure = ""
         self.status = _FAILED
+        self.asked_at: float | None = None
+        """When its client asked for it, in seconds of the monotonic clock; None before."""
         self.left = False
         """Whether its client reads no more of it."""
         self.kept: Kept | None = None
@@ -165,7 +173,7 @@ class Response:
         self.versions_exact = rollout.versions_exact
         self._finish(rollout.finish_reason)
 
-    def abort(self, message: str = "Aborted") -> None:
+    def abort(self, message: str) -> None:
         """End with the tokens that have arrived."""
         member = self.member
         if not self.over and member is not None:
@@ -195,13 +203,19 @@ class Responses:
     Args:
         withdraw: tells the scheduler that nobody wants a group any more, and why.
         state: the scheduler's state, to be read only.
+        first_token: is told the seconds from a request to the first token of its response.
     """
 
     wants_tokens = True
 
     def __init__(
-        self, *, withdraw: Callable[[int, str], None], state: Callable[[], SchedulerState]
+        self,
+        *,
+        withdraw: Callable[[int, str], None],
+        state: Callable[[], SchedulerState],
+        first_token: Callable[[float], None],
     ) -> None:
+        self._first_token = first_token
         self.foreign = False
         """Whether the store had rollouts that are no gateway's."""
         self._withdraw = withdraw
@@ -269,6 +283,7 @@ class Responses:
                 self._by_key[key] = response
                 prompts.append(response.prompt)
             response.group = ask.group
+            response.asked_at = time.monotonic()
             self._by_rid[response.rid] = response
             responses.append(response)
         self._empty.clear()
@@ -294,6 +309,12 @@ class Responses:
         for response in list(self._by_rid.values()):
             if response.group == name:
                 self._give_up(response, _ABORTED)
+
+    def end_all(self, why: str) -> None:
+        """End every response that a client waits for with the tokens that it has. `why` is the
+        cause in the ledger, and what the response says of its end."""
+        for response in list(self._by_rid.values()):
+            self._give_up(response, why, why)
 
     def interrupt_all(self, cause: str) -> None:
         """End every response without a result, and leave the rollouts to the store."""
@@ -324,11 +345,11 @@ class Responses:
         """Wait until no client waits for anything."""
         await self._empty.wait()
 
-    def _give_up(self, response: Response, why: str) -> None:
+    def _give_up(self, response: Response, why: str, message: str = "Aborted") -> None:
         if response.over or response.unwanted:
             return
         response.unwanted = why
-        response.abort()
+        response.abort(message)
         if response.group_id is not None:
             self._withdraw(response.group_id, why)
 
@@ -384,11 +405,15 @@ class Responses:
                 case of.TokensReceived(request_id=request_id, dropped=None):
                     response = self._by_request.get(request_id)
                     if response is not None:
+                        if fact.token_ids and not response.token_ids and response.asked_at:
+                            self._first_token(time.monotonic() - response.asked_at)
                         response.arrive(fact.token_ids or (), fact.logprobs or ())
                 case of.AttemptSent():
-                    if fact.group_id in self._by_group:
-                        self._by_request[fact.request_id] = self._by_group[fact.group_id]
+                    response = self._by_group.get(fact.group_id)
+                    if response is not None:
+                        self._by_request[fact.request_id] = response
                         self._requests.setdefault(fact.group_id, set()).add(fact.request_id)
+                        self._check_grammar(response, fact.group_id)
                 case of.GroupLaunched(evaluation_id=None):
                     self._launched(fact)
                 case of.RolloutFinished():
@@ -423,6 +448,17 @@ class Responses:
         if response.unwanted:
             # The core takes this after the event that it is handling now.
             self._withdraw(fact.group_id, response.unwanted)
+
+    def _check_grammar(self, response: Response, group_id: int) -> None:
+        """Fail a response whose new request would begin its grammar again behind its tokens: the
+        text would be a beginning with a whole behind it."""
+        sampling = response.prompt.sampling
+        if not (isinstance(sampling, SamplingParams) and response.token_ids) or response.over:
+            return
+        if grammar := sorted(_GRAMMARS & sampling.extra.keys()):
+            response.fail(_BROKEN_OFF.format(*grammar))
+            response.unwanted = response.failure
+            self._withdraw(group_id, response.failure)
 
     def _known(self, group: Group | GroupRecord) -> Response | None:
         """A response of the prior process, by its group of one; None if it is no gateway's."""

@@ -7,10 +7,11 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from aprilsched.core.config import SchedulerConfig
 from aprilsched.engines.base import Fleet
-from aprilsched.errors import AprilschedError
+from aprilsched.errors import AprilschedError, MissingExtra
 from aprilsched.gateway import generate, openai
 from aprilsched.gateway.service import SERVICE, Service
 from aprilsched.gateway.settings import GatewaySettings
@@ -72,7 +73,12 @@ class Gateway:
             await self.service.open()
             bodies = Bodies(largest=_LARGEST_BODY, together=_ALL_BODIES)
             app = make_app(
-                self.service, bodies, requests=_REQUESTS, api_key=api_key, admin_key=admin_key
+                self.service,
+                bodies,
+                requests=_REQUESTS,
+                api_key=api_key,
+                admin_key=admin_key,
+                outermost=[_note_refusals],
             )
             app[SERVICE] = self.service
             await self._listener.open(app)
@@ -87,7 +93,8 @@ class Gateway:
     async def stop(self) -> None:
         """Take no new requests, let the open responses end, and close everything.
 
-        A response that is still open after `drain_s` ends as aborted with its tokens.
+        A response that is still open after `drain_s` ends as aborted with its tokens and the
+        reason, or, with a store, without a result.
         """
         if self._listener.listening:
             await self.service.drain()
@@ -111,6 +118,29 @@ _LARGEST_BODY = 2**26
 _ALL_BODIES = 2**28
 """Bytes of all requests that are read at a time."""
 _LARGEST_ID = 2**31 - 1
+
+
+@web.middleware
+async def _note_refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Count the requests that are refused, and say when one may be sent again."""
+    answer = await handler(request)
+    if answer.status == web.HTTPServiceUnavailable.status_code:
+        answer.headers["Retry-After"] = str(request.app[SERVICE].retry_s)
+    # Who looks whether a server is ready asks for nothing that could be refused.
+    if answer.status >= web.HTTPBadRequest.status_code and request.method == "POST":
+        request.app[SERVICE].refused(answer.status)
+    return answer
+
+
+async def metrics(request: web.Request) -> web.Response:
+    """GET /metrics: the figures of the run behind the gateway and of its clients, as Prometheus
+    reads them."""
+    try:
+        from aprilsched.telemetry.prometheus import exposition
+    except MissingExtra as error:
+        return as_json({"error": {"message": str(error)}}, web.HTTPNotImplemented.status_code)
+    text, kind = exposition(request.app[SERVICE].metrics)
+    return web.Response(body=text, headers={"Content-Type": kind})
 
 
 class _TokenizeBody(msgspec.Struct, frozen=True):
@@ -184,4 +214,5 @@ _REQUESTS: Sequence[Route] = (
     ("POST", "/v1/completions", openai.completions),
     ("POST", "/v1/chat/completions", openai.chat_completions),
     ("GET", "/workers", workers),
+    ("GET", "/metrics", metrics),
 )

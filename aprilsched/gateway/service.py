@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import re
 import secrets
@@ -17,7 +18,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from types import CoroutineType
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -59,17 +60,24 @@ from aprilsched.serving import (
     JoinBody,
     PauseMode,
     PromptsBody,
+    Refused,
     TensorBody,
 )
 from aprilsched.store.codec import check_storable
 from aprilsched.store.sqlite import SqliteStore
 from aprilsched.telemetry.base import AnyListener
+from aprilsched.telemetry.metrics import Metrics
+from aprilsched.telemetry.table import Clients
 from aprilsched.weights.external import ExternalWeights
 from aprilsched.weights.publisher import WeightPublisher
 
 log = logging.getLogger("aprilsched")
 
+_UNAVAILABLE = 503
+_REASONS = {400: "invalid", 401: "key", 404: "unknown", 405: "unknown", 413: "large", 503: "busy"}
+"""Why requests are refused, by the HTTP status of the answer, as the metrics have it."""
 _STOPPED = "The gateway stops; send the same rid again to go on with this response."
+_ENDED = "The gateway stops; send the prompt with these tokens elsewhere to go on."
 _MOST_CALLS = 64
 """Control calls that may wait for their turn. They stay when their clients leave, so nothing else
 bounds their number, and each may have a body of many megabytes."""
@@ -123,6 +131,12 @@ class _Open:
     """Whether the client has said that it begins, and will say that it ends."""
 
 
+class UnknownModel(Refused):
+    """A request names a model that is not served."""
+
+    status = 404
+
+
 class Service:
     """A fleet and its scheduler, as the handlers of a gateway see them.
 
@@ -148,7 +162,13 @@ class Service:
     ) -> None:
         self.settings = settings
         self.fleet = fleet
-        self.responses = Responses(withdraw=self._withdraw, state=lambda: self._rollouts.state)
+        self.clients = Clients(responses=lambda: len(self.responses))
+        self.metrics = Metrics(clients=self.clients)
+        self.responses = Responses(
+            withdraw=self._withdraw,
+            state=lambda: self._rollouts.state,
+            first_token=partial(self.metrics.observe, "gateway/first_token_seconds"),
+        )
         self.random_seed = secrets.randbelow(2**31)
         """Distinguishes this process from a later one at its address, as a server's seed does."""
         self.held = False
@@ -166,7 +186,7 @@ class Service:
             fleet,
             self._prompts,
             config=self._config,
-            listeners=[self.responses, *listeners],
+            listeners=[self.responses, self.metrics, *listeners],
             store=None if store is None else SqliteStore(store),
         )
         self._control = asyncio.Lock()
@@ -196,10 +216,35 @@ class Service:
         """Whether a request would be generated now."""
         return bool(self.in_use) and not self.draining and not self.held
 
+    async def alive(self) -> bool:
+        """Whether the scheduler runs, also while it waits for an engine or stops."""
+        return not self._failed.done()
+
     async def healthy(self) -> bool:
         """Whether an engine is in use, and the gateway does not stop. Nothing is generated for it,
         so it is also told during a pause."""
         return bool(self.in_use) and not self.draining
+
+    @property
+    def retry_s(self) -> int:
+        """Seconds after which a client that was refused may ask again: when the open responses have
+        ended, or soon."""
+        return math.ceil(max(1, self.settings.drain_s if self.draining else 1))
+
+    @property
+    def model_name(self) -> str:
+        """What clients call the model."""
+        return self.settings.served_model_name or self.model_path
+
+    def check_model(self, name: str) -> None:
+        """Refuse the name of another model, where the operator has named the one that is served.
+
+        Raises:
+            UnknownModel: if it is another one.
+        """
+        known = self.settings.served_model_name
+        if known is not None and name not in ("", known):
+            raise UnknownModel(f"The model {name} is not served here; ask for {known}.")
 
     @property
     def in_use(self) -> list[str]:
@@ -244,8 +289,8 @@ class Service:
         return self.responses.to_launch + len(self._rollouts.state.in_flight.queue)
 
     def model_facts(self) -> dict[str, Any]:
-        """Nothing: the engines know more of the model than the gateway does."""
-        return {}
+        """The name of the model; the engines know more of it than the gateway does."""
+        return {"served_model_name": self.model_name}
 
     def server_facts(self) -> dict[str, Any]:
         """What a client of SGLang looks up, and the engines under ``gateway``.
@@ -302,6 +347,11 @@ class Service:
         return self.texts.context(min(known, default=None))
 
     # --- responses -----------------------------------------------------------------------------
+
+    def refused(self, status: int) -> None:
+        """Count a request that was answered with an error of this HTTP status."""
+        reason = "stopping" if status == _UNAVAILABLE and self.draining else _REASONS.get(status)
+        self.clients.refusals[reason or "failed"] += 1
 
     def ask(self, *asked: Asked) -> list[Response]:
         """Begin responses, or go on with those of the prior process that have the same names.
@@ -616,8 +666,8 @@ class Service:
     async def drain(self) -> None:
         """Take no new requests, and let the open responses end.
 
-        A response that is still open after `drain_s` ends as aborted with its tokens, or, with a
-        store, without a result.
+        A response that is still open after `drain_s` ends as aborted with its tokens and the
+        reason, or, with a store, without a result.
         """
         self.draining = True
         try:
@@ -627,7 +677,7 @@ class Service:
             if self._stored:
                 self.responses.interrupt_all(_STOPPED)
             else:
-                self.responses.abort_all()
+                self.responses.end_all(_ENDED)
 
     def _expire(self) -> None:
         self.responses.expire(

@@ -86,8 +86,12 @@ class GatewaySettings:
 
     host: str = "127.0.0.1"
     """Address to listen at; any address but loopback lets other machines connect."""
-    port: int = 30000
-    """Port to listen at; 0 for any free one."""
+    port: int = 31000
+    """Port to listen at; 0 for any free one. It is not SGLang's default, so that both run on one
+    machine."""
+    served_model_name: str | None = None
+    """What clients call the model. Requests for another one are refused then. None takes the
+    folder of the model, and any name in a request."""
     max_requests: Annotated[int, AT_LEAST_1] = 4096
     """Largest number of open responses. A request beyond it is answered with 503 at once."""
     drain_s: Annotated[float, AT_LEAST_0] = 30.0

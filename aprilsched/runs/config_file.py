@@ -6,16 +6,18 @@ Settings that are not set (None) are left out, since TOML has no word for them.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, cast, get_type_hints
+from typing import Any, TypeVar, cast, get_type_hints
 
 import msgspec
 
 from aprilsched.errors import ConfigError
 from aprilsched.runs.config_tree import config_of, plain, refuse_unknown, table_of
 from aprilsched.runs.settings import RunSettings
+
+T = TypeVar("T")
 
 
 def as_toml(settings: RunSettings) -> dict[str, Any]:
@@ -33,6 +35,15 @@ def read_settings(path: Path) -> RunSettings:
     Raises:
         ConfigError: if the file cannot be read, names something unknown or has a wrong value.
     """
+    return read_table(path, _settings)
+
+
+def read_table(path: Path, made: Callable[[Mapping[str, Any]], T]) -> T:
+    """What is `made` of the table in the TOML file at `path`.
+
+    Raises:
+        ConfigError: if the file cannot be read, or if nothing can be made of it.
+    """
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -40,9 +51,21 @@ def read_settings(path: Path) -> RunSettings:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"The config file {path} is no TOML: {error}.") from error
     try:
-        return _settings(content)
+        return made(content)
     except ConfigError as error:
         raise ConfigError(f"The config file {path} does not fit: {error}") from error
+
+
+def value_as(hint: Any, name: str, value: Any) -> Any:
+    """The value of a setting in a file as the type that the setting has.
+
+    Raises:
+        ConfigError: if it is of another type.
+    """
+    try:
+        return msgspec.convert(value, hint, dec_hook=lambda kind, given: kind(given))
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{name} has a wrong value: {error}.") from error
 
 
 def _settings(content: Mapping[str, Any]) -> RunSettings:
@@ -65,10 +88,7 @@ def _settings(content: Mapping[str, Any]) -> RunSettings:
         if is_dataclass(part) and isinstance(value, Mapping):
             known = (field.name for field in fields(part))
             refuse_unknown(cast("Mapping[str, Any]", value), known, f"{name}.")
-        try:
-            values[name] = msgspec.convert(value, hints[name])
-        except msgspec.ValidationError as error:
-            raise ConfigError(f"{name} has a wrong value: {error}.") from error
+        values[name] = value_as(hints[name], name, value)
     settings = RunSettings(**values)
     given = content.get("scheduler", {}).get("sampling", {})
     if "max_new_tokens" in given and settings.prompts is settings.workload.cap is None:

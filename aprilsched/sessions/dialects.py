@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import msgspec
 
-from aprilsched.chat.openai_bodies import ChatBody, CompletionBody, error_content
+from aprilsched.chat.openai_bodies import ChatBody, CompletionBody
 from aprilsched.errors import ConfigError
 from aprilsched.serving import (
     DONE,
     Event,
     GenerateBody,
+    error_content,
     finish_reason,
     frame_item,
     token_logprobs,

@@ -17,7 +17,7 @@ from aprilsched.core.messages import facts as of
 from aprilsched.core.messages.facts import Fact
 from aprilsched.telemetry.figures import Ages
 from aprilsched.telemetry.live_figures import FiguresListener, LiveFigures
-from aprilsched.telemetry.table import FIGURES, Labelled, Moment, values_at
+from aprilsched.telemetry.table import FIGURES, Clients, Labelled, Moment, values_at
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,10 +69,12 @@ class Metrics(FiguresListener):
     Args:
         figures: LiveFigures that are a listener before this one. If it is None, the metrics keep
             figures of their own.
+        clients: what a gateway counts; without it there are no figures of a gateway.
     """
 
-    def __init__(self, figures: LiveFigures | None = None) -> None:
+    def __init__(self, figures: LiveFigures | None = None, clients: Clients | None = None) -> None:
         super().__init__(figures)
+        self._clients = clients
         self._updates: Counter[str] = Counter(succeeded=0, failed=0)
         self._asked_at: float | None = None
         self._update_at: float | None = None
@@ -83,7 +85,7 @@ class Metrics(FiguresListener):
         self._histograms = {
             name: Histogram(figure.buckets)
             for name, figure in FIGURES.items()
-            if figure.kind == "histogram"
+            if figure.kind == "histogram" and (clients or not name.startswith("gateway/"))
         }
         self._handlers = {
             of.BatchRequested: self._requested,
@@ -103,12 +105,19 @@ class Metrics(FiguresListener):
         with self._figures.lock:
             super().react(facts, now)
 
+    def observe(self, name: str, value: float) -> None:
+        """Count a value that no fact tells in the histogram of this name."""
+        self._histograms[name].observe(value)
+
     def scrape(self) -> Scrape:
         """The present values. Any thread may call this."""
         with self._figures.lock:
             self._figures.advance()
             moment = Moment(
-                figures=self._figures, updates=self._updates, seconds=self._engine_seconds()
+                figures=self._figures,
+                updates=self._updates,
+                seconds=self._engine_seconds(),
+                clients=self._clients,
             )
             return Scrape(
                 values={
@@ -182,4 +191,4 @@ class Metrics(FiguresListener):
 
     def _observe_since(self, name: str, began: float | None) -> None:
         if began is not None:
-            self._histograms[name].observe(self._now - began)
+            self.observe(name, self._now - began)

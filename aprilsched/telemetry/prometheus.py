@@ -18,7 +18,12 @@ from aprilsched.telemetry.metrics import Buckets, Metrics
 from aprilsched.telemetry.table import FIGURES
 
 with extra("metrics"):
-    from prometheus_client import CollectorRegistry, start_http_server
+    from prometheus_client import (
+        CONTENT_TYPE_LATEST,
+        CollectorRegistry,
+        generate_latest,
+        start_http_server,
+    )
     from prometheus_client.core import (
         CounterMetricFamily,
         GaugeMetricFamily,
@@ -78,6 +83,19 @@ def _pairs(held: Buckets) -> Sequence[tuple[str, float]]:
     return [(edge, float(count)) for edge, count in zip(edges, held.counts, strict=True)]
 
 
+def exposition(metrics: Metrics | Mapping[str, Metrics]) -> tuple[bytes, str]:
+    """The present metrics and those of the process in Prometheus' text form, and its content type,
+    for a server that is there already."""
+    return generate_latest(_registry(metrics)), CONTENT_TYPE_LATEST
+
+
+def _registry(metrics: Metrics | Mapping[str, Metrics]) -> CollectorRegistry:
+    registry = CollectorRegistry()
+    registry.register(MetricsCollector(metrics))
+    ProcessCollector(registry=registry)
+    return registry
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MetricsServer:
     """Path of the metrics."""
@@ -109,11 +127,8 @@ def serve_metrics(
     """
     if not 0 <= port <= _HIGHEST_PORT:
         raise ConfigError(f"the metrics' port is {port}; give one from 0 to {_HIGHEST_PORT}.")
-    registry = CollectorRegistry()
-    registry.register(MetricsCollector(metrics))
-    ProcessCollector(registry=registry)
     try:
-        server, thread = start_http_server(port, host, registry)
+        server, thread = start_http_server(port, host, _registry(metrics))
     except OSError as error:
         raise ConfigError(
             f"metrics cannot be served on {host}:{port} ({error.strerror or error}); give another "

@@ -12,6 +12,7 @@ in the table is exposed.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias, get_args
@@ -39,6 +40,21 @@ _VERSIONS = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)
 _STATES: tuple[EngineState, ...] = get_args(EngineState)
 
 
+@dataclass(kw_only=True, slots=True)
+class Clients:
+    """What a gateway counts of its clients, of whom no fact tells.
+
+    Attributes:
+        responses: tells the number of open responses.
+        streams: number of open streams; one may have several responses.
+        refusals: number of requests that were answered with an error, by reason.
+    """
+
+    responses: Callable[[], int]
+    streams: int = 0
+    refusals: Counter[str] = field(default_factory=Counter[str])
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moment:
     """What figures are taken from. The lock of `figures` is held meanwhile.
@@ -48,12 +64,14 @@ class Moment:
         seconds: seconds of each engine by part, as they are told to Prometheus.
         spent: seconds of all engines between the last two batches, by part; empty while no batch
             is being delivered.
+        clients: what a gateway counts; None if there is none.
     """
 
     figures: LiveFigures
     updates: Mapping[str, int] = field(default_factory=dict[str, int])
     seconds: Labelled = field(default_factory=dict[tuple[str, ...], float])
     spent: Mapping[Part, float] = field(default_factory=dict[Part, float])
+    clients: Clients | None = None
 
 
 def values_at(figure: Figure, moment: Moment) -> Labelled:
@@ -123,6 +141,11 @@ def _share(*parts: Part) -> Callable[[Moment], float | None]:
         return sum(moment.spent[part] for part in parts) / total if total > 0 else None
 
     return of
+
+
+def _clients(take: Callable[[Clients], Value]) -> Callable[[Moment], Value]:
+    """A figure of the clients of a gateway."""
+    return lambda moment: None if moment.clients is None else take(moment.clients)
 
 
 def _rollout_seconds(moment: Moment) -> Value:
@@ -229,6 +252,19 @@ _FIGURES: tuple[Figure, ...] = (
     Figure(name="run/engine_seconds", kind="counter", unit="seconds", tracked=False,
            labels=("engine", "part"), of=lambda m: m.seconds,
            help="The engine's wall time by part: busy, or idle for a cause."),
+    # --- clients of a gateway ------------------------------------------------------------------
+    Figure(name="gateway/open_responses", tracked=False, of=_clients(lambda c: c.responses()),
+           help="Responses that a client of a gateway waits for or reads."),
+    Figure(name="gateway/open_streams", tracked=False, of=_clients(lambda c: c.streams),
+           help="Requests to a gateway whose answer is being streamed."),
+    Figure(name="gateway/refusals", kind="counter", labels=("reason",), tracked=False,
+           of=_clients(lambda c: {(reason,): n for reason, n in c.refusals.items()}),
+           help="Requests to a gateway that were answered with an error, by reason; an error in a "
+                "stream counts too."),
+    Figure(name="gateway/first_token_seconds", kind="histogram", unit="seconds",
+           buckets=_SHORT_SECONDS,
+           help="From a request to a gateway to the first token of a response to it."),
+    # --- shares of the engines' time -----------------------------------------------------------
     Figure(name="engines/busy", unit="share", exposed=False, of=_share(*BUSY),
            help="Share of the engines' time since the batch before: decoding or reading "
                 "prompts."),

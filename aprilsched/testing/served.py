@@ -314,6 +314,10 @@ class ServedEngine:
             last, token_ids=ids, logprobs=logprobs, token_rows=joined or None
         )
 
+    async def alive(self) -> bool:
+        """The same: SGLang's /health generates a token too."""
+        return await self.healthy()
+
     async def healthy(self) -> bool:
         """Whether it generates a token in time, as SGLang's health checks test; they hang while it
         is paused."""

@@ -1,5 +1,7 @@
 """Runs 200 clients against ``aprilsched gateway`` in front of two embedded engines, and watches the
-gateway's memory. Weights are loaded through the gateway all the while."""
+gateway's memory. Weights are loaded through the gateway all the while.
+
+With ``--streams`` so many streams are opened at once instead, and read to their ends."""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -87,14 +90,72 @@ async def updates(url: str, weights: tuple[Path, Path], seconds: float) -> int:
 UPDATES: list[int] = []
 
 
-async def measured(minutes: float, number: int, seed: int) -> dict[str, Any]:
-    """The result of one run."""
+@asynccontextmanager
+async def served(
+    folder: Path,
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, str, list[str]]]:
+    """A gateway with a tokenizer in front of two engines: its process, its URL and theirs."""
     async with AsyncExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         servers = [(await stack.enter_async_context(process(SERVER)))[1] for _ in range(2)]
         tokenizer = bytes_tokenizer(folder / "model", parses=True)
         command = ["gateway", "--port", "0", "--tokenizer", str(tokenizer), "--engine", *servers]
         gateway, url = await stack.enter_async_context(process(GATEWAY, *command))
+        yield gateway, url, servers
+
+
+async def left_over(*urls: str) -> dict[str, list[str]]:
+    """What each of them still has to do after 20 seconds, in words."""
+    left: dict[str, list[str]] = {}
+    for _ in range(100):
+        left = {each: await clients.trouble(each) for each in urls}
+        if not any(left.values()):
+            break
+        await asyncio.sleep(0.2)
+    return left
+
+
+async def streamed(streams: int, tokens: int) -> dict[str, Any]:
+    """The result of opening so many streams at once."""
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        gateway, url, servers = await stack.enter_async_context(served(folder))
+        began, used, before = time.perf_counter(), processor(gateway.pid), resident(gateway.pid)
+        reading = asyncio.create_task(clients.held(url, streams, tokens))
+        seen: list[dict[str, float]] = []
+        while not reading.done():
+            asked = time.perf_counter()
+            now = await clients.metric(url, "aprilsched_gateway_open_streams")
+            took = time.perf_counter() - asked
+            seen.append({"streams": now, "answer_s": took, "mib": resident(gateway.pid)})
+            await asyncio.wait([reading], timeout=1)
+        tally, seconds = reading.result(), time.perf_counter() - began
+        used = processor(gateway.pid) - used
+        left = await left_over(url, *servers)
+        return {
+            "streams": streams,
+            "open_at_once": max(each["streams"] for each in seen),
+            "tokens_each": tokens,
+            "ends": dict(sorted(tally.ended.items())),
+            "wrong": tally.wrong[:20],
+            "seconds": round(seconds, 1),
+            "tokens_per_s": round(tally.tokens / seconds),
+            "first_event_s": clients.percentiles(tally.first_s),
+            "whole_answer_s": clients.percentiles(tally.all_s),
+            "metrics_answer_s": clients.percentiles([each["answer_s"] for each in seen]),
+            "gateway_cpu_share": round(used / seconds, 3),
+            "gateway_memory_mib": {
+                "before": round(before, 1),
+                "largest": round(max(each["mib"] for each in seen), 1),
+            },
+            "left_over": {"gateway": left[url], "servers": [left[each] for each in servers]},
+        }
+
+
+async def measured(minutes: float, number: int, seed: int) -> dict[str, Any]:
+    """The result of one run."""
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        gateway, url, servers = await stack.enter_async_context(served(folder))
         loop = asyncio.get_running_loop()
         until = loop.time() + 60 * minutes
         memory: list[float] = []
@@ -106,12 +167,7 @@ async def measured(minutes: float, number: int, seed: int) -> dict[str, Any]:
                 await asyncio.wait([work], timeout=5)
             loading.cancel()
         tally = work.result()
-        left: dict[str, list[str]] = {}
-        for _ in range(100):
-            left = {each: await clients.trouble(each) for each in (url, *servers)}
-            if not any(left.values()):
-                break
-            await asyncio.sleep(0.2)
+        left = await left_over(url, *servers)
         used = processor(gateway.pid)
         # Two minutes of clients who come for the first time warm caches up.
         settled = memory[len(memory) // 5 :]
@@ -144,9 +200,14 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--clients", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--streams", type=int)
+    parser.add_argument("--tokens", type=int, default=200, help="of each stream")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    result = asyncio.run(measured(given.minutes, given.clients, given.seed))
+    if given.streams is not None:
+        result = asyncio.run(streamed(given.streams, given.tokens))
+    else:
+        result = asyncio.run(measured(given.minutes, given.clients, given.seed))
     text = json.dumps(result, indent=1)
     print(text)
     if given.out is not None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import aiohttp
 
-__all__ = ["Tally", "percentiles", "running", "trouble"]
+__all__ = ["Tally", "held", "metric", "percentiles", "running", "trouble"]
 
 KINDS = ("generate", "generate stream", "completions", "chat")
 LEAVES, ABORTS, SLOW = 0.3, 0.05, 0.1
@@ -207,6 +207,42 @@ async def _ask(
     for spans in request.spans.values():
         tally.versions[len(spans)] += 1
     return "aborted" if "abort" in request.reasons.values() else "read"
+
+
+async def held(url: str, streams: int, tokens: int) -> Tally:
+    """Open so many streams of ``/generate`` at once, and read each to its end."""
+    tally = Tally()
+    connector = aiohttp.TCPConnector(limit=0)
+    timeout = aiohttp.ClientTimeout(total=None)
+    async with aiohttp.ClientSession(url, connector=connector, timeout=timeout) as session:
+
+        async def one(number: int) -> None:
+            request = _Request("generate stream", tokens, 1, rid=f"held-{number}")
+            try:
+                how = await _ask(session, _Stays(), request, tally, 0)
+            except (ValueError, KeyError, aiohttp.ClientError) as error:
+                tally.wrong.append(f"{type(error).__name__}: {error}")
+                how = "wrong"
+            tally.ended[how] += 1
+
+        async with asyncio.TaskGroup() as group:
+            for number in range(streams):
+                group.create_task(one(number))
+    return tally
+
+
+class _Stays(random.Random):
+    """The chance of a client that neither leaves, nor aborts, nor reads slowly."""
+
+    def random(self) -> float:
+        return 1.0
+
+
+async def metric(url: str, name: str) -> float:
+    """The value of a metric without labels that a gateway tells."""
+    async with aiohttp.ClientSession(url) as session, session.get("/metrics") as answer:
+        lines = (await answer.text()).splitlines()
+    return next(float(line.split()[1]) for line in lines if line.split()[0] == name)
 
 
 async def trouble(url: str) -> list[str]:

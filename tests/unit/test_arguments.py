@@ -16,7 +16,10 @@ from typing import Any
 import pytest
 
 from aprilsched.cli.arguments import flags_of_lists, parsed
+from aprilsched.cli.gateway import command_of
 from aprilsched.cli.main import COMMANDS, main
+from aprilsched.errors import ConfigError
+from aprilsched.gateway import GatewaySettings
 
 
 def _kind(command: str) -> Any:
@@ -100,6 +103,32 @@ def test_an_error_is_one_sentence_on_every_terminal(encoding: str) -> None:
     env = {**os.environ, "PYTHONIOENCODING": encoding}
     ended = subprocess.run(line, env=env, capture_output=True, text=True, check=False)
     assert ended.stderr == f"aprilsched: {SENTENCES['run --refill.together x']}\n"
+
+
+def test_a_gateway_s_settings_are_in_a_file_by_the_names_of_its_flags(tmp_path: Path) -> None:
+    file = tmp_path / "gateway.toml"
+    file.write_text(
+        'engine = ["http://a:1", "http://b:2"]\nmax_requests = 7\ndrain_s = 5\n'
+        'tokenizer = "models/x"\nclient_fields = ["priority"]\nstream_interval = 4\n'
+    )
+    found = command_of(["--config", str(file), "--max-requests", "9", "--live"])
+    assert found.engine == ("http://a:1", "http://b:2")
+    assert (found.stream_interval, found.live) == (4, True)
+    settings: dict[str, Any] = {"max_requests": 9, "drain_s": 5.0, "client_fields": ("priority",)}
+    assert found.gateway == GatewaySettings(**settings, tokenizer=Path("models/x"))
+    assert command_of([f"--config={file}", "--engine", "http://c:3"]).engine == ("http://c:3",)
+    for text, words in (
+        (
+            "max_request = 1",
+            "does not fit: unknown key max_request; the nearest known one is max_re",
+        ),
+        ('port = "x"', "does not fit: port has a wrong value"),
+        ("port = -1", "does not fit: port is -1"),
+        ("port =", "is no TOML"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=words):
+            command_of(["--config", str(file)])
 
 
 def test_the_lists_of_the_examples_take_both_forms() -> None:

@@ -209,7 +209,7 @@ _RULES: dict[str, Rule] = {
     # The version in the answers.
     "gateway": rule(
         "__version__ chat checks companions coordinator core engines errors extras gateway "
-        "sampling serving store telemetry.base types weights",
+        "sampling serving store telemetry types weights",
     ),
     # Several schedulers as one, in front of the coordinator as a trainer is.
     "shards": rule(

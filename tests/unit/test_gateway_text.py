@@ -17,7 +17,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aprilsched.chat.openai_bodies import Message, for_template
+from aprilsched.chat.openai_bodies import (
+    ChatBody,
+    ForcedCalls,
+    Message,
+    for_template,
+    sampling_of,
+)
 from aprilsched.chat.tokenizer import ModelTokenizer, load_tokenizer
 from aprilsched.errors import ConfigError, MissingExtra
 from aprilsched.gateway.reading import Reading, Stops, TextRules
@@ -123,7 +129,12 @@ async def test_a_stop_string_in_tokens_that_have_arrived_together_cuts_them(
 ):
     withdrawn: list[tuple[int, str]] = []
     state: Any = None
-    responses = Responses(withdraw=lambda *told: withdrawn.append(told), state=lambda: state)
+    waited: list[float] = []
+    responses = Responses(
+        withdraw=lambda *told: withdrawn.append(told),
+        state=lambda: state,
+        first_token=waited.append,
+    )
     response = Response("mine", "mine#0", Prompt(input_ids=np.array([5], np.int32)))
     response.group_id = 3
     ids = tokenizer.encode("one STOP two")
@@ -183,6 +194,43 @@ def test_a_call_that_cannot_be_parsed_is_text(tokenizer: ModelTokenizer, call: s
     assert whole["content"].startswith("Look:")
     assert len(whole["tool_calls"]) == 1
     assert "".join(change.get("content", "") for change in changes) == whole["content"]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_call_that_is_asked_for_has_a_schema_and_is_read_by_it(seed: int):
+    tools = [
+        {"type": "function", "function": {"name": n, "parameters": {"type": "object"}}}
+        for n in "ab"
+    ]
+    said: Any = {"messages": [{"role": "user", "content": "x"}], "tools": tools}
+
+    def schema(choice: Any, **more: Any) -> Any:
+        params = sampling_of(ChatBody(tool_choice=choice, **said, **more))
+        return json.loads(params.get("json_schema", "null"))
+
+    named = {"type": "function", "function": {"name": "b"}}
+    assert schema("auto") is None
+    for found, names in ((schema("required"), ["a", "b"]), (schema(named), ["b"])):
+        own = [each["properties"] for each in found["items"]["anyOf"]]
+        assert [(each["name"]["const"], each["arguments"]) for each in own] == [
+            (name, {"type": "object"}) for name in names
+        ]
+    assert "maxItems" not in schema("required")
+    assert (
+        schema(named)["maxItems"] == schema("required", parallel_tool_calls=False)["maxItems"] == 1
+    )
+    with pytest.raises(ConfigError, match="give one"):
+        schema("required", response_format={"type": "json_object"})
+    text = '[{"name": "a", "arguments": {"x": 1}}, {"name": "b", "arguments": {}}]'
+    changes, whole = told(Message(ForcedCalls()), text, seed)
+    assert whole["content"] is None
+    found = [
+        (c["function"]["name"], json.loads(c["function"]["arguments"])) for c in whole["tool_calls"]
+    ]
+    assert found == [("a", {"x": 1}), ("b", {})]
+    assert [each.keys() for each in changes] == [{"tool_calls"}] * 2
+    _, cut = told(Message(ForcedCalls()), text[:30], seed)
+    assert (cut["content"], cut["tool_calls"]) == (text[:30], None)
 
 
 def test_what_the_prompt_has_opened_is_not_told_again(tokenizer: ModelTokenizer):

@@ -104,7 +104,7 @@ async def length(request: web.Request) -> web.Response:
 async def reading(key: str | None = None) -> AsyncGenerator[str]:
     """A server that reads bodies of up to 1,000 bytes, and of 1,500 together."""
     keys = key_middleware(api_key=key, admin_key=None, control=())
-    app = web.Application(middlewares=[keys, answer_refusals])
+    app = web.Application(middlewares=[answer_refusals, keys])
     app[BODIES] = Bodies(largest=1000, together=1500)
     app.router.add_route("POST", "/", length, expect_handler=expect_later)
     listener = Listener("127.0.0.1", 0)

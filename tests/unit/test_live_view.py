@@ -101,6 +101,13 @@ def test_all_of_it_at_80_columns():
     ]
 
 
+def test_a_gateway_shows_no_batches():
+    gateway = replace(SNAPSHOT, facts=RunFacts(title="gateway", batches=0, batch_groups=1))
+    whole, of_a_run = shown(gateway, 80), shown(SNAPSHOT, 80)
+    assert whole[1:] == of_a_run[3:]
+    assert len(shown(gateway, 80, height=8)) == 8
+
+
 def test_a_narrow_terminal_has_figures_instead_of_bars():
     lines = shown(SNAPSHOT, 60)
     assert lines[0] == "run runs/x                  12:34 elapsed · about 20:02 left"

@@ -38,7 +38,10 @@ def faults(figure: Figure) -> list[str]:
     words = figure.metric.split("_")
     bare = figure.metric.removesuffix("_total")
     found = [
-        (not re.fullmatch(r"(run|batch|engines)/[a-z]+(_[a-z]+)*", figure.name), "no name of ours"),
+        (
+            not re.fullmatch(r"(run|batch|engines|gateway)/[a-z]+(_[a-z]+)*", figure.name),
+            "no name of ours",
+        ),
         (bare.endswith("_total") or figure.name.endswith("_total"), "has a _total of its own"),
         (figure.metric.endswith(RESERVED), "ends with what histograms use"),
         (any(kind in words for kind in KINDS), "has its kind in its name"),

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from aprilsched import SchedulerConfig, SGLangFleet
 from aprilsched.config import Health
@@ -22,10 +23,11 @@ from aprilsched.doctor import examine
 from aprilsched.errors import ConfigError
 from aprilsched.gateway import Gateway, GatewaySettings
 from aprilsched.testing.contract import PROMPT, until
-from tests.support.gateway import LONG, Front, front, spans
+from tests.support.gateway import LONG, Front, Reader, front, spans
 from tests.support.sim_http import CONFIG, INTERVAL, Raw, asked, served, two_weights
 from tests.support.tiny_tokenizer import bytes_tokenizer
 
+CHECKS = ("health", "health_generate", "ready")
 KEY, ADMIN = "a-key", "an-admin-key"
 IMAGES: dict[str, Any] = {"image_data": ["data:image/png;base64,AA==", "http://a/b.png"]}
 
@@ -76,6 +78,41 @@ async def test_a_request_that_every_engine_refuses_fails_alone(one: Front):
     assert (error["error"]["code"], error["error"]["retryable"]) == (400, False)
     assert one.state.in_flight.ledger.rollouts == {Reason.FAILED: 2}
     assert len((await running.end()).ids) == LONG
+
+
+async def test_metrics_tell_of_the_run_and_of_its_clients():
+    async with front(max_requests=2, api_key=KEY) as one, Raw(one.gateway.url, KEY) as raw:
+
+        async def figures() -> dict[tuple[str, str], float]:
+            status, text = await raw.get("/metrics")
+            assert status == 200
+            return {
+                (sample.name.removeprefix("aprilsched_"), sample.labels.get("reason", "")): value
+                for family in text_string_to_metric_families(text)
+                for sample in family.samples
+                if (value := sample.value)
+            }
+
+        assert not any(name.startswith("gateway_") for name, _ in await figures())
+        reader = await Reader(raw, {**asked(LONG), "stream": True}).reach(INTERVAL)
+        whole = asyncio.create_task(raw.post("/generate", asked(LONG)))
+        await until(lambda: len(one.gateway.service.responses) == 2)
+        open_now = await figures()
+        names = ("gateway_open_responses", "gateway_open_streams", "rollouts_launched_total")
+        assert [open_now.get((name, "")) for name in names] == [2, 1, 2]
+        refused = {**asked(5), "sampling_params": {"nonsense": 1}}
+        assert (await raw.post("/generate", refused))[0] == 400
+        assert (await raw.post("/generate", asked(5)))[0] == 503
+        assert (await one.raw.post("/generate", asked(5)))[0] == 401
+        await asyncio.gather(reader.end(), whole)
+        too_long = {**asked(5), "sampling_params": {"max_new_tokens": 10**9}}
+        assert "error" in (await raw.events(too_long))[-1]
+        found = await figures()
+        refusals = {r: n for (name, r), n in found.items() if name == "gateway_refusals_total"}
+        assert refusals == {"invalid": 2, "busy": 1, "key": 1}
+        assert found["gateway_first_token_seconds_count", ""] == 2
+        assert found["tokens_generated_total", ""] == 2 * LONG
+        assert not any((name, "") in found for name in names[:2])
 
 
 async def test_clients_set_only_the_fields_that_the_operator_lists():
@@ -306,6 +343,27 @@ async def test_a_response_survives_an_engine_that_dies(shown: dict[str, Any]):
         assert [engine["mode"] for engine in engines] == ["lost", "running"]
 
 
+async def test_a_response_with_a_grammar_fails_with_its_engine_instead_of_beginning_again(
+    tmp_path: Path,
+):
+    async with front(2) as two:
+        body = asked(LONG)
+        body["sampling_params"]["json_schema"] = '{"type": "object"}'
+        reader = await Reader(two.raw, {**body, "stream": True}).reach(INTERVAL)
+        await two.raw.post("/pause_generation", {"mode": "retract"})
+        update = {"model_path": str(two_weights(tmp_path)[0]), "weight_version": "new"}
+        assert (await two.raw.post("/update_weights_from_disk", update))[0] == 200
+        await two.raw.post("/continue_generation", {})
+        await reader.reach(len(reader.ids) + INTERVAL)
+        (busy,) = [each for each in two.servers if each.engine.batcher.running]
+        await busy.crash()
+        await reader.end()
+        error = reader.events.pop()["error"]
+        assert (error["code"], "json_schema holds for a whole" in error["message"]) == (500, True)
+        assert len(reader.ids) < LONG
+        await until(lambda: two.state.in_flight.ledger.rollouts == {Reason.WITHDRAWN: 1})
+
+
 async def test_an_update_names_a_server_that_was_lost_before_it(tmp_path: Path):
     first, _ = two_weights(tmp_path)
     async with front(engines=2) as two:
@@ -323,12 +381,12 @@ async def test_an_update_names_a_server_that_was_lost_before_it(tmp_path: Path):
         assert [engine["mode"] for engine in engines] == ["standby", "running"]
 
 
-async def test_without_an_engine_requests_wait_and_health_says_so():
+async def test_without_an_engine_requests_wait_and_the_gateway_is_alive_and_not_ready():
     async with front() as one:
         reader = await one.stream(LONG).reach(INTERVAL)
         await one.servers[0].crash()
         await until(lambda: not one.gateway.service.in_use)
-        assert (await one.raw.get("/health"))[0] == 503
+        assert [(await one.raw.get(f"/{path}"))[0] for path in CHECKS] == [200, 503, 503]
         assert not reader.task.done()
         await one.servers[0].restart()
         await reader.end()
@@ -344,6 +402,7 @@ async def test_a_fleet_that_is_lost_ends_every_response_with_the_cause():
         assert "no engine is left" in str(await one.gateway.wait_failed())
         status, answer = await one.raw.post("/generate", asked(5))
         assert (status, "stops" in answer["error"]["message"]) == (503, True)
+        assert [(await one.raw.get(f"/{path}"))[0] for path in CHECKS] == [503, 503, 503]
 
 
 # --- keys, settings, the end -------------------------------------------------------------------
@@ -423,7 +482,8 @@ async def test_stopping_ends_what_is_open_with_its_tokens():
         reader = await one.stream(LONG).reach(INTERVAL)
         await one.gateway.stop()
         await reader.end()
-        assert reader.last["finish_reason"]["type"] == "abort"
+        reason = reader.last["finish_reason"]
+        assert (reason["type"], "stops" in reason["message"]) == ("abort", True)
         assert reader.last["completion_tokens"] == len(reader.ids) > 0
         batcher = one.servers[0].engine.batcher
         await until(lambda: batcher.running + batcher.waiting == 0)
@@ -434,8 +494,9 @@ async def test_stopping_lets_open_responses_end_and_takes_no_new_ones():
         reader = await one.stream(LONG).reach(INTERVAL)
         stopping = asyncio.create_task(one.gateway.stop())
         await until(lambda: one.gateway.service.draining)
-        assert (await one.raw.post("/generate", asked(5)))[0] == 503
-        assert (await one.raw.get("/health"))[0] == 503
+        async with one.raw.session.post("/generate", json=asked(5)) as refused:
+            assert (refused.status, refused.headers["Retry-After"]) == (503, "600")
+        assert [(await one.raw.get(f"/{path}"))[0] for path in CHECKS] == [200, 503, 503]
         await reader.end()
         assert len(reader.ids) == LONG
         await stopping

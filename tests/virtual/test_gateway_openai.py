@@ -417,7 +417,9 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": [{"role": "assistant", "tool_calls": 5}]}, "tool_calls that are no list"),
     (CHAT, {"messages": SAID}, "give max_completion_tokens"),
     (CHAT, {**SHORT, "top_logprobs": 3}, "leave it out"),
-    (CHAT, {**SHORT, "tool_choice": "required"}, "auto or none"),
+    (CHAT, {**SHORT, "tool_choice": "required"}, "not among tools"),
+    (CHAT, {**SHORT, "tool_choice": "any"}, "give auto, none, required"),
+    (CHAT, {**SHORT, "tools": [TOOL], "parallel_tool_calls": False}, "cannot keep the model from"),
     (
         CHAT,
         {**SHORT, "chat_template_kwargs": {"chat_template": "x"}},
@@ -454,6 +456,34 @@ async def test_the_client_raises_its_own_errors(one: Front):
             await without.client.completions.create(model=MODEL, prompt="x")
         with pytest.raises(openai.BadRequestError, match="--tokenizer"):
             await without.client.chat.completions.create(model=MODEL, messages=SAID)
+
+
+async def test_every_error_below_v1_has_openai_s_form(plain: Path):
+    said: Any = {"messages": SAID, "max_tokens": 5}
+    async with front(plain, api_key="key", served_model_name="policy") as one:
+        client = one.client.with_options(api_key="key")
+        (model,) = (await client.models.list()).data
+        assert model.id == "policy"
+        assert (await client.chat.completions.create(model="policy", **said)).model == "policy"
+        with pytest.raises(openai.NotFoundError, match="another is not served") as refused:
+            await client.chat.completions.create(model="another", **said)
+        errors: list[Any] = [refused.value]
+        with pytest.raises(openai.AuthenticationError, match="API key is missing") as refused:
+            await one.client.chat.completions.create(model="policy", **said)
+        errors.append(refused.value)
+        with pytest.raises(openai.NotFoundError) as refused:
+            await client.embeddings.create(model="policy", input="x")
+        errors.append(refused.value)
+        with pytest.raises(openai.APIStatusError) as refused:
+            await client.completions.create(model="policy", prompt="x" * 2**26)
+        errors.append(refused.value)
+        one.gateway.service.texts.work_out = None  # type: ignore[assignment]  # A mistake of its own.
+        with pytest.raises(openai.InternalServerError) as refused:
+            await client.chat.completions.create(model="policy", **said)
+        errors.append(refused.value)
+        for error, status in zip(errors, (404, 401, 404, 413, 500), strict=True):
+            kind = "server_error" if status == 500 else "invalid_request_error"
+            assert (error.status_code, error.code, error.type) == (status, str(status), kind)
 
 
 async def test_a_response_that_fails_is_an_error_in_a_stream_too(one: Front):

@@ -48,7 +48,7 @@ class RunFacts:
     Attributes:
         title: the first words of the view and of every plain line.
         where: where the run is kept, such as its folder; the view shows it after the title.
-        batches: number of batches that the run will deliver.
+        batches: number of batches that the run will deliver; 0 for a gateway, which shows none.
         batch_groups: ``batch_groups`` of the scheduler.
         modelled: the seconds of the run are those of a virtual clock.
     """

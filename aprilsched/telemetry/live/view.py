@@ -267,7 +267,7 @@ def all_lines(snapshot: Snapshot, width: int, glyphs: Glyphs) -> dict[str, list[
     """All lines without those of the engines, by name."""
     facts = snapshot.facts
     room = width - _LABEL
-    return {
+    lines = {
         "title": [_title(snapshot, width, glyphs)],
         "batches": [
             _counted("batches", snapshot.batches, facts.batches, "delivered", room, glyphs)
@@ -289,6 +289,9 @@ def all_lines(snapshot: Snapshot, width: int, glyphs: Glyphs) -> dict[str, list[
         "speed": [_speed(snapshot, room, glyphs)],
         "faults": _faults(snapshot, glyphs),
     }
+    if not facts.batches:
+        del lines["batches"], lines["groups"]
+    return lines
 
 
 def _label(name: str) -> Text:
@@ -458,7 +461,7 @@ def frame(snapshot: Snapshot, *, width: int, height: int, glyphs: Glyphs = BLOCK
             break
         if name == "faults" and any_fault(snapshot.faults):
             continue
-        lines.pop(name)
+        lines.pop(name, None)
     shown = [line for some in lines.values() for line in some][:height]
     if snapshot.engines and height - len(shown) > len(snapshot.engines) + 1:
         shown.append(Text())
