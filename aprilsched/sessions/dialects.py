@@ -82,6 +82,10 @@ def _ask_chat(body: ChatBody) -> Asked:
     _check(body)
     if body.continue_final_message:
         raise ConfigError("continue_final_message has no place in a session; leave it out.")
+    if body.forced is not None:
+        raise ConfigError(
+            "tool_choice must be auto or none, because nothing makes the policy call."
+        )
     options = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         options.setdefault("reasoning_effort", body.reasoning_effort)

@@ -381,6 +381,15 @@ REFUSED = [
     ("chat/completions", {"messages": [said("user", "x")], "max_tokens": -1}, "max_tokens"),
     ("chat/completions", {"messages": [said("user", "x")], "stop": ["two"]}, "stop"),
     ("chat/completions", {"messages": [said("user", "x")], "tool_choice": "look"}, "tool_choice"),
+    (
+        "chat/completions",
+        {
+            "messages": [said("user", "x")],
+            "tool_choice": "required",
+            "tools": [{"type": "function", "function": {"name": "look"}}],
+        },
+        "nothing makes the policy call",
+    ),
     ("chat/completions", {"messages": "x"}, "messages"),
     ("chat/completions", [1], "array"),
     ("completions", {"prompt": []}, "empty"),
