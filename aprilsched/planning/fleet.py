@@ -88,7 +88,7 @@ class FleetTrial(Trial):
     def _send(self, sent: Sequence[Running], takers: Sequence[Engine]) -> None:
         """Give each response to an engine by the rule of the run."""
         places = Places({engine.name: engine.open for engine in takers})
-        together = self._setting.placement == "prefix"
+        together = (self.schedule.placement or self._setting.placement) == "prefix"
         touched: dict[str, Engine] = {}
         for running in sent:
             group = running.group

@@ -19,9 +19,11 @@ from dataclasses import dataclass, replace
 from aprilsched.core.config import SchedulerConfig
 from aprilsched.core.lengths.observed import ObservedLengths
 from aprilsched.core.messages.commands import Plan
+from aprilsched.core.policies.placement import Placement
 from aprilsched.core.policies.refill import LengthBuckets, Pool, Refill, TailBatching, Wave
 from aprilsched.core.policies.schedule import FixedRatio, Forecast, Pace, Schedule
 from aprilsched.core.policies.straggler import BEHAVIOURS
+from aprilsched.planning.fleet import FleetTrial
 from aprilsched.planning.rolling import RollingTrial
 from aprilsched.planning.setting import Outcome, Setting
 from aprilsched.planning.trial import Trial
@@ -92,9 +94,16 @@ class Planner:
             may_defer=config.may_defer,
             tail=isinstance(config.policies.refill, TailBatching) and config.may_defer,
             paces=command.paces,
+            placement="spread" if command.places and command.engines > 1 else None,
         )
         tried = trials(setting, space, current=command.current, bias=self.bias)
         best = choose(tried, config.objective.tolerance)
+        if space.placement and _with_cache(best, setting) > 1 + config.objective.tolerance:
+            # Prompts are long enough that to prefill them once may be worth uneven engines.
+            space = replace(space, placement="prefix")
+            together = trials(setting, space, current=command.current, bias=self.bias)
+            tried += [_together_worth(each, setting) for each in together]
+            best = choose(tried, config.objective.tolerance)
         now = next((t for t in tried if t.schedule.same_as(command.current)), None)
         if now is not None and _may_stay(now, best, tried, config.objective.tolerance):
             return now.schedule
@@ -112,7 +121,7 @@ class Planner:
         batch_groups = -(-command.batch_groups // scale)
         engines = max(1, round(command.engines / scale))
         staleness = config.policies.staleness
-        restarts = staleness.rule == "restart"
+        restarts, placement = staleness.rule == "restart", config.dispatch.placement
         lengths = observed.draw_groups(
             _groups_needed(batch_groups),
             group_size=command.group_size,
@@ -146,6 +155,7 @@ class Planner:
             if gaps
             else (),
             end_times=command.end_seconds,
+            placement="prefix" if placement == "auto" else placement,
             rolling=rolling,
             prices=config.prices,
             objective=config.objective,
@@ -173,10 +183,9 @@ def trials(
     """
     several = candidates(setting, space)
     bias = bias or Bias()
-    kind = RollingTrial if setting.rolling else Trial
     factors = [bias.factor(schedule.refill.name) for schedule in several]
     running = [
-        kind(schedule, setting.faster(factor))
+        kind_of(schedule, setting)(schedule, setting.faster(factor))
         for schedule, factor in zip(several, factors, strict=True)
     ]
 
@@ -201,6 +210,28 @@ def trials(
         for place, (schedule, brief) in enumerate(first)
         if place in longer or not longer
     ]
+
+
+def kind_of(schedule: Schedule, setting: Setting) -> type[Trial]:
+    """The kind of trial. Groups that are divided over the engines give each an equal share."""
+    if setting.rolling:
+        return RollingTrial
+    together = (schedule.placement or setting.placement) == "prefix" and setting.group_size > 1
+    apart = together and setting.engines > 1 and not (setting.gap_times or setting.end_times)
+    return FleetTrial if apart else Trial
+
+
+def _with_cache(tried: Tried, setting: Setting) -> float:
+    """How many times the value has that a schedule has with each group on one engine, if each
+    prompt is prefilled once there."""
+    outcome = tried.outcome
+    seconds = setting.prefill_of_divided(outcome.mean_age)
+    return 1 + seconds / (outcome.step_seconds + outcome.trainer_seconds)
+
+
+def _together_worth(tried: Tried, setting: Setting) -> Tried:
+    value = tried.outcome.value * _with_cache(tried, setting)
+    return replace(tried, outcome=replace(tried.outcome, value=value))
 
 
 def _near(first: Sequence[tuple[Schedule, Outcome]], longer: Mapping[int, Outcome]) -> list[int]:
@@ -316,11 +347,13 @@ class Space:
         may_defer: length buckets, which take back rollouts that they do not choose.
         tail: tail batching.
         paces: the paces that a schedule may name; with none it has the configured one.
+        placement: the placement that schedules name.
     """
 
     may_defer: bool
     tail: bool = False
     paces: tuple[Pace, ...] = ()
+    placement: Placement | None = None
 
 
 def candidates(setting: Setting, space: Space) -> list[Schedule]:
@@ -337,7 +370,12 @@ def candidates(setting: Setting, space: Space) -> list[Schedule]:
         else:
             refills = _in_turn(setting, space)
         found += [
-            Schedule(over_provision=FixedRatio(ratio=ratio), refill=refill, pace=pace)
+            Schedule(
+                over_provision=FixedRatio(ratio=ratio),
+                refill=refill,
+                pace=pace,
+                placement=space.placement,
+            )
             for ratio, refill in refills
         ]
     return found
@@ -374,10 +412,18 @@ def _together(setting: Setting) -> int:
     return min(_TOGETHER * engines, setting.batch_groups)
 
 
+_PLACED: dict[Placement, str] = {
+    "prefix": "each group on one engine",
+    "spread": "groups divided over the engines",
+    "length": "placed by expected length",
+}
+
+
 def in_words(schedule: Schedule) -> str:
     """The schedule in words."""
     pace = f", {schedule.pace} pace" if schedule.pace is not None else ""
-    return schedule.refill.told(schedule.over_provision.told) + pace
+    placed = "" if schedule.placement is None else f", {_PLACED[schedule.placement]}"
+    return schedule.refill.told(schedule.over_provision.told) + pace + placed
 
 
 # --- bias ----------------------------------------------------------------------------------------

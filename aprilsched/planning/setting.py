@@ -113,6 +113,15 @@ class Setting:
         of these engines then, so outcomes are to be read with :meth:`Outcome.in_work_of`."""
         return self if factor == 1 else replace(self, model=self.model.at_speed(factor))
 
+    def prefill_of_divided(self, age: float) -> float:
+        """Seconds of a step in which engines prefill prompts that they would not prefill if groups
+        stayed together, where tokens are so many versions old. Trials prefill the prompt of each
+        response, because they do not know whether engines have a prefix cache."""
+        copies = min(self.engines * self.share, self.group_size) - 1
+        times = 1.0 if self.keeps_kv else 1.0 + age
+        tokens = copies * self.prompt_tokens * self.batch_groups * times
+        return tokens / self.engines / self.model.prefill_rate
+
     @property
     def full_at(self) -> Stop:
         """The rule that says when a batch is full."""
