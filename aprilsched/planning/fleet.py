@@ -21,14 +21,14 @@ from collections.abc import Sequence
 from aprilsched.core.policies.placement import Places
 from aprilsched.core.policies.schedule import Schedule
 from aprilsched.planning.setting import Setting
-from aprilsched.planning.trial import RESERVE_SHARE, Running, Trial
+from aprilsched.planning.trial import RESERVE_SHARE, Drawn, Running, Trial
 
 
 class FleetTrial(Trial):
     """A schedule on trial on engines that take new weights in one pause."""
 
-    def __init__(self, schedule: Schedule, setting: Setting) -> None:
-        super().__init__(schedule, setting)
+    def __init__(self, schedule: Schedule, setting: Setting, drawn: Drawn | None = None) -> None:
+        super().__init__(schedule, setting, drawn)
         self._engines = [Engine(str(index), setting) for index in range(setting.engines)]
         self._stands = True
         """Whether the engines stand, and go on with what is admitted next."""

@@ -13,7 +13,7 @@ cost, which the trials include.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from aprilsched.core.config import SchedulerConfig
@@ -26,7 +26,7 @@ from aprilsched.core.policies.straggler import BEHAVIOURS
 from aprilsched.planning.fleet import FleetTrial
 from aprilsched.planning.rolling import RollingTrial
 from aprilsched.planning.setting import Outcome, Setting
-from aprilsched.planning.trial import Trial
+from aprilsched.planning.trial import Drawn, Trial
 from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
 
 _STAYS = 0.005
@@ -178,36 +178,62 @@ def trials(
 ) -> list[Tried]:
     """Try candidates out, and write the expected outcome into their schedules, corrected by `bias`.
 
-    All candidates get a brief trial; those of them that are near the best, and `current`, go on to
-    a longer one. If a longer trial exceeds a bound, the next best takes that candidate's place.
+    Every second ratio of each refill rule gets a brief trial, and so do those beside the ones that
+    are near the best. Of all these, those near the best, and `current`, go on to a longer trial. If
+    that exceeds a bound, the next best takes the candidate's place.
     """
     several = candidates(setting, space)
     bias = bias or Bias()
     factors = [bias.factor(schedule.refill.name) for schedule in several]
-    running = [
-        kind_of(schedule, setting)(schedule, setting.faster(factor))
-        for schedule, factor in zip(several, factors, strict=True)
-    ]
+    drawn = Drawn.of(setting)
+    first: dict[int, Outcome] = {}
+    running: dict[int, Trial] = {}
+    """Those that may go on. The others begin again if they go on after all."""
 
     def outcome(place: int, batches: int) -> Outcome:
-        return running[place].outcome(batches).in_work_of(factors[place])
+        schedule, factor = several[place], factors[place]
+        trial = running.pop(place, None)
+        if trial is None:
+            trial = kind_of(schedule, setting)(schedule, setting.faster(factor), drawn)
+        found = trial.outcome(batches).in_work_of(factor)
+        if batches == _BRIEF and found.value >= _least_near(first):
+            running[place] = trial
+        return found
 
-    first = [(schedule, outcome(place, _BRIEF)) for place, schedule in enumerate(several)]
+    def brief(places: Iterable[int]) -> None:
+        for place in places:
+            first[place] = outcome(place, _BRIEF)
+
+    rules: dict[tuple[Refill, Pace | None], list[int]] = {}
+    for place, schedule in enumerate(several):
+        rules.setdefault((schedule.refill, schedule.pace), []).append(place)
+    brief(place for places in rules.values() for place in places[::2])
+    least = _least_near(first)
+    brief(
+        place
+        for places in rules.values()
+        for index, place in enumerate(places)
+        if index % 2
+        and (
+            any(first[beside].value >= least for beside in places[index - 1 : index + 2 : 2])
+            or (current is not None and several[place].same_as(current))
+        )
+    )
     longer: dict[int, Outcome] = {}
     while near := _near(first, longer):
         longer.update((place, outcome(place, setting.batches)) for place in near)
-    for place, (schedule, _) in enumerate(first):
+    for place in sorted(first):
         # The schedule in force needs an equally long trial, or it would be replaced by chance.
-        now = current is not None and schedule.same_as(current)
+        now = current is not None and several[place].same_as(current)
         if longer and now and place not in longer:
             longer[place] = outcome(place, setting.batches)
-    waiting = next((place for place, (s, _) in enumerate(first) if _waits(s)), None)
+    waiting = next((place for place in sorted(first) if _waits(several[place])), None)
     if setting.restarts and waiting is not None and waiting not in longer:
         longer[waiting] = outcome(waiting, setting.batches)
     plain = longer.get(waiting) if setting.restarts and waiting is not None else None
     return [
-        _tried(schedule, longer.get(place, brief), setting, factors[place], plain)
-        for place, (schedule, brief) in enumerate(first)
+        _tried(several[place], longer.get(place, first[place]), setting, factors[place], plain)
+        for place in sorted(first)
         if place in longer or not longer
     ]
 
@@ -234,15 +260,17 @@ def _together_worth(tried: Tried, setting: Setting) -> Tried:
     return replace(tried, outcome=replace(tried.outcome, value=value))
 
 
-def _near(first: Sequence[tuple[Schedule, Outcome]], longer: Mapping[int, Outcome]) -> list[int]:
+def _near(first: Mapping[int, Outcome], longer: Mapping[int, Outcome]) -> list[int]:
     """Indices of candidates near the best, within the bound so far, and not yet tried longer."""
-    allowed = {
-        place: outcome.value
-        for place, (_, outcome) in enumerate(first)
-        if _allowed(longer.get(place, outcome))
-    }
-    least = (1 - _MAY_RISE) * max(allowed.values(), default=0.0)
-    return [place for place, value in allowed.items() if value >= least and place not in longer]
+    allowed = {p: first[p] for p in sorted(first) if _allowed(longer.get(p, first[p]))}
+    least = _least_near(allowed)
+    return [p for p, outcome in allowed.items() if outcome.value >= least and p not in longer]
+
+
+def _least_near(outcomes: Mapping[int, Outcome]) -> float:
+    """The least value that is near the best of those within the bound."""
+    best = max((each.value for each in outcomes.values() if _allowed(each)), default=0.0)
+    return (1 - _MAY_RISE) * best
 
 
 def _waits(schedule: Schedule) -> bool:

@@ -23,13 +23,14 @@ from aprilsched.core.policies.repack import LOOK_AGAIN, Load, engine_to_free, su
 from aprilsched.core.policies.schedule import Schedule
 from aprilsched.planning.fleet import Engine, FleetTrial, due
 from aprilsched.planning.setting import Setting
+from aprilsched.planning.trial import Drawn
 
 
 class RollingTrial(FleetTrial):
     """A schedule on trial with rolling refits. They have the asynchronous pace only."""
 
-    def __init__(self, schedule: Schedule, setting: Setting) -> None:
-        super().__init__(schedule, setting)
+    def __init__(self, schedule: Schedule, setting: Setting, drawn: Drawn | None = None) -> None:
+        super().__init__(schedule, setting, drawn)
         self._looked: dict[int, float] = {}
         """For each older version the surplus of engines at which it was last found not to be worth
         it to move their responses."""
