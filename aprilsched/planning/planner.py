@@ -16,6 +16,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from aprilsched.core.config import SchedulerConfig
 from aprilsched.core.lengths.observed import ObservedLengths
 from aprilsched.core.messages.commands import Plan
@@ -23,7 +26,7 @@ from aprilsched.core.policies.placement import Placement
 from aprilsched.core.policies.refill import LengthBuckets, Pool, Refill, TailBatching, Wave
 from aprilsched.core.policies.schedule import FixedRatio, Forecast, Pace, Schedule
 from aprilsched.core.policies.straggler import BEHAVIOURS
-from aprilsched.planning.fleet import FleetTrial
+from aprilsched.planning.apart import FleetTrial
 from aprilsched.planning.rolling import RollingTrial
 from aprilsched.planning.setting import Outcome, Setting
 from aprilsched.planning.trial import Drawn, Trial
@@ -35,8 +38,12 @@ _STALER = 0.03
 """Additional share of off-policy tokens with which the schedule in force is not yet replaced."""
 _TOO_STALE = 0.005
 """Share of the tokens that may exceed the user's bound; they get loss mask 0, or are evicted."""
-_BRIEF = 6
-"""Number of batches in the first, brief trial of every candidate."""
+_BATCHES, _LEAST_BATCHES, _ROLLOUTS = 24, 8, 256
+"""Number of batches in a trial, of at most so many rollouts. Larger batches scatter less, so fewer
+of them are as much evidence, down to the second number. A choice takes as long as its trials have
+responses."""
+_BRIEF, _LEAST_BRIEF = 6, 3
+"""Number of batches in the first, brief trial of every candidate, and of large ones."""
 _MAY_RISE = 0.05
 """Largest distance from the best in the brief trial at which the real best may be."""
 _MOST_GROUPS = 128
@@ -162,7 +169,7 @@ class Planner:
             iid_distance=observed.iid_distance(batch_groups) or 0.0,
             remembered=min(max(command.remembered, 0.0), 0.99),
             # There are few candidates without stale tokens, and they differ by a few percent.
-            batches=80 if restarts else 24,
+            batches=80 if restarts else _batches(batch_groups, lengths),
             shared=_shared(observed),
             stop=replace(stop, amount=-(-stop.amount // scale)),
             takes_over=True,
@@ -185,7 +192,7 @@ def trials(
     several = candidates(setting, space)
     bias = bias or Bias()
     factors = [bias.factor(schedule.refill.name) for schedule in several]
-    drawn = Drawn.of(setting)
+    drawn, few = Drawn.of(setting), min(_BRIEF, max(_LEAST_BRIEF, setting.batches // 4))
     first: dict[int, Outcome] = {}
     running: dict[int, Trial] = {}
     """Those that may go on. The others begin again if they go on after all."""
@@ -196,13 +203,13 @@ def trials(
         if trial is None:
             trial = kind_of(schedule, setting)(schedule, setting.faster(factor), drawn)
         found = trial.outcome(batches).in_work_of(factor)
-        if batches == _BRIEF and found.value >= _least_near(first):
+        if batches == few and found.value >= _least_near(first):
             running[place] = trial
         return found
 
     def brief(places: Iterable[int]) -> None:
         for place in places:
-            first[place] = outcome(place, _BRIEF)
+            first[place] = outcome(place, few)
 
     rules: dict[tuple[Refill, Pace | None], list[int]] = {}
     for place, schedule in enumerate(several):
@@ -336,6 +343,11 @@ def _may_stay(now: Tried, best: Tried, tried: Sequence[Tried], tolerance: float)
         and now.outcome.value >= (1 - tolerance - _STAYS) * most
         and now.outcome.off_policy_share <= best.outcome.off_policy_share + _STALER
     )
+
+
+def _batches(batch_groups: int, lengths: NDArray[np.int64]) -> int:
+    rollouts = batch_groups * np.count_nonzero(lengths) / len(lengths)
+    return min(_BATCHES, max(_LEAST_BATCHES, round(_BATCHES * _ROLLOUTS / rollouts)))
 
 
 def _shared(observed: ObservedLengths) -> float:

@@ -21,7 +21,7 @@ import math
 
 from aprilsched.core.policies.repack import LOOK_AGAIN, Load, engine_to_free, surplus
 from aprilsched.core.policies.schedule import Schedule
-from aprilsched.planning.fleet import Engine, FleetTrial, due
+from aprilsched.planning.apart import Engine, FleetTrial, due
 from aprilsched.planning.setting import Setting
 from aprilsched.planning.trial import Drawn
 
