@@ -78,10 +78,11 @@ class Dispatch:
     order: ResumeOrder = "carried"
     """Which waiting request is sent first: a "carried" one, the one with the "shortest" expected
     remainder, or the one with the "longest"."""
-    placement: Placement = "prefix"
+    placement: Placement | Literal["auto"] = "auto"
     """"prefix" keeps a group on one engine, which has its prompt cached; "spread" sends each
     rollout to the engine with the fewest requests; "length" sends it to the engine whose requests
-    are expected to need the fewest further tokens."""
+    are expected to need the fewest further tokens; "auto" is "prefix", and with
+    `over_provision="auto"` the schedule may name "spread" instead."""
     max_in_flight: Annotated[int, AT_LEAST_1] | None = None
     """Largest number of requests that the engines have at the same time; None leaves the queueing
     to the engines. The other requests wait until one of these ends, so a number below the rollouts

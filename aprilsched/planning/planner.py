@@ -13,18 +13,23 @@ cost, which the trials include.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
 
 from aprilsched.core.config import SchedulerConfig
 from aprilsched.core.lengths.observed import ObservedLengths
 from aprilsched.core.messages.commands import Plan
+from aprilsched.core.policies.placement import Placement
 from aprilsched.core.policies.refill import LengthBuckets, Pool, Refill, TailBatching, Wave
 from aprilsched.core.policies.schedule import FixedRatio, Forecast, Pace, Schedule
 from aprilsched.core.policies.straggler import BEHAVIOURS
+from aprilsched.planning.apart import FleetTrial
 from aprilsched.planning.rolling import RollingTrial
 from aprilsched.planning.setting import Outcome, Setting
-from aprilsched.planning.trial import Trial
+from aprilsched.planning.trial import Drawn, Trial
 from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
 
 _STAYS = 0.005
@@ -33,8 +38,12 @@ _STALER = 0.03
 """Additional share of off-policy tokens with which the schedule in force is not yet replaced."""
 _TOO_STALE = 0.005
 """Share of the tokens that may exceed the user's bound; they get loss mask 0, or are evicted."""
-_BRIEF = 6
-"""Number of batches in the first, brief trial of every candidate."""
+_BATCHES, _LEAST_BATCHES, _ROLLOUTS = 24, 8, 256
+"""Number of batches in a trial, of at most so many rollouts. Larger batches scatter less, so fewer
+of them are as much evidence, down to the second number. A choice takes as long as its trials have
+responses."""
+_BRIEF, _LEAST_BRIEF = 6, 3
+"""Number of batches in the first, brief trial of every candidate, and of large ones."""
 _MAY_RISE = 0.05
 """Largest distance from the best in the brief trial at which the real best may be."""
 _MOST_GROUPS = 128
@@ -92,9 +101,16 @@ class Planner:
             may_defer=config.may_defer,
             tail=isinstance(config.policies.refill, TailBatching) and config.may_defer,
             paces=command.paces,
+            placement="spread" if command.places and command.engines > 1 else None,
         )
         tried = trials(setting, space, current=command.current, bias=self.bias)
         best = choose(tried, config.objective.tolerance)
+        if space.placement and _with_cache(best, setting) > 1 + config.objective.tolerance:
+            # Prompts are long enough that to prefill them once may be worth uneven engines.
+            space = replace(space, placement="prefix")
+            together = trials(setting, space, current=command.current, bias=self.bias)
+            tried += [_together_worth(each, setting) for each in together]
+            best = choose(tried, config.objective.tolerance)
         now = next((t for t in tried if t.schedule.same_as(command.current)), None)
         if now is not None and _may_stay(now, best, tried, config.objective.tolerance):
             return now.schedule
@@ -112,7 +128,7 @@ class Planner:
         batch_groups = -(-command.batch_groups // scale)
         engines = max(1, round(command.engines / scale))
         staleness = config.policies.staleness
-        restarts = staleness.rule == "restart"
+        restarts, placement = staleness.rule == "restart", config.dispatch.placement
         lengths = observed.draw_groups(
             _groups_needed(batch_groups),
             group_size=command.group_size,
@@ -146,13 +162,14 @@ class Planner:
             if gaps
             else (),
             end_times=command.end_seconds,
+            placement="prefix" if placement == "auto" else placement,
             rolling=rolling,
             prices=config.prices,
             objective=config.objective,
             iid_distance=observed.iid_distance(batch_groups) or 0.0,
             remembered=min(max(command.remembered, 0.0), 0.99),
             # There are few candidates without stale tokens, and they differ by a few percent.
-            batches=80 if restarts else 24,
+            batches=80 if restarts else _batches(batch_groups, lengths),
             shared=_shared(observed),
             stop=replace(stop, amount=-(-stop.amount // scale)),
             takes_over=True,
@@ -168,50 +185,99 @@ def trials(
 ) -> list[Tried]:
     """Try candidates out, and write the expected outcome into their schedules, corrected by `bias`.
 
-    All candidates get a brief trial; those of them that are near the best, and `current`, go on to
-    a longer one. If a longer trial exceeds a bound, the next best takes that candidate's place.
+    Every second ratio of each refill rule gets a brief trial, and so do those beside the ones that
+    are near the best. Of all these, those near the best, and `current`, go on to a longer trial. If
+    that exceeds a bound, the next best takes the candidate's place.
     """
     several = candidates(setting, space)
     bias = bias or Bias()
-    kind = RollingTrial if setting.rolling else Trial
     factors = [bias.factor(schedule.refill.name) for schedule in several]
-    running = [
-        kind(schedule, setting.faster(factor))
-        for schedule, factor in zip(several, factors, strict=True)
-    ]
+    drawn, few = Drawn.of(setting), min(_BRIEF, max(_LEAST_BRIEF, setting.batches // 4))
+    first: dict[int, Outcome] = {}
+    running: dict[int, Trial] = {}
+    """Those that may go on. The others begin again if they go on after all."""
 
     def outcome(place: int, batches: int) -> Outcome:
-        return running[place].outcome(batches).in_work_of(factors[place])
+        schedule, factor = several[place], factors[place]
+        trial = running.pop(place, None)
+        if trial is None:
+            trial = kind_of(schedule, setting)(schedule, setting.faster(factor), drawn)
+        found = trial.outcome(batches).in_work_of(factor)
+        if batches == few and found.value >= _least_near(first):
+            running[place] = trial
+        return found
 
-    first = [(schedule, outcome(place, _BRIEF)) for place, schedule in enumerate(several)]
+    def brief(places: Iterable[int]) -> None:
+        for place in places:
+            first[place] = outcome(place, few)
+
+    rules: dict[tuple[Refill, Pace | None], list[int]] = {}
+    for place, schedule in enumerate(several):
+        rules.setdefault((schedule.refill, schedule.pace), []).append(place)
+    brief(place for places in rules.values() for place in places[::2])
+    least = _least_near(first)
+    brief(
+        place
+        for places in rules.values()
+        for index, place in enumerate(places)
+        if index % 2
+        and (
+            any(first[beside].value >= least for beside in places[index - 1 : index + 2 : 2])
+            or (current is not None and several[place].same_as(current))
+        )
+    )
     longer: dict[int, Outcome] = {}
     while near := _near(first, longer):
         longer.update((place, outcome(place, setting.batches)) for place in near)
-    for place, (schedule, _) in enumerate(first):
+    for place in sorted(first):
         # The schedule in force needs an equally long trial, or it would be replaced by chance.
-        now = current is not None and schedule.same_as(current)
+        now = current is not None and several[place].same_as(current)
         if longer and now and place not in longer:
             longer[place] = outcome(place, setting.batches)
-    waiting = next((place for place, (s, _) in enumerate(first) if _waits(s)), None)
+    waiting = next((place for place in sorted(first) if _waits(several[place])), None)
     if setting.restarts and waiting is not None and waiting not in longer:
         longer[waiting] = outcome(waiting, setting.batches)
     plain = longer.get(waiting) if setting.restarts and waiting is not None else None
     return [
-        _tried(schedule, longer.get(place, brief), setting, factors[place], plain)
-        for place, (schedule, brief) in enumerate(first)
+        _tried(several[place], longer.get(place, first[place]), setting, factors[place], plain)
+        for place in sorted(first)
         if place in longer or not longer
     ]
 
 
-def _near(first: Sequence[tuple[Schedule, Outcome]], longer: Mapping[int, Outcome]) -> list[int]:
+def kind_of(schedule: Schedule, setting: Setting) -> type[Trial]:
+    """The kind of trial. Groups that are divided over the engines give each an equal share."""
+    if setting.rolling:
+        return RollingTrial
+    together = (schedule.placement or setting.placement) == "prefix" and setting.group_size > 1
+    apart = together and setting.engines > 1 and not (setting.gap_times or setting.end_times)
+    return FleetTrial if apart else Trial
+
+
+def _with_cache(tried: Tried, setting: Setting) -> float:
+    """How many times the value has that a schedule has with each group on one engine, if each
+    prompt is prefilled once there."""
+    outcome = tried.outcome
+    seconds = setting.prefill_of_divided(outcome.mean_age)
+    return 1 + seconds / (outcome.step_seconds + outcome.trainer_seconds)
+
+
+def _together_worth(tried: Tried, setting: Setting) -> Tried:
+    value = tried.outcome.value * _with_cache(tried, setting)
+    return replace(tried, outcome=replace(tried.outcome, value=value))
+
+
+def _near(first: Mapping[int, Outcome], longer: Mapping[int, Outcome]) -> list[int]:
     """Indices of candidates near the best, within the bound so far, and not yet tried longer."""
-    allowed = {
-        place: outcome.value
-        for place, (_, outcome) in enumerate(first)
-        if _allowed(longer.get(place, outcome))
-    }
-    least = (1 - _MAY_RISE) * max(allowed.values(), default=0.0)
-    return [place for place, value in allowed.items() if value >= least and place not in longer]
+    allowed = {p: first[p] for p in sorted(first) if _allowed(longer.get(p, first[p]))}
+    least = _least_near(allowed)
+    return [p for p, outcome in allowed.items() if outcome.value >= least and p not in longer]
+
+
+def _least_near(outcomes: Mapping[int, Outcome]) -> float:
+    """The least value that is near the best of those within the bound."""
+    best = max((each.value for each in outcomes.values() if _allowed(each)), default=0.0)
+    return (1 - _MAY_RISE) * best
 
 
 def _waits(schedule: Schedule) -> bool:
@@ -279,6 +345,11 @@ def _may_stay(now: Tried, best: Tried, tried: Sequence[Tried], tolerance: float)
     )
 
 
+def _batches(batch_groups: int, lengths: NDArray[np.int64]) -> int:
+    rollouts = batch_groups * np.count_nonzero(lengths) / len(lengths)
+    return min(_BATCHES, max(_LEAST_BATCHES, round(_BATCHES * _ROLLOUTS / rollouts)))
+
+
 def _shared(observed: ObservedLengths) -> float:
     shared = observed.shared_log_variance()
     return 0.5 if shared is None else shared
@@ -316,11 +387,13 @@ class Space:
         may_defer: length buckets, which take back rollouts that they do not choose.
         tail: tail batching.
         paces: the paces that a schedule may name; with none it has the configured one.
+        placement: the placement that schedules name.
     """
 
     may_defer: bool
     tail: bool = False
     paces: tuple[Pace, ...] = ()
+    placement: Placement | None = None
 
 
 def candidates(setting: Setting, space: Space) -> list[Schedule]:
@@ -337,7 +410,12 @@ def candidates(setting: Setting, space: Space) -> list[Schedule]:
         else:
             refills = _in_turn(setting, space)
         found += [
-            Schedule(over_provision=FixedRatio(ratio=ratio), refill=refill, pace=pace)
+            Schedule(
+                over_provision=FixedRatio(ratio=ratio),
+                refill=refill,
+                pace=pace,
+                placement=space.placement,
+            )
             for ratio, refill in refills
         ]
     return found
@@ -374,10 +452,18 @@ def _together(setting: Setting) -> int:
     return min(_TOGETHER * engines, setting.batch_groups)
 
 
+_PLACED: dict[Placement, str] = {
+    "prefix": "each group on one engine",
+    "spread": "groups divided over the engines",
+    "length": "placed by expected length",
+}
+
+
 def in_words(schedule: Schedule) -> str:
     """The schedule in words."""
     pace = f", {schedule.pace} pace" if schedule.pace is not None else ""
-    return schedule.refill.told(schedule.over_provision.told) + pace
+    placed = "" if schedule.placement is None else f", {_PLACED[schedule.placement]}"
+    return schedule.refill.told(schedule.over_provision.told) + pace + placed
 
 
 # --- bias ----------------------------------------------------------------------------------------

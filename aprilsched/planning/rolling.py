@@ -17,23 +17,20 @@ a response decodes all of its tokens without one.
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections import deque
-from collections.abc import Sequence
 
 from aprilsched.core.policies.repack import LOOK_AGAIN, Load, engine_to_free, surplus
 from aprilsched.core.policies.schedule import Schedule
+from aprilsched.planning.apart import Engine, FleetTrial, due
 from aprilsched.planning.setting import Setting
-from aprilsched.planning.trial import RESERVE_SHARE, Running, Trial
+from aprilsched.planning.trial import Drawn
 
 
-class RollingTrial(Trial):
+class RollingTrial(FleetTrial):
     """A schedule on trial with rolling refits. They have the asynchronous pace only."""
 
-    def __init__(self, schedule: Schedule, setting: Setting) -> None:
-        super().__init__(schedule, setting)
-        self._engines = [_Engine(str(index), setting) for index in range(setting.engines)]
+    def __init__(self, schedule: Schedule, setting: Setting, drawn: Drawn | None = None) -> None:
+        super().__init__(schedule, setting, drawn)
         self._looked: dict[int, float] = {}
         """For each older version the surplus of engines at which it was last found not to be worth
         it to move their responses."""
@@ -42,7 +39,7 @@ class RollingTrial(Trial):
 
     def _advance(self, until: float = math.inf) -> None:
         """Go to the next end of a response, or of a refit, on any engine."""
-        engine = min(self._engines, key=_due)
+        engine = min(self._engines, key=due)
         if engine.due > until:
             self.now = until
             return
@@ -73,7 +70,7 @@ class RollingTrial(Trial):
 
     def _roll(self) -> None:
         """Let engines of older versions take the newest one, where they are empty or should be."""
-        older: dict[int, list[_Engine]] = {}
+        older: dict[int, list[Engine]] = {}
         for engine in self._engines:
             if engine.version != self._batches and engine.loads is None:
                 if engine.open:
@@ -84,7 +81,7 @@ class RollingTrial(Trial):
             while self._gather(version, engines):
                 pass
 
-    def _gather(self, version: int, engines: list[_Engine]) -> bool:
+    def _gather(self, version: int, engines: list[Engine]) -> bool:
         """Move the responses of one of the `engines` to the others, if that is worth it."""
         if len(engines) < 2:
             return False
@@ -107,18 +104,15 @@ class RollingTrial(Trial):
         freed = self._engines[int(name)]
         engines.remove(freed)
         self._follow(freed)
-        moved = [*freed.running.values(), *freed.waiting]
         for running in freed.running.values():
             self._note_on(freed, running)
-        freed.running.clear()
+        moved = [*freed.clear(), *freed.waiting]
         freed.waiting.clear()
-        freed.ends.clear()
-        freed.kv, freed.sum_of_ends = 0.0, 0
         self._send(moved, engines)
         self._go(freed)
         return True
 
-    def _load(self, engine: _Engine) -> Load:
+    def _load(self, engine: Engine) -> Load:
         def remaining() -> float:
             left = engine.sum_of_ends - len(engine.running) * engine.step
             left += sum(r.group.lengths[r.member] - r.group.have[r.member] for r in engine.waiting)
@@ -141,193 +135,13 @@ class RollingTrial(Trial):
             remaining=remaining,
         )
 
-    def _go(self, engine: _Engine) -> None:
+    def _go(self, engine: Engine) -> None:
         engine.loads = self._batches
         engine.at = max(engine.at, self.now)
         engine.due = engine.at + self._setting.refit_seconds
 
-    # --- responses -----------------------------------------------------------------------------
-
     def _admit(self) -> None:
-        """Send what waits to the engines of the newest version, each group to one engine."""
-        if not self._queue:
-            return
+        """Send what waits to the engines of the newest version."""
         takers = [e for e in self._engines if e.version == self._batches and e.loads is None]
-        if not takers:
-            return
-        sent = [Running(0, member, group) for group, member in self._queue]
-        self._queue.clear()
-        for running in sent:
-            self._tickets += 1
-            running.ticket = self._tickets
-            self._running[running.ticket] = running
-        self._send(sent, takers)
-
-    def _send(self, sent: Sequence[Running], takers: Sequence[_Engine]) -> None:
-        """Give each response to the engine with the fewest, and groups to one engine as far as
-        that has less than a group more than the others."""
-        homes: dict[int, _Engine] = {}
-        touched: dict[str, _Engine] = {}
-        for running in sent:
-            engine = min(takers, key=_open)
-            group = running.group
-            home = homes.setdefault(id(group), engine)
-            if home.open <= engine.open + len(group.lengths):
-                engine = home
-            engine.waiting.append(running)
-            touched[engine.name] = engine
-        for engine in touched.values():
-            self._follow(engine)
-            self._fill(engine)
-
-    def _fill(self, engine: _Engine) -> None:
-        """Let waiting responses of an engine begin, as far as there is room."""
-        tokens, setting = 0.0, self._setting
-        while engine.waiting and len(engine.running) < setting.max_running:
-            running = engine.waiting[0]
-            have = running.group.have[running.member]
-            context, left = setting.prompt_tokens + have, running.length - have
-            if not engine.fits(context, left):
-                break
-            engine.waiting.popleft()
-            running.end = engine.step + left
-            engine.running[running.ticket] = running
-            heapq.heappush(engine.ends, (running.end, running.ticket))
-            engine.sum_of_ends += running.end
-            engine.kv += context
-            tokens += context
-        if tokens:
-            engine.at = max(engine.at, self.now)
-            engine.at += setting.model.prefill_seconds(max(1, round(tokens)))
-        self._plan(engine)
-
-    def _plan(self, engine: _Engine) -> None:
-        """Note when the next response of an engine ends."""
-        if engine.loads is not None:
-            return
-        if not engine.running:
-            engine.due = math.inf
-            return
-        engine.steps = self._room_on(engine, engine.next_end() - engine.step)
-        running, kv = len(engine.running), round(engine.kv)
-        engine.due = engine.at + self._setting.model.decode_seconds(running, kv, engine.steps)
-
-    def _follow(self, engine: _Engine) -> None:
-        """Bring an engine to the end of the step that is in progress now."""
-        if not engine.running or engine.at >= self.now:
-            return
-        running, kv, model = len(engine.running), round(engine.kv), self._setting.model
-        steps = model.steps_within(running, kv, self.now - engine.at)
-        if engine.at + model.decode_seconds(running, kv, steps) < self.now:
-            steps += 1
-        if (steps := min(steps, engine.steps - 1)) > 0:
-            self._decode(engine, steps)
-
-    def _decode(self, engine: _Engine, steps: int) -> None:
-        running, model, engines = len(engine.running), self._setting.model, len(self._engines)
-        engine.at += model.decode_seconds(running, round(engine.kv), steps)
-        tokens, growth = steps * running, running * steps * (steps - 1) / 2
-        work = model.token_seconds(self._setting.max_running) * tokens
-        self._bound += (work + model.t2 * (steps * engine.kv + growth)) / engines
-        engine.step += steps
-        engine.steps -= steps
-        engine.kv += tokens
-        self._peak = max(self._peak, engine.kv * engines)
-        while engine.ends and engine.ends[0][0] <= engine.step:
-            end, ticket = heapq.heappop(engine.ends)
-            if engine.ends_at(ticket, end):
-                ended = engine.running.pop(ticket)
-                del self._running[ticket]
-                ended.group.finish(ended.member, engine.version)
-                self._leave_engine(engine, ended)
-                self._complete(ended.group)
-
-    def _room_on(self, engine: _Engine, steps: int) -> int:
-        """Bound the steps by the room in an engine's pool, as :meth:`Trial._room_for` does."""
-        while len(engine.running) > 1 and engine.pool - engine.kv < len(engine.running):
-            _, running = engine.running.popitem()
-            self._note_on(engine, running)
-            self._leave_engine(engine, running)
-            engine.waiting.append(running)
-            steps = engine.next_end() - engine.step
-        if engine.pool == math.inf:
-            return steps
-        return min(steps, max(1, int(engine.pool - engine.kv) // len(engine.running)))
-
-    def _note_on(self, engine: _Engine, running: Running) -> None:
-        tokens = running.length - (running.end - engine.step)
-        running.group.note(running.member, tokens, engine.version)
-
-    def _leave_engine(self, engine: _Engine, running: Running) -> None:
-        engine.kv -= self._setting.prompt_tokens + running.group.have[running.member]
-        engine.sum_of_ends -= running.end
-
-
-class _Engine:
-    """One engine with its responses."""
-
-    __slots__ = (
-        "at",
-        "due",
-        "ends",
-        "kv",
-        "loads",
-        "name",
-        "pool",
-        "running",
-        "step",
-        "steps",
-        "sum_of_ends",
-        "version",
-        "waiting",
-    )
-
-    def __init__(self, name: str, setting: Setting) -> None:
-        self.name = name
-        self.pool = math.inf if setting.kv_tokens is None else float(setting.kv_tokens)
-        self.version = 0
-        self.loads: int | None = None
-        """The version that it loads at the moment."""
-        self.at = 0.0
-        """The time up to which its steps are counted, in seconds."""
-        self.step = 0
-        self.steps = 0
-        """Number of steps to the next end of a response."""
-        self.due = math.inf
-        """The time of that end, or of the end of its refit."""
-        self.kv = 0.0
-        self.running: dict[int, Running] = {}
-        self.ends: list[tuple[int, int]] = []
-        self.sum_of_ends = 0
-        self.waiting: deque[Running] = deque()
-        """Responses that wait for a place, or for room in the pool."""
-
-    @property
-    def open(self) -> int:
-        return len(self.running) + len(self.waiting)
-
-    def fits(self, context: float, left: int) -> bool:
-        """Whether one more fits, with a share of all tokens still to come."""
-        if self.pool == math.inf or not self.running:
-            return True
-        to_come = self.sum_of_ends - len(self.running) * self.step + left
-        return self.kv + context + 1 + RESERVE_SHARE * to_come <= self.pool
-
-    def next_end(self) -> int:
-        """The last step of the response that ends first."""
-        while not self.ends_at(self.ends[0][1], self.ends[0][0]):
-            heapq.heappop(self.ends)
-        return self.ends[0][0]
-
-    def ends_at(self, ticket: int, step: int) -> bool:
-        """Whether this response ends here; one that was preempted ends later than was noted."""
-        running = self.running.get(ticket)
-        return running is not None and running.end == step
-
-
-def _due(engine: _Engine) -> float:
-    return engine.due
-
-
-def _open(engine: _Engine) -> int:
-    return engine.open
+        if self._queue and takers:
+            self._send_queue(takers)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from aprilsched.core.policies.placement import Placement
 from aprilsched.core.policies.schedule import Objective, Pace
 from aprilsched.core.policies.stop import Groups, Stop
 from aprilsched.core.policies.straggler import Prices
@@ -22,7 +23,7 @@ class Setting:
             a smaller group has no member.
         batch_groups: number of groups in a batch, as far as it is known at its start.
         stop: rule that says when a batch is full; None for `batch_groups` groups.
-        engines: number of equal engines, which share the work evenly.
+        engines: number of equal engines.
         share: number of times that the whole fleet has these engines.
         model: step-time model of one engine.
         max_running: largest number of requests that one engine decodes together.
@@ -44,6 +45,8 @@ class Setting:
         train_spread: standard deviation of these times, in seconds.
         refit_seconds: mean time from the trainer's request for an update until all engines have it,
             with the pause.
+        placement: whether the members of a group run on one engine ("prefix") or are divided over
+            the engines.
         rolling: whether each engine takes new weights alone (``refit="rolling"``). Then
             `refit_seconds` is the time of one engine.
         prices: what it costs to move responses between engines, with rolling refits.
@@ -87,6 +90,7 @@ class Setting:
     train_seconds: float = 0.0
     train_spread: float = 0.0
     refit_seconds: float = 0.0
+    placement: Placement = "prefix"
     rolling: bool = False
     prices: Prices = field(default_factory=Prices)
     train_early: float = 0.0
@@ -108,6 +112,15 @@ class Setting:
         """The same with engines that do this many times the work in the same time. T_bound is that
         of these engines then, so outcomes are to be read with :meth:`Outcome.in_work_of`."""
         return self if factor == 1 else replace(self, model=self.model.at_speed(factor))
+
+    def prefill_of_divided(self, age: float) -> float:
+        """Seconds of a step in which engines prefill prompts that they would not prefill if groups
+        stayed together, where tokens are so many versions old. Trials prefill the prompt of each
+        response, because they do not know whether engines have a prefix cache."""
+        copies = min(self.engines * self.share, self.group_size) - 1
+        times = 1.0 if self.keeps_kv else 1.0 + age
+        tokens = copies * self.prompt_tokens * self.batch_groups * times
+        return tokens / self.engines / self.model.prefill_rate
 
     @property
     def full_at(self) -> Stop:

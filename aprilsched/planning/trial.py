@@ -63,10 +63,50 @@ def try_out(schedule: Schedule, setting: Setting) -> Outcome:
     return Trial(schedule, setting).outcome(setting.batches)
 
 
-class Trial:
-    """A schedule on trial, which can go on after a first, brief outcome."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Drawn:
+    """What is drawn from the lengths of a setting, the same for all schedules. A copy for each of
+    them took most of the memory of a choice.
 
-    def __init__(self, schedule: Schedule, setting: Setting) -> None:
+    Attributes:
+        rows: the lengths of the members of each group.
+        again: those of the same groups if they begin again.
+        remembered: what earlier epochs say of each group's level; empty for nothing.
+        accepted: float64 [groups], the share that is accepted of groups like each one.
+        law: int64, all lengths in ascending order.
+    """
+
+    rows: list[list[int]]
+    again: list[list[int]]
+    remembered: list[tuple[float, float]]
+    accepted: NDArray[np.float64]
+    law: NDArray[np.int64]
+
+    @staticmethod
+    def of(setting: Setting) -> Drawn:
+        rows, lengths = _rows(setting.lengths), setting.lengths
+        return Drawn(
+            rows=rows,
+            # What is thrown away is drawn again, so it has other lengths.
+            again=_rows(drawn_again(setting)) if setting.restarts else rows,
+            remembered=_remembered(setting) if setting.remembered else [],
+            accepted=_shares_accepted(setting),
+            law=np.sort(lengths[lengths > 0]),
+        )
+
+
+class Trial:
+    """A schedule on trial, which can go on after a first, brief outcome.
+
+    Args:
+        schedule: the schedule.
+        setting: the conditions.
+        drawn: what is drawn in this setting, or in one that differs only in the model; None to draw
+            it.
+    """
+
+    def __init__(self, schedule: Schedule, setting: Setting, drawn: Drawn | None = None) -> None:
+        drawn = drawn or Drawn.of(setting)
         self.schedule = schedule
         self._setting = setting
         self._refill = schedule.refill
@@ -78,10 +118,8 @@ class Trial:
         self._batch_groups = self._stop_at.batch_groups(self._usual)
         self._target = schedule.over_provision.target_groups(self._batch_groups)
         self._store = Store(schedule.refill, setting) if schedule.refill.defers else None
-        self._rows = _rows(setting.lengths)
-        # What is thrown away is drawn again, so it has other lengths.
-        self._again = _rows(drawn_again(setting)) if setting.restarts else self._rows
-        self._remembered = _remembered(setting) if setting.remembered and self._store else []
+        self._rows, self._again = drawn.rows, drawn.again
+        self._remembered = drawn.remembered if self._store else []
         self._next = 0
         self._limit = setting.max_running * setting.engines
         pool = setting.kv_tokens
@@ -100,7 +138,7 @@ class Trial:
         self._sum_of_ends = 0
         self._queue: deque[tuple[TrialGroup, int]] = deque()
         self._ready = CompleteGroups()
-        shares = _shares_accepted(setting)
+        shares = drawn.accepted
         verdicts = hashed_uniforms(shares.shape, seed=6) < shares
         self._verdicts: list[bool] = [] if verdicts.all() else verdicts.tolist()
         """Whether each group of the lengths is accepted; empty where all are."""
@@ -132,7 +170,7 @@ class Trial:
         """Whether a batch begins, or has begun with fewer groups than the rule asks for."""
         self._tickets = 0
         self._seen = _Seen()
-        self._law = np.sort(setting.lengths[setting.lengths > 0])
+        self._law = drawn.law
         lengths = setting.lengths.astype(np.float64)
         self._group_work = float(self._work(lengths).sum()) / len(lengths) / setting.engines
         # What is refused is work too, and all schedules have the same share of it.
@@ -698,6 +736,7 @@ class TrialGroup:
         "first_run",
         "gaps",
         "have",
+        "home",
         "lengths",
         "level",
         "opened",
@@ -717,6 +756,8 @@ class TrialGroup:
         self.have = [0] * len(lengths)
         self.finished = [False] * len(lengths)
         self.unfinished = len(lengths)
+        self.home = ""
+        """The engine that had one of its members last, where engines are told apart."""
         self.opened = opened
         """Index of the batch in which the group was opened."""
         self.first_run: int | None = None

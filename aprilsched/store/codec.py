@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from aprilsched.companions import Rows
 from aprilsched.core.policies.kinds import OVER_PROVISIONS, REFILLS
+from aprilsched.core.policies.placement import Placement
 from aprilsched.core.policies.refill import Refill
 from aprilsched.core.policies.schedule import Forecast, OverProvision, Pace, Schedule
 from aprilsched.core.state.saved import SavedGroup, SavedMember
@@ -228,6 +229,7 @@ class _Schedule(msgspec.Struct, array_like=True):
     why: str
     forecast: Forecast | None = None
     pace: Pace | None = None
+    placement: Placement | None = None
 
 
 def _plain(value: Any) -> Any:
@@ -398,6 +400,7 @@ def schedule_record(schedule: Schedule) -> bytes:
             why=schedule.why,
             forecast=schedule.forecast,
             pace=schedule.pace,
+            placement=schedule.placement,
         )
     )
 
@@ -416,6 +419,7 @@ def schedule_from(body: bytes) -> Schedule | None:
         forecast=record.forecast,
         why=record.why,
         pace=record.pace,
+        placement=record.placement,
     )
 
 

@@ -64,6 +64,23 @@ def test_engines_get_equal_work_and_not_equal_numbers(placement: Placement) -> N
     assert all(requests[engine] == 1 for engine in longest) is (placement == "length")
 
 
+@pytest.mark.parametrize(("placement", "engines"), [("auto", 3), ("prefix", 1)])
+def test_a_schedule_divides_groups_only_where_no_placement_is_configured(
+    placement: Placement, engines: int
+) -> None:
+    settings = replace(configured(placement=placement), over_provision="auto", group_size=3)
+    settings = replace(settings, straggler="in_place")
+    driver = Driver(settings, engines=("a", "b", "c"))
+    divided = replace(driver.state.plan.schedule, placement="spread")
+    driver.feed(ev.Planned(schedule=divided))
+    driver.request_batch()
+    first = driver.group_ids()[0]
+    assert len({driver.sends[key].engine for key in driver.attempts(first)}) == engines
+    for group in driver.group_ids():
+        driver.finish_group(group, 5)
+    assert [plan.places for plan in driver.plans] == [placement == "auto"]
+
+
 def test_an_engine_without_room_in_its_pool_is_passed_over() -> None:
     driver = Driver(
         configured(placement="length"), engines=("a", "b"), kv_tokens=100, auto_prompts=False

@@ -208,6 +208,7 @@ class Plan(Command, frozen=True, eq=False):
         current: the schedule in force.
         paces: the paces that a schedule may have, where the pace is chosen too; empty where it is
             the configured one.
+        places: whether a schedule may name the placement too.
         train_seconds: the mean time for which the trainer trains on a batch, over the last ones,
             without its waits for batches, groups, updates and evaluations; None while it is
             unknown.
@@ -239,6 +240,7 @@ class Plan(Command, frozen=True, eq=False):
     kv_tokens: int | None
     current: Schedule
     paces: tuple[Pace, ...] = ()
+    places: bool = False
     train_seconds: float | None = None
     train_spread: float = 0.0
     train_early: float = 0.0

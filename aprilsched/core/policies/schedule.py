@@ -10,6 +10,7 @@ from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from aprilsched.checks import suggesting
 from aprilsched.core.policies.bounds import ABOVE_0, SHARE_OR_0, Bound
+from aprilsched.core.policies.placement import Placement
 from aprilsched.core.policies.refill import LengthBuckets, Refill, Wave
 
 # How many groups to keep open for a batch: the over-provision ratio.
@@ -165,6 +166,7 @@ class Schedule:
         over_provision: how many groups are kept open.
         refill: when new groups are started.
         pace: whether generation goes on while the trainer trains; None for the configured pace.
+        placement: which engine a request goes to; None for the configured placement.
         forecast: what is expected of its batches; None if that is not known.
         why: the reason of the choice, as one sentence.
     """
@@ -172,6 +174,7 @@ class Schedule:
     over_provision: OverProvision
     refill: Refill
     pace: Pace | None = None
+    placement: Placement | None = None
     forecast: Forecast | None = None
     why: str = ""
 
@@ -181,6 +184,7 @@ class Schedule:
             self.over_provision == other.over_provision
             and self.refill == other.refill
             and self.pace == other.pace
+            and self.placement == other.placement
         )
 
 

@@ -14,7 +14,7 @@ from aprilsched.core.config import Caller, SchedulerConfig
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
 from aprilsched.core.messages import facts
-from aprilsched.core.policies.placement import Place, place_of
+from aprilsched.core.policies.placement import Place, Placement, place_of
 from aprilsched.core.policies.schedule import Schedule, first_schedule
 from aprilsched.core.policies.straggler import CachedKV
 from aprilsched.core.state.engine_control import CUDA_GRAPH, WEIGHTS, FleetControl, Mode
@@ -416,6 +416,12 @@ class SchedulerState:
     def asynchronous(self) -> bool:
         """Whether generation goes on while the trainer trains, by the schedule in force."""
         return (self.plan.schedule.pace or self.config.pace) == "asynchronous"
+
+    @property
+    def placement(self) -> Placement:
+        """Which engine a request goes to, by the settings or the schedule in force."""
+        configured = self.config.dispatch.placement
+        return self.plan.schedule.placement or "prefix" if configured == "auto" else configured
 
     @property
     def collecting(self) -> bool:

@@ -112,7 +112,7 @@ def _take_engine(
     """The engine for a request, whose load counts it from now on; None if none of the `free` ones
     takes requests. `works` has what was expected of other requests in this event."""
     prefer, slack = _preferred(state, request)
-    if state.config.dispatch.placement != "length":
+    if state.placement != "length":
         return free.take(prefer=prefer, slack=slack, avoid=request.avoid)
     # The members of a group that have as many tokens are expected to need as many.
     alike = request.rollout.group.group_id, len(request.rollout.log)
@@ -132,7 +132,7 @@ def _preferred(state: SchedulerState, request: RequestRecord) -> tuple[str, floa
     group = request.rollout.group
     if request.destination and request.destination not in request.avoid:
         return request.destination, math.inf  # it is on its way there
-    if state.config.dispatch.placement != "prefix":
+    if state.placement != "prefix":
         return group.engine, -1
     # A group stays on its engine while that has less than a group more to do than the others.
     slack = len(group.members)
@@ -248,7 +248,7 @@ def _worth_asking_for(
     quiet: Sequence[EngineControl],
     idle: Set[str],
 ) -> list[EngineControl]:
-    near = state.config.dispatch.placement == "prefix"
+    near = state.placement == "prefix"
     homes, avoid = set[str](), set[str]()
     for request in waiting:
         avoid.update(request.avoid)

@@ -118,6 +118,7 @@ def plan(state: SchedulerState) -> None:
             kv_tokens=state.fleet.control.kv_tokens,
             current=state.plan.schedule,
             paces=_paces(state),
+            places=_places(state),
             train_seconds=training,
             train_spread=state.times.training.spread,
             train_early=state.times.early_share,
@@ -153,6 +154,11 @@ def fitting(state: SchedulerState, schedule: Schedule) -> Schedule | str:
         schedule = replace(schedule, pace=schedule.pace or state.plan.schedule.pace)
     elif schedule.pace not in (None, config.pace):
         return f"its pace is {schedule.pace}, and the configured one is {config.pace}"
+    if schedule.placement not in (None, config.dispatch.placement) and not _places(state):
+        return (
+            f"its placement is {schedule.placement}, and the configured one is "
+            f"{config.dispatch.placement}, or episodes, affinities or rolling refits need their own"
+        )
     asynchronous = (schedule.pace or config.pace) == "asynchronous"
     if asynchronous and state.fleet.lent:
         return "its pace is asynchronous, and the engines lend their memory to the trainer"
@@ -211,6 +217,14 @@ def _paces(state: SchedulerState) -> tuple[Pace, ...]:
     if state.config.pace != "auto":
         return ()
     return ("synchronous",) if state.fleet.lent else ("synchronous", "asynchronous")
+
+
+def _places(state: SchedulerState) -> bool:
+    """Whether a schedule may name the placement. The contexts of earlier turns, and of prompts with
+    one affinity, are on one engine, and with rolling refits only some engines take new groups."""
+    dispatch, caller = state.config.dispatch, state.caller
+    kept = caller.episodes or state.in_flight.homes or state.rolling or dispatch.migrate
+    return dispatch.placement == "auto" and not kept
 
 
 def _begun(state: SchedulerState) -> list[GroupLengths]:

@@ -1,0 +1,260 @@
+"""Tries a schedule out on several engines, each with its own responses.
+
+A group is sent to one engine, or divided over all of them, by the rule of the run
+(:mod:`aprilsched.core.policies.placement`). Which it is decides how uneven the engines are: with
+groups of long responses that stay together, one engine decodes them while others have little to do.
+Engines that share the work evenly were expected to do 0.73 of the bound there, and did 0.59.
+
+An event concerns one engine, so a trial costs as much for each response as that of one engine.
+
+The gaps between the turns of a response are left out: a response decodes all of its tokens without
+one.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Sequence
+
+from aprilsched.core.policies.placement import Places
+from aprilsched.core.policies.schedule import Schedule
+from aprilsched.planning.setting import Setting
+from aprilsched.planning.trial import RESERVE_SHARE, Drawn, Running, Trial
+
+
+class FleetTrial(Trial):
+    """A schedule on trial on engines that take new weights in one pause."""
+
+    def __init__(self, schedule: Schedule, setting: Setting, drawn: Drawn | None = None) -> None:
+        super().__init__(schedule, setting, drawn)
+        self._engines = [Engine(str(index), setting) for index in range(setting.engines)]
+        self._stands = True
+        """Whether the engines stand, and go on with what is admitted next."""
+
+    def _advance(self, until: float = math.inf) -> None:
+        """Go to the next end of a response on any engine."""
+        engine = min(self._engines, key=due)
+        if engine.due > until:
+            self.now = until
+            return
+        self.now = max(self.now, engine.due)
+        self._decode(engine, engine.steps)
+        self._fill(engine)
+
+    def _stop(self) -> None:
+        """Record every member's tokens. Those to recompute stay on their engines, behind the ones
+        that wait there."""
+        if self._setting.runs_out:
+            while self._running:
+                self._advance()
+        elif not self._stands:
+            for engine in self._engines:
+                self._follow(engine)
+                for running in engine.running.values():
+                    self._note_on(engine, running)
+                if self._store is not None or not self._setting.keeps_kv:
+                    engine.waiting.extend(engine.clear())
+                if self._store is not None:
+                    engine.waiting.clear()
+            if self._store is not None:
+                self._running.clear()
+        self._stands = True
+
+    # --- responses -----------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        """Send what waits to the engines, and let those go on that stand."""
+        stood, self._stands = self._stands, False
+        if stood:
+            for engine in self._engines:
+                engine.version, engine.at = self._batches, max(engine.at, self.now)
+        self._send_queue(self._engines)
+        if stood:
+            for engine in self._engines:
+                self._fill(engine)
+
+    def _send_queue(self, takers: Sequence[Engine]) -> None:
+        sent = [Running(0, member, group) for group, member in self._queue]
+        self._queue.clear()
+        for running in sent:
+            self._tickets += 1
+            running.ticket = self._tickets
+            self._running[running.ticket] = running
+        if sent:
+            self._send(sent, takers)
+
+    def _send(self, sent: Sequence[Running], takers: Sequence[Engine]) -> None:
+        """Give each response to an engine by the rule of the run."""
+        places = Places({engine.name: engine.open for engine in takers})
+        together = (self.schedule.placement or self._setting.placement) == "prefix"
+        touched: dict[str, Engine] = {}
+        for running in sent:
+            group = running.group
+            slack = len(group.lengths) if together else -1
+            name = places.take(prefer=group.home, slack=slack, avoid=())
+            if name is None:
+                raise AssertionError("there is no engine to send to")
+            group.home = name
+            engine = touched[name] = self._engines[int(name)]
+            engine.waiting.append(running)
+        for engine in touched.values():
+            self._follow(engine)
+            self._fill(engine)
+
+    def _fill(self, engine: Engine) -> None:
+        """Let waiting responses of an engine begin, as far as there is room."""
+        tokens, setting = 0.0, self._setting
+        while engine.waiting and len(engine.running) < setting.max_running:
+            running = engine.waiting[0]
+            have = running.group.have[running.member]
+            context, left = setting.prompt_tokens + have, running.length - have
+            if not engine.fits(context, left):
+                break
+            engine.waiting.popleft()
+            running.end = engine.step + left
+            engine.running[running.ticket] = running
+            heapq.heappush(engine.ends, (running.end, running.ticket))
+            engine.sum_of_ends += running.end
+            engine.kv += context
+            tokens += context
+        if tokens:
+            engine.at = max(engine.at, self.now)
+            engine.at += setting.model.prefill_seconds(max(1, round(tokens)))
+        self._plan(engine)
+
+    def _plan(self, engine: Engine) -> None:
+        """Note when the next response of an engine ends."""
+        if engine.loads is not None:
+            return
+        if not engine.running:
+            engine.due = math.inf
+            return
+        engine.steps = self._room_on(engine, engine.next_end() - engine.step)
+        running, kv = len(engine.running), round(engine.kv)
+        engine.due = engine.at + self._setting.model.decode_seconds(running, kv, engine.steps)
+
+    def _follow(self, engine: Engine) -> None:
+        """Bring an engine to the end of the step that is in progress now."""
+        if not engine.running or engine.at >= self.now:
+            return
+        running, kv, model = len(engine.running), round(engine.kv), self._setting.model
+        steps = model.steps_within(running, kv, self.now - engine.at)
+        if engine.at + model.decode_seconds(running, kv, steps) < self.now:
+            steps += 1
+        if (steps := min(steps, engine.steps - 1)) > 0:
+            self._decode(engine, steps)
+
+    def _decode(self, engine: Engine, steps: int) -> None:
+        running, model, engines = len(engine.running), self._setting.model, len(self._engines)
+        engine.at += model.decode_seconds(running, round(engine.kv), steps)
+        tokens, growth = steps * running, running * steps * (steps - 1) / 2
+        work = model.token_seconds(self._setting.max_running) * tokens
+        self._bound += (work + model.t2 * (steps * engine.kv + growth)) / engines
+        engine.step += steps
+        engine.steps -= steps
+        engine.kv += tokens
+        self._peak = max(self._peak, engine.kv * engines)
+        while engine.ends and engine.ends[0][0] <= engine.step:
+            end, ticket = heapq.heappop(engine.ends)
+            if engine.ends_at(ticket, end):
+                ended = engine.running.pop(ticket)
+                del self._running[ticket]
+                ended.group.finish(ended.member, engine.version)
+                self._leave_engine(engine, ended)
+                self._complete(ended.group)
+
+    def _room_on(self, engine: Engine, steps: int) -> int:
+        """Bound the steps by the room in an engine's pool, as :meth:`Trial._room_for` does."""
+        while len(engine.running) > 1 and engine.pool - engine.kv < len(engine.running):
+            _, running = engine.running.popitem()
+            self._note_on(engine, running)
+            self._leave_engine(engine, running)
+            engine.waiting.append(running)
+            steps = engine.next_end() - engine.step
+        if engine.pool == math.inf:
+            return steps
+        return min(steps, max(1, int(engine.pool - engine.kv) // len(engine.running)))
+
+    def _note_on(self, engine: Engine, running: Running) -> None:
+        tokens = running.length - (running.end - engine.step)
+        running.group.note(running.member, tokens, engine.version)
+
+    def _leave_engine(self, engine: Engine, running: Running) -> None:
+        engine.kv -= self._setting.prompt_tokens + running.group.have[running.member]
+        engine.sum_of_ends -= running.end
+
+
+class Engine:
+    """One engine with its responses."""
+
+    __slots__ = (
+        "at",
+        "due",
+        "ends",
+        "kv",
+        "loads",
+        "name",
+        "pool",
+        "running",
+        "step",
+        "steps",
+        "sum_of_ends",
+        "version",
+        "waiting",
+    )
+
+    def __init__(self, name: str, setting: Setting) -> None:
+        self.name = name
+        self.pool = math.inf if setting.kv_tokens is None else float(setting.kv_tokens)
+        self.version = 0
+        self.loads: int | None = None
+        """The version that it loads at the moment."""
+        self.at = 0.0
+        """The time up to which its steps are counted, in seconds."""
+        self.step = 0
+        self.steps = 0
+        """Number of steps to the next end of a response."""
+        self.due = math.inf
+        """The time of that end, or of the end of its refit."""
+        self.kv = 0.0
+        self.running: dict[int, Running] = {}
+        self.ends: list[tuple[int, int]] = []
+        self.sum_of_ends = 0
+        self.waiting: deque[Running] = deque()
+        """Responses that wait for a place, or for room in the pool."""
+
+    @property
+    def open(self) -> int:
+        return len(self.running) + len(self.waiting)
+
+    def fits(self, context: float, left: int) -> bool:
+        """Whether one more fits, with a share of all tokens still to come."""
+        if self.pool == math.inf or not self.running:
+            return True
+        to_come = self.sum_of_ends - len(self.running) * self.step + left
+        return self.kv + context + 1 + RESERVE_SHARE * to_come <= self.pool
+
+    def clear(self) -> list[Running]:
+        """Take what decodes off the engine, and return it."""
+        decoded = list(self.running.values())
+        self.running.clear()
+        self.ends.clear()
+        self.kv, self.sum_of_ends, self.due = 0.0, 0, math.inf
+        return decoded
+
+    def next_end(self) -> int:
+        """The last step of the response that ends first."""
+        while not self.ends_at(self.ends[0][1], self.ends[0][0]):
+            heapq.heappop(self.ends)
+        return self.ends[0][0]
+
+    def ends_at(self, ticket: int, step: int) -> bool:
+        """Whether this response ends here; one that was preempted ends later than was noted."""
+        running = self.running.get(ticket)
+        return running is not None and running.end == step
+
+
+def due(engine: Engine) -> float:
+    return engine.due
