@@ -35,7 +35,7 @@ from aprilsched.errors import (
     RefitError,
     RunGivenUp,
 )
-from aprilsched.runs.setup import remainder
+from aprilsched.simulation.results import remainder
 from aprilsched.telemetry.summary import Summary
 from aprilsched.testing import SimServer
 from aprilsched.testing.faults import FaultScript, faults_of

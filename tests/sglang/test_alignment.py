@@ -22,7 +22,7 @@ from aprilsched.analysis.report.page import page
 from aprilsched.config import Dispatch
 from aprilsched.runs.config_file import as_toml
 from aprilsched.runs.settings import RunSettings
-from aprilsched.runs.setup import remainder
+from aprilsched.simulation.results import remainder
 from aprilsched.telemetry.event_log import EventLog
 from aprilsched.telemetry.figures import AlignmentFigures
 from aprilsched.telemetry.summary import Summary

@@ -195,9 +195,7 @@ def test_a_batch_offers_both():
 
 def test_without_torch_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(
-        ConfigError, match=r"torch is not installed; pip install .*\[torch\]'"
-    ):
+    with pytest.raises(ConfigError, match=r"torch is not installed; pip install .*\[torch\]'"):
         RAGGED.to_torch()
 
 

@@ -23,7 +23,7 @@ from aprilsched import (
 from aprilsched.coordinator import logprob_comparison
 from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import ConfigError, SchedulerClosed
-from aprilsched.runs.setup import remainder
+from aprilsched.simulation.results import remainder
 from aprilsched.telemetry.event_log import EventLog
 from aprilsched.telemetry.event_log.reading import replay
 from aprilsched.telemetry.figures import AlignmentFigures, RunSummary

@@ -33,8 +33,8 @@ from aprilsched.errors import ConfigError, PromptsExhausted
 from aprilsched.planning import Planner
 from aprilsched.presets import PRESETS
 from aprilsched.runs.policies import chosen
-from aprilsched.runs.setup import remainder
 from aprilsched.simulation import Costs, Simulation
+from aprilsched.simulation.results import remainder
 from aprilsched.telemetry.figures import RunSummary, SteadyState
 from aprilsched.telemetry.summary import Summary
 from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel

@@ -27,8 +27,8 @@ from aprilsched.core.policies.schedule import FixedRatio, Pace, Schedule
 from aprilsched.core.policies.straggler import BEHAVIOURS
 from aprilsched.engines.sim import run_virtual
 from aprilsched.planning import Planner
-from aprilsched.runs.setup import remainder
 from aprilsched.simulation import Costs, Simulation
+from aprilsched.simulation.results import remainder
 from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.summary import Summary
 from tests.support import small

@@ -31,7 +31,7 @@ from aprilsched.core.messages.events import EngineLost
 from aprilsched.engines.base import Chunk, GenerationRequest
 from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import EngineError, EngineRejected
-from aprilsched.runs.setup import remainder
+from aprilsched.simulation.results import remainder
 from aprilsched.telemetry.event_log import EventLog
 from aprilsched.telemetry.event_log.reading import replay
 from aprilsched.telemetry.figures import RunSummary

@@ -32,7 +32,7 @@ from aprilsched.core.state.ledger import Reason
 from aprilsched.core.state.lifecycle import State
 from aprilsched.driver.callbacks import Reward
 from aprilsched.engines.sim import run_virtual
-from aprilsched.runs.setup import remainder
+from aprilsched.simulation.results import remainder
 from aprilsched.store import Store
 from aprilsched.telemetry.event_log import EventLog
 from aprilsched.telemetry.event_log.reading import read_facts, replay

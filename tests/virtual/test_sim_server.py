@@ -13,6 +13,7 @@ import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from aprilsched import (
@@ -171,7 +172,7 @@ async def test_responses_end_at_the_lengths_of_a_law(straggler: StragglerRule, t
         straggler=straggler,
         sampling=SamplingParams(max_new_tokens=600, temperature=1.0),
     )
-    prompts = [Prompt(input_ids=[5, number]) for number in range(16)]
+    prompts = [Prompt(input_ids=np.array([5, number])) for number in range(16)]
     machine = SimConfig(stream_at_pause=False)
     servers = [SimServer(machine, time_scale=0.2, lengths=lengths) for _ in range(2)]
     async with servers[0], servers[1]:

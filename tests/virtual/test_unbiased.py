@@ -42,8 +42,8 @@ from aprilsched.core.state.records import group_lengths
 from aprilsched.engines.sim import run_virtual
 from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.presets import PRESETS
-from aprilsched.runs.setup import remainder
 from aprilsched.simulation import Simulation
+from aprilsched.simulation.results import remainder
 from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.summary import Summary
 from experiments.bias.equivalence import Equivalence, equivalence
