@@ -58,7 +58,7 @@ nitpick_ignore_regex = [
     (r"py:class", r"aprilsched\.(types\.Receipt|engines\.sim\.toy_model\.ToyModel)"),
     (r"py:class", r"aprilsched\.engines\.fleet\.(EngineT|ServerSettings)"),
     (r"py:class", r"aprilsched\.analysis\.(lines\..*|plots\.Figures|report\.report_data\..*)"),
-    (r"py:class", r"aprilsched\.telemetry\.(batch_figures|live_figures)\..*"),
+    (r"py:class", r"aprilsched\.telemetry\.(batch_figures|live_figures|table)\..*"),
     (r"py:class", r"aprilsched\.testing\.faults\.(kinds\.Fault|script\.Fired)"),
     (r"py:class", r"aprilsched\.telemetry\.sampling\.engine_loads\..*"),
     (r"py:class", r"aprilsched\.telemetry\.engine_time\.Recording"),
