@@ -140,8 +140,11 @@ def check_everything(run: Path, *, incarnations: int, batches: int = BATCHES) ->
     assert again.bias.censoring.policies == summary.bias.censoring.policies
     for ours, theirs in zip(again.per_batch, summary.per_batch, strict=True):
         timed = {"seconds": 0, "trainer_seconds": 0, "efficiency": 0, "delivered_tokens_per_s": 0}
+        # Times are rounded in the log.
+        timed |= {"rollout_seconds": {}, "tool_share": 0}
         assert replace(ours, **timed) == replace(theirs, **timed)  # type: ignore[arg-type]
         assert ours.seconds == pytest.approx(theirs.seconds, abs=1e-4)
+        assert ours.rollout_seconds == pytest.approx(theirs.rollout_seconds, abs=1e-4)
     return summary
 
 
