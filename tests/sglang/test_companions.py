@@ -63,7 +63,7 @@ RULES: dict[str, tuple[StragglerRule, dict[str, Any]]] = {
 }
 LONG = ("abort", "in place", "run", "choose", "rolling")
 OF_ONE_VERSION = ("run", "rolling")
-TRIES = 4
+TRIES = 8
 """Number of runs until one has rollouts of several versions. On a busy machine the long responses
 may all end before the update."""
 

@@ -11,6 +11,7 @@ import pytest
 from aprilsched import Batch, RolloutScheduler, SchedulerConfig, SGLangFleet
 from aprilsched.config import Health, Timeouts
 from aprilsched.core.messages.facts import EngineLost
+from aprilsched.core.state.assembly import rollout_of
 from aprilsched.engines.http import ServerAddress
 from aprilsched.errors import PromptsExhausted
 from aprilsched.testing.contract import until
@@ -96,6 +97,18 @@ async def test_what_a_hanging_server_had_is_finished_by_the_other_until_it_is_ba
             assert loss.engine == name(hangs)
             assert loss.cause.startswith("no token for ")
             assert set(rollouts.state.weights.versions.engines) == {name(stays)}
+            # On a busy machine the other server may have no place for long.
+            handed = [name(hangs), name(stays)]
+            delivered = [r for batch in batches for r in batch.rollouts]
+            await until(
+                lambda: any(
+                    [segment.engine for segment in rollout.segments] == handed
+                    for rollout in (
+                        *delivered,
+                        *map(rollout_of, rollouts.state.in_flight.rollouts.values()),
+                    )
+                )
+            )
         finally:
             hangs.thaw()
         await until(
@@ -104,7 +117,7 @@ async def test_what_a_hanging_server_had_is_finished_by_the_other_until_it_is_ba
         batches += await rest(rollouts)
         check_whole(rollouts, batches, models[0], tmp_path)
         moved = [r for b in batches for r in b.rollouts if len(r.segments) > 1]
-        assert any([s.engine for s in r.segments] == [name(hangs), name(stays)] for r in moved)
+        assert any([s.engine for s in r.segments][:2] == handed for r in moved)
         assert len(losses(recorder)) == 1
 
 
