@@ -34,12 +34,16 @@ class FleetTrial(Trial):
         """Whether the engines stand, and go on with what is admitted next."""
 
     def _advance(self, until: float = math.inf) -> None:
-        """Go to the next end of a response on any engine."""
+        """Go to the next event of any engine."""
         engine = min(self._engines, key=due)
         if engine.due > until:
             self.now = until
             return
         self.now = max(self.now, engine.due)
+        self._arrive(engine)
+
+    def _arrive(self, engine: Engine) -> None:
+        """Carry out an engine's event, the end of a response."""
         self._decode(engine, engine.steps)
         self._fill(engine)
 

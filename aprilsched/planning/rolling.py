@@ -21,7 +21,7 @@ import math
 
 from aprilsched.core.policies.repack import LOOK_AGAIN, Load, engine_to_free, surplus
 from aprilsched.core.policies.schedule import Schedule
-from aprilsched.planning.apart import Engine, FleetTrial, due
+from aprilsched.planning.apart import Engine, FleetTrial
 from aprilsched.planning.setting import Setting
 from aprilsched.planning.trial import Drawn
 
@@ -37,19 +37,13 @@ class RollingTrial(FleetTrial):
 
     # --- time ----------------------------------------------------------------------------------
 
-    def _advance(self, until: float = math.inf) -> None:
-        """Go to the next end of a response, or of a refit, on any engine."""
-        engine = min(self._engines, key=due)
-        if engine.due > until:
-            self.now = until
-            return
-        self.now = max(self.now, engine.due)
+    def _arrive(self, engine: Engine) -> None:
+        """Carry out an engine's event, the end of a response or of its refit."""
         if engine.loads is not None:
             engine.version, engine.loads = engine.loads, None
             engine.due = math.inf
         else:
-            self._decode(engine, engine.steps)
-            self._fill(engine)
+            super()._arrive(engine)
         self._roll()
         self._admit()
 

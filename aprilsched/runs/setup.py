@@ -151,9 +151,9 @@ def _publisher(settings: RunSettings) -> WeightPublisher | None:
 
 def bound_of(settings: RunSettings, timing: StepTimeModel) -> Bound:
     """The least time in which all engines of a run can generate given lengths."""
-    one = partial(timing.bound_seconds, max_running=settings.sim.max_running)
     engines = settings.sim.engines if settings.simulated else len(settings.engine)
-    return lambda prompts, lengths: one(prompts, lengths) / engines
+    most = settings.sim.max_running
+    return partial(timing.bound_seconds, max_running=most, engines=engines)
 
 
 # --- workload limits -----------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from contextlib import ExitStack, suppress
 from aprilsched.engines.sim import SimConfig
 from aprilsched.errors import PromptsExhausted
 from aprilsched.runs.config_file import as_toml
-from aprilsched.runs.setup import Setup, live_figures_of
+from aprilsched.runs.setup import Setup, live_figures_of, summary_of
 from aprilsched.runs.showing import Screen
 from aprilsched.simulation import Costs, Simulation, SimulationResult, rare_collections
 from aprilsched.simulation.results import Measuring
@@ -35,13 +35,7 @@ def simulate(
     Raises:
         AprilschedError: if the run could not begin or continue.
     """
-    measuring = Measuring(
-        setup.config,
-        bound=setup.bound,
-        workload_mean=setup.workload_mean,
-        burn_in=setup.settings.burn_in,
-        usage=False,
-    )
+    measuring = Measuring(setup.config, summary_of(setup), usage=False)
     listeners = measuring.listeners
     events = None if folder is None else EventLog(folder.events, patient=True)
     if folder is not None and events is not None:

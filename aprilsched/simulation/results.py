@@ -7,7 +7,8 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,7 +24,6 @@ from aprilsched.errors import PromptsExhausted
 from aprilsched.planning import Planner
 from aprilsched.simulation.virtual import NEVER, Costs, Simulation
 from aprilsched.telemetry.base import AnyListener, TokenChunks
-from aprilsched.telemetry.batch_figures import Bound
 from aprilsched.telemetry.bias_collector import warning_now
 from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.summary import Remainder, Summary
@@ -95,26 +95,15 @@ class Measuring:
 
     Args:
         config: of the run.
-        bound: the least time of a batch; None if it is not known.
-        workload_mean: mean length of the workload's responses; None if it is not known.
-        burn_in: batches that are left out of the steady state; None for a quarter.
+        summary: sums the run up.
         usage: whether to record where the engines' time goes.
     """
 
     config: SchedulerConfig
-    bound: Bound | None = None
-    workload_mean: float | None = None
-    burn_in: int | None = None
+    summary: Summary
     usage: bool = True
-    summary: Summary = field(init=False)
 
     def __post_init__(self) -> None:
-        self.summary = Summary(
-            trainer_waits=self.config.trainer_waits,
-            bound=self.bound,
-            workload_mean=self.workload_mean,
-            burn_in=self.burn_in,
-        )
         self._generation = _Generation()
         self._usage = UsageRecorder(batch_groups=self.config.batch_groups) if self.usage else None
 
@@ -221,9 +210,17 @@ def simulate(
         )
         mean = workload.mean_length()
     engine = engine or SimConfig(make_tokens=False, stream_interval=NEVER)
-    measuring = Measuring(
-        config, bound=_bound(engine, engines), workload_mean=mean, burn_in=burn_in, usage=usage
+    bound = None
+    if isinstance(engine, SimConfig):  # No bound is known of engines that differ.
+        seconds, most = engine.timing.bound_seconds, engine.max_running
+        bound = partial(seconds, max_running=most, engines=engines)
+    summary = Summary(
+        trainer_waits=config.trainer_waits,
+        bound=bound,
+        workload_mean=mean,
+        burn_in=burn_in,
     )
+    measuring = Measuring(config, summary, usage)
     shown = [_Progress(batches)] if progress else []
     simulation = Simulation(
         config,
@@ -242,16 +239,6 @@ def simulate(
     with suppress(PromptsExhausted):
         simulation.run()
     return measuring.result(simulation)
-
-
-def _bound(engine: SimConfig | Sequence[SimConfig], engines: int) -> Bound | None:
-    """The least time of given lengths; None for engines that differ."""
-    if not isinstance(engine, SimConfig):
-        return None
-    timing, most = engine.timing, engine.max_running
-    return lambda prompts, lengths: (
-        timing.bound_seconds(prompts, lengths, max_running=most) / engines
-    )
 
 
 class _Generation:

@@ -91,13 +91,15 @@ class StepTimeModel:
         prompt_lengths: Sequence[int] | NDArray[np.integer],
         lengths: Sequence[int] | NDArray[np.integer],
         max_running: int,
+        engines: int = 1,
     ) -> float:
-        """T_bound: a lower bound of the seconds of any schedule of these responses on one engine.
+        """T_bound: a lower bound of the seconds of any schedule of these responses on equal
+        `engines`.
 
         t1 * sum(L) + t2 * sum(p * L + L^2 / 2) + t0 * sum(L) / max_running: each token costs its
         own work and the context that it reads; one read of the weights serves `max_running`
         tokens; prefill and the terms of `fill` and `t0_wide` cost nothing. Both arrays have one
-        entry for each response, in tokens. For a fleet of equal engines divide by their number.
+        entry for each response, in tokens. Several engines take their share of that each.
 
         Raises:
             ValueError: if the arrays differ in length.
@@ -110,7 +112,7 @@ class StepTimeModel:
             )
         total = float(outputs.sum())
         reads = float((prompts * outputs + outputs * outputs / 2).sum())
-        return self.t1 * total + self.t2 * reads + self.t0 * total / max_running
+        return (self.t1 * total + self.t2 * reads + self.t0 * total / max_running) / engines
 
     def at_speed(self, speed: float) -> StepTimeModel:
         """The model of an engine that takes 1 / `speed` times the seconds for everything."""

@@ -39,7 +39,7 @@ from experiments.chaos.history import History, Outcome, recorded
 from experiments.chaos.truth import TruthModel, true_versions
 from tests.support.tiny_tokenizer import bytes_tokenizer
 
-__all__ = ["Letters", "run"]
+__all__ = ["Letters", "left_behind", "run"]
 
 GROUPS, SIZE = 66, 8
 TURNS = 20
@@ -119,13 +119,13 @@ class _Campaign:
         killed = await self._life(SqliteStore(self.folder / "store", inline=True), first=True)
         self.outcome.ending.append("killed")
         self.figures["turns_before_the_kill"] = sum(len(a.heard) for a in self.agents.values())
-        await self._life(SqliteStore(killed, inline=True), first=False)
+        await self._life(killed, first=False)
         self.outcome.ending.append("batch")
         self.figures["sessions"] = len(self.agents)
         self.figures["turns"] = sum(len(agent.heard) for agent in self.agents.values())
         self.outcome.figures = dict(self.figures)
 
-    async def _life(self, store: SqliteStore, *, first: bool) -> Path:
+    async def _life(self, store: SqliteStore, *, first: bool) -> SqliteStore:
         """One process of the trainer: until it is killed, which leaves a store, or to the batch."""
         fleet, agents = _Fleet(), set[asyncio.Task[None]]()
         refits = range(KILLED + 1) if first else range(KILLED + 1, REFITS)
@@ -171,7 +171,7 @@ class _Campaign:
                     self.figures["sessions_at_once"] = most
                 if first:
                     await asyncio.sleep(EVERY_S / 2)
-                    return _left_behind(store, self.folder / "killed")
+                    return left_behind(store, self.folder / "killed")
                 self._check(await rollouts.next_batch(), rollouts)
             finally:
                 launcher.cancel()
@@ -183,7 +183,7 @@ class _Campaign:
         for task in agents:
             if not task.cancelled() and (error := task.exception()) is not None:
                 self.outcome.complaints.append(f"an agent was told {error!r}")
-        return store.path
+        return store
 
     async def _launch(self, sessions: Sessions, tasks: set[asyncio.Task[None]]) -> None:
         """Let the agents of the life before come back, and start one for each new session."""
@@ -253,12 +253,12 @@ class _Campaign:
         self.outcome.complaints.append(text)
 
 
-def _left_behind(store: SqliteStore, to: Path) -> Path:
-    """What kill -9 leaves at this moment: a copy of the files."""
+def left_behind(store: SqliteStore, to: Path) -> SqliteStore:
+    """What kill -9 leaves at this moment: a copy of the files, open or not."""
     to.mkdir()
     for file in store.path.parent.glob(f"{store.path.name}*"):
         shutil.copy(file, to / file.name)
-    return to / store.path.name
+    return SqliteStore(to / store.path.name, inline=True)
 
 
 def run(seed: int, *, aloud: bool = False, lines: int = 80) -> Outcome:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from aprilsched.errors import ConfigError, EpisodeError, RunGivenUp
 from aprilsched.serving import Unavailable
 from aprilsched.sessions import Limits, Session, Sessions
 from aprilsched.types import NO_VERSION, Batch, Score
+from experiments.chaos.agents import left_behind
 from tests.support.checking import Checking
 from tests.support.tiny_tokenizer import bytes_tokenizer
 
@@ -377,14 +377,6 @@ async def test_requests_of_a_session_are_answered_in_their_order(tokenizer: Mode
 
 
 # --- durability ----------------------------------------------------------------------------------
-
-
-def left_behind(store: SqliteStore, to: Path) -> SqliteStore:
-    """What kill -9 leaves at this moment: a copy of the files, open or not."""
-    to.mkdir()
-    for file in store.path.parent.glob(f"{store.path.name}*"):
-        shutil.copy(file, to / file.name)
-    return SqliteStore(to / store.path.name, inline=True)
 
 
 async def main_and_helper(session: Session, prompt: Prompt) -> float:
