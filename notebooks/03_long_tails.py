@@ -28,8 +28,8 @@ from aprilsched.analysis.lengths_of_run import known_lengths, law_band, law_of
 from aprilsched.analysis.run import read_run
 from aprilsched.core.lengths.observed import pooled
 from aprilsched.runs.config_file import read_settings
+from aprilsched.runs.drive import simulate
 from aprilsched.runs.setup import prepare
-from aprilsched.runs.simulated import simulate
 from aprilsched.telemetry.run_folder import RunFolder
 from aprilsched.workload import LongTailWorkload
 

@@ -1,5 +1,5 @@
-"""The model of a chart: its data, axes, units and words, and the charts that are drawn in more
-than one place.
+"""The model of a chart: its data, axes, units, words and colours, and the charts that are drawn in
+more than one place.
 
 Two renderers draw it: :func:`aprilsched.analysis.report.charts.spec` as plotly's JSON for a page,
 and :func:`aprilsched.analysis.style.draw` with matplotlib for files and notebooks. Shares are
@@ -16,10 +16,47 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.analysis.colours import AGE_COLOURS, PALETTE, PART_COLOURS
 from aprilsched.analysis.run import Bar
-from aprilsched.telemetry.engine_time import PART_LABELS
+from aprilsched.telemetry.engine_time import PART_LABELS, Part
 from aprilsched.telemetry.figures import DecileFigures, LawFigures, TransientFigures
+from aprilsched.telemetry.rollout_time import RolloutPart
+
+PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
+"""Okabe and Ito, 2008: the eight-colour set without black."""
+GREY = "#808080"
+INK = "#767676"
+"""The colour of text and axes. It can be read on white (contrast 4.5) and on near-black (4.1)."""
+
+PART_COLOURS: dict[Part, str] = {
+    "decode": "#0072B2",
+    "prefill": "#56B4E9",
+    "re_prefill": "#CC79A7",
+    "tail": "#E69F00",
+    "pause": "#D55E00",
+    "refit": "#F0E442",
+    "trainer": "#BBBBBB",
+    "prompts": "#882255",
+    "rewards": "#009E73",
+    "environment": "#999933",
+    "asleep": "#DDDDDD",
+    "lost": "#6B6B6B",
+}
+"""Busy parts are blue, and parts that no schedule can avoid are grey. The others have colours of
+Okabe and Ito, and two of Tol."""
+
+ROLLOUT_COLOURS: dict[RolloutPart, str] = {
+    "engine": "#0072B2",
+    "paused": "#D55E00",
+    "queue": "#CC79A7",
+    "tools": "#999933",
+    "agent": "#DDDDDD",
+    "score": "#009E73",
+    "batch": "#E69F00",
+}
+"""Colours of what a rollout is at; a part that engines have too has its colour."""
+
+AGE_COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#F0E442", "#E69F00", "#D55E00")
+"""Colours of tokens by their staleness, 0 versions first. The last one is for all older tokens."""
 
 Values = Sequence[float] | Sequence[str] | NDArray[Any]
 Unit = Literal["", "share", "whole", "tokens", "nats"]

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aprilsched.analysis.chart_model import (
+    AGE_COLOURS,
     Axis,
     Chart,
     Series,
@@ -29,7 +30,6 @@ from aprilsched.analysis.chart_model import (
     tail_of,
     time_by_part,
 )
-from aprilsched.analysis.colours import AGE_COLOURS
 from aprilsched.analysis.lengths_of_run import LawBand
 from aprilsched.analysis.run import Run, bars, in_flight, lengths_of, tokens_by_class, window_end
 from aprilsched.analysis.usage import RunUsage

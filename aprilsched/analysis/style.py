@@ -26,8 +26,7 @@ from matplotlib.text import Text
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from aprilsched.analysis.chart_model import Axis, Chart, Series
-from aprilsched.analysis.colours import GREY, INK, PALETTE, PART_COLOURS
+from aprilsched.analysis.chart_model import GREY, INK, PALETTE, PART_COLOURS, Axis, Chart, Series
 
 __all__ = [
     "GREY",

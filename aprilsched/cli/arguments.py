@@ -35,7 +35,7 @@ import tyro
 
 from aprilsched.config import SamplingParams, SchedulerConfig
 from aprilsched.errors import ConfigError
-from aprilsched.runs.config_tree import (
+from aprilsched.runs.config_file import (
     POLICIES,
     SHORT,
     changed,

@@ -16,7 +16,7 @@ from aprilsched.analysis.bias import DrainPlan, drawn_law, plan_drain
 from aprilsched.analysis.lengths_of_run import RecordedRun, read_record
 from aprilsched.cli.arguments import parsed
 from aprilsched.errors import ConfigError
-from aprilsched.runs.tables import signed_percent
+from aprilsched.runs.showing import signed_percent
 from aprilsched.timing.calibration import (
     load_model,
 )

@@ -17,12 +17,11 @@ from aprilsched.cli.arguments import parsed, value_of
 from aprilsched.engines.addresses import fleet_at
 from aprilsched.errors import ConfigError
 from aprilsched.gateway import Gateway, GatewaySettings
-from aprilsched.runs.config_file import read_table, value_as
-from aprilsched.runs.config_tree import refuse_unknown
+from aprilsched.runs.config_file import read_table, refuse_unknown, value_as
 from aprilsched.runs.settings import key_from
 from aprilsched.telemetry.base import AnyListener
-from aprilsched.telemetry.live.display import LiveView, can_draw
 from aprilsched.telemetry.live.live_model import RunFacts
+from aprilsched.telemetry.live.view import LiveView, can_draw
 from aprilsched.telemetry.live_figures import LiveFigures
 
 _INTERRUPTED = 130

@@ -7,12 +7,13 @@ prediction comes with the error of a prediction whose true answer is known.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
+import numpy as np
 import tyro
 from rich.console import Console
 from rich.table import Table
@@ -20,23 +21,30 @@ from rich.table import Table
 from aprilsched.analysis.lengths_of_run import (
     PredictionError,
     RecordedCosts,
+    RecordedGroup,
     RecordedRun,
     prediction_error,
     read_record,
     recorded_summary,
 )
 from aprilsched.cli.arguments import parsed
-from aprilsched.errors import ConfigError, RunFolderError
-from aprilsched.runs.config_file import read_settings
-from aprilsched.runs.policies import RECORDED, Policy, variants
-from aprilsched.runs.replayed import prepare_replay
+from aprilsched.config import SchedulerConfig
+from aprilsched.errors import ConfigError, PromptsExhausted, RunFolderError
+from aprilsched.runs.config_file import RECORDED, Policy, read_settings, variants
+from aprilsched.runs.drive import simulate
 from aprilsched.runs.settings import COMMAS, RunSettings, SimSettings
-from aprilsched.runs.setup import Setup, bound_of
-from aprilsched.runs.showing import draw_comparison, screen_of
-from aprilsched.runs.simulated import simulate
-from aprilsched.runs.tables import describe, number, percent, signed_percent
+from aprilsched.runs.setup import Setup, bound_of, prepare
+from aprilsched.runs.showing import (
+    describe,
+    draw_comparison,
+    number,
+    percent,
+    screen_of,
+    signed_percent,
+)
 from aprilsched.simulation import NEVER, Costs, PolicyRow, SimulationResult, compare
 from aprilsched.telemetry.run_folder import CONFIG, RunFolder, write_json
+from aprilsched.types import Prompt, SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,3 +311,56 @@ def _over(rate: float | None, base: float | None) -> float | None:
 
 def _exact(error: float | None) -> str:
     return "unknown" if error is None else f"{error:+z.2%}"
+
+
+# --- the replay's prompts -------------------------------------------------------------------------
+
+# Prepares the replay of a recorded run under another policy, for ``aprilsched replay``.
+#
+# The prompts, the costs and the number of engines are those of the record.
+#
+# Invariant: every policy gets the groups of the record in the order in which the run launched them,
+# and ends when it needs a group that the record does not have.
+
+
+class RecordedPrompts:
+    """The groups of a record as prompts; iterating again begins at the first one.
+
+    If the run did not launch all of its prompts, its prompts continued after the record. Then the
+    end of the record raises PromptsExhausted, because the next batch cannot be completed as it
+    would have been.
+    """
+
+    def __init__(self, record: RecordedRun) -> None:
+        self._groups = record.groups
+        self._whole = record.whole
+
+    def __iter__(self) -> Iterator[Prompt]:
+        for index, group in enumerate(self._groups):
+            yield _prompt(index, group)
+        if not self._whole:
+            raise PromptsExhausted("The record has no more groups; replay fewer batches.")
+
+
+def _prompt(index: int, group: RecordedGroup) -> Prompt:
+    return Prompt(
+        input_ids=np.zeros(max(1, group.prompt_tokens), dtype=np.int32),
+        sampling=tuple(
+            SamplingParams(max_new_tokens=length, ignore_eos=True) for length in group.lengths
+        ),
+        key=index,
+        group_size=len(group.lengths),
+    )
+
+
+def prepare_replay(settings: RunSettings, record: RecordedRun, scheduler: SchedulerConfig) -> Setup:
+    """The parts of a replay of `record` with the given settings of the scheduler.
+
+    Raises:
+        ConfigError: if the settings contradict each other.
+    """
+    return replace(
+        prepare(replace(settings, scheduler=scheduler)),
+        prompts=RecordedPrompts(record),
+        workload_mean=None,
+    )

@@ -18,7 +18,8 @@ from rich.console import Console
 
 from aprilsched.cli.arguments import asked_for_help, everyday_help, parsed
 from aprilsched.config import SchedulerConfig
-from aprilsched.runs.policies import Policy, chosen
+from aprilsched.runs.config_file import Policy, chosen
+from aprilsched.runs.drive import simulate
 from aprilsched.runs.settings import (
     COMMAS,
     RunSettings,
@@ -26,9 +27,14 @@ from aprilsched.runs.settings import (
     WorkloadSettings,
 )
 from aprilsched.runs.setup import prepare
-from aprilsched.runs.showing import draw_comparison, leave_report, screen_of
-from aprilsched.runs.simulated import simulate
-from aprilsched.runs.tables import comparison_table, describe, verdict
+from aprilsched.runs.showing import (
+    comparison_table,
+    describe,
+    draw_comparison,
+    leave_report,
+    screen_of,
+    verdict,
+)
 from aprilsched.simulation import NEVER, Comparison, SimulationResult, compare
 from aprilsched.telemetry.run_folder import REPORT, RunFolder, default_path, write_json
 

@@ -18,13 +18,12 @@ from aprilsched.analysis.run import readable
 from aprilsched.cli.arguments import parsed
 from aprilsched.core.messages.facts import Fact
 from aprilsched.errors import RunFolderError
-from aprilsched.runs.tables import run_table
+from aprilsched.runs.showing import run_table
 from aprilsched.telemetry.base import Listener
 from aprilsched.telemetry.batch_figures import BatchMeter
 from aprilsched.telemetry.event_log.reading import Follower, LogReader
-from aprilsched.telemetry.live.display import LiveView, PlainLines, can_draw
 from aprilsched.telemetry.live.live_model import RunFacts
-from aprilsched.telemetry.live.view import clock_time
+from aprilsched.telemetry.live.view import LiveView, PlainLines, can_draw, clock_time
 from aprilsched.telemetry.live_figures import LiveFigures
 from aprilsched.telemetry.run_folder import CONFIG, EVENTS, SUMMARY
 

@@ -18,12 +18,9 @@ from aprilsched.coordinator.controls import EngineControls
 from aprilsched.coordinator.durability import Durability
 from aprilsched.coordinator.handback import HandBack
 from aprilsched.coordinator.live_bias import LiveBias
-from aprilsched.coordinator.membership import Membership, Readmission
-from aprilsched.coordinator.opening import Claim, check_engines
-from aprilsched.coordinator.refits import Refits
-from aprilsched.coordinator.replanning import Planning, StepTimes
-from aprilsched.coordinator.tasks import Shell, Tasks, Waits
-from aprilsched.coordinator.watching import (
+from aprilsched.coordinator.membership import (
+    Membership,
+    Readmission,
     Watch,
     ask_load,
     ask_version,
@@ -32,6 +29,10 @@ from aprilsched.coordinator.watching import (
     report_slow,
     wants_update,
 )
+from aprilsched.coordinator.opening import Claim, check_engines
+from aprilsched.coordinator.refits import Refits
+from aprilsched.coordinator.replanning import Planning, StepTimes
+from aprilsched.coordinator.tasks import Shell, Tasks, Waits
 from aprilsched.coordinator.work import Work
 from aprilsched.core.config import Caller, SchedulerConfig
 from aprilsched.core.messages import commands as do

@@ -11,9 +11,9 @@ import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager, suppress
 
+from aprilsched.coordinator.membership import wants_update
 from aprilsched.coordinator.refits import RefitReport
 from aprilsched.coordinator.session import Session
-from aprilsched.coordinator.watching import wants_update
 from aprilsched.core.messages import events as ev
 from aprilsched.core.messages import facts
 from aprilsched.core.steps.engines import stranded

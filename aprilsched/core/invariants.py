@@ -12,8 +12,14 @@ from itertools import pairwise
 from aprilsched.core.policies.placement import Places
 from aprilsched.core.state.engine_control import Mode
 from aprilsched.core.state.engine_index import Kind
-from aprilsched.core.state.lifecycle import GENERATING, TERMINAL, State
-from aprilsched.core.state.records import GroupRecord, RequestRecord, RolloutRecord
+from aprilsched.core.state.records import (
+    GENERATING,
+    TERMINAL,
+    GroupRecord,
+    RequestRecord,
+    RolloutRecord,
+    State,
+)
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.state.token_log import common, joined
 from aprilsched.errors import InvariantViolation

@@ -61,9 +61,8 @@ from aprilsched.integrations import (
     images_of,
     one_placeholder_each,
 )
-from aprilsched.integrations.by_session import BySession
-from aprilsched.integrations.generate_functions import GenerateFunctions, uses_functions
-from aprilsched.runs.config_tree import config_of
+from aprilsched.integrations.by_session import BySession, GenerateFunctions, uses_functions
+from aprilsched.runs.config_file import config_of
 from aprilsched.sampling import sampling_params
 from aprilsched.store import MemoryStore
 from aprilsched.types import NO_VERSION, Batch, Group, Media, Prompt, Rollout, SamplingParams

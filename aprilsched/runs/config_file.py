@@ -1,4 +1,5 @@
-"""RunSettings as TOML: a run's config.toml is also what ``--config`` takes.
+"""RunSettings as TOML (a run's config.toml is also what ``--config`` takes), and the policies that
+a command line names.
 
 Settings that are not set (None) are left out, since TOML has no word for them.
 """
@@ -6,15 +7,20 @@ Settings that are not set (None) are left out, since TOML has no word for them.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from difflib import get_close_matches
+from itertools import product
 from pathlib import Path
-from typing import Any, TypeVar, cast, get_type_hints
+from typing import Any, TypeAlias, TypeVar, cast, get_type_hints
 
 import msgspec
 
+from aprilsched.checks import nearest
+from aprilsched.config import SamplingParams, SchedulerConfig, Staleness
+from aprilsched.core.policies.kinds import OVER_PROVISIONS, REFILLS, STOPS
 from aprilsched.errors import ConfigError
-from aprilsched.runs.config_tree import config_of, plain, refuse_unknown, table_of
+from aprilsched.presets import PRESETS
 from aprilsched.runs.settings import RunSettings
 
 T = TypeVar("T")
@@ -96,3 +102,334 @@ def _settings(content: Mapping[str, Any]) -> RunSettings:
         cap = settings.scheduler.sampling.max_new_tokens
         settings = replace(settings, workload=replace(settings.workload, cap=cap))
     return settings
+
+
+# --- tables of settings ---------------------------------------------------------------------------
+
+# SchedulerConfig as a table of plain values, for config.toml, flags and policies by name.
+#
+# A table has the fields of the configuration as keys. A part is a table in it, and a policy is its
+# shorthand or a table with its settings::
+#
+#     over_provision = 1.5
+#     refill = "wave"
+#
+#     [refill]                # or the same rule with its own settings
+#     rule = "pool"
+#     together = 4
+#
+#     [retries]
+#     attempts = 5
+#
+# A *path* joins keys with dots: ``refill.together``, ``retries.attempts``.
+
+POLICIES: Mapping[str, Mapping[str, type[Any]]] = {
+    "stop": STOPS,
+    "over_provision": OVER_PROVISIONS,
+    "refill": REFILLS,
+    "max_staleness": {"": Staleness},
+}
+"""The settings that are policies, with the classes of each by the name in its table's `rule`. The
+setting with one class has no such name; its `rule` is a field like others."""
+
+SHORT: Mapping[str, str] = {
+    "over_provision": "ratio",
+    "max_staleness": "bound",
+}
+"""The field of a policy that its shorthand sets; for the others the shorthand is the rule's name.
+A ratio is a number, and a name in its place is that of a rule."""
+
+
+def table_of(config: SchedulerConfig) -> dict[str, Any]:
+    """The whole configuration as a table; what is None is left out."""
+    policies = config.policies
+    found = plain(config)
+    found["stop"] = "groups" if policies.stop.name == "groups" else _named(policies.stop)
+    found["refill"] = _named(policies.refill)
+    if policies.over_provision is not None:
+        found["over_provision"] = _named(policies.over_provision)
+        if policies.over_provision.name == "fixed":
+            found["over_provision"] = found["over_provision"]["ratio"]
+    if policies.staleness.bound is not None:
+        found["max_staleness"] = plain(policies.staleness)
+    else:
+        found.pop("max_staleness", None)
+    return found
+
+
+def config_of(table: Mapping[str, Any], where: str = "") -> SchedulerConfig:
+    """The configuration in a table; what the table does not have is at its default.
+
+    Args:
+        table: settings by name.
+        where: what stands before a path in an error about a name.
+
+    Raises:
+        ConfigError: if a name or a value is wrong.
+    """
+    values: dict[str, Any] = {}
+    defaults = SchedulerConfig()
+    refuse_unknown(table, (field.name for field in fields(defaults)), where)
+    for name, value in table.items():
+        path, default = f"{where}{name}.", getattr(defaults, name)
+        if name in POLICIES and isinstance(value, Mapping):
+            values[name] = _policy(name, cast("Mapping[str, Any]", value), path)
+        elif is_dataclass(default):
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"{where}{name} is {value!r}; give a table of its settings.")
+            values[name] = _made(type(default), cast("Mapping[str, Any]", value), path)
+        else:
+            values[name] = value
+    return SchedulerConfig(**values)
+
+
+def changed(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A table with other values at some paths.
+
+    Another rule of a policy begins with the defaults of its own settings.
+    """
+    found = dict(table)
+    for path in sorted(changes, key=lambda path: path.count(".")):
+        name, _, inner = path.partition(".")
+        if not inner:
+            found[name] = changes[path]
+            continue
+        value = found.get(name)
+        if name in POLICIES and not isinstance(value, Mapping):
+            value = _opened(name, value)
+        found[name] = {**(value or {}), inner: changes[path]}
+    return found
+
+
+def shorthand_of(name: str, value: Any) -> Any:
+    """The shorthand of a policy in a table, without the settings of its own."""
+    if not isinstance(value, Mapping):
+        return value
+    table = cast("Mapping[str, Any]", value)
+    short = SHORT.get(name, "rule")
+    return table[short] if short in table else table.get("rule")
+
+
+def path_names() -> list[str]:
+    """The paths of all settings, but those of sampling."""
+    found: list[str] = []
+    for field in fields(SchedulerConfig):
+        default = None if field.default_factory is MISSING else field.default_factory()
+        if field.name in POLICIES:
+            found.append(field.name)
+            inner = {own.name for kind in POLICIES[field.name].values() for own in fields(kind)}
+            found += [f"{field.name}.{name}" for name in sorted(inner)]
+        elif default is None:
+            found.append(field.name)
+        elif not isinstance(default, SamplingParams):
+            found += [f"{field.name}.{own.name}" for own in fields(default)]
+    return found
+
+
+def plain(value: Any) -> Any:
+    """A dataclass as a table, and what it holds as plain values; what is None is left out."""
+    if is_dataclass(value):
+        pairs = ((field.name, getattr(value, field.name)) for field in fields(value))
+        return {name: plain(part) for name, part in pairs if part is not None and part != {}}
+    if isinstance(value, Mapping):
+        return {str(key): plain(part) for key, part in cast("Mapping[Any, Any]", value).items()}
+    if isinstance(value, (tuple, list)):
+        return [plain(part) for part in cast("list[Any]", value)]
+    return value
+
+
+def refuse_unknown(table: Iterable[str], known: Iterable[str], where: str) -> None:
+    """Refuse a table with a key that is not known.
+
+    Raises:
+        ConfigError: naming the nearest known key.
+    """
+    names = list(known)
+    for key in table:
+        if key not in names:
+            near = get_close_matches(key, names, n=1, cutoff=0.0)[0]
+            raise ConfigError(f"unknown key {where}{key}; the nearest known one is {where}{near}.")
+
+
+def _named(policy: Any) -> Any:
+    """A policy with a name: its table, or its name alone if it has no settings."""
+    return {"rule": policy.name, **plain(policy)} if fields(policy) else policy.name
+
+
+def _opened(name: str, value: Any) -> dict[str, Any]:
+    """The shorthand of a policy as a table."""
+    if value is None:
+        return {}
+    if name == "over_provision" and not isinstance(value, str):
+        return {"rule": "fixed", "ratio": value}
+    return {"rule" if name == "over_provision" else SHORT.get(name, "rule"): value}
+
+
+def _policy(name: str, table: Mapping[str, Any], path: str) -> Any:
+    """The policy in a table, or its shorthand if the table has nothing but that."""
+    kinds = POLICIES[name]
+    if "" in kinds:
+        return _made(kinds[""], table, path)
+    own = dict(table)
+    rule = own.pop("rule", None)
+    if rule is None:
+        raise ConfigError(f"{path}rule is missing; choose one of {', '.join(kinds)}.")
+    if not own:
+        return rule
+    if not isinstance(rule, str) or rule not in kinds:
+        raise ConfigError(f"{path}rule is {rule!r}; choose one of {', '.join(kinds)}.")
+    known = [field.name for field in fields(kinds[rule])]
+    for key in own:
+        others = [
+            other for other, kind in kinds.items() if key in (field.name for field in fields(kind))
+        ]
+        if key not in known and others:
+            raise ConfigError(
+                f'{path}{key} is a setting of {" and ".join(others)}, and {name} is "{rule}"; set '
+                f"{name} too."
+            )
+    return _made(kinds[rule], own, path)
+
+
+def _made(kind: type[Any], table: Mapping[str, Any], path: str) -> Any:
+    refuse_unknown(table, (field.name for field in fields(kind)), path)
+    for field in fields(kind):
+        if field.name not in table and field.default is field.default_factory is MISSING:
+            raise ConfigError(f"{path}{field.name} is missing; set it too.")
+    return kind(**table)
+
+
+# --- policies that a command line names -----------------------------------------------------------
+
+# The policies that a command line names: presets, each perhaps with settings of its own.
+#
+# ``april`` is a preset as it is, ``april:over_provision=1.5`` is the preset with another ratio, and
+# ``april:over_provision=1.25|1.5|2`` is three of them. A setting is named by its path in
+# :class:`SchedulerConfig`, as in ``pool:refill.until=0.25``.
+
+Preset: TypeAlias = Callable[[SchedulerConfig], SchedulerConfig]
+
+RECORDED = "recorded"
+"""Name of the policy of a replay that is the run's own settings."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Policy:
+    """A preset under a name, with settings that differ from it."""
+
+    name: str
+    preset: Preset
+    changes: tuple[tuple[str, Any], ...] = ()
+    """The paths of the settings that differ, with their values."""
+
+    @property
+    def what(self) -> str:
+        """What the preset does, in one sentence."""
+        return (self.preset.__doc__ or "").split("\n", 1)[0]
+
+    @property
+    def folder(self) -> str:
+        """A name for the folder of the policy's run."""
+        return self.name.replace(":", "_").replace("=", "-")
+
+    def apply(self, config: SchedulerConfig) -> SchedulerConfig:
+        """The preset of `config`, with the settings that differ.
+
+        Raises:
+            ConfigError: if a value is wrong, or if two settings contradict each other.
+        """
+        config = self.preset(config)
+        if not self.changes:
+            return config
+        table = changed(table_of(config), dict(self.changes))
+        return replace(config_of(table), sampling=config.sampling)
+
+
+def chosen(names: str, presets: Mapping[str, Preset] = PRESETS) -> Sequence[Policy]:
+    """The policies in a list with commas.
+
+    Raises:
+        ConfigError: if the list is empty, or if it names an unknown policy or one policy twice.
+    """
+    listed = [name.strip() for name in names.split(",") if name.strip()]
+    if not listed:
+        raise ConfigError(f"policy names nothing; choose among {', '.join(presets)}.")
+    policies: dict[str, Policy] = {}
+    for name in listed:
+        for policy in _expand(name, presets):
+            if policy.name in policies:
+                raise ConfigError(f"The policy {policy.name} is named twice; name each once.")
+            policies[policy.name] = policy
+    return list(policies.values())
+
+
+def _expand(name: str, presets: Mapping[str, Preset]) -> list[Policy]:
+    preset, *settings = name.split(":")
+    if preset not in presets:
+        near = nearest(preset, presets)
+        raise ConfigError(f"{preset!r} is no policy; the nearest known one is {near}.")
+    choices = [_choices(preset, setting) for setting in settings]
+    return [
+        Policy(
+            name=":".join([preset, *(f"{key}={value}" for key, value in changes)]),
+            preset=presets[preset],
+            changes=changes,
+        )
+        for changes in product(*choices)
+    ]
+
+
+def _choices(preset: str, setting: str) -> list[tuple[str, Any]]:
+    path, equals, values = setting.partition("=")
+    if not equals or not values:
+        raise ConfigError(f"{setting!r} sets nothing; write {preset}:over_provision=1.5, say.")
+    known = path_names()
+    if path not in known:
+        near = nearest(path, known)
+        raise ConfigError(f"{path!r} is no setting of a scheduler; the nearest one is {near}.")
+    return [(path, _value(text)) for text in values.split("|")]
+
+
+def _value(text: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return {"true": True, "false": False, "none": None}.get(text.lower(), text)
+
+
+def variants(names: str, run: SchedulerConfig) -> Sequence[tuple[Policy, SchedulerConfig]]:
+    """The policies of a replay, with their settings: the run's own, and then those in `names`.
+
+    Presets keep the settings that they do not decide (group size, stragglers, sampling and others)
+    as the run had them. ``recorded:over_provision=1.5`` is the run with another ratio.
+
+    Raises:
+        ConfigError: if a policy is unknown, is named twice, or has another group size.
+    """
+
+    def recorded(_: SchedulerConfig) -> SchedulerConfig:
+        """Its own settings but for what is named."""
+        return run
+
+    defaults = SchedulerConfig()
+    # What a preset may decide begins with its default, and everything else with the run's value.
+    base = replace(
+        run,
+        max_staleness=defaults.max_staleness,
+        over_provision=defaults.over_provision,
+        pace=defaults.pace,
+        refill=defaults.refill,
+        dispatch=replace(run.dispatch, order=defaults.dispatch.order),
+    )
+    others = [name for name in names.split(",") if name.strip() != RECORDED]
+    policies = chosen(",".join([RECORDED, *others]), {**PRESETS, RECORDED: recorded})
+    found = [(policy, policy.apply(base)) for policy in policies]
+    for policy, config in found:
+        if config.group_size != run.group_size:
+            raise ConfigError(
+                f"{policy.name} has another group size than the record, whose group size is "
+                f"{run.group_size}; leave group_size out."
+            )
+    return found

@@ -1,4 +1,5 @@
-"""Drives a run through the real coordinator, for ``aprilsched run``.
+"""Drives a run through the real coordinator (``aprilsched run``), with the listeners that export
+it, or in virtual time (``simulate`` and ``replay``).
 
 Invariant: when the run folder was made, summary.json is written into it, however the run ends.
 """
@@ -8,28 +9,35 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import Generator, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from aprilsched.analysis.run import readable
 from aprilsched.coordinator import RolloutScheduler
 from aprilsched.core.messages.facts import Fact
 from aprilsched.core.state.state import SchedulerState
+from aprilsched.engines.sim import SimConfig
 from aprilsched.errors import AprilschedError, ConfigError, PromptsExhausted, RunFolderError
+from aprilsched.extras import extra
 from aprilsched.runs.config_file import as_toml
-from aprilsched.runs.exporting import exporters
 from aprilsched.runs.setup import Setup, live_figures_of, run_on_clock, summary_of
 from aprilsched.runs.showing import Screen
-from aprilsched.simulation.results import remainder
+from aprilsched.simulation import Costs, Simulation, SimulationResult, rare_collections
+from aprilsched.simulation.results import Measuring, remainder
 from aprilsched.store.in_memory import Store
 from aprilsched.telemetry.base import AnyListener, Listener
 from aprilsched.telemetry.event_log import EventLog
 from aprilsched.telemetry.event_log.reading import replay
 from aprilsched.telemetry.figures import RunSummary
+from aprilsched.telemetry.live_figures import LiveFigures
+from aprilsched.telemetry.metrics import Metrics
 from aprilsched.telemetry.run_folder import CONFIG, EVENTS, RunFolder
 from aprilsched.telemetry.sampling import Sampler
 from aprilsched.telemetry.summary import Remainder, Summary
+from aprilsched.telemetry.trackers import StepTracker, begin_writer, tracker_names
+from aprilsched.telemetry.worker import QueuedListener
 from aprilsched.types import Batch
 
 
@@ -339,4 +347,154 @@ def _sampler(setup: Setup, folder: RunFolder, log: EventLog) -> AbstractAsyncCon
         gpu=False if virtual else wanted,
         clock=log.seconds,
         patient=virtual,
+    )
+
+
+# --- exports --------------------------------------------------------------------------------------
+
+# Opens and closes the optional listeners that export a run to other programs.
+#
+# To add one, write a function that takes an :class:`_Exported` run, enters what it needs into its
+# stack and returns its listeners, and add it to :data:`_EXPORTERS`.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Exported:
+    """A run that has not begun; `figures` get each event before any exporter."""
+
+    setup: Setup
+    folder: Path
+    figures: LiveFigures
+    stack: ExitStack
+
+
+@contextmanager
+def exporters(setup: Setup, folder: Path, figures: LiveFigures) -> Generator[list[AnyListener]]:
+    """The exporters that the settings ask for, opened; by default there are none.
+
+    They read `figures`, which must be an earlier listener of the run.
+
+    Raises:
+        ConfigError: if the package, the port or the user account of an exporter is not available.
+    """
+    with ExitStack() as stack:
+        run = _Exported(setup=setup, folder=folder, figures=figures, stack=stack)
+        yield [listener for export in _EXPORTERS for listener in export(run)]
+
+
+def _metrics(run: _Exported) -> Sequence[AnyListener]:
+    port = run.setup.settings.metrics_port
+    if not port:
+        return ()
+    from aprilsched.telemetry.prometheus import serve_metrics
+
+    metrics = Metrics(run.figures)
+    run.stack.enter_context(serve_metrics(metrics, port))
+    return (metrics,)
+
+
+def _trackers(run: _Exported) -> Sequence[AnyListener]:
+    config = as_toml(run.setup.settings)
+    # Entered one at a time, so that the earlier ones are closed if the next one fails.
+    return [
+        run.stack.enter_context(StepTracker(begin_writer(name, run.folder, config), run.figures))
+        for name in tracker_names(run.setup.settings.track)
+    ]
+
+
+def _spans(run: _Exported) -> Sequence[AnyListener]:
+    if not run.setup.settings.otel:
+        return ()
+    with extra("otel"):
+        from aprilsched.telemetry.spans import Spans, epoch_of_monotonic, otlp_tracer
+    tracer = run.stack.enter_context(otlp_tracer())
+    virtual = run.setup.clock == "virtual"
+    spans = Spans(
+        tracer,
+        epoch_ns=None if virtual else epoch_of_monotonic(),
+        attributes={"aprilsched.clock": run.setup.clock, "aprilsched.run.name": run.folder.name},
+    )
+    run.stack.enter_context(spans)
+    return (run.stack.enter_context(QueuedListener(spans, kinds=spans.kinds)),)
+
+
+_EXPORTERS: tuple[Callable[[_Exported], Sequence[AnyListener]], ...] = (_metrics, _trackers, _spans)
+
+
+# --- virtual time ---------------------------------------------------------------------------------
+
+# Simulates a run in virtual time, for the commands simulate and replay.
+
+
+def simulate(
+    setup: Setup,
+    folder: RunFolder | None = None,
+    screen: Screen | None = None,
+    *,
+    costs: Costs | None = None,
+) -> SimulationResult:
+    """Simulate a run to its last batch, and write a complete run folder.
+
+    Args:
+        setup: the parts of the run; its fleet and its publisher are not used but modelled. Prompts
+            that raise PromptsExhausted end the run with the batches that it has.
+        folder: run folder for its files; None writes none.
+        screen: where the run is shown; None shows nothing.
+        costs: latencies of everything but the engines' steps; by default those of the settings.
+
+    Raises:
+        AprilschedError: if the run could not begin or continue.
+    """
+    measuring = Measuring(setup.config, summary_of(setup), usage=False)
+    listeners = measuring.listeners
+    events = None if folder is None else EventLog(folder.events, patient=True)
+    if folder is not None and events is not None:
+        folder.create(as_toml(setup.settings))
+        events.start()
+        listeners.append(events)
+    shown = None if screen is None else screen.shown(live_figures_of(setup, measuring.summary))
+    if shown is not None:
+        listeners += shown.listeners
+    simulation = _simulation(setup, costs, listeners)
+    in_flight = simulation.state.in_flight
+    with ExitStack() as stack:
+        if events is not None:
+            stack.callback(events.close)
+        if shown is not None:
+            shown.begin(in_flight.counters, in_flight.ledger, batches=0)
+            stack.enter_context(shown)
+        with suppress(PromptsExhausted), rare_collections():
+            simulation.run()
+    error = None if events is None else events.error
+    result = measuring.result(simulation, event_log_error=error)
+    if folder is not None:
+        folder.write_summary(result.summary)
+    return result
+
+
+def _simulation(setup: Setup, costs: Costs | None, listeners: list[AnyListener]) -> Simulation:
+    settings, sim = setup.settings, setup.settings.sim
+    return Simulation(
+        setup.config,
+        setup.prompts,
+        engines=sim.engines,
+        engine=SimConfig(
+            timing=setup.timing,
+            max_running=sim.max_running,
+            kv_tokens=sim.kv_tokens,
+            stream_interval=sim.stream_interval,
+            prefix_cache=sim.prefix_cache,
+            make_tokens=False,
+        ),
+        costs=costs
+        or Costs(
+            refit_seconds=sim.refit_seconds,
+            train_seconds=settings.train_seconds,
+            reward_seconds=sim.reward_seconds,
+        ),
+        batches=settings.batches,
+        update_every=settings.updates_every,
+        streamed=settings.streamed,
+        planner=setup.planner,
+        listeners=listeners,
     )

@@ -345,8 +345,6 @@ class QueuedListener:
 # of the disk excepted), in the order in which it was put; whatever goes wrong is said once in the
 # log of the program, and :attr:`FileWriter.error` says what the file misses.
 
-log = logging.getLogger("aprilsched")
-
 
 class FileWriter:
     """Writes to `path`, which is opened with the first block.

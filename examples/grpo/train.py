@@ -47,8 +47,8 @@ from aprilsched.corrections import (
     interpolated_proximal,
 )
 from aprilsched.store import SqliteStore
-from aprilsched.telemetry.live.display import LiveView
 from aprilsched.telemetry.live.live_model import RunFacts
+from aprilsched.telemetry.live.view import LiveView
 from aprilsched.telemetry.live_figures import LiveFigures
 
 

@@ -15,7 +15,7 @@ from aprilsched.config import SchedulerConfig
 from aprilsched.core.messages.commands import Plan
 from aprilsched.core.policies.schedule import Schedule
 from aprilsched.engines.base import Engine
-from aprilsched.engines.sim.sim_fleet import SimAdapterPublisher
+from aprilsched.engines.sim.sim_engine import SimAdapterPublisher
 from aprilsched.errors import AprilschedError
 from aprilsched.planning import Planner
 from aprilsched.planning.planner import Space, candidates

@@ -40,7 +40,7 @@ async def serve():
 
 asyncio.run(serve())
 """
-GATEWAY = "from aprilsched.cli.main import main; main()"
+GATEWAY = "from aprilsched.__main__ import main; main()"
 
 
 @asynccontextmanager

@@ -29,7 +29,7 @@ from aprilsched import DiskPublisher, Prompt, RolloutScheduler, SchedulerConfig,
 from aprilsched.config import Pool
 from aprilsched.engines.base import Fleet
 from aprilsched.engines.sim import SimFleet
-from aprilsched.engines.sim.sim_fleet import SimPublisher
+from aprilsched.engines.sim.sim_engine import SimPublisher
 from aprilsched.types import SamplingParams
 from aprilsched.weights.publisher import WeightPublisher
 

@@ -16,8 +16,8 @@ from aprilsched.core.messages.facts import Fact
 from aprilsched.core.state.ledger import Counters, Ledger
 from aprilsched.telemetry.base import Listener
 from aprilsched.telemetry.event_log import EventLog
-from aprilsched.telemetry.live.display import LiveView
 from aprilsched.telemetry.live.live_model import RunFacts
+from aprilsched.telemetry.live.view import LiveView
 from aprilsched.telemetry.live_figures import LiveFigures
 from aprilsched.telemetry.metrics import Metrics
 from aprilsched.telemetry.prometheus import serve_metrics

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from aprilsched.cli.main import main
+from aprilsched.__main__ import main
 from tests.support.chain import check_chain
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser
 
+from aprilsched.__main__ import main
 from aprilsched.analysis.report.page import write_report
-from aprilsched.cli.main import main
 from experiments.report_opening.long_log import write_long_run
 from tests.support.browser import DESKTOP, PHONE, ColorScheme, OpenPage, opened
 from tests.support.reported import with_reports

@@ -19,7 +19,7 @@ import pytest
 
 import aprilsched
 from aprilsched import DiskPublisher, SimFleet
-from aprilsched.cli.main import main
+from aprilsched.__main__ import main
 from aprilsched.telemetry.event_log.reading import KINDS
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from aprilsched.cli.main import main
+from aprilsched.__main__ import main
 
 ROOT = Path(__file__).parents[2]
 

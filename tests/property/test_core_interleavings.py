@@ -40,7 +40,7 @@ from aprilsched.core.policies.refill import LengthBuckets, Pool, Refill, TailBat
 from aprilsched.core.policies.schedule import FixedRatio, Pace, Schedule
 from aprilsched.core.policies.staleness import StalenessRule
 from aprilsched.core.policies.straggler import BEHAVIOURS, StragglerRule
-from aprilsched.core.state.lifecycle import GENERATING
+from aprilsched.core.state.records import GENERATING
 from aprilsched.store import MemoryStore
 from aprilsched.types import NO_VERSION, EpisodeWait, Rollout, SamplingParams, Score, VersionSpan
 from tests.property.conftest import RecordSteps

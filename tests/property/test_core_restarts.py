@@ -21,8 +21,7 @@ from aprilsched.config import Health, Retries, SchedulerConfig
 from aprilsched.core.messages import events as ev
 from aprilsched.core.policies.straggler import StragglerRule
 from aprilsched.core.state.ledger import Reason
-from aprilsched.core.state.lifecycle import GENERATING
-from aprilsched.core.state.records import RolloutRecord
+from aprilsched.core.state.records import GENERATING, RolloutRecord
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.steps.batch import handed_over
 from aprilsched.core.steps.snapshot import full_snapshot

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aprilsched.core.state.lifecycle import State
+from aprilsched.core.state.records import State
 from aprilsched.integrations import slime
 from aprilsched.types import Batch, Rollout
 from tests.sglang.conftest import ADMIN_KEY

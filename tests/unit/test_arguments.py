@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
+from aprilsched.__main__ import COMMANDS, main
 from aprilsched.cli.arguments import flags_of_lists, parsed
 from aprilsched.cli.gateway import command_of
-from aprilsched.cli.main import COMMANDS, main
 from aprilsched.errors import ConfigError
 from aprilsched.gateway import GatewaySettings
 

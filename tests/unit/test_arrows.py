@@ -128,8 +128,6 @@ _RULES: dict[str, Rule] = {
     },
     # Which settings need what an engine cannot do.
     "doctor": rule("companions core.policies.straggler doctor engines errors types"),
-    # What readmission asks of any engine.
-    "engines.selfcheck": rule("engines.base errors types", others=NUMPY),
     "weights": rule("engines.base errors extras types weights"),
     "store": rule(
         "companions core.lengths.observed core.policies core.state.ledger core.state.saved errors "
@@ -166,7 +164,7 @@ _RULES: dict[str, Rule] = {
     "driver.forecasts": rule("core planning telemetry.base telemetry.batch_figures"),
     # The engine protocol, but no particular engine: that is what lets a test bring its own.
     "coordinator": rule(
-        "companions config coordinator core driver engines.base engines.selfcheck errors planning "
+        "companions config coordinator core driver engines.base errors planning "
         "sampling store telemetry timing types weights.external weights.publisher",
     ),
     # Pure arithmetic for one command of the core; both shells carry it out.
@@ -192,7 +190,6 @@ _RULES: dict[str, Rule] = {
     "testing.fixtures": rule("testing", others=frozenset({"pytest"})),
     # The outermost ring puts the parts together and is imported by none of them.
     "": EVERYTHING,
-    "__main__": rule("cli.main"),
     "blocking": EVERYTHING,
     "process": EVERYTHING,
     # What a trainer's process and a scheduler's have, for the module above and the package below.
@@ -200,7 +197,7 @@ _RULES: dict[str, Rule] = {
     "ray": replace(EVERYTHING, others=DEPENDENCIES | {"ray"}),
     # What the console script starts with, in an install that may lack the extra.
     "cli": replace(EVERYTHING, others=CLI),
-    "cli.main": replace(EVERYTHING, others=frozenset()),
+    "__main__": replace(EVERYTHING, others=frozenset()),
     # What clients say in text, for the gateway and for sessions.
     "chat": rule("chat errors extras serving"),
     # What an episode may do, and an address of its own.
@@ -367,7 +364,7 @@ def test_the_arrows_hold(module: str, path: Path):
         ("aprilsched.coordinator.x", "import uvloop", "no dependency of this part"),
         ("aprilsched.coordinator.x", "import rich", "must wait"),
         ("aprilsched.telemetry.x", "from rich.text import Text", "must wait"),
-        ("aprilsched.cli.main", "import tyro", "must wait"),
+        ("aprilsched.__main__", "import tyro", "must wait"),
         ("aprilsched.engines.sim.clock", "import looptime", "must wait"),
         ("aprilsched.brand_new", "import aprilsched", "has no rule"),
     ],
@@ -410,7 +407,7 @@ def test_a_missing_docstring_is_found():
     [
         "aprilsched",
         "aprilsched.blocking",
-        "aprilsched.cli.main",
+        "aprilsched.__main__",
         "aprilsched.coordinator",
         "aprilsched.corrections",
         "aprilsched.engines.sglang",

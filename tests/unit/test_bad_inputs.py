@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from aprilsched.cli.main import main
+from aprilsched.__main__ import main
 from aprilsched.coordinator.attempts import Attempts
 
 GOOD = json.dumps({"input_ids": [1, 2, 3]})

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from aprilsched.cli.main import main
+from aprilsched.__main__ import main
 from aprilsched.errors import ConfigError
 from aprilsched.timing import LogLine, fit, load_model, read_log, save_model, windows_of
 from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel

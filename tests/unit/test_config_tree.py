@@ -29,9 +29,15 @@ from aprilsched.config import (
     Tokens,
 )
 from aprilsched.errors import ConfigError
-from aprilsched.runs.config_file import as_toml, read_settings
-from aprilsched.runs.config_tree import changed, config_of, path_names, table_of
-from aprilsched.runs.policies import chosen
+from aprilsched.runs.config_file import (
+    as_toml,
+    changed,
+    chosen,
+    config_of,
+    path_names,
+    read_settings,
+    table_of,
+)
 from aprilsched.runs.settings import RunSettings
 
 CONFIGS: list[dict[str, Any]] = [

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from aprilsched.__main__ import main
 from aprilsched.cli import run, simulate
-from aprilsched.cli.main import main
 
 COMMANDS = {"run": run.EVERYDAY, "simulate": simulate.EVERYDAY}
 

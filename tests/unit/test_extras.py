@@ -26,7 +26,7 @@ def without(package: str, program: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("package", ["rich", "tomli_w", "tyro"])
 def test_the_command_says_which_extra_it_needs(package: str):
     ended = without(
-        package, "from aprilsched.cli.main import main; sys.exit(main(['run', '--help']))"
+        package, "from aprilsched.__main__ import main; sys.exit(main(['run', '--help']))"
     )
     assert ended.returncode == 2
     wanted = rf"aprilsched: {package}[.\w]* is not installed; pip install .*\[cli\]'\.\n"
@@ -34,7 +34,7 @@ def test_the_command_says_which_extra_it_needs(package: str):
 
 
 def test_the_list_of_commands_needs_no_extra():
-    ended = without("tyro", "from aprilsched.cli.main import main; sys.exit(main(['--help']))")
+    ended = without("tyro", "from aprilsched.__main__ import main; sys.exit(main(['--help']))")
     assert ended.returncode == 0
     assert "simulate" in ended.stdout
 
@@ -45,7 +45,7 @@ def test_the_list_of_commands_needs_no_extra():
         ("aprilsched.analysis.plots", "matplotlib", "plots"),
         ("aprilsched.ray", "ray", "ray"),
         ("aprilsched.runs.settings", "tyro", "cli"),
-        ("aprilsched.telemetry.live.display", "rich", "cli"),
+        ("aprilsched.telemetry.live.view", "rich", "cli"),
     ],
 )
 def test_a_module_that_is_for_an_extra_names_it(module: str, package: str, name: str):

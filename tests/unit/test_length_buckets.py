@@ -17,7 +17,7 @@ from aprilsched.core.messages import events as ev
 from aprilsched.core.policies.refill import LengthBuckets, PoolView, Wave, stratified, window
 from aprilsched.core.policies.schedule import FixedRatio, Schedule
 from aprilsched.core.state.ledger import Reason
-from aprilsched.core.state.lifecycle import GENERATING
+from aprilsched.core.state.records import GENERATING
 from aprilsched.errors import ConfigError
 from aprilsched.types import Prompt
 from tests.support.driver import Driver, prompts, sampling

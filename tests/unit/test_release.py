@@ -16,7 +16,7 @@ from packaging.specifiers import SpecifierSet
 import aprilsched
 from aprilsched.analysis.report.report_data import ReportData
 from aprilsched.cli.replay import ReplayReport
-from aprilsched.runs.tables import Comparison
+from aprilsched.runs.showing import Comparison
 from aprilsched.store.file import APPLICATION, SCRIPTS
 from aprilsched.telemetry import run_folder
 from aprilsched.telemetry.event_log.reading import FORMAT_VERSION

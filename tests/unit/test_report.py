@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from aprilsched.__main__ import main
 from aprilsched.analysis.report import page as page_module
 from aprilsched.analysis.report.charts import forecasts, losses, lost_most
 from aprilsched.analysis.report.gather import Faults, report_data
@@ -21,7 +22,6 @@ from aprilsched.analysis.report.report_data import ReportData
 from aprilsched.analysis.report.words import percent, ran
 from aprilsched.analysis.run import read_run
 from aprilsched.analysis.usage import usage_of
-from aprilsched.cli.main import main
 from aprilsched.core.messages import facts as of
 from aprilsched.core.messages.facts import Fact
 from aprilsched.telemetry.engine_time import BUSY, PARTS

@@ -13,7 +13,6 @@ import pytest
 from aprilsched.analysis.samples import DeviceSamples, EngineSamples, gpu_utilization, read_samples
 from aprilsched.engines.base import EngineLoad
 from aprilsched.errors import RunFolderError
-from aprilsched.telemetry.sampling.engine_loads import Rates
 from aprilsched.telemetry.sampling.sample_log import (
     FIELDS,
     NVML_UTILIZATION,
@@ -23,6 +22,7 @@ from aprilsched.telemetry.sampling.sample_log import (
     SampleLine,
     SampleLog,
 )
+from aprilsched.telemetry.sampling.sampler import Rates
 
 
 def load(

@@ -55,7 +55,7 @@ BANNED_ARGUMENTS = {
 
 REASONED = {
     (
-        "aprilsched.cli.main",
+        "aprilsched.__main__",
         "import_module of a name that is made",
     ): "a name of COMMANDS, our own table",
     (
@@ -305,7 +305,7 @@ def command(*arguments: str) -> list[str]:
     """The command line with every debug message there is."""
     script = (
         "import logging, sys; logging.basicConfig(level=logging.DEBUG);"
-        "from aprilsched.cli.main import main; sys.exit(main(sys.argv[1:]))"
+        "from aprilsched.__main__ import main; sys.exit(main(sys.argv[1:]))"
     )
     return [sys.executable, "-X", "dev", "-c", script, *arguments]
 

@@ -15,7 +15,7 @@ import pytest
 from aprilsched.companions import Companion
 from aprilsched.engines.base import Chunk, GenerationRequest
 from aprilsched.engines.http import Allowance, EventSplitter, UnfinishedEvents
-from aprilsched.engines.sglang.chunks import ChunkAssembler
+from aprilsched.engines.sglang.wire import ChunkAssembler
 from aprilsched.engines.stream import read_chunks
 from aprilsched.errors import EngineError, EngineProtocolError, EngineRejected
 from aprilsched.types import ANSWER_BYTES, Media, SamplingParams, VersionSpan

@@ -24,7 +24,6 @@ from hypothesis import strategies as st
 from aprilsched.engines.base import Chunk, GenerationRequest
 from aprilsched.engines.http import Allowance, Answer, HttpLimits, UnfinishedEvents, rejection
 from aprilsched.engines.server import release
-from aprilsched.engines.sglang.chunks import ChunkAssembler
 from aprilsched.engines.sglang.probe import (
     _capabilities,  # pyright: ignore[reportPrivateUsage]
     decode,
@@ -33,7 +32,14 @@ from aprilsched.engines.sglang.router import (
     Roster,
     _Listing,  # pyright: ignore[reportPrivateUsage]
 )
-from aprilsched.engines.sglang.wire import Labelled, ModelInfo, OpenApi, ServerInfo, UpdateAnswer
+from aprilsched.engines.sglang.wire import (
+    ChunkAssembler,
+    Labelled,
+    ModelInfo,
+    OpenApi,
+    ServerInfo,
+    UpdateAnswer,
+)
 from aprilsched.engines.stream import ResponseReader, read_chunks, version_number
 from aprilsched.engines.vllm.server_info import ServerInfo as VLLMServerInfo
 from aprilsched.engines.vllm.tokens_api import EventReader

@@ -32,7 +32,7 @@ from aprilsched.engines.sim import SimConfig
 from aprilsched.errors import ConfigError, PromptsExhausted
 from aprilsched.planning import Planner
 from aprilsched.presets import PRESETS
-from aprilsched.runs.policies import chosen
+from aprilsched.runs.config_file import chosen
 from aprilsched.simulation import Costs, Simulation
 from aprilsched.simulation.results import remainder
 from aprilsched.telemetry.figures import RunSummary, SteadyState

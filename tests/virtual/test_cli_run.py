@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from aprilsched.__main__ import main
 from aprilsched.analysis.run import bars, in_flight, read_run
-from aprilsched.cli.main import main
 from aprilsched.engines.sim import SimFleet
 from aprilsched.runs.config_file import read_settings
 from aprilsched.runs.settings import RunSettings

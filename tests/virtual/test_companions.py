@@ -38,10 +38,10 @@ from aprilsched.companions import Companion, Rows, routed_experts
 from aprilsched.config import Retries
 from aprilsched.core.policies.straggler import BEHAVIOURS
 from aprilsched.engines.base import Capabilities, Chunk, GenerationRequest
-from aprilsched.engines.sim import SimEngine, sim_fleet
+from aprilsched.engines.sim import SimEngine, sim_engine
 from aprilsched.engines.sim.toy_model import toy_rows, weights_key_of_version
 from aprilsched.errors import ConfigError, EngineError
-from aprilsched.runs.config_tree import config_of, table_of
+from aprilsched.runs.config_file import config_of, table_of
 from aprilsched.tensors import RaggedTensor, pack
 from aprilsched.types import NO_VERSION
 from tests.support import small
@@ -140,7 +140,7 @@ class Flaky(SimEngine):
 async def test_rows_that_were_lost_are_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under the same version the prefill of the next attempt gives the same rows; under a later one
     they are not those of the sampling pass, and the rollout says so."""
-    monkeypatch.setattr(sim_fleet, "SimEngine", Flaky)
+    monkeypatch.setattr(sim_engine, "SimEngine", Flaky)
     retries = Retries(attempts=50, interruptions=50)
     again = later = 0
     async with RolloutScheduler(
@@ -309,7 +309,7 @@ async def test_engines_that_do_not_return_them_are_refused(
         def capabilities(self) -> Capabilities:
             return replace(super().capabilities, companions=frozenset())
 
-    monkeypatch.setattr(sim_fleet, "SimEngine", Dense)
+    monkeypatch.setattr(sim_engine, "SimEngine", Dense)
     with pytest.raises(ConfigError, match="does not return routed_experts; start it with"):
         await RolloutScheduler(SimFleet(1), workload(), config=config()).__aenter__()
 

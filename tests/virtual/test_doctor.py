@@ -13,8 +13,8 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from aprilsched.__main__ import main
 from aprilsched.cli.doctor import REACHED
-from aprilsched.cli.main import main
 from aprilsched.doctor import Finding, examine, scenarios
 from aprilsched.doctor.checks import CHECKS
 from aprilsched.engines.base import Chunk

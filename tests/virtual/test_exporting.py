@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from aprilsched.cli.main import main
+from aprilsched.__main__ import main
 from aprilsched.core.messages.facts import BatchDelivered, Fact
-from aprilsched.runs import exporting
+from aprilsched.runs import drive
 from aprilsched.telemetry.base import Listener
 from aprilsched.telemetry.figures import BatchFigures, figures_in
 
@@ -76,7 +76,7 @@ def test_metrics_are_served_while_the_run_goes_on(tmp_path: Path, monkeypatch: p
     def looking(_: object) -> Sequence[Listener]:
         return (Scraping(),)
 
-    monkeypatch.setattr(exporting, "_EXPORTERS", (*exporting._EXPORTERS, looking))
+    monkeypatch.setattr(drive, "_EXPORTERS", (*drive._EXPORTERS, looking))
     assert run(tmp_path, "--metrics-port", str(port)) == 0
     assert "\naprilsched_batches_delivered_total 2.0\n" in scraped[-1]
     assert "\naprilsched_batch_efficiency_ratio " in scraped[-1]

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from tenacity import wait_fixed
 
-from aprilsched.cli.main import main
+from aprilsched.__main__ import main
 from aprilsched.engines import http
 from aprilsched.engines.base import Chunk
 from aprilsched.engines.http import ConnectionDropped, HttpLimits

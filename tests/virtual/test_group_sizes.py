@@ -23,10 +23,10 @@ from aprilsched import (
     SimPublisher,
     SqliteStore,
 )
+from aprilsched.__main__ import main
 from aprilsched.analysis.lengths_of_run import read_record
 from aprilsched.analysis.rebuild import summary_of_run
 from aprilsched.analysis.report.words import ran
-from aprilsched.cli.main import main
 from aprilsched.config import Groups, Samples, Stop, Tokens
 from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import ConfigError

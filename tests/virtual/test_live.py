@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from aprilsched.cli.main import main
+from aprilsched.__main__ import main
 from aprilsched.config import Pace, SchedulerConfig
 from aprilsched.coordinator import RolloutScheduler
 from aprilsched.core.messages.facts import Fact, TokensReceived

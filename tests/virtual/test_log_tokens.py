@@ -7,9 +7,9 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from aprilsched.__main__ import main
 from aprilsched.analysis.rebuild import rebuilt_summary
 from aprilsched.analysis.run import read_run
-from aprilsched.cli.main import main
 
 COMMAND = [
     "run", "--quiet", "--batches", "4", "--batch-groups", "4", "--group-size", "4",

@@ -16,8 +16,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from aprilsched import LongTailWorkload, RolloutScheduler, SchedulerConfig, SimFleet, SimPublisher
+from aprilsched.__main__ import main
 from aprilsched.analysis.usage import usage_of
-from aprilsched.cli.main import main
 from aprilsched.config import Staleness
 from aprilsched.core.messages.facts import Fact
 from aprilsched.engines.sim import run_virtual

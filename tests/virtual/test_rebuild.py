@@ -24,9 +24,9 @@ from aprilsched import (
     SimPublisher,
     Turn,
 )
+from aprilsched.__main__ import main
 from aprilsched.analysis.rebuild import rebuilt_summary, remainder_of
 from aprilsched.analysis.run import read_run
-from aprilsched.cli.main import main
 from aprilsched.core.messages.events import EngineLost
 from aprilsched.engines.base import Chunk, GenerationRequest
 from aprilsched.engines.sim import run_virtual

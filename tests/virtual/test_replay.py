@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from aprilsched.__main__ import main
 from aprilsched.analysis.lengths_of_run import read_record
-from aprilsched.cli.main import main
 from aprilsched.core.messages.facts import AttemptSent
 from aprilsched.telemetry.figures import RunSummary
 from aprilsched.timing import save_model

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
+from aprilsched.__main__ import main
 from aprilsched.analysis.lengths_of_run import read_record
 from aprilsched.analysis.rebuild import rebuilt_summary
 from aprilsched.analysis.run import read_run
-from aprilsched.cli.main import main
 from aprilsched.config import SchedulerConfig, Staleness
 from aprilsched.core.messages.facts import BatchDelivered, BatchRequested
 from aprilsched.core.policies.staleness import StalenessRule

@@ -28,7 +28,7 @@ from aprilsched import (
 )
 from aprilsched.config import Pool, Prices
 from aprilsched.engines.base import Engine
-from aprilsched.engines.sim.sim_fleet import SimAdapterPublisher
+from aprilsched.engines.sim.sim_engine import SimAdapterPublisher
 from aprilsched.engines.sim.toy_model import ContextState, ToyModel, weights_key_of_version
 from aprilsched.errors import ConfigError
 from aprilsched.weights.disk import VersionsOnDisk

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from aprilsched import LongTailWorkload, RolloutScheduler, SchedulerConfig, SimFleet, SimPublisher
+from aprilsched.__main__ import main
 from aprilsched.analysis.samples import Samples, gpu_utilization, read_samples
 from aprilsched.analysis.usage import usage_of
-from aprilsched.cli.main import main
 from aprilsched.engines.base import EngineLoad
 from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import EngineError

@@ -29,7 +29,7 @@ from aprilsched import (
 from aprilsched.config import Retries
 from aprilsched.core.messages.facts import RolloutScored
 from aprilsched.core.state.ledger import Reason
-from aprilsched.core.state.lifecycle import State
+from aprilsched.core.state.records import State
 from aprilsched.driver.callbacks import Reward
 from aprilsched.engines.sim import run_virtual
 from aprilsched.simulation.results import remainder

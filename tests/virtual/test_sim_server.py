@@ -26,7 +26,7 @@ from aprilsched import (
     SchedulerConfig,
     SGLangFleet,
 )
-from aprilsched.cli.main import main
+from aprilsched.__main__ import main
 from aprilsched.core.policies.straggler import StragglerRule
 from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.engines.sim import SimConfig

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from aprilsched.__main__ import main
 from aprilsched.analysis.run import read_run
 from aprilsched.analysis.trace import write_trace
-from aprilsched.cli.main import main
 from aprilsched.errors import RunFolderError
 from aprilsched.telemetry.run_folder import EVENTS, TRACE
 from tests.support.trace_processor import TraceProcessor, loaded, rows

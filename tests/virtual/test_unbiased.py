@@ -28,10 +28,10 @@ from aprilsched import (
     SimFleet,
     SimPublisher,
 )
+from aprilsched.__main__ import main
 from aprilsched.analysis.bias import conservation, drawn_law
 from aprilsched.analysis.plots import bias
 from aprilsched.analysis.run import read_run
-from aprilsched.cli.main import main
 from aprilsched.config import Dispatch, LengthBuckets, Staleness, TailBatching
 from aprilsched.coordinator.live_bias import LiveBias
 from aprilsched.core.lengths.observed import GroupLengths, pooled

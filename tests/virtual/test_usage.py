@@ -21,8 +21,8 @@ from aprilsched import (
     SimPublisher,
     Turn,
 )
+from aprilsched.__main__ import main
 from aprilsched.analysis.usage import RunUsage, UsageRecorder, usage_of
-from aprilsched.cli.main import main
 from aprilsched.core.messages.events import EngineLost
 from aprilsched.engines.sim import run_virtual
 from aprilsched.telemetry.engine_time import PARTS, utilization_of

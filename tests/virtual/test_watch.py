@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from aprilsched.__main__ import main
 from aprilsched.cli import watch as watched_module
-from aprilsched.cli.main import main
 from aprilsched.cli.watch import Watched
 from aprilsched.errors import RunFolderError
 from aprilsched.telemetry.event_log.reading import Follower, whole_lines

@@ -18,8 +18,18 @@ from typing import Any
 import numpy as np
 
 from aprilsched.analysis import chart_model
-from aprilsched.analysis.chart_model import OF_RUNS, Axis, Chart, Series, Values, evenly
-from aprilsched.analysis.colours import AGE_COLOURS, PALETTE, PART_COLOURS, ROLLOUT_COLOURS
+from aprilsched.analysis.chart_model import (
+    AGE_COLOURS,
+    OF_RUNS,
+    PALETTE,
+    PART_COLOURS,
+    ROLLOUT_COLOURS,
+    Axis,
+    Chart,
+    Series,
+    Values,
+    evenly,
+)
 from aprilsched.analysis.report.report_data import (
     MARKED,
     EngineTime,

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.analysis.colours import AGE_COLOURS
+from aprilsched.analysis.chart_model import AGE_COLOURS
 from aprilsched.analysis.lengths_of_run import Launches
 from aprilsched.analysis.rebuild import Rebuilding, written_summary
 from aprilsched.analysis.report.report_data import (

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from aprilsched.analysis.chart_model import Chart
-from aprilsched.analysis.colours import PART_COLOURS
+from aprilsched.analysis.chart_model import PART_COLOURS, Chart
 from aprilsched.analysis.report import charts
 from aprilsched.analysis.report.gather import report_data
 from aprilsched.analysis.report.report_data import FaultLedger, Headline, ReportData

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 
 from aprilsched.core.messages import facts
-from aprilsched.core.state.lifecycle import GENERATING
-from aprilsched.core.state.records import DeliveredBatch, GroupRecord, RolloutRecord
+from aprilsched.core.state.records import GENERATING, DeliveredBatch, GroupRecord, RolloutRecord
 from aprilsched.core.state.token_log import TokenLog, common
 from aprilsched.types import Batch, FinishReason, Group, Int32Array, Rollout
 

@@ -33,8 +33,8 @@ from aprilsched.core.lengths.observed import (
     ObservedLengths,
     Remembered,
 )
-from aprilsched.core.state.lifecycle import GENERATING
 from aprilsched.core.state.records import (
+    GENERATING,
     GroupRecord,
     RequestRecord,
     group_lengths,

@@ -17,9 +17,15 @@ from aprilsched.core.policies.placement import Place
 from aprilsched.core.state.expectation import EngineWork
 from aprilsched.core.state.journal import Journal
 from aprilsched.core.state.ledger import Counters, Entry, Ledger, Reason
-from aprilsched.core.state.lifecycle import GENERATING, Move, State
 from aprilsched.core.state.queues import Ready, Waiting
-from aprilsched.core.state.records import GroupRecord, RequestRecord, RolloutRecord
+from aprilsched.core.state.records import (
+    GENERATING,
+    GroupRecord,
+    Move,
+    RequestRecord,
+    RolloutRecord,
+    State,
+)
 from aprilsched.types import (
     NO_VERSION,
     Answer,

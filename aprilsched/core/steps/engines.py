@@ -19,8 +19,7 @@ from aprilsched.core.state.engine_health import (
     Window,
 )
 from aprilsched.core.state.ledger import Reason
-from aprilsched.core.state.lifecycle import GENERATING, Move, State
-from aprilsched.core.state.records import RequestRecord
+from aprilsched.core.state.records import GENERATING, Move, RequestRecord, State
 from aprilsched.core.state.state import Outage, SchedulerState
 from aprilsched.core.steps.drop import count_interruption, drop
 from aprilsched.core.steps.members import lose_member

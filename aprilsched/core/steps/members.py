@@ -13,8 +13,7 @@ from __future__ import annotations
 from aprilsched.core.messages import events as ev
 from aprilsched.core.messages import facts
 from aprilsched.core.state.ledger import Reason
-from aprilsched.core.state.lifecycle import GENERATING, State
-from aprilsched.core.state.records import GroupRecord, RolloutRecord
+from aprilsched.core.state.records import GENERATING, GroupRecord, RolloutRecord, State
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.steps.drop import drop
 from aprilsched.core.steps.turns import (

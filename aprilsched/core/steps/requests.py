@@ -9,8 +9,7 @@ from __future__ import annotations
 from aprilsched.core.messages import events as ev
 from aprilsched.core.messages import facts
 from aprilsched.core.state.ledger import Reason
-from aprilsched.core.state.lifecycle import State
-from aprilsched.core.state.records import Refusal, RequestRecord
+from aprilsched.core.state.records import Refusal, RequestRecord, State
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.steps.drop import count_failure, drop
 from aprilsched.core.steps.engines import lose

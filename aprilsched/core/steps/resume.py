@@ -23,14 +23,15 @@ from aprilsched.core.messages import facts
 from aprilsched.core.policies.schedule import Schedule
 from aprilsched.core.state.assembly import batch_again, launched
 from aprilsched.core.state.ledger import Outcome, Reason
-from aprilsched.core.state.lifecycle import GENERATING, State
 from aprilsched.core.state.records import (
+    GENERATING,
     Branch,
     DeliveredBatch,
     GroupRecord,
     Replay,
     RequestRecord,
     RolloutRecord,
+    State,
 )
 from aprilsched.core.state.saved import (
     RolloutState,

@@ -19,8 +19,7 @@ from __future__ import annotations
 from aprilsched.core.policies.repack import LOOK_AGAIN, Load, is_worth_freeing, surplus
 from aprilsched.core.state.engine_control import EngineControl, Mode
 from aprilsched.core.state.ledger import Reason
-from aprilsched.core.state.lifecycle import State
-from aprilsched.core.state.records import RequestRecord
+from aprilsched.core.state.records import RequestRecord, State
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.steps.batch import training_runs
 from aprilsched.core.steps.drop import abort

@@ -9,8 +9,13 @@ from aprilsched.companions import CompanionLog
 from aprilsched.core.policies.schedule import Schedule
 from aprilsched.core.state.journal import Journal, PageBuilder
 from aprilsched.core.state.ledger import Counters
-from aprilsched.core.state.lifecycle import GENERATING, State
-from aprilsched.core.state.records import DeliveredBatch, GroupRecord, RolloutRecord
+from aprilsched.core.state.records import (
+    GENERATING,
+    DeliveredBatch,
+    GroupRecord,
+    RolloutRecord,
+    State,
+)
 from aprilsched.core.state.saved import (
     GroupState,
     RolloutState,

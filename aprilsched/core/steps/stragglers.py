@@ -13,8 +13,14 @@ import numpy as np
 
 from aprilsched.core.policies.refill import OpenGroups, Refill
 from aprilsched.core.policies.straggler import Situation, Straggler
-from aprilsched.core.state.lifecycle import GENERATING, State
-from aprilsched.core.state.records import GroupRecord, RequestRecord, RolloutRecord, member_tokens
+from aprilsched.core.state.records import (
+    GENERATING,
+    GroupRecord,
+    RequestRecord,
+    RolloutRecord,
+    State,
+    member_tokens,
+)
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.steps.batch import training_runs
 from aprilsched.core.steps.drop import abort

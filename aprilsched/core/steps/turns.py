@@ -15,8 +15,14 @@ from aprilsched.core.messages import facts
 from aprilsched.core.state.assembly import group_of, rollout_of
 from aprilsched.core.state.engine_health import Durations
 from aprilsched.core.state.ledger import Reason
-from aprilsched.core.state.lifecycle import GENERATING, Move, State
-from aprilsched.core.state.records import GroupRecord, RequestRecord, RolloutRecord
+from aprilsched.core.state.records import (
+    GENERATING,
+    GroupRecord,
+    Move,
+    RequestRecord,
+    RolloutRecord,
+    State,
+)
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.state.token_log import clipped
 from aprilsched.core.steps.branches import forget, settle, take_branch

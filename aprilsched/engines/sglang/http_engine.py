@@ -8,10 +8,9 @@ from typing import Any
 from aprilsched.engines.base import GenerationRequest
 from aprilsched.engines.fleet import ListedFleet, UrlFleet
 from aprilsched.engines.server import HttpEngine
-from aprilsched.engines.sglang.chunks import ChunkAssembler
 from aprilsched.engines.sglang.control import ServerControl
 from aprilsched.engines.sglang.probe import ServerFacts, probe
-from aprilsched.engines.sglang.wire import generate_body
+from aprilsched.engines.sglang.wire import ChunkAssembler, generate_body
 
 _log = logging.getLogger(__name__)
 

@@ -49,10 +49,9 @@ import msgspec
 from aprilsched.engines.base import Chunk, EngineLoad, GenerationRequest
 from aprilsched.engines.http import Answer, HttpLimits, quote, rejection
 from aprilsched.engines.server import despite_cancellation
-from aprilsched.engines.sglang.chunks import ChunkAssembler
 from aprilsched.engines.sglang.control import ServerControl
 from aprilsched.engines.sglang.probe import probe
-from aprilsched.engines.sglang.wire import generate_body
+from aprilsched.engines.sglang.wire import ChunkAssembler, generate_body
 from aprilsched.engines.stream import empty_chunk
 from aprilsched.errors import (
     ConfigError,

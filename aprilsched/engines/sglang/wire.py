@@ -1,4 +1,5 @@
-"""The JSON bodies of SGLang's calls as typed structs; nothing is ever unpickled.
+"""The JSON bodies of SGLang's calls as typed structs, and its streamed answers as chunks of tokens;
+nothing is ever unpickled.
 
 Unknown fields are ignored, because every server version adds some. A missing or mistyped field
 that a token depends on makes decoding fail: no token is guessed.
@@ -6,12 +7,28 @@ that a token depends on makes decoding fail: no token is guessed.
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from base64 import b64decode
+from collections.abc import Mapping
+from operator import itemgetter
+from typing import Any, Literal, TypeAlias
 
 import msgspec
+import numpy as np
 
-from aprilsched.engines.base import GenerationRequest
-from aprilsched.engines.stream import Count, LabelSpan, Logprob, Name, TokenId, media_source
+from aprilsched.companions import Rows
+from aprilsched.engines.base import Chunk, GenerationRequest
+from aprilsched.engines.http import UNREADABLE, quote
+from aprilsched.engines.stream import (
+    Count,
+    LabelSpan,
+    Logprob,
+    Name,
+    ResponseReader,
+    TokenId,
+    media_source,
+    version_number,
+)
+from aprilsched.types import Answer, FinishReason
 
 Triple: TypeAlias = tuple[Logprob, TokenId, str | None]
 """A sampled token as SGLang reports it: logprob, id, text."""
@@ -192,3 +209,166 @@ def generate_body(
     if priority:
         body["priority"] = priority * request.rank
     return {**body, **sampling.request} if sampling.request else body
+
+
+# --- chunks ---------------------------------------------------------------------------------------
+
+# Turns the bytes of SGLang's streamed answers into chunks of tokens.
+#
+# Invariants:
+#
+# - A token and its logprob come from one ``[logprob, id, text]`` triple, never from two lists
+#   paired by position: at an abort SGLang repeats the last output id, and where it joins that
+#   repeat with a pending event, ``output_ids`` is shifted by one against the logprobs.
+# - New tokens are found by count (``completion_tokens`` minus the tokens already held), not by the
+#   form of the event, so incremental events, cumulative events and repeats are read alike. The
+#   count never decreases, and never exceeds the number of tokens that were asked for.
+
+_decoder = msgspec.json.Decoder(StreamEvent)
+_LOGPROB, _ID = itemgetter(0), itemgetter(1)
+
+
+class ChunkAssembler(ResponseReader):
+    """Turns SGLang's events of one request into chunks; see :class:`ResponseReader`."""
+
+    def __init__(self, engine: str, request: GenerationRequest, *, first_version: int = 0) -> None:
+        super().__init__(engine, request, first_version=first_version)
+        self._media = bool(request.media)
+        self._keep = request.sampling.keep
+        self._label: tuple[str | None, int | None] = (None, None)
+        """The server's latest label, and the version that it stands for."""
+
+    def feed(self, payload: bytes) -> Chunk:
+        """Return the chunk that one event's payload carries."""
+        try:
+            event = _decoder.decode(payload)
+        except UNREADABLE as error:
+            raise self._broken(
+                f"sent an event that cannot be read ({quote(str(error))})"
+            ) from error
+        last = self._keep and event.meta_info is not None and event.meta_info.finish_reason
+        return self._of(event, msgspec.json.decode(payload) if last else None)
+
+    def convert(self, output: Mapping[str, Any]) -> Chunk:
+        """Return the chunk of an event that is an object, not yet JSON; errors as :meth:`feed`."""
+        try:
+            event = msgspec.convert(output, StreamEvent)
+        except UNREADABLE as error:
+            raise self._broken(
+                f"gave an output that cannot be read ({quote(str(error))})"
+            ) from error
+        return self._of(event, output)
+
+    def _of(self, event: StreamEvent, output: Mapping[str, Any] | None) -> Chunk:
+        """The chunk of an event, which is `output` before it was typed."""
+        if event.error is not None:
+            raise self._rejected(event.error.message, event.error.code)
+        if event.meta_info is None or event.index != 0:
+            raise self._broken("sent an event that is not one of a single response")
+        entries: Mapping[str, Any] = {}
+        if self._keep and output is not None:
+            entries = output["meta_info"]
+        return self._chunk(event.output_ids or [], event.meta_info, entries)
+
+    def _chunk(self, output_ids: list[int], meta: MetaInfo, entries: Mapping[str, Any]) -> Chunk:
+        finish = None if meta.finish_reason is None else self._finish(meta.finish_reason)
+        fresh = self._fresh(meta, finish)
+        tokens = list(map(_ID, fresh))
+        # An abort is exempt: its output_ids hold a repeat of the last one.
+        if finish != "abort" and tokens != output_ids[len(output_ids) - len(tokens) :]:
+            raise self._broken("sent output_ids that are not the tokens of its logprobs")
+        begin, self.held = self.held, self.held + len(tokens)
+        spans = self._spans(meta.weight_versions) if finish else None
+        return Chunk(
+            # np.array would pass twice over the elements, at three times the cost.
+            token_ids=np.fromiter(tokens, np.int32, len(tokens)),
+            logprobs=np.fromiter(map(_LOGPROB, fresh), np.float32, len(tokens)),
+            finish=finish,
+            spans=spans,
+            cached_tokens=meta.cached_tokens,
+            label=self._version(meta.weight_version) if spans is None else None,
+            token_rows=self._token_rows(meta, begin) if self._of_tokens else None,
+            context_rows=self._rows_of_context(meta) if finish and self._companions else None,
+            prompt_tokens=meta.prompt_tokens if self._media else None,
+            answer=Answer.of(entries, self._keep) if finish and entries else None,
+        )
+
+    def _token_rows(self, meta: MetaInfo, begin: int) -> dict[str, Rows]:
+        """The rows of the tokens from `begin` to `held`, for each companion of tokens."""
+        found: dict[str, Rows] = {}
+        for companion in self._of_tokens:
+            masks = meta.output_token_sampling_mask or []
+            length = meta.output_token_sampling_mask_length
+            # As with log-probabilities, the end of the list is known, and not where it begins.
+            first = len(masks) - ((length or 0) - begin)
+            rows = masks[max(0, first) : first + self.held - begin]
+            if first < 0 or len(rows) < self.held - begin:
+                raise self._broken(
+                    f"sent sampling masks that do not cover its tokens {begin} to {self.held}"
+                )
+            found[companion.name] = Rows.ragged(rows, companion.dtype)
+        return found
+
+    def _rows_of_context(self, meta: MetaInfo) -> dict[str, Rows]:
+        """The rows from the first missing one on, for each companion of the context."""
+        return {
+            companion.name: self._context_rows(
+                companion,
+                lambda encoded=encoded: np.frombuffer(b64decode(encoded, validate=True), "<i4"),
+                first=start if companion.name == "routed_experts" else 0,
+                start=start,
+            )
+            for companion, start in self._companions
+            if companion.per == "context"
+            and (encoded := getattr(meta, companion.name, None)) is not None
+        }
+
+    def _version(self, label: str | None) -> int | None:
+        if label != self._label[0]:
+            known = None if label is None else version_number(label, self.first_version)
+            self._label = (label, known)
+        return self._label[1]
+
+    def _fresh(self, meta: MetaInfo, finish: str | None) -> list[Triple]:
+        """The triples of the tokens after the first `held` ones.
+
+        The event's list may begin anywhere (at `held` in the incremental form, at 0 in the
+        cumulative one and at an abort), but its end is known: it is read from its end.
+        """
+        if meta.completion_tokens > self.max_tokens:
+            raise self._broken(
+                f"sent {meta.completion_tokens} tokens where {self.max_tokens} were asked for"
+            )
+        if meta.completion_tokens < self.held:
+            raise self._broken(
+                f"counts {meta.completion_tokens} tokens after it had sent {self.held}"
+            )
+        triples = meta.output_token_logprobs or []
+        end = meta.output_token_logprobs_length
+        end = meta.completion_tokens if end is None else end
+        upto = min(end, meta.completion_tokens)
+        if upto < meta.completion_tokens and finish != "abort":
+            raise self._broken(
+                f"sent {end} logprobs for {meta.completion_tokens} tokens; every token needs one"
+            )
+        if upto <= self.held:
+            return []
+        if end - self.held > len(triples):
+            raise self._broken(
+                f"sent {len(triples)} logprobs where {end - self.held} were missing; every "
+                "token needs one"
+            )
+        return triples[len(triples) - (end - self.held) : len(triples) - (end - upto)]
+
+    def _finish(self, reason: Finish) -> FinishReason | Literal["abort"]:
+        match reason.type:
+            case "stop" | "length" as natural:
+                return natural
+            case "abort" if reason.status_code is None:
+                return "abort"
+            case "abort":
+                # The server itself failed the request (too long, timed out in the queue). Taken
+                # for an abort of ours, it would be sent again for ever.
+                raise self._rejected(reason.message or "aborted", reason.status_code)
+            case other:
+                raise self._broken(f"finished with the unknown reason {quote(other)!r}")

@@ -6,8 +6,7 @@
 from aprilsched.engines.sim.batcher import Batcher
 from aprilsched.engines.sim.clock import run_virtual
 from aprilsched.engines.sim.settings import Counters, SimConfig
-from aprilsched.engines.sim.sim_engine import SimEngine
-from aprilsched.engines.sim.sim_fleet import SimAdapterPublisher, SimFleet, SimPublisher
+from aprilsched.engines.sim.sim_engine import SimAdapterPublisher, SimEngine, SimFleet, SimPublisher
 from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
 
 __all__ = [

@@ -7,7 +7,7 @@ import os
 from contextlib import redirect_stdout
 from unittest.mock import patch
 
-from aprilsched.cli.main import COMMANDS, main
+from aprilsched.__main__ import COMMANDS, main
 
 __all__ = ["command_line", "help_of"]
 

@@ -15,7 +15,7 @@ from sphinx.util.docutils import SphinxDirective
 
 from aprildocs import command_line, support, tables
 from aprildocs.state_diagram import draw, moves_table
-from aprilsched.core.state.lifecycle import MOVES
+from aprilsched.core.state.records import MOVES
 
 __all__ = ["GENERATORS", "setup"]
 

@@ -17,7 +17,7 @@ from aprildocs.documented import cell, field_texts, type_text
 from aprilsched.config import SchedulerConfig
 from aprilsched.core.messages.events import LogprobComparison, LogprobDifferences
 from aprilsched.core.messages.facts import DeliveredRollout, DroppedRollout, RestoredLengths
-from aprilsched.runs.config_tree import POLICIES
+from aprilsched.runs.config_file import POLICIES
 from aprilsched.telemetry import figures
 from aprilsched.telemetry.engine_time import BUSY, PARTS
 from aprilsched.telemetry.event_log.reading import KINDS
