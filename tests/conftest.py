@@ -7,8 +7,10 @@ Hypothesis take its time."""
 from __future__ import annotations
 
 import asyncio
+import os
 import resource
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -115,7 +117,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="show the N tests that took the most CPU time, that of ended child processes included",
+        help="show the N tests that took the most CPU time, that of child processes included",
     )
 
 
@@ -161,6 +163,25 @@ _begun = pytest.StashKey[float]()
 
 
 def _cpu_seconds() -> float:
-    """CPU seconds of this process, and of its child processes that have ended."""
+    """CPU seconds of this process and of its child processes, those that have ended and their
+    children included. A test's servers run on after it, and are children of children."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(part.ru_utime + part.ru_stime for part in used)
+    ended = sum(part.ru_utime + part.ru_stime for part in used)
+    return ended + _live_children()
+
+
+def _live_children() -> float:
+    """CPU seconds of the processes below this one, and of those below them that have ended."""
+    parents: dict[int, int] = {}
+    used: dict[int, float] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            fields = path.read_text().rpartition(")")[2].split()
+            pid = int(path.parent.name)
+            parents[pid] = int(fields[1])
+            used[pid] = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+    below, found = {os.getpid()}, 0.0
+    while below:
+        below = {pid for pid, parent in parents.items() if parent in below}
+        found += sum(used[pid] for pid in below)
+    return found
