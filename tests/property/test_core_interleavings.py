@@ -766,7 +766,7 @@ class Interleavings(RuleBasedStateMachine):
 
 STEPS: Counter[str] = Counter()
 EXAMPLES = 100
-LENGTHS = [4_000, pytest.param(100_000, marks=pytest.mark.long)]
+LENGTHS = [2_000, pytest.param(100_000, marks=pytest.mark.long)]
 """Steps that a machine makes at least."""
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from aprilsched.analysis.samples import read_samples
 from aprilsched.engines.sglang import SGLangEngine
@@ -59,6 +60,7 @@ async def test_run_drives_real_servers_from_a_file_of_prompts(
 BUILT_IN = "--median 20 --batch-groups 2 --group-size 2 --batches 1 --update-every 0 --no-report"
 
 
+@pytest.mark.long
 async def test_the_built_in_workload_fits_the_model_that_is_served(
     clean_server: CpuServer, engine: SGLangEngine, tmp_path: Path
 ):

@@ -6,6 +6,8 @@ import json
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from tests.sglang.server import server_python
 from tests.support.recipes import server_commands
 
@@ -22,6 +24,7 @@ for arguments in json.loads(sys.argv[2]):
 """
 
 
+@pytest.mark.long
 def test_the_servers_of_the_recipes_can_be_started():
     commands = server_commands()
     done = subprocess.run(

@@ -112,7 +112,13 @@ def ray_shards(cluster: None) -> Iterator[Any]:
         yield rollouts
 
 
-@pytest.fixture(params=FRONTS, ids=lambda front: front.name)
+@pytest.fixture(
+    params=[
+        # Each of them boots actors of its own, which takes as long as all other fronts together.
+        pytest.param(front, id=front.name, marks=[pytest.mark.long] * (front.name == "ray shards"))
+        for front in FRONTS
+    ]
+)
 def front(request: pytest.FixtureRequest) -> Front:
     name = request.function.__name__.removeprefix("test_")
     for group, reason in LACKS.get(name, {}).items():

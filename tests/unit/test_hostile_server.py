@@ -306,6 +306,7 @@ async def test_a_proxy_of_the_environment_is_not_used(monkeypatch: pytest.Monkey
         assert any(KEY.encode() in head for head in server.headers)
 
 
+@pytest.mark.long
 async def test_the_key_is_in_no_error_nor_in_its_causes() -> None:
     """aiohttp's own error of a broken answer shows the headers of the request."""
     async with opened(key=KEY) as (server, engine):

@@ -155,6 +155,7 @@ def test_no_repr_shows_a_key(tmp_path: Path):
     assert KEY not in repr(made) + repr(made._plan) + str(made.names)
 
 
+@pytest.mark.long
 def test_the_example_trains_and_goes_on_when_it_is_started_again(cluster: None, tmp_path: Path):
     run = runpy.run_path(str(EXAMPLE), run_name="example")["run"]
     first = run(servers(tmp_path / "logs"), tmp_path, 2)

@@ -99,6 +99,7 @@ def test_a_run_without_a_batch_has_a_page(folders: Mapping[str, Path], tmp_path:
         assert "No batch was delivered" in page([report], library="")
 
 
+@pytest.mark.long
 def test_the_size_of_a_report_does_not_grow_with_the_run(tmp_path: Path):
     sizes: list[int] = []
     for batches in (40, 160):
@@ -307,6 +308,7 @@ def test_a_run_ends_with_its_report(capsys: pytest.CaptureFixture[str], tmp_path
         assert not (other / "trace.json").exists()
 
 
+@pytest.mark.long
 def test_simulate_ends_with_the_report_of_the_best(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ):

@@ -630,7 +630,9 @@ def test_a_checkpoint_is_one_file_and_reading_leaves_it_alone(path: Path, tmp_pa
 # --- growth ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=[pytest.mark.long] * (seed > 0)) for seed in range(4)]
+)
 def test_the_file_does_not_grow_with_the_run(
     path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ):

@@ -47,6 +47,7 @@ def test_nothing_is_lost_wrong_or_hangs_under_chaos(first: int, companions: bool
     assert not found, "\n".join(found)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("part", "first"),
     [

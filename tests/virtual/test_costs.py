@@ -27,7 +27,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "few at once": {"refill": Pool()},
     "rolling": ROLLING,
 }
-AT_LENGTH = ("finish", "length", "few at once")
+AT_LENGTH = ("rolling", "finish", "length", "few at once")
 
 
 def calls(name: str, *, engines: int, in_flight: int) -> float:

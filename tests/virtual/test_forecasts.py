@@ -92,7 +92,13 @@ def test_forecasts_of_slower_engines_converge_to_what_happens(
     assert work / time == pytest.approx(last.correction, rel=0.02)
 
 
-@pytest.mark.parametrize("refill", [LengthBuckets(store=6, probe_after=0.9), TailBatching()])
+@pytest.mark.parametrize(
+    "refill",
+    [
+        pytest.param(LengthBuckets(store=6, probe_after=0.9), marks=pytest.mark.long),
+        TailBatching(),
+    ],
+)
 def test_tokens_that_are_thrown_away_are_no_work(
     refill: Refill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,6 +147,7 @@ def beside_a_trainer(timing: StepTimeModel) -> tuple[Recorded, list[Forecast], l
     return bias, [forecast for _, forecast in choices.made], steps
 
 
+@pytest.mark.long
 def test_what_is_generated_while_the_trainer_trains_says_nothing_of_the_engines() -> None:
     bias, made, _ = beside_a_trainer(MODEL)
     assert made[-1].driven < 0.5

@@ -37,6 +37,7 @@ def replaced(text: str, by: Mapping[str, str]) -> str:
     return text
 
 
+@pytest.mark.long
 async def test_the_gateway_of_the_manifest_listens_and_answers_its_probes(tmp_path: Path):
     container = containers("gateway.yaml")["gateway"]
     assert {each["name"] for each in container["env"]} == {*KEYS, "HOME"}
@@ -128,6 +129,7 @@ async def engine() -> AsyncIterator[SimServer]:
         yield server
 
 
+@pytest.mark.long
 async def test_the_job_begins_a_run_and_a_second_pod_goes_on_with_it(
     engine: SimServer, tmp_path: Path
 ):
@@ -149,6 +151,7 @@ async def test_the_job_begins_a_run_and_a_second_pod_goes_on_with_it(
     assert (tmp_path / "runs" / "first" / "summary.json").is_file(), said
 
 
+@pytest.mark.long
 async def test_the_task_of_skypilot_runs(engine: SimServer, tmp_path: Path):
     assert shutil.which("curl"), "the task asks with curl, and would ask for ever without it"
     script = replaced(

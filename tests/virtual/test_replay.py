@@ -172,6 +172,7 @@ def test_the_table_begins_with_the_run_itself(april: Path, capsys: Capture):
     assert "batch" in captured.err
 
 
+@pytest.mark.long
 def test_the_end_of_the_record_ends_a_replay(tmp_path: Path, capsys: Capture):
     """sync launches just what it delivers, so april lacks groups in its last batch."""
     simulate(tmp_path / "out", "sync", capsys)
@@ -209,6 +210,7 @@ def test_latencies_are_those_of_the_log(tmp_path: Path, capsys: Capture):
     assert abs(found["prediction_error"]["seconds_a_batch"]) < 0.01
 
 
+@pytest.mark.long
 def test_out_gets_a_run_folder_of_each(april: Path, tmp_path: Path, capsys: Capture):
     out = tmp_path / "out"
     found = replay(april, capsys, "--policy", "sync", "--out", str(out))

@@ -26,6 +26,7 @@ TOOLS_S, TURNS = 5.0, 3
 BATCHES = 15
 
 
+@pytest.mark.long
 @pytest.mark.virtual_time
 async def test_the_forecast_of_sessions_with_slow_tools_is_near_the_outcome(tmp_path: Path):
     """Turns of about 150 tokens take less than the tools between them."""

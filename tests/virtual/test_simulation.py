@@ -203,6 +203,7 @@ def test_the_end_of_the_prompts_ends_the_run() -> None:
     assert simulation.state.in_flight.counters.delivered == 40
 
 
+@pytest.mark.long
 def test_batches_of_like_length_are_far_from_the_law_and_others_are_not() -> None:
     """The distance of each batch against that of a batch drawn at random. Length buckets that hold
     nothing back are the control: their batches are all short or all long."""

@@ -264,6 +264,7 @@ def test_a_trace_that_cannot_be_written_is_said(tmp_path: Path):
         write_trace(tmp_path, tmp_path / "missing" / "t.json")
 
 
+@pytest.mark.long
 def test_a_long_log_is_not_held_in_memory(tmp_path: Path):
     opened, *_ = LINES.split("\n", 2)[1:]
     with (tmp_path / EVENTS).open("w") as file:

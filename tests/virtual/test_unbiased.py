@@ -494,6 +494,7 @@ def test_generating_the_losers_of_a_race_again_fails():
     assert told.effect == pytest.approx(estimate, abs=0.015)
 
 
+@pytest.mark.long
 def test_the_live_bias_counts_what_was_generated_again_from_where_it_was_stopped():
     """The control counts every response that was generated for a prompt, so prompts of long
     responses count twice, and the drawn law is too long."""
@@ -616,7 +617,13 @@ def ratios(name: str, seed: int) -> tuple[float, float, float, float]:
     )
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.long] * (name in ("pool", "buckets")))
+        for name in SCHEDULES
+    ],
+)
 def test_kaplan_meier_recovers_the_law_of_a_run_that_was_stopped(name: str):
     found = np.array([ratios(name, seed) for seed in range(SEEDS)])
     mean, p90, naive_mean, naive_p90 = found.mean(axis=0)

@@ -259,6 +259,7 @@ def served() -> Generator[list[str]]:
             process.kill()
 
 
+@pytest.mark.long
 def test_a_run_on_served_engines_is_watched_while_it_goes_on(tmp_path: Path):
     out = tmp_path / "run"
     with served() as urls:
