@@ -83,7 +83,19 @@ async def embedded(tmp_path: Path) -> AsyncIterator[Adapting]:
     await engine.close()
 
 
-@pytest.mark.parametrize("check", ADAPTER_CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize(
+    "check",
+    [
+        pytest.param(
+            check,
+            id=check.__name__,
+            # They wait for a long response, and the embedded engine has them in short.
+            marks=[pytest.mark.long]
+            * (check.__name__ in ("unloading_ends_no_request", "loading_pauses_nothing")),
+        )
+        for check in ADAPTER_CHECKS
+    ],
+)
 async def test_sglang(real: Adapting, check: AdapterCheck) -> None:
     """The real server keeps it."""
     await check(real)

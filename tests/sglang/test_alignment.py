@@ -99,6 +99,7 @@ async def run(
     return batches, found
 
 
+@pytest.mark.long
 async def test_the_same_weights_agree_and_other_weights_do_not(
     clean_server: CpuServer, models: tuple[Path, Path], tmp_path: Path
 ):

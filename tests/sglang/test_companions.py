@@ -250,6 +250,7 @@ def _check_masks(rollout: Rollout, says: Sequence[NDArray[np.float32]], upto: in
         assert sure <= kept <= maybe
 
 
+@pytest.mark.long
 async def test_the_doctor_proves_a_refit_and_that_rows_join(
     servers: tuple[CpuServer, CpuServer], mixtures: tuple[Path, Path]
 ) -> None:
@@ -313,6 +314,7 @@ def _first_life(urls: Sequence[str], second: Path, store: Path, updated: Path) -
     asyncio.run(live())
 
 
+@pytest.mark.long
 async def test_a_killed_trainer_goes_on_with_the_rows_of_both_versions(
     servers: tuple[CpuServer, CpuServer], mixtures: tuple[Path, Path], tmp_path: Path
 ) -> None:

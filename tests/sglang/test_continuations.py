@@ -68,6 +68,7 @@ async def test_greedy_tokens_of_interrupted_rollouts_equal_the_uninterrupted(
     await _equal_to_uninterrupted(clean_pair[0].url, interrupted)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rule", RULES)
 async def test_a_continuation_on_the_other_server_gives_the_same_greedy_tokens(
     clean_pair: tuple[CpuServer, CpuServer], models: tuple[Path, Path], rule: StragglerRule

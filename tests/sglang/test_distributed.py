@@ -109,6 +109,7 @@ async def test_two_servers_take_weights_at_once_in_one_bucket(
     await made.aclose()
 
 
+@pytest.mark.long
 async def test_a_broadcast_through_a_gateway_reaches_all_servers_behind_it(
     clean_pair: tuple[CpuServer, CpuServer], models: tuple[Path, Path], tmp_path: Path
 ) -> None:

@@ -139,6 +139,7 @@ async def halfway(rollouts: RolloutScheduler, batches: list[Batch]) -> int:
                 batches.append(await rollouts.next_batch())
 
 
+@pytest.mark.long
 async def test_the_trainer_says_afterwards_what_it_has_loaded(
     clean_pair: tuple[CpuServer, CpuServer], models: tuple[Path, Path], tmp_path: Path
 ):
@@ -163,6 +164,7 @@ async def test_the_trainer_says_afterwards_what_it_has_loaded(
         check(rollouts, batches, models, tmp_path, stood_by=stood_by)
 
 
+@pytest.mark.long
 async def test_a_trainer_whose_labels_are_no_numbers_has_its_weights_labelled(
     clean_pair: tuple[CpuServer, CpuServer], models: tuple[Path, Path]
 ):
@@ -179,6 +181,7 @@ async def test_a_trainer_whose_labels_are_no_numbers_has_its_weights_labelled(
         assert {int(v) for rollout in batch.rollouts for v in rollout.versions} == {1}
 
 
+@pytest.mark.long
 async def test_the_trainer_loads_while_the_scheduler_holds_the_servers(
     clean_pair: tuple[CpuServer, CpuServer], models: tuple[Path, Path], tmp_path: Path
 ):
@@ -209,6 +212,7 @@ async def test_the_trainer_loads_while_the_scheduler_holds_the_servers(
         assert rollouts.state.in_flight.ledger.total == 0
 
 
+@pytest.mark.long
 async def test_the_trainer_pauses_and_continues_the_servers_itself_while_the_scheduler_holds_them(
     clean_pair: tuple[CpuServer, CpuServer], models: tuple[Path, Path], tmp_path: Path
 ):

@@ -79,6 +79,7 @@ def check_whole(rollouts: RolloutScheduler, batches: list[Batch], model: Path, a
     check_greedy(delivered, [model, model], at)
 
 
+@pytest.mark.long
 async def test_what_a_hanging_server_had_is_finished_by_the_other_until_it_is_back(
     clean_pair: Pair, models: tuple[Path, Path], tmp_path: Path
 ) -> None:

@@ -55,7 +55,10 @@ class CancelsInThePause(Recorder):
             self.task.cancel()
 
 
-@pytest.mark.parametrize("failing", ["raises", "hangs", "is cancelled"])
+@pytest.mark.parametrize(
+    "failing",
+    ["raises", *(pytest.param(how, marks=pytest.mark.long) for how in ("hangs", "is cancelled"))],
+)
 async def test_the_server_goes_on_under_the_old_version_and_the_next_update_works(
     clean_server: CpuServer,
     models: tuple[Path, Path],

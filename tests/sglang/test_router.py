@@ -132,6 +132,7 @@ async def test_an_abort_ends_a_routed_request(fleet: SGLangRouterFleet) -> None:
         await settled(_url(engine))
 
 
+@pytest.mark.long
 async def test_routed_streams_outlive_a_pause_and_a_refit(
     fleet: SGLangRouterFleet, models: tuple[Path, Path]
 ) -> None:

@@ -42,6 +42,12 @@ KINDS: dict[str, tuple[StragglerRule, dict[str, object]]] = {
 """Straggler rules with settings, including schedules that combine several ways."""
 
 
+def kinds(*names: str) -> list[Any]:
+    """The names as parameters. The first two rules are those of most users, the others are long."""
+    short = ("retract", "in_place")
+    return [pytest.param(name, marks=[pytest.mark.long] * (name not in short)) for name in names]
+
+
 TRIES = 5
 
 
@@ -75,7 +81,7 @@ def runs(sglang_server: CpuServer, models: tuple[Path, Path]) -> Callable[[str],
     return run
 
 
-@pytest.fixture(params=list(KINDS))
+@pytest.fixture(params=kinds(*KINDS))
 def rule(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -110,7 +116,7 @@ def test_the_versions_are_the_spans_that_the_server_reports(runs: Callable[[str]
         assert rollout.versions.tolist() == run.recorder.reported(rollout)
 
 
-@pytest.mark.parametrize("rule", ["retract", "in_place", "abort"])
+@pytest.mark.parametrize("rule", kinds("retract", "in_place", "abort"))
 def test_some_rollout_spans_three_versions(runs: Callable[[str], Run], rule: str):
     assert _most_versions(runs(rule)) >= 3
 
@@ -143,7 +149,7 @@ def _differences(
     return out
 
 
-@pytest.mark.parametrize("rule", ["retract", "abort", "choose", "buckets"])
+@pytest.mark.parametrize("rule", kinds("retract", "abort", "choose", "buckets"))
 def test_each_logprob_is_the_score_under_the_weights_of_its_own_version(
     runs: Callable[[str], Run],
     rule: str,

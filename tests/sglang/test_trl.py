@@ -54,6 +54,7 @@ def model(torch: Any, models: tuple[Path, Path], tmp_path: Path) -> Path:
     return with_tokenizer(models[0], tmp_path / "model")
 
 
+@pytest.mark.long
 def test_twenty_steps_on_a_real_server_with_a_resume_between(
     torch: Any, clean_server: CpuServer, model: Path, tmp_path: Path
 ) -> None:
@@ -96,6 +97,7 @@ def test_a_server_that_dies_in_a_broadcast_does_not_end_the_training(
     assert len(seen | run.in_flight) == run.launched
 
 
+@pytest.mark.long
 def test_a_streamed_trainer_begins_while_the_last_response_of_its_batch_is_to_come(
     torch: Any,
     clean_server: CpuServer,

@@ -16,6 +16,9 @@ from tests.sglang.server import run_with_server_packages
 from tests.vllm.conftest import INTERVAL, KEY
 from tests.vllm.server import VLLMServer
 
+pytestmark = pytest.mark.long
+"""SGLang's server has them in short."""
+
 
 @pytest.fixture(scope="module")
 def adapters(

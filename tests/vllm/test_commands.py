@@ -67,6 +67,7 @@ async def test_run_drives_a_server_and_updates_it(
         assert int((await answer.json())["weight_version"]) >= 2
 
 
+@pytest.mark.long
 async def test_a_server_under_the_wrong_name_is_refused_in_one_sentence(
     clean_server: VLLMServer, tmp_path: Path
 ) -> None:
@@ -82,7 +83,7 @@ async def test_a_server_under_the_wrong_name_is_refused_in_one_sentence(
         assert errors.count("\n") == 1
 
 
-@pytest.mark.parametrize("refits", [False, True])
+@pytest.mark.parametrize("refits", [False, pytest.param(True, marks=pytest.mark.long)])
 async def test_the_doctor_fails_no_check_and_leaves_the_server_as_it_was(
     clean_server: VLLMServer, models: tuple[Path, Path], refits: bool
 ) -> None:

@@ -26,6 +26,7 @@ def torch() -> Iterator[Any]:
         yield torch
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("saved", "ended", "last"),
     [
