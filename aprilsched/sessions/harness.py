@@ -26,6 +26,7 @@ from aprilsched.types import (
     BranchRule,
     EpisodeWait,
     FinishReason,
+    Int32Array,
     Prompt,
     SamplingParams,
     Score,
@@ -106,6 +107,7 @@ class Session:
         turns: number of answers so far.
         tokens: number of tokens that were sampled for them.
         limits: what it may take.
+        check: called with each context, int32 [n]; what it raises refuses the request.
     """
 
     def __init__(
@@ -124,6 +126,7 @@ class Session:
         self.prompt, self.index = prompt, turn.index
         self.turns = self.tokens = 0
         self.limits = limits
+        self.check: Callable[[Int32Array], object] | None = None
         self._turn = turn
         self._made = turn.sampling
         """Parameters of the latest request."""
@@ -271,6 +274,8 @@ class Session:
     async def _answer(
         self, question: Question, max_tokens: int | None, stop: Sequence[str]
     ) -> Reply:
+        if self.check is not None:
+            self.check(question.ids)
         sampling = self._turn.sampling
         most = sampling.max_new_tokens
         limits = self.limits
