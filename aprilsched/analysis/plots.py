@@ -29,7 +29,7 @@ from aprilsched.analysis.chart_model import (
     tail_of,
     time_by_part,
 )
-from aprilsched.analysis.colours import AGE_COLOURS
+from aprilsched.analysis.colours import AGE_COLOURS, ink_on
 from aprilsched.analysis.lengths_of_run import LawBand
 from aprilsched.analysis.run import Run, bars, in_flight, lengths_of, tokens_by_class, window_end
 from aprilsched.analysis.usage import RunUsage
@@ -51,7 +51,6 @@ with extra("plots"):
         PART_COLOURS,
         draw,
         finish,
-        ink_on,
         new_figure,
         prefix,
         save,

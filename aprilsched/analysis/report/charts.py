@@ -19,7 +19,13 @@ import numpy as np
 
 from aprilsched.analysis import chart_model
 from aprilsched.analysis.chart_model import OF_RUNS, Axis, Chart, Series, Values, evenly
-from aprilsched.analysis.colours import AGE_COLOURS, PALETTE, PART_COLOURS, ROLLOUT_COLOURS
+from aprilsched.analysis.colours import (
+    AGE_COLOURS,
+    PALETTE,
+    PART_COLOURS,
+    ROLLOUT_COLOURS,
+    ink_on,
+)
 from aprilsched.analysis.report.report_data import (
     MARKED,
     EngineTime,
@@ -136,6 +142,9 @@ def _trace(series: Series, chart: Chart) -> Spec:
                 "textangle": 0,
                 "cliponaxis": False,
             }
+            if chart.stacked and isinstance(colour, str) and colour.startswith("#"):
+                # plotly's own is grey, which cannot be read on olive.
+                found["insidetextfont"] = {"color": ink_on(colour)}
         case "area":
             found |= {
                 "type": "scatter",
