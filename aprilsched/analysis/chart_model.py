@@ -58,6 +58,15 @@ ROLLOUT_COLOURS: dict[RolloutPart, str] = {
 AGE_COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#F0E442", "#E69F00", "#D55E00")
 """Colours of tokens by their staleness, 0 versions first. The last one is for all older tokens."""
 
+
+def ink_on(colour: str) -> str:
+    """Black or white, whichever can be read better on `colour`, like ``#0072B2`` (by its luminance,
+    as in WCAG)."""
+    red, green, blue = [(part / 255) ** 2.2 for part in bytes.fromhex(colour[1:])]
+    dark = 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.3
+    return "#FFFFFF" if dark else "#000000"
+
+
 Values = Sequence[float] | Sequence[str] | NDArray[Any]
 Unit = Literal["", "share", "whole", "tokens", "nats"]
 """How the numbers of an axis are written: as they are, as percentages, without those between whole

@@ -17,7 +17,6 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis as AxesAxis
 from matplotlib.backend_bases import RendererBase
-from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.legend import Legend
 from matplotlib.lines import Line2D
@@ -26,7 +25,16 @@ from matplotlib.text import Text
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from aprilsched.analysis.chart_model import GREY, INK, PALETTE, PART_COLOURS, Axis, Chart, Series
+from aprilsched.analysis.chart_model import (
+    GREY,
+    INK,
+    PALETTE,
+    PART_COLOURS,
+    Axis,
+    Chart,
+    Series,
+    ink_on,
+)
 
 __all__ = [
     "GREY",
@@ -35,7 +43,6 @@ __all__ = [
     "PART_COLOURS",
     "draw",
     "finish",
-    "ink_on",
     "new_figure",
     "prefix",
     "save",
@@ -202,13 +209,6 @@ def _scale(axes: Axes, axis: AxesAxis, of: Axis) -> None:
         axes.set_ylim(bottom=0)
     if of.range is not None:
         (axes.set_xlim if axis is axes.xaxis else axes.set_ylim)(of.range)
-
-
-def ink_on(colour: str) -> str:
-    """Black or white, whichever can be read better on `colour` (by its luminance, as in WCAG)."""
-    red, green, blue = to_rgb(colour)
-    dark = 0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2 < 0.3
-    return "#FFFFFF" if dark else "#000000"
 
 
 def prefix(title: str) -> str:

@@ -286,11 +286,12 @@ def for_template(
             form.
     """
     images: list[str] = []
-    told = [_for_template(each, f"messages[{i}]", images) for i, each in enumerate(messages)]
+    told = [one_for_template(each, f"messages[{i}]", images) for i, each in enumerate(messages)]
     return told, images
 
 
-def _for_template(message: Mapping[str, Any], where: str, images: list[str]) -> dict[str, Any]:
+def one_for_template(message: Mapping[str, Any], where: str, images: list[str]) -> dict[str, Any]:
+    """One message, which errors call `where`; adds its images. See :func:`for_template`."""
     if not isinstance(message.get("role"), str):
         raise ConfigError(f"{where} has no role; give system, user, assistant or tool.")
     told = {name: value for name, value in message.items() if value is not None}

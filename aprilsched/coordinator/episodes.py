@@ -147,6 +147,8 @@ class Turn:
         """Whether a turn after this context is known from before the run was resumed, in whole or,
         unless `whole` is True, in part. :meth:`generate` returns its tokens then, and generates
         only what is missing."""
+        if not self.known:
+            return False
         mark = context_mark(np.asarray(input_ids, dtype=np.int32))
         return mark in self._known or (mark == self._begun and not whole)
 

@@ -12,12 +12,14 @@ from types import SimpleNamespace
 from typing import Any, cast
 from urllib.parse import urlsplit
 
+import numpy as np
+
 from aprilsched.chat.tokenizer import ModelTokenizer
 from aprilsched.coordinator.episodes import Turn
 from aprilsched.errors import ConfigError, EpisodeError, MemberLost
 from aprilsched.sessions import Limits, Session, Sessions
 from aprilsched.sessions.harness import Harness
-from aprilsched.types import Prompt, SamplingParams, Score
+from aprilsched.types import Int32Array, Prompt, SamplingParams, Score
 
 
 class BySession:
@@ -121,6 +123,7 @@ _REQUEST = {
     "no_stop_trim": "no_stop_trim",
 }
 """Sampling parameters that a chat may have, with their names there."""
+_OWN_ADDRESS = "let it use the arguments of each call, and keep no address from an earlier one"
 
 
 def uses_functions(args: Any) -> bool:
@@ -158,6 +161,8 @@ class GenerateFunctions:
         self.made: dict[int | str, dict[int, Any]] = {}
         """What the functions have returned, by the key of the prompt and the place in its group."""
         self._differ = False
+        self._at_work: dict[Session, Int32Array] = {}
+        """The prompts of the sessions whose functions are at work."""
 
     def forget(self, live: Collection[Any]) -> None:
         """Forget what was returned for other keys than these."""
@@ -166,6 +171,23 @@ class GenerateFunctions:
 
     async def harness(self, session: Session, prompt: Prompt) -> None:
         """Drive a rollout by the function of its sample."""
+        session.check = lambda asked: self._check_own(asked, prompt.input_ids)
+        self._at_work[session] = prompt.input_ids
+        try:
+            await self._drive(session, prompt)
+        finally:
+            del self._at_work[session]
+
+    def _check_own(self, asked: Int32Array, prompt: Int32Array) -> None:
+        """Refuse what is asked for another sample. A function that has another prompt than its
+        sample is only found when it has ended and its own session was asked nothing."""
+        others = self._at_work.values()
+        if not _begins(asked, prompt) and any(_begins(asked, each) for each in others):
+            raise ConfigError(
+                f"the request begins with the prompt of another sample; {_OWN_ADDRESS}."
+            )
+
+    async def _drive(self, session: Session, prompt: Prompt) -> None:
         key: Any = prompt.key
         sample = copy.deepcopy(self._samples[key][session.index])
         path = sample.generate_function_path or self._args.custom_generate_function_path
@@ -182,8 +204,8 @@ class GenerateFunctions:
             raise MemberLost(f"{path or agent} has aborted sample {sample.index}")
         if not session.turns:
             raise EpisodeError(
-                f"{path or agent} has asked nothing at the address that it was given; let it use "
-                "the arguments of each call, and keep no address from an earlier one."
+                f"{path or agent} has asked nothing at the address that it was given; "
+                f"{_OWN_ADDRESS}."
             )
         self.made.setdefault(key, {})[session.index] = made
 
@@ -254,6 +276,10 @@ class GenerateFunctions:
         if made.status.value != "pending":
             sample.status = made.status
         sample.reward = made.reward
+
+
+def _begins(asked: Int32Array, prompt: Int32Array) -> bool:
+    return np.array_equal(asked[: len(prompt)], prompt)
 
 
 def _one(made: Any, path: str | None) -> Any:

@@ -114,7 +114,8 @@ def _call(sessions: Sessions, keys: Keys, bodies: Bodies, dialect: Dialect[Any])
             return as_json(dialect.error("this is not the key of this session.", 401), 401)
         session = sessions.get(name)
         if session is None:
-            return as_json(dialect.error("the session has ended.", _GONE), _GONE)
+            why = "the session has ended, and no other one answers at its address."
+            return as_json(dialect.error(why, _GONE), _GONE)
         try:
             async with bodies.read(request) as content:
                 body = decode(content, dialect.body)

@@ -243,7 +243,7 @@ def _ask_messages(body: MessagesBody) -> Asked:
         )
     messages: list[Event] = []
     if body.system:
-        messages.append({"role": "system", "content": _text(body.system, "system")})
+        messages.append({"role": "system", "content": _shown(body.system, "system")})
     for place, message in enumerate(body.messages):
         messages += _in_openai_form(message, f"messages[{place}]")
     tools = None if choice == "none" else [_tool(each) for each in body.tools or ()] or None
@@ -279,19 +279,15 @@ def _in_openai_form(message: Mapping[str, Any], where: str) -> list[Event]:
     parts: list[Event] = []
     calls: list[Event] = []
     for block in cast("list[Any]", content):
+        if (part := _part(block)) is not None:
+            parts.append(part)
+            continue
         match block:
-            case {"type": "text", "text": str(text)}:
-                parts.append({"type": "text", "text": text})
-            case {"type": "image", "source": {"type": "url", "url": str(url)}}:
-                parts.append({"type": "image_url", "image_url": {"url": url}})
-            case {"type": "image", "source": {"media_type": str(kind), "data": str(data)}}:
-                url = f"data:{kind};base64,{data}"
-                parts.append({"type": "image_url", "image_url": {"url": url}})
             case {"type": "tool_use", "id": str(name), "name": str(tool), "input": given}:
                 function = {"name": tool, "arguments": msgspec.json.encode(given).decode()}
                 calls.append({"id": name, "type": "function", "function": function})
             case {"type": "tool_result", "tool_use_id": str(name)}:
-                said = _text(block.get("content") or "", where)
+                said = _shown(block.get("content") or "", where)
                 results.append({"role": "tool", "tool_call_id": name, "content": said})
             case {"type": "thinking" | "redacted_thinking"}:
                 pass  # It is known as it was sampled.
@@ -302,24 +298,39 @@ def _in_openai_form(message: Mapping[str, Any], where: str) -> list[Event]:
                 )
     if not parts and not calls:
         return results
-    # One text alone is the same as a string.
-    texts = [part["text"] for part in parts if part["type"] == "text"]
-    told: Event = {"role": role, "content": parts if len(texts) < len(parts) else "\n".join(texts)}
+    told: Event = {"role": role, "content": _joined(parts)}
     return [*results, told | ({"tool_calls": calls} if calls else {})]
 
 
-def _text(content: Any, where: str) -> str:
-    """The text of a string or of blocks of text."""
+def _part(block: Any) -> Event | None:
+    """A text or an image as OpenAI has it; None for a block of another kind."""
+    match block:
+        case {"type": "text", "text": str(text)}:
+            return {"type": "text", "text": text}
+        case {"type": "image", "source": {"type": "url", "url": str(url)}}:
+            pass
+        case {"type": "image", "source": {"media_type": str(kind), "data": str(data)}}:
+            url = f"data:{kind};base64,{data}"
+        case _:
+            return None
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def _joined(parts: Sequence[Event]) -> str | list[Event]:
+    """Texts alone are the same as one string."""
+    texts = [part["text"] for part in parts if part["type"] == "text"]
+    return list(parts) if len(texts) < len(parts) else "\n".join(texts)
+
+
+def _shown(content: Any, where: str) -> str | list[Event]:
+    """The text of a string, or what is in blocks of text and images."""
     if isinstance(content, str):
         return content
-    texts: list[str] = []
-    for block in cast("list[Any]", content if isinstance(content, list) else [content]):
-        match block:
-            case {"type": "text", "text": str(text)}:
-                texts.append(text)
-            case _:
-                raise ConfigError(f"{where} has a block that is no text; give text.")
-    return "\n".join(texts)
+    blocks = cast("list[Any]", content if isinstance(content, list) else [content])
+    parts = [part for part in map(_part, blocks) if part is not None]
+    if len(parts) < len(blocks):
+        raise ConfigError(f"{where} has a block that is neither text nor an image; give those.")
+    return _joined(parts)
 
 
 def _blocks(reply: Reply) -> list[Event]:

@@ -26,6 +26,7 @@ from aprilsched.types import (
     BranchRule,
     EpisodeWait,
     FinishReason,
+    Int32Array,
     Prompt,
     SamplingParams,
     Score,
@@ -106,6 +107,7 @@ class Session:
         turns: number of answers so far.
         tokens: number of tokens that were sampled for them.
         limits: what it may take.
+        check: called with each context, int32 [n]; what it raises refuses the request.
     """
 
     def __init__(
@@ -124,7 +126,10 @@ class Session:
         self.prompt, self.index = prompt, turn.index
         self.turns = self.tokens = 0
         self.limits = limits
+        self.check: Callable[[Int32Array], object] | None = None
         self._turn = turn
+        self._made = turn.sampling
+        """Parameters of the latest request."""
         self._tokenizer = tokenizer
         self._history = History(tokenizer, most_branches=limits.branches)
         self._lock = asyncio.Lock()
@@ -269,6 +274,8 @@ class Session:
     async def _answer(
         self, question: Question, max_tokens: int | None, stop: Sequence[str]
     ) -> Reply:
+        if self.check is not None:
+            self.check(question.ids)
         sampling = self._turn.sampling
         most = sampling.max_new_tokens
         limits = self.limits
@@ -299,18 +306,25 @@ class Session:
                     "or none."
                 )
             ends.update(ids)
-        sampling = replace(
-            sampling,
-            max_new_tokens=most,
-            min_new_tokens=min(most, sampling.min_new_tokens),
-            stop_token_ids=tuple(sorted(ends)),
-        )
+        sampling = self._sampling_until(most, tuple(sorted(ends)))
         self._history.begin(question)
         output = await self._turn.generate(question.ids, sampling, question.media, branch=True)
         message = self._history.answered(question, output.token_ids)
         self.turns += 1
         self.tokens += len(output.token_ids)
         return Reply(message=message, question=question, output=output)
+
+    def _sampling_until(self, most: int, ends: tuple[int, ...]) -> SamplingParams:
+        """The trainer's parameters with a length and what ends an answer. New ones are checked as a
+        whole, and most requests of a session ask for those of the one before."""
+        made = self._made
+        if (made.max_new_tokens, made.stop_token_ids) != (most, ends):
+            trainers = self._turn.sampling
+            least = min(most, trainers.min_new_tokens)
+            self._made = made = replace(
+                trainers, max_new_tokens=most, min_new_tokens=least, stop_token_ids=ends
+            )
+        return made
 
     # --- its end ---------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias, cast
 
 import numpy as np
 
-from aprilsched.chat.openai_bodies import Message, for_template
+from aprilsched.chat.openai_bodies import Message, one_for_template
 from aprilsched.chat.tokenizer import ModelTokenizer
 from aprilsched.errors import ConfigError
 from aprilsched.types import Int32Array, Media
@@ -33,6 +33,7 @@ Mark: TypeAlias = bytes
 _PLACE = "AprilschedPlaceOfAnAnswer"
 """Stands in a rendered chat where an answer is."""
 _URLS = ("data:", "http://", "https://")
+_PLAIN = {str, type(None)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,6 +86,23 @@ class _Answer:
         return self.begin[0] + len(self.ids), self.begin[1] + len(self.text)
 
 
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A message of a request.
+
+    Attributes:
+        plain: a copy of it, if it has texts alone; None if not.
+        told: what a template sees of it.
+        images: the URLs of its images.
+        mark: stands for it and those before it.
+    """
+
+    plain: Said | None
+    told: Said
+    images: tuple[str, ...]
+    mark: Mark
+
+
 class History:
     """The answers of one session, by the messages that led to them.
 
@@ -108,8 +126,12 @@ class History:
         self._texts: dict[str, Mark] = {}
         """Texts of completions with what came back."""
         self._resampled = self._rewritten = 0
-        self._marked: tuple[Mark, Sequence[Said], list[Mark]] = (b"", (), [])
-        """What the latest request began with, its messages, and the mark after each."""
+        self._begin: tuple[str, Mark] = ("", b"")
+        """The tools and options of the latest request, and the mark that all of it begins with."""
+        self._seen: list[_Seen] = []
+        """The messages of the latest request."""
+        self._latest: tuple[Mark, Int32Array, str] = (b"", np.array((), np.int32), "")
+        """The latest answer with its whole context, and what these tokens say."""
         self._open: Mark | None = None
         """The request that was begun last, until it is answered."""
 
@@ -143,8 +165,8 @@ class History:
             ConfigError: if the messages cannot be used.
         """
         options = options or {}
-        told, images = for_template(messages)
-        marks = self._marks_of(told, tools, options)
+        seen = self._see(messages, tools, options)
+        told, marks = [each.told for each in seen], [each.mark for each in seen]
         known = next((i for i in reversed(range(len(told))) if marks[i] in self._answers), None)
         whole = self._render(told, tools, options)
         after: Mark | None = None
@@ -175,7 +197,7 @@ class History:
             messages=tuple(messages),
             tools=tools,
             after=after,
-            media=_media(images),
+            media=_media([url for each in seen for url in each.images]),
         )
 
     def continue_text(self, prompt: str | Sequence[int], *, raw: bool = False) -> Question:
@@ -255,15 +277,16 @@ class History:
         is_chat = bool(question.messages)
         skip = not (is_chat and tokenizer.parses)
         text = raw
-        if not question.raw and (skip or ended):
-            text = tokenizer.decode(shown, skip_special=skip)
+        if not question.raw and skip:
+            text = tokenizer.decode(shown)
+        elif not question.raw and ended:
+            text = raw.removesuffix(tokenizer.decode(sampled[-1:], skip_special=False))
         message = Message(tokenizer.parser(question.text, question.tools) if is_chat else None)
         message.push(text)
         message.finish()
         told = message.told()
         if is_chat:
-            (canonical,), _ = for_template([told])
-            mark = _after(question.mark, canonical)
+            mark = _after(question.mark, one_for_template(told, "the answer", []))
         else:
             shown = question.shown + text
             mark = _after(b"text", {"text": shown})
@@ -274,6 +297,7 @@ class History:
         if question.after is not None:
             self._ends.pop(question.after, None)
         self._answers[mark] = answer
+        self._latest = mark, np.concatenate((question.ids, token_ids)), question.text + raw
         self.messages = (*question.messages, told) if is_chat else ()
         self._ends[mark] = self.messages
         return told
@@ -282,33 +306,47 @@ class History:
         self, messages: Sequence[Said], tools: Sequence[Said] | None, options: Said | None
     ) -> list[int]:
         """The places of the answers in these messages that are not known."""
-        told, _ = for_template(messages)
-        marks = self._marks_of(told, tools, options or {})
+        seen = self._see(messages, tools, options or {})
         return [
             place
-            for place, mark in enumerate(marks)
-            if place and told[place]["role"] == "assistant" and mark not in self._answers
+            for place, each in enumerate(seen)
+            if place and each.told["role"] == "assistant" and each.mark not in self._answers
         ]
 
-    def _marks_of(
-        self, told: Sequence[Said], tools: Sequence[Said] | None, options: Said
-    ) -> list[Mark]:
-        """The mark after each message. A request mostly begins with the one before it, whose marks
-        are taken over."""
-        mark = _after(b"", {"tools": tools or None, "options": options})
-        first, before, marks = self._marked
-        same = 0
-        if first == mark:
-            least = min(len(told), len(before))
-            same = next((i for i in range(least) if told[i] != before[i]), least)
-        marks = marks[:same]
-        for message in told[same:]:
-            marks.append(_after(marks[-1] if marks else mark, message))
-        self._marked = mark, told, marks
-        return marks
+    def _see(
+        self, messages: Sequence[Said], tools: Sequence[Said] | None, options: Said
+    ) -> list[_Seen]:
+        """The messages with their marks. A request mostly begins with the one before it, of which
+        is taken over what is the same."""
+        given = repr((tools, options))
+        if given != self._begin[0]:
+            mark = _after(b"", {"tools": tools or None, "options": options})
+            if mark != self._begin[1]:
+                self._seen = []
+            self._begin = given, mark
+        mark, before = self._begin[1], self._seen
+        seen: list[_Seen] = []
+        for place, message in enumerate(messages):
+            old = before[place] if place < len(before) else None
+            if old is None or message != old.plain:
+                found: list[str] = []
+                told = one_for_template(message, f"messages[{place}]", found)
+                images = tuple(found)
+                if old is None or (told, images) != (old.told, old.images):
+                    before = ()
+                    mark = _after(mark, told, images)
+                    # The caller may change its own.
+                    plain = dict(message) if set(map(type, message.values())) <= _PLAIN else None
+                    old = _Seen(plain, told, images, mark)
+            seen.append(old)
+            mark = old.mark
+        self._seen = seen
+        return seen
 
     def _whole(self, mark: Mark) -> tuple[Int32Array, str]:
         """An answer with its whole context, and what these tokens say."""
+        if mark == self._latest[0]:
+            return self._latest[1:]
         parts = [self._answers[mark]]
         while (before := parts[-1].after) is not None:
             parts.append(before)
@@ -404,10 +442,10 @@ def _differing(one: Sequence[int], other: Sequence[int]) -> int:
     return max(1, len(one) - _same(one[::-1], other[::-1]))
 
 
-def _after(mark: Mark, what: Said) -> Mark:
+def _after(mark: Mark, what: Said, images: Sequence[str] = ()) -> Mark:
     # A message is written in one way only, because arguments of calls are sorted. JSON takes four
-    # times as long, and each request has all messages again.
-    text = repr(_compared(what)) if what.get("role") else _in_one_order(what)
+    # times as long.
+    text = repr([*_compared(what), *images]) if what.get("role") else _in_one_order(what)
     return hashlib.blake2b(mark + text.encode(), digest_size=16).digest()
 
 

@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import time
 from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from playwright.sync_api import Browser
 
+from aprilsched import Prompt, RolloutScheduler, SamplingParams, SchedulerConfig, SimFleet
 from aprilsched.__main__ import main
 from aprilsched.analysis.report.page import write_report
+from aprilsched.chat.tokenizer import load_tokenizer
+from aprilsched.config import Retries
+from aprilsched.engines.sim import run_virtual
+from aprilsched.errors import MemberLost
+from aprilsched.runs.config_file import as_toml
+from aprilsched.runs.settings import RunSettings
+from aprilsched.sessions import Session, Sessions
+from aprilsched.telemetry.event_log.writing import EventLog
+from aprilsched.telemetry.run_folder import RunFolder
 from experiments.report_opening.long_log import write_long_run
 from tests.support.browser import DESKTOP, PHONE, ColorScheme, OpenPage, opened
 from tests.support.reported import with_reports
+from tests.support.tiny_tokenizer import bytes_tokenizer
 
 PATIENCE_S = 120.0
 
@@ -145,6 +160,76 @@ def test_the_trainer_s_logprobs_are_drawn(
         assert page.overflow() == 0
         assert page.evaluate("window.hit === undefined")
         assert f"{HOSTILE} differs most" in page.page.inner_text("body")
+
+
+async def _agents(folder: Path) -> None:
+    """A run of sessions, one of which vanishes."""
+    tokenizer = load_tokenizer(bytes_tokenizer(folder.parent / "tokenizer", parses=True))
+
+    async def harness(session: Session, prompt: Prompt) -> None:
+        messages: list[Any] = [{"role": "user", "content": "go"}]
+        for _ in range(2):
+            reply = await session.chat(messages)
+            await asyncio.sleep(5.0)
+            if not prompt.metadata["gone"]:
+                prompt.metadata["gone"].append(session.id)
+                raise MemberLost("its container is gone")
+            messages += [dict(reply.message), {"role": "user", "content": "and?"}]
+
+    async def judge(session: Session, prompt: Prompt) -> float:
+        await asyncio.sleep(8.0)
+        return 1.0
+
+    sampling = SamplingParams(max_new_tokens=50, ignore_eos=True)
+    config = SchedulerConfig(
+        batch_groups=2, group_size=2, retries=Retries(member="again"), sampling=sampling
+    )
+    log = EventLog(folder / "events.jsonl", patient=True)
+    RunFolder(folder).create(as_toml(RunSettings(batches=1, prompts="tasks", scheduler=config)))
+    log.start()
+    async with (
+        Sessions(harness, tokenizer=tokenizer, reward=judge) as sessions,
+        RolloutScheduler(
+            SimFleet(1, vocab_size=132),
+            [Prompt(input_ids=np.array([1]), metadata={"gone": []}) for _ in range(2)],
+            episode=sessions,
+            config=config,
+            listeners=[log],
+        ) as rollouts,
+    ):
+        await rollouts.next_batch()
+    log.close()
+
+
+@pytest.fixture(scope="module")
+def agents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("agents") / "run"
+    with ThreadPoolExecutor(1) as pool:  # The browser's event loop is in this thread.
+        pool.submit(lambda: run_virtual(_agents(folder))).result()
+    return folder
+
+
+@pytest.mark.parametrize("viewport", [DESKTOP, PHONE], ids=["desktop", "phone"])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_what_episodes_did_is_drawn_and_can_be_read(
+    browser: Browser,
+    agents: Path,
+    tmp_path: Path,
+    viewport: tuple[int, int],
+    scheme: ColorScheme,
+):
+    path, _ = write_report(agents, out=tmp_path / "report.html")
+    with drawn(browser, path, viewport, scheme) as page:
+        assert page.errors == []
+        assert charts(page) == ONE_RUN + 1
+        assert "rollout-time" not in page.evaluate(EMPTY)
+        assert page.evaluate(LETTERS) == []
+        assert page.overflow() == 0
+        section = page.page.inner_text("section:has(#rollout-time)")
+        assert "and is at its tools for" in section
+        assert "lost, their group goes on" in section
+        inks = "[...document.querySelectorAll('#rollout-time .bartext')].map(e => e.style.fill)"
+        assert set(page.evaluate(inks)) == {"rgb(0, 0, 0)", "rgb(255, 255, 255)"}
 
 
 def test_the_theme_is_switched_in_page_and_charts(

@@ -12,11 +12,12 @@ import numpy as np
 from PIL import Image
 
 from aprilsched import Media, Prompt, SamplingParams
+from aprilsched.types import NO_VERSION, Rollout
 from tests.sglang.recorded import TOLERANCE, Run, crossing, long_tail
 from tests.sglang.server import run_with_server_packages
 from tests.sglang.tiny_vision import KINDS, SIDE
 
-__all__ = ["check_seen", "write_seeing"]
+__all__ = ["check_seen", "check_versions", "picture", "write_seeing"]
 
 TRIES = 5
 
@@ -30,6 +31,46 @@ def write_seeing(kind: str, folder: Path, python: Path | None = None) -> tuple[P
     return folder / "0", folder / "1"
 
 
+def picture(seed: int) -> bytes:
+    """A picture of noise, as a PNG."""
+    noise = np.random.default_rng(seed).integers(0, 255, (SIDE, SIDE, 3), dtype=np.uint8)
+    file = BytesIO()
+    Image.fromarray(noise).save(file, "PNG")
+    return file.getvalue()
+
+
+def check_versions(
+    rollouts: Sequence[Rollout],
+    pictures: Sequence[bytes],
+    kind: str,
+    models: tuple[Path, Path],
+    folder: Path,
+    python: Path | None = None,
+) -> None:
+    """Check that each sampled token sees the pictures before it under the weights of its version:
+    version v has ``models[v % 2]``."""
+    images = folder / "images"
+    images.mkdir(exist_ok=True)
+    for place, content in enumerate(pictures):
+        (images / f"{place}.png").write_bytes(content)
+    responses = [np.concatenate([r.prompt_ids, r.token_ids]) for r in rollouts]
+    whole = {str(i): ids.astype(np.int64) for i, ids in enumerate(responses)}
+    np.savez(folder / "in.npz", **whole)  # type: ignore[arg-type]
+    targets = [folder / f"out-{model.name}.npz" for model in models]
+    pairs = [part for pair in zip(models, targets, strict=True) for part in pair]
+    given = kind, folder / "in.npz", images, *pairs
+    run_with_server_packages("tiny_vision", "score", *given, python=python)
+    by_model = [np.load(target) for target in targets]
+    for index, rollout in enumerate(rollouts):
+        assert rollout.versions_exact
+        sampled = np.flatnonzero(rollout.versions != NO_VERSION)
+        score = np.stack([own[str(index)][-len(rollout) :][sampled] for own in by_model])
+        of, at = rollout.versions[sampled] % 2, np.arange(len(sampled))
+        logprobs = rollout.logprobs[sampled]
+        assert np.abs(logprobs - score[of, at]).max() < TOLERANCE
+        assert np.median(np.abs(logprobs - score[1 - of, at])) > 0.5
+
+
 async def check_seen(
     once: Callable[[Sequence[Prompt]], Awaitable[Run]],
     kind: str,
@@ -39,15 +80,12 @@ async def check_seen(
 ) -> None:
     """Let `once` run prompts with an image until a response has outlived an update, and check that
     each token sees the image under the weights of its version: version v has ``models[v % 2]``."""
-    noise = np.random.default_rng(3).integers(0, 255, (SIDE, SIDE, 3), dtype=np.uint8)
-    file = BytesIO()
-    Image.fromarray(noise).save(file, "PNG")
-    (folder / "image.png").write_bytes(file.getvalue())
+    image = picture(3)
     prompts = [
         replace(
             prompt,
             input_ids=np.array(KINDS[kind].prompt, np.int32),
-            media=(Media("image", file.getvalue()),),
+            media=(Media("image", image),),
             sampling=tuple(
                 replace(sampling, extra={"logit_bias": KINDS[kind].never})
                 for sampling in cast("tuple[SamplingParams, ...]", prompt.sampling)
@@ -59,17 +97,4 @@ async def check_seen(
     while not crossing(found) and tries < TRIES:
         found, tries = await once(prompts), tries + 1
     assert crossing(found), "no response outlived an update"
-    responses = [np.concatenate([r.prompt_ids, r.token_ids]) for r in found.rollouts]
-    whole = {str(i): ids.astype(np.int64) for i, ids in enumerate(responses)}
-    np.savez(folder / "in.npz", **whole)  # type: ignore[arg-type]
-    targets = [folder / f"out-{model.name}.npz" for model in models]
-    pairs = [part for pair in zip(models, targets, strict=True) for part in pair]
-    given = kind, folder / "in.npz", folder / "image.png", *pairs
-    run_with_server_packages("tiny_vision", "score", *given, python=python)
-    by_model = [np.load(target) for target in targets]
-    for index, rollout in enumerate(found.rollouts):
-        assert rollout.versions_exact
-        score = np.stack([scored[str(index)] for scored in by_model])
-        of, at = rollout.versions % 2, np.arange(len(rollout))
-        assert np.abs(rollout.logprobs - score[of, at]).max() < TOLERANCE
-        assert np.median(np.abs(rollout.logprobs - score[1 - of, at])) > 0.5
+    check_versions(found.rollouts, [image], kind, models, folder, python)

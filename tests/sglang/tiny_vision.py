@@ -1,9 +1,9 @@
 """Tiny random models that understand images; module_runner.py runs it.
 
 ``main("write", KIND, DIRECTORY, SEED)`` writes one in the Hugging Face layout, with its tokenizer
-and its processor. ``main("score", KIND, IN.npz, IMAGE, MODEL, OUT.npz, …)`` gives every sequence of
-IN, int64 with the image's placeholder as the chat template writes it, the log-probability of each
-token after the prompt.
+and its processor. ``main("score", KIND, IN.npz, IMAGES, MODEL, OUT.npz, …)`` gives every sequence
+of IN, int64 with the placeholders of the images in the folder IMAGES as the chat template writes
+them, the log-probability of each token after its first.
 
 SGLang has no Idefics3. Qwen2-VL needs torchvision, which the environment of vLLM lacks.
 """
@@ -167,30 +167,31 @@ def _qwen2_vl(tokenizer: Any) -> tuple[Any, Any]:
     return Qwen2VLForConditionalGeneration(config), Qwen2VLProcessor(images, tokenizer, videos)
 
 
-def score(name: str, source: str, image: str, *models_and_targets: str) -> None:
+def score(name: str, source: str, images: str, *models_and_targets: str) -> None:
     import torch
     from PIL import Image
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
-    kind = KINDS[name]
-    at, bias = kind.prompt.index(kind.image), torch.zeros(VOCAB_SIZE)
+    kind, bias = KINDS[name], torch.zeros(VOCAB_SIZE)
     if kind.biased:
         for token, value in kind.never.items():
             bias[int(token)] = value
+    shown = [Image.open(path) for path in sorted(Path(images).iterdir())]
     for path, target in zip(models_and_targets[::2], models_and_targets[1::2], strict=True):
         model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
-        given = AutoProcessor.from_pretrained(path).image_processor(
-            [Image.open(image)], return_tensors="pt"
-        )
+        processor = AutoProcessor.from_pretrained(path).image_processor
+        given = processor(shown, return_tensors="pt")
         found = {}
         with torch.no_grad():
             for each, ids in np.load(source).items():
-                told = torch.tensor([[*ids[:at], *kind.places, *ids[at + 1 :]]])
+                parts = [kind.places if one == kind.image else (one,) for one in ids.tolist()]
+                told = torch.tensor([sum(parts, ())])
                 if name == "qwen2_vl":
                     given["mm_token_type_ids"] = (told == kind.image).int()
                 logits = model(input_ids=told, **given).logits[0].double() + bias
                 picked = logits.log_softmax(-1)[:-1].gather(1, told[0, 1:, None])[:, 0].numpy()
-                found[each] = picked[len(picked) - (len(ids) - len(kind.prompt)) :]
+                begins = np.cumsum([len(part) for part in parts])[:-1]
+                found[each] = picked[begins - 1]
         np.savez(Path(target), **found)
 
 

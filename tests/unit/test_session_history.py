@@ -200,3 +200,22 @@ def test_an_answer_that_says_the_same_with_other_tokens_changes_no_earlier_one(
     assert again.ids.tolist()[: len(first.ids)] == first.ids.tolist()
     other = made.ask([user("a"), told, user("other")])
     assert other.ids.tolist()[len(asked.ids) :][: len(as_bytes)] == as_bytes
+
+
+@pytest.mark.parametrize("change", ["text", "url"])
+def test_a_message_that_its_harness_has_changed_is_another_one(
+    tokenizer: ModelTokenizer, change: str
+):
+    made = history(tokenizer)
+    shown: dict[str, Any] = {"url": "data:image/png;base64,AA=="}
+    said: dict[str, Any] = user("a")
+    picture = {"role": "user", "content": [{"type": "image_url", "image_url": shown}]}
+    told = answer(made, tokenizer, made.ask([said, picture]), "fine")
+    assert made.ask([said, picture, told, user("b")]).after is not None
+    if change == "text":
+        said["content"] = "c"
+    else:
+        shown["url"] = "data:image/png;base64,BB=="
+    question = made.ask([said, picture, told, user("b")])
+    assert question.after is None
+    assert [each.source for each in question.media] == [shown["url"]]

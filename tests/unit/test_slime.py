@@ -1120,6 +1120,52 @@ def test_a_function_that_fails_costs_its_group_and_one_that_aborts_its_sample(
         assert all(CALLS.count(sample.index) == 2 for sample in group)
 
 
+KEPT: list[Any] = []
+"""The arguments of the first call of the function that keeps them, and its event."""
+REFUSED: list[str] = []
+
+
+async def keeps_its_address(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
+    """Asks three times at the address of its first call, while that runs or when it has ended."""
+    if not KEPT:
+        KEPT.extend((args, asyncio.Event()))
+        if not sample.metadata.get("ends"):
+            await KEPT[1].wait()
+        made = await two_turns(args, sample, sampling_params)
+        KEPT[1].set()
+        return made
+    if len(REFUSED) >= 3:
+        return await two_turns(args, sample, sampling_params)
+    if sample.metadata.get("ends"):
+        await KEPT[1].wait()
+    try:
+        return await two_turns(KEPT[0], sample, sampling_params)
+    except AssertionError as error:
+        REFUSED.append(str(error))
+        if len(REFUSED) == 3:
+            KEPT[1].set()
+        raise
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["open", "ended"])
+def test_a_function_that_keeps_an_address_asks_nothing_for_another_sample(
+    begun: Callable[..., Loop], ends: bool
+):
+    for each in (MADE, CALLS, KEPT, REFUSED):
+        each.clear()
+    loop = begun(custom_generate_function_path=f"{HERE}.keeps_its_address", n_samples_per_prompt=1)
+    groups = [loop.data_source.get_samples(1)[0] for _ in range(8)]
+    for (sample,) in groups:
+        sample.metadata = {"ends": ends}
+    loop.data_source.add_samples(groups)
+    check_made(loop.generate(0).samples)
+    assert len(REFUSED) >= 3
+    assert all(
+        "begins with the prompt of another sample; let it use" in why or (ends and "ended" in why)
+        for why in REFUSED
+    )
+
+
 def test_an_evaluation_may_have_a_function_of_its_own(begun: Callable[..., Loop], folder: Path):
     own = dataset(folder, "one", custom_generate_function_path=f"{HERE}.in_turn")
     loop = begun(

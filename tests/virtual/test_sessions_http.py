@@ -416,6 +416,19 @@ REFUSED = [
         {"messages": [said("user", "x")], "max_tokens": 5, "tools": [{"type": "bash"}]},
         "tool",
     ),
+    (
+        "v1/messages",
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [{"type": "tool_result", "tool_use_id": "a", "content": [{}]}],
+                }
+            ],
+            "max_tokens": 5,
+        },
+        "neither text nor an image",
+    ),
 ]
 
 
@@ -463,7 +476,8 @@ async def test_a_key_is_good_for_its_session_alone(plain: ModelTokenizer):
             session.done(1.0)
         await rollouts.next_batch()
         status, answer = await posted(one, "chat/completions", body)
-        assert (status, answer["error"]["message"]) == (410, "the session has ended.")
+        assert status == 410
+        assert "has ended, and no other" in answer["error"]["message"]
 
 
 # --- launchers -----------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from aprilsched.analysis.chart_model import (
     Series,
     Values,
     evenly,
+    ink_on,
 )
 from aprilsched.analysis.report.report_data import (
     MARKED,
@@ -146,6 +147,9 @@ def _trace(series: Series, chart: Chart) -> Spec:
                 "textangle": 0,
                 "cliponaxis": False,
             }
+            if chart.stacked and isinstance(colour, str) and colour.startswith("#"):
+                # plotly's own is grey, which cannot be read on olive.
+                found["insidetextfont"] = {"color": ink_on(colour)}
         case "area":
             found |= {
                 "type": "scatter",
