@@ -62,7 +62,7 @@ class StreamEvent(msgspec.Struct, frozen=True):
     meta_info: MetaInfo | None = None
     output_ids: list[TokenId] | None = None
     error: ErrorBody | None = None
-    index: int = 0
+    index: Count = 0
 
 
 class Labelled(msgspec.Struct, frozen=True):
@@ -114,6 +114,7 @@ class ServerInfo(msgspec.Struct, frozen=True):
     enable_return_routed_experts: bool | None = None
     enable_return_indexer_topk: bool | None = None
     enable_priority_scheduling: bool | None = None
+    schedule_policy: Name | None = None
     schedule_low_priority_values_first: bool | None = None
     internal_states: list[InternalState] = []
 
