@@ -42,6 +42,8 @@ _UNITS = {
     "t2": (1e9, "ns a context token"),
     "t0_wide": (1e3, "ms a step of a wide batch"),
     "wide_from": (1.0, "sequences"),
+    "t0_experts": (1e3, "ms for all experts"),
+    "expert_share": (1.0, "of the experts for a sequence"),
     "fill": (1.0, "sequences"),
     "prefill_pass": (1e3, "ms a pass"),
     "prefill_rate": (1.0, "tokens/s"),

@@ -340,6 +340,8 @@ class Call:
         """Whether the server has nothing left of the request that an abort could end."""
         self.aborted = False
         """Whether the server was told to abort the request."""
+        self.shared = False
+        """Whether other requests are on the same connection."""
         self._response: aiohttp.ClientResponse | None = None
         self._broken_off: Exception | None = None
 
@@ -531,15 +533,9 @@ class HttpEngine(Control[FactsT]):
         self._check_request(request)
         call = self._calls[request.request_id] = Call()
         try:
-            async with self._send(request) as response:
-                call.attach(response)
-                await self._check_status(response)
-                async with aclosing(self._chunks(request, response)) as chunks:
-                    async for chunk in chunks:
-                        if chunk.finish is not None:
-                            call.over = True
-                            await _drain(response)
-                        yield chunk
+            async with aclosing(self._answer(request, call)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
         except HungUp:
             yield empty_chunk(spans_known=self.capabilities.version_spans)
         except (EngineRejected, EngineUnreachable):
@@ -558,6 +554,18 @@ class HttpEngine(Control[FactsT]):
             if not call.over:
                 await despite_cancellation(self._abort_quietly(request.request_id))
 
+    async def _answer(self, request: GenerationRequest, call: Call) -> AsyncGenerator[Chunk, None]:
+        """The chunks of one response, and the errors of whatever brings them."""
+        async with self._send(request) as response:
+            call.attach(response)
+            await self._check_status(response)
+            async with aclosing(self._chunks(request, response)) as chunks:
+                async for chunk in chunks:
+                    if chunk.finish is not None:
+                        call.over = True
+                        await drain(response)
+                    yield chunk
+
     async def _abort_quietly(self, request_id: str) -> None:
         """Tell the server to abort a generation that nobody reads any more."""
         await self._early_aborts.send(lambda: self._last_abort(request_id))
@@ -566,12 +574,15 @@ class HttpEngine(Control[FactsT]):
         await self._abort(request_id, self._limits.abort_timeout)
 
     async def abort(self, request_id: str) -> None:
-        """End one request; if nothing has arrived from it, its connection is closed as well."""
+        """End one request; if nothing has arrived from it, its connection is closed as well.
+
+        A connection that it shares is closed only if an abort before this one did not end it.
+        """
         call = self._calls.get(request_id)
         if call is not None:
-            call.aborted = True
-            if call.silent:
+            if call.silent and (call.aborted or not call.shared):
                 call.break_off(HungUp())
+            call.aborted = True
         async with self._aborts:
             await self._abort(request_id, self._limits.control_timeout)
 
@@ -656,7 +667,7 @@ def companion_bytes(request: GenerationRequest) -> int:
     )
 
 
-async def _drain(response: aiohttp.ClientResponse) -> None:
+async def drain(response: aiohttp.ClientResponse) -> None:
     """Read what follows the last chunk, so that the connection can be used again."""
     left = _DRAIN_BYTES
     try:

@@ -25,7 +25,8 @@ from aprilsched.engines.http import Allowance, EventSplitter, quote
 from aprilsched.errors import EngineError, EngineProtocolError, EngineRejected
 from aprilsched.types import Media, VersionSpan
 
-_DONE = b"[DONE]"
+DONE = b"[DONE]"
+"""The payload at the end of a stream of SGLang's or OpenAI's form."""
 _INT32_MAX = 2**31 - 1
 _FLOAT32_MAX = 3.4028234663852886e38
 _DIGITS = len(str(_INT32_MAX))
@@ -169,7 +170,7 @@ async def read_chunks(
             del data
             while payloads:
                 payload = payloads.popleft()
-                if payload == _DONE:
+                if payload == DONE:
                     continue
                 chunk = reader.feed(payload)
                 if chunk is None:

@@ -11,7 +11,7 @@ from base64 import b64encode
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -35,6 +35,7 @@ from aprilsched.serving import (
     Refused,
     as_json,
     body_of,
+    decode,
     error_event,
     finish_reason,
     make_app,
@@ -194,33 +195,64 @@ class Answer:
 
 # --- generate ------------------------------------------------------------------------------------
 
-# POST /generate: one response, as a whole or as server-sent events.
+# POST /generate: a response to one prompt, or to each of several, as a whole or as server-sent
+# events.
 #
 # It behaves like SGLang in the corner cases: a refusal in a stream is an event under status 200,
 # and two seconds after a stream its rid is aborted, which hits another request of the same rid.
 
 _LATE_ABORT_SECONDS = 2.0
+_LISTED = ("input_ids", "rid", "sampling_params", "extra_key", "lora_path", "return_logprob")
+"""The fields that have a value for each prompt of a body, where they are lists."""
 
 
 async def generate(request: web.Request) -> web.StreamResponse:
-    """Answer one prompt."""
+    """Answer one prompt, or several of one body."""
     served = request.app[SERVED]
-    body = await body_of(request, GenerateBody)
-    known_parameters(body)
-    rid = body.rid or uuid.uuid4().hex
-    if body.stream:
-        return await send_stream(request, _spoil_stream(request, served, body, rid))
-    call = Call(generation_request(body, rid, served.config))
-    chunk = await served.whole(call)
-    return as_json(Answer(served, call, logprobs=body.return_logprob).event(chunk))
+    whole = await body_of(request, dict[str, Any])
+    several, bodies = _bodies(whole)
+    for body in bodies:
+        known_parameters(body)
+    rids = [body.rid or uuid.uuid4().hex for body in bodies]
+    if bodies[0].stream:
+        sent = _items(served, bodies, rids, several=several)
+        return await send_stream(request, _spoil_stream(request, served, sent, rids))
+    calls = _calls(served, bodies, rids)
+    chunks = await asyncio.gather(*map(served.whole, calls))
+    answers = [
+        Answer(served, call, logprobs=body.return_logprob).event(chunk)
+        for body, call, chunk in zip(bodies, calls, chunks, strict=True)
+    ]
+    return as_json(answers if several else answers[0])
+
+
+def _bodies(whole: dict[str, Any]) -> tuple[bool, list[GenerateBody]]:
+    """Whether a body asks for several responses, and a body for each of them. As in SGLang, only
+    some fields have a value for each."""
+    prompts = cast("list[Any]", whole.get("input_ids") or [])
+    if not (prompts and isinstance(prompts[0], list)):
+        return False, [decode(msgspec.json.encode(whole), GenerateBody)]
+    listed = [name for name in _LISTED if isinstance(whole.get(name), list)]
+    if any(len(whole[name]) != len(prompts) for name in listed):
+        raise Refused("A list of the body has another length than input_ids.")
+    each = [{name: whole[name][place] for name in listed} for place in range(len(prompts))]
+    return True, [decode(msgspec.json.encode({**whole, **own}), GenerateBody) for own in each]
+
+
+def _calls(served: ServedEngine, bodies: Sequence[GenerateBody], rids: Sequence[str]) -> list[Call]:
+    pairs = zip(bodies, rids, strict=True)
+    return [Call(generation_request(body, rid, served.config)) for body, rid in pairs]
 
 
 async def _spoil_stream(
-    request: web.Request, served: ServedEngine, body: GenerateBody, rid: str
+    request: web.Request,
+    served: ServedEngine,
+    sent: AsyncGenerator[Item, None],
+    rids: Sequence[str],
 ) -> AsyncGenerator[Item, None]:
     try:
         async with (
-            aclosing(_items(served, body, rid)) as sent,
+            aclosing(sent),
             aclosing(spoil(request, sent)) as items,
         ):
             async for item in items:
@@ -229,19 +261,46 @@ async def _spoil_stream(
         if request.transport is not None:
             request.transport.abort()  # The engine is gone, so its connection breaks.
     else:
-        served.abort_later(_LATE_ABORT_SECONDS, rid)
+        for rid in rids:
+            served.abort_later(_LATE_ABORT_SECONDS, rid)
 
 
-async def _items(served: ServedEngine, body: GenerateBody, rid: str) -> AsyncGenerator[Item, None]:
+async def _items(
+    served: ServedEngine, bodies: Sequence[GenerateBody], rids: Sequence[str], *, several: bool
+) -> AsyncGenerator[Item, None]:
     try:
-        call = Call(generation_request(body, rid, served.config))
-        answer = Answer(served, call, logprobs=body.return_logprob)
-        async with aclosing(served.generate(call)) as chunks:
-            async for chunk in chunks:
-                yield answer.event(chunk)
+        calls = _calls(served, bodies, rids)
+        answers = [Answer(served, call, logprobs=bodies[0].return_logprob) for call in calls]
+        async with aclosing(_merged([served.generate(call) for call in calls])) as found:
+            async for index, chunk in found:
+                event = answers[index].event(chunk)
+                yield {**event, "index": index} if several else event
     except Refused as refusal:
         yield error_event(str(refusal), refusal.status)
     yield DONE
+
+
+async def _merged(
+    streams: Sequence[AsyncGenerator[Chunk, None]],
+) -> AsyncGenerator[tuple[int, Chunk], None]:
+    """The chunks of all streams as they come, each with the index of its stream."""
+    waits = {asyncio.ensure_future(anext(each)): index for index, each in enumerate(streams)}
+    try:
+        while waits:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                index = waits.pop(task)
+                try:
+                    chunk = task.result()
+                except StopAsyncIteration:
+                    continue
+                yield index, chunk
+                waits[asyncio.ensure_future(anext(streams[index]))] = index
+    finally:
+        for task in waits:
+            task.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)
+        await asyncio.gather(*(each.aclose() for each in streams), return_exceptions=True)
 
 
 # --- adapters and memory -------------------------------------------------------------------------

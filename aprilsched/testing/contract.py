@@ -182,6 +182,43 @@ async def a_held_request_can_be_aborted(subject: Subject) -> None:
     await until(subject.idle)
 
 
+async def requests_of_one_turn_end_each_by_itself(subject: Subject) -> None:
+    """Requests that are asked for together may travel together, but an abort of one and a stream
+    that is left end that one alone."""
+    reference = await whole(subject.engine, greedy(60))
+    lengths = (60, ENDLESS, 40, ENDLESS)
+    streams = [Stream(subject.engine, greedy(tokens)).start() for tokens in lengths]
+    first, aborted, second, left = streams
+    await left.reach(20)
+    assert left.task is not None
+    left.task.cancel()
+    await aborted.reach(20)
+    await aborted.cut()
+    assert aborted.last.finish == "abort"
+    for stream in (first, second):
+        await stream.end()
+        assert stream.last.finish == "length"
+        assert stream.ids == reference.ids[: stream.request.sampling.max_new_tokens]
+        np.testing.assert_allclose(stream.logprobs, reference.logprobs[: len(stream)], atol=1e-3)
+    assert aborted.ids[:60] == reference.ids[: len(aborted)]
+    await until(subject.idle)
+
+
+async def held_requests_of_one_turn_are_aborted_or_whole(subject: Subject) -> None:
+    """One that a pause holds can be aborted. Others that were asked for with it give all of their
+    tokens after the pause, or end like it without any, so that they can be asked for again."""
+    await subject.engine.pause("retract")
+    aborted, *others = [Stream(subject.engine, greedy(30)).start() for _ in range(3)]
+    await asyncio.sleep(SETTLE_SECONDS)
+    await aborted.cut()
+    assert (aborted.last.finish, len(aborted)) == ("abort", 0)
+    await subject.engine.resume()
+    for stream in others:
+        await stream.end()
+        assert (stream.last.finish, len(stream)) in (("length", 30), ("abort", 0))
+    await until(subject.idle)
+
+
 async def spans_tell_the_version_of_every_token(subject: Subject) -> None:
     """After a refit in mid-response, spans tell which tokens are of the old and new weights."""
     engine = subject.engine
@@ -438,6 +475,8 @@ CHECKS: tuple[Check, ...] = (
     abort_after_retract_returns_the_partial,
     a_request_sent_during_a_pause_is_held,
     a_held_request_can_be_aborted,
+    requests_of_one_turn_end_each_by_itself,
+    held_requests_of_one_turn_are_aborted_or_whole,
     repeated_and_unknown_calls_are_harmless,
     a_re_sent_prefix_continues_the_response,
     leaving_a_stream_ends_its_request,

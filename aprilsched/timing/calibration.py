@@ -9,20 +9,22 @@ import math
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import compress
 from pathlib import Path
 from typing import cast
 
 import numpy as np
 
 from aprilsched.errors import ConfigError
-from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
+from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel, used_experts
 from aprilsched.timing.online import robust
 from aprilsched.timing.server_log import Floats, Windows
 
 BLOCK = 10
 """Number of neighbouring windows, which share their sequences, that a bootstrap draws together."""
 _LEAST_WINDOWS = 20
-_DECODING = ("t0", "t1", "t2", "t0_wide")
+_LINEAR = ("t0", "t1", "t2")
+_MORE = ("t0_wide", "t0_experts")
 _PREFILL = ("prefill_pass", "prefill_rate")
 
 
@@ -100,14 +102,13 @@ def _model(
 ) -> tuple[StepTimeModel, tuple[str, ...]]:
     x = robust(shape.window_rows(windows), windows.seconds)
     each_pass, each_token = x[-2:]
+    found = dict.fromkeys(_MORE, 0.0) | dict(zip(shape.names, map(float, x), strict=False))
     model = replace(
         assumed,
-        t0=float(x[0]),
-        t1=float(x[1]),
-        t2=float(x[2]),
         fill=shape.fill,
         wide_from=shape.wide_from or 0,
-        t0_wide=0.0 if shape.wide_from is None else float(x[3]),
+        expert_share=shape.expert_share,
+        **found,
     )
     if not windows.stalled.any():
         return model, _PREFILL
@@ -126,8 +127,7 @@ def _resampled(windows: Windows, rng: np.random.Generator) -> Windows:
 
 
 def _errors(draws: list[StepTimeModel], shape: Shape, missing: tuple[str, ...]) -> dict[str, float]:
-    decoding = _DECODING if shape.wide_from is not None else _DECODING[:3]
-    names = [name for name in (*decoding, *_PREFILL) if name not in missing]
+    names = [name for name in (*shape.names, *_PREFILL) if name not in missing]
     return {name: float(np.std([getattr(d, name) for d in draws], ddof=1)) for name in names}
 
 
@@ -136,6 +136,7 @@ _FOLDS = 12
 _OUTLIER = 0.10
 _ROUNDS = 8
 _FILLS = (4.0, 6.0, 8.0, 9.0, 10.0, 12.0, 16.0)
+_SHARES = (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4)
 _WIDE = (64, 128, 192, 256, 320, 384)
 
 
@@ -146,17 +147,27 @@ class Shape:
     Attributes:
         fill: `fill` of the model.
         wide_from: `wide_from` of the model; None without the term of wide batches.
+        expert_share: `expert_share` of the model; 0 without the term of experts.
     """
 
     fill: float = 0.0
     wide_from: int | None = None
+    expert_share: float = 0.0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The coefficients of decoding."""
+        there = (self.wide_from is not None, self.expert_share > 0)
+        return _LINEAR + tuple(compress(_MORE, there))
 
     def step_rows(self, running: Floats, kv: Floats) -> Floats:
-        """The factors of t0, t1, t2 and, with that term, t0_wide: [windows, 3 or 4]."""
+        """The factors of the coefficients of decoding: [windows, 3 to 5]."""
         read = kv * np.maximum(1.0, self.fill / np.maximum(running, 1.0))
         columns = [np.ones_like(running), running, read]
         if self.wide_from is not None:
             columns.append((running > self.wide_from).astype(np.float64))
+        if self.expert_share:
+            columns.append(used_experts(self.expert_share, running))
         return np.stack(columns, axis=1)
 
     def window_rows(self, windows: Windows) -> Floats:
@@ -175,6 +186,7 @@ def choose_shape(windows: Windows) -> Shape:
         [LINEAR],
         [Shape(fill=fill) for fill in _FILLS],
         [Shape(wide_from=start) for start in wide],
+        [Shape(expert_share=share) for share in _SHARES],
         [Shape(fill=fill, wide_from=start) for fill in _FILLS for start in wide],
     ]
     losses = [_held_out_loss(kind, windows) for kind in kinds]

@@ -3,11 +3,13 @@
 One decode step of ``b`` sequences that read ``kv`` tokens of context takes
 
     t(b, kv) = t0 + t1 * b + t2 * kv * max(1, fill / b) + (t0_wide if b > wide_from)
+             + t0_experts * (1 - (1 - expert_share) ** b)
 
 The terms are: reading the weights; work for each sequence; reading the KV, more slowly while fewer
-than ``fill`` sequences read; the additional cost of wide batches. Every step adds ``b`` tokens to
-``kv``. The model is linear with ``fill`` and ``t0_wide`` at 0, their defaults. A prefill pass
-takes ``prefill_pass + tokens / prefill_rate``, and decoding waits for it.
+than ``fill`` sequences read; the additional cost of wide batches; reading the experts that any of
+the sequences uses. Every step adds ``b`` tokens to ``kv``. The model is linear with ``fill``,
+``t0_wide`` and ``t0_experts`` at 0, their defaults. A prefill pass takes
+``prefill_pass + tokens / prefill_rate``, and decoding waits for it.
 
 Invariants: the batch is constant within a call, so a step's time is linear in ``kv``;
 ``decode_seconds(b, kv, n)`` is the sum of n single steps, and
@@ -19,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +42,8 @@ class StepTimeModel:
         t0_wide: additional seconds of a step of a larger batch.
         fill: number of sequences that use the full memory bandwidth; fewer sequences read at
             their share of it. With 0, any number uses it fully.
+        t0_experts: seconds for reading all experts of a mixture of experts, beside `t0`.
+        expert_share: share of the experts that one sequence uses: 1/16 for 8 of 128.
     """
 
     t0: float
@@ -50,6 +55,8 @@ class StepTimeModel:
     wide_from: int = 0
     t0_wide: float = 0.0
     fill: float = 0.0
+    t0_experts: float = 0.0
+    expert_share: float = 0.0
 
     def step_seconds(self, batch: float, kv: float) -> float:
         """Seconds of one step; the arguments may be means over several steps."""
@@ -84,7 +91,7 @@ class StepTimeModel:
     def token_seconds(self, max_running: int) -> float:
         """Seconds of T_bound for each token, without the context that it reads: its own work, and
         its part of a read of the weights that serves `max_running` tokens."""
-        return self.t1 + self.t0 / max_running
+        return self.t1 + self._weight_seconds(max_running) / max_running
 
     def bound_seconds(
         self,
@@ -96,10 +103,11 @@ class StepTimeModel:
         """T_bound: a lower bound of the seconds of any schedule of these responses on equal
         `engines`.
 
-        t1 * sum(L) + t2 * sum(p * L + L^2 / 2) + t0 * sum(L) / max_running: each token costs its
-        own work and the context that it reads; one read of the weights serves `max_running`
-        tokens; prefill and the terms of `fill` and `t0_wide` cost nothing. Both arrays have one
-        entry for each response, in tokens. Several engines take their share of that each.
+        t1 * sum(L) + t2 * sum(p * L + L^2 / 2) + t0 * sum(L) / max_running, where t0 includes the
+        experts that `max_running` sequences use: each token costs its own work and the context that
+        it reads; one read of the weights serves `max_running` tokens; prefill and the terms of
+        `fill` and `t0_wide` cost nothing. Both arrays have one entry for each response, in tokens.
+        Several engines take their share of that each.
 
         Raises:
             ValueError: if the arrays differ in length.
@@ -112,7 +120,7 @@ class StepTimeModel:
             )
         total = float(outputs.sum())
         reads = float((prompts * outputs + outputs * outputs / 2).sum())
-        return (self.t1 * total + self.t2 * reads + self.t0 * total / max_running) / engines
+        return (self.token_seconds(max_running) * total + self.t2 * reads) / engines
 
     def at_speed(self, speed: float) -> StepTimeModel:
         """The model of an engine that takes 1 / `speed` times the seconds for everything."""
@@ -122,6 +130,7 @@ class StepTimeModel:
             t1=self.t1 / speed,
             t2=self.t2 / speed,
             t0_wide=self.t0_wide / speed,
+            t0_experts=self.t0_experts / speed,
             prefill_pass=self.prefill_pass / speed,
             prefill_rate=self.prefill_rate * speed,
         )
@@ -129,11 +138,25 @@ class StepTimeModel:
     def _work_seconds(self, batch: float) -> float:
         """Seconds of a step without its reads of KV."""
         wide = self.t0_wide if batch > self.wide_from else 0.0
-        return self.t0 + self.t1 * batch + wide
+        return self._weight_seconds(batch) + self.t1 * batch + wide
+
+    def _weight_seconds(self, batch: float) -> float:
+        """Seconds of reading the weights."""
+        return self.t0 + self.t0_experts * used_experts(self.expert_share, batch)
 
     def _read_seconds(self, batch: float) -> float:
         """Seconds for each context token of a step."""
         return self.t2 * max(1.0, self.fill / max(batch, 1.0))
+
+
+@overload
+def used_experts(share: float, batch: float) -> float: ...
+@overload
+def used_experts(share: float, batch: NDArray[np.float64]) -> NDArray[np.float64]: ...
+def used_experts(share: float, batch: float | NDArray[np.float64]) -> float | NDArray[np.float64]:
+    """The share of the experts that any of so many sequences uses, if each uses a `share` of them,
+    independently of the others."""
+    return 1.0 - (1.0 - share) ** batch
 
 
 H200_QWEN3_4B = StepTimeModel(

@@ -1,9 +1,9 @@
 """Fits the model to the running engines: robust least squares with forgetting.
 
-The shape of the model (``fill``, ``wide_from``, the chunk) is the prior's. The coefficients are
-fitted to the latest observations, whose weight decreases with their age. Everything is relative: a
-row holds the share of each coefficient in the measured time, in units of the prior, so that the
-rows of decoding add up to 1 and one weight suits all.
+The shape of the model (``fill``, ``wide_from``, ``expert_share``, the chunk) is the prior's. The
+coefficients are fitted to the latest observations, whose weight decreases with their age.
+Everything is relative: a row holds the share of each coefficient in the measured time, in units of
+the prior, so that the rows of decoding add up to 1 and one weight suits all.
 
 Invariants:
 - No coefficient is ever negative, and one that is 0 in the prior stays 0.
@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aprilsched.errors import ConfigError
-from aprilsched.timing.model import StepTimeModel
+from aprilsched.timing.model import StepTimeModel, used_experts
 from aprilsched.timing.server_log import Floats
 
 
@@ -111,7 +111,8 @@ class OnlineFit:
         steps, model = seen.seconds / seen.seconds_per_step, self._prior
         read = seen.kv_tokens * max(1.0, model.fill / max(seen.running, 1.0))
         wide = float(seen.running > model.wide_from)
-        decoding = steps * np.array([1.0, seen.running, read, wide])
+        experts = used_experts(model.expert_share, seen.running)
+        decoding = steps * np.array([1.0, seen.running, read, wide, experts])
         passes = [float(seen.prefill_passes), float(seen.prefilled_tokens)]
         return np.concatenate([decoding, passes]) * self._units
 
@@ -124,23 +125,25 @@ class OnlineFit:
         ages = np.arange(count)[::-1]
         weights = np.append(np.exp(-ages / self._memory), np.full(len(prior), self._prior_weight))
         self._shares = robust(rows, np.ones(len(rows)), weights=weights)
-        t0, t1, t2, t0_wide, each_pass, each_token = map(float, self._shares * self._units)
+        found = map(float, self._shares * self._units)
+        t0, t1, t2, t0_wide, t0_experts, each_pass, each_token = found
         return replace(
             self._prior,
             t0=t0,
             t1=t1,
             t2=t2,
             t0_wide=t0_wide,
+            t0_experts=t0_experts,
             prefill_pass=each_pass,
             prefill_rate=1 / each_token if each_token > 0 else np.inf,
         )
 
 
 def _coefficients(model: StepTimeModel) -> Floats:
-    """The coefficients: seconds of a step, sequence, context token, wide step, pass and token."""
-    return np.array(
-        [model.t0, model.t1, model.t2, model.t0_wide, model.prefill_pass, 1 / model.prefill_rate]
-    )
+    """The coefficients: seconds of a step, sequence, context token, wide step, all experts, pass
+    and token."""
+    decoding = [model.t0, model.t1, model.t2, model.t0_wide, model.t0_experts]
+    return np.array([*decoding, model.prefill_pass, 1 / model.prefill_rate])
 
 
 # --- least squares -------------------------------------------------------------------------------

@@ -42,6 +42,7 @@ from model import (  # noqa: E402
 from schedules import KV_TOKENS, MAX_RUNNING, PACED, Cell, Meter  # noqa: E402
 
 from aprilsched import RolloutScheduler, SGLangFleet  # noqa: E402
+from aprilsched.engines.http import HttpLimits  # noqa: E402
 from aprilsched.telemetry.sampling import Sampler  # noqa: E402
 
 GIB = 2**30
@@ -198,8 +199,9 @@ def moved_weights() -> Any:
 async def drive(cell: Cell, urls: list[str], meter: Meter, until: float) -> None:
     """Take the cell's batches, train on each for its time, and update."""
     publisher = moved_weights() if cell.variant == "moved" else Labels()
+    limits = HttpLimits(max_connections=4096 if cell.variant == "single" else 0)
     async with RolloutScheduler(
-        SGLangFleet(urls, stream_interval=64), cell.workload, config=cell.config,
+        SGLangFleet(urls, stream_interval=64, limits=limits), cell.workload, config=cell.config,
         planner=cell.planner(inline=False), listeners=[meter],
     ) as rollouts:  # fmt: skip
         async with asyncio.timeout(until - time.time()):

@@ -86,11 +86,13 @@ VARIANTS = {
     "two": "two engines",
     "tp2-8b": "8B shape, tensor parallelism 2",
     "recv8": "requests taken every eighth step",
+    "single": "each request in a body of its own",
     "moe": "mixture of experts",
     "routed": "mixture of experts, routed experts returned",
 }
 """What differs in a cell from the others, in words. "tail" has lengths of sigma 1.1 and a cap of
-16,000, and "two" has batches of 64 groups for two servers."""
+16,000, and "two" has batches of 64 groups for two servers. In "single" the number of connections is
+bounded, by more than are needed, so that none is shared."""
 ROUTED = "--enable-return-routed-experts"
 SERVERS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "tp2-8b": ("8b", 2, ()),

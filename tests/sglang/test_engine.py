@@ -92,6 +92,7 @@ async def test_hazard_04_a_held_request_is_aborted_for_good(
     """SGLang loses an abort during the pause, and also every later abort of that request."""
     await engine.pause("retract")
     aborted = Stream(engine, greedy(ENDLESS)).start()
+    await asyncio.sleep(0)  # Asked for in one turn, they would share a body.
     kept = Stream(engine, greedy(30)).start()
     await asyncio.sleep(SETTLE_SECONDS)
     await engine.abort(aborted.request.request_id)

@@ -40,6 +40,8 @@ class Hostile:
         """Number of connections that were closed after their pieces."""
         self.connections = 0
         self.headers: list[bytes] = []
+        self.bodies: list[bytes] = []
+        """Those of the calls that a test answers."""
         self.closes = True
         """Whether the connection ends with the pieces."""
 
@@ -51,11 +53,12 @@ class Hostile:
                 length = next(
                     (int(line[15:]) for line in head.split(b"\r\n") if _is_length(line)), 0
                 )
-                await reader.readexactly(length)
+                body = await reader.readexactly(length)
                 path = head.split(b" ", 2)[1].decode()
                 if path not in self.answers or b"logit_bias" in head:
                     writer.write(_plain(json.dumps(_PROBES.get(path, {})).encode()))
                     continue
+                self.bodies.append(body)
                 for piece in self.answers[path]():
                     writer.write(piece)
                     self.written += len(piece)
@@ -98,8 +101,8 @@ def chunked(*pieces: bytes) -> bytes:
     return b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces)
 
 
-def event(start: int, end: int, *, finish: str | None = None) -> bytes:
-    """A stream event with the tokens `start` to `end`."""
+def event(start: int, end: int, *, finish: str | None = None, index: int = 0) -> bytes:
+    """A stream event with the tokens `start` to `end` of the request of an index."""
     meta: dict[str, Any] = {
         "finish_reason": None if finish is None else {"type": finish},
         "completion_tokens": end,
@@ -108,7 +111,7 @@ def event(start: int, end: int, *, finish: str | None = None) -> bytes:
     }
     if finish is not None:
         meta["weight_versions"] = [{"version": "0", "start": 0, "end": end}]
-    body = json.dumps({"output_ids": [7] * (end - start), "meta_info": meta})
+    body = json.dumps({"output_ids": [7] * (end - start), "meta_info": meta, "index": index})
     return b"data: " + body.encode() + b"\n\n"
 
 

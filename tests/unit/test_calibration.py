@@ -182,6 +182,14 @@ def test_the_further_terms_come_back_where_they_are() -> None:
     assert linear.steady.median > 0.01
 
 
+def test_the_experts_of_a_mixture_come_back() -> None:
+    true = replace(TRUE, t0=6.4e-3, t0_experts=10.8e-3, expert_share=1 / 16)
+    found = fit(windows_of(synthetic(true, 120, 0.005)), replicates=2)
+    assert found.model.expert_share == 1 / 16
+    assert found.model.t0_experts == pytest.approx(10.8e-3, rel=0.05)
+    assert {"t0", "t0_experts"} <= set(found.errors)
+
+
 def test_what_the_windows_do_not_tell_is_assumed() -> None:
     lines = [line for line in synthetic(TRUE, 60, 0.01) if not line.passes]
     found = fit(windows_of(lines), replicates=2)

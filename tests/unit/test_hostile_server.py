@@ -178,7 +178,8 @@ async def test_many_streams_do_not_hold_what_one_may() -> None:
     """Each stream holds a tenth of its own limit; together they would hold four times the server's
     limit."""
     streams, piece = 200, 2**17
-    limits = HttpLimits(max_unfinished_bytes=streams * piece // 4)
+    # A bound on connections keeps requests of one turn from sharing one.
+    limits = HttpLimits(max_unfinished_bytes=streams * piece // 4, max_connections=streams)
     async with opened(limits) as (server, engine):
         server.answers["/generate"] = whole(CHUNKED + chunked(b"x" * piece))
         server.closes = False
@@ -321,3 +322,48 @@ async def test_the_key_is_in_no_error_nor_in_its_causes() -> None:
                 while error is not None:
                     assert KEY not in f"{error} {error!r} {error.args!r} {vars(error)!r}"
                     error = error.__cause__ or error.__context__
+
+
+FIRST = event(0, TOKENS, finish="length")
+SECOND = event(0, TOKENS, finish="length", index=1)
+TOO_MANY = b'data: {"error": {"message": "too long", "code": 400}}\n\n'
+WHOLE = ("length", "length")
+REFUSED = b"HTTP/1.1 %d No\r\nContent-Length: 2\r\n\r\n{}"
+
+SHARED: dict[str, tuple[bytes, tuple[object, ...], int]] = {
+    "both end": (CHUNKED + chunked(SECOND, FIRST), WHOLE, 1),
+    "the stream ends in between": (
+        CHUNKED + chunked(FIRST) + b"0\r\n\r\n",
+        ("length", EngineError),
+        1,
+    ),
+    "an error in between": (CHUNKED + chunked(SECOND, TOO_MANY), (EngineError, "length"), 1),
+    "wrong tokens of one": (
+        CHUNKED + chunked(event(0, TOKENS + 1, index=1), FIRST),
+        ("length", EngineProtocolError),
+        1,
+    ),
+    "an unknown index": (
+        CHUNKED + chunked(event(0, 1, index=2)),
+        (EngineProtocolError, EngineProtocolError),
+        1,
+    ),
+    "a key is missing": (REFUSED % 401, (EngineRejected, EngineRejected), 1),
+    "the server fails": (REFUSED % 500, (EngineRejected, EngineRejected), 1),
+    "refused": (REFUSED % 400, (EngineRejected, EngineRejected), 3),
+    "refused in the stream": (CHUNKED + chunked(TOO_MANY), (EngineRejected, EngineRejected), 3),
+    "nothing": (CHUNKED + b"0\r\n\r\n", (EngineError, EngineError), 3),
+}
+"""What is answered to two requests that share a body, how each of them ends, and the number of
+bodies: each is sent alone where an answer may be the fault of one of them."""
+
+
+@pytest.mark.parametrize("way", SHARED)
+async def test_requests_that_share_a_body_fail_each_by_itself(way: str) -> None:
+    answer, ends, bodies = SHARED[way]
+    async with opened() as (server, engine):
+        server.answers["/generate"] = whole(answer)
+        found = await asyncio.gather(generated(engine), generated(engine), return_exceptions=True)
+    assert len(server.bodies) == bodies
+    kinds = [type(each) if isinstance(each, BaseException) else each[-1].finish for each in found]
+    assert tuple(kinds) == ends

@@ -218,7 +218,7 @@ def test_a_stop_maps_straight() -> None:
         (event(0, 2, finish=LENGTH, spans=[("1", 0, 1)]), "do not cover its 2 tokens"),
         (event(0, 2, finish=LENGTH, spans=[("1", 1, 2)]), "do not cover its 2 tokens"),
         (event(0, 2, finish=LENGTH, spans=[]), "do not cover its 2 tokens"),
-        (b'{"output_ids": [1]}', "not one of a single response"),
+        (b'{"output_ids": [1]}', "without meta_info"),
         (b'{"index": 1, "meta_info": {"completion_tokens": 0}}', "not one of a single response"),
         (b"{not json", "cannot be read"),
         (b"\xff\xfe", "cannot be read"),

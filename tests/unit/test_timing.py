@@ -16,7 +16,11 @@ T = H200_QWEN3_4B_LINEAR
 
 
 R = H200_QWEN3_4B
-MODELS = pytest.mark.parametrize("model", [T, R])
+EXPERTS = StepTimeModel(
+    t0=6.4e-3, t1=15e-6, t2=34e-9, prefill_pass=44e-3, prefill_rate=66e3,
+    t0_experts=10.8e-3, expert_share=1 / 16,
+)  # fmt: skip
+MODELS = pytest.mark.parametrize("model", [T, R, EXPERTS])
 
 
 @pytest.mark.parametrize(("batch", "kv", "steps"), [(1, 9, 1), (8, 64, 100), (512, 900_000, 777)])
@@ -51,6 +55,15 @@ def test_few_sequences_read_as_slowly_as_those_that_fill_the_bandwidth() -> None
 def test_only_wide_batches_pay_more_for_a_step() -> None:
     assert R.step_seconds(256, 0) == pytest.approx(R.t0 + R.t1 * 256)
     assert R.step_seconds(257, 0) == pytest.approx(R.t0 + R.t1 * 257 + R.t0_wide)
+
+
+def test_small_batches_of_a_mixture_of_experts_read_few_of_them() -> None:
+    """Of 16 experts of which each sequence uses one at random, two sequences use 31 / 16."""
+    read = [EXPERTS.step_seconds(batch, 0) - EXPERTS.t1 * batch for batch in (1, 2, 512)]
+    shares = (1 / 16, 31 / 256, 1.0)
+    assert read == pytest.approx([6.4e-3 + 10.8e-3 * share for share in shares])
+    assert EXPERTS.at_speed(2.0).step_seconds(2, 0) == EXPERTS.step_seconds(2, 0) / 2
+    assert EXPERTS.token_seconds(512) == pytest.approx(EXPERTS.t1 + 17.2e-3 / 512)
 
 
 def test_the_linear_model_has_no_further_terms() -> None:

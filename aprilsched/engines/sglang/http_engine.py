@@ -7,15 +7,15 @@ from typing import Any
 
 from aprilsched.engines.base import GenerationRequest
 from aprilsched.engines.fleet import ListedFleet, UrlFleet
-from aprilsched.engines.server import HttpEngine
 from aprilsched.engines.sglang.control import ServerControl
 from aprilsched.engines.sglang.probe import ServerFacts, probe
-from aprilsched.engines.sglang.wire import ChunkAssembler, generate_body
+from aprilsched.engines.sglang.together import SharingEngine
+from aprilsched.engines.sglang.wire import generate_body
 
 _log = logging.getLogger(__name__)
 
 
-class SGLangEngine(HttpEngine[ServerFacts], ServerControl):
+class SGLangEngine(SharingEngine, ServerControl):
     """One SGLang server.
 
     Args:
@@ -53,9 +53,6 @@ class SGLangEngine(HttpEngine[ServerFacts], ServerControl):
         interval = self._stream_interval if self.facts.stream_interval else None
         priority = self.capabilities.priority
         return "generate", generate_body(request, stream_interval=interval, priority=priority)
-
-    def _reader(self, request: GenerationRequest) -> ChunkAssembler:
-        return ChunkAssembler(self.name, request, first_version=self._first_version)
 
     async def _abort(self, request_id: str, timeout: float) -> None:  # noqa: ASYNC109
         await self._server.call("POST", "abort_request", {"rid": request_id}, timeout=timeout)

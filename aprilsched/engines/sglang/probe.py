@@ -45,6 +45,8 @@ class ServerFacts(Facts):
         update_sessions: whether tensors are refused outside of begin and end (0.5.21).
         pipelined: whether the layers are spread over several pipeline stages.
         metrics: whether the server runs with --enable-metrics.
+        shares_bodies: whether a body may ask for several responses. With --schedule-policy
+            routing-key none does, because their routing keys would be lost.
         request_fields: the fields of a request that it knows; empty where it does not say.
     """
 
@@ -54,6 +56,7 @@ class ServerFacts(Facts):
     update_sessions: bool
     pipelined: bool
     metrics: bool
+    shares_bodies: bool
     request_fields: frozenset[str] = frozenset()
 
 
@@ -110,6 +113,7 @@ async def probe(
         update_sessions="/begin_weight_update" in schema.paths,
         pipelined=(info.pp_size or 1) > 1,
         metrics=bool(info.enable_metrics),
+        shares_bodies=info.schedule_policy != "routing-key",
         process=process,
         context_tokens=(
             None if info.max_req_input_len is None else info.max_req_input_len + _SHORT_OF

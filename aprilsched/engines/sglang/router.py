@@ -234,6 +234,8 @@ class RoutedEngine(SGLangEngine):
         limits: timeouts and sizes.
     """
 
+    _shares = False  # The router chooses a worker for a whole body.
+
     def __init__(
         self,
         url: str,

@@ -79,7 +79,7 @@ class StreamEvent(msgspec.Struct, frozen=True):
     meta_info: MetaInfo | None = None
     output_ids: list[TokenId] | None = None
     error: ErrorBody | None = None
-    index: int = 0
+    index: Count = 0
 
 
 class Labelled(msgspec.Struct, frozen=True):
@@ -131,6 +131,7 @@ class ServerInfo(msgspec.Struct, frozen=True):
     enable_return_routed_experts: bool | None = None
     enable_return_indexer_topk: bool | None = None
     enable_priority_scheduling: bool | None = None
+    schedule_policy: Name | None = None
     schedule_low_priority_values_first: bool | None = None
     internal_states: list[InternalState] = []
 
@@ -240,12 +241,22 @@ class ChunkAssembler(ResponseReader):
 
     def feed(self, payload: bytes) -> Chunk:
         """Return the chunk that one event's payload carries."""
+        event = self.event(payload)
+        if event.index != 0:
+            raise self._broken("sent an event that is not one of a single response")
+        return self.chunk(event, payload)
+
+    def event(self, payload: bytes) -> StreamEvent:
+        """Decode an event, of whichever request it is; errors as :meth:`feed`."""
         try:
-            event = _decoder.decode(payload)
+            return _decoder.decode(payload)
         except UNREADABLE as error:
             raise self._broken(
                 f"sent an event that cannot be read ({quote(str(error))})"
             ) from error
+
+    def chunk(self, event: StreamEvent, payload: bytes) -> Chunk:
+        """Return the chunk of an event of this request; errors as :meth:`feed`."""
         last = self._keep and event.meta_info is not None and event.meta_info.finish_reason
         return self._of(event, msgspec.json.decode(payload) if last else None)
 
@@ -263,8 +274,8 @@ class ChunkAssembler(ResponseReader):
         """The chunk of an event, which is `output` before it was typed."""
         if event.error is not None:
             raise self._rejected(event.error.message, event.error.code)
-        if event.meta_info is None or event.index != 0:
-            raise self._broken("sent an event that is not one of a single response")
+        if event.meta_info is None:
+            raise self._broken("sent an event without meta_info")
         entries: Mapping[str, Any] = {}
         if self._keep and output is not None:
             entries = output["meta_info"]
