@@ -45,6 +45,7 @@ from aprilsched.engines.sglang.http_engine import SGLangEngine
 from aprilsched.planning import Planner
 from aprilsched.presets import PRESETS
 from aprilsched.store import SqliteStore
+from aprilsched.telemetry.engine_time import PARTS
 from aprilsched.telemetry.event_log import EventLog
 from aprilsched.telemetry.event_log.reading import replay
 from aprilsched.telemetry.run_state import RunState
@@ -384,6 +385,8 @@ def run(
     replay(folder / "events.jsonl", [state, summary, noted])
     figures = msgspec.to_builtins(summary.result(remainder_of(state), clock="wall"))
     figures.pop("per_batch", None)
+    (engine,) = state.engines.values()
+    spent = {part: round(seconds, 2) for part, seconds in zip(PARTS, engine.seconds, strict=True)}
     evaluated = [{"seconds": 0.0, "update": 0, "tokens": 0}]
     lines = log.lines()
     for number in sorted(int(each.name) for each in log.folder.glob("*")):
@@ -406,7 +409,7 @@ def run(
     return {
         "arm": arm, "seed": seed, "resumed": resumed, "opened": noted.opened, "lost_engines":
         noted.lost, "chosen": noted.chosen, "updates": lines, "evaluations": evaluated,
-        "summary": figures, **study.measured(trainer),
+        "summary": figures, "engine_s": spent, **study.measured(trainer),
     }  # fmt: skip
 
 
