@@ -94,6 +94,7 @@ def write(model: Any, folder: Path | str) -> None:
                 for part, value in parts.items()
             }
     save_file(told, folder / "model.safetensors", metadata={"format": "pt"})
+    model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
 
 
