@@ -35,9 +35,10 @@ for list in "$@"; do
     for again in 1 2 3 4; do
       python3 '$here/mixture.py' --kind $kind --out '$work/$gpu' --work '$work/$gpu' --name $gpu \
         --model '$work/$kind' --boots '$work/boots-$kind' --dtype bfloat16 --stays --probe \
-        --until $(cat "$work/last") --code '${CODE:-}' --cells '$cells' ${MORE:-} && break
+        --until $(cat "$work/last") --code '${CODE:-}' --cells '$cells' ${MORE:-} \
+        && echo '$cells' > '$work/$gpu.done' && break
       sleep 1
-    done; echo '$cells' > '$work/$gpu.done'" >> "$work/$gpu.log" 2>&1 < /dev/null &
+    done" >> "$work/$gpu.log" 2>&1 < /dev/null &
   echo $! > "$work/$gpu.pid"
 done
 running() { for pid in "$work"/*.pid; do kill -0 "$(cat "$pid")" 2> "$work/kill.txt" && return; done; false; }
