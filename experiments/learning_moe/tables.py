@@ -23,7 +23,7 @@ sys.path.append(str(HERE.parent / "learning"))
 
 from analysis import interval, reached, rising  # noqa: E402
 
-from aprilsched.analysis.style import GREY, PALETTE  # noqa: E402
+from aprilsched.analysis.style import GREY, PALETTE, new_figure, save  # noqa: E402
 
 NAMES = {
     "waiting": "waiting", "april": "APRIL, recompute", "april-kept": "APRIL, KV kept",
@@ -58,8 +58,10 @@ def cells() -> list[Cell]:
 
 
 def levels(found: Sequence[Cell]) -> list[float]:
-    """The three levels of a policy, from its waiting cells."""
+    """The three levels of a policy, from its waiting cells; out of reach without any."""
     waiting = [cell for cell in found if cell["arm"] == "waiting"]
+    if not waiting:
+        return [float("inf")] * len(SHARES)
     first = float(np.mean([cell["evaluations"][0]["held_out"] for cell in waiting]))
     last = float(np.mean([_end(cell) for cell in waiting]))
     return [first + share * (last - first) for share in SHARES]
@@ -189,3 +191,126 @@ def result() -> dict[str, Any]:
         "resumed": [f"{c['policy']} {c['arm']} {c['seed']}" for c in found if c["resumed"]],
     }  # fmt: skip
     return json.loads(json.dumps(everything), parse_float=lambda text: float(f"{float(text):.4g}"))
+
+
+def _cell(value: dict[str, float], digits: str) -> str:
+    if value["low"] == value["high"]:
+        return f"{value['mean']:{digits}}"
+    return f"{value['mean']:{digits}} ({value['low']:{digits}} to {value['high']:{digits}})"
+
+
+ROWS = (
+    *((f"seconds to the {name} level", f"seconds_to_{number}", ".1f")
+      for number, name in enumerate(("low", "middle", "high"))),
+    ("middle: of waiting's time", "seconds_to_1_of_waiting", ".2f"),
+    ("middle: of APRIL's time, equal KV", "seconds_to_1_of_april", ".2f"),
+    ("updates to the middle level", "updates_to_1", ".1f"), ("end level", "end", ".3f"),
+    ("updates", "updates", ".0f"), ("seconds of an update", "update_s", ".2f"),
+    ("waits for tokens, s", "waits_s", ".2f"), ("trains, s", "trains_s", ".2f"),
+    ("refit, s", "refit_s", ".2f"), ("off-policy share", "off_policy", ".2f"),
+    ("mean age, updates", "age", ".2f"), ("sd of the ratio", "ratio_sd", ".3f"),
+    ("truncated share", "truncated", ".5f"), ("entropy, nats", "entropy", ".3f"),
+    ("mean length", "length", ".0f"), ("at the cap", "capped", ".3f"),
+    ("engine: generating", "engine_decode", ".2f"),
+    ("engine: waiting for the last responses", "engine_tail", ".2f"),
+    ("engine: waiting for the trainer", "engine_trainer", ".2f"),
+    ("engine: recomputing contexts", "engine_re_prefill", ".3f"),
+)  # fmt: skip
+AGES = (0, 1, 2, 4, 6)
+
+
+def markdown(everything: dict[str, Any]) -> str:
+    """The tables of README.md: one of the arms for each policy, and one of the ratios."""
+    parts: list[str] = []
+    for kind in ("moe", "dense"):
+        arms = everything[kind]["arms"]
+        lines = ["| | " + " | ".join(NAMES[arm] for arm in arms) + " |"]
+        lines.append("|---" * (1 + len(arms)) + "|")
+        lines.append("| seeds | " + " | ".join(str(arms[arm]["seeds"]) for arm in arms) + " |")
+        for label, key, digits in ROWS:
+            told = [_cell(arms[arm][key], digits) if key in arms[arm] else "" for arm in arms]
+            lines.append(f"| {label} | " + " | ".join(told) + " |")
+        parts.append("\n".join(lines))
+    lines = ["| policy, arm, routing in the ratio | keys | " +
+             " | ".join(f"age {age}" for age in AGES) + " |"]  # fmt: skip
+    lines.append("|---" * (2 + len(AGES)) + "|")
+    for kind in ("moe", "dense"):
+        by_key = {(r["arm"], r["routing"], r["stale_keys"], r["age"]): r
+                  for r in everything[kind]["ratios"]}  # fmt: skip
+        for arm, routing, kept in sorted({key[:3] for key in by_key}):
+            found = [by_key.get((arm, routing, kept, age)) for age in AGES]
+            told = ["" if r is None or r["tokens"] < FEWEST else
+                    f"{r['tail']:.3f}, {r['layers']:.3f}" if kind == "moe" else
+                    f"{r['tail']:.3f}" for r in found]  # fmt: skip
+            if any(told):
+                of = f"{kind}, {NAMES[arm]}, {routing if kind == 'moe' else 'none'}"
+                lines.append(f"| {of} | {'older' if kept else 'own'} | " + " | ".join(told) + " |")
+    parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def curves(axes: Any, kind: str = "moe") -> None:
+    """Held-out reward over the wall clock: the mean of each arm, and each evaluation."""
+    own = [cell for cell in cells() if cell["policy"] == kind]
+    for arm, colour in COLOURS.items():
+        found = [cell["evaluations"] for cell in own if cell["arm"] == arm]
+        if not found:
+            continue
+        upto = min(each[-1]["seconds"] for each in found)
+        grid = np.linspace(0, upto, 60)
+        mean = np.mean([
+            np.interp(grid, [e["seconds"] for e in each], [e["held_out"] for e in each])
+            for each in found
+        ], axis=0)  # fmt: skip
+        style = "--" if arm.endswith("-own") else "-"
+        axes.plot(grid, mean, style, color=colour, linewidth=2, label=NAMES[arm])
+        for each in found:
+            axes.plot([e["seconds"] for e in each], [e["held_out"] for e in each], ".",
+                      markersize=4, alpha=0.5, color=colour)  # fmt: skip
+    axes.set(xlabel="seconds of generation and training", ylabel="held-out problems solved")
+    axes.legend(frameon=False, loc="lower right", fontsize=8)
+
+
+def tails(axes: Any, found: dict[str, Any]) -> None:
+    """The tail of the ratio by age, of auto with KV kept."""
+    for kind, routing, label, colour in (
+        ("moe", "own", "mixture, own routing", PALETTE[1]),
+        ("moe", "replayed", "mixture, replayed routing", PALETTE[5]),
+        ("dense", "own", "dense", GREY),
+    ):  # fmt: skip
+        rows = by_age(found[kind]["ratios"], "auto-kept", routing)
+        axes.plot(list(rows), list(rows.values()), "o-", color=colour, label=label)
+    axes.set(xlabel="age of the token, updates", yscale="log",
+             ylabel="|ln ratio| that 1 of 1,000 tokens exceeds")  # fmt: skip
+    axes.legend(frameon=False, fontsize=8)
+
+
+FEWEST = 20_000
+"""Tokens below which the tail of a class is not told."""
+
+
+def by_age(rows: Sequence[dict[str, Any]], arm: str, routing: str) -> dict[int, float]:
+    """The tail by age, of the tokens with stale keys where there are enough of them, and of the
+    others where not."""
+    found: dict[int, float] = {}
+    for row in sorted(rows, key=lambda row: row["stale_keys"]):
+        if row["arm"] == arm and row["routing"] == routing and row["tokens"] >= FEWEST:
+            found[row["age"]] = row["tail"]
+    return dict(sorted(found.items()))
+
+
+def main() -> None:
+    found = result()
+    (HERE / "result.json").write_text(json.dumps(found, indent=1) + "\n")
+    print(markdown(found))
+    print("wrong:", found["wrong"], "resumed:", found["resumed"])
+    figure = new_figure(12, 4.6)
+    left, right = figure.subplots(1, 2)
+    curves(left)
+    tails(right, found)
+    figure.tight_layout()
+    save(figure, HERE / "learning_moe.png")
+
+
+if __name__ == "__main__":
+    main()
