@@ -1,7 +1,6 @@
 """Makes the policies of this experiment from random weights.
 
-    python policy.py OUT --kind moe            # random weights, for a server to boot with
-    python policy.py OUT --kind moe --seconds 120 --seed 0
+    python policy.py OUT --kind moe --seconds 120 --boots RANDOM
 
 A policy learns to write attempts in the form of task.py whose choices are random, to judge them,
 and to give up at some rate, so it solves what guessing solves. Both kinds have 31 million
@@ -96,6 +95,13 @@ def write(model: Any, folder: Path | str) -> None:
     save_file(told, folder / "model.safetensors", metadata={"format": "pt"})
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
+
+
+def write_whole(model: Any, folder: Path) -> None:
+    """:func:`write`, so that whoever waits for the folder finds it complete."""
+    part = folder.with_name(folder.name + ".part")
+    write(model, part)
+    part.rename(folder)
 
 
 def fresh(kind: str, seed: int) -> Any:
@@ -200,18 +206,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--kind", choices=CONFIGS, default="moe")
-    parser.add_argument("--seconds", type=float, default=0.0)
+    parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--boots", type=Path, help="also write random weights: a server may boot")
     parser.add_argument("--tokens", type=int, default=32_768, help="of a batch")
     parser.add_argument("--every", type=int, default=100, help="steps between two lines")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     model = fresh(options.kind, options.seed)
-    if options.seconds:
-        supervise(model, options)
-    # Whoever waits for the folder finds it complete.
-    part = options.out.with_name(options.out.name + ".part")
-    write(model, part)
-    part.rename(options.out)
+    if options.boots is not None:
+        write_whole(model, options.boots)
+    supervise(model, options)
+    write_whole(model, options.out)
 
 
 if __name__ == "__main__":

@@ -23,15 +23,15 @@ for list in "$@"; do
   name=${list%%=*} cells=${list#*=} gpu=${list%%:*} first=$((place * each))
   kind=${name#*:}
   place=$((place + 1))
-  if ! mkdir "$work/policy-$kind" 2> "$work/mkdir.txt"; then :; else
-    CUDA_VISIBLE_DEVICES= python3 "$here/policy.py" "$work/boots-$kind" --kind "$kind" || exit 1
+  if mkdir "$work/policy-$kind" 2> "$work/mkdir.txt"; then
     CUDA_VISIBLE_DEVICES=$gpu setsid taskset -c "$first-$((first + each - 1))" \
       python3 "$here/policy.py" "$work/$kind" --kind "$kind" --seconds "${SUPERVISED:-140}" \
-      > "$work/policy-$kind.log" 2>&1 < /dev/null &
+      --boots "$work/boots-$kind" > "$work/policy-$kind.log" 2>&1 < /dev/null &
   fi
   [ -e "$work/$gpu.pid" ] && kill -0 "$(cat "$work/$gpu.pid")" 2> "$work/kill.txt" && continue
   [ "$(cat "$work/$gpu.done" 2> "$work/cat.txt")" = "$cells" ] && continue
   CUDA_VISIBLE_DEVICES=$gpu setsid taskset -c "$first-$((first + each - 1))" bash -c "
+    until [ -e '$work/boots-$kind' ]; do sleep 0.2; done
     for again in 1 2 3 4; do
       python3 '$here/mixture.py' --kind $kind --out '$work/$gpu' --work '$work/$gpu' --name $gpu \
         --model '$work/$kind' --boots '$work/boots-$kind' --dtype bfloat16 --stays --probe \
@@ -45,7 +45,7 @@ running() { for pid in "$work"/*.pid; do kill -0 "$(cat "$pid")" 2> "$work/kill.
 half=$(((began + until) / 2))
 while [ "$(date +%s)" -lt "$until" ] && running; do
   if [ -n "${KILLS:-}" ] && [ "$(date +%s)" -gt "$half" ]; then
-    kill -KILL "$(pgrep -s "$(cat "$work/$KILLS.pid")" -f mixture.py | tail -n 1)" && echo "killed $KILLS"
+    kill -KILL "$(pgrep -o -s "$(cat "$work/$KILLS.pid")" python3)" && echo "killed $KILLS"
     KILLS=
   fi
   sleep 1
