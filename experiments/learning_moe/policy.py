@@ -215,7 +215,8 @@ def main() -> None:
     model = fresh(options.kind, options.seed)
     if options.boots is not None:
         write_whole(model, options.boots)
-    supervise(model, options)
+    if options.seconds:
+        supervise(model, options)
     write_whole(model, options.out)
 
 

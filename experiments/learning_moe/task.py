@@ -183,7 +183,7 @@ def rows(
         reached = tried[..., -1] - NUMBER
         chances = torch.rand(2, len(numbers), generator=source, device=device)
         rate = 0.005 * 40 ** chances[0]
-        quits = (chances[1].log() / (1 - rate).log()).long()
+        quits = (chances[1].log() / (1 - rate).log()).clamp(max=most).long()
     right = reached == targets[:, None]
     solved = torch.where(right.any(1), right.float().argmax(1), most)
     ends = torch.minimum(torch.minimum(solved, quits) + 1, torch.full_like(solved, most))
