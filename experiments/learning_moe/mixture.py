@@ -250,7 +250,7 @@ def study(kind: str, rate: float) -> campaign.Study:
 def main() -> None:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--kind", default="moe")
-    parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--lr", type=float, default=1.5e-4)
     given, rest = parser.parse_known_args()
     sys.argv[1:] = rest
     if given.kind != "dense":

@@ -107,13 +107,14 @@ def _batch(trainer: Any, *, moved: int) -> Batch:
                 rollout_id=index, group_id=1, index=index, reward=float(index),
                 prompt_ids=ids[:4].numpy().astype(np.int32), finish_reason="stop",
                 token_ids=ids[4:].numpy().astype(np.int32), logprobs=logprobs.numpy(),
-                versions=np.repeat(np.int32([1, 2]), [count - 5, 5]), versions_exact=True,
+                versions=np.array([1] * (count - 5) + [2] * 5, dtype=np.int32),
+                versions_exact=True,
                 loss_mask=np.ones(count, dtype=np.bool_), stale_keys=index == 1,
                 segments=(Segment(start=0, end=count, version=1, engine="engine"),),
                 companions={"routed_experts": CompanionRows(EXPERTS, Rows(rows), exact)},
             )
         )  # fmt: skip
-    prompt = Prompt(input_ids=[1, 2, 3, 4])
+    prompt = Prompt(input_ids=np.arange(1, 5, dtype=np.int32))
     group = Group(group_id=1, prompt=prompt, rollouts=tuple(rollouts))
     return Batch(index=2, version=2, groups=(group,))
 
