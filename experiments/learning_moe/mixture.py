@@ -18,6 +18,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,8 @@ PADDED = 49_152
 EDGES = np.geomspace(1e-3, 10, 49)
 """Between these lies the distance of a ratio's logarithm from 0 in a class of the histograms."""
 OLDEST = 8
+READY = 4096
+"""Problems that are drawn when a cell begins; it takes one to three thousand."""
 ROWS = "routed_experts"
 
 
@@ -218,8 +221,13 @@ class LargerTrainer(train.Trainer):
 
 
 def prompts(seed: int, *, held_out: bool = False) -> Iterator[Prompt]:
-    for problem in problems(seed, held_out=held_out):
-        yield Prompt(input_ids=question(problem), metadata={"problem": problem})
+    source = problems(seed, held_out=held_out)
+    # Drawn before the clock runs: on a GPU whoever asks for them waits for the trainer's kernels.
+    ready = list(islice(source, READY if torch.cuda.is_available() else 0))
+    return (
+        Prompt(input_ids=question(problem), metadata={"problem": problem})
+        for problem in chain(ready, source)
+    )
 
 
 def study(kind: str, rate: float) -> campaign.Study:
