@@ -223,7 +223,7 @@ class LargerTrainer(train.Trainer):
 def prompts(seed: int, *, held_out: bool = False) -> Iterator[Prompt]:
     source = problems(seed, held_out=held_out)
     # Drawn before the clock runs: on a GPU whoever asks for them waits for the trainer's kernels.
-    ready = list(islice(source, READY if torch.cuda.is_available() else 0))
+    ready = list(islice(source, READY if torch.cuda.is_available() and not held_out else 0))
     return (
         Prompt(input_ids=question(problem), metadata={"problem": problem})
         for problem in chain(ready, source)
