@@ -24,8 +24,9 @@ import time
 import traceback
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -33,10 +34,10 @@ from typing import Any
 import msgspec
 import torch
 import train
-from countdown import EOS, problems, question, score
+from countdown import EOS, score
 from transformers.utils.logging import disable_progress_bar
 
-from aprilsched import Batch, DiskPublisher, Prompt, SchedulerConfig, SGLangFleet
+from aprilsched import Batch, DiskPublisher, Prompt, Rollout, SchedulerConfig, SGLangFleet
 from aprilsched.analysis.rebuild import remainder_of
 from aprilsched.blocking import RolloutScheduler
 from aprilsched.core.messages import facts
@@ -44,6 +45,7 @@ from aprilsched.engines.sglang.http_engine import SGLangEngine
 from aprilsched.planning import Planner
 from aprilsched.presets import PRESETS
 from aprilsched.store import SqliteStore
+from aprilsched.telemetry.engine_time import PARTS
 from aprilsched.telemetry.event_log import EventLog
 from aprilsched.telemetry.event_log.reading import replay
 from aprilsched.telemetry.run_state import RunState
@@ -66,6 +68,7 @@ ARMS: dict[str, tuple[Change, bool]] = {
     "areal": (preset("areal", straggler="abort"), False),
     "auto": (preset("auto", straggler="abort"), False),
     "auto-kept": (preset("auto", straggler="in_place"), False),
+    "april-kept": (preset("april", straggler="in_place"), False),
     "rollpacker": (preset("rollpacker", straggler="abort"), False),
     "on-policy": (preset("on_policy", straggler="abort"), False),
     "streamed-ready": (preset("sync", straggler="abort"), True),
@@ -75,6 +78,40 @@ ARMS: dict[str, tuple[Change, bool]] = {
 GATHERED = {"streamed-ready", "april-streamed"}
 """Streamed arms whose trainer trains on all groups that are ready together, up to --micro of them,
 instead of one after the other."""
+OWN = "-own"
+"""At the end of an arm's name: the trainer of a mixture of experts does not replay routing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """What is trained, on what. `trainer` and `configured` are given the arm's name too."""
+
+    trainer: Callable[[argparse.Namespace, str], train.Trainer]
+    prompts: Callable[..., Iterator[Prompt]]
+    """As that of examples/grpo."""
+    score: Callable[[Sequence[int], Any], float]
+    """Of a response, by its prompt's problem."""
+    configured: Callable[[SchedulerConfig, str], SchedulerConfig]
+    write: Callable[[Any, Path], object]
+    """Writes a model's weights and config.json into a folder."""
+    measured: Callable[[Any], dict[str, Any]] = lambda trainer: {}
+    """What else is to be kept of a trainer whose cell is done."""
+    arguments: Sequence[str] = ()
+    """Of the trainer, besides those of the campaign."""
+
+    def reward(self, rollout: Rollout, prompt: Prompt) -> float:
+        numbers, target = prompt.metadata["problem"]
+        return self.score(rollout.token_ids.tolist(), (tuple(numbers), target))
+
+
+GRPO = Study(
+    trainer=lambda options, arm: train.Trainer(options),
+    prompts=train.prompts,
+    score=score,
+    configured=lambda config, arm: config,
+    write=lambda model, folder: model.save_pretrained(folder),
+)
+"""The policy and the task of examples/grpo."""
 
 
 # --- the server ----------------------------------------------------------------------------------
@@ -110,7 +147,7 @@ class Server:
         self.url = f"http://127.0.0.1:{port}"
         cpu = options.cpu
         settings = {
-            "--model-path": options.model,
+            "--model-path": options.boots or options.model,
             "--host": "127.0.0.1",
             "--port": port,
             "--weight-version": "0",
@@ -134,6 +171,7 @@ class Server:
         paths = [str(HERE), *options.server_path, os.environ.get("PYTHONPATH", "")]
         command = [python, str(HERE / "spans_server.py"), *flags]
         command += [str(part) for pair in settings.items() for part in pair]
+        command += options.server_flag
         with log.open("ab") as file:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
@@ -189,17 +227,20 @@ class Server:
                            flush_cache=True)  # fmt: skip
         assert loaded["success"], loaded
 
-    def held_out(self, options: argparse.Namespace) -> dict[str, float]:
+    def held_out(self, options: argparse.Namespace, study: Study) -> dict[str, float]:
         """The share of the held-out problems that the present weights solve."""
-        asked = list(islice(problems(10_007, held_out=True), options.held_out))
+        asked = list(islice(study.prompts(10_007, held_out=True), options.held_out))
         answers = self.call(
             "/generate",
-            input_ids=[question(problem) for problem in asked],
+            input_ids=[prompt.input_ids.tolist() for prompt in asked],
             sampling_params={"max_new_tokens": options.cap, "temperature": 1.0,
                              "stop_token_ids": [EOS]},
         )  # fmt: skip
         told = [answer["output_ids"] for answer in answers]
-        solved = [score(tokens, problem) for tokens, problem in zip(told, asked, strict=True)]
+        solved = [
+            study.score(tokens, prompt.metadata["problem"])
+            for tokens, prompt in zip(told, asked, strict=True)
+        ]
         return {
             "held_out": sum(solved) / len(solved),
             "length": sum(map(len, told)) / len(told),
@@ -229,9 +270,11 @@ class Server:
 class Checkpoints(train.Log):
     """The run's log, which also keeps the weights at fixed times of the run's own clock."""
 
-    def __init__(self, options: argparse.Namespace, trainer: train.Trainer) -> None:
+    def __init__(
+        self, options: argparse.Namespace, trainer: train.Trainer, write: Callable[..., object]
+    ) -> None:
         super().__init__(options, prints=False)
-        self._trainer = trainer
+        self._trainer, self._write_model = trainer, write
         self.folder = options.out / "checkpoints"
         self._every = options.seconds / options.evaluations
 
@@ -239,7 +282,7 @@ class Checkpoints(train.Log):
         before = self.seconds
         super().update(number, found, **times)
         if before // self._every != self.seconds // self._every:
-            self._trainer.model.save_pretrained(self.folder / str(number))
+            self._write_model(self._trainer.model, self.folder / str(number))
 
 
 class Schedules:
@@ -301,10 +344,10 @@ def keyed(prompts: Iterator[Prompt]) -> Iterator[Prompt]:
 
 
 def run(
-    server: Server, given: argparse.Namespace, arm: str, seed: int, seconds: float
+    server: Server, given: argparse.Namespace, study: Study, arm: str, seed: int, seconds: float
 ) -> dict[str, Any]:
     """Train one cell to its end; returns what is to be kept of it."""
-    change, streamed = ARMS[arm]
+    change, streamed = ARMS[arm.removesuffix(OWN)]
     folder = given.work / f"{arm}-{seed}"
     resumed = (folder / "events.jsonl").exists()
     options = train.arguments([
@@ -313,20 +356,21 @@ def run(
         "--cap", str(given.cap), "--max-staleness", str(given.max_staleness),
         "--stream" if streamed else "--no-stream", "--micro", str(given.micro),
         "--evaluate-every", "0", "--seconds", str(seconds), "--seed", str(seed),
+        *study.arguments,
     ])  # fmt: skip
     options.evaluations = given.evaluations
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(seed)
     server.load(given.model)
-    trainer = train.Trainer(options)
-    publisher = DiskPublisher(folder / "weights", save=trainer.model.save_pretrained)
-    log = Checkpoints(options, trainer)
-    config = change(train.configuration(options))
+    trainer = study.trainer(options, arm)
+    publisher = DiskPublisher(folder / "weights", save=partial(study.write, trainer.model))
+    log = Checkpoints(options, trainer, study.write)
+    config = study.configured(change(train.configuration(options)), arm)
     events = EventLog(folder / "events.jsonl", append=resumed)
     with RolloutScheduler(
         SpansFleet(options.engine, stream_interval=16 if given.cpu else 64),
-        keyed(train.prompts(seed)) if arm == "on-policy" else train.prompts(seed),
-        reward=train.reward,
+        keyed(study.prompts(seed)) if arm == "on-policy" else study.prompts(seed),
+        reward=study.reward,
         config=config,
         planner=Planner(max_running=128 if given.cpu else 512),
         store=SqliteStore(folder / "rollouts.sqlite"),
@@ -341,6 +385,8 @@ def run(
     replay(folder / "events.jsonl", [state, summary, noted])
     figures = msgspec.to_builtins(summary.result(remainder_of(state), clock="wall"))
     figures.pop("per_batch", None)
+    (engine,) = state.engines.values()
+    spent = {part: round(seconds, 2) for part, seconds in zip(PARTS, engine.seconds, strict=True)}
     evaluated = [{"seconds": 0.0, "update": 0, "tokens": 0}]
     lines = log.lines()
     for number in sorted(int(each.name) for each in log.folder.glob("*")):
@@ -349,18 +395,25 @@ def run(
             "seconds": past[-1]["seconds"], "update": number,
             "tokens": sum(line["tokens"] for line in past),
         })  # fmt: skip
+    first = given.work / f"held_out-{Path(given.model).name}.json"
     for each in evaluated:
         number = each["update"]
+        if not number and first.exists():  # All cells begin with the same weights.
+            each |= json.loads(first.read_text())
+            continue
         server.load(log.folder / str(number) if number else given.model)
-        each |= server.held_out(given)
+        found = server.held_out(given, study)
+        if not number:
+            first.write_text(json.dumps(found))
+        each |= found
     return {
         "arm": arm, "seed": seed, "resumed": resumed, "opened": noted.opened, "lost_engines":
         noted.lost, "chosen": noted.chosen, "updates": lines, "evaluations": evaluated,
-        "summary": figures,
+        "summary": figures, "engine_s": spent, **study.measured(trainer),
     }  # fmt: skip
 
 
-def main() -> None:
+def main(study: Study = GRPO) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     parser.add_argument("--work", type=Path, required=True, help="folder of unfinished cells")
@@ -369,6 +422,8 @@ def main() -> None:
     parser.add_argument("--code", default="", help="commit of the code, for the results")
     parser.add_argument("--until", type=float, default=float("inf"), help="Unix time of the end")
     parser.add_argument("--model", default=str(ROOT / "examples" / "grpo" / "policy"))
+    parser.add_argument("--boots", help="another policy of that shape for the server to boot with")
+    parser.add_argument("--server-flag", action="append", default=[], help="one more for it")
     parser.add_argument("--dtype", default="float16")
     parser.add_argument("--seconds", type=float, default=60.0, help="of each cell, by its clock")
     parser.add_argument("--evaluations", type=int, default=8)
@@ -407,6 +462,8 @@ def main() -> None:
             for running in (1, 4, 32, 64, 128, 256, 384, 512):
                 server.steps(running, 8)
                 note(kind="step", running=running, seconds=server.steps(running, 200))
+        while not Path(given.model).exists():  # It is still trained for the format.
+            time.sleep(0.2)
         cells = [(cell, False) for cell in given.cells.split(",")]
         cells += [(cell, True) for cell in given.last]
         longest = given.reserve
@@ -420,7 +477,7 @@ def main() -> None:
                 continue
             start = time.time()
             try:
-                result = run(server, given, arm, int(seed), seconds)
+                result = run(server, given, study, arm, int(seed), seconds)
             except Exception as error:
                 note(kind="failed", arm=arm, seed=seed, error=f"{type(error).__name__}: {error}")
                 traceback.print_exc()
