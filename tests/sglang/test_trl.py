@@ -9,6 +9,7 @@ import functools
 import importlib.util
 import itertools
 import runpy
+import shutil
 import sys
 import threading
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from aprilsched import SGLangFleet
 from aprilsched.engines.sglang import SGLangEngine
 from tests.sglang.conftest import ADMIN_KEY
 from tests.sglang.server import CpuServer
+from tests.support.tiny_tokenizer import calling_tokenizer
 from tests.support.trl_run import (
     STEP,
     TOLERANCE,
@@ -66,6 +68,29 @@ def test_twenty_steps_on_a_real_server_with_a_resume_between(
         return Run(sglang([clean_server.url]), model, folder, **steps)
 
     train_and_resume(torch, model, folder, begin, saved=10, ended=12, last=20)
+
+
+async def look(where: str, days: int) -> str:
+    """Looks at the weather.
+
+    Args:
+        where: a place.
+        days: number of days.
+    """
+    return "w9"
+
+
+def test_a_trainer_with_tools_gets_the_tokens_of_its_sessions(
+    torch: Any, clean_server: CpuServer, models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(models[0], model)
+    calling_tokenizer(model, every=9)
+    run = Run(sglang([clean_server.url]), model, tmp_path / "run", steps=3, tools=[look])
+    run.trainer.train()
+    assert run.trainer.state.global_step == 3
+    assert max(run.logged("tools/call_frequency")) > 0
+    check_versions(torch, model, run)
 
 
 @pytest.mark.long

@@ -18,6 +18,7 @@ import pytest
 from aprilsched import DistributedPublisher, Group, SchedulerConfig
 from aprilsched.engines.base import Engine, Fleet
 from aprilsched.integrations.trl import RolloutWorker, StreamedSteps
+from aprilsched.types import NO_VERSION
 
 __all__ = [
     "STEP",
@@ -127,6 +128,7 @@ class Run:
         weights: Path | None = None,
         amid: Callable[[int], None] = lambda version: None,
         streamed: bool = False,
+        tools: Sequence[Callable[..., Any]] = (),
     ) -> None:
         from transformers import AutoTokenizer
         from trl.experimental.async_grpo.async_grpo_config import AsyncGRPOConfig
@@ -146,6 +148,7 @@ class Run:
             gradient_accumulation_steps=2,
             num_generations=4,
             max_completion_length=200,
+            max_tool_calling_iterations=2 if tools else None,
             token_budget=0,
             max_staleness=0 if streamed else STALENESS,
             learning_rate=1e-3,
@@ -169,6 +172,7 @@ class Run:
             streamed=streamed,
             publisher=weights or functools.partial(Recorded, kept=self.weights, amid=amid),
             accept=self._accept,
+            tools=tools,
         )
         if weights is not None:
             record_files(self.worker._publisher, self.weights)
@@ -297,6 +301,7 @@ def check_versions(torch: Any, path: Path, run: Run) -> int:
             right = scores.gather(1, ids[1:, None])[:, 0].numpy()
             ratio = np.exp(right - sample.old_log_probs[1:])[-len(rollout) :]
             off = np.where(of_it, np.abs(ratio - 1), np.inf)
+            off[rollout.versions == NO_VERSION] = 0.0  # What tools have said was not sampled.
             key = (sample.group_id, number % 4)
             ratios[key] = np.minimum(ratios.get(key, np.inf), off)
     assert len(ratios) == len(run.samples)
