@@ -13,8 +13,8 @@ import msgspec
 from aprilsched.errors import ConfigError
 from aprilsched.telemetry.base import Listener
 from aprilsched.telemetry.batch_figures import Bound
-from aprilsched.telemetry.event_log.reading import replay
-from aprilsched.telemetry.figures import RunSummary
+from aprilsched.telemetry.event_log.reading import Versioned, refuse_newer, replay
+from aprilsched.telemetry.figures import SUMMARY_VERSION, RunSummary
 from aprilsched.telemetry.run_folder import CONFIG, EVENTS, SUMMARY
 from aprilsched.telemetry.run_state import RunState
 from aprilsched.telemetry.summary import Remainder, Summary
@@ -55,11 +55,14 @@ def written_summary(folder: Path) -> RunSummary | None:
 
     Raises:
         OSError, MsgspecError: if they cannot be read.
+        RunFolderError: if they are of a newer format.
     """
     try:
         written = (folder / SUMMARY).read_bytes()
     except FileNotFoundError:
         return None
+    found = msgspec.json.decode(written, type=Versioned).schema
+    refuse_newer(folder / SUMMARY, found, SUMMARY_VERSION)
     return msgspec.json.decode(written, type=RunSummary)
 
 

@@ -18,10 +18,12 @@ from numpy.typing import NDArray
 from aprilsched.analysis.usage import usage_of
 from aprilsched.errors import RunFolderError
 from aprilsched.telemetry.engine_time import BUSY, PART_INDEX
+from aprilsched.telemetry.event_log.reading import Versioned, refuse_newer
 from aprilsched.telemetry.run_folder import SAMPLES
 from aprilsched.telemetry.sampling.sample_log import (
     EVENT_LOG_UTILIZATION,
     NVML_UTILIZATION,
+    SAMPLES_VERSION,
     DeviceLine,
     EngineLine,
     GpuLine,
@@ -31,6 +33,8 @@ from aprilsched.telemetry.sampling.sample_log import (
 
 Float64Array = NDArray[np.float64]
 _Line = TypeVar("_Line", EngineLine, GpuLine)
+_RESUMED = b'"source":"resumed"'
+"""Mark of the first line of each later process, which may be of a newer release."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -81,7 +85,7 @@ def read_samples(folder: Path) -> Samples:
     """Read the samples of the run in `folder`; they are empty if it was not sampled.
 
     Raises:
-        RunFolderError: if the file cannot be read.
+        RunFolderError: if the file cannot be read, or if it is of a newer format.
     """
     engines: dict[str, list[EngineLine]] = {}
     gpus: dict[int, list[GpuLine]] = {}
@@ -141,6 +145,9 @@ def _lines(path: Path) -> Iterator[SampleLine]:
                 if not raw.endswith(b"\n"):
                     return  # the last line of a process that was killed
                 try:
+                    if number == 1 or _RESUMED in raw:
+                        version = msgspec.json.decode(raw, type=Versioned).version
+                        refuse_newer(path, version, SAMPLES_VERSION)
                     yield decoder.decode(raw)
                 except msgspec.ValidationError:
                     continue  # a line of a later version

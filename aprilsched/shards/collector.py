@@ -552,6 +552,7 @@ class Collector:
         kept = {each.serial: each.group.prompt for each in self._kept()}
         return Cut(
             _Saved(
+                schema=FORMAT_VERSION,
                 folder="",
                 version=self.version,
                 batches=self.batches,
@@ -584,6 +585,12 @@ class Collector:
             StoreError: if it cannot be read, or if the run had other shards.
         """
         try:
+            found = decode(saved, _Versioned).schema
+            if found > FORMAT_VERSION:
+                raise StoreError(
+                    f"the checkpoint of the shards has format {found}, and this aprilsched reads "
+                    f"formats up to {FORMAT_VERSION}; upgrade aprilsched."
+                )
             record = decode(saved, _Saved)
             prompts = {group.group_id: group.prompt for group in map(group_from, record.prompts)}
         except (msgspec.MsgspecError, ValueError) as error:
@@ -605,6 +612,15 @@ class Collector:
         return record.folder
 
 
+FORMAT_VERSION = 1
+
+
+class _Versioned(msgspec.Struct, array_like=True):
+    """What the record of any release begins with."""
+
+    schema: int
+
+
 class _SavedShard(msgspec.Struct, array_like=True):
     name: str
     slot: int
@@ -612,7 +628,7 @@ class _SavedShard(msgspec.Struct, array_like=True):
     """The group size of each prompt that the shard has."""
 
 
-class _Saved(msgspec.Struct, array_like=True):
+class _Saved(_Versioned, array_like=True):
     folder: str
     version: int
     batches: int

@@ -689,11 +689,14 @@ class AlignmentFigures:
     """The batches that were reported, in their order."""
 
 
+SUMMARY_VERSION = 1
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSummary(Figures):
     """What is in summary.json. Its own figures are of all batches together."""
 
-    schema: int = 1
+    schema: int = SUMMARY_VERSION
     """Of this file; it grows when a field changes its meaning."""
     clock: Literal["virtual", "wall"]
     """"virtual": modelled seconds, on the embedded engine."""

@@ -17,10 +17,12 @@ import aprilsched
 from aprilsched.analysis.report.report_data import ReportData
 from aprilsched.cli.replay import ReplayReport
 from aprilsched.runs.showing import Comparison
+from aprilsched.shards import collector
 from aprilsched.store.file import APPLICATION, SCRIPTS
 from aprilsched.telemetry import run_folder
 from aprilsched.telemetry.event_log.reading import FORMAT_VERSION
 from aprilsched.telemetry.figures import RunSummary
+from aprilsched.telemetry.sampling.sample_log import SAMPLES_VERSION
 from tests.unit.test_house import ROOT, project, text
 
 DATED = "# Changelog\n\n## [1.0.0] - 2027-01-31\n\nAll of it.\n\n## [0.9.0]\n\nLess.\n"
@@ -154,7 +156,9 @@ def test_the_page_of_file_formats_has_the_versions_of_the_code():
     versions = {
         "a store": len(SCRIPTS),
         "a checkpoint": len(SCRIPTS),
+        "collector": collector.FORMAT_VERSION,
         "events.jsonl": FORMAT_VERSION,
+        "samples.jsonl": SAMPLES_VERSION,
         "summary.json": schema(RunSummary),
         "comparison.json": schema(Comparison),
         "aprilsched replay --json": schema(ReplayReport),

@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import json
 import tomllib
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
+from aprilsched.analysis.lengths_of_run import read_record
+from aprilsched.analysis.report.gather import read_material
 from aprilsched.analysis.run import read_run
+from aprilsched.analysis.samples import read_samples
+from aprilsched.analysis.trace import write_trace
 from aprilsched.errors import RunFolderError
+from aprilsched.telemetry.event_log.reading import Follower
 from aprilsched.telemetry.run_folder import RunFolder, default_path, write_json
+
+RECORDED = Path(__file__).parents[2] / "notebooks" / "data" / "april"
+
+
+def follow(folder: Path) -> object:
+    """As the live view of another process's run does."""
+    return Follower(folder / "events.jsonl").poll(10)
 
 
 def test_nothing_is_made_before_it_is_created(tmp_path: Path):
@@ -69,6 +82,33 @@ def test_json_is_written_whole(tmp_path: Path):
     write_json(tmp_path / "x.json", {"a": 2})
     assert json.loads((tmp_path / "x.json").read_text()) == {"a": 2}
     assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
+
+
+BEGUN = '{"t":0,"fact":"LogBegun","version":%d,"new":1}\n'
+RESUMED = '{"t":1,"fact":"LogResumed","version":%d,"incarnation":2,"batches":0}\n'
+OF_LOGS = (read_run, read_record, read_material, write_trace, RunFolder.resume, follow)
+LOGS = (BEGUN % 9, BEGUN % 1 + RESUMED % 9)
+SUMMARY = '{"schema":9,"clock":["another form"]}'
+SAMPLES = (
+    '{"source":"description","version":9,"t":"now"}\n',
+    '{"source":"description","t":0,"interval":1}\n{"source":"resumed","version":9,"t":1}\n',
+)
+NEWER = [
+    *[("events.jsonl", log, read) for log in LOGS for read in OF_LOGS],
+    *[("summary.json", SUMMARY, read) for read in (read_run, read_record, read_material)],
+    *[("samples.jsonl", samples, read_samples) for samples in SAMPLES],
+]
+
+
+@pytest.mark.parametrize(("file", "content", "read"), NEWER)
+def test_a_file_of_a_newer_format_is_refused(
+    tmp_path: Path, file: str, content: str, read: Callable[[Path], object]
+):
+    RunFolder(tmp_path).create(tomllib.loads((RECORDED / "config.toml").read_text()))
+    (tmp_path / "events.jsonl").write_text(BEGUN % 1)
+    (tmp_path / file).write_text(content)
+    with pytest.raises(RunFolderError, match=rf"{file} has format 9, .* upgrade aprilsched"):
+        read(tmp_path)
 
 
 def test_reading_what_is_no_run_folder(tmp_path: Path):

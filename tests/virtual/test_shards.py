@@ -45,6 +45,7 @@ from aprilsched.runs.settings import RunSettings
 from aprilsched.runs.sharded import merged_run
 from aprilsched.shards import LocalShard, ShardedScheduler, ShardLost, ShardParts
 from aprilsched.shards.base import SERIAL
+from aprilsched.store.codec import encode
 from aprilsched.telemetry.metrics import Metrics
 from aprilsched.telemetry.prometheus import MetricsCollector
 from tests.support import small
@@ -973,6 +974,12 @@ async def test_a_checkpoint_is_one_cut_of_all_shards(tmp_path: Path, after: int)
         batches += await rest(restored)
     check_all(batches)
     assert len(list((tmp_path / "saved").iterdir())) == 2
+
+
+def test_a_checkpoint_of_a_newer_format_is_refused(tmp_path: Path):
+    (tmp_path / "collector").write_bytes(encode([9, ["of", "another"], {"form": 1}]))
+    with pytest.raises(StoreError, match=r"has format 9, .* upgrade aprilsched"):
+        ShardedScheduler(shards(), workload(), config=config()).restore(tmp_path)
 
 
 @pytest.mark.parametrize("comes_back", [True, False])

@@ -25,6 +25,34 @@ from aprilsched.telemetry.base import Listener
 FORMAT_VERSION = 1
 
 
+class Versioned(msgspec.Struct):
+    """What every line or file with a version of its format has, whatever else is in it.
+
+    `version` is what lines call it, and `schema` what files of one object do.
+    """
+
+    version: int = 0
+    schema: int = 0
+
+
+def refuse_newer(path: Path, found: int, known: int) -> None:
+    """Refuse a file of a format that this release does not know.
+
+    Args:
+        path: the file, for the message.
+        found: the version in the file.
+        known: the newest version that can be read.
+
+    Raises:
+        RunFolderError: if `found` is newer.
+    """
+    if found > known:
+        raise RunFolderError(
+            f"{path} has format {found}, and this aprilsched reads formats up to {known}; upgrade "
+            "aprilsched."
+        )
+
+
 class LogBegun(Fact, frozen=True):
     """The first line of a log; `version` is the version of its format."""
 
@@ -90,7 +118,7 @@ def read_tail(path: Path) -> Tail:
 
     Raises:
         OSError: if the log cannot be read.
-        RunFolderError: if a line before the end is damaged.
+        RunFolderError: if a line before the end is damaged, or if a process wrote a newer format.
     """
     decoder = msgspec.json.Decoder(_Line)
     size, t, incarnation = 0, 0.0, 1
@@ -105,6 +133,10 @@ def read_tail(path: Path) -> Tail:
                     f"{path} is damaged in line {broken}, before its end; take that line out of it."
                 )
             else:
+                if line.fact in (LogBegun.__name__, LogResumed.__name__):
+                    refuse_newer(
+                        path, msgspec.json.decode(raw, type=Versioned).version, FORMAT_VERSION
+                    )
                 size, t = size + len(raw), line.t
                 incarnation += line.fact == LogResumed.__name__
     return Tail(size=size, t=t, incarnation=incarnation)

@@ -101,6 +101,8 @@ EVENT_LOG_UTILIZATION = (
 # out. If a process resumes the run, lines of the prior process with a later time than the "resumed"
 # line are void, as in events.jsonl.
 
+SAMPLES_VERSION = 1
+
 LABELS = {"utilization": NVML_UTILIZATION, "step_share": STEP_SHARE}
 
 FIELDS: dict[str, dict[str, str]] = {
@@ -143,10 +145,12 @@ FIELDS: dict[str, dict[str, str]] = {
 class DescriptionLine(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="source", tag="description"
 ):
-    """The first line of the file. `interval` is the number of seconds between two samples."""
+    """The first line of the file. `interval` is the number of seconds between two samples, and
+    `version` that of the format."""
 
     t: float
     interval: float
+    version: int = SAMPLES_VERSION
     labels: dict[str, str] = msgspec.field(default_factory=LABELS.copy)
     fields: dict[str, dict[str, str]] = msgspec.field(default_factory=FIELDS.copy)
 
@@ -155,6 +159,7 @@ class ResumedLine(msgspec.Struct, frozen=True, kw_only=True, tag_field="source",
     """The first line of a process that resumes the run."""
 
     t: float
+    version: int = SAMPLES_VERSION
 
 
 class EngineLine(
