@@ -10,7 +10,7 @@ to. There are two kinds:
   from the first missing one on, so rows of the pass that sampled a token are never replaced by
   those of a later pass over the same position.
 - *token*: a row for each response token, such as the ids that top-k and top-p left to sample from.
-  Tokens that an environment added have an empty row, or one of zeros.
+  Tokens that an environment added have an empty row, or one of zeros, or of NaN.
 
 Data passes through the scheduler unread. Nothing here imports more than NumPy.
 """
@@ -33,9 +33,11 @@ KINDS: Mapping[str, Per] = {
     "routed_experts": "context",
     "indexer_topk": "context",
     "sampling_mask": "token",
+    "top_logprobs": "token",
 }
 """What there is a row for, by the name of the companion."""
 _RAGGED = frozenset({"sampling_mask"})
+TOP = "top_logprobs"
 MOST_KEPT = 4096
 """Largest number of ids in a sampling mask: the largest top-k with which SGLang returns it."""
 _WRITTEN = re.compile(r"(?P<name>\w+)(=(?P<dtype>\w+)(\[(?P<shape>[\d, ]*)\])?)?(?P<required>!)?")
@@ -52,9 +54,11 @@ class Companion:
 
     Args:
         name: what the engine calls it: "routed_experts" (int [layers, experts per token]),
-            "indexer_topk" (int [layers, positions]) or "sampling_mask" (int32, the kept ids of each
-            token, of any number).
-        dtype: NumPy's name of an integer type that holds every value; rows are stored in it.
+            "indexer_topk" (int [layers, positions]), "sampling_mask" (int32, the kept ids of each
+            token, of any number) or "top_logprobs" (float32 [n, 2], the ids of the n likeliest
+            tokens with their log-probabilities).
+        dtype: NumPy's name of an integer type that holds every value, or float32 for
+            "top_logprobs"; rows are stored in it.
         shape: shape of a row; it is not given for "sampling_mask".
         required: whether tokens without the row of the pass that sampled them are masked in the
             loss. Without it the rollout says which tokens these are, and nothing else happens.
@@ -77,15 +81,18 @@ class Companion:
             kind = np.dtype(self.dtype)
         except TypeError:
             kind = np.dtype(object)
-        if kind.kind not in "iu":
+        top = self.name == TOP
+        if kind != np.float32 if top else kind.kind not in "iu":
             raise ConfigError(
-                f"the companion {self.name} has the type {self.dtype!r}; give an integer type, "
-                'such as "uint8".'
+                f"the companion {self.name} has the type {self.dtype!r}; give "
+                + ("float32." if top else 'an integer type, such as "uint8".')
             )
         object.__setattr__(self, "dtype", kind.name)
         object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
-        if self.ragged == bool(self.shape) or any(size < 1 for size in self.shape):
+        wrong = top and (len(self.shape) != 2 or self.shape[1] != 2)
+        if wrong or self.ragged == bool(self.shape) or any(size < 1 for size in self.shape):
             what = "no shape" if self.ragged else "the shape of a row, such as (48, 8)"
+            what = "the number of tokens and 2, such as (5, 2)" if top else what
             raise ConfigError(f"the companion {self.name} has the shape {self.shape}; give {what}.")
         if self.row_bytes > _ROW_BYTES:
             raise ConfigError(
@@ -135,8 +142,9 @@ class Companion:
         )
 
     def blank(self, rows: int) -> Rows:
-        """So many rows of zeros, or of no value where rows differ in length."""
-        values = np.zeros((0 if self.ragged else rows, *self.shape), dtype=self.dtype)
+        """So many rows of zeros or NaN, or of no value where rows differ in length."""
+        nothing = np.nan if self.name == TOP else 0
+        values = np.full((0 if self.ragged else rows, *self.shape), nothing, dtype=self.dtype)
         return Rows(values, np.zeros(rows, dtype=np.int64) if self.ragged else None)
 
 
@@ -155,6 +163,15 @@ def routed_experts(
     """
     dtype = np.min_scalar_type(max(0, experts - 1)).name
     return Companion("routed_experts", dtype, (layers, per_token), required)
+
+
+def top_logprobs(n: int) -> Companion:
+    """The `n` likeliest tokens in the place of each token, with their log-probabilities.
+
+    Raises:
+        ConfigError: if `n` is below 1.
+    """
+    return Companion(TOP, "float32", (n, 2))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

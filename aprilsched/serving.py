@@ -31,6 +31,7 @@ import msgspec
 from aiohttp import StreamReader, hdrs, web
 from aiohttp.typedefs import Handler, Middleware
 
+from aprilsched.companions import Rows
 from aprilsched.errors import AprilschedError, ConfigError
 from aprilsched.types import MEDIA, Media
 
@@ -183,6 +184,7 @@ class GenerateBody(msgspec.Struct, frozen=True):
     routed_experts_start_len: int = 0
     return_indexer_topk: bool = False
     return_sampling_mask: bool = False
+    top_logprobs_num: int = 0
     priority: int | None = None
     data_parallel_rank: int | None = None
     custom_logit_processor: str | None = None
@@ -475,6 +477,14 @@ def finish_reason(reason: str | None, *, tokens: int, last: int) -> dict[str, An
 def token_logprobs(ids: Sequence[int], logprobs: Sequence[float]) -> list[tuple[float, int, None]]:
     """The field ``output_token_logprobs``: for each token its logprob, its id, and no text."""
     return [(p, i, None) for p, i in zip(logprobs, ids, strict=True)]
+
+
+def likely_triples(rows: Rows, n: int) -> list[list[tuple[float, int, None]]]:
+    """The field ``output_top_logprobs``: for each token the `n` likeliest in its place, each with
+    its logprob, its id, and no text. A row that is not known is empty."""
+    return [
+        [(float(p), int(i), None) for i, p in row[:n] if p == p] for row in rows.values.tolist()
+    ]
 
 
 def labelled(

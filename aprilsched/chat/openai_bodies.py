@@ -114,18 +114,9 @@ class CompletionBody(_Body, frozen=True, kw_only=True):
     best_of: int | None = None
 
     @property
-    def wants_logprobs(self) -> bool:
-        """Whether the answer has logprobs.
-
-        Raises:
-            ConfigError: if it would have to have more than the gateway knows.
-        """
-        if self.logprobs is not None and self.logprobs not in (0, 1):
-            raise ConfigError(
-                f"logprobs is {self.logprobs}, and only the logprob of the sampled token is known; "
-                "give 0 or 1."
-            )
-        return self.logprobs is not None
+    def likely(self) -> tuple[str, int]:
+        """The number of likely tokens that are wanted in the place of each, after its field."""
+        return "logprobs", self.logprobs or 0
 
     def check(self) -> None:
         """Refuse what a scheduler of rollouts has no answer to.
@@ -159,18 +150,9 @@ class ChatBody(_Body, frozen=True, kw_only=True):
     continue_final_message: bool = False
 
     @property
-    def wants_logprobs(self) -> bool:
-        """Whether the answer has logprobs.
-
-        Raises:
-            ConfigError: if it would have to have more than the gateway knows.
-        """
-        if self.top_logprobs:
-            raise ConfigError(
-                f"top_logprobs is {self.top_logprobs}, and only the logprob of the sampled token "
-                "is known; leave it out."
-            )
-        return bool(self.logprobs)
+    def likely(self) -> tuple[str, int]:
+        """The number of likely tokens that are wanted in the place of each, after its field."""
+        return "top_logprobs", self.top_logprobs or 0
 
     @property
     def used_tools(self) -> list[dict[str, Any]] | None:
@@ -231,6 +213,8 @@ class ChatBody(_Body, frozen=True, kw_only=True):
         """
         if self.modalities not in (None, ["text"]):
             raise ConfigError("modalities must be text alone; leave it out.")
+        if self.top_logprobs and not self.logprobs:
+            raise ConfigError("top_logprobs needs logprobs; set it to true.")
         if not self.messages:
             raise ConfigError("messages is empty; give at least one message.")
 

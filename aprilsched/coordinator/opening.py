@@ -18,6 +18,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from aprilsched.companions import TOP
 from aprilsched.config import SchedulerConfig
 from aprilsched.core.messages.events import EngineInfo, Opened
 from aprilsched.engines.base import Chunk, Engine, GenerationRequest, HasAddress, ReportsLoad
@@ -118,6 +119,8 @@ def _check_engine(engine: Engine, config: SchedulerConfig, fleet: Iterable[Engin
             how = f"start it with --enable-return-{companion.name.replace('_', '-')}"
             if companion.name == "sampling_mask":
                 how = "use SGLang 0.5.21 or later, or start vLLM with --return-sampling-mask"
+            if companion.name == TOP:
+                how = "use servers that do"
             raise ConfigError(
                 f"{engine.name} ({able.server}) does not return {companion.name}; {how}, or leave "
                 "it out of companions."

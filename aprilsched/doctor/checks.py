@@ -129,7 +129,7 @@ class Notes:
     def returns(self) -> frozenset[str]:
         """What beside tokens it says that it can return."""
         hidden = {"hidden_states"} if self.info.get("enable_return_hidden_states") else set[str]()
-        return self.facts.capabilities.companions | hidden
+        return (self.facts.capabilities.companions & RETURNED.keys()) | hidden
 
     @property
     def last_hidden(self) -> bool:

@@ -40,7 +40,7 @@ from typing import Any, Generic, Literal, TypeAlias, TypeVar, cast
 import aiohttp
 import msgspec
 
-from aprilsched.companions import MOST_KEPT
+from aprilsched.companions import MOST_KEPT, TOP
 from aprilsched.engines.base import Capabilities, Chunk, Engine, GenerationRequest, PauseMode
 from aprilsched.engines.http import (
     UNREADABLE,
@@ -653,15 +653,19 @@ _KEPT_BYTES = 64 << 20
 """Largest size on the wire of what a request keeps: a little of it may be wanted of much."""
 _ID_BYTES = 12
 """Largest size of a token id in a list of JSON."""
+_LIKELY_BYTES = 80
+"""Largest size of a token with its log-probability in one, with the names of vLLM's fields."""
 
 
 def companion_bytes(request: GenerationRequest) -> int:
-    """The largest size of the companions in an answer (base64 of int32, or lists of ids), and of
-    what else is kept of it."""
+    """The largest size of the companions in an answer (base64 of int32, or lists of ids or of
+    log-probabilities), and of what else is kept of it."""
     context = len(request.input_ids) + request.sampling.max_new_tokens
     return bool(request.sampling.keep) * _KEPT_BYTES + sum(
         request.sampling.max_new_tokens * MOST_KEPT * _ID_BYTES
         if companion.ragged
+        else request.sampling.max_new_tokens * (companion.shape[0] + 1) * _LIKELY_BYTES
+        if companion.name == TOP
         else context * math.prod(companion.shape) * 6
         for companion, _ in request.companions
     )

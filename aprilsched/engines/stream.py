@@ -113,6 +113,20 @@ class ResponseReader:
             raise self._broken(f"sent weight_versions that do not cover its {self.held} tokens")
         return tuple(exact)
 
+    def _top_rows(
+        self, companion: Companion, rows: Sequence[Sequence[tuple[float | None, int]]], tokens: int
+    ) -> Rows:
+        """The likeliest tokens with their log-probabilities in the place of each of `tokens`. A log
+        of 0, of an id that a grammar forbids, arrives as null."""
+        n = companion.shape[0]
+        if len(rows) != tokens or any(len(row) < n for row in rows):
+            raise self._broken(f"sent top_logprobs that are not {n} for each of {tokens} tokens")
+        values = [
+            [(token_id, -np.inf if logprob is None else logprob) for logprob, token_id in row[:n]]
+            for row in rows
+        ]
+        return Rows(np.array(values, dtype=np.float32).reshape(-1, n, 2))
+
     def _context_rows(
         self, companion: Companion, values: Callable[[], NDArray[Any]], *, first: int, start: int
     ) -> Rows:

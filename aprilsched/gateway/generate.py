@@ -18,12 +18,12 @@ import msgspec
 from aiohttp import web
 
 from aprilsched.chat.openai_bodies import TextOptions
-from aprilsched.companions import KINDS
+from aprilsched.companions import KINDS, TOP
 from aprilsched.errors import ConfigError
 from aprilsched.gateway.reading import Part, Reading, TextRules, parts_of, parts_until_failure
 from aprilsched.gateway.responses import Asked
 from aprilsched.gateway.service import SERVICE, Service
-from aprilsched.gateway.settings import MEDIA_FIELDS
+from aprilsched.gateway.settings import MEDIA_FIELDS, TOP_FIELD
 from aprilsched.sampling import sampling_params
 from aprilsched.serving import (
     BODIES,
@@ -66,7 +66,12 @@ async def generate(request: web.Request) -> web.StreamResponse:
     given = request.headers.get(GROUP_HEADER)
     asked, rules, several = await _asked(service, body, given, fields)
     with open_responses(service, asked, rules) as readings:
-        answers = _Answers(service, several=several, logprobs=body.return_logprob)
+        answers = _Answers(
+            service,
+            several=several,
+            logprobs=body.return_logprob,
+            likely=fields.get(TOP_FIELD, 0),
+        )
         if body.stream:
             # A client that sends text knows SGLang's default form, which repeats everything.
             repeating = body.text is not None
@@ -261,7 +266,8 @@ def take_fields(
     Raises:
         Malformed: if it is no object.
     """
-    if not service.settings.client_fields:
+    companions = tuple(companions)
+    if not (service.settings.client_fields or any(name.encode() in content for name in companions)):
         return content, {}
     body = decode(content, dict[str, msgspec.Raw])
     found = [name for name in (*service.settings.passed_on, *companions) if name in body]
@@ -318,7 +324,8 @@ def prompt_of(
                 "parameters that it knows by their names."
             )
     companions = service.settings.companions
-    for name in companions.keys() & fields.keys():
+    check_likely(service, fields.get(TOP_FIELD, 0), TOP_FIELD)
+    for name in companions.keys() & fields.keys() - {TOP_FIELD}:
         if not isinstance(fields[name], bool):
             raise Refused(f"{name} is {fields[name]!r}; give true or false.")
     plain = fields.keys() - MEDIA_FIELDS.keys() - companions.keys()
@@ -336,6 +343,20 @@ def prompt_of(
         media=tuple(itertools.chain.from_iterable(media)),
         companions=tuple(each.name for name, each in companions.items() if fields.get(name)),
     )
+
+
+def check_likely(service: Service, asked: Any, name: str) -> None:
+    """Refuse a number of likely tokens that the gateway does not ask its servers for.
+
+    Raises:
+        Refused: with what to give.
+    """
+    most = service.settings.top_logprobs
+    if not isinstance(asked, int) or not 0 <= asked <= most:
+        raise Refused(
+            f"{name} is {asked!r}; give a number from 0 to {most}, or start the gateway with a "
+            "larger --top-logprobs."
+        )
 
 
 def _check_vocabulary(size: int | None, input_ids: Sequence[int], sampling: SamplingParams) -> None:
@@ -357,10 +378,11 @@ def _check_vocabulary(size: int | None, input_ids: Sequence[int], sampling: Samp
 class _Answers:
     """Makes answers and events of what is read."""
 
-    def __init__(self, service: Service, *, several: bool, logprobs: bool) -> None:
+    def __init__(self, service: Service, *, several: bool, logprobs: bool, likely: int) -> None:
         self._service = service
         self._several = several
         self._logprobs = logprobs
+        self._likely = likely
 
     async def items(self, readings: Sequence[Reading], *, repeating: bool) -> AsyncGenerator[Item]:
         """The items of a stream; one that is `repeating` has in each event all that came so far."""
@@ -397,6 +419,8 @@ class _Answers:
             meta["input_token_logprobs"] = []
             meta["output_token_logprobs"] = token_logprobs(part.token_ids, part.logprobs)
             meta["output_token_logprobs_length"] = total
+            if self._likely:
+                meta["output_top_logprobs"] = reading.likely(part, self._likely)
         meta["completion_tokens"] = total
         meta["cached_tokens"] = 0
         meta |= _told_rows(reading, part)
@@ -412,6 +436,8 @@ def _told_rows(reading: Reading, part: Part) -> dict[str, Any]:
     told: dict[str, Any] = {}
     response, total = reading.response, len(reading.token_ids)
     for name in response.prompt.companions or ():
+        if name == TOP:
+            continue
         per_token = KINDS[name] == "token"
         begin, end = (part.start, total) if per_token else (0, response.prompt_tokens + total - 1)
         rows = response.rows(name, begin, end) if per_token or part.over else None

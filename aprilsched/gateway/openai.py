@@ -26,6 +26,7 @@ from aprilsched.chat.tokenizer import ModelTokenizer
 from aprilsched.errors import ConfigError
 from aprilsched.gateway.generate import (
     GROUP_HEADER,
+    check_likely,
     check_media,
     open_responses,
     prompt_of,
@@ -38,6 +39,7 @@ from aprilsched.gateway.generate import (
 from aprilsched.gateway.reading import Failed, Part, Reading, parts_until_failure
 from aprilsched.gateway.responses import Asked
 from aprilsched.gateway.service import SERVICE, Service
+from aprilsched.gateway.settings import TOP_FIELD
 from aprilsched.serving import BODIES, DONE, Event, Item, as_json, decode, error_content
 
 
@@ -77,14 +79,16 @@ class _Answer:
         kinds: tuple[str, str],
         fields: Mapping[str, Any],
     ) -> None:
-        self._fields = fields
+        name, self._likely = body.likely
+        check_likely(service, self._likely, name)
+        self._fields = {**fields, TOP_FIELD: self._likely} if self._likely else fields
         self._name = uuid.uuid4().hex if body.rid is None else body.rid
         self._service = service
         self._tokenizer = tokenizer
         self._asked = body
         self._whole_kind, self._event_kind = kinds
         self._created = int(time.time())
-        self._logprobs = body.wants_logprobs
+        self._logprobs = body.logprobs is not None and body.logprobs is not False
 
     async def respond(
         self,
@@ -190,6 +194,15 @@ class _Answer:
         first = {"prompt_token_ids": prompt.tolist()} if part.start == 0 else {}
         return {"token_ids": part.token_ids, **first}
 
+    def _likely_of(self, reading: Reading, part: Part) -> list[list[tuple[str, float]]]:
+        """The likeliest tokens in the place of each token of a part, with their logprobs. OpenAI's
+        least logprob stands for the log of 0."""
+        rows = reading.likely(part, self._likely) if self._likely else [()] * len(part.token_ids)
+        return [[(self._token(i), max(p, _LEAST)) for p, i, _ in row] for row in rows]
+
+    def _token(self, token_id: int) -> str:
+        return self._tokenizer.decode([token_id], skip_special=False)
+
     def _at_end(self, reading: Reading) -> Event:
         """What is known at the end: why it ended, and which weights sampled which tokens."""
         ids = reading.token_ids
@@ -207,6 +220,8 @@ class _Answer:
 
 # POST /v1/completions: a text or token ids, and the text behind them.
 
+_LEAST = -9999.0
+"""OpenAI's logprob of a token that is never sampled."""
 _NEW_TOKENS = 16
 """OpenAI's default of max_tokens."""
 
@@ -258,17 +273,24 @@ class _CompletionAnswer(_Answer):
         return told | self._at_end(reading) if part.over else told
 
     def _logprobs_of(self, reading: Reading, part: Part) -> Event:
-        tokens = [self._tokenizer.decode([i], skip_special=False) for i in part.token_ids]
+        tokens = [self._token(i) for i in part.token_ids]
         offset = self._offsets.get(reading.index, 0)
         offsets: list[int] = []
         for token in tokens:
             offsets.append(offset)
             offset += len(token)
         self._offsets[reading.index] = offset
+        likely = zip(tokens, part.logprobs, self._likely_of(reading, part), strict=True)
         return {
             "tokens": tokens,
             "token_logprobs": part.logprobs,
-            "top_logprobs": None,
+            # The sampled token is among them, however unlikely it is. Of tokens with one text, such
+            # as U+FFFD, it has the value, or else the likeliest.
+            "top_logprobs": [
+                {**dict(row), **dict(reversed(row)), token: p} for token, p, row in likely
+            ]
+            if self._likely
+            else None,
             "text_offset": offsets,
         }
 
@@ -369,7 +391,7 @@ class _ChatAnswer(_Answer):
         *changes, last = self._changes(reading, part) or [{}]
         for change in changes:
             yield self._event(reading, change)
-        more = {"logprobs": self._logprobs_of(part), **self._ids(reading, part)}
+        more = {"logprobs": self._logprobs_of(reading, part), **self._ids(reading, part)}
         if part.over:
             more |= self._at_end(reading)
         # Tokens whose text is held back say nothing to a client that wants text alone.
@@ -381,7 +403,7 @@ class _ChatAnswer(_Answer):
         return {
             "index": reading.index,
             "message": self._message(reading).told(),
-            "logprobs": self._logprobs_of(whole),
+            "logprobs": self._logprobs_of(reading, whole),
             **self._at_end(reading),
             **self._ids(reading, whole),
         }
@@ -409,12 +431,16 @@ class _ChatAnswer(_Answer):
         told = {"index": reading.index, "delta": delta, "logprobs": None, "finish_reason": None}
         return self._frame([{**told, **(more or {})}], self._event_kind)
 
-    def _logprobs_of(self, part: Part) -> Event | None:
+    def _logprobs_of(self, reading: Reading, part: Part) -> Event | None:
         if not self._logprobs:
             return None
-        told: list[Event] = []
-        for token_id, logprob in zip(part.token_ids, part.logprobs, strict=True):
-            token = self._tokenizer.decode([token_id], skip_special=False)
-            bytes_ = list(token.encode())
-            told.append({"token": token, "bytes": bytes_, "logprob": logprob, "top_logprobs": []})
+        of = zip(part.token_ids, part.logprobs, self._likely_of(reading, part), strict=True)
+        told = [
+            {**_entry(self._token(token_id), p), "top_logprobs": [_entry(*each) for each in likely]}
+            for token_id, p, likely in of
+        ]
         return {"content": told, "refusal": None}
+
+
+def _entry(token: str, logprob: float) -> Event:
+    return {"token": token, "bytes": list(token.encode()), "logprob": logprob}

@@ -17,9 +17,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from aprilsched.chat.tokenizer import Detokenizer
+from aprilsched.companions import TOP
 from aprilsched.errors import ConfigError
 from aprilsched.gateway.responses import Response, Responses
-from aprilsched.serving import Refusal, labelled
+from aprilsched.serving import Refusal, labelled, likely_triples
 from aprilsched.types import FinishReason, Segment
 
 _MOST_STOPS = 64
@@ -185,6 +186,14 @@ class Reading:
     def labelled(self, label_of: Callable[[int], str]) -> list[dict[str, str | int]]:
         """The field ``weight_versions`` of what was read; known at the end."""
         return labelled(((s.version, s.start, s.end) for s in self.segments), label_of)
+
+    def likely(self, part: Part, n: int) -> list[list[tuple[float, int, None]]]:
+        """The `n` likeliest tokens in the place of each token of a part, in SGLang's form. A list
+        is empty where the engine's answer was lost."""
+        end = part.start + len(part.token_ids)
+        rows = self.response.rows(TOP, part.start, end)
+        found = [] if rows is None else likely_triples(rows, n)
+        return found + [[] for _ in range(len(part.token_ids) - len(found))]
 
     async def more(self) -> Part:
         """Wait for new tokens, or for the end; nothing follows a part that is the last."""

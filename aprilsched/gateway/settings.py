@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar
 
 from aprilsched.checks import request_fields
-from aprilsched.companions import KINDS, Companion
+from aprilsched.companions import KINDS, Companion, top_logprobs
 from aprilsched.core.config import Dispatch, Retries, SchedulerConfig
 from aprilsched.core.policies.bounds import AT_LEAST_0, AT_LEAST_1, check_settings
 from aprilsched.core.policies.refill import PoolView, Refill
@@ -21,6 +21,8 @@ from aprilsched.types import MEDIA, MediaKind
 
 _NEVER = 2**31 - 1
 _RETURN = "return_"
+TOP_FIELD = "top_logprobs_num"
+"""SGLang's name for the number of likely tokens."""
 MEDIA_FIELDS: Mapping[str, MediaKind] = {f"{kind}_data": kind for kind in MEDIA}
 """The kind of media in each field of a request that has some."""
 
@@ -120,6 +122,11 @@ class GatewaySettings:
     """Seconds after a restart for which responses of the prior process wait for their clients.
     Those that no client has asked for again by then are given up."""
 
+    top_logprobs: Annotated[int, AT_LEAST_0] = 5
+    """Largest number of likely tokens in the place of each token that clients may ask for. The
+    servers are asked for as many by each request that wants some, and for none by others. vLLM
+    gives one fewer than its --max-logprobs, which is 20."""
+
     client_fields: tuple[str, ...] = ()
     """Further fields of requests that clients may set, such as priority or image_data. They are
     passed on to the servers as they are; image_data lets chats have images too. Whoever may set a
@@ -145,8 +152,9 @@ class GatewaySettings:
     @property
     def companions(self) -> dict[str, Companion]:
         """The companions whose rows clients may ask for, by the field that does."""
+        likely = {TOP_FIELD: top_logprobs(self.top_logprobs)} if self.top_logprobs else {}
         found = filter(None, map(_companion, self.client_fields))
-        return {f"{_RETURN}{each.name}": each for each in found}
+        return likely | {f"{_RETURN}{each.name}": each for each in found}
 
 
 @cache

@@ -19,7 +19,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from aprilsched.checks import OWN
-from aprilsched.companions import MOST_KEPT, Companion
+from aprilsched.companions import MOST_KEPT, TOP, Companion, top_logprobs
 from aprilsched.engines.base import Chunk, GenerationRequest
 from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.engines.sim.sim_engine import TAGS
@@ -38,6 +38,7 @@ from aprilsched.serving import (
     decode,
     error_event,
     finish_reason,
+    likely_triples,
     make_app,
     send_stream,
     token_logprobs,
@@ -120,6 +121,8 @@ def _companions(
                 f"1 < top_k <= {MOST_KEPT}; got top_k={sampling.top_k}."
             )
         found.append((Companion("sampling_mask"), 0))
+    if body.top_logprobs_num > 0:
+        found.append((top_logprobs(body.top_logprobs_num), 0))
     return tuple(found)
 
 
@@ -173,7 +176,10 @@ class Answer:
             meta["input_token_logprobs"] = []
             meta["output_token_logprobs"] = token_logprobs(ids, chunk.logprobs.tolist())
             meta["output_token_logprobs_length"] = self._tokens
-        for rows in (chunk.token_rows or {}).values():
+        for name, rows in (chunk.token_rows or {}).items():
+            if name == TOP:
+                meta["output_top_logprobs"] = likely_triples(rows, rows.values.shape[1])
+                continue
             self._masks += len(rows)
             meta["output_token_sampling_mask"] = [
                 rows.row(index).tolist() for index in range(len(rows))

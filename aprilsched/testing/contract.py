@@ -30,6 +30,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from aprilsched.companions import TOP, Rows, top_logprobs
 from aprilsched.engines.base import (
     Chunk,
     Engine,
@@ -467,6 +468,27 @@ async def _refit(subject: Subject, weights: Path, version: int) -> None:
     await engine.resume()
 
 
+async def likely_tokens_come_with_each_token(subject: Subject) -> None:
+    """The likeliest tokens come in the place of each token of a request that asks for them, and
+    of no other: through both kinds of pause, and up to an abort."""
+    engine, n = subject.engine, 3
+    asked = msgspec.structs.replace(greedy(ENDLESS), companions=((top_logprobs(n), 0),))
+    stream, plain = Stream(engine, asked).start(), Stream(engine, greedy(ENDLESS)).start()
+    for mode in ("in_place", "retract"):
+        await stream.reach(len(stream) + 20)
+        await engine.pause(mode)
+        await engine.resume()
+    await stream.cut(len(stream) + 20)
+    await plain.cut()
+    assert not any(chunk.token_rows for chunk in plain.chunks)
+    rows = Rows.join([chunk.token_rows[TOP] for chunk in stream.chunks if chunk.token_rows]).values
+    assert rows.shape == (len(stream), n, 2)
+    assert rows[:, 0, 0].tolist() == stream.ids  # They are greedy.
+    assert rows[:, 0, 1].tolist() == stream.logprobs.tolist()
+    assert (np.diff(rows[:, :, 1]) <= 0).all()
+    assert all(len(set(ids)) == n for ids in rows[:, :, 0].tolist())
+
+
 CHECKS: tuple[Check, ...] = (
     every_token_arrives_once,
     retract_keeps_streams_open,
@@ -504,7 +526,10 @@ MEMORY_CHECKS: tuple[Check, ...] = (
 LOAD_CHECKS: tuple[Check, ...] = (the_load_tells_what_is_on_it,)
 """For engines that report their load (:class:`~aprilsched.engines.base.ReportsLoad`)."""
 
-ALL_CHECKS: tuple[Check, ...] = CHECKS + REFIT_CHECKS + MEMORY_CHECKS + LOAD_CHECKS
+LIKELY_CHECKS: tuple[Check, ...] = (likely_tokens_come_with_each_token,)
+"""For engines that return the companion "top_logprobs"."""
+
+ALL_CHECKS: tuple[Check, ...] = CHECKS + REFIT_CHECKS + MEMORY_CHECKS + LOAD_CHECKS + LIKELY_CHECKS
 
 
 # --- streams -------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from aprilsched import (
     SGLangFleet,
     SqliteStore,
 )
-from aprilsched.companions import Companion, routed_experts
+from aprilsched.companions import Companion, routed_experts, top_logprobs
 from aprilsched.config import Dispatch, Pool
 from aprilsched.core.policies.straggler import StragglerRule
 from aprilsched.corrections import renormalized
@@ -46,6 +46,7 @@ LAYERS, PER_TOKEN, EXPERTS = 2, 2, 8
 COMPANIONS = (
     routed_experts(layers=LAYERS, per_token=PER_TOKEN, experts=EXPERTS),
     Companion("sampling_mask"),
+    top_logprobs(3),
 )
 TOP_K, TOP_P = 12, 0.3
 CUT = "output_token_sampling_logprobs"
@@ -190,6 +191,22 @@ def _check(
         _check_experts(rollout, [own[index] for own in says.experts], upto)
         _check_masks(rollout, [own[index] for own in says.logprobs], upto)
         _check_cut(rollout, [own[index] for own in says.logprobs], upto)
+        _check_likely(rollout, [own[index] for own in says.logprobs], upto)
+
+
+def _check_likely(rollout: Rollout, says: Sequence[NDArray[np.float32]], upto: int) -> None:
+    """The likely tokens are those of the version that sampled their token."""
+    rows = rollout.companions["top_logprobs"]
+    assert rows.exact.all()
+    assert rows.rows.values.shape == (len(rollout), 3, 2)
+    ids, told = np.moveaxis(rows.rows.values[:upto], -1, 0)
+    at = np.arange(upto)
+    by_model = np.stack([each[len(rollout.prompt_ids) - 1 :][:upto] for each in says])
+    own, other = (by_model[(rollout.versions[:upto] + n) % 2, at] for n in (0, 1))
+    np.testing.assert_allclose(told, -np.sort(-own)[:, :3], atol=CLOSE)
+    of_ids = np.take_along_axis(own, ids.astype(np.int64), -1)
+    np.testing.assert_allclose(of_ids, told, atol=CLOSE)
+    assert np.median(np.abs(np.take_along_axis(other, ids.astype(np.int64), -1) - told)) > 0.1
 
 
 def _check_experts(rollout: Rollout, says: Sequence[NDArray[np.uint8]], upto: int) -> None:

@@ -49,6 +49,7 @@ class Told:
     prompt: list[int] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    likely: list[list[float]] = field(default_factory=list)
     text: str = ""
     spans: list[dict[str, Any]] = field(default_factory=list)
     exact: bool = False
@@ -107,7 +108,7 @@ async def streamed_completion(client: Any, told: list[Told]) -> None:
         prompt="Once upon a time",
         n=2,
         max_tokens=TOKENS,
-        logprobs=0,
+        logprobs=2,
         stream=True,
         extra_body={"ignore_eos": True, "return_token_ids": True},
     )
@@ -117,6 +118,7 @@ async def streamed_completion(client: Any, told: list[Told]) -> None:
             one.prompt += choice.model_extra.get("prompt_token_ids", [])
             one.ids += choice.token_ids
             one.logprobs += choice.logprobs.token_logprobs
+            one.likely += [list(row.values()) for row in choice.logprobs.top_logprobs]
             one.text += choice.text
             if choice.finish_reason:
                 one.finish, one.spans = choice.finish_reason, choice.weight_versions
@@ -130,6 +132,7 @@ async def streamed_chat(client: Any, told: list[Told]) -> None:
         messages=SAID,
         max_completion_tokens=TOKENS,
         logprobs=True,
+        top_logprobs=2,
         stream=True,
         extra_body={"ignore_eos": True, "return_token_ids": True},
     )
@@ -140,6 +143,9 @@ async def streamed_chat(client: Any, told: list[Told]) -> None:
         one.ids += more.get("token_ids", [])
         if choice.logprobs:
             one.logprobs += [each.logprob for each in choice.logprobs.content]
+            one.likely += [
+                [top.logprob for top in each.top_logprobs] for each in choice.logprobs.content
+            ]
         if choice.finish_reason:
             one.finish, one.spans = choice.finish_reason, more["weight_versions"]
             one.exact = more["weight_versions_exact"]
@@ -233,6 +239,11 @@ def prove(told: Sequence[Told], models: tuple[Path, Path], folder: Path) -> None
         )
         at = np.arange(len(one.ids))
         assert len(of) == len(at) == len(one.logprobs)
+        assert len(one.likely) in (0, len(at))
+        # No other token is likelier than the likeliest, and the sampled one has its own logprob.
+        for own, likely in zip(one.logprobs, one.likely, strict=False):
+            assert own <= max(likely)
+            assert own in likely or own < min(likely)
         both = np.abs(np.stack([own[index] for own in found]) - one.logprobs)
         wrong = np.flatnonzero(both[of, at] >= TOLERANCE)
         if not one.exact:

@@ -181,7 +181,7 @@ _RULES: dict[str, Rule] = {
         others=NUMPY | {"matplotlib"},
     ),
     # The server side of SGLang's HTTP API, for the test server and the gateway; it knows neither.
-    "serving": rule("errors serving types"),
+    "serving": rule("companions errors serving types"),
     # For tests of other projects, too: the embedded engine behind SGLang's HTTP API.
     "testing": rule(
         "checks companions engines errors extras loop_thread sampling serving testing types "

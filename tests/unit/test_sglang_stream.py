@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from aprilsched.companions import Companion
+from aprilsched.companions import Companion, Rows, top_logprobs
 from aprilsched.engines.base import Chunk, GenerationRequest
 from aprilsched.engines.http import Allowance, EventSplitter, UnfinishedEvents
 from aprilsched.engines.sglang.wire import ChunkAssembler
@@ -441,6 +441,31 @@ def test_sampling_masks_come_with_their_tokens(cumulative: bool) -> None:
     rows = [chunk.token_rows["sampling_mask"] for chunk in chunks if chunk.token_rows]
     found = [each.row(index).tolist() for each in rows for index in range(len(each))]
     assert found == [[100 + i, *range(i % 3)] for i in range(5)]
+
+
+@pytest.mark.parametrize("cumulative", [False, True])
+def test_likely_tokens_come_with_their_tokens(cumulative: bool) -> None:
+    """A logprob that is no number of JSON is of an id that cannot be sampled."""
+
+    def likely(start: int, end: int) -> dict[str, Any]:
+        begin = 0 if cumulative else start
+        rows = [[(-i / 10, 100 + i, None), (None, 7, None)] for i in range(begin, end)]
+        return {"output_top_logprobs": rows, "output_token_logprobs": triples(begin, end)}
+
+    assembler = ChunkAssembler("engine:1", asked((top_logprobs(2), 0)))
+    joined = event(3, 5, finish=LENGTH, spans=[("0", 0, 5)], **likely(3, 5))
+    fed = [event(0, 1, **likely(0, 1)), event(1, 3, **likely(1, 3)), joined]
+    rows = Rows.join([(assembler.feed(each).token_rows or {})["top_logprobs"] for each in fed])
+    ids, logprobs = rows.values[..., 0], rows.values[..., 1]
+    assert ids.tolist() == [[100 + i, 7] for i in range(5)]
+    np.testing.assert_allclose(logprobs, [[-i / 10, -np.inf] for i in range(5)], rtol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [..., [[]], [[[-1.0, 5, None]]] * 2])
+def test_tokens_without_their_likely_tokens_are_refused(rows: Any) -> None:
+    assembler = ChunkAssembler("engine:1", asked((top_logprobs(2), 0)))
+    with pytest.raises(EngineProtocolError, match="top_logprobs that are not 2 for each of 2"):
+        assembler.feed(event(0, 2, output_top_logprobs=rows))
 
 
 def test_tokens_without_their_sampling_mask_are_refused() -> None:

@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from aprilsched import Media, SamplingParams
-from aprilsched.companions import Companion, routed_experts
+from aprilsched.companions import Companion, routed_experts, top_logprobs
 from aprilsched.engines.base import GenerationRequest
 from aprilsched.engines.vllm.tokens_api import EventReader, generate_body
 from aprilsched.errors import EngineProtocolError
@@ -95,6 +95,29 @@ def test_masks_that_do_not_cover_the_tokens_are_refused() -> None:
     reader = EventReader("e", request())
     with pytest.raises(EngineProtocolError, match="1 sampling masks for 2 tokens"):
         reader.feed(event([7, 8], sampling_mask=[[7]]))
+
+
+def test_likely_tokens_are_the_likeliest_without_the_sampled_one_that_is_none() -> None:
+    """vLLM puts the sampled token among them, and drops the last one for it."""
+    asked = request(companions=((top_logprobs(2), 0),))
+    assert generate_body(asked, stream_interval=8)["sampling_params"]["logprobs"] == 3
+    of_7 = [(7, -9.0), (3, -0.5), (4, -1.5)], [(8, -0.25), (5, -2.0), (6, -3.0)]
+    content = [
+        {
+            "token_id": row[0][0],
+            "logprob": row[0][1],
+            "top_logprobs": [{"token_id": i, "logprob": p, "rank": 1} for i, p in row],
+        }
+        for row in of_7
+    ]
+    reader = EventReader("e", asked)
+    chunk = reader.feed(event([7, 8], logprobs={"content": content}))
+    assert chunk is not None
+    assert chunk.token_rows is not None
+    rows = chunk.token_rows["top_logprobs"].values.tolist()
+    assert rows == [[[3, -0.5], [4, -1.5]], [[8, -0.25], [5, -2.0]]]
+    with pytest.raises(EngineProtocolError, match="not 2 for each of 1 tokens"):
+        reader.feed(event([9]))
 
 
 def test_a_request_asks_for_the_first_missing_row_and_brings_its_media() -> None:

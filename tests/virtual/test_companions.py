@@ -34,7 +34,7 @@ from aprilsched import (
     SqliteStore,
     Turn,
 )
-from aprilsched.companions import Companion, Rows, routed_experts
+from aprilsched.companions import Companion, Rows, routed_experts, top_logprobs
 from aprilsched.config import Retries
 from aprilsched.core.policies.straggler import BEHAVIOURS
 from aprilsched.engines.base import Capabilities, Chunk, GenerationRequest
@@ -310,8 +310,11 @@ async def test_engines_that_do_not_return_them_are_refused(
             return replace(super().capabilities, companions=frozenset())
 
     monkeypatch.setattr(sim_engine, "SimEngine", Dense)
-    with pytest.raises(ConfigError, match="does not return routed_experts; start it with"):
-        await RolloutScheduler(SimFleet(1), workload(), config=config()).__aenter__()
+    for asked, advice in ((EXPERTS, "start it with"), (top_logprobs(2), "use servers that do")):
+        with pytest.raises(ConfigError, match=f"does not return {asked.name}; {advice}"):
+            await RolloutScheduler(
+                SimFleet(1), workload(), config=config(companions=(asked,))
+            ).__aenter__()
 
 
 @pytest.mark.parametrize(
@@ -324,6 +327,8 @@ async def test_engines_that_do_not_return_them_are_refused(
         ("routed_experts=uint8[3,0]", "give the shape of a row"),
         ("routed_experts=uint8[3000,3000]", "at most 1048576"),
         ("sampling_mask=int32[3]", "give no shape"),
+        ("top_logprobs=int32[5,2]", "give float32"),
+        ("top_logprobs=float32[5]", "the number of tokens and 2"),
         ("routed_experts uint8", "write its name, type and shape as in"),
     ],
 )

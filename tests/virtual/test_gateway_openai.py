@@ -21,7 +21,9 @@ import pytest
 from openai import AsyncOpenAI
 
 from aprilsched.chat.tokenizer import load_tokenizer
+from aprilsched.companions import top_logprobs
 from aprilsched.core.state.ledger import Reason
+from aprilsched.serving import likely_triples
 from aprilsched.testing.contract import until
 from tests.support import gateway as gateways
 from tests.support.gateway import LONG
@@ -87,12 +89,13 @@ async def test_a_completion_is_the_text_of_the_engines_tokens(one: Front, plain:
     prompt = "Grüße 😀"
     ids = tokenizer.encode(prompt)
     body = {**asked(40), "input_ids": ids}
-    _, expected = await one.raw.post("/generate", {**body, "return_logprob": True})
+    likely = {"return_logprob": True, "top_logprobs_num": 2}
+    _, expected = await one.raw.post("/generate", {**body, **likely})
     answer = await one.client.completions.create(
         model=MODEL,
         prompt=prompt,
         max_tokens=40,
-        logprobs=1,
+        logprobs=2,
         temperature=0.0,
         extra_body={"ignore_eos": True, "return_token_ids": True},
     )
@@ -108,7 +111,17 @@ async def test_a_completion_is_the_text_of_the_engines_tokens(one: Front, plain:
     assert (answer.usage.completion_tokens, answer.usage.total_tokens) == (40, len(ids) + 40)
     found = [logprob for logprob, *_ in expected["meta_info"]["output_token_logprobs"]]
     assert choice.logprobs.token_logprobs == found
+    rows = [[(p, i) for p, i, _ in row] for row in expected["meta_info"]["output_top_logprobs"]]
+    assert [row[0] for row in rows] == list(zip(found, choice.token_ids, strict=True))
+    told = [
+        {tokenizer.decode([i], skip_special=False): p for p, i in reversed(row)} for row in rows
+    ]
+    assert choice.logprobs.top_logprobs == told
     assert len(choice.logprobs.tokens) == len(choice.logprobs.text_offset) == 40
+
+
+def test_nothing_is_told_of_a_token_whose_likely_tokens_are_lost():
+    assert likely_triples(top_logprobs(2).blank(3), 2) == [[], [], []]
 
 
 async def test_a_stream_has_the_same_text_tokens_and_logprobs_as_the_whole(one: Front):
@@ -116,7 +129,7 @@ async def test_a_stream_has_the_same_text_tokens_and_logprobs_as_the_whole(one: 
         "model": MODEL,
         "prompt": "count",
         "max_tokens": 100,
-        "logprobs": 0,
+        "logprobs": 3,
         "temperature": 0.0,
         "extra_body": {"ignore_eos": True, "return_token_ids": True},
     }
@@ -131,7 +144,7 @@ async def test_a_stream_has_the_same_text_tokens_and_logprobs_as_the_whole(one: 
     assert len(parts) > 3, "the text comes as it is sampled"
     assert "".join(part.text for part in parts) == whole.text
     assert [i for part in parts for i in part.token_ids] == whole.token_ids
-    for name in ("tokens", "token_logprobs", "text_offset"):
+    for name in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
         told = [each for part in parts for each in getattr(part.logprobs, name)]
         assert told == getattr(whole.logprobs, name)
     assert [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + ["length"]
@@ -245,6 +258,7 @@ async def test_a_chat_goes_through_the_models_template(one: Front):
         messages=messages,
         max_completion_tokens=30,
         logprobs=True,
+        top_logprobs=2,
         temperature=0.0,
         extra_body={"ignore_eos": True, "return_token_ids": True},
     )
@@ -259,8 +273,11 @@ async def test_a_chat_goes_through_the_models_template(one: Front):
     )
     assert choice.token_ids == expected["output_ids"]
     assert choice.message.content == tokenizer.decode(choice.token_ids, skip_special=False).strip()
-    assert [each.logprob for each in choice.logprobs.content] != []
     assert len(choice.logprobs.content) == 30
+    for each in choice.logprobs.content:
+        own, other = each.top_logprobs
+        assert (own.token, own.logprob, own.bytes) == (each.token, each.logprob, each.bytes)
+        assert other.logprob == pytest.approx(each.logprob - 1)
     assert choice.finish_reason == "length"
 
 
@@ -397,7 +414,9 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (TEXT, {"prompt": [[3]] * 33, "n": 128}, "asks for 4224 responses"),
     (TEXT, {"prompt": "x", "n": 0}, "n is 0"),
     (TEXT, {"prompt": "x", "n": 1000}, "n is 1000"),
-    (TEXT, {"prompt": "x", "logprobs": 5}, "give 0 or 1"),
+    (TEXT, {"prompt": "x", "logprobs": 6}, "logprobs is 6; give a number from 0 to 5"),
+    (TEXT, {"prompt": "x", "logprobs": -1}, "logprobs is -1"),
+    (OURS, {**asked(9), "top_logprobs_num": "all"}, "top_logprobs_num is 'all'"),
     (TEXT, {"prompt": "x", "echo": True}, "echo repeats the prompt"),
     (TEXT, {"prompt": "x", "best_of": 4}, "best_of is not n"),
     (TEXT, {"prompt": "x", "stop": [""]}, "A stop string has 1 to"),
@@ -416,7 +435,8 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": with_call("{")}, "arguments are no JSON"),
     (CHAT, {"messages": [{"role": "assistant", "tool_calls": 5}]}, "tool_calls that are no list"),
     (CHAT, {"messages": SAID}, "give max_completion_tokens"),
-    (CHAT, {**SHORT, "top_logprobs": 3}, "leave it out"),
+    (CHAT, {**SHORT, "top_logprobs": 3}, "top_logprobs needs logprobs"),
+    (CHAT, {**SHORT, "logprobs": True, "top_logprobs": 20}, "a larger --top-logprobs"),
     (CHAT, {**SHORT, "tool_choice": "required"}, "not among tools"),
     (CHAT, {**SHORT, "tool_choice": "any"}, "give auto, none, required"),
     (CHAT, {**SHORT, "tools": [TOOL], "parallel_tool_calls": False}, "cannot keep the model from"),

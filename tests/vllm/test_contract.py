@@ -55,7 +55,7 @@ async def test_the_facts(engine: VLLMEngine, models: tuple[Path, Path]) -> None:
     assert facts.logprobs_mode == "raw_logprobs"
     assert (able.max_running_requests, able.ranks, able.adapters) == (64, 1, False)
     assert able.server == "vLLM 0.32.0"
-    assert not able.companions
+    assert able.companions == {"top_logprobs"}
     assert not able.media
 
 

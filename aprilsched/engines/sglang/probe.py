@@ -158,6 +158,7 @@ def _capabilities(model: ModelInfo, info: ServerInfo, schema: OpenApi) -> Capabi
         "routed_experts": info.enable_return_routed_experts,
         "indexer_topk": info.enable_return_indexer_topk,
         "sampling_mask": "return_sampling_mask" in schema.properties("GenerateReqInput"),
+        "top_logprobs": True,
     }
     media = {
         "image": model.has_image_understanding,

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 import numpy as np
 
-from aprilsched.companions import Rows
+from aprilsched.companions import TOP, Rows
 from aprilsched.engines.base import Chunk, GenerationRequest
 from aprilsched.engines.http import UNREADABLE, quote
 from aprilsched.engines.stream import (
@@ -32,6 +32,8 @@ from aprilsched.types import Answer, FinishReason
 
 Triple: TypeAlias = tuple[Logprob, TokenId, str | None]
 """A sampled token as SGLang reports it: logprob, id, text."""
+Likely: TypeAlias = tuple[float | None, TokenId, str | None]
+"""A token that might have been sampled, in the same form."""
 
 
 class Finish(msgspec.Struct, frozen=True):
@@ -49,6 +51,7 @@ class MetaInfo(msgspec.Struct, frozen=True):
     response, whatever part of it the event carries. `weight_version` is the server's label at the
     time of the event. `routed_experts` and `indexer_topk` are base64 of int32, in the last event.
     The list of sampling masks ends at `output_token_sampling_mask_length`, counted as above.
+    The lists of likely tokens are beside those of sampled tokens, whatever part the event carries.
     `prompt_tokens` counts media as the tokens that their placeholders became.
     """
 
@@ -64,6 +67,7 @@ class MetaInfo(msgspec.Struct, frozen=True):
     indexer_topk: str | None = None
     output_token_sampling_mask: list[list[TokenId]] | None = None
     output_token_sampling_mask_length: Count | None = None
+    output_top_logprobs: list[list[Likely]] | None = None
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
@@ -202,6 +206,9 @@ def generate_body(
     if request.cache_key is not None:
         body["extra_key"] = request.cache_key
     for companion, start in request.companions:
+        if companion.name == TOP:
+            body["top_logprobs_num"] = companion.shape[0]
+            continue
         body[f"return_{companion.name}"] = True
         if companion.name == "routed_experts":
             body["routed_experts_start_len"] = start
@@ -283,7 +290,8 @@ class ChunkAssembler(ResponseReader):
 
     def _chunk(self, output_ids: list[int], meta: MetaInfo, entries: Mapping[str, Any]) -> Chunk:
         finish = None if meta.finish_reason is None else self._finish(meta.finish_reason)
-        fresh = self._fresh(meta, finish)
+        where = self._fresh(meta, finish)
+        fresh = (meta.output_token_logprobs or [])[where]
         tokens = list(map(_ID, fresh))
         # An abort is exempt: its output_ids hold a repeat of the last one.
         if finish != "abort" and tokens != output_ids[len(output_ids) - len(tokens) :]:
@@ -298,16 +306,23 @@ class ChunkAssembler(ResponseReader):
             spans=spans,
             cached_tokens=meta.cached_tokens,
             label=self._version(meta.weight_version) if spans is None else None,
-            token_rows=self._token_rows(meta, begin) if self._of_tokens else None,
+            token_rows=self._token_rows(meta, begin, where) if self._of_tokens else None,
             context_rows=self._rows_of_context(meta) if finish and self._companions else None,
             prompt_tokens=meta.prompt_tokens if self._media else None,
             answer=Answer.of(entries, self._keep) if finish and entries else None,
         )
 
-    def _token_rows(self, meta: MetaInfo, begin: int) -> dict[str, Rows]:
-        """The rows of the tokens from `begin` to `held`, for each companion of tokens."""
+    def _token_rows(self, meta: MetaInfo, begin: int, where: slice) -> dict[str, Rows]:
+        """The rows of the tokens from `begin` to `held`, for each companion of tokens. `where` says
+        where their log-probabilities are in the event."""
         found: dict[str, Rows] = {}
         for companion in self._of_tokens:
+            if companion.name == TOP:
+                likely = [
+                    [each[:2] for each in row] for row in (meta.output_top_logprobs or [])[where]
+                ]
+                found[TOP] = self._top_rows(companion, likely, self.held - begin)
+                continue
             masks = meta.output_token_sampling_mask or []
             length = meta.output_token_sampling_mask_length
             # As with log-probabilities, the end of the list is known, and not where it begins.
@@ -340,8 +355,8 @@ class ChunkAssembler(ResponseReader):
             self._label = (label, known)
         return self._label[1]
 
-    def _fresh(self, meta: MetaInfo, finish: str | None) -> list[Triple]:
-        """The triples of the tokens after the first `held` ones.
+    def _fresh(self, meta: MetaInfo, finish: str | None) -> slice:
+        """Where the triples of the tokens after the first `held` ones are.
 
         The event's list may begin anywhere (at `held` in the incremental form, at 0 in the
         cumulative one and at an abort), but its end is known: it is read from its end.
@@ -363,13 +378,13 @@ class ChunkAssembler(ResponseReader):
                 f"sent {end} logprobs for {meta.completion_tokens} tokens; every token needs one"
             )
         if upto <= self.held:
-            return []
+            return slice(0)
         if end - self.held > len(triples):
             raise self._broken(
                 f"sent {len(triples)} logprobs where {end - self.held} were missing; every "
                 "token needs one"
             )
-        return triples[len(triples) - (end - self.held) : len(triples) - (end - upto)]
+        return slice(len(triples) - (end - self.held), len(triples) - (end - upto))
 
     def _finish(self, reason: Finish) -> FinishReason | Literal["abort"]:
         match reason.type:

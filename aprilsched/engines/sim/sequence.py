@@ -18,7 +18,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from aprilsched.companions import Rows
+from aprilsched.companions import TOP, Rows
 from aprilsched.engines.base import Chunk, GenerationRequest
 from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.engines.sim.toy_model import (
@@ -27,6 +27,7 @@ from aprilsched.engines.sim.toy_model import (
     sampling_key,
     toy_masks,
     toy_rows,
+    toy_top,
 )
 from aprilsched.types import Answer, Float32Array, Int32Array, SamplingParams, VersionSpan
 
@@ -162,12 +163,17 @@ class Sequence:
 # --- companions ----------------------------------------------------------------------------------
 
 
-def token_rows(sequence: Sequence, ids: Int32Array) -> dict[str, Rows] | None:
+def token_rows(
+    sequence: Sequence, ids: Int32Array, logprobs: Float32Array
+) -> dict[str, Rows] | None:
     """The rows of new tokens for each companion of tokens; None where none is asked for."""
     if not sequence.request.companions:
         return None
     wanted = [each for each, _ in sequence.request.companions if each.per == "token"]
-    return {each.name: toy_masks(each, ids) for each in wanted} or None
+    return {
+        each.name: toy_top(each, ids, logprobs) if each.name == TOP else toy_masks(each, ids)
+        for each in wanted
+    } or None
 
 
 def context_rows(sequence: Sequence) -> dict[str, Rows] | None:
@@ -298,7 +304,7 @@ class Output:
         for sequence in sequences:
             if sequence.unsent:
                 ids, logprobs = sequence.take_unsent()
-                rows = token_rows(sequence, ids)
+                rows = token_rows(sequence, ids, logprobs)
                 self._put(
                     sequence,
                     Chunk(
@@ -320,7 +326,7 @@ class Output:
             finish=ending,
             spans=spans,
             cached_tokens=0,
-            token_rows=token_rows(sequence, ids),
+            token_rows=token_rows(sequence, ids, logprobs),
             context_rows=context_rows(sequence),
             prompt_tokens=sequence.prompt if sequence.request.media else None,
             answer=_answer(sequence),

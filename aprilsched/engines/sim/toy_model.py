@@ -217,6 +217,15 @@ def toy_rows(companion: Companion, positions: NDArray[np.int64], keys: UInt64Arr
     return Rows(rows.reshape(-1, *companion.shape))
 
 
+def toy_top(companion: Companion, ids: Int32Array, logprobs: Float32Array) -> Rows:
+    """The likeliest tokens in the place of each token: itself first, and others that are one nat
+    less likely each."""
+    places = np.arange(companion.shape[0])
+    below, above = ids[:, np.newaxis] - places, ids[:, np.newaxis] + places
+    found = np.where(below < 0, above, below)
+    return Rows(np.stack((found, logprobs[:, np.newaxis] - places), axis=-1).astype(np.float32))
+
+
 def toy_masks(companion: Companion, ids: Int32Array) -> Rows:
     """A sampling mask for each token: the token itself, and up to two more."""
     rows = [list(range(token, token + 1 + token % 3)) for token in ids.tolist()]

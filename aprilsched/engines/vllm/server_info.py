@@ -148,6 +148,7 @@ async def probe(engine: str, transport: Transport, timeout: float) -> ServerFact
     companions = {
         "routed_experts": config.aux_output_config.enable_return_routed_experts,
         "sampling_mask": model.return_sampling_mask,
+        "top_logprobs": True,
     }
     asleep = model.enable_sleep_mode or config.device_config.device == "cpu"
     return ServerFacts(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from base64 import b64decode
+from collections.abc import Sequence
 from io import BytesIO
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from aprilsched.companions import Rows
+from aprilsched.companions import TOP, Rows
 from aprilsched.engines.base import Chunk, GenerationRequest
 from aprilsched.engines.http import UNREADABLE, quote
 from aprilsched.engines.stream import (
@@ -34,11 +35,19 @@ PREFIX = "generate-tokens-"
 answered with "aborted": 1, and aborts nothing (0.32)."""
 
 
+class Likely(msgspec.Struct, frozen=True):
+    """A token that might have been sampled."""
+
+    token_id: TokenId
+    logprob: float
+
+
 class TokenLogprob(msgspec.Struct, frozen=True):
-    """A sampled token with its logprob."""
+    """A sampled token with its logprob, and in `top_logprobs` itself and likelier ones."""
 
     token_id: TokenId
     logprob: Logprob
+    top_logprobs: list[Likely] = []
 
 
 class Logprobs(msgspec.Struct, frozen=True):
@@ -122,19 +131,27 @@ class EventReader(ResponseReader):
             logprobs=np.array([token.logprob for token in sampled], np.float32),
             finish=finish,
             spans=None if finish is None else self._spans(choice.weight_versions),
-            token_rows=self._token_rows(choice, len(tokens)) if self._of_tokens else None,
+            token_rows=self._token_rows(choice, sampled) if self._of_tokens else None,
             context_rows=self._rows_of_context(choice) if finish and self._companions else None,
             prompt_tokens=None if usage is None else usage.prompt_tokens,
         )
 
-    def _token_rows(self, choice: Choice, tokens: int) -> dict[str, Rows]:
+    def _token_rows(self, choice: Choice, sampled: Sequence[TokenLogprob]) -> dict[str, Rows]:
         """The rows of the new tokens, for each companion of tokens."""
-        masks = choice.sampling_mask or []
-        if len(masks) != tokens:
-            raise self._broken(f"sent {len(masks)} sampling masks for {tokens} tokens")
-        return {
-            companion.name: Rows.ragged(masks, companion.dtype) for companion in self._of_tokens
-        }
+        found: dict[str, Rows] = {}
+        for companion in self._of_tokens:
+            if companion.name == TOP:
+                likely = [
+                    sorted([(e.logprob, e.token_id) for e in token.top_logprobs], reverse=True)
+                    for token in sampled
+                ]
+                found[TOP] = self._top_rows(companion, likely, len(sampled))
+                continue
+            masks = choice.sampling_mask or []
+            if len(masks) != len(sampled):
+                raise self._broken(f"sent {len(masks)} sampling masks for {len(sampled)} tokens")
+            found[companion.name] = Rows.ragged(masks, companion.dtype)
+        return found
 
     def _rows_of_context(self, choice: Choice) -> dict[str, Rows]:
         """The rows from the first missing one on, for each companion of the context."""
@@ -187,6 +204,9 @@ def generate_body(request: GenerationRequest, *, stream_interval: int) -> dict[s
     for companion, start in request.companions:
         if companion.name == "routed_experts":
             params["routed_experts_prompt_start"] = start
+        elif companion.name == TOP:
+            # The sampled token takes a place among them, however unlikely it is.
+            params["logprobs"] = companion.shape[0] + 1
     body: dict[str, Any] = {
         "request_id": request.request_id,
         "token_ids": request.input_ids.tolist(),
