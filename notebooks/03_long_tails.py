@@ -18,31 +18,65 @@
 # %%
 # %matplotlib inline
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
+from aprilsched import LongTailWorkload, SchedulerConfig
 from aprilsched.analysis import plots
 from aprilsched.analysis.lengths_of_run import known_lengths, law_band, law_of
 from aprilsched.analysis.run import read_run
-from aprilsched.core.lengths.observed import pooled
-from aprilsched.runs.config_file import read_settings
-from aprilsched.runs.drive import simulate
-from aprilsched.runs.setup import prepare
-from aprilsched.telemetry.run_folder import RunFolder
-from aprilsched.workload import LongTailWorkload
+from aprilsched.core.messages.facts import UpdateFinished
+from aprilsched.simulation import Costs, SimConfig, simulate
+from aprilsched.telemetry.event_log import EventLog
 
 FOLDER = Path("data/april")
 run = read_run(FOLDER)
-GROUP_SIZE = run.config["scheduler"]["group_size"]
+SIM, SCHEDULER = run.config["sim"], run.config["scheduler"]
+GROUP_SIZE = SCHEDULER["group_size"]
+
+
+def workload(seed):
+    """The prompts of the run in FOLDER, or others of the same law."""
+    return LongTailWorkload(seed=seed, group_size=GROUP_SIZE, **run.config["workload"])
+
+
+class Updates:
+    """Notes when the engines took new weights."""
+
+    def __init__(self):
+        self.times = []
+
+    def on_facts(self, facts, now):
+        self.times += [now for fact in facts if isinstance(fact, UpdateFinished)]
 
 
 def simulate_again(folder, seed):
-    """The run in FOLDER with other prompts."""
-    settings = replace(read_settings(FOLDER / "config.toml"), seed=seed)
-    simulate(prepare(settings), RunFolder(folder))
-    return folder
+    """The run in FOLDER with other prompts: its event log in the folder, its result, and the times
+    of its updates."""
+    folder.mkdir()
+    log, updates = EventLog(folder / "events.jsonl", patient=True), Updates()
+    log.start()
+    result = simulate(
+        workload(seed),
+        SchedulerConfig(
+            batch_groups=SCHEDULER["batch_groups"],
+            group_size=GROUP_SIZE,
+            over_provision=SCHEDULER["over_provision"],
+        ),
+        engines=SIM["engines"],
+        engine=SimConfig(
+            max_running=SIM["max_running"],
+            kv_tokens=SIM["kv_tokens"],
+            stream_interval=SIM["stream_interval"],
+            make_tokens=False,
+        ),
+        costs=Costs(train_seconds=run.config["train_seconds"], refit_seconds=SIM["refit_seconds"]),
+        batches=run.config["batches"],
+        listeners=[log, updates],
+    )
+    log.close()
+    return result, updates.times
 
 
 # %% [markdown]
@@ -53,7 +87,8 @@ def simulate_again(folder, seed):
 # %%
 now = run.updates[0].time
 groups = known_lengths(FOLDER, until=now)
-tokens, finished = pooled(groups)
+tokens = np.concatenate([group.tokens for group in groups])
+finished = np.concatenate([group.finished for group in groups])
 started = tokens > 0
 delivered = np.array([rollout.tokens for rollout in run.deliveries[0].rollouts])
 print(
@@ -71,10 +106,8 @@ print(f"mean of the delivered: {delivered.mean():.0f} tokens")
 # %%
 law = law_of(groups)
 band = law_band(groups)
-workload = LongTailWorkload(
-    seed=run.config["seed"], group_size=GROUP_SIZE, **run.config["workload"]
-)
-truth = np.concatenate([workload.lengths(index) for index in range(2000)])
+prompts = workload(run.config["seed"])
+truth = np.concatenate([prompts.lengths(index) for index in range(2000)])
 plots.length_law(
     law, delivered=delivered, band=band, truth=truth,
     title="After one batch: the delivered are short; the estimate is right as far as it reaches",
@@ -114,12 +147,12 @@ COLUMNS = (0, 2, 4)
 errors, shorts, covered = [], [], []
 with tempfile.TemporaryDirectory() as folder:
     for seed in range(6):
-        again = simulate_again(Path(folder) / str(seed), seed)
-        other = read_run(again)
+        again = Path(folder) / str(seed)
+        result, updated = simulate_again(again, seed)
         off, short, inside = [], [], []
         for place in COLUMNS:
-            known = known_lengths(again, until=other.updates[place].time)
-            lengths = [r.tokens for d in other.deliveries[: place + 1] for r in d.rollouts]
+            known = known_lengths(again, until=updated[place])
+            lengths = result.lengths[result.batch <= place]
             around = law_band(known, draws=100)
             off.append(law_of(known).mean() / true_mean - 1)
             short.append(float(np.mean(lengths)) / true_mean - 1)
