@@ -3,8 +3,9 @@
 It has the part of SGLang 0.5.21's API that the adapter needs: the probes, the control calls, and
 ``/generate`` as incremental server-sent events with ``[logprob, id, null]`` triples.
 Every stream gives the same answer, one event every `pace` seconds, up to the event `limit`. Those
-of one body give their events one after the other. POST /bench sets both. The arguments are the tokens of an answer and of an event, by default 1024 and 64,
-and 1 for the routed experts of a Qwen3-30B-A3B in every answer.
+of one body give their events one after the other. POST /bench sets both. The arguments are the
+tokens of an answer and of an event, by default 1024 and 64, and 1 for the routed experts of a
+Qwen3-30B-A3B in every answer.
 The server runs in a process of its own, so that its CPU time is not measured.
 """
 
