@@ -84,7 +84,7 @@ def compare(level: int, repeats: int, rollouts: int) -> tuple[list[dict[str, Any
         order = list(CLIENTS)[:: 1 if repeat % 2 == 0 else -1]
         raw += [measure(client, level, max(rollouts, level)) for client in order]
         say(f"{level} in flight: repeat {repeat} done")
-    for other in ("bare", "tight"):
+    for other in ("bare", "tight", "single"):
         ratios = [a / b for a, b in zip(_cpu(raw, "scheduled"), _cpu(raw, other), strict=True)]
         row[f"ratio_to_{other}"] = [f(ratios) for f in (min, statistics.median, max)]
     for client in CLIENTS:

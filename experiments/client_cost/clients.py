@@ -19,6 +19,7 @@ import msgspec
 from aprilsched import Prompt, RolloutScheduler, SamplingParams, SchedulerConfig, SGLangFleet
 from aprilsched.companions import Companion, routed_experts
 from aprilsched.config import Pool
+from aprilsched.engines.http import HttpLimits
 from aprilsched.store import Store
 from aprilsched.telemetry.base import AnyListener
 
@@ -133,6 +134,7 @@ def scheduler(
     listeners: Sequence[AnyListener] = (),
     fleet: SGLangFleet | None = None,
     companions: Sequence[Companion] = (),
+    limits: HttpLimits | None = None,
 ) -> RolloutScheduler:
     """A scheduler that keeps `in_flight` rollouts of so many tokens generating."""
     groups = in_flight // GROUP_SIZE
@@ -150,17 +152,28 @@ def scheduler(
         companions=tuple(companions),
     )
     return RolloutScheduler(
-        fleet or SGLangFleet(urls), prompts, config=config, store=store, listeners=listeners
+        fleet or SGLangFleet(urls, limits=limits),
+        prompts,
+        config=config,
+        store=store,
+        listeners=listeners,
     )
 
 
 async def scheduled(
-    url: str, *, in_flight: int, rollouts: int, companions: Sequence[Companion] = ()
+    url: str,
+    *,
+    in_flight: int,
+    rollouts: int,
+    companions: Sequence[Companion] = (),
+    limits: HttpLimits | None = None,
 ) -> Cost:
     """The same through the scheduler, batch after batch."""
     count = tokens = 0
     kept: list[object] = []
-    running = scheduler([url], in_flight=in_flight, rollouts=rollouts, companions=companions)
+    running = scheduler(
+        [url], in_flight=in_flight, rollouts=rollouts, companions=companions, limits=limits
+    )
     async with running:
         cpu, wall = time.process_time(), time.perf_counter()
         async for batch in running:
@@ -171,9 +184,15 @@ async def scheduled(
     return Cost(cpu=cpu, wall=wall, rollouts=count, tokens=tokens)
 
 
+async def single(url: str, *, in_flight: int, rollouts: int) -> Cost:
+    """The scheduler, with a connection for each request."""
+    limits = HttpLimits(max_connections=2 * in_flight)
+    return await scheduled(url, in_flight=in_flight, rollouts=rollouts, limits=limits)
+
+
 async def routed(url: str, *, in_flight: int, rollouts: int) -> Cost:
     """The scheduler with routed experts."""
     return await scheduled(url, in_flight=in_flight, rollouts=rollouts, companions=(ROUTED,))
 
 
-CLIENTS = {"bare": bare, "tight": tight, "scheduled": scheduled}
+CLIENTS = {"bare": bare, "tight": tight, "single": single, "scheduled": scheduled}

@@ -2,9 +2,10 @@
 
 It has the part of SGLang 0.5.21's API that the adapter needs: the probes, the control calls, and
 ``/generate`` as incremental server-sent events with ``[logprob, id, null]`` triples.
-Every stream gives the same answer, one event every `pace` seconds, up to the event `limit`. POST
-/bench sets both. The arguments are the tokens of an answer and of an event, by default 1024 and 64,
-and 1 for the routed experts of a Qwen3-30B-A3B in every answer.
+Every stream gives the same answer, one event every `pace` seconds, up to the event `limit`. Those
+of one body give their events one after the other. POST /bench sets both. The arguments are the
+tokens of an answer and of an event, by default 1024 and 64, and 1 for the routed experts of a
+Qwen3-30B-A3B in every answer.
 The server runs in a process of its own, so that its CPU time is not measured.
 """
 
@@ -130,16 +131,24 @@ class Server:
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         wanted = await request.json()
-        if "logit_bias" in wanted["sampling_params"]:
+        several = isinstance(wanted["input_ids"][0], list)
+        if not several and "logit_bias" in wanted["sampling_params"]:
             message = f"logit_bias must have keys in [0, {VOCABULARY - 1}]."
             return web.json_response({"error": {"message": message}}, status=400)
         stream = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await stream.prepare(request)
+        streams = len(wanted["input_ids"]) if several else 1
         for index, event in enumerate(self._events):
             await asyncio.sleep(self._pace)
             if index >= self._limit:
                 await self._hold(index)
-            await stream.write(event)
+            if not several:
+                await stream.write(event)
+                continue
+            # As SGLang does: each event has the index of its response behind everything else.
+            body = event[: -len(b"}\n\n")]
+            for place in range(streams):
+                await stream.write(b'%b,"index":%d}\n\n' % (body, place))
         await stream.write(b"data: [DONE]\n\n")
         return stream
 

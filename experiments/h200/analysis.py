@@ -57,16 +57,24 @@ MACHINES = {
     "third machine, 4B": ("steps-7", "steps-8", "steps-9"),
     "fourth machine, 4B": ("steps-10",),
     "fifth machine, 4B": ("steps-14",),
-    "fifth machine, experts": ("steps-11", "steps-12", "steps-13"),
+    "fifth machine, experts": ("steps-11", "steps-12", "steps-13", "steps-15"),
+    "sixth machine, 4B": ("steps-16", "steps-19"),
+    "sixth machine, experts": ("steps-17", "steps-18"),
 }
-"""Logs of servers, in raw/, that have the same step times. That of waiting on the mixture of
-experts (steps-15) is not there: steps of fewer than 64 requests do not read all experts, and no
-model here knows that."""
+"""Logs of servers, in raw/, that have the same step times."""
 ALIKE = ("waiting", "april", "april-kept", "auto-default", "auto-kept-default")
 """Schedules that the fifth machine measured like against like, in full size."""
 AGAINST = {"april": "waiting", "april-kept": "waiting", "auto-default": "april",
            "auto-kept-default": "april-kept"}  # fmt: skip
 """What each of them is compared with."""
+SIXTH = (
+    ("auto-kept-default:0:0.25:single", "auto-kept-default:0:0.25"),
+    ("auto-kept-default:0:0.25:single:s1", "auto-kept-default:0:0.25:s1"),
+    ("areal-kept:0:0.25:single", "areal-kept:0:0.25"),
+    ("april-kept:0:1:moe", "auto-kept-default:0:1:moe"),
+    ("auto-default:0:1",),
+)
+"""Cells of the sixth machine that are compared with each other."""
 STEPS = 40
 """Number of decode steps between two lines about decoding."""
 BLOCK, SAMPLES = 4, 10_000
@@ -75,16 +83,16 @@ FEWEST = 8
 Rows = Sequence[dict[str, Any]]
 
 
-def lines() -> list[dict[str, Any]]:
-    """Everything that cells.py wrote."""
-    return [json.loads(line) for line in (HERE / "raw" / "cells.jsonl").read_text().splitlines()]
+def lines(name: str) -> list[dict[str, Any]]:
+    """Everything that cells.py wrote on the first five machines, or on the sixth."""
+    return [json.loads(line) for line in (HERE / "raw" / name).read_text().splitlines()]
 
 
-def found() -> dict[str, dict[str, Any]]:
+def found(name: str = "cells.jsonl") -> dict[str, dict[str, Any]]:
     """The longest run of each cell that has enough batches, and the last of equally long ones, by
     the cell's name."""
     best: dict[str, dict[str, Any]] = {}
-    for line in lines():
+    for line in lines(name):
         if line.get("kind") != "cell" or line["error"] not in ("", "the time ended"):
             continue
         batches, cell = len(line["batches"]), Cell.of(line["cell"])
@@ -185,8 +193,6 @@ def decoded(log: str) -> list[LogLine]:
 def machine(line: dict[str, Any]) -> str:
     """The machine on which a cell was measured, in words."""
     log = (line.get("log") or [""])[0]
-    if log == "steps-15":
-        return "fifth machine"
     return next((name.partition(",")[0] for name, logs in MACHINES.items() if log in logs), "")
 
 
@@ -305,6 +311,8 @@ def table(runs: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
         row["own_generated"] = generated(line, of_model(cell, own=True), cell.burn_in)
         row["own_efficiency"] = own_efficiency(line, cell)
         row["machine"] = machine(line)
+        took, several = windows(line, cell.burn_in)
+        row["passes_s"] = sum(new.passes for *_, new in several) / took if several else None
         row["split"] = split(line, cell.burn_in)
         if name in expected:
             row["predicted_step_s"] = expected[name]["step_s"]
@@ -349,6 +357,7 @@ def result() -> dict[str, Any]:
         "missing": [name for name in all_cells() if name not in runs
                     and name.split(":")[0] not in OTHERS],
         "windows_predicted_over_measured": model_errors(),
+        "sixth": table(found("cells-6.jsonl")) if (HERE / "raw" / "cells-6.jsonl").exists() else [],
     }  # fmt: skip
     return json.loads(json.dumps(everything), parse_float=lambda text: float(f"{float(text):.4g}"))
 
@@ -416,6 +425,34 @@ def alike(everything: dict[str, Any]) -> str:
                     f"| {share(row['own_generated'])} | {share(row['off_policy'])} "
                     f"| {row['age']:.1f}, {row['oldest']} | {row['mean_length']:.0f} | {said} |"
                 )
+    return "\n".join(text)
+
+
+def sixth(everything: dict[str, Any]) -> str:
+    """The table of README.md of the sixth machine."""
+    head = ["cell", "batches", "step, s", "tokens/s", "generated", "times the cell above",
+            "passes a second", "of the bound", "off-policy", "age, oldest", "mean length",
+            "the planner's own forecast"]  # fmt: skip
+    text = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    rows = {row["cell"]: row for row in everything["sixth"]}
+    for several in SIXTH:
+        above: dict[str, Any] | None = None
+        for row in (rows[name] for name in several):
+            (low, high), told, compared, said = row["step_interval"], row.get("forecast"), "", ""
+            if above is not None:
+                ratios = [row[name] / above[name] for name in ("tokens_s", "generated_s")]
+                compared = "{:.2f} (generated: {:.2f})".format(*ratios)
+            if told:
+                said = f"{told['step_seconds']:.2f} s, {share(told['efficiency'])} "
+                said += f"(found: {share(told['efficiency_found'])})"
+            text.append(
+                f"| {titled(row['cell'])} | {row['counted']} "
+                f"| {row['step_s']:.2f} ({low:.2f} to {high:.2f}) | {row['tokens_s']:,.0f} "
+                f"| {row['generated_s']:,.0f} | {compared} | {row['passes_s']:.1f} "
+                f"| {share(row['own_generated'])} | {share(row['off_policy'])} "
+                f"| {row['age']:.1f}, {row['oldest']} | {row['mean_length']:.0f} | {said} |"
+            )
+            above = row
     return "\n".join(text)
 
 
@@ -513,6 +550,7 @@ def main() -> None:
     print(alike(everything))
     print(markdown(everything))
     print(splits(everything))
+    print(sixth(everything))
     print("missing:", ", ".join(everything["missing"]))
     print(json.dumps(everything["windows_predicted_over_measured"], indent=1))
     picture(everything, HERE / "h200.png")

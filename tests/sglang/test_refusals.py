@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -35,6 +37,24 @@ async def test_a_prompt_beyond_the_context_is_a_rejection_and_no_interruption(
     with pytest.raises(EngineRejected, match="longer than the model's context length") as caught:
         await whole(engine, greedy(3, prompt=prompt))
     assert caught.value.status == 400
+
+
+@pytest.mark.parametrize("unknown", [True, False])
+async def test_a_request_that_cannot_be_served_leaves_those_of_its_body_alone(
+    engine: SGLangEngine, unknown: bool
+) -> None:
+    """One is longer than the context, or has a parameter that SGLang does not know: it refuses the
+    body, or answers with an empty stream."""
+    bad = greedy(3, prompt=PROMPT if unknown else np.tile(PROMPT, 300))
+    if unknown:
+        sampling = replace(bad.sampling, extra={"no_such_parameter": 1})
+        bad = msgspec.structs.replace(bad, sampling=sampling)
+    streams = [Stream(engine, each).start() for each in (greedy(20), bad, greedy(30))]
+    with pytest.raises(EngineError):
+        await streams[1].end()
+    for stream in (streams[0], streams[2]):
+        await stream.end()
+        assert len(stream) == stream.request.sampling.max_new_tokens
 
 
 async def test_a_checkpoint_that_cannot_be_loaded_is_rejected_and_changes_nothing(

@@ -43,6 +43,7 @@ def test_the_committed_table_follows_from_the_raw_data(schedules: Any) -> None:
     assert analysis.alike(found) in text
     assert analysis.markdown(found) in text
     assert analysis.splits(found) in text
+    assert analysis.sixth(found) in text
 
 
 def test_analysis_takes_the_longest_run_of_a_cell_and_says_which_are_missing(
