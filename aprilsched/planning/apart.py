@@ -17,11 +17,14 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Sequence
+from operator import attrgetter
 
 from aprilsched.core.policies.placement import Places
 from aprilsched.core.policies.schedule import Schedule
 from aprilsched.planning.setting import Setting
 from aprilsched.planning.trial import RESERVE_SHARE, Drawn, Running, Trial
+
+_DUE = attrgetter("due")
 
 
 class FleetTrial(Trial):
@@ -35,7 +38,7 @@ class FleetTrial(Trial):
 
     def _advance(self, until: float = math.inf) -> None:
         """Go to the next event of any engine."""
-        engine = min(self._engines, key=due)
+        engine = min(self._engines, key=_DUE)
         if engine.due > until:
             self.now = until
             return
@@ -68,7 +71,7 @@ class FleetTrial(Trial):
 
     # --- responses -----------------------------------------------------------------------------
 
-    def _admit(self) -> None:
+    def _admit(self, *, alone: bool = False) -> None:
         """Send what waits to the engines, and let those go on that stand."""
         stood, self._stands = self._stands, False
         if stood:
@@ -137,29 +140,30 @@ class FleetTrial(Trial):
             return
         engine.steps = self._room_on(engine, engine.next_end() - engine.step)
         running, kv = len(engine.running), round(engine.kv)
-        engine.due = engine.at + self._setting.model.decode_seconds(running, kv, engine.steps)
+        engine.due = engine.at + self._decoding.seconds(running, kv, engine.steps)
 
     def _follow(self, engine: Engine) -> None:
         """Bring an engine to the end of the step that is in progress now."""
         if not engine.running or engine.at >= self.now:
             return
-        running, kv, model = len(engine.running), round(engine.kv), self._setting.model
-        steps = model.steps_within(running, kv, self.now - engine.at)
-        if engine.at + model.decode_seconds(running, kv, steps) < self.now:
+        running, kv = len(engine.running), round(engine.kv)
+        steps = self._setting.model.steps_within(running, kv, self.now - engine.at)
+        if engine.at + self._decoding.seconds(running, kv, steps) < self.now:
             steps += 1
         if (steps := min(steps, engine.steps - 1)) > 0:
             self._decode(engine, steps)
 
     def _decode(self, engine: Engine, steps: int) -> None:
-        running, model, engines = len(engine.running), self._setting.model, len(self._engines)
-        engine.at += model.decode_seconds(running, round(engine.kv), steps)
-        tokens, growth = steps * running, running * steps * (steps - 1) / 2
-        work = model.token_seconds(self._setting.max_running) * tokens
-        self._bound += (work + model.t2 * (steps * engine.kv + growth)) / engines
+        running = len(engine.running)
+        engine.at += self._decoding.seconds(running, round(engine.kv), steps)
+        tokens = steps * running
+        reads = steps * engine.kv + tokens * (steps - 1) / 2
+        work = self._token_seconds * tokens + self._setting.model.t2 * reads
+        self._bound += work / len(self._engines)
         engine.step += steps
         engine.steps -= steps
         engine.kv += tokens
-        self._peak = max(self._peak, engine.kv * engines)
+        self._peak = max(self._peak, engine.kv * len(self._engines))
         while engine.ends and engine.ends[0][0] <= engine.step:
             end, ticket = heapq.heappop(engine.ends)
             if engine.ends_at(ticket, end):
@@ -258,7 +262,3 @@ class Engine:
         """Whether this response ends here; one that was preempted ends later than was noted."""
         running = self.running.get(ticket)
         return running is not None and running.end == step
-
-
-def due(engine: Engine) -> float:
-    return engine.due

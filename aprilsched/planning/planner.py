@@ -47,7 +47,14 @@ _BRIEF, _LEAST_BRIEF = 6, 3
 _MAY_RISE = 0.05
 """Largest distance from the best in the brief trial at which the real best may be."""
 _MOST_GROUPS = 128
-"""A larger batch is tried out as an equal share of it on fewer engines."""
+"""A larger batch is tried out as an equal share of it on fewer engines, where it matters which
+engine has which response, or where each batch waits for its longest one."""
+_LEAST_GROUPS = 32
+"""Where it does not, a batch of more groups and of more than `_ROLLOUTS` is tried out as an equal
+share of it, on a share of an engine too. As many rollouts in more batches scatter less, because
+fewer of them are before the count begins."""
+_LEAST_RESPONSES = 16
+"""Number of the longest responses that a share of an engine has room for."""
 _MOST_GROUPS_ROLLING = 256
 """The same with rolling refits. Old versions hold a number of engines and not a share of them, so a
 small share of the fleet is expected to do worse than the whole: a quarter of 16 engines by 5 %,
@@ -96,19 +103,27 @@ class Planner:
 
     def plan(self, command: Plan, config: SchedulerConfig) -> Schedule:
         """The schedule to follow, with its expected outcome; it may be the one in force."""
-        setting = self.setting(command, config)
+        several = command.places and command.engines > 1
+        setting = self.setting(command, config, "spread" if several else "prefix")
         space = Space(
             may_defer=config.may_defer,
             tail=isinstance(config.policies.refill, TailBatching) and config.may_defer,
             paces=command.paces,
-            placement="spread" if command.places and command.engines > 1 else None,
+            placement="spread" if several else None,
         )
-        tried = trials(setting, space, current=command.current, bias=self.bias)
+        schedules = candidates(setting, space)
+        tried = trials(setting, schedules, current=command.current, bias=self.bias)
         best = choose(tried, config.objective.tolerance)
-        if space.placement and _with_cache(best, setting) > 1 + config.objective.tolerance:
-            # Prompts are long enough that to prefill them once may be worth uneven engines.
-            space = replace(space, placement="prefix")
-            together = trials(setting, space, current=command.current, bias=self.bias)
+        if several and _with_cache(best, setting) > 1 + config.objective.tolerance:
+            # Prompts are long enough that to prefill them once may be worth uneven engines. These
+            # are not faster than engines that share the work evenly.
+            schedules = [
+                replace(each.schedule, placement="prefix")
+                for each in tried
+                if each.outcome.value * _with_cache(each, setting) >= best.outcome.value
+            ]
+            setting = self.setting(command, config, "prefix")
+            together = trials(setting, schedules, current=command.current, bias=self.bias)
             tried += [_together_worth(each, setting) for each in together]
             best = choose(tried, config.objective.tolerance)
         now = next((t for t in tried if t.schedule.same_as(command.current)), None)
@@ -116,19 +131,36 @@ class Planner:
             return now.schedule
         return best.schedule
 
-    def setting(self, command: Plan, config: SchedulerConfig) -> Setting:
-        """The conditions in which candidates are tried out."""
-        stop = config.policies.stop
-        rolling = config.refit == "rolling"
-        most = _MOST_GROUPS_ROLLING if rolling else _MOST_GROUPS
-        scale = max(1, min(command.engines, command.batch_groups // most))
+    def setting(
+        self, command: Plan, config: SchedulerConfig, placement: Placement = "prefix"
+    ) -> Setting:
+        """The conditions in which candidates are tried out; `placement` is that of candidates that
+        name none, if the configuration says none either."""
+        stop, staleness = config.policies.stop, config.policies.staleness
+        if config.dispatch.placement != "auto":
+            placement = config.dispatch.placement
         observed = ObservedLengths(window=10**9)
         for group in command.ended:
             observed.add_group(group)
-        batch_groups = -(-command.batch_groups // scale)
-        engines = max(1, round(command.engines / scale))
-        staleness = config.policies.staleness
-        restarts, placement = staleness.rule == "restart", config.dispatch.placement
+        size = max(len(group.tokens) for group in command.ended)
+        restarts, rolling = staleness.rule == "restart", config.refit == "rolling"
+        waits = command.gap_seconds or command.end_seconds
+        uneven = placement == "prefix" and command.engines > 1 and size > 1 and not waits
+        if rolling or uneven or restarts:
+            least = _MOST_GROUPS_ROLLING if rolling else _MOST_GROUPS
+            share = max(1.0, min(command.engines, command.batch_groups // least))
+        else:
+            longest = max(int(group.tokens.max()) for group in command.ended)
+            share = command.batch_groups / max(_LEAST_GROUPS, _ROLLOUTS / size)
+            room = self.max_running * command.engines / _LEAST_RESPONSES
+            if command.kv_tokens is not None:
+                least = _LEAST_RESPONSES * (command.prompt_tokens + longest)
+                room = min(room, command.kv_tokens / least)
+            share = max(1.0, min(share, room))
+        batch_groups = math.ceil(command.batch_groups / share - 1e-9)
+        engines = max(1, round(command.engines / share))
+        # How many times an engine of the run has one of these.
+        thinner = 1.0 if rolling or uneven or restarts else share * engines / command.engines
         lengths = observed.draw_groups(
             _groups_needed(batch_groups),
             group_size=command.group_size,
@@ -140,10 +172,11 @@ class Planner:
             lengths=lengths,
             batch_groups=batch_groups,
             engines=engines,
-            share=command.engines / engines,
-            model=self.model,
-            max_running=self.max_running,
-            kv_tokens=None if kv is None else kv // command.engines,
+            share=command.engines * thinner / engines,
+            fleet=command.engines,
+            model=_share_of(self.model, thinner),
+            max_running=max(1, round(self.max_running / thinner)),
+            kv_tokens=None if kv is None else int(kv / command.engines / thinner),
             prompt_tokens=command.prompt_tokens,
             keeps_kv=config.cached_kv == "keep",
             runs_out=BEHAVIOURS[config.straggler].called_back == "never",
@@ -162,7 +195,7 @@ class Planner:
             if gaps
             else (),
             end_times=command.end_seconds,
-            placement="prefix" if placement == "auto" else placement,
+            placement=placement,
             rolling=rolling,
             prices=config.prices,
             objective=config.objective,
@@ -171,25 +204,27 @@ class Planner:
             # There are few candidates without stale tokens, and they differ by a few percent.
             batches=80 if restarts else _batches(batch_groups, lengths),
             shared=_shared(observed),
-            stop=replace(stop, amount=-(-stop.amount // scale)),
+            stop=replace(stop, amount=math.ceil(stop.amount / share - 1e-9)),
             takes_over=True,
         )
 
 
 def trials(
     setting: Setting,
-    space: Space,
+    several: Sequence[Schedule],
     *,
     current: Schedule | None = None,
     bias: Bias | None = None,
 ) -> list[Tried]:
-    """Try candidates out, and write the expected outcome into their schedules, corrected by `bias`.
+    """Try `several` candidates out, and write the expected outcome into their schedules, corrected
+    by `bias`.
 
-    Every second ratio of each refill rule gets a brief trial, and so do those beside the ones that
-    are near the best. Of all these, those near the best, and `current`, go on to a longer trial. If
-    that exceeds a bound, the next best takes the candidate's place.
+    Every fourth ratio of each refill rule gets a brief trial, or every second one where groups are
+    deferred, which scatters more, and so do those between them that are beside one near the best.
+    A candidate that would not be near the best if its engines never waited is not tried. Of all
+    these, those near the best, and `current`, go on to a longer trial. If that exceeds a bound, the
+    next best takes the candidate's place.
     """
-    several = candidates(setting, space)
     bias = bias or Bias()
     factors = [bias.factor(schedule.refill.name) for schedule in several]
     drawn, few = Drawn.of(setting), min(_BRIEF, max(_LEAST_BRIEF, setting.batches // 4))
@@ -209,23 +244,29 @@ def trials(
 
     def brief(places: Iterable[int]) -> None:
         for place in places:
-            first[place] = outcome(place, few)
+            most = _most(several[place], setting.faster(factors[place])) * factors[place]
+            if place not in first and most >= _least_near(first):
+                first[place] = outcome(place, few)
 
     rules: dict[tuple[Refill, Pace | None], list[int]] = {}
     for place, schedule in enumerate(several):
         rules.setdefault((schedule.refill, schedule.pace), []).append(place)
-    brief(place for places in rules.values() for place in places[::2])
-    least = _least_near(first)
-    brief(
-        place
-        for places in rules.values()
-        for index, place in enumerate(places)
-        if index % 2
-        and (
-            any(first[beside].value >= least for beside in places[index - 1 : index + 2 : 2])
-            or (current is not None and several[place].same_as(current))
+    # Beside a slow trainer those that do not wait for it tell that the others need no trial.
+    ratios = [rules[rule] for rule in sorted(rules, key=lambda rule: rule[1] == "synchronous")]
+    brief(p for places in ratios for p in places[:: 2 if several[places[0]].refill.defers else 4])
+    for stride, least in ((2, (1 - _MAY_RISE) * _least_near(first)), (1, _least_near(first))):
+        brief(
+            place
+            for places in ratios
+            for index, place in enumerate(places)
+            if index % (2 * stride) == stride
+            and any(
+                first[beside].value >= least
+                for beside in places[index - stride : index + stride + 1 : 2 * stride]
+                if beside in first
+            )
         )
-    )
+    brief(p for p, each in enumerate(several) if current is not None and each.same_as(current))
     longer: dict[int, Outcome] = {}
     while near := _near(first, longer):
         longer.update((place, outcome(place, setting.batches)) for place in near)
@@ -265,6 +306,15 @@ def _with_cache(tried: Tried, setting: Setting) -> float:
 def _together_worth(tried: Tried, setting: Setting) -> Tried:
     value = tried.outcome.value * _with_cache(tried, setting)
     return replace(tried, outcome=replace(tried.outcome, value=value))
+
+
+def _most(schedule: Schedule, setting: Setting) -> float:
+    """What a schedule would be worth if its engines always did as much work as they can."""
+    work = setting.group_work * setting.batch_groups
+    training = setting.train_seconds * (1 - setting.train_early)
+    ahead = (schedule.pace or setting.pace) == "asynchronous"
+    busy = max(work, training) if ahead else work + training
+    return work / (busy + setting.refit_seconds)
 
 
 def _near(first: Mapping[int, Outcome], longer: Mapping[int, Outcome]) -> list[int]:
@@ -342,6 +392,20 @@ def _may_stay(now: Tried, best: Tried, tried: Sequence[Tried], tolerance: float)
         _allowed(now.outcome)
         and now.outcome.value >= (1 - tolerance - _STAYS) * most
         and now.outcome.off_policy_share <= best.outcome.off_policy_share + _STALER
+    )
+
+
+def _share_of(model: StepTimeModel, share: float) -> StepTimeModel:
+    """An engine that does what one of the `model` does in the same time with so many times the
+    responses, tokens and room."""
+    return replace(
+        model,
+        t1=model.t1 * share,
+        t2=model.t2 * share,
+        prefill_rate=model.prefill_rate / share,
+        prefill_chunk=max(1, round(model.prefill_chunk / share)),
+        wide_from=round(model.wide_from / share),
+        fill=model.fill / share,
     )
 
 
@@ -448,8 +512,9 @@ def _ahead(setting: Setting) -> list[tuple[float, Refill]]:
 
 def _together(setting: Setting) -> int:
     # With rolling refits new groups go to the engines of the newest version, which are some of all.
-    engines = math.ceil(setting.engines / 4) if setting.rolling else setting.engines
-    return min(_TOGETHER * engines, setting.batch_groups)
+    engines = setting.fleet or setting.engines
+    engines = math.ceil(engines / 4) if setting.rolling else engines
+    return min(_TOGETHER * engines, round(setting.batch_groups * setting.share))
 
 
 _PLACED: dict[Placement, str] = {

@@ -31,6 +31,8 @@ class RollingTrial(FleetTrial):
 
     def __init__(self, schedule: Schedule, setting: Setting, drawn: Drawn | None = None) -> None:
         super().__init__(schedule, setting, drawn)
+        self._older: list[Engine] = []
+        """Engines that may have an older version than the newest one, and do not load it."""
         self._looked: dict[int, float] = {}
         """For each older version the surplus of engines at which it was last found not to be worth
         it to move their responses."""
@@ -42,6 +44,7 @@ class RollingTrial(FleetTrial):
         if engine.loads is not None:
             engine.version, engine.loads = engine.loads, None
             engine.due = math.inf
+            self._older.append(engine)
         else:
             super()._arrive(engine)
         self._roll()
@@ -54,6 +57,7 @@ class RollingTrial(FleetTrial):
         self._batches += 1
         self._taken = 0
         self._looked.clear()
+        self._older = [engine for engine in self._engines if engine.loads is None]
         for engine in self._engines:
             self._follow(engine)
             self._plan(engine)
@@ -65,12 +69,16 @@ class RollingTrial(FleetTrial):
     def _roll(self) -> None:
         """Let engines of older versions take the newest one, where they are empty or should be."""
         older: dict[int, list[Engine]] = {}
-        for engine in self._engines:
-            if engine.version != self._batches and engine.loads is None:
-                if engine.open:
-                    older.setdefault(engine.version, []).append(engine)
-                else:
-                    self._go(engine)
+        newest, stay = self._batches, list[Engine]()
+        for engine in self._older:
+            if engine.version == newest or engine.loads is not None:
+                continue
+            if engine.running or engine.waiting:
+                older.setdefault(engine.version, []).append(engine)
+                stay.append(engine)
+            else:
+                self._go(engine)
+        self._older = stay
         for version, engines in older.items():
             while self._gather(version, engines):
                 pass
@@ -79,7 +87,7 @@ class RollingTrial(FleetTrial):
         """Move the responses of one of the `engines` to the others, if that is worth it."""
         if len(engines) < 2:
             return False
-        requests = sum(engine.open for engine in engines)
+        requests = sum([len(engine.running) + len(engine.waiting) for engine in engines])
         share = (len(self._running) + len(self._queue)) / len(self._engines)
         over = surplus(engines=len(engines), requests=requests, share=share)
         if over < self._looked.get(version, 0.0) + LOOK_AGAIN:
@@ -134,8 +142,10 @@ class RollingTrial(FleetTrial):
         engine.at = max(engine.at, self.now)
         engine.due = engine.at + self._setting.refit_seconds
 
-    def _admit(self) -> None:
+    def _admit(self, *, alone: bool = False) -> None:
         """Send what waits to the engines of the newest version."""
+        if not self._queue:
+            return
         takers = [e for e in self._engines if e.version == self._batches and e.loads is None]
-        if self._queue and takers:
+        if takers:
             self._send_queue(takers)

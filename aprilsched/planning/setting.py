@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,8 @@ from aprilsched.core.policies.schedule import Objective, Pace
 from aprilsched.core.policies.stop import Groups, Stop
 from aprilsched.core.policies.straggler import Prices
 from aprilsched.timing.model import StepTimeModel
+
+Amount = TypeVar("Amount", float, NDArray[np.float64])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -24,7 +27,9 @@ class Setting:
         batch_groups: number of groups in a batch, as far as it is known at its start.
         stop: rule that says when a batch is full; None for `batch_groups` groups.
         engines: number of equal engines.
-        share: number of times that the whole fleet has these engines.
+        share: number of times that the fleet of the run has these engines, and its batches these
+            groups.
+        fleet: number of engines of the run; None for `engines`.
         model: step-time model of one engine.
         max_running: largest number of requests that one engine decodes together.
         kv_tokens: size of one engine's KV pool; None if unlimited. Requests that do not fit wait,
@@ -78,6 +83,7 @@ class Setting:
     model: StepTimeModel
     engines: int = 1
     share: float = 1.0
+    fleet: int | None = None
     max_running: int = 512
     kv_tokens: int | None = None
     prompt_tokens: float = 0.0
@@ -117,10 +123,34 @@ class Setting:
         """Seconds of a step in which engines prefill prompts that they would not prefill if groups
         stayed together, where tokens are so many versions old. Trials prefill the prompt of each
         response, because they do not know whether engines have a prefix cache."""
-        copies = min(self.engines * self.share, self.group_size) - 1
+        copies = min(self.fleet or self.engines, self.group_size) - 1
         times = 1.0 if self.keeps_kv else 1.0 + age
         tokens = copies * self.prompt_tokens * self.batch_groups * times
         return tokens / self.engines / self.model.prefill_rate
+
+    def work(self, tokens: Amount) -> Amount:
+        """T_bound of a response of so many tokens on one engine, in seconds; of each, if these are
+        several."""
+        each = self.model.token_seconds(self.max_running)
+        return tokens * (each + self.model.t2 * (self.prompt_tokens + tokens / 2))
+
+    @property
+    def thinner(self) -> float:
+        """Number of times that an engine of the run has one of these."""
+        return self.share * self.engines / (self.fleet or self.engines * self.share)
+
+    @property
+    def group_work(self) -> float:
+        """Mean T_bound on all engines of what is generated for each group that is accepted, in
+        seconds. What is refused is work too, and all schedules have the same share of it."""
+        work = float(self.work(self.lengths.astype(np.float64)).sum()) / len(self.lengths)
+        return work / self.engines / float(self.shares_accepted.mean())
+
+    @property
+    def shares_accepted(self) -> NDArray[np.float64]:
+        """The share that is accepted of groups like each one, float64 [groups]."""
+        tokens, short, long = self.accepted
+        return np.where(self.lengths.sum(axis=1) <= tokens, short, long).astype(np.float64)
 
     @property
     def full_at(self) -> Stop:

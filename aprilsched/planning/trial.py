@@ -35,7 +35,7 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -47,9 +47,9 @@ from aprilsched.core.policies.refill import OpenGroups, Pool, PoolView, Refill
 from aprilsched.core.policies.schedule import Schedule
 from aprilsched.core.policies.staleness import Staleness, StalenessRule
 from aprilsched.planning.setting import Outcome, Setting
+from aprilsched.timing.model import StepTimeModel
 
 T = TypeVar("T", bound=np.generic)
-Amount = TypeVar("Amount", float, NDArray[np.float64])
 
 RESERVE_SHARE = 0.098
 """Share of the tokens still to come for which admission leaves room: the lower bound of SGLang's
@@ -90,7 +90,7 @@ class Drawn:
             # What is thrown away is drawn again, so it has other lengths.
             again=_rows(drawn_again(setting)) if setting.restarts else rows,
             remembered=_remembered(setting) if setting.remembered else [],
-            accepted=_shares_accepted(setting),
+            accepted=setting.shares_accepted,
             law=np.sort(lengths[lengths > 0]),
         )
 
@@ -110,6 +110,10 @@ class Trial:
         self.schedule = schedule
         self._setting = setting
         self._refill = schedule.refill
+        if isinstance(self._refill, Pool):
+            # As many of the groups of the trial as the run starts together of its own.
+            together = max(1, round(self._refill.together / setting.share))
+            self._refill = replace(self._refill, together=together)
         self._asynchronous = (schedule.pace or setting.pace) == "asynchronous"
         rule: StalenessRule = "restart" if setting.restarts else "mask"
         self._gate = Staleness(setting.max_staleness, rule=rule)
@@ -129,6 +133,7 @@ class Trial:
         self._kv = 0.0
         self._peak = 0.0
         self._token_seconds = setting.model.token_seconds(setting.max_running)
+        self._decoding = Decoding(setting.model)
         self._bound = 0.0
         """T_bound of the generated tokens; see StepTimeModel.bound_seconds."""
         self._running: dict[int, Running] = {}
@@ -171,10 +176,7 @@ class Trial:
         self._tickets = 0
         self._seen = _Seen()
         self._law = drawn.law
-        lengths = setting.lengths.astype(np.float64)
-        self._group_work = float(self._work(lengths).sum()) / len(lengths) / setting.engines
-        # What is refused is work too, and all schedules have the same share of it.
-        self._group_work /= float(shares.mean())
+        self._group_work = setting.group_work
         # Times of the trainer with their mean and deviation, in a fixed order without a trend.
         spread = min(setting.train_spread, setting.train_seconds)
         self._train_seconds = [setting.train_seconds + spread * z for z in _QUANTILES]
@@ -405,16 +407,10 @@ class Trial:
         for group in store.groups:
             if group.sampled and min(group.sampled) < oldest:
                 for tokens in group.have:
-                    self._bound -= self._work(tokens) / self._setting.engines
+                    self._bound -= self._setting.work(tokens) / self._setting.engines
                 store.begin_again(group)
                 self._away = [each for each in self._away if each[2].group is not group]
                 heapq.heapify(self._away)
-
-    def _work(self, tokens: Amount) -> Amount:
-        """T_bound of a response on one engine, in seconds; of each, if these are several."""
-        setting, model = self._setting, self._setting.model
-        each = model.token_seconds(setting.max_running)
-        return tokens * (each + model.t2 * (setting.prompt_tokens + tokens / 2))
 
     def _note(self, running: Running) -> None:
         group, member = running.group, running.member
@@ -494,29 +490,39 @@ class Trial:
             if tail:
                 self._admit()
 
-    def _admit(self) -> None:
-        """Start waiting members, first come, first served, as far as there is room."""
-        tokens, groups = 0.0, set[int]()
-        while self._queue and len(self._running) < self._limit:
-            group, member = self._queue[0]
-            context = self._setting.prompt_tokens + group.have[member]
-            goal = group.goal(member) if self._episodes else group.lengths[member]
-            left = goal - group.have[member]
-            if not self._fits(context, left):
+    def _admit(self, *, alone: bool = False) -> None:
+        """Start waiting members, first come, first served, as far as there is room. With `alone`,
+        each has a place since another one has left it, so an engine that has several times as
+        many prefills as many times."""
+        queue, running, prompt = self._queue, self._running, self._setting.prompt_tokens
+        room = self._limit - len(running)
+        if not queue or room <= 0:
+            return
+        tokens, groups, ends, ticket = 0.0, set[int](), self._ends, self._tickets
+        endless, episodes, step = self._pool == math.inf, self._episodes, self._step
+        while queue and room:
+            group, member = queue[0]
+            have = group.have[member]
+            goal = group.goal(member) if episodes else group.lengths[member]
+            if not (endless or self._fits(prompt + have, goal - have)):
                 break
-            self._queue.popleft()
-            self._tickets += 1
-            end = self._step + left
-            self._running[self._tickets] = Running(end, member, group, 0, goal)
-            heapq.heappush(self._ends, (end, self._tickets))
+            queue.popleft()
+            ticket += 1
+            room -= 1
+            end = step + goal - have
+            running[ticket] = Running(end, member, group, 0, goal)
+            heapq.heappush(ends, (end, ticket))
             self._sum_of_ends += end
-            self._kv += context
-            tokens += context
+            self._kv += prompt + have
+            tokens += prompt + have
             groups.add(id(group))
+        self._tickets = ticket
         if groups:
             # The members of a group run on one engine, and the others do not wait for its prefill.
             engines = min(self._setting.engines, len(groups))
             seconds = self._setting.model.prefill_seconds(max(1, round(tokens / engines)))
+            if alone:
+                seconds += (self._setting.thinner - 1) * self._setting.model.prefill_pass
             self.now += seconds * engines / self._setting.engines
 
     def _fits(self, context: float, left: int) -> bool:
@@ -536,31 +542,30 @@ class Trial:
                 self._come_back()
                 return
         steps = self._room_for(self._next_end() - self._step)
-        running, engines = len(self._running), self._setting.engines
+        running, ends, engines = len(self._running), self._ends, self._setting.engines
         # Fewer responses than engines, as in the tail of a batch, run on as many engines. Spread
         # over all of them, their contexts would be read in no time: waiting on 32 engines was
         # expected to be a third faster than it is.
         busy = min(running, engines)
-        batch, kv = max(1, round(running / busy)), round(self._kv / busy)
-        model = self._setting.model
-        if until < math.inf:
-            steps = min(steps, model.steps_within(batch, kv, until - self.now) + 1)
-        self.now += model.decode_seconds(batch, kv, steps)
-        tokens, growth = steps * running, running * steps * (steps - 1) / 2
-        work = self._token_seconds * tokens
-        self._bound += (work + model.t2 * (steps * self._kv + growth)) / engines
+        batch, kv, tokens = round(running / busy), round(self._kv / busy), steps * running
+        seconds = self._decoding.seconds(batch, kv, steps)
+        if until < self.now + seconds:
+            steps = min(steps, self._setting.model.steps_within(batch, kv, until - self.now) + 1)
+            seconds, tokens = self._decoding.seconds(batch, kv, steps), steps * running
+        self.now += seconds
+        reads = steps * self._kv + tokens * (steps - 1) / 2
+        self._bound += (self._token_seconds * tokens + self._setting.model.t2 * reads) / engines
         self._step += steps
         self._kv += tokens
         self._peak = max(self._peak, self._kv)
-        while self._ends and self._ends[0][0] <= self._step:
-            _, ticket = heapq.heappop(self._ends)
-            running_one = self._running.pop(ticket, None)
-            if running_one is not None:
-                self._finish(running_one)
+        while ends and ends[0][0] <= self._step:
+            ended = self._running.pop(heapq.heappop(ends)[1], None)
+            if ended is not None:
+                self._finish(ended)
         if self._away:
             self._come_back()
         elif self._queue:
-            self._admit()
+            self._admit(alone=True)
 
     def _next_end(self) -> int:
         while self._ends[0][1] not in self._running:
@@ -572,14 +577,14 @@ class Trial:
 
         The response that was admitted last is preempted until there is room for one step.
         """
+        if self._pool == math.inf:
+            return steps
         while len(self._running) > 1 and self._pool - self._kv < len(self._running):
             _, running = self._running.popitem()
             self._note(running)
             self._leave(running)
             self._queue.append((running.group, running.member))
             steps = self._next_end() - self._step
-        if self._pool == math.inf:
-            return steps
         return min(steps, max(1, int(self._pool - self._kv) // len(self._running)))
 
     def _finish(self, running: Running) -> None:
@@ -608,7 +613,7 @@ class Trial:
                 self._complete(group)
             elif self._store is None or group.runs(member, self._batches):
                 self._queue.append((group, member))
-        self._admit()
+        self._admit(alone=True)
 
     def _chosen_away(self) -> bool:
         """Whether a member that was chosen for this batch is in a gap."""
@@ -703,6 +708,26 @@ class _Seen:
             too_stale_share=late / tokens,
             peak_kv=peak_kv,
         )
+
+
+class Decoding:
+    """The seconds of decode steps on one engine, as the model of step times has them
+    (:meth:`~aprilsched.timing.model.StepTimeModel.decode_seconds`). A trial asks for few sizes of
+    the batch, and hundreds of thousands of times."""
+
+    def __init__(self, model: StepTimeModel) -> None:
+        self._model = model
+        self._costs: dict[int, tuple[float, float]] = {}
+        """For each size of the batch the seconds of a step without its reads, and of one read."""
+
+    def seconds(self, batch: int, kv: float, steps: int) -> float:
+        """Seconds of `steps` steps of `batch` sequences; the first step reads `kv` tokens."""
+        costs = self._costs.get(batch)
+        if costs is None:
+            work = self._model.step_seconds(batch, 0)
+            read = (self._model.step_seconds(batch, 2**30) - work) / 2**30
+            costs = self._costs[batch] = work, read
+        return steps * (costs[0] + costs[1] * (kv + batch * (steps - 1) / 2))
 
 
 class Running:
@@ -807,7 +832,10 @@ class TrialGroup:
 
     def finish(self, member: int, batch: int) -> None:
         """Record that the member ended in `batch`."""
-        self.note(member, self.lengths[member], batch)
+        length, have = self.lengths[member], self.have
+        if length > have[member]:
+            self.sampled[batch] = self.sampled.get(batch, 0) + length - have[member]
+        have[member] = length
         self.finished[member] = True
         self.unfinished -= 1
 
@@ -1005,12 +1033,6 @@ def _remembered(setting: Setting) -> list[tuple[float, float]]:
     means = grand + explained * (levels - grand)
     means += math.sqrt(explained * (1 - explained)) * noise
     return [(mean, common * (1 - explained)) for mean in means[:, 0].tolist()]
-
-
-def _shares_accepted(setting: Setting) -> NDArray[np.float64]:
-    """The share that is accepted of groups like each one, float64 [groups]."""
-    tokens, short, long = setting.accepted
-    return np.where(setting.lengths.sum(axis=1) <= tokens, short, long).astype(np.float64)
 
 
 def _rows(lengths: NDArray[np.int64]) -> list[list[int]]:

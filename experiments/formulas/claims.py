@@ -12,7 +12,7 @@ from aprilsched.core.messages.facts import BatchDelivered, DeliveredRollout, Fac
 from aprilsched.core.policies.refill import Pool
 from aprilsched.core.policies.schedule import FixedRatio, Schedule
 from aprilsched.core.policies.straggler import StragglerRule
-from aprilsched.planning.planner import Space, choose, trials
+from aprilsched.planning.planner import Space, candidates, choose, trials
 from aprilsched.planning.setting import Setting
 from aprilsched.timing.model import H200_QWEN3_4B_LINEAR
 from aprilsched.workload import LongTailWorkload
@@ -119,7 +119,7 @@ def _both(straggler: StragglerRule) -> tuple[Schedule, Schedule]:
         kv_tokens=1_000_000,
         keeps_kv=keeps,
     )
-    tried = trials(setting, Space(may_defer=not keeps))
+    tried = trials(setting, candidates(setting, Space(may_defer=not keeps)))
     fastest = max(tried, key=lambda one: one.outcome.efficiency)
     return fastest.schedule, choose(tried, 0.02).schedule
 

@@ -716,7 +716,7 @@ def test_the_value_of_a_trial_is_useful_work_for_the_time_of_whole_steps() -> No
 @pytest.mark.parametrize(("usefulness_age", "fresh"), [(2.0, True), (math.inf, False)])
 def test_who_pays_for_age_gets_younger_tokens(usefulness_age: float, fresh: bool) -> None:
     tried_on = setting(objective=Objective(usefulness_age=usefulness_age), batches=8)
-    best = choose(trials(tried_on, Space(may_defer=False)), TOLERANCE)
+    best = choose(trials(tried_on, candidates(tried_on, Space(may_defer=False))), TOLERANCE)
     assert (best.outcome.mean_age < 0.7) is fresh
 
 
@@ -984,7 +984,7 @@ def test_length_buckets_are_the_first_schedule_only_where_rollouts_may_be_deferr
 def test_length_buckets_are_candidates_only_where_rollouts_may_be_deferred(may_defer: bool) -> None:
     several = candidates(setting(), Space(may_defer=may_defer))
     assert any(isinstance(c.refill, LengthBuckets) for c in several) is may_defer
-    tried = trials(setting(batches=4, burn_in=1), Space(may_defer=may_defer))
+    tried = trials(setting(batches=4, burn_in=1), several)
     assert may_defer or not any(isinstance(t.schedule.refill, LengthBuckets) for t in tried)
 
 
@@ -997,16 +997,66 @@ def test_length_buckets_are_not_chosen_where_nothing_can_be_deferred(
 
 
 @pytest.mark.parametrize(
-    ("batch_groups", "engines", "scaled"),
-    [(128, 4, (128, 4)), (256, 1, (256, 1)), (256, 8, (128, 4)), (1000, 8, (143, 1))],
+    ("batch_groups", "engines", "placement", "scaled"),
+    [
+        (128, 4, "prefix", (128, 4, 1000)),
+        (256, 8, "prefix", (128, 4, 1000)),
+        (64, 1, "prefix", (64, 1, 1000)),
+        (256, 1, "prefix", (64, 1, 250)),
+        (256, 8, "spread", (64, 2, 1000)),
+        (1000, 4, "spread", (64, 1, 256)),
+    ],
 )
 def test_a_large_batch_is_tried_out_as_an_equal_share_of_it(
-    batch_groups: int, engines: int, scaled: tuple[int, int]
+    batch_groups: int, engines: int, placement: Placement, scaled: tuple[int, int, int]
 ) -> None:
-    command = plan(POOR, engines=engines, kv_tokens=1000 * engines, batch_groups=batch_groups)
-    tried_on = Planner().setting(command, rules(batch_groups=batch_groups))
-    assert (tried_on.batch_groups, tried_on.engines) == scaled
-    assert tried_on.kv_tokens == 1000
+    """A share of one engine too, unless each engine is tried for itself."""
+    command = plan(POOR, engines=engines, kv_tokens=10**6 * engines, batch_groups=batch_groups)
+    tried_on = Planner().setting(command, rules(batch_groups=batch_groups), placement)
+    found = tried_on.batch_groups, tried_on.engines, round((tried_on.kv_tokens or 0) / 1000)
+    assert found == scaled
+    assert tried_on.share == batch_groups / scaled[0]
+
+
+@pytest.mark.parametrize("max_running", [128, 4096])
+@pytest.mark.parametrize("candidate", [schedule(1.5), schedule(1.25, Pool(together=8))], ids=str)
+def test_a_share_of_an_engine_does_what_the_engine_does(
+    candidate: Schedule, max_running: int
+) -> None:
+    """A quarter of the groups on a quarter of the engine, also where one waits for the other."""
+    planner = Planner(max_running=max_running)
+    command = plan(POOR, groups=600, batch_groups=256, kv_tokens=10**6)
+    small = planner.setting(command, rules(batch_groups=256))
+    assert small.batch_groups == 64
+    lengths = np.tile(small.lengths, (4, 1))
+    whole = replace(
+        small,
+        lengths=lengths,
+        batch_groups=256,
+        batches=8,
+        share=1.0,
+        model=planner.model,
+        max_running=max_running,
+        kv_tokens=10**6,
+        stop=None,
+    )
+    one, other = try_out(candidate, small), try_out(candidate, whole)
+    assert one.step_seconds == pytest.approx(other.step_seconds, rel=0.02)
+    assert one.efficiency == pytest.approx(other.efficiency, rel=0.02)
+    assert one.value == pytest.approx(other.value, rel=0.02)
+    assert one.mean_age == pytest.approx(other.mean_age, abs=0.05)
+
+
+def test_a_pool_without_room_for_a_share_is_tried_out_whole() -> None:
+    command = plan(POOR, batch_groups=256, kv_tokens=20_000)
+    tried_on = Planner().setting(command, rules(batch_groups=256))
+    assert (tried_on.batch_groups, tried_on.kv_tokens) == (256, 20_000)
+
+
+def test_beside_a_slow_trainer_no_candidate_that_waits_for_it_is_tried() -> None:
+    slow = setting(train_seconds=60.0, batches=4, burn_in=1)
+    tried = trials(slow, candidates(slow, Space(may_defer=True, paces=BOTH)))
+    assert {each.schedule.pace for each in tried} == {"asynchronous"}
 
 
 @pytest.mark.parametrize(("gaps", "tried_on"), [(0.0, 0.0), (3.0, 3.0), (32.0, 8.0)])
