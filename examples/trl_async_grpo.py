@@ -4,6 +4,9 @@
     python -m sglang.launch_server --model-path Qwen/Qwen3-0.6B --port 30000
     python examples/trl_async_grpo.py --engine http://127.0.0.1:30000 --model Qwen/Qwen3-0.6B
 
+The trainer itself needs a GPU with CUDA: TRL 1.16 loads FlashAttention's kernel for it, and asks
+the CUDA device for its name. The servers may be anywhere.
+
 Everything that is particular to aprilsched is in the call of RolloutWorker. With ``--streamed`` the
 trainer works on each group while the others are generated, and trains on no stale token.
 """
