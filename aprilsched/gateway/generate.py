@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import uuid
 from base64 import b64encode
-from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from typing import Annotated, Any, cast
 
@@ -61,7 +61,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
     """Answer one body: with one response, or with a list where it asks for several."""
     service = request.app[SERVICE]
     async with request.app[BODIES].read(request) as content:
-        content, fields = take_fields(service, content, service.settings.companions)
+        content, fields = take_fields(service, content, {*service.settings.companions, TOP_FIELD})
         body = decode(content, PromptsBody)
     given = request.headers.get(GROUP_HEADER)
     asked, rules, several = await _asked(service, body, given, fields)
@@ -258,7 +258,7 @@ def rids_of(
 
 
 def take_fields(
-    service: Service, content: bytes, companions: Iterable[str] = ()
+    service: Service, content: bytes, companions: Collection[str] = ()
 ) -> tuple[bytes, dict[str, Any]]:
     """The body without the fields that the operator lets clients set, and these fields, among which
     are those of the `companions` that this call answers with.
@@ -266,7 +266,6 @@ def take_fields(
     Raises:
         Malformed: if it is no object.
     """
-    companions = tuple(companions)
     if not (service.settings.client_fields or any(name.encode() in content for name in companions)):
         return content, {}
     body = decode(content, dict[str, msgspec.Raw])
@@ -328,7 +327,7 @@ def prompt_of(
     for name in companions.keys() & fields.keys() - {TOP_FIELD}:
         if not isinstance(fields[name], bool):
             raise Refused(f"{name} is {fields[name]!r}; give true or false.")
-    plain = fields.keys() - MEDIA_FIELDS.keys() - companions.keys()
+    plain = fields.keys() - MEDIA_FIELDS.keys() - companions.keys() - {TOP_FIELD}
     params["request"] = {name: fields[name] for name in plain}
     media = [media_of(MEDIA_FIELDS[k], fields[k]) for k in MEDIA_FIELDS if k in fields]
     if params.get("max_new_tokens") is None and params.get("max_tokens") is None:

@@ -124,6 +124,23 @@ def test_nothing_is_told_of_a_token_whose_likely_tokens_are_lost():
     assert likely_triples(top_logprobs(2).blank(3), 2) == [[], [], []]
 
 
+async def test_a_gateway_that_gives_no_likely_tokens_refuses_who_asks_for_some(plain: Path):
+    asks = [
+        (TEXT, {"prompt": "x", "logprobs": 1}),
+        (CHAT, {**SHORT, "logprobs": True, "top_logprobs": 1}),
+        (OURS, {**asked(9), "top_logprobs_num": 1}),
+    ]
+    async with front(plain, top_logprobs=0) as one:
+        for path, body in asks:
+            status, answer = await one.raw.post(path, body)
+            assert status == 400
+            assert "larger --top-logprobs" in (answer.get("message") or answer["error"]["message"])
+        none = asked(9, top_logprobs_num=0, return_logprob=True)
+        status, answer = await one.raw.post(OURS, none)
+        assert status == 200
+        assert "output_top_logprobs" not in answer["meta_info"]
+
+
 async def test_a_stream_has_the_same_text_tokens_and_logprobs_as_the_whole(one: Front):
     options: dict[str, Any] = {
         "model": MODEL,
