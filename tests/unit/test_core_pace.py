@@ -217,7 +217,7 @@ def test_a_trainer_that_borrows_the_engines_memory_keeps_the_pace_synchronous() 
 def test_the_paces_are_said_to_the_planner_only_where_they_may_be_chosen() -> None:
     told, fixed = Told(), Told(pace="asynchronous")
     told.step()
-    assert told.driver.plans[0].paces == ("synchronous", "asynchronous")
+    assert told.driver.plans[0].paces == ("asynchronous",)
     fixed.step()
     assert fixed.driver.plans[0].paces == ()
 
@@ -293,6 +293,29 @@ def test_the_planner_is_told_how_long_the_trainer_and_the_weights_take(pace: str
     assert plan.train_seconds == pytest.approx(20.0, abs=0.1)
     assert plan.train_spread == pytest.approx(0.0, abs=0.1)
     assert plan.refit_seconds == pytest.approx(2.0, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "first"),
+    [
+        ({}, ("asynchronous",)),
+        ({"max_staleness": 1}, ("asynchronous",)),
+        ({"max_staleness": 0}, ("synchronous", "asynchronous")),
+    ],
+    ids=str,
+)
+def test_a_trainer_of_which_nothing_is_known_is_not_waited_for(
+    changes: dict[str, object], first: tuple[Pace, ...]
+) -> None:
+    told = Told(**changes)
+    asked: list[tuple[Pace, ...]] = []
+    for _ in range(3):
+        told.step(training=20.0)
+        asked += [plan.paces for plan in told.driver.plans]
+        for _ in told.driver.plans:
+            told.driver.feed(ev.Planned(schedule=None))
+        told.driver.plans.clear()
+    assert asked == [first, ("synchronous", "asynchronous")]
 
 
 def test_waits_for_a_batch_and_for_an_evaluation_are_no_training() -> None:
