@@ -32,20 +32,23 @@ BATCHES = 9
 AUTO = SchedulerConfig(group_size=8, over_provision="auto", pace="auto")
 SYNCHRONOUS = replace(AUTO, pace="synchronous")
 ROLLING = replace(AUTO, refit="rolling", pace="asynchronous", straggler="run")
-_BOTH: dict[str, Any] = {"paces": ("synchronous", "asynchronous"), "train_seconds": 20.0}
+_DIVIDED: dict[str, Any] = {"places": True}
+_BOTH: dict[str, Any] = _DIVIDED | {"paces": ("synchronous", "asynchronous"), "train_seconds": 20.0}
 
 CELLS: dict[str, tuple[SchedulerConfig, int, int, dict[str, Any]]] = {
     "16 groups, 1 engine": (SYNCHRONOUS, 16, 1, {}),
     "16 groups, 1 engine, trainer": (AUTO, 16, 1, _BOTH),
     "128 groups, 1 engine, trainer": (AUTO, 128, 1, _BOTH),
-    "64 groups, 4 engines": (SYNCHRONOUS, 64, 4, {}),
+    "64 groups, 4 engines": (SYNCHRONOUS, 64, 4, _DIVIDED),
+    "64 groups, 4 engines, each group on one": (SYNCHRONOUS, 64, 4, {}),
     "64 groups, 16 engines, divided or not, long prompts": (
         SYNCHRONOUS,
         64,
         16,
-        {"places": True, "prompt_tokens": 4000.0},
+        _DIVIDED | {"prompt_tokens": 4000.0},
     ),
-    "1024 groups, 128 engines": (SYNCHRONOUS, 1024, 128, {}),
+    "1024 groups, 128 engines": (SYNCHRONOUS, 1024, 128, _DIVIDED),
+    "1024 groups, 128 engines, each group on one": (SYNCHRONOUS, 1024, 128, {}),
     "1024 groups, 128 engines, trainer": (AUTO, 1024, 128, _BOTH),
     "64 groups, 16 engines, rolling": (ROLLING, 64, 16, {"train_seconds": 5.0}),
     "512 groups, 128 engines, rolling": (ROLLING, 512, 128, {"train_seconds": 5.0}),
@@ -121,8 +124,8 @@ def main() -> None:
             )
             figures = rows.setdefault(name, {})[tree.resolve().name] = json.loads(found.stdout)
             print(f"{name}, {tree.resolve().name}: {figures}", file=sys.stderr, flush=True)
-    if options.out is not None:
-        options.out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+            if options.out is not None:
+                options.out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,73 @@
+"""Measures how long the first batches of auto take beside a trainer, against AReaL's recipe.
+
+    python experiments/auto_regret/begin.py --out begin.json
+
+See README.md in this folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from workloads import Meter, Workload, policies, workloads
+
+from aprilsched.config import SchedulerConfig
+from aprilsched.engines.sim.settings import SimConfig
+from aprilsched.planning import Planner
+from aprilsched.simulation import NEVER, Costs, Simulation, rare_collections
+
+NAMES = ("trainer of 5 s", "trainer of 20 s", "trainer of 60 s", "built-in", "bimodal by group")
+SEEDS = (7, 8, 9)
+BATCHES = 14
+
+
+def begin(workload: Workload, config: SchedulerConfig) -> dict[str, float]:
+    """Seconds of the first ten batches, and what the engines did of the bound in 10 and in 14."""
+    meter = Meter(workload)
+    simulation = Simulation(
+        config,
+        workload,
+        engines=workload.engines,
+        engine=SimConfig(
+            timing=workload.model,
+            max_running=workload.max_running,
+            kv_tokens=workload.kv_tokens,
+            make_tokens=False,
+            stream_interval=NEVER,
+        ),
+        costs=Costs(train_seconds=workload.train_s, refit_seconds=0.1),
+        batches=BATCHES + 1,
+        planner=Planner(workload.model, max_running=workload.max_running, inline=True),
+        listeners=[meter],
+    )
+    with rare_collections():
+        simulation.run()
+    return {
+        "seconds_10": round(meter.asked[10], 1),
+        "of_bound_10": round(meter.generated[10] / meter.asked[10], 3),
+        "of_bound_14": round(meter.generated[14] / meter.asked[14], 3),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    several = {workload.name: workload for workload in workloads()}
+    rows: dict[str, dict[str, list[dict[str, float]]]] = {}
+    for name in NAMES:
+        for policy in ("auto", "areal"):
+            found = rows.setdefault(name, {})[policy] = [
+                begin(workload, dict(policies(workload))[policy])
+                for workload in (replace(several[name], seed=seed) for seed in SEEDS)
+            ]
+            print(name, policy, found, file=sys.stderr, flush=True)
+    options.out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
