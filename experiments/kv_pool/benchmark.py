@@ -19,6 +19,7 @@ from unittest.mock import patch
 from aprilsched.config import SchedulerConfig
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages.facts import BatchDelivered, BatchRequested, Fact
+from aprilsched.core.policies.placement import Placement
 from aprilsched.core.policies.schedule import Schedule
 from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.planning import Planner, planner
@@ -42,9 +43,11 @@ class LimitedPlanner(Planner):
     """The earlier rule: what needs more than the pool at its peak, in a trial without one, is
     chosen only if everything does, and then what needs least."""
 
-    def setting(self, command: do.Plan, config: SchedulerConfig) -> Setting:
+    def setting(
+        self, command: do.Plan, config: SchedulerConfig, placement: Placement = "prefix"
+    ) -> Setting:
         """The trials were without a pool."""
-        return replace(super().setting(command, config), kv_tokens=None)
+        return replace(super().setting(command, config, placement), kv_tokens=None)
 
     def plan(self, command: do.Plan, config: SchedulerConfig) -> Schedule:
         """The schedule to follow."""
