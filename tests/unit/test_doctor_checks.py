@@ -30,6 +30,7 @@ def notes(able: Capabilities = BARE, *, sessions: bool = False, **seen: Any) -> 
         update_sessions=sessions,
         pipelined=False,
         metrics=False,
+        shares_bodies=True,
         process=ServerProcess(),
     )
     return Notes(facts=facts, version=(0, 5, 17), **seen)

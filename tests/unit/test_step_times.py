@@ -51,7 +51,7 @@ class Engine:
     def end(self, request: list[int]) -> None:
         if told := request[2] % INTERVAL:
             self.tell(of.TokensReceived(request_id=request[0], tokens=told))
-        self.tell(of.AttemptEnded(request_id=request[0], outcome="completed"))
+        self.tell(of.AttemptEnded(request_id=request[0], outcome="finished"))
 
     def prefill(self) -> None:
         """Passes of whole contexts."""
