@@ -112,8 +112,8 @@ class _Window:
         self.tokens = self.passes = self.prefilled = 0
 
     @property
-    def reading(self) -> bool:
-        """Whether many contexts are unread."""
+    def mostly_unread(self) -> bool:
+        """Whether there is no window because too many contexts are unread."""
         return len(self.unread) > _MANY * len(self.running)
 
     def send(self, key: int, context: int, now: float) -> None:
@@ -135,7 +135,7 @@ class _Window:
     def arrived(self, key: int, tokens: int, now: float) -> None:
         """Count a chunk of a request."""
         sent, context = self.read_one(key, now)
-        if not self.since or self.reading:
+        if not self.since or self.mostly_unread:
             # Before the first chunk the engine was idle, was prefilling, or did something unknown.
             self.restart(now)
             self.since.clear()
@@ -215,7 +215,7 @@ class StepTimes:
         window = self._window(fact.engine, now)
         self._where[fact.request_id] = fact.engine
         window.send(fact.request_id, fact.tokens, now)
-        if window.since and window.reading:
+        if window.since and window.mostly_unread:
             self._stop(window, now)
 
     def _tokens(self, fact: of.TokensReceived, now: float) -> None:

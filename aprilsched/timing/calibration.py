@@ -16,7 +16,7 @@ from typing import cast
 import numpy as np
 
 from aprilsched.errors import ConfigError
-from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel, used_experts
+from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel, share_of_experts
 from aprilsched.timing.online import robust
 from aprilsched.timing.server_log import Floats, Windows
 
@@ -167,7 +167,7 @@ class Shape:
         if self.wide_from is not None:
             columns.append((running > self.wide_from).astype(np.float64))
         if self.expert_share:
-            columns.append(used_experts(self.expert_share, running))
+            columns.append(share_of_experts(self.expert_share, running))
         return np.stack(columns, axis=1)
 
     def window_rows(self, windows: Windows) -> Floats:

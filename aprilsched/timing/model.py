@@ -142,7 +142,7 @@ class StepTimeModel:
 
     def _weight_seconds(self, batch: float) -> float:
         """Seconds of reading the weights."""
-        return self.t0 + self.t0_experts * used_experts(self.expert_share, batch)
+        return self.t0 + self.t0_experts * share_of_experts(self.expert_share, batch)
 
     def _read_seconds(self, batch: float) -> float:
         """Seconds for each context token of a step."""
@@ -150,10 +150,12 @@ class StepTimeModel:
 
 
 @overload
-def used_experts(share: float, batch: float) -> float: ...
+def share_of_experts(share: float, batch: float) -> float: ...
 @overload
-def used_experts(share: float, batch: NDArray[np.float64]) -> NDArray[np.float64]: ...
-def used_experts(share: float, batch: float | NDArray[np.float64]) -> float | NDArray[np.float64]:
+def share_of_experts(share: float, batch: NDArray[np.float64]) -> NDArray[np.float64]: ...
+def share_of_experts(
+    share: float, batch: float | NDArray[np.float64]
+) -> float | NDArray[np.float64]:
     """The share of the experts that any of so many sequences uses, if each uses a `share` of them,
     independently of the others."""
     return 1.0 - (1.0 - share) ** batch

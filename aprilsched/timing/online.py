@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aprilsched.errors import ConfigError
-from aprilsched.timing.model import StepTimeModel, used_experts
+from aprilsched.timing.model import StepTimeModel, share_of_experts
 from aprilsched.timing.server_log import Floats
 
 
@@ -111,7 +111,7 @@ class OnlineFit:
         steps, model = seen.seconds / seen.seconds_per_step, self._prior
         read = seen.kv_tokens * max(1.0, model.fill / max(seen.running, 1.0))
         wide = float(seen.running > model.wide_from)
-        experts = used_experts(model.expert_share, seen.running)
+        experts = share_of_experts(model.expert_share, seen.running)
         decoding = steps * np.array([1.0, seen.running, read, wide, experts])
         passes = [float(seen.prefill_passes), float(seen.prefilled_tokens)]
         return np.concatenate([decoding, passes]) * self._units

@@ -65,7 +65,7 @@ def _traced() -> int:
 def _logs() -> int:
     """Traced bytes that the token logs hold."""
     found = tracemalloc.take_snapshot().filter_traces(
-        [tracemalloc.Filter(True, "*/core/tokens.py")]
+        [tracemalloc.Filter(True, "*/core/state/token_log.py")]
     )
     return sum(statistic.size for statistic in found.statistics("filename"))
 

@@ -141,7 +141,7 @@ class Server:
         for index, event in enumerate(self._events):
             await asyncio.sleep(self._pace)
             if index >= self._limit:
-                await self._hold(index)
+                await self._hold(index, streams)
             if not several:
                 await stream.write(event)
                 continue
@@ -152,11 +152,11 @@ class Server:
         await stream.write(b"data: [DONE]\n\n")
         return stream
 
-    async def _hold(self, index: int) -> None:
-        self._held += 1
+    async def _hold(self, index: int, streams: int) -> None:
+        self._held += streams
         async with self._changed:
             await self._changed.wait_for(lambda: index < self._limit)
-        self._held -= 1
+        self._held -= streams
 
 
 async def main(

@@ -31,6 +31,7 @@ def notes(able: Capabilities = BARE, *, sessions: bool = False, **seen: Any) -> 
         shares_bodies=True,
         pipelined=False,
         metrics=False,
+        shares_bodies=True,
         process=ServerProcess(),
     )
     return Notes(facts=facts, version=(0, 5, 17), **seen)
