@@ -25,7 +25,9 @@ from IPython.display import display
 from aprilsched.analysis.style import new_figure
 
 sys.path.insert(0, str(Path("../experiments/learning").resolve()))
+sys.path.insert(0, str(Path("../experiments/learning_moe").resolve()))
 import analysis
+import tables
 
 found = analysis.result()
 arms = found["arms"]
@@ -71,9 +73,6 @@ display(figure)
 # [experiments/learning_moe](../experiments/learning_moe) trains a mixture of experts and a dense policy, of 31 million parameters each, on a task with a heavier tail. A broken line is an arm whose trainer does not replay the engine's routing. On the right is how far the ratio of the rarest thousandth of tokens is from 1, by age.
 
 # %%
-sys.path.insert(0, str(Path("../experiments/learning_moe").resolve()))
-import tables
-
 larger = tables.result()
 figure = new_figure(12, 4.5)
 left, right = figure.subplots(1, 2)
