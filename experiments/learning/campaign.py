@@ -129,8 +129,7 @@ class SpansEngine(SGLangEngine):
 class SpansFleet(SGLangFleet):
     """Servers that spans_server.py started."""
 
-    def _engine(self, url: str) -> SGLangEngine:
-        return SpansEngine(url, stream_interval=self._stream_interval)
+    _engine_type = SpansEngine
 
 
 class Server:

@@ -2,8 +2,9 @@
 
 python experiments/learning_moe/tables.py
 
-Intervals are from the 5th to the 95th percentile of bootstrap samples of the seeds, as in
-experiments/learning. With two seeds they are the range of the seeds.
+Intervals are from the 5th to the 95th percentile. Those of what is learned are of seeds and
+evaluations that are drawn again: an evaluation of 512 problems is uncertain by 0.02. The others are
+of the seeds alone, as in experiments/learning.
 """
 
 from __future__ import annotations
@@ -40,8 +41,12 @@ EDGES = np.geomspace(1e-3, 10, 49)
 SHARES = (0.25, 0.5, 0.75)
 """Where the three levels lie between the first reward and waiting's last one."""
 TAIL = 0.999
+LAYERS = 6
 LAST = 2
 """Evaluations at the end of a cell whose mean is its end level."""
+PROBLEMS, DRAWS = 512, 1000
+UPDATES = 22
+"""Updates that every arm has made, at which they are compared too."""
 Cell = dict[str, Any]
 
 
@@ -54,6 +59,14 @@ def cells() -> list[Cell]:
             lines = [json.loads(line) for line in file]
         found += [line | {"stretch": stretch, "policy": kind} for line in lines
                   if line["kind"] == "cell"]  # fmt: skip
+    # All cells of a stretch begin with the same weights, which each server evaluated once.
+    firsts: dict[tuple[str, str], set[float]] = defaultdict(set)
+    for cell in found:
+        firsts[cell["stretch"], cell["policy"]].add(cell["evaluations"][0]["held_out"])
+    for cell in found:
+        values = firsts[cell["stretch"], cell["policy"]]
+        cell["evaluations"][0]["held_out"] = float(np.mean(sorted(values)))
+        cell["first_evaluations"] = len(values)
     return found
 
 
@@ -63,27 +76,42 @@ def levels(found: Sequence[Cell]) -> list[float]:
     if not waiting:
         return [float("inf")] * len(SHARES)
     first = float(np.mean([cell["evaluations"][0]["held_out"] for cell in waiting]))
-    last = float(np.mean([_end(cell) for cell in waiting]))
+    last = float(np.mean([learned(cell, None, [])["end"] for cell in waiting]))
     return [first + share * (last - first) for share in SHARES]
 
 
-def _end(cell: Cell) -> float:
-    return float(np.mean([each["held_out"] for each in cell["evaluations"][-LAST:]]))
-
-
-def figures(cell: Cell, targets: Sequence[float]) -> dict[str, float]:
-    """The figures of one cell."""
-    evaluated, updates = cell["evaluations"], cell["updates"]
-    held = [each["held_out"] for each in evaluated]
+def learned(cell: Cell, held: Sequence[float] | None, targets: Sequence[float]) -> dict[str, float]:
+    """What follows from the evaluations of a cell, or from others, `held`, at the same places."""
+    evaluated = cell["evaluations"]
+    held = [each["held_out"] for each in evaluated] if held is None else held
     found: dict[str, float] = {}
     for key, name in (("seconds", "seconds"), ("update", "updates")):
         at = [each[key] for each in evaluated]
         for number, target in enumerate(targets):
             found[f"{name}_to_{number}"] = reached(held, at, target)
-    found["end"] = _end(cell)
-    found["best"] = rising(held)[-1]
+    found["end"] = float(np.mean(held[-LAST:]))
+    updates = [each["update"] for each in evaluated]
+    found["after_updates"] = float(np.interp(UPDATES, updates, rising(held)))
+    return found
+
+
+def draws(cell: Cell, targets: Sequence[float]) -> dict[str, np.ndarray]:
+    """:func:`learned` of evaluations that are drawn again, each as solved problems of as many."""
+    random = np.random.default_rng(cell["seed"])
+    shares = np.array([each["held_out"] for each in cell["evaluations"]])
+    problems = np.full(len(shares), PROBLEMS)
+    problems[0] *= cell["first_evaluations"]
+    held = random.binomial(problems, shares, size=(DRAWS, len(shares))) / problems
+    found = [learned(cell, row, targets) for row in held.tolist()]
+    return {name: np.array([each[name] for each in found]) for name in found[0]}
+
+
+def spent(cell: Cell) -> dict[str, float]:
+    """The other figures of one cell."""
+    updates = cell["updates"]
     later = updates[3:]  # nothing is carried into the first batches
     total = sum(line["tokens"] for line in later)
+    found: dict[str, float] = {}
     for name in ("off_policy", "age", "entropy", "truncated", "clipped", "ratio_sd"):
         found[name] = sum(line[name] * line["tokens"] for line in later) / total
     for name in ("length", "capped", "waits_s", "trains_s", "refit_s"):
@@ -97,26 +125,47 @@ def figures(cell: Cell, targets: Sequence[float]) -> dict[str, float]:
     return found
 
 
+def _told(mean: float, drawn: np.ndarray) -> dict[str, float]:
+    # A level that is not reached is infinitely far; between such there is nothing to interpolate.
+    low, high = np.quantile(drawn, [0.05, 0.95], method="nearest")
+    return {"mean": mean, "low": float(low), "high": float(high)}
+
+
 def table(found: Sequence[Cell]) -> dict[str, Any]:
     """The figures of each arm of one policy, and its levels."""
     targets = levels(found)
-    by_arm: dict[str, list[dict[str, float]]] = defaultdict(list)
+    by_arm: dict[str, list[Cell]] = defaultdict(list)
     for cell in found:
-        by_arm[cell["arm"]].append(figures(cell, targets))
+        by_arm[cell["arm"]].append(cell)
+    means: dict[str, dict[str, float]] = {}
+    drawn: dict[str, dict[str, np.ndarray]] = {}
+    random = np.random.default_rng(0)
     arms: dict[str, Any] = {}
     for arm in filter(by_arm.__contains__, NAMES):
         own = by_arm[arm]
-        arms[arm] = {"seeds": len(own)} | {
-            name: interval([[each[name] for each in own]]) for name in own[0]
+        exact = [learned(cell, None, targets) for cell in own]
+        again = [draws(cell, targets) for cell in own]
+        means[arm] = {name: float(np.mean([each[name] for each in exact])) for name in exact[0]}
+        seeds = random.integers(len(own), size=(DRAWS, len(own)))
+        drawn[arm] = {
+            name: np.take_along_axis(np.stack([each[name] for each in again], 1), seeds, 1).mean(1)
+            for name in exact[0]
         }
-        others = {"waiting": "waiting",
-                  "april": "april-kept" if "kept" in arm else "april"}  # fmt: skip
-        for name, other in others.items():
-            for number in range(len(SHARES)):
-                if other in by_arm:
-                    key = f"seconds_to_{number}"
-                    times = [[each[key] for each in by_arm[which]] for which in (arm, other)]
-                    arms[arm][f"{key}_of_{name}"] = interval(times, lambda a, b: a / b)
+        others = [spent(cell) for cell in own]
+        arms[arm] = {
+            "seeds": len(own),
+            **{name: _told(means[arm][name], drawn[arm][name]) for name in exact[0]},
+            **{name: interval([[each[name] for each in others]]) for name in others[0]},
+        }
+    for arm in arms:
+        april = "april" + "-kept" * ("kept" in arm) + "-own" * arm.endswith("-own")
+        for name, other in (("waiting", "waiting"), ("april", april)):
+            for key in (f"seconds_to_{number}" for number in range(len(SHARES))):
+                if other in arms and np.isfinite([means[arm][key], means[other][key]]).all():
+                    ratio = means[arm][key] / means[other][key]
+                    # Against itself there is nothing to be uncertain of.
+                    by = drawn[arm][key] / drawn[other][key] if arm != other else np.ones(1)
+                    arms[arm][f"{key}_of_{name}"] = _told(ratio, by[~np.isnan(by)])
     return {"levels": targets, "arms": arms}
 
 
@@ -131,29 +180,30 @@ def quantile(counts: np.ndarray, share: float) -> float:
 
 
 def ratios(found: Sequence[Cell]) -> list[dict[str, Any]]:
-    """By arm, routing, age and whether keys were stale: tokens, and the tail of |ln ratio|."""
+    """By arm, routing, age and keys ("own", "older" than the weights, or "all"): tokens, the tail
+    of |ln ratio|, and the share of a layer's tokens that the trainer routes otherwise."""
     sums: dict[tuple[Any, ...], np.ndarray] = defaultdict(lambda: np.zeros(len(EDGES) + 1))
-    other: dict[tuple[Any, ...], np.ndarray] = defaultdict(lambda: np.zeros(2))
     flips: dict[tuple[Any, ...], np.ndarray] = defaultdict(lambda: np.zeros(2))
     for cell in found:
+        arm = cell["arm"]
         for routing in ("own", "replayed"):
             for age, kept, moved, place, count in cell["measured"][routing]:
-                key = (cell["arm"], routing, age, kept)
-                sums[key][place] += count
-                other[key] += (count, count * moved)
+                for keys in ("older" if kept else "own", "all"):
+                    sums[arm, routing, age, keys, "any"][place] += count
+                    sums[arm, routing, age, keys, "otherwise" if moved else "same"][place] += count
         for age, kept, tokens, layers in cell["measured"]["flips"]:
-            flips[cell["arm"], age, kept] += (tokens, layers)
+            for keys in ("older" if kept else "own", "all"):
+                flips[arm, age, keys] += (tokens, layers / LAYERS)
     rows = []
-    for (arm, routing, age, kept), counts in sorted(sums.items()):
-        tokens, moved = other[arm, routing, age, kept]
-        of, layers = flips[arm, age, kept]
-        rows.append({
-            "arm": arm, "routing": routing, "age": age, "stale_keys": bool(kept),
-            "tokens": int(tokens), "median": quantile(counts, 0.5),
-            "tail": quantile(counts, TAIL), "beyond_a_tenth":
-            float(counts[np.searchsorted(EDGES, 0.1) + 1 :].sum() / tokens),
-            "routed_otherwise": float(moved / tokens), "layers": float(layers / of / 6),
-        })  # fmt: skip
+    for (arm, routing, age, keys, routed), counts in sorted(sums.items()):
+        of, layers = flips[arm, age, keys]
+        if counts.sum() >= FEWEST:
+            rows.append({
+                "arm": arm, "routing": routing, "age": age, "keys": keys, "routed": routed,
+                "tokens": int(counts.sum()), "median": quantile(counts, 0.5),
+                "hundredth": quantile(counts, 0.99), "tail": quantile(counts, TAIL),
+                "layers": float(layers / of),
+            })  # fmt: skip
     return rows
 
 
@@ -194,17 +244,21 @@ def result() -> dict[str, Any]:
 
 
 def _cell(value: dict[str, float], digits: str) -> str:
-    if value["low"] == value["high"]:
-        return f"{value['mean']:{digits}}"
-    return f"{value['mean']:{digits}} ({value['low']:{digits}} to {value['high']:{digits}})"
+    mean, low, high = (
+        f"{value[key]:{digits}}" if np.isfinite(value[key]) else "not reached"
+        for key in ("mean", "low", "high")
+    )
+    return mean if low == high else f"{mean} ({low} to {high})"
 
 
 ROWS = (
     *((f"seconds to the {name} level", f"seconds_to_{number}", ".1f")
       for number, name in enumerate(("low", "middle", "high"))),
     ("middle: of waiting's time", "seconds_to_1_of_waiting", ".2f"),
-    ("middle: of APRIL's time, equal KV", "seconds_to_1_of_april", ".2f"),
-    ("updates to the middle level", "updates_to_1", ".1f"), ("end level", "end", ".3f"),
+    ("middle: of APRIL's, equal KV and routing", "seconds_to_1_of_april", ".2f"),
+    ("updates to the middle level", "updates_to_1", ".1f"),
+    (f"held-out after {UPDATES} updates", "after_updates", ".3f"),
+    ("held-out, last two evaluations", "end", ".3f"),
     ("updates", "updates", ".0f"), ("seconds of an update", "update_s", ".2f"),
     ("waits for tokens, s", "waits_s", ".2f"), ("trains, s", "trains_s", ".2f"),
     ("refit, s", "refit_s", ".2f"), ("off-policy share", "off_policy", ".2f"),
@@ -219,6 +273,11 @@ ROWS = (
 AGES = (0, 1, 2, 4, 6)
 
 
+def _tail(row: dict[str, Any], kind: str) -> str:
+    told = f"{row['tail']:.3f}"
+    return f"{told}, {100 * row['layers']:.1f} %" if kind == "moe" else told
+
+
 def markdown(everything: dict[str, Any]) -> str:
     """The tables of README.md: one of the arms for each policy, and one of the ratios."""
     parts: list[str] = []
@@ -231,20 +290,21 @@ def markdown(everything: dict[str, Any]) -> str:
             told = [_cell(arms[arm][key], digits) if key in arms[arm] else "" for arm in arms]
             lines.append(f"| {label} | " + " | ".join(told) + " |")
         parts.append("\n".join(lines))
-    lines = ["| policy, arm, routing in the ratio | keys | " +
-             " | ".join(f"age {age}" for age in AGES) + " |"]  # fmt: skip
-    lines.append("|---" * (2 + len(AGES)) + "|")
+    lines = ["| policy, arm | routing | keys | " + " | ".join(f"age {age}" for age in AGES) + " |",
+             "|---" * (3 + len(AGES)) + "|"]  # fmt: skip
     for kind in ("moe", "dense"):
-        by_key = {(r["arm"], r["routing"], r["stale_keys"], r["age"]): r
-                  for r in everything[kind]["ratios"]}  # fmt: skip
-        for arm, routing, kept in sorted({key[:3] for key in by_key}):
-            found = [by_key.get((arm, routing, kept, age)) for age in AGES]
-            told = ["" if r is None or r["tokens"] < FEWEST else
-                    f"{r['tail']:.3f}, {r['layers']:.3f}" if kind == "moe" else
-                    f"{r['tail']:.3f}" for r in found]  # fmt: skip
-            if any(told):
-                of = f"{kind}, {NAMES[arm]}, {routing if kind == 'moe' else 'none'}"
-                lines.append(f"| {of} | {'older' if kept else 'own'} | " + " | ".join(told) + " |")
+        by_key = {(r["arm"], r["keys"], r["routing"], r["age"]): r
+                  for r in everything[kind]["ratios"] if r["routed"] == "any"}  # fmt: skip
+        for arm, keys, routing in sorted({key[:3] for key in by_key}):
+            several = (arm, "older", routing, 1) in by_key
+            if (keys == "all") == several:
+                continue
+            found = [by_key.get((arm, keys, routing, age)) for age in AGES]
+            told = ["" if row is None else _tail(row, kind) for row in found]
+            which = {"own": "the trainer's", "replayed": "replayed"}[routing]
+            cells_of_row = [f"{kind}, {NAMES[arm]}", which if kind == "moe" else "",
+                            "own" if keys == "all" else keys, *told]  # fmt: skip
+            lines.append("| " + " | ".join(cells_of_row) + " |")
     parts.append("\n".join(lines))
     return "\n\n".join(parts)
 
@@ -273,30 +333,27 @@ def curves(axes: Any, kind: str = "moe") -> None:
 
 def tails(axes: Any, found: dict[str, Any]) -> None:
     """The tail of the ratio by age, of auto with KV kept."""
-    for kind, routing, label, colour in (
-        ("moe", "own", "mixture, own routing", PALETTE[1]),
-        ("moe", "replayed", "mixture, replayed routing", PALETTE[5]),
-        ("dense", "own", "dense", GREY),
+    for kind, arm, routing, label, style, colour in (
+        ("moe", "auto-kept-own", "own", "mixture, the trainer's routing", "o-", PALETTE[1]),
+        ("moe", "auto-kept-own", "replayed", "mixture, replayed routing", "x--", PALETTE[5]),
+        ("dense", "auto-kept", "own", "dense", "o-", GREY),
     ):  # fmt: skip
-        rows = by_age(found[kind]["ratios"], "auto-kept", routing)
-        axes.plot(list(rows), list(rows.values()), "o-", color=colour, label=label)
-    axes.set(xlabel="age of the token, updates", yscale="log",
+        rows = by_age(found[kind]["ratios"], arm, routing)
+        axes.plot(list(rows), list(rows.values()), style, color=colour, label=label)
+    axes.set(xlabel="age of the token, updates", ylim=(0, None),
              ylabel="|ln ratio| that 1 of 1,000 tokens exceeds")  # fmt: skip
     axes.legend(frameon=False, fontsize=8)
 
 
-FEWEST = 20_000
+FEWEST = 10_000
 """Tokens below which the tail of a class is not told."""
 
 
 def by_age(rows: Sequence[dict[str, Any]], arm: str, routing: str) -> dict[int, float]:
-    """The tail by age, of the tokens with stale keys where there are enough of them, and of the
-    others where not."""
-    found: dict[int, float] = {}
-    for row in sorted(rows, key=lambda row: row["stale_keys"]):
-        if row["arm"] == arm and row["routing"] == routing and row["tokens"] >= FEWEST:
-            found[row["age"]] = row["tail"]
-    return dict(sorted(found.items()))
+    """The tail by age, of all tokens of an arm."""
+    key = (arm, routing, "all", "any")
+    return {row["age"]: row["tail"] for row in rows
+            if (row["arm"], row["routing"], row["keys"], row["routed"]) == key}  # fmt: skip
 
 
 def main() -> None:
@@ -308,7 +365,6 @@ def main() -> None:
     left, right = figure.subplots(1, 2)
     curves(left)
     tails(right, found)
-    figure.tight_layout()
     save(figure, HERE / "learning_moe.png")
 
 

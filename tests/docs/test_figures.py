@@ -81,6 +81,16 @@ def learning(arm: str) -> str:
     return f"{_seconds(arms[arm]) / _seconds(arms['waiting']):.2f}"
 
 
+def larger(kind: str, arm: str) -> list[str]:
+    figures = result("learning_moe/result.json")[kind]["arms"][arm]
+    share = figures["seconds_to_1_of_waiting"]
+    return [
+        *(f"{share[key]:.2f}" for key in ("mean", "low", "high")),
+        f"{figures['off_policy']['mean']:.2f}",
+        f"{figures['age']['mean']:.1f}",
+    ]
+
+
 def _seconds(arm: Any) -> float:
     return arm["seconds_to_0.7"]["mean"]
 
@@ -183,6 +193,20 @@ FIGURES: list[tuple[str, str, Callable[[], Sequence[Any]]]] = [
         r"in ([\d.]+) of waiting's time with `auto` and KV kept, in ([\d.]+) with `auto`, and in "
         r"([\d.]+) with APRIL's",
         lambda: [learning("auto-kept"), learning("auto"), learning("april")],
+    ),
+    *(
+        (
+            "docs/learning.md",
+            rf"\| {words} \| {policy} \| ([\d.]+) \(([\d.]+) to ([\d.]+)\) "
+            r"\| ([\d.]+) \| ([\d.]+) \|",
+            lambda kind=kind, arm=arm: larger(kind, arm),
+        )
+        for words, policy, kind, arm in (
+            ("APRIL, recompute", "mixture", "moe", "april"),
+            ("APRIL, KV kept", "mixture", "moe", "april-kept"),
+            ("auto, KV kept", "mixture", "moe", "auto-kept-own"),
+            ("auto, KV kept", "dense", "dense", "auto-kept"),
+        )
     ),
     (
         "docs/engines.md",

@@ -24,7 +24,7 @@ def paths(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.syspath_prepend(str(folder))
     known = set(sys.modules)
     yield
-    for name in {"analysis", "ages", "train", "countdown"} - known:
+    for name in {"analysis", "tables", "campaign", "ages", "train", "countdown"} - known:
         sys.modules.pop(name, None)
 
 
@@ -37,6 +37,30 @@ def test_the_committed_tables_follow_from_the_raw_data():
     for table in analysis.markdown(found).split("\n\n"):
         assert table in readme
     assert found["wrong"] == []
+
+
+def test_the_tables_of_larger_policies_follow_from_their_raw_data(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    folder = ROOT / "experiments" / "learning_moe"
+    monkeypatch.syspath_prepend(str(folder))
+    import tables  # pyright: ignore[reportMissingImports]
+
+    found = tables.result()
+    assert found == json.loads((folder / "result.json").read_text())
+    readme = (folder / "README.md").read_text()
+    for table in tables.markdown(found).split("\n\n"):
+        assert table in readme
+    assert found["wrong"] == []
+
+
+def test_a_server_that_reports_versions_is_asked_for_them():
+    pytest.importorskip("transformers")
+    import campaign  # pyright: ignore[reportMissingImports]
+
+    fleet = campaign.SpansFleet(["http://127.0.0.1:1"], stream_interval=16)
+    (engine,) = fleet.engines
+    assert isinstance(engine, campaign.SpansEngine)
 
 
 def test_a_target_is_reached_where_the_rising_curve_is():
