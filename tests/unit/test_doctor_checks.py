@@ -28,7 +28,6 @@ def notes(able: Capabilities = BARE, *, sessions: bool = False, **seen: Any) -> 
         stream_interval=True,
         torch_empty_cache=False,
         update_sessions=sessions,
-        shares_bodies=True,
         pipelined=False,
         metrics=False,
         shares_bodies=True,
