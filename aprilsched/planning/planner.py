@@ -30,7 +30,7 @@ from aprilsched.planning.apart import FleetTrial
 from aprilsched.planning.rolling import RollingTrial
 from aprilsched.planning.setting import Outcome, Setting
 from aprilsched.planning.trial import Drawn, Trial
-from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
+from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel, share_of_experts
 
 _STAYS = 0.005
 """Additional share of the objective that the schedule in force may give up and stay."""
@@ -406,6 +406,7 @@ def _share_of(model: StepTimeModel, share: float) -> StepTimeModel:
         prefill_chunk=max(1, round(model.prefill_chunk / share)),
         wide_from=round(model.wide_from / share),
         fill=model.fill / share,
+        expert_share=share_of_experts(model.expert_share, share),
     )
 
 

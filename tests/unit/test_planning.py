@@ -1047,6 +1047,19 @@ def test_a_share_of_an_engine_does_what_the_engine_does(
     assert one.mean_age == pytest.approx(other.mean_age, abs=0.05)
 
 
+def test_a_step_of_a_share_of_an_engine_takes_as_long() -> None:
+    """Also of a mixture of experts, of which a quarter of a batch reads as many."""
+    model = replace(
+        H200_QWEN3_4B, fill=8.0, wide_from=256, t0_wide=1e-3, t0_experts=0.01, expert_share=1 / 16
+    )
+    command = plan(POOR, batch_groups=256, kv_tokens=10**6)
+    tried_on = Planner(model).setting(command, rules(batch_groups=256)).model
+    for batch in (4, 16, 64, 512):
+        step = model.step_seconds(batch, 1000 * batch)
+        assert tried_on.step_seconds(batch / 4, 250 * batch) == pytest.approx(step)
+    assert tried_on.token_seconds(128) == pytest.approx(4 * model.token_seconds(512))
+
+
 def test_a_pool_without_room_for_a_share_is_tried_out_whole() -> None:
     command = plan(POOR, batch_groups=256, kv_tokens=20_000)
     tried_on = Planner().setting(command, rules(batch_groups=256))
