@@ -188,9 +188,9 @@ def ratios(found: Sequence[Cell]) -> list[dict[str, Any]]:
         arm = cell["arm"]
         for routing in ("own", "replayed"):
             for age, kept, moved, place, count in cell["measured"][routing]:
-                for keys in ("older" if kept else "own", "all"):
-                    sums[arm, routing, age, keys, "any"][place] += count
-                    sums[arm, routing, age, keys, "otherwise" if moved else "same"][place] += count
+                for keys, routed in (("older" if kept else "own", "any"), ("all", "any"),
+                                     ("all", "otherwise" if moved else "same")):  # fmt: skip
+                    sums[arm, routing, age, keys, routed][place] += count
         for age, kept, tokens, layers in cell["measured"]["flips"]:
             for keys in ("older" if kept else "own", "all"):
                 flips[arm, age, keys] += (tokens, layers / LAYERS)
