@@ -256,6 +256,7 @@ ROWS = (
       for number, name in enumerate(("low", "middle", "high"))),
     ("middle: of waiting's time", "seconds_to_1_of_waiting", ".2f"),
     ("middle: of APRIL's, equal KV and routing", "seconds_to_1_of_april", ".2f"),
+    ("high: of waiting's time", "seconds_to_2_of_waiting", ".2f"),
     ("updates to the middle level", "updates_to_1", ".1f"),
     (f"held-out after {UPDATES} updates", "after_updates", ".3f"),
     ("held-out, last two evaluations", "end", ".3f"),
