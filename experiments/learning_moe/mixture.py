@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -66,6 +67,7 @@ class LargerTrainer(train.Trainer):
         self._replays = replays
         self._rows: torch.Tensor | None = None
         self._path = options.out / "ratios.jsonl"
+        self._seconds = {"save": 0.0, "measure": 0.0}
         self._last = -1
         # A parameter without a gradient so far has a state too, so that all states have one size.
         for parameter in self._parameters:
@@ -101,6 +103,7 @@ class LargerTrainer(train.Trainer):
     def save(self) -> None:
         """Save the state, in turn in two files that stay mapped: a new file of 370 MB for each
         update would take as long as the update of the engine."""
+        began = time.monotonic()
         flat = torch.cat([tensor.detach().flatten() for tensor in self._tensors()])
         mapped = torch.from_file(str(self._states[self.updates % 2]), shared=True, size=len(flat))
         mapped.copy_(flat)
@@ -108,13 +111,15 @@ class LargerTrainer(train.Trainer):
         known = {"updates": self.updates, "size": len(flat), "steps": steps}
         self._known.with_suffix(".new").write_text(json.dumps(known))
         os.replace(self._known.with_suffix(".new"), self._known)
+        self._seconds["save"] += time.monotonic() - began
 
     def accumulate(self, part: Batch, share: float) -> dict[str, float]:
         x = part.to_torch(packed=True)
         rows = x.companions.get(ROWS)
         if self._last != self.updates:
-            self._last = self.updates
+            self._last, began = self.updates, time.monotonic()
             self._measure(part, x)
+            self._seconds["measure"] += time.monotonic() - began
         if rows is not None and self._replays:
             self._rows = rows.to(self.device)
         try:
@@ -217,7 +222,7 @@ class LargerTrainer(train.Trainer):
                     into = sums.setdefault(tuple(row[:keys]), [0] * values)
                     into[:] = [a + b for a, b in zip(into, row[keys:], strict=True)]
             found[name] = [[*key, *each] for key, each in sorted(sums.items())]
-        return {"measured": found}
+        return {"measured": found, "trainer_s": self._seconds}
 
 
 def prompts(seed: int, *, held_out: bool = False) -> Iterator[Prompt]:

@@ -4,9 +4,9 @@
 # It needs an SGLang 0.5.17 for this machine's Python and torch in .gpu/*.tar.xz, and .gpu/wheels/.
 # The first call makes the policy of each KIND on the first GPU that has it (SUPERVISED seconds),
 # while the servers start. What it starts goes on when a call ends: the next call with the same lists
-# only waits and copies. A list whose trainer dies is begun again, and its cell goes on. LAST is the
-# Unix time by which everything is over, CODE the commit for the results, MORE further arguments of
-# mixture.py. KILLS=GPU kills the trainer of that GPU after half of the call, once.
+# only waits and copies, and one with another list begins it when the first one is done. A list whose
+# trainer dies is begun again, and its cell goes on. LAST is the Unix time by which everything is
+# over, CODE the commit for the results, MORE further arguments of mixture.py. KILLS=GPU kills the trainer of that GPU after half of the call, once.
 set -uo pipefail
 began=$(date +%s) until=$(($(date +%s) + $1)) out=$2
 shift 2
@@ -17,7 +17,7 @@ mkdir -p "$work" "$out"
 export PYTHONPATH=$PYTHONPATH:$code/experiments/learning_moe
 here=$code/experiments/learning_moe
 echo "unpacked after $(($(date +%s) - began)) s"
-[ -e "$work/last" ] || echo "${LAST:-$until}" > "$work/last"
+[ -e "$work/last" ] && [ -z "${LAST:-}" ] || echo "${LAST:-$until}" > "$work/last"
 each=$(($(nproc --all) / $#)) place=0
 for list in "$@"; do
   name=${list%%=*} cells=${list#*=} gpu=${list%%:*} first=$((place * each))

@@ -188,9 +188,9 @@ def ratios(found: Sequence[Cell]) -> list[dict[str, Any]]:
         arm = cell["arm"]
         for routing in ("own", "replayed"):
             for age, kept, moved, place, count in cell["measured"][routing]:
-                for keys in ("older" if kept else "own", "all"):
-                    sums[arm, routing, age, keys, "any"][place] += count
-                    sums[arm, routing, age, keys, "otherwise" if moved else "same"][place] += count
+                for keys, routed in (("older" if kept else "own", "any"), ("all", "any"),
+                                     ("all", "otherwise" if moved else "same")):  # fmt: skip
+                    sums[arm, routing, age, keys, routed][place] += count
         for age, kept, tokens, layers in cell["measured"]["flips"]:
             for keys in ("older" if kept else "own", "all"):
                 flips[arm, age, keys] += (tokens, layers / LAYERS)
@@ -256,6 +256,7 @@ ROWS = (
       for number, name in enumerate(("low", "middle", "high"))),
     ("middle: of waiting's time", "seconds_to_1_of_waiting", ".2f"),
     ("middle: of APRIL's, equal KV and routing", "seconds_to_1_of_april", ".2f"),
+    ("high: of waiting's time", "seconds_to_2_of_waiting", ".2f"),
     ("updates to the middle level", "updates_to_1", ".1f"),
     (f"held-out after {UPDATES} updates", "after_updates", ".3f"),
     ("held-out, last two evaluations", "end", ".3f"),
