@@ -296,12 +296,14 @@ def token_array(ids: Sequence[int] | Int32Array, what: str) -> Int32Array:
     """Token ids as a read-only int32 array.
 
     Raises:
-        ConfigError: if `ids` is empty, not one-dimensional, not integer or negative.
+        ConfigError: if `ids` is empty, text, not one-dimensional, not integer or negative.
     """
     try:
         array = np.asarray(ids)
     except ValueError as error:
         raise ConfigError(f"{what} is no row of token ids ({error}); give integers.") from error
+    if array.dtype.kind in "US":
+        raise ConfigError(f"{what} is text; give the ids that the model's tokenizer makes of it.")
     if array.ndim != 1 or array.size == 0:
         raise ConfigError(f"{what} has shape {array.shape}; give at least one token id in a row.")
     if array.dtype.kind not in "iu":

@@ -69,6 +69,11 @@ class Updates:
     ) -> RefitReport:
         session = self._session
         session.check_open()
+        if not hasattr(publisher, "prepare"):
+            raise ConfigError(
+                f"update_weights got {publisher!r}, which brings no weights to engines; give a "
+                "publisher, such as DiskPublisher(folder, save=...)."
+            )
         started = asyncio.get_running_loop().time()
         async with self._lock:
             await self._previous_update()

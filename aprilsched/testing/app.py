@@ -247,7 +247,13 @@ def _bodies(whole: dict[str, Any]) -> tuple[bool, list[GenerateBody]]:
 
 def _calls(served: ServedEngine, bodies: Sequence[GenerateBody], rids: Sequence[str]) -> list[Call]:
     pairs = zip(bodies, rids, strict=True)
-    return [Call(generation_request(body, rid, served.config)) for body, rid in pairs]
+    calls = [Call(generation_request(body, rid, served.config)) for body, rid in pairs]
+    if len(calls) > 1:
+        # SGLang begins none of a body's requests if it refuses one of them. When the others had
+        # begun here, they were still running when the client sent them again, one by one.
+        for call in calls:
+            served.check(call)
+    return calls
 
 
 async def _spoil_stream(

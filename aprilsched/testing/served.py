@@ -254,8 +254,7 @@ class ServedEngine:
             Refused: if the rid is in use, or the request can never fit.
         """
         rid = call.request.request_id
-        if rid in self._calls:
-            raise Refused(f"Duplicate request ID detected: {rid}")
+        self._check_id(rid)
         self._calls[rid] = call
         try:
             await self._gate.wait()
@@ -270,6 +269,18 @@ class ServedEngine:
             del self._calls[rid]
             if not self._entered():
                 self._quiet.set()
+
+    def check(self, call: Call) -> None:
+        """Refuse what :meth:`generate` would refuse."""
+        self._check_id(call.request.request_id)
+        try:
+            self.engine.check(call.request)
+        except EngineRejected as error:
+            raise Refused(str(error)) from error
+
+    def _check_id(self, rid: str) -> None:
+        if rid in self._calls:
+            raise Refused(f"Duplicate request ID detected: {rid}")
 
     async def _generated(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
         """The engine's chunks, of a response that ends where its drawn length does."""

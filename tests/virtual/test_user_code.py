@@ -266,6 +266,20 @@ async def test_a_publisher_that_raises_anything_fails_its_update(
             assert (await rollouts.next_batch()).version == 1
 
 
+async def test_what_is_no_publisher_is_refused():
+    """A trainer's adapter takes a folder, so a scheduler is given one too."""
+    async with opened() as rollouts:
+        with pytest.raises(ConfigError, match=r"got '/weights', .*give a publisher"):
+            await rollouts.update_weights("/weights")  # pyright: ignore[reportArgumentType]
+        await rollouts.update_weights(SimPublisher())
+
+
+@pytest.mark.parametrize("text", ["What is 2+2?", ["What", "is"]])
+def test_text_in_the_place_of_ids_is_named(text: Any):
+    with pytest.raises(ConfigError, match="input_ids is text; give the ids"):
+        Prompt(input_ids=text)
+
+
 async def test_a_publisher_that_returns_nothing_is_told_what_to_return():
     class Silent(SimPublisher):
         async def publish(self, version: int, engines: Sequence[Engine]) -> Any:

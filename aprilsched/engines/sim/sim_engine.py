@@ -273,10 +273,7 @@ class SimEngine:
             EngineProtocolError: if the engine was closed or crashed meanwhile.
         """
         now = self._pacer.now()
-        size, largest = self._batcher.config.vocab_size, int(request.input_ids.max())
-        why = f"input_ids must be in [0, {size - 1}], got {largest}." if largest >= size else None
-        if (why := why or self._batcher.refusal(request)) is not None:
-            raise EngineRejected(self._name, why, status=400)
+        self.check(request)
         stream: asyncio.Queue[Chunk | EngineError] = asyncio.Queue()
         self._streams[request.request_id] = stream
         self._batcher.submit(request, now)
@@ -293,6 +290,13 @@ class SimEngine:
             if self._streams.get(request.request_id) is stream:
                 del self._streams[request.request_id]
                 self._abandon(request.request_id)
+
+    def check(self, request: GenerationRequest) -> None:
+        """Refuse a request that could not be taken now; errors as :meth:`generate`."""
+        size, largest = self._batcher.config.vocab_size, int(request.input_ids.max())
+        why = f"input_ids must be in [0, {size - 1}], got {largest}." if largest >= size else None
+        if (why := why or self._batcher.refusal(request)) is not None:
+            raise EngineRejected(self._name, why, status=400)
 
     async def abort(self, request_id: str) -> None:
         """End one request; as in SGLang, this is lost for a request that a pause holds."""
