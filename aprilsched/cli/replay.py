@@ -194,7 +194,7 @@ class ReplayReport:
     those of the replay under the run's own settings.
     """
 
-    schema: int = 1
+    schema: int = 2
     recorded: PolicyRow
     """The run as it really was; rates and shares are over the batches that its replay has too."""
     replayed: list[PolicyRow]
@@ -250,7 +250,7 @@ def _table(found: ReplayReport) -> Table:
         "delivered tokens/s",
         "efficiency",
         "off-policy tokens",
-        "seconds a batch",
+        "seconds a step",
         "against the replayed run",
     )
     for name in columns:
@@ -262,7 +262,7 @@ def _table(found: ReplayReport) -> Table:
             number(row.delivered_tokens_per_s),
             percent(row.efficiency),
             percent(row.off_policy_share),
-            number(row.seconds_a_batch, 1),
+            number(row.step_s, 1),
             signed_percent(None if row.speedup is None else row.speedup - 1),
         )
     return table
@@ -278,8 +278,8 @@ def _error(found: ReplayReport) -> str:
     return (
         f"Prediction error, replayed against real over {error.batches} batches: tokens/s "
         f"{_exact(error.delivered_tokens_per_s)}, efficiency {_exact(error.efficiency)}, "
-        f"off-policy share {_exact(error.off_policy_share)}, seconds a batch "
-        f"{_exact(error.seconds_a_batch)}."
+        f"off-policy share {_exact(error.off_policy_share)}, seconds a step "
+        f"{_exact(error.step_s)}."
     )
 
 

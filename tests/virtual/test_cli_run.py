@@ -264,7 +264,7 @@ def test_simulate_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     comparison = json.loads((out / "comparison.json").read_text())
     assert comparison["best"] == "april"
     for row in comparison["policies"]:
-        assert row["seconds_p10"] < row["seconds_a_batch"] < row["seconds_p90"]
+        assert row["step_p10"] < row["step_s"] < row["step_p90"]
     sync, april = comparison["policies"]
     assert sync["policy"] == "sync"
     assert sync["speedup"] == 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 
 from aprilsched.config import Dispatch, LengthBuckets, Pool, SchedulerConfig
@@ -18,7 +19,7 @@ from aprilsched.core.messages.commands import Command
 from aprilsched.core.messages.events import Event, Opened
 from aprilsched.engines.sim import SimConfig, SimFleet, SimPublisher, run_virtual
 from aprilsched.errors import ConfigError
-from aprilsched.presets import april, auto, sync
+from aprilsched.presets import april, auto, copris, sync
 from aprilsched.simulation import Costs, Simulation, compare, simulate
 from aprilsched.types import Group
 from aprilsched.workload import LongTailWorkload
@@ -261,6 +262,33 @@ def test_recipes_are_compared_on_the_same_lengths(capsys: pytest.CaptureFixture[
     assert found.policies[2].schedule
     first = [results[name].lengths for name in ("sync", "april")]
     assert set(first[1].tolist()) & set(first[0].tolist())
+
+
+def test_a_step_is_whole_whoever_waits_for_the_trainer() -> None:
+    """Engines that wait for a trainer are as efficient as without one, so efficiency alone called a
+    synchronous policy the best beside one that delivered twice the tokens in the time."""
+    base = SchedulerConfig(batch_groups=8, group_size=4)
+    policies = {"sync": sync(base), "april": april(base), "copris": copris(base)}
+    policies["apart"] = replace(policies["copris"], pace="asynchronous")
+    costs = Costs(train_seconds=10.0)
+    workload = LongTailWorkload(median=200, cap=2000)
+    results = {
+        name: simulate(workload, policy, costs=costs, batches=16, usage=False)
+        for name, policy in policies.items()
+    }
+    found = compare(results)
+    assert found.fastest == found.best == "apart"
+    rows = {row.policy: row for row in found.policies}
+    assert (rows["april"].efficiency or 0.0) > (rows["apart"].efficiency or 0.0)
+    assert (rows["apart"].step_efficiency or 0.0) > (rows["april"].step_efficiency or 0.0)
+    for name, result in results.items():
+        row, steps = rows[name], result.step_s[4:]
+        assert row.step_s == pytest.approx(steps.mean())
+        assert row.step_p10 == pytest.approx(np.percentile(steps, 10))
+        assert row.step_p90 == pytest.approx(np.percentile(steps, 90))
+        assert row.delivered_tokens_per_s == pytest.approx(result.tokens[4:].sum() / steps.sum())
+    least = [(rows[name].step_p10 or 0.0) >= 10.0 for name in policies]
+    assert all(least), "no step of this trainer is shorter than its own time"
 
 
 def test_a_simulation_has_rewards_filters_tools_and_unequal_engines() -> None:
