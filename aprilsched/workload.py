@@ -34,13 +34,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count as count_up
+from numbers import Integral, Real
 from pathlib import Path
-from typing import Literal, Protocol, Self, TypeAlias
+from typing import Any, Literal, Protocol, Self, TypeAlias
 
 import numpy as np
 from numpy.random import Generator, Philox
 from numpy.typing import NDArray
 
+from aprilsched.checks import checked, typed
 from aprilsched.errors import ConfigError
 from aprilsched.types import Prompt, SamplingParams
 
@@ -71,8 +73,8 @@ class Lognormal:
     sigma: float = 0.9
 
     def __post_init__(self) -> None:
-        _check(self.median > 0, f"median is {self.median}; give a number above 0.")
-        _check(self.sigma > 0, f"sigma is {self.sigma}; give a number above 0.")
+        for name in ("median", "sigma"):
+            _above_zero(name, getattr(self, name))
 
     def cdf(self, lengths: NDArray[np.float64]) -> NDArray[np.float64]:
         """See :class:`Law`."""
@@ -88,8 +90,8 @@ class Pareto:
     alpha: float = 1.5
 
     def __post_init__(self) -> None:
-        _check(self.least > 0, f"least is {self.least}; give a number above 0.")
-        _check(self.alpha > 0, f"alpha is {self.alpha}; give a number above 0.")
+        for name in ("least", "alpha"):
+            _above_zero(name, getattr(self, name))
 
     def cdf(self, lengths: NDArray[np.float64]) -> NDArray[np.float64]:
         """See :class:`Law`."""
@@ -104,8 +106,9 @@ class Empirical:
 
     def __post_init__(self) -> None:
         _check(len(self.lengths) > 0, "there are no lengths; give at least one.")
-        _check(min(self.lengths) >= 1, "a length is below 1; give tokens, each 1 or more.")
-        object.__setattr__(self, "lengths", tuple(sorted(self.lengths)))
+        lengths = sorted(int(checked("a length", length, Integral)) for length in self.lengths)
+        _check(lengths[0] >= 1, "a length is below 1; give tokens, each 1 or more.")
+        object.__setattr__(self, "lengths", tuple(lengths))
 
     @classmethod
     def read(cls, path: Path | str) -> Self:
@@ -133,7 +136,14 @@ class Mixture:
 
     def __init__(self, *parts: tuple[float, Law]) -> None:
         _check(len(parts) > 0, "a mixture has no laws; give (weight, law), one or more.")
-        _check(min(w for w, _ in parts) > 0, "a weight is not above 0; leave its law out.")
+        for part in parts:
+            given: object = part
+            if not isinstance(given, tuple) or len(part) != 2:
+                raise ConfigError(f"a mixture has {typed(part)}; give each law as (weight, law).")
+            weight, law = part
+            checked("a weight", weight, Real)
+            _check(weight > 0, "a weight is not above 0; leave its law out.")
+            _value(law, "a law of a mixture")
         object.__setattr__(self, "parts", parts)
 
     def cdf(self, lengths: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -155,7 +165,12 @@ def _quantiles(law: Law, cap: int) -> tuple[NDArray[np.float64], NDArray[np.floa
     lengths = np.arange(1.0, cap + 1)
     if cap > _GRID:
         lengths = np.unique(np.rint(np.geomspace(1, cap, _GRID)))
-    shares = law.cdf(lengths)
+    shares = np.asarray(law.cdf(lengths))
+    if shares.shape != lengths.shape:
+        raise ConfigError(
+            f"the cdf of the law gives the shape {shares.shape} for {len(lengths)} lengths; give a "
+            "share for each of an array of lengths."
+        )
     if not (np.diff(shares) >= 0).all() or not 0 <= shares[0] <= shares[-1] <= 1:
         raise ConfigError("the cdf of the law does not grow from 0 to 1; correct it.")
     return shares, lengths
@@ -214,14 +229,21 @@ class LongTailWorkload:
     drift: float = 0.0
 
     def __post_init__(self) -> None:
-        _check(self.median > 0, f"median is {self.median}; give a number above 0.")
+        for name in ("cap", "prompt_tokens", "vocab_size", "seed", "group_size"):
+            checked(name, getattr(self, name), Integral)
+        for name in ("count", "epoch_prompts"):
+            if getattr(self, name) is not None:
+                checked(name, getattr(self, name), Integral)
+        for name in ("sigma", "within_group", "dof", "drift"):
+            checked(name, getattr(self, name), Real)
+        _above_zero("median", self.median)
         _check(self.sigma >= 0, f"sigma is {self.sigma}; give 0 or more.")
         _check(self.cap >= 1, f"cap is {self.cap}; give at least 1 token.")
         _check(0 <= self.within_group <= 1, f"within_group is {self.within_group}; give 0 to 1.")
         _check(self.prompt_tokens >= 1, f"prompt_tokens is {self.prompt_tokens}; give at least 1.")
         _check(self.vocab_size >= 2, f"vocab_size is {self.vocab_size}; give at least 2.")
-        named = not isinstance(self.law, str) or self.law in ("lognormal", "log_t")
-        _check(named, f"law is {self.law!r}; give lognormal, log_t or a law.")
+        if isinstance(self.law, type) or not callable(self.law):
+            _usable(self.law, "law")
         _check(self.dof > 2, f"dof is {self.dof}; give a number above 2.")
         _check(0 <= self.seed < 2**64, f"seed is {self.seed}; give 0 to 2**64 - 1.")
         _check(self.group_size >= 1, f"group_size is {self.group_size}; give at least 1.")
@@ -326,7 +348,9 @@ class LongTailWorkload:
         effect = drawn if shared is None else np.full((groups, 1), shared)
         own = rng.standard_normal((groups, self.group_size))
         x = np.sqrt(self.within_group) * effect + np.sqrt(1 - self.within_group) * own
-        law = self.law(key) if callable(self.law) else self.law
+        law = self.law
+        if callable(law):
+            law = _usable(law(key), f"law({key})")
         if not isinstance(law, str):
             shares, lengths = _quantiles(law, self.cap)
             place = np.searchsorted(shares[:-1], _phi(x))
@@ -343,3 +367,36 @@ class LongTailWorkload:
 def _check(holds: bool, message: str) -> None:
     if not holds:
         raise ConfigError(message)
+
+
+def _above_zero(name: str, value: float) -> None:
+    _check(checked(name, value, Real) > 0, f"{name} is {value}; give a number above 0.")
+
+
+def _usable(law: Any, name: str) -> LengthLaw | Law:
+    """`law`, if it is named or a value."""
+    if isinstance(law, str):
+        _check(law in ("lognormal", "log_t"), f"{name} is {law!r}; give lognormal, log_t or a law.")
+    else:
+        _value(law, name)
+    return law
+
+
+def _value(law: Law, name: str) -> None:
+    given: Any = law
+    if isinstance(given, type):
+        raise ConfigError(
+            f"{name} is the class {given.__name__}; give a value, such as {given.__name__}(…)."
+        )
+    if not callable(getattr(given, "cdf", None)):
+        raise ConfigError(
+            f"{name} is {typed(given)}; give lognormal, log_t, an object with cdf(lengths), or a "
+            "function that gives the law of each prompt by its key."
+        )
+    try:
+        hash(given)
+    except TypeError:
+        raise ConfigError(
+            f"{name} is {typed(given)}, which may change; give a law that is immutable, such as a "
+            "frozen dataclass."
+        ) from None

@@ -22,7 +22,13 @@ from aprilsched.core.state.state import SchedulerState
 from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.errors import PromptsExhausted
 from aprilsched.planning import Planner
-from aprilsched.simulation.virtual import NEVER, Costs, Simulation
+from aprilsched.simulation.virtual import (
+    NEVER,
+    Costs,
+    Simulation,
+    checked_config,
+    checked_count,
+)
 from aprilsched.telemetry.base import AnyListener, TokenChunks
 from aprilsched.telemetry.bias_collector import warning_now
 from aprilsched.telemetry.figures import RunSummary
@@ -202,7 +208,12 @@ def simulate(
         ConfigError: if a setting cannot be used.
         AprilschedError: if a real run would end too.
     """
-    config = config or SchedulerConfig()
+    config = SchedulerConfig() if config is None else config
+    checked_config(config)
+    if seed is not None:
+        checked_count("seed", seed, least=0)
+    if burn_in is not None:
+        checked_count("burn_in", burn_in, least=0)
     mean: float | None = None
     if isinstance(workload, LongTailWorkload):
         launched = config.policies.refill.launched(config.group_size)
@@ -210,7 +221,8 @@ def simulate(
             workload, group_size=launched, seed=workload.seed if seed is None else seed
         )
         mean = workload.mean_length()
-    engine = engine or SimConfig(make_tokens=False, stream_interval=NEVER)
+    if engine is None:
+        engine = SimConfig(make_tokens=False, stream_interval=NEVER)
     bound = None
     if isinstance(engine, SimConfig):  # No bound is known of engines that differ.
         seconds, most = engine.timing.bound_seconds, engine.max_running

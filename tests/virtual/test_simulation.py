@@ -6,8 +6,10 @@ modelled time.
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -182,11 +184,6 @@ def test_settings_for_another_number_of_engines_are_refused() -> None:
         Simulation(config(), WORKLOAD, engines=3, engine=[MODEL, MODEL])
 
 
-def test_costs_below_zero_are_refused() -> None:
-    with pytest.raises(ConfigError, match="give 0 or more"):
-        Costs(train_seconds=-1.0)
-
-
 def test_accept_filters_groups() -> None:
     def even(group: Group) -> bool:
         return group.group_id % 2 == 0
@@ -262,6 +259,39 @@ def test_recipes_are_compared_on_the_same_lengths(capsys: pytest.CaptureFixture[
     assert found.policies[2].schedule
     first = [results[name].lengths for name in ("sync", "april")]
     assert set(first[1].tolist()) & set(first[0].tolist())
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"engines": 0}, "engines is 0; give 1 or more."),
+        ({"engines": 1.5}, "engines is 1.5 (float); give a whole number."),
+        ({"batches": 0}, "batches is 0; give 1 or more."),
+        ({"update_every": -1}, "update_every is -1; give 0 or more."),
+        ({"burn_in": -1}, "burn_in is -1; give 0 or more."),
+        ({"seed": 0.5}, "seed is 0.5 (float); give a whole number."),
+        ({"config": april}, "config is april; give april(config), which is a SchedulerConfig."),
+        ({"config": "slime"}, "config is 'slime' (str); give slime(config)"),
+        ({"costs": 3.0}, "costs is 3.0 (float); give Costs(train_seconds=…)."),
+        ({"engine": "h200"}, "engine is 'h200' (str); give a SimConfig, or a list"),
+        ({"engine": [MODEL, None], "engines": 2}, "give a SimConfig, or a list"),
+        ({"workload": 7}, "the workload is 7 (int); give prompts"),
+        ({"workload": LongTailWorkload}, "give prompts, such as LongTailWorkload()."),
+        ({"workload": [[1, 2]]}, "the workload gave [1, 2] (list); let it give a Prompt each."),
+        ({"train_seconds": "one"}, "train_seconds is 'one' (str); give a finite number."),
+        ({"train_seconds": -1.0}, "train_seconds is a time; give 0 or more."),
+    ],
+    ids=str,
+)
+def test_a_setting_that_cannot_be_used_is_named(given: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        simulated(**given)
+
+
+def simulated(train_seconds: Any = 0.0, **given: Any) -> None:
+    settings: dict[str, Any] = {"workload": WORKLOAD, "config": config(), "batches": 1}
+    settings |= {"costs": Costs(train_seconds=train_seconds), **given}
+    simulate(**settings)
 
 
 def test_a_step_is_whole_whoever_waits_for_the_trainer() -> None:
