@@ -30,13 +30,13 @@ prompt has a counter-based generator of its own: Philox with the key (seed, i).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count as count_up
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self, TypeAlias
+from typing import Any, Literal, Protocol, Self, TypeAlias, cast
 
 import numpy as np
 from numpy.random import Generator, Philox
@@ -112,16 +112,31 @@ class Empirical:
 
     @classmethod
     def read(cls, path: Path | str) -> Self:
-        """The lengths in a file: numbers with white space or commas between them.
+        """The lengths in a file: whole numbers of tokens, with white space, new lines or commas
+        between them.
 
         Raises:
-            ConfigError: if it cannot be read.
+            ConfigError: if it cannot be read, or something in it is no length.
         """
         try:
-            words = Path(path).read_text(encoding="utf-8").replace(",", " ").split()
-            return cls(tuple(int(float(word)) for word in words))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"the lengths in {path} cannot be read: {error}.") from error
+            text = Path(path).read_text(encoding="utf-8")
+        except OSError as error:
+            reason = error.strerror or error
+            raise ConfigError(f"the lengths in {path} cannot be read: {reason}.") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"the lengths in {path} are no text: {error}.") from error
+        lengths: list[int] = []
+        for number, line in enumerate(text.splitlines(), start=1):
+            for word in line.replace(",", " ").split():
+                length = _length(word)
+                if length is None:
+                    raise ConfigError(
+                        f"line {number} of {path} has {word!r}, which is no length; give whole "
+                        "numbers of tokens, each 1 or more."
+                    )
+                lengths.append(length)
+        _check(len(lengths) > 0, f"{path} has no lengths; give at least one.")
+        return cls(tuple(lengths))
 
     def cdf(self, lengths: NDArray[np.float64]) -> NDArray[np.float64]:
         """See :class:`Law`."""
@@ -137,8 +152,7 @@ class Mixture:
     def __init__(self, *parts: tuple[float, Law]) -> None:
         _check(len(parts) > 0, "a mixture has no laws; give (weight, law), one or more.")
         for part in parts:
-            given: object = part
-            if not isinstance(given, tuple) or len(part) != 2:
+            if not isinstance(cast("Any", part), tuple) or len(part) != 2:
                 raise ConfigError(f"a mixture has {typed(part)}; give each law as (weight, law).")
             weight, law = part
             checked("a weight", weight, Real)
@@ -151,6 +165,15 @@ class Mixture:
         total = math.fsum(weight for weight, _ in self.parts)
         shares = [weight / total * law.cdf(lengths) for weight, law in self.parts]
         return np.sum(shares, axis=0)
+
+
+def _length(word: str) -> int | None:
+    """The whole number of 1 or more that `word` is, such as 80, 80.0 or 1e3; None if it is none."""
+    try:
+        value = float(word)
+    except ValueError:
+        return None
+    return int(value) if value.is_integer() and value >= 1 else None
 
 
 def _phi(x: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -243,7 +266,7 @@ class LongTailWorkload:
         _check(self.prompt_tokens >= 1, f"prompt_tokens is {self.prompt_tokens}; give at least 1.")
         _check(self.vocab_size >= 2, f"vocab_size is {self.vocab_size}; give at least 2.")
         if isinstance(self.law, type) or not callable(self.law):
-            _usable(self.law, "law")
+            _check_law(self.law, "law")
         _check(self.dof > 2, f"dof is {self.dof}; give a number above 2.")
         _check(0 <= self.seed < 2**64, f"seed is {self.seed}; give 0 to 2**64 - 1.")
         _check(self.group_size >= 1, f"group_size is {self.group_size}; give at least 1.")
@@ -251,6 +274,23 @@ class LongTailWorkload:
         _check(epoch is None or epoch >= 1, f"epoch_prompts is {epoch}; give 1 or more, or None.")
         _check(0 <= self.drift <= 1, f"drift is {self.drift}; give 0 to 1.")
         _check(self.count is None or self.count >= 0, f"count is {self.count}; give 0 or more.")
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any], *, seed: int, group_size: int) -> Self:
+        """The workload of settings as a file or flags have them: the parameters above by name, of
+        which None is not given, and `lengths`, a file whose lengths are the law.
+
+        Raises:
+            ConfigError: if a parameter is out of its range, or the file cannot be read.
+        """
+        given: dict[str, Any] = {k: value for k, value in settings.items() if value is not None}
+        path = given.pop("lengths", None)
+        if path is not None:
+            if "law" in given:
+                raise ConfigError("law and lengths both say how long responses are; give one.")
+            law = Empirical.read(path)
+            given = {"cap": law.lengths[-1]} | given | {"law": law}
+        return cls(seed=seed, group_size=group_size, **given)
 
     def __iter__(self) -> Iterator[Prompt]:
         return map(self.prompt, count_up() if self.count is None else range(self.count))
@@ -350,7 +390,8 @@ class LongTailWorkload:
         x = np.sqrt(self.within_group) * effect + np.sqrt(1 - self.within_group) * own
         law = self.law
         if callable(law):
-            law = _usable(law(key), f"law({key})")
+            law = law(key)
+            _check_law(law, f"law({key})")
         if not isinstance(law, str):
             shares, lengths = _quantiles(law, self.cap)
             place = np.searchsorted(shares[:-1], _phi(x))
@@ -373,13 +414,12 @@ def _above_zero(name: str, value: float) -> None:
     _check(checked(name, value, Real) > 0, f"{name} is {value}; give a number above 0.")
 
 
-def _usable(law: Any, name: str) -> LengthLaw | Law:
-    """`law`, if it is named or a value."""
-    if isinstance(law, str):
-        _check(law in ("lognormal", "log_t"), f"{name} is {law!r}; give lognormal, log_t or a law.")
-    else:
+def _check_law(law: Any, name: str) -> None:
+    """Check that it is named or a value."""
+    if not isinstance(law, str):
         _value(law, name)
-    return law
+    elif law not in ("lognormal", "log_t"):
+        raise ConfigError(f"{name} is {law!r}; give lognormal, log_t or a law.")
 
 
 def _value(law: Law, name: str) -> None:

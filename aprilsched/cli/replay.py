@@ -32,7 +32,7 @@ from aprilsched.config import SchedulerConfig
 from aprilsched.errors import ConfigError, PromptsExhausted, RunFolderError
 from aprilsched.runs.config_file import RECORDED, Policy, read_settings, variants
 from aprilsched.runs.drive import simulate
-from aprilsched.runs.settings import COMMAS, RunSettings, SimSettings
+from aprilsched.runs.settings import COMMAS, RunSettings, SimSettings, WorkloadSettings
 from aprilsched.runs.setup import Setup, bound_of, prepare
 from aprilsched.runs.showing import (
     describe,
@@ -359,8 +359,12 @@ def prepare_replay(settings: RunSettings, record: RecordedRun, scheduler: Schedu
     Raises:
         ConfigError: if the settings contradict each other.
     """
+    settings = replace(settings, scheduler=scheduler)
+    # A file of lengths may be another machine's, and the record has the lengths.
+    setup = prepare(replace(settings, workload=WorkloadSettings()))
     return replace(
-        prepare(replace(settings, scheduler=scheduler)),
+        setup,
+        settings=settings,
         prompts=RecordedPrompts(record),
         workload_mean=None,
     )

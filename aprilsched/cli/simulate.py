@@ -58,6 +58,7 @@ EVERYDAY = {
         "median": "median of the response lengths, in tokens",
         "sigma": "standard deviation of the log length",
         "cap": "tokens of the longest response",
+        "lengths": "a file of lengths, each as likely as the others, for median and sigma",
         "seed": "seed of the workload",
     },
     "files and output": {

@@ -208,11 +208,17 @@ def test_a_prompt_may_have_a_law_of_its_own() -> None:
 def test_lengths_are_read_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "lengths.txt").write_text("12, 500\n80.0 80\n")
     assert Empirical.read(tmp_path / "lengths.txt").lengths == (12, 80, 80, 500)
-    (tmp_path / "words.txt").write_text("long short")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        Empirical.read(tmp_path / "words.txt")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        Empirical.read(tmp_path / "nothing.txt")
+    for name, content, sentence in (
+        ("words", "12\n80 long", "line 2 of .* has 'long', which is no length; give"),
+        ("half", "12.5", "line 1 of .* has '12.5'"),
+        ("zero", "12\n\n0", "line 3 of .* has '0'"),
+        ("empty", "", "has no lengths; give at least one.$"),
+        ("none", None, "cannot be read: No such file or directory.$"),
+    ):
+        if content is not None:
+            (tmp_path / name).write_text(content)
+        with pytest.raises(ConfigError, match=sentence):
+            Empirical.read(tmp_path / name)
 
 
 class Backwards:

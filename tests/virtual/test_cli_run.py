@@ -275,6 +275,28 @@ def test_simulate_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         assert files >= {"config.toml", "events.jsonl", "summary.json"}
 
 
+def test_simulate_takes_a_file_of_lengths(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Its longest is the cap, the run's own folder is rebuilt and replayed with it, and another law
+    beside it is refused."""
+    file = tmp_path / "lengths.txt"
+    file.write_text("40\n55, 70\n900\n")
+    shape = ["--batches", "4", "--batch-groups", "2", "--group-size", "4", "--quiet"]
+    out = tmp_path / "o"
+    command = ["simulate", "--policy", "sync", *shape, "--json", "--lengths", str(file)]
+    assert main([*command, "--out", str(out)]) == 0
+    lengths = [r.tokens for d in read_run(out / "sync").deliveries for r in d.rollouts]
+    assert set(lengths) == {40, 55, 70, 900}
+    (out / "sync" / "summary.json").unlink()
+    mean = read_run(out / "sync").summary.bias.workload_mean_length
+    assert mean == pytest.approx((40 + 55 + 70 + 900) / 4, rel=0.02)
+    file.rename(tmp_path / "elsewhere.txt")
+    assert read_run(out / "sync").summary.bias.workload_mean_length is None
+    assert main(["replay", str(out / "sync"), "--policy", "recorded", "--quiet"]) == 0
+    capsys.readouterr()
+    assert main([*command, "--out", str(tmp_path / "p"), "--law", "log_t"]) == 2
+    assert "law and lengths both say how long responses are" in capsys.readouterr().err
+
+
 def test_simulate_draws(tmp_path: Path):
     pytest.importorskip("matplotlib")
     arguments = ["--batches", "3", "--batch-groups", "2", "--group-size", "2", *SHORT]
