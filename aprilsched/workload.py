@@ -53,6 +53,8 @@ is asked at so many."""
 _PROMPTS = 1024
 """Prompts whose laws the moments are of, where each has its own and their number is not known."""
 
+_MANY_CAPPED = 0.25
+"""A larger share of responses at the cap is more likely a mistake than a workload."""
 _MOMENTS_STREAM = 2**64 - 1
 """Index of the generator for moments. No prompt has this index, so none shares its draws."""
 
@@ -364,6 +366,19 @@ class LongTailWorkload:
             mean=mean,
             cv2=float(drawn.var()) / mean**2,
             capped=float((drawn == self.cap).mean()),
+        )
+
+    def cap_warning(self) -> str | None:
+        """A sentence for the user if more than a quarter of the responses are cut off at the cap;
+        None otherwise."""
+        law = self.law
+        whole = isinstance(law, Empirical) and law.lengths[-1] <= self.cap
+        capped = 0.0 if whole else self.moments(1 << 16).capped
+        if capped <= _MANY_CAPPED:
+            return None
+        return (
+            f"{capped:.0%} of the responses are cut off at the cap of {self.cap:,} tokens; raise "
+            "the cap, or give the law that your responses really have."
         )
 
     def mean_length(self, samples: int = 1 << 20) -> float:

@@ -132,10 +132,15 @@ class _Replay:
 
 
 def _prepare(command: ReplayCommand) -> _Replay:
+    if not command.run.is_dir():
+        raise RunFolderError(
+            f"there is no folder {command.run}; name one that aprilsched run or simulate has "
+            "written."
+        )
     if not (command.run / CONFIG).is_file():
         raise RunFolderError(
             f"{command.run} is not a run folder (it has no {CONFIG}); name one that aprilsched run "
-            "has written."
+            "has written, or one of the policies' folders that simulate has."
         )
     if command.seed < 0:
         raise ConfigError(f"seed is {command.seed}; give 0 or more.")

@@ -101,7 +101,7 @@ class RunSettings:
 
     engine: tuple[str, ...] = ("sim",)
     """"sim", the embedded engine under a virtual clock, or the URLs of SGLang servers, or of
-    vLLM servers as vllm+http://…."""
+    vLLM servers as vllm+http://…, with spaces between them."""
     prompts: str | None = None
     """A JSONL file of prompts. Each line has input_ids or text, and optionally key and sampling.
     Without a file the built-in long-tail workload is used."""

@@ -181,6 +181,10 @@ def simulate(
 ) -> SimulationResult:
     """Simulate a run of the production scheduler in virtual time.
 
+    It writes no files: run folders are written by the command ``aprilsched simulate``, whose
+    config.toml can name its laws. A law that cuts off more than a quarter of the responses at its
+    cap is logged as a warning.
+
     Args:
         workload: the prompts. Each response has the length that ``max_new_tokens`` gives, as
             :class:`~aprilsched.LongTailWorkload` draws it. A workload of that class gets the
@@ -221,6 +225,8 @@ def simulate(
             workload, group_size=launched, seed=workload.seed if seed is None else seed
         )
         mean = workload.mean_length()
+        if (warning := workload.cap_warning()) is not None:
+            log.warning("%s", warning)
     if engine is None:
         engine = SimConfig(make_tokens=False, stream_interval=NEVER)
     bound = None

@@ -297,6 +297,17 @@ def test_simulate_takes_a_file_of_lengths(tmp_path: Path, capsys: pytest.Capture
     assert "law and lengths both say how long responses are" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("cap", "warns"), [("600", False), ("50", True)])
+def test_a_cap_that_cuts_many_off_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], cap: str, warns: bool
+):
+    shape = ["--batches", "1", "--batch-groups", "2", "--group-size", "2", "--quiet", "--json"]
+    law = ["--policy", "sync", "--median", "60", "--cap", cap]
+    assert main(["simulate", *shape, *law, "--out", str(tmp_path / "o")]) == 0
+    said = "of the responses are cut off at the cap of 50 tokens; raise"
+    assert (said in capsys.readouterr().err) == warns
+
+
 def test_simulate_draws(tmp_path: Path):
     pytest.importorskip("matplotlib")
     arguments = ["--batches", "3", "--batch-groups", "2", "--group-size", "2", *SHORT]

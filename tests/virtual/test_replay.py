@@ -290,7 +290,12 @@ def test_refused(april: Path, capsys: Capture, arguments: list[str], part: str):
 
 
 def test_no_folder_at_all(tmp_path: Path, capsys: Capture):
-    assert "not a run folder" in refusal(capsys, str(tmp_path / "nothing"))
+    assert f"there is no folder {tmp_path / 'nothing'};" in refusal(
+        capsys, str(tmp_path / "nothing")
+    )
+    said = refusal(capsys, str(tmp_path))
+    assert "is not a run folder (it has no config.toml)" in said
+    assert "simulate" in said
 
 
 def test_what_a_log_says_of_groups(april: Path, tmp_path: Path):

@@ -24,7 +24,7 @@ from aprilsched.errors import ConfigError
 from aprilsched.presets import april, auto, copris, sync
 from aprilsched.simulation import Costs, Simulation, compare, simulate
 from aprilsched.types import Group
-from aprilsched.workload import LongTailWorkload
+from aprilsched.workload import Empirical, LongTailWorkload
 from tests.support import small
 
 WORKLOAD = LongTailWorkload(median=60, cap=600, group_size=4, seed=3)
@@ -286,6 +286,16 @@ def test_recipes_are_compared_on_the_same_lengths(capsys: pytest.CaptureFixture[
 def test_a_setting_that_cannot_be_used_is_named(given: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(sentence)):
         simulated(**given)
+
+
+def test_a_cap_that_cuts_many_off_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    simulated()
+    assert "cut off" not in caplog.text
+    simulated(workload=replace(WORKLOAD, cap=50))
+    assert "of the responses are cut off at the cap of 50 tokens" in caplog.text
+    caplog.clear()
+    simulated(workload=replace(WORKLOAD, law=Empirical((30, 50)), cap=50))
+    assert "cut off" not in caplog.text, "the longest of a list is no cut"
 
 
 def simulated(train_seconds: Any = 0.0, **given: Any) -> None:
