@@ -361,6 +361,30 @@ def checked_count(name: str, value: int, *, least: int) -> None:
         raise ConfigError(f"{name} is {value}; give {least} or more.")
 
 
+def _models(
+    engine: SimConfig | Sequence[SimConfig] | None, engines: int, config: SchedulerConfig
+) -> list[SimConfig]:
+    """The settings of each engine, with chunks as often as `config` needs them."""
+    if engine is None:
+        engine = SimConfig(make_tokens=False, stream_interval=NEVER)
+    models = [engine] * engines if isinstance(engine, SimConfig) else engine
+    sequence = isinstance(cast("Any", models), Sequence)
+    if not sequence or not all(isinstance(cast("Any", model), SimConfig) for model in models):
+        raise ConfigError(
+            f"engine is {typed(engine)}; give a SimConfig, or a list with one for each engine."
+        )
+    if len(models) != engines:
+        raise ConfigError(
+            f"there are {engines} engines and settings for {len(models)}; give one for each."
+        )
+    races = config.policies.refill.launched(config.group_size) > config.group_size
+    if config.refit == "rolling" or races:
+        # What it costs to move a response depends on the length that it has so far, and so does
+        # what is known of the length of one that is thrown away in the middle of a batch.
+        return [replace(m, stream_interval=min(m.stream_interval, _OFTEN)) for m in models]
+    return list(models)
+
+
 class Simulation:
     """One simulated run, which :meth:`run` carries out.
 
@@ -427,23 +451,7 @@ class Simulation:
         )
         self._pauses = pauses
         self._episodes: dict[int, _Episode] = {}
-        if engine is None:
-            engine = SimConfig(make_tokens=False, stream_interval=NEVER)
-        models = [engine] * engines if isinstance(engine, SimConfig) else engine
-        sequence = isinstance(cast("Any", models), Sequence)
-        if not sequence or not all(isinstance(cast("Any", model), SimConfig) for model in models):
-            raise ConfigError(
-                f"engine is {typed(engine)}; give a SimConfig, or a list with one for each engine."
-            )
-        if len(models) != engines:
-            raise ConfigError(
-                f"there are {engines} engines and settings for {len(models)}; give one for each."
-            )
-        races = config.policies.refill.launched(config.group_size) > config.group_size
-        if config.refit == "rolling" or races:
-            # What it costs to move a response depends on the length that it has so far, and so does
-            # what is known of the length of one that is thrown away in the middle of a batch.
-            models = [replace(m, stream_interval=min(m.stream_interval, _OFTEN)) for m in models]
+        models = _models(engine, engines, config)
         self._config = config
         first = models[0]
         self._planner = planner or Planner(first.timing, max_running=first.max_running)
