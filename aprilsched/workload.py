@@ -30,17 +30,19 @@ prompt has a counter-based generator of its own: Philox with the key (seed, i).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count as count_up
+from numbers import Integral, Real
 from pathlib import Path
-from typing import Literal, Protocol, Self, TypeAlias
+from typing import Any, Literal, Protocol, Self, TypeAlias, cast
 
 import numpy as np
 from numpy.random import Generator, Philox
 from numpy.typing import NDArray
 
+from aprilsched.checks import checked, typed
 from aprilsched.errors import ConfigError
 from aprilsched.types import Prompt, SamplingParams
 
@@ -51,6 +53,8 @@ is asked at so many."""
 _PROMPTS = 1024
 """Prompts whose laws the moments are of, where each has its own and their number is not known."""
 
+_MANY_CAPPED = 0.25
+"""A larger share of responses at the cap is more likely a mistake than a workload."""
 _MOMENTS_STREAM = 2**64 - 1
 """Index of the generator for moments. No prompt has this index, so none shares its draws."""
 
@@ -71,8 +75,8 @@ class Lognormal:
     sigma: float = 0.9
 
     def __post_init__(self) -> None:
-        _check(self.median > 0, f"median is {self.median}; give a number above 0.")
-        _check(self.sigma > 0, f"sigma is {self.sigma}; give a number above 0.")
+        for name in ("median", "sigma"):
+            _above_zero(name, getattr(self, name))
 
     def cdf(self, lengths: NDArray[np.float64]) -> NDArray[np.float64]:
         """See :class:`Law`."""
@@ -88,8 +92,8 @@ class Pareto:
     alpha: float = 1.5
 
     def __post_init__(self) -> None:
-        _check(self.least > 0, f"least is {self.least}; give a number above 0.")
-        _check(self.alpha > 0, f"alpha is {self.alpha}; give a number above 0.")
+        for name in ("least", "alpha"):
+            _above_zero(name, getattr(self, name))
 
     def cdf(self, lengths: NDArray[np.float64]) -> NDArray[np.float64]:
         """See :class:`Law`."""
@@ -104,21 +108,37 @@ class Empirical:
 
     def __post_init__(self) -> None:
         _check(len(self.lengths) > 0, "there are no lengths; give at least one.")
-        _check(min(self.lengths) >= 1, "a length is below 1; give tokens, each 1 or more.")
-        object.__setattr__(self, "lengths", tuple(sorted(self.lengths)))
+        lengths = sorted(int(checked("a length", length, Integral)) for length in self.lengths)
+        _check(lengths[0] >= 1, "a length is below 1; give tokens, each 1 or more.")
+        object.__setattr__(self, "lengths", tuple(lengths))
 
     @classmethod
     def read(cls, path: Path | str) -> Self:
-        """The lengths in a file: numbers with white space or commas between them.
+        """The lengths in a file: whole numbers of tokens, with white space, new lines or commas
+        between them.
 
         Raises:
-            ConfigError: if it cannot be read.
+            ConfigError: if it cannot be read, or something in it is no length.
         """
         try:
-            words = Path(path).read_text(encoding="utf-8").replace(",", " ").split()
-            return cls(tuple(int(float(word)) for word in words))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"the lengths in {path} cannot be read: {error}.") from error
+            text = Path(path).read_text(encoding="utf-8")
+        except OSError as error:
+            reason = error.strerror or error
+            raise ConfigError(f"the lengths in {path} cannot be read: {reason}.") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"the lengths in {path} are no text: {error}.") from error
+        lengths: list[int] = []
+        for number, line in enumerate(text.splitlines(), start=1):
+            for word in line.replace(",", " ").split():
+                length = _length(word)
+                if length is None:
+                    raise ConfigError(
+                        f"line {number} of {path} has {word!r}, which is no length; give whole "
+                        "numbers of tokens, each 1 or more."
+                    )
+                lengths.append(length)
+        _check(len(lengths) > 0, f"{path} has no lengths; give at least one.")
+        return cls(tuple(lengths))
 
     def cdf(self, lengths: NDArray[np.float64]) -> NDArray[np.float64]:
         """See :class:`Law`."""
@@ -133,7 +153,13 @@ class Mixture:
 
     def __init__(self, *parts: tuple[float, Law]) -> None:
         _check(len(parts) > 0, "a mixture has no laws; give (weight, law), one or more.")
-        _check(min(w for w, _ in parts) > 0, "a weight is not above 0; leave its law out.")
+        for part in parts:
+            if not isinstance(cast("Any", part), tuple) or len(part) != 2:
+                raise ConfigError(f"a mixture has {typed(part)}; give each law as (weight, law).")
+            weight, law = part
+            checked("a weight", weight, Real)
+            _check(weight > 0, "a weight is not above 0; leave its law out.")
+            _value(law, "a law of a mixture")
         object.__setattr__(self, "parts", parts)
 
     def cdf(self, lengths: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -141,6 +167,15 @@ class Mixture:
         total = math.fsum(weight for weight, _ in self.parts)
         shares = [weight / total * law.cdf(lengths) for weight, law in self.parts]
         return np.sum(shares, axis=0)
+
+
+def _length(word: str) -> int | None:
+    """The whole number of 1 or more that `word` is, such as 80, 80.0 or 1e3; None if it is none."""
+    try:
+        value = float(word)
+    except ValueError:
+        return None
+    return int(value) if value.is_integer() and value >= 1 else None
 
 
 def _phi(x: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -155,7 +190,12 @@ def _quantiles(law: Law, cap: int) -> tuple[NDArray[np.float64], NDArray[np.floa
     lengths = np.arange(1.0, cap + 1)
     if cap > _GRID:
         lengths = np.unique(np.rint(np.geomspace(1, cap, _GRID)))
-    shares = law.cdf(lengths)
+    shares = np.asarray(law.cdf(lengths))
+    if shares.shape != lengths.shape:
+        raise ConfigError(
+            f"the cdf of the law gives the shape {shares.shape} for {len(lengths)} lengths; give a "
+            "share for each of an array of lengths."
+        )
     if not (np.diff(shares) >= 0).all() or not 0 <= shares[0] <= shares[-1] <= 1:
         raise ConfigError("the cdf of the law does not grow from 0 to 1; correct it.")
     return shares, lengths
@@ -214,14 +254,21 @@ class LongTailWorkload:
     drift: float = 0.0
 
     def __post_init__(self) -> None:
-        _check(self.median > 0, f"median is {self.median}; give a number above 0.")
+        for name in ("cap", "prompt_tokens", "vocab_size", "seed", "group_size"):
+            checked(name, getattr(self, name), Integral)
+        for name in ("count", "epoch_prompts"):
+            if getattr(self, name) is not None:
+                checked(name, getattr(self, name), Integral)
+        for name in ("sigma", "within_group", "dof", "drift"):
+            checked(name, getattr(self, name), Real)
+        _above_zero("median", self.median)
         _check(self.sigma >= 0, f"sigma is {self.sigma}; give 0 or more.")
         _check(self.cap >= 1, f"cap is {self.cap}; give at least 1 token.")
         _check(0 <= self.within_group <= 1, f"within_group is {self.within_group}; give 0 to 1.")
         _check(self.prompt_tokens >= 1, f"prompt_tokens is {self.prompt_tokens}; give at least 1.")
         _check(self.vocab_size >= 2, f"vocab_size is {self.vocab_size}; give at least 2.")
-        named = not isinstance(self.law, str) or self.law in ("lognormal", "log_t")
-        _check(named, f"law is {self.law!r}; give lognormal, log_t or a law.")
+        if isinstance(self.law, type) or not callable(self.law):
+            _check_law(self.law, "law")
         _check(self.dof > 2, f"dof is {self.dof}; give a number above 2.")
         _check(0 <= self.seed < 2**64, f"seed is {self.seed}; give 0 to 2**64 - 1.")
         _check(self.group_size >= 1, f"group_size is {self.group_size}; give at least 1.")
@@ -229,6 +276,23 @@ class LongTailWorkload:
         _check(epoch is None or epoch >= 1, f"epoch_prompts is {epoch}; give 1 or more, or None.")
         _check(0 <= self.drift <= 1, f"drift is {self.drift}; give 0 to 1.")
         _check(self.count is None or self.count >= 0, f"count is {self.count}; give 0 or more.")
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any], *, seed: int, group_size: int) -> Self:
+        """The workload of settings as a file or flags have them: the parameters above by name, of
+        which None is not given, and `lengths`, a file whose lengths are the law.
+
+        Raises:
+            ConfigError: if a parameter is out of its range, or the file cannot be read.
+        """
+        given: dict[str, Any] = {k: value for k, value in settings.items() if value is not None}
+        path = given.pop("lengths", None)
+        if path is not None:
+            if "law" in given:
+                raise ConfigError("law and lengths both say how long responses are; give one.")
+            law = Empirical.read(path)
+            given = {"cap": law.lengths[-1]} | given | {"law": law}
+        return cls(seed=seed, group_size=group_size, **given)
 
     def __iter__(self) -> Iterator[Prompt]:
         return map(self.prompt, count_up() if self.count is None else range(self.count))
@@ -304,6 +368,19 @@ class LongTailWorkload:
             capped=float((drawn == self.cap).mean()),
         )
 
+    def cap_warning(self) -> str | None:
+        """A sentence for the user if more than a quarter of the responses are cut off at the cap;
+        None otherwise."""
+        law = self.law
+        whole = isinstance(law, Empirical) and law.lengths[-1] <= self.cap
+        capped = 0.0 if whole else self.moments(1 << 16).capped
+        if capped <= _MANY_CAPPED:
+            return None
+        return (
+            f"{capped:.0%} of the responses are cut off at the cap of {self.cap:,} tokens; raise "
+            "the cap, or give the law that your responses really have."
+        )
+
     def mean_length(self, samples: int = 1 << 20) -> float:
         """The mean length in tokens; see :meth:`moments`."""
         return self.moments(samples).mean
@@ -326,7 +403,10 @@ class LongTailWorkload:
         effect = drawn if shared is None else np.full((groups, 1), shared)
         own = rng.standard_normal((groups, self.group_size))
         x = np.sqrt(self.within_group) * effect + np.sqrt(1 - self.within_group) * own
-        law = self.law(key) if callable(self.law) else self.law
+        law = self.law
+        if callable(law):
+            law = law(key)
+            _check_law(law, f"law({key})")
         if not isinstance(law, str):
             shares, lengths = _quantiles(law, self.cap)
             place = np.searchsorted(shares[:-1], _phi(x))
@@ -343,3 +423,35 @@ class LongTailWorkload:
 def _check(holds: bool, message: str) -> None:
     if not holds:
         raise ConfigError(message)
+
+
+def _above_zero(name: str, value: float) -> None:
+    _check(checked(name, value, Real) > 0, f"{name} is {value}; give a number above 0.")
+
+
+def _check_law(law: Any, name: str) -> None:
+    """Check that it is named or a value."""
+    if not isinstance(law, str):
+        _value(law, name)
+    elif law not in ("lognormal", "log_t"):
+        raise ConfigError(f"{name} is {law!r}; give lognormal, log_t or a law.")
+
+
+def _value(law: Law, name: str) -> None:
+    given: Any = law
+    if isinstance(given, type):
+        raise ConfigError(
+            f"{name} is the class {given.__name__}; give a value, such as {given.__name__}(…)."
+        )
+    if not callable(getattr(given, "cdf", None)):
+        raise ConfigError(
+            f"{name} is {typed(given)}; give lognormal, log_t, an object with cdf(lengths), or a "
+            "function that gives the law of each prompt by its key."
+        )
+    try:
+        hash(given)
+    except TypeError:
+        raise ConfigError(
+            f"{name} is {typed(given)}, which may change; give a law that is immutable, such as a "
+            "frozen dataclass."
+        ) from None

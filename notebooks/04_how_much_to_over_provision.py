@@ -37,9 +37,7 @@ results = {
 }
 rows = {row.policy: row for row in compare(results).policies}
 for row in rows.values():
-    print(
-        f"{row.policy:29}{row.seconds_a_batch:6.1f} s a batch {row.off_policy_share:5.0%} off-policy"
-    )
+    print(f"{row.policy:29}{row.step_s:6.1f} s a step {row.off_policy_share:5.0%} off-policy")
 
 # %% [markdown]
 # ## The frontier
@@ -77,7 +75,7 @@ print(
 )
 # What the answer below says:
 gained = (light.efficiency - sync.efficiency) / (april.efficiency - sync.efficiency)
-assert 0.3 < 1 - april.seconds_a_batch / sync.seconds_a_batch < 0.4  # said in notebook 1
+assert 0.3 < 1 - april.step_s / sync.step_s < 0.4  # said in notebook 1
 assert 0.5 < gained < 0.8
 assert 0.45 < light.off_policy_share / april.off_policy_share < 0.55
 assert most.efficiency < april.efficiency

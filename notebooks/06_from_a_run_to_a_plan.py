@@ -27,7 +27,7 @@ DATA = Path("data")
 RATIOS = "april:over_provision=1.125|1.25|1.5,april"
 found = what_if(ReplayCommand(run=DATA / "sync", policy=RATIOS))
 for row in [found.recorded, *found.replayed]:
-    print(f"{row.policy:29}{row.batches} batches, {row.seconds_a_batch:5.1f} s each")
+    print(f"{row.policy:29}{row.batches} batches, {row.step_s:5.1f} s each")
 
 # %% [markdown]
 # ## First check: the run itself
@@ -35,8 +35,8 @@ for row in [found.recorded, *found.replayed]:
 # The first replay has the run's own settings, so it must give what really happened.
 
 # %%
-error = found.prediction_error.seconds_a_batch
-print(f"replayed against real: {error:+z.1%} seconds a batch")
+error = found.prediction_error.step_s
+print(f"replayed against real: {error:+z.1%} seconds a step")
 print(
     f"lengths known: {found.known:,}, drawn because the response was unfinished: {found.imputed:,}"
 )
@@ -61,24 +61,24 @@ plots.what_if(
 #
 # ## The plan
 #
-# This converts seconds a batch into GPU hours, for 8 GPUs and 1,000 batches, without the trainer's time.
+# This converts seconds of a step into GPU hours, for 8 GPUs and 1,000 batches, with the trainer's time.
 
 # %%
 GPUS, BATCHES = 8, 1000
 for row in found.replayed:
-    print(f"{row.policy:29}{GPUS * BATCHES * row.seconds_a_batch / 3600:6.1f} GPU hours")
+    print(f"{row.policy:29}{GPUS * BATCHES * row.step_s / 3600:6.1f} GPU hours")
 
 # %%
-real = found.recorded.seconds_a_batch
-miss = forecast.seconds_a_batch / truly.seconds_a_batch - 1
+real = found.recorded.step_s
+miss = forecast.step_s / truly.step_s - 1
 modest = next(row for row in found.replayed if row.policy.endswith("=1.25"))
 print(
-    f"The run took {real:.1f} s a batch. APRIL's ratio of 2 was forecast to take "
-    f"{forecast.seconds_a_batch:.1f} s and took {truly.seconds_a_batch:.1f} s ({miss:+z.1%}), with "
+    f"The run took {real:.1f} s a step. APRIL's ratio of 2 was forecast to take "
+    f"{forecast.step_s:.1f} s and took {truly.step_s:.1f} s ({miss:+z.1%}), with "
     f"{forecast.off_policy_share:.0%} of the tokens off-policy forecast and "
-    f"{truly.off_policy_share:.0%} in fact. A ratio of 1.25 would take {modest.seconds_a_batch:.1f} s with "
+    f"{truly.off_policy_share:.0%} in fact. A ratio of 1.25 would take {modest.step_s:.1f} s with "
     f"{modest.off_policy_share:.0%}. For 1,000 batches the difference between waiting and APRIL is "
-    f"{GPUS * BATCHES * (real - forecast.seconds_a_batch) / 3600:.0f} of "
+    f"{GPUS * BATCHES * (real - forecast.step_s) / 3600:.0f} of "
     f"{GPUS * BATCHES * real / 3600:.0f} GPU hours."
 )
 # What the answer below says:
@@ -86,8 +86,8 @@ assert abs(error) < 0.01
 assert abs(miss) < 0.05
 assert 0.6 < forecast.off_policy_share < 0.75
 assert abs(forecast.off_policy_share - truly.off_policy_share) < 0.05
-assert 2.5 < real / forecast.seconds_a_batch < 3.7
-assert real / modest.seconds_a_batch > 1.5
+assert 2.5 < real / forecast.step_s < 3.7
+assert real / modest.step_s > 1.5
 
 # %% [markdown]
 # **Answer.** With twice as many rollouts in flight, the run would take a third of the time, and two thirds of the tokens would be off-policy. Only a quarter more already saves more than a third of the time. The replay of the run's own settings gives the same result as the run, and the forecast's speed and staleness were within 5 % of a run that it had not seen. This tests the log and not the step times, which were the same here. On your servers you can trust the forecast as far as the replay of your own run is right. So the plan is: replay the run that you have, choose the least staleness that is fast enough, run it, and replay again. On the command line this is `aprilsched replay data/sync --policy april,auto`.

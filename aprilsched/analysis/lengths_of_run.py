@@ -583,7 +583,8 @@ class PredictionError:
     delivered_tokens_per_s: float | None
     efficiency: float | None
     off_policy_share: float | None
-    seconds_a_batch: float | None
+    step_s: float | None
+    """Of the mean seconds of whole steps, the trainer's time included."""
 
 
 def prediction_error(
@@ -599,7 +600,7 @@ def prediction_error(
         delivered_tokens_per_s=_error(guess.delivered_tokens_per_s, real.delivered_tokens_per_s),
         efficiency=_error(guess.efficiency, real.efficiency),
         off_policy_share=_error(guess.off_policy_token_share, real.off_policy_token_share),
-        seconds_a_batch=_error(guess.mean_batch_seconds, real.mean_batch_seconds),
+        step_s=_error(*(_step_s(each.per_batch[burn_in:end]) for each in (replayed, recorded))),
     )
 
 
@@ -647,6 +648,11 @@ def steady_state_of(batches: Sequence[BatchFigures], burn_in: int) -> SteadyStat
             sum((batch.off_policy_token_share or 0.0) * batch.tokens for batch in kept), tokens
         ),
     )
+
+
+def _step_s(batches: Sequence[BatchFigures]) -> float | None:
+    """Mean seconds of whole steps."""
+    return _ratio(sum(b.seconds + b.trainer_seconds for b in batches), len(batches))
 
 
 def _bounded(figures: BatchFigures, bound: float) -> BatchFigures:

@@ -395,8 +395,8 @@ def _draw_speed(axes: Axes, runs: Mapping[str, Run], colours: Mapping[str, str])
 
 def _draw_price(axes: Axes, runs: Mapping[str, Run], colours: Mapping[str, str]) -> None:
     for name, run in runs.items():
-        steady = run.summary.steady_state
-        share, efficiency = steady.off_policy_token_share, steady.efficiency
+        share = run.summary.steady_state.off_policy_token_share
+        efficiency = run.summary.step_efficiency
         if share is None or efficiency is None:
             continue
         axes.scatter([share], [efficiency], s=120, color=colours[name], zorder=3)
@@ -667,11 +667,11 @@ class Figures(Protocol):
     @property
     def policy(self) -> str: ...
     @property
-    def efficiency(self) -> float | None: ...
+    def step_efficiency(self) -> float | None: ...
     @property
     def off_policy_share(self) -> float | None: ...
     @property
-    def seconds_a_batch(self) -> float | None: ...
+    def step_s(self) -> float | None: ...
 
 
 def frontier(
@@ -710,7 +710,7 @@ def what_if(
     run: Figures | None = None,
     title: str = "",
 ) -> Figure:
-    """Draw the seconds a batch of a run, as recorded and as replayed under other policies.
+    """Draw the seconds of a step of a run, as recorded and as replayed under other policies.
 
     Args:
         run: a run under the policy of the last replay, which the replay has not used.
@@ -721,7 +721,7 @@ def what_if(
         rows.append((f"run: {run.policy}", run, PALETTE[2]))
     figure = new_figure(9, 1.2 + 0.5 * len(rows))
     axes = figure.subplots()
-    seconds = [row.seconds_a_batch or 0.0 for _, row, _ in rows]
+    seconds = [row.step_s or 0.0 for _, row, _ in rows]
     drawn = axes.barh(
         [name for name, _, _ in rows], seconds, color=[colour for _, _, colour in rows], height=0.66
     )
@@ -733,14 +733,14 @@ def what_if(
     axes.bar_label(drawn, labels=labels, padding=5, fontsize=11)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.3 * max([*seconds, 1e-9]))
-    finish(axes, title=title, x="seconds a batch, without the trainer's", y="")
+    finish(axes, title=title, x="seconds of a step, with the trainer's", y="")
     return figure
 
 
 def _place(row: Figures) -> tuple[float, float] | None:
-    if row.efficiency is None or row.off_policy_share is None:
+    if row.step_efficiency is None or row.off_policy_share is None:
         return None
-    return row.off_policy_share, row.efficiency
+    return row.off_policy_share, row.step_efficiency
 
 
 def _mark(axes: Axes, label: str, row: Figures, colour: str, *, above: bool) -> None:

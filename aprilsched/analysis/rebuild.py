@@ -173,6 +173,9 @@ def _model(config: dict[str, Any]) -> StepTimeModel | None:
 def _workload_mean(config: dict[str, Any]) -> float | None:
     if config.get("prompts") is not None:
         return None
-    group_size = config["scheduler"]["group_size"]
-    workload = LongTailWorkload(seed=config["seed"], group_size=group_size, **config["workload"])
+    group_size, given = config["scheduler"]["group_size"], config["workload"]
+    try:
+        workload = LongTailWorkload.of(given, seed=config["seed"], group_size=group_size)
+    except ConfigError:
+        return None  # the file of lengths was the other machine's, or is not there any more
     return workload.mean_length()

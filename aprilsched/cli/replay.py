@@ -32,7 +32,7 @@ from aprilsched.config import SchedulerConfig
 from aprilsched.errors import ConfigError, PromptsExhausted, RunFolderError
 from aprilsched.runs.config_file import RECORDED, Policy, read_settings, variants
 from aprilsched.runs.drive import simulate
-from aprilsched.runs.settings import COMMAS, RunSettings, SimSettings
+from aprilsched.runs.settings import COMMAS, RunSettings, SimSettings, WorkloadSettings
 from aprilsched.runs.setup import Setup, bound_of, prepare
 from aprilsched.runs.showing import (
     describe,
@@ -132,10 +132,15 @@ class _Replay:
 
 
 def _prepare(command: ReplayCommand) -> _Replay:
+    if not command.run.is_dir():
+        raise RunFolderError(
+            f"there is no folder {command.run}; name one that aprilsched run or simulate has "
+            "written."
+        )
     if not (command.run / CONFIG).is_file():
         raise RunFolderError(
             f"{command.run} is not a run folder (it has no {CONFIG}); name one that aprilsched run "
-            "has written."
+            "has written, or one of the policies' folders that simulate has."
         )
     if command.seed < 0:
         raise ConfigError(f"seed is {command.seed}; give 0 or more.")
@@ -194,7 +199,7 @@ class ReplayReport:
     those of the replay under the run's own settings.
     """
 
-    schema: int = 1
+    schema: int = 2
     recorded: PolicyRow
     """The run as it really was; rates and shares are over the batches that its replay has too."""
     replayed: list[PolicyRow]
@@ -250,7 +255,7 @@ def _table(found: ReplayReport) -> Table:
         "delivered tokens/s",
         "efficiency",
         "off-policy tokens",
-        "seconds a batch",
+        "seconds a step",
         "against the replayed run",
     )
     for name in columns:
@@ -262,7 +267,7 @@ def _table(found: ReplayReport) -> Table:
             number(row.delivered_tokens_per_s),
             percent(row.efficiency),
             percent(row.off_policy_share),
-            number(row.seconds_a_batch, 1),
+            number(row.step_s, 1),
             signed_percent(None if row.speedup is None else row.speedup - 1),
         )
     return table
@@ -278,8 +283,8 @@ def _error(found: ReplayReport) -> str:
     return (
         f"Prediction error, replayed against real over {error.batches} batches: tokens/s "
         f"{_exact(error.delivered_tokens_per_s)}, efficiency {_exact(error.efficiency)}, "
-        f"off-policy share {_exact(error.off_policy_share)}, seconds a batch "
-        f"{_exact(error.seconds_a_batch)}."
+        f"off-policy share {_exact(error.off_policy_share)}, seconds a step "
+        f"{_exact(error.step_s)}."
     )
 
 
@@ -359,8 +364,12 @@ def prepare_replay(settings: RunSettings, record: RecordedRun, scheduler: Schedu
     Raises:
         ConfigError: if the settings contradict each other.
     """
+    settings = replace(settings, scheduler=scheduler)
+    # A file of lengths may be another machine's, and the record has the lengths.
+    setup = prepare(replace(settings, workload=WorkloadSettings()))
     return replace(
-        prepare(replace(settings, scheduler=scheduler)),
+        setup,
+        settings=settings,
         prompts=RecordedPrompts(record),
         workload_mean=None,
     )

@@ -40,7 +40,7 @@ _WITH_RESUME = frozenset({"--resume", "--batches", "--json", "--no-report", "--q
 
 EVERYDAY = {
     "what runs": {
-        "engine": 'the embedded engine ("sim"), or URLs of servers (vLLM: vllm+URL)',
+        "engine": '"sim" (embedded), or URLs with spaces between them (vllm+URL)',
         "prompts": "a JSONL file of prompts; without it a built-in long-tail workload",
         "tokenizer": "a folder with tokenizer.json, for prompts that are text",
         "batches": "batches to deliver",

@@ -12,10 +12,10 @@ from pathlib import Path
 from aprilsched.cli.arguments import parsed
 from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.errors import ConfigError
-from aprilsched.runs.settings import SimSettings, key_from
+from aprilsched.runs.settings import SimSettings, WorkloadSettings, key_from
 from aprilsched.testing import DrawnLengths, SimServer
 from aprilsched.testing.faults import FaultScript, parse_faults
-from aprilsched.workload import Empirical, LengthLaw, LongTailWorkload
+from aprilsched.workload import LengthLaw
 
 _INTERRUPTED = 130
 
@@ -42,9 +42,9 @@ class ServeSimCommand:
     """Median of the lengths, in tokens."""
     sigma: float = 0.9
     """Standard deviation of the log length."""
-    cap: int = 6000
-    """Tokens of the longest response."""
-    lengths: Path | None = None
+    cap: int | None = None
+    """Tokens of the longest response; 6,000 if not given, or the longest of --lengths."""
+    lengths: str | None = None
     """A file of lengths, of which each is as likely as the others, in the place of --law."""
     seed: int = 0
     """Seed of the lengths."""
@@ -56,16 +56,12 @@ class ServeSimCommand:
         Raises:
             ConfigError: if a setting is wrong.
         """
-        if self.lengths is not None and self.law is not None:
-            raise ConfigError("--law and --lengths both say how long responses are; give one.")
-        law = self.law if self.lengths is None else Empirical.read(self.lengths)
-        if law is None:
+        if self.law is None and self.lengths is None:
             return None
-        cap = self.cap if isinstance(law, str) else max(law.lengths)
-        workload = LongTailWorkload(
-            median=self.median, sigma=self.sigma, cap=cap, law=law, seed=self.seed
+        workload = WorkloadSettings(
+            median=self.median, sigma=self.sigma, cap=self.cap, law=self.law, lengths=self.lengths
         )
-        return DrawnLengths(workload)
+        return DrawnLengths(workload.checked(seed=self.seed, group_size=1))
 
     def servers(self) -> list[SimServer]:
         """The servers that the settings ask for, not started yet.

@@ -58,6 +58,7 @@ EVERYDAY = {
         "median": "median of the response lengths, in tokens",
         "sigma": "standard deviation of the log length",
         "cap": "tokens of the longest response",
+        "lengths": "a file of lengths, each as likely as the others, for median and sigma",
         "seed": "seed of the workload",
     },
     "files and output": {
@@ -145,6 +146,9 @@ def main(arguments: Sequence[str]) -> int:
     setups = [(policy, prepare(command.settings(policy))) for policy in policies]
     root = RunFolder(command.out or default_path(command.seed)).path
     messages = Console(stderr=True)
+    workload = command.workload.checked(seed=command.seed, group_size=command.group_size)
+    if (warning := workload.cap_warning()) is not None:
+        messages.print(f"Warning: {warning}", soft_wrap=True, highlight=False)
     outcomes: dict[str, SimulationResult] = {}
     for policy, setup in setups:
         screen = screen_of(setup, messages, title=f"{policy.name:6}", compact=True)

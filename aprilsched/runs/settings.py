@@ -15,7 +15,7 @@ import tyro
 from aprilsched.config import SamplingParams, SchedulerConfig
 from aprilsched.errors import ConfigError
 from aprilsched.telemetry.trackers import tracker_names
-from aprilsched.workload import LengthLaw, LongTailWorkload
+from aprilsched.workload import Empirical, LengthLaw, LongTailWorkload
 
 CAP = 6000
 COMMAS = "a list with commas"
@@ -33,11 +33,16 @@ class WorkloadSettings:
     sigma: float = 0.9
     """Standard deviation of the log length."""
     cap: int | None = None
-    """Tokens of the longest response; 6,000 if not given, or what the servers have room for."""
+    """Tokens of the longest response. If not given 6,000, or the longest of `lengths`, or what the
+    servers have room for."""
     within_group: float = 0.5
     """Share of the variance of the log length that the responses of one prompt have in common."""
-    law: LengthLaw = "lognormal"
-    """Law of the log length: "lognormal" is a normal law, and "log_t" has a heavier tail."""
+    law: LengthLaw | None = None
+    """Law of the log length: "lognormal" is a normal law, which it is if not given, and "log_t" has
+    a heavier tail."""
+    lengths: str | None = None
+    """A file of lengths in tokens, each as likely as the others, in the place of `law`, `median`
+    and `sigma`."""
     dof: float = 4.0
     """Degrees of freedom, for law "log_t"."""
     prompt_tokens: int = 8
@@ -55,12 +60,18 @@ class WorkloadSettings:
         """The workload itself.
 
         Raises:
-            ConfigError: if a parameter is out of its range.
+            ConfigError: if a parameter is out of its range, or `lengths` cannot be read.
         """
-        values = _values(self)
-        values["cap"] = CAP if self.cap is None else self.cap
-        values["vocab_size"] = VOCABULARY if self.vocab_size is None else self.vocab_size
-        return LongTailWorkload(seed=seed, group_size=group_size, **values)
+        return LongTailWorkload.of(_values(self), seed=seed, group_size=group_size)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest response, where neither `cap` nor a server bounds it.
+
+        Raises:
+            ConfigError: if `lengths` cannot be read.
+        """
+        return CAP if self.lengths is None else Empirical.read(self.lengths).lengths[-1]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +101,7 @@ class RunSettings:
 
     engine: tuple[str, ...] = ("sim",)
     """"sim", the embedded engine under a virtual clock, or the URLs of SGLang servers, or of
-    vLLM servers as vllm+http://…."""
+    vLLM servers as vllm+http://…, with spaces between them."""
     prompts: str | None = None
     """A JSONL file of prompts. Each line has input_ids or text, and optionally key and sampling.
     Without a file the built-in long-tail workload is used."""

@@ -25,7 +25,7 @@ from aprilsched.engines.sim import SimFleet, SimPublisher
 from aprilsched.errors import ConfigError
 from aprilsched.extras import extra
 from aprilsched.planning import Planner
-from aprilsched.runs.settings import CAP, VOCABULARY, RunSettings, WorkloadSettings, key_from
+from aprilsched.runs.settings import VOCABULARY, RunSettings, WorkloadSettings, key_from
 from aprilsched.sampling import sampling_params
 from aprilsched.telemetry.batch_figures import Bound
 from aprilsched.telemetry.live_figures import LiveFigures
@@ -179,7 +179,7 @@ def fitted(settings: RunSettings, fleet: Callable[[], ServerFleet]) -> RunSettin
     """
     workload = settings.workload
     if settings.simulated or settings.prompts is not None:
-        return replace(settings, workload=_filled(workload, VOCABULARY, CAP))
+        return replace(settings, workload=_filled(workload, VOCABULARY, workload.longest))
     return replace(settings, workload=asyncio.run(_fitted(workload, fleet())))
 
 
@@ -196,7 +196,7 @@ async def _fitted(workload: WorkloadSettings, fleet: ServerFleet) -> WorkloadSet
             _check(workload, engine)
         known = [e.facts.vocab_size for e in fleet.engines if e.facts.vocab_size is not None]
         room = [_room(workload, e) for e in fleet.engines if e.facts.context_tokens is not None]
-        return _filled(workload, min(known, default=VOCABULARY), min([CAP, *room]))
+        return _filled(workload, min(known, default=VOCABULARY), min([workload.longest, *room]))
     finally:
         await fleet.close()
 

@@ -196,7 +196,7 @@ def comparison_table(summaries: Mapping[str, RunSummary]) -> Table:
         "tokens/s",
         "efficiency",
         "off-policy",
-        "seconds a batch",
+        "seconds a step",
         "p10 to p90",
         "first-batch bias",
     ):
@@ -204,12 +204,13 @@ def comparison_table(summaries: Mapping[str, RunSummary]) -> Table:
         table.add_column(name, justify="right", no_wrap=name == "p10 to p90")
     for policy, summary in summaries.items():
         steady, spread = summary.steady_state, spread_of_steps(summary)
+        steps = summary.steady_steps_s
         table.add_row(
             policy,
             number(steady.delivered_tokens_per_s),
             percent(steady.efficiency),
             percent(steady.off_policy_token_share),
-            number(steady.mean_batch_seconds, 1),
+            number(sum(steps) / len(steps) if steps else None, 1),
             "-" if spread is None else f"{spread[0]:.1f} to {spread[1]:.1f}",
             signed_percent(summary.bias.first_batch_length_bias),
         )

@@ -22,7 +22,13 @@ from aprilsched.core.state.state import SchedulerState
 from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.errors import PromptsExhausted
 from aprilsched.planning import Planner
-from aprilsched.simulation.virtual import NEVER, Costs, Simulation
+from aprilsched.simulation.virtual import (
+    NEVER,
+    Costs,
+    Simulation,
+    checked_config,
+    checked_count,
+)
 from aprilsched.telemetry.base import AnyListener, TokenChunks
 from aprilsched.telemetry.bias_collector import warning_now
 from aprilsched.telemetry.figures import RunSummary
@@ -38,8 +44,9 @@ log = logging.getLogger("aprilsched")
 BASELINE = "sync"
 """The policy that others are compared with."""
 FLAT = 0.01
-"""The best policy is the least stale one among those whose efficiency is at most this share below
-the highest, as automatic scheduling chooses. Optima are flat, so such a difference is of no use."""
+"""The best policy is the least stale one among those that deliver at most this share fewer tokens a
+second than the fastest, as automatic scheduling chooses. Optima are flat, so such a difference is
+of no use."""
 _SHOWN_EVERY_S = 1.0
 
 
@@ -174,6 +181,10 @@ def simulate(
 ) -> SimulationResult:
     """Simulate a run of the production scheduler in virtual time.
 
+    It writes no files: run folders are written by the command ``aprilsched simulate``, whose
+    config.toml can name its laws. A law that cuts off more than a quarter of the responses at its
+    cap is logged as a warning.
+
     Args:
         workload: the prompts. Each response has the length that ``max_new_tokens`` gives, as
             :class:`~aprilsched.LongTailWorkload` draws it. A workload of that class gets the
@@ -201,7 +212,12 @@ def simulate(
         ConfigError: if a setting cannot be used.
         AprilschedError: if a real run would end too.
     """
-    config = config or SchedulerConfig()
+    config = SchedulerConfig() if config is None else config
+    checked_config(config)
+    if seed is not None:
+        checked_count("seed", seed, least=0)
+    if burn_in is not None:
+        checked_count("burn_in", burn_in, least=0)
     mean: float | None = None
     if isinstance(workload, LongTailWorkload):
         launched = config.policies.refill.launched(config.group_size)
@@ -209,7 +225,10 @@ def simulate(
             workload, group_size=launched, seed=workload.seed if seed is None else seed
         )
         mean = workload.mean_length()
-    engine = engine or SimConfig(make_tokens=False, stream_interval=NEVER)
+        if (warning := workload.cap_warning()) is not None:
+            log.warning("%s", warning)
+    if engine is None:
+        engine = SimConfig(make_tokens=False, stream_interval=NEVER)
     bound = None
     if isinstance(engine, SimConfig):  # No bound is known of engines that differ.
         seconds, most = engine.timing.bound_seconds, engine.max_running
@@ -297,8 +316,12 @@ class PolicyRow:
 
     policy: str
     efficiency: float | None
-    """T_bound / T: the least possible time for the delivered tokens, divided by the actual time."""
+    """T_bound / T: the least possible time for the delivered tokens, divided by the actual time
+    without that in which the engines stood still for the trainer."""
+    step_efficiency: float | None
+    """The same with that time: T_bound over the seconds of whole steps."""
     delivered_tokens_per_s: float | None
+    """Sampled tokens that the trainer gets, over the seconds of whole steps."""
     generated_tokens_per_s: float | None
     """All tokens that the engines generated, including those still in flight at the end."""
     off_policy_share: float | None
@@ -314,10 +337,12 @@ class PolicyRow:
     wall_s: float
     """Modelled seconds of the whole run."""
     batches: int
-    seconds_a_batch: float | None
-    seconds_p10: float | None
-    seconds_p90: float | None
-    """A tenth of the batches took less than the first, and a tenth more than the second."""
+    step_s: float | None
+    """Mean seconds of a whole step, from delivery to delivery, the trainer's time included under
+    every pace; after the burn-in."""
+    step_p10: float | None
+    step_p90: float | None
+    """A tenth of these steps took less than the first, and a tenth more than the second."""
     reprefilled_tokens: int
     masked_tokens: int
     speedup: float | None
@@ -330,12 +355,13 @@ class PolicyRow:
 class Comparison:
     """Policies side by side: the content of comparison.json."""
 
-    schema: int = 2
+    schema: int = 3
     baseline: str | None
     fastest: str | None
+    """The policy that delivers the most tokens a second. These are the seconds of whole steps, so a
+    trainer that the engines wait for counts, which it does not in `efficiency`."""
     best: str | None
-    """The least stale policy of those within 1 % of the fastest, which has the highest
-    efficiency."""
+    """The least stale policy of those within 1 % of the fastest."""
     policies: list[PolicyRow]
 
 
@@ -345,8 +371,8 @@ def compare(results: Mapping[str, SimulationResult | RunSummary]) -> Comparison:
     first = results.get(BASELINE)
     base = None if first is None else _summary(first).steady_state.delivered_tokens_per_s
     rows = [_row(name, result, base) for name, result in results.items()]
-    known = [row for row in rows if row.efficiency is not None]
-    fastest = max(known, key=lambda row: row.efficiency or 0.0, default=None)
+    known = [row for row in rows if row.delivered_tokens_per_s is not None]
+    fastest = max(known, key=lambda row: row.delivered_tokens_per_s or 0.0, default=None)
     return Comparison(
         baseline=BASELINE if BASELINE in results else None,
         fastest=None if fastest is None else fastest.policy,
@@ -356,18 +382,18 @@ def compare(results: Mapping[str, SimulationResult | RunSummary]) -> Comparison:
 
 
 def spread_of_steps(summary: RunSummary) -> tuple[float, float] | None:
-    """The tenth and the ninetieth percentile of the seconds of a batch after the burn-in; None
-    without such batches."""
-    seconds = [batch.seconds for batch in summary.per_batch[summary.steady_state.burn_in :]]
-    if not seconds:
+    """The tenth and the ninetieth percentile of the seconds of whole steps after the burn-in; None
+    without such steps."""
+    steps = summary.steady_steps_s
+    if not steps:
         return None
-    low, high = np.percentile(seconds, (10, 90))
+    low, high = np.percentile(steps, (10, 90))
     return float(low), float(high)
 
 
 def _best(rows: list[PolicyRow], fastest: PolicyRow) -> str:
-    least = (1 - FLAT) * (fastest.efficiency or 0.0)
-    near = [row for row in rows if (row.efficiency or 0.0) >= least]
+    least = (1 - FLAT) * (fastest.delivered_tokens_per_s or 0.0)
+    near = [row for row in rows if (row.delivered_tokens_per_s or 0.0) >= least]
     return min(near, key=lambda row: row.off_policy_share or 0.0).policy
 
 
@@ -380,10 +406,11 @@ def _row(name: str, result: SimulationResult | RunSummary, base: float | None) -
     simulated = result if isinstance(result, SimulationResult) else None
     steady = summary.steady_state
     rate = steady.delivered_tokens_per_s
-    spread = spread_of_steps(summary)
+    steps, spread = summary.steady_steps_s, spread_of_steps(summary)
     return PolicyRow(
         policy=name,
         efficiency=steady.efficiency,
+        step_efficiency=summary.step_efficiency,
         delivered_tokens_per_s=rate,
         generated_tokens_per_s=None if simulated is None else simulated.generated_tokens_per_s,
         off_policy_share=steady.off_policy_token_share,
@@ -393,9 +420,9 @@ def _row(name: str, result: SimulationResult | RunSummary, base: float | None) -
         first_batch_length_bias=summary.bias.first_batch_length_bias,
         wall_s=summary.seconds.wall,
         batches=summary.batches,
-        seconds_a_batch=steady.mean_batch_seconds,
-        seconds_p10=None if spread is None else spread[0],
-        seconds_p90=None if spread is None else spread[1],
+        step_s=sum(steps) / len(steps) if steps else None,
+        step_p10=None if spread is None else spread[0],
+        step_p90=None if spread is None else spread[1],
         reprefilled_tokens=summary.tokens.reprefilled,
         masked_tokens=summary.tokens.masked,
         speedup=rate / base if rate is not None and base else None,

@@ -14,11 +14,13 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
-from typing import Protocol, runtime_checkable
+from numbers import Integral, Real
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from aprilsched.checks import checked, typed
 from aprilsched.core.config import Caller, SchedulerConfig
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
@@ -287,7 +289,7 @@ class Costs:
         reward_seconds: duration of scoring one rollout; with 0 there is no reward at all.
 
     Raises:
-        ConfigError: if one is negative.
+        ConfigError: if one is negative, or no number.
     """
 
     pause_seconds: float = 2e-3
@@ -297,7 +299,7 @@ class Costs:
 
     def __post_init__(self) -> None:
         for name in ("pause_seconds", "refit_seconds", "train_seconds", "reward_seconds"):
-            if getattr(self, name) < 0:
+            if checked(name, getattr(self, name), Real) < 0:
                 raise ConfigError(f"{name} is a time; give 0 or more.")
 
 
@@ -336,6 +338,53 @@ class _Episode:
     """Seconds of each gap that has not begun."""
 
 
+def checked_config(config: SchedulerConfig) -> None:
+    """Check that it is one.
+
+    Raises:
+        ConfigError: if it is not, as a recipe that was not called.
+    """
+    given: Any = config
+    if not isinstance(given, SchedulerConfig):
+        name = given if isinstance(given, str) else getattr(given, "__name__", "april")
+        shown = name if callable(given) else typed(given)
+        raise ConfigError(f"config is {shown}; give {name}(config), which is a SchedulerConfig.")
+
+
+def checked_count(name: str, value: int, *, least: int) -> None:
+    """Check that it is a whole number and not below `least`.
+
+    Raises:
+        ConfigError: if it is not.
+    """
+    if checked(name, value, Integral) < least:
+        raise ConfigError(f"{name} is {value}; give {least} or more.")
+
+
+def _models(
+    engine: SimConfig | Sequence[SimConfig] | None, engines: int, config: SchedulerConfig
+) -> list[SimConfig]:
+    """The settings of each engine, with chunks as often as `config` needs them."""
+    if engine is None:
+        engine = SimConfig(make_tokens=False, stream_interval=NEVER)
+    models = [engine] * engines if isinstance(engine, SimConfig) else engine
+    sequence = isinstance(cast("Any", models), Sequence)
+    if not sequence or not all(isinstance(cast("Any", model), SimConfig) for model in models):
+        raise ConfigError(
+            f"engine is {typed(engine)}; give a SimConfig, or a list with one for each engine."
+        )
+    if len(models) != engines:
+        raise ConfigError(
+            f"there are {engines} engines and settings for {len(models)}; give one for each."
+        )
+    races = config.policies.refill.launched(config.group_size) > config.group_size
+    if config.refit == "rolling" or races:
+        # What it costs to move a response depends on the length that it has so far, and so does
+        # what is known of the length of one that is thrown away in the middle of a batch.
+        return [replace(m, stream_interval=min(m.stream_interval, _OFTEN)) for m in models]
+    return list(models)
+
+
 class Simulation:
     """One simulated run, which :meth:`run` carries out.
 
@@ -359,7 +408,8 @@ class Simulation:
         listeners: objects that see every event and command.
 
     Raises:
-        ConfigError: if `engine` is a list of another length than `engines`.
+        ConfigError: if `engine` is a list of another length than `engines`, or another setting
+            cannot be used.
     """
 
     def __init__(
@@ -378,8 +428,18 @@ class Simulation:
         planner: Planner | None = None,
         listeners: Sequence[AnyListener] = (),
     ) -> None:
+        checked_config(config)
+        for name, value in (("engines", engines), ("batches", batches)):
+            checked_count(name, value, least=1)
+        checked_count("update_every", update_every, least=0)
         self.agenda = Agenda()
-        self._costs = costs or Costs()
+        self._costs = Costs() if costs is None else costs
+        if not isinstance(cast("Any", self._costs), Costs):
+            raise ConfigError(f"costs is {typed(costs)}; give Costs(train_seconds=…).")
+        if not isinstance(cast("Any", prompts), Iterable):
+            raise ConfigError(
+                f"the workload is {typed(prompts)}; give prompts, such as LongTailWorkload()."
+            )
         self._prompts: Iterator[Prompt] = iter(prompts)
         self._redraws = prompts if isinstance(prompts, Redraws) else None
         self._accept = accept
@@ -391,17 +451,7 @@ class Simulation:
         )
         self._pauses = pauses
         self._episodes: dict[int, _Episode] = {}
-        engine = engine or SimConfig(make_tokens=False, stream_interval=NEVER)
-        models = [engine] * engines if isinstance(engine, SimConfig) else list(engine)
-        if len(models) != engines:
-            raise ConfigError(
-                f"there are {engines} engines and settings for {len(models)}; give one for each."
-            )
-        races = config.policies.refill.launched(config.group_size) > config.group_size
-        if config.refit == "rolling" or races:
-            # What it costs to move a response depends on the length that it has so far, and so does
-            # what is known of the length of one that is thrown away in the middle of a batch.
-            models = [replace(m, stream_interval=min(m.stream_interval, _OFTEN)) for m in models]
+        models = _models(engine, engines, config)
         self._config = config
         first = models[0]
         self._planner = planner or Planner(first.timing, max_running=first.max_running)
@@ -493,6 +543,9 @@ class Simulation:
 
     def _fetch(self, command: facts.PromptsRequested) -> None:
         prompts = tuple(islice(self._prompts, command.count))
+        for prompt in prompts:
+            if not isinstance(cast("Any", prompt), Prompt):
+                raise ConfigError(f"the workload gave {typed(prompt)}; let it give a Prompt each.")
         last = len(prompts) < command.count
         self._loop.feed(ev.PromptsArrived(prompts=prompts, last=last))
 

@@ -718,3 +718,19 @@ class RunSummary(Figures):
     alignment: AlignmentFigures | None = None
     """None unless the trainer reported its log-probabilities."""
     per_batch: list[BatchFigures] = field(default_factory=list[BatchFigures])
+
+    @property
+    def steady_steps_s(self) -> list[float]:
+        """Seconds of each whole step after the burn-in, from delivery to delivery: those in which
+        the engines stood still for the trainer count too."""
+        kept = self.per_batch[self.steady_state.burn_in :]
+        return [batch.seconds + batch.trainer_seconds for batch in kept]
+
+    @property
+    def step_efficiency(self) -> float | None:
+        """T_bound over the seconds of whole steps after the burn-in; None without a step-time
+        model, and without such steps."""
+        steady, whole = self.steady_state, sum(self.steady_steps_s)
+        if steady.efficiency is None or steady.mean_batch_seconds is None or not whole:
+            return None
+        return steady.efficiency * steady.mean_batch_seconds * steady.batches / whole

@@ -89,7 +89,7 @@ _RULES: dict[str, Rule] = {
     "tensors": rule("companions extras", others=NUMPY),
     "corrections": rule("errors", others=NUMPY),
     "timing.model": rule(others=NUMPY, pure=True),
-    "workload": rule("errors types", others=NUMPY),
+    "workload": rule("checks errors types", others=NUMPY),
     # Inside the core the nouns are below and the verbs above.
     "core.lengths": rule("core.lengths errors types", others=NUMPY, pure=True),
     "core.policies": rule("checks core.lengths core.policies errors", others=NUMPY, pure=True),
@@ -171,13 +171,13 @@ _RULES: dict[str, Rule] = {
     "planning": rule("core planning timing.model", others=NUMPY, pure=True),
     # The second shell: the coordinator's loop, and modelled engines instead of real ones.
     "simulation": rule(
-        "config core driver engines.base engines.sim errors planning simulation telemetry "
+        "checks config core driver engines.base engines.sim errors planning simulation telemetry "
         "timing.model types",
     ),
     # What came of it, in the figures and pictures of a real run.
     "simulation.results": rule(
-        "analysis.plots analysis.usage core engines.sim errors planning simulation telemetry types "
-        "workload",
+        "analysis.plots analysis.usage checks core engines.sim errors planning simulation "
+        "telemetry types workload",
         others=NUMPY | {"matplotlib"},
     ),
     # The server side of SGLang's HTTP API, for the test server and the gateway; it knows neither.

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -204,11 +208,17 @@ def test_a_prompt_may_have_a_law_of_its_own() -> None:
 def test_lengths_are_read_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "lengths.txt").write_text("12, 500\n80.0 80\n")
     assert Empirical.read(tmp_path / "lengths.txt").lengths == (12, 80, 80, 500)
-    (tmp_path / "words.txt").write_text("long short")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        Empirical.read(tmp_path / "words.txt")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        Empirical.read(tmp_path / "nothing.txt")
+    for name, content, sentence in (
+        ("words", "12\n80 long", "line 2 of .* has 'long', which is no length; give"),
+        ("half", "12.5", "line 1 of .* has '12.5'"),
+        ("zero", "12\n\n0", "line 3 of .* has '0'"),
+        ("empty", "", "has no lengths; give at least one.$"),
+        ("none", None, "cannot be read: No such file or directory.$"),
+    ):
+        if content is not None:
+            (tmp_path / name).write_text(content)
+        with pytest.raises(ConfigError, match=sentence):
+            Empirical.read(tmp_path / name)
 
 
 class Backwards:
@@ -216,15 +226,66 @@ class Backwards:
         return 1 / lengths
 
 
-def test_a_law_that_is_none_is_refused() -> None:
-    for wrong in (
-        lambda: Pareto(0, 1),
-        lambda: Lognormal(1, 0),
-        lambda: Empirical(()),
-        lambda: Empirical((0,)),
-        Mixture,
-        lambda: Mixture((0, Pareto())),
-        lambda: LongTailWorkload(law=Backwards()).lengths(0),
-    ):
-        with pytest.raises(ConfigError):
-            wrong()
+class One:
+    def cdf(self, lengths: np.ndarray) -> float:
+        return float(lengths[0])
+
+
+@dataclass
+class Changing:
+    mean: float = 50.0
+
+    def cdf(self, lengths: np.ndarray) -> np.ndarray:
+        return 1 - np.exp(-lengths / self.mean)
+
+
+def tokens_of(key: int) -> int:
+    return 10 + key
+
+
+def name_of(key: int) -> str:
+    return f"law {key}"
+
+
+def wrong(value: Any) -> Any:
+    """`value`, whose type is not the declared one."""
+    return value
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: Pareto(0, 1), "least is 0; give a number above 0"),
+        (lambda: Pareto(alpha=wrong("1")), "alpha is '1' (str); give a finite number"),
+        (lambda: Lognormal(1, 0), "sigma is 0; give"),
+        (lambda: Empirical(()), "there are no lengths"),
+        (lambda: Empirical((0,)), "a length is below 1"),
+        (lambda: Empirical(wrong((3, 2.5))), "a length is 2.5 (float); give a whole number"),
+        (Mixture, "a mixture has no laws"),
+        (lambda: Mixture((0, Pareto())), "a weight is not above 0"),
+        (lambda: Mixture(wrong(Pareto())), "give each law as (weight, law)"),
+        (
+            lambda: Mixture(wrong((1, Pareto))),
+            "a law of a mixture is the class Pareto; give a value",
+        ),
+        (lambda: Mixture(wrong(("1", Pareto()))), "a weight is '1' (str); give a finite number"),
+        (lambda: drawn(law=Backwards()), "does not grow from 0 to 1"),
+        (lambda: drawn(law=One()), "the cdf of the law gives the shape () for 6000 lengths"),
+        (lambda: drawn(law=Lognormal), "law is the class Lognormal; give a value"),
+        (lambda: drawn(law=[1, 2]), "law is [1, 2] (list); give lognormal"),
+        (lambda: drawn(law=Changing()), "give a law that is immutable"),
+        (lambda: drawn(law=tokens_of), "law(0) is 10 (int); give lognormal"),
+        (lambda: drawn(law=name_of), "law(0) is 'law 0'; give lognormal"),
+        (lambda: drawn(cap=100.0), "cap is 100.0 (float); give a whole number"),
+        (lambda: drawn(count=2.0), "count is 2.0 (float); give a whole number"),
+        (lambda: drawn(sigma="1"), "sigma is '1' (str); give a finite number"),
+    ],
+)
+def test_a_law_that_is_none_is_refused(make: Callable[[], object], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        make()
+
+
+def drawn(**settings: Any) -> object:
+    """What a workload of these settings draws first."""
+    return LongTailWorkload(**settings).lengths(0)

@@ -264,7 +264,7 @@ def test_simulate_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     comparison = json.loads((out / "comparison.json").read_text())
     assert comparison["best"] == "april"
     for row in comparison["policies"]:
-        assert row["seconds_p10"] < row["seconds_a_batch"] < row["seconds_p90"]
+        assert row["step_p10"] < row["step_s"] < row["step_p90"]
     sync, april = comparison["policies"]
     assert sync["policy"] == "sync"
     assert sync["speedup"] == 1
@@ -273,6 +273,39 @@ def test_simulate_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     for policy in ("sync", "april"):
         files = {path.name for path in (out / policy).iterdir()}
         assert files >= {"config.toml", "events.jsonl", "summary.json"}
+
+
+def test_simulate_takes_a_file_of_lengths(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Its longest is the cap, the run's own folder is rebuilt and replayed with it, and another law
+    beside it is refused."""
+    file = tmp_path / "lengths.txt"
+    file.write_text("40\n55, 70\n900\n")
+    shape = ["--batches", "4", "--batch-groups", "2", "--group-size", "4", "--quiet"]
+    out = tmp_path / "o"
+    command = ["simulate", "--policy", "sync", *shape, "--json", "--lengths", str(file)]
+    assert main([*command, "--out", str(out)]) == 0
+    lengths = [r.tokens for d in read_run(out / "sync").deliveries for r in d.rollouts]
+    assert set(lengths) == {40, 55, 70, 900}
+    (out / "sync" / "summary.json").unlink()
+    mean = read_run(out / "sync").summary.bias.workload_mean_length
+    assert mean == pytest.approx((40 + 55 + 70 + 900) / 4, rel=0.02)
+    file.rename(tmp_path / "elsewhere.txt")
+    assert read_run(out / "sync").summary.bias.workload_mean_length is None
+    assert main(["replay", str(out / "sync"), "--policy", "recorded", "--quiet"]) == 0
+    capsys.readouterr()
+    assert main([*command, "--out", str(tmp_path / "p"), "--law", "log_t"]) == 2
+    assert "law and lengths both say how long responses are" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("cap", "warns"), [("600", False), ("50", True)])
+def test_a_cap_that_cuts_many_off_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], cap: str, warns: bool
+):
+    shape = ["--batches", "1", "--batch-groups", "2", "--group-size", "2", "--quiet", "--json"]
+    law = ["--policy", "sync", "--median", "60", "--cap", cap]
+    assert main(["simulate", *shape, *law, "--out", str(tmp_path / "o")]) == 0
+    said = "of the responses are cut off at the cap of 50 tokens; raise"
+    assert (said in capsys.readouterr().err) == warns
 
 
 def test_simulate_draws(tmp_path: Path):

@@ -27,7 +27,7 @@ GROUP_SIZE = 4
 SHAPE = ["--batch-groups", "16", "--group-size", str(GROUP_SIZE)]
 BATCHES = 20
 FILES = ("config.toml", "events.jsonl", "summary.json")
-FIGURES = ("delivered_tokens_per_s", "efficiency", "off_policy_share", "seconds_a_batch")
+FIGURES = ("delivered_tokens_per_s", "efficiency", "off_policy_share", "step_s")
 
 Capture = pytest.CaptureFixture[str]
 
@@ -71,7 +71,7 @@ def test_a_simulated_run_gives_back_itself(tmp_path: Path, capsys: Capture, poli
     (row,) = found["replayed"]
     assert row["policy"] == "recorded"
     assert row["batches"] == BATCHES
-    assert row["seconds_a_batch"] == pytest.approx(found["recorded"]["seconds_a_batch"], rel=0.01)
+    assert row["step_s"] == pytest.approx(found["recorded"]["step_s"], rel=0.01)
     assert found["prediction_error"]["batches"] == BATCHES - BATCHES // 4
     for name in FIGURES:
         assert abs(found["prediction_error"][name]) < 1e-9
@@ -207,7 +207,7 @@ def test_latencies_are_those_of_the_log(tmp_path: Path, capsys: Capture):
     assert costs["refit_seconds"] == pytest.approx(3)
     assert costs["reward_seconds"] == pytest.approx(0.5)
     assert costs["train_seconds"] == pytest.approx(7)
-    assert abs(found["prediction_error"]["seconds_a_batch"]) < 0.01
+    assert abs(found["prediction_error"]["step_s"]) < 0.01
 
 
 @pytest.mark.long
@@ -218,7 +218,7 @@ def test_out_gets_a_run_folder_of_each(april: Path, tmp_path: Path, capsys: Capt
         assert {path.name for path in (out / name).iterdir()} >= set(FILES)
     assert json.loads((out / "replay.json").read_text()) == found
     again = replay(out / "recorded", capsys, "--policy", "recorded")
-    assert abs(again["prediction_error"]["seconds_a_batch"]) < 1e-9
+    assert abs(again["prediction_error"]["step_s"]) < 1e-9
     assert "not empty" in refusal(capsys, str(april), "--out", str(out))
 
 
@@ -228,11 +228,11 @@ def test_other_engines(april: Path, tmp_path: Path, capsys: Capture):
     usual = replay(april, capsys, "--policy", "recorded")["prediction_error"]
     arguments = ["--policy", "recorded", "--model", str(model)]
     linear = replay(april, capsys, *arguments)["prediction_error"]
-    assert 0.001 < abs(linear["seconds_a_batch"]) < 0.2
+    assert 0.001 < abs(linear["step_s"]) < 0.2
     narrow = replay(april, capsys, "--policy", "recorded", "--max-running", "32")
-    assert narrow["prediction_error"]["seconds_a_batch"] > 0.2
+    assert narrow["prediction_error"]["step_s"] > 0.2
     small = replay(april, capsys, "--policy", "recorded", "--kv-tokens", "40000")
-    assert small["prediction_error"]["seconds_a_batch"] > usual["seconds_a_batch"]
+    assert small["prediction_error"]["step_s"] > usual["step_s"]
 
 
 @pytest.mark.parametrize("missing", sorted({*FILES} - {"summary.json"}))
@@ -290,7 +290,12 @@ def test_refused(april: Path, capsys: Capture, arguments: list[str], part: str):
 
 
 def test_no_folder_at_all(tmp_path: Path, capsys: Capture):
-    assert "not a run folder" in refusal(capsys, str(tmp_path / "nothing"))
+    assert f"there is no folder {tmp_path / 'nothing'};" in refusal(
+        capsys, str(tmp_path / "nothing")
+    )
+    said = refusal(capsys, str(tmp_path))
+    assert "is not a run folder (it has no config.toml)" in said
+    assert "simulate" in said
 
 
 def test_what_a_log_says_of_groups(april: Path, tmp_path: Path):

@@ -6,9 +6,12 @@ modelled time.
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
+import numpy as np
 import pytest
 
 from aprilsched.config import Dispatch, LengthBuckets, Pool, SchedulerConfig
@@ -18,10 +21,10 @@ from aprilsched.core.messages.commands import Command
 from aprilsched.core.messages.events import Event, Opened
 from aprilsched.engines.sim import SimConfig, SimFleet, SimPublisher, run_virtual
 from aprilsched.errors import ConfigError
-from aprilsched.presets import april, auto, sync
+from aprilsched.presets import april, auto, copris, sync
 from aprilsched.simulation import Costs, Simulation, compare, simulate
 from aprilsched.types import Group
-from aprilsched.workload import LongTailWorkload
+from aprilsched.workload import Empirical, LongTailWorkload
 from tests.support import small
 
 WORKLOAD = LongTailWorkload(median=60, cap=600, group_size=4, seed=3)
@@ -181,11 +184,6 @@ def test_settings_for_another_number_of_engines_are_refused() -> None:
         Simulation(config(), WORKLOAD, engines=3, engine=[MODEL, MODEL])
 
 
-def test_costs_below_zero_are_refused() -> None:
-    with pytest.raises(ConfigError, match="give 0 or more"):
-        Costs(train_seconds=-1.0)
-
-
 def test_accept_filters_groups() -> None:
     def even(group: Group) -> bool:
         return group.group_id % 2 == 0
@@ -261,6 +259,76 @@ def test_recipes_are_compared_on_the_same_lengths(capsys: pytest.CaptureFixture[
     assert found.policies[2].schedule
     first = [results[name].lengths for name in ("sync", "april")]
     assert set(first[1].tolist()) & set(first[0].tolist())
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"engines": 0}, "engines is 0; give 1 or more."),
+        ({"engines": 1.5}, "engines is 1.5 (float); give a whole number."),
+        ({"batches": 0}, "batches is 0; give 1 or more."),
+        ({"update_every": -1}, "update_every is -1; give 0 or more."),
+        ({"burn_in": -1}, "burn_in is -1; give 0 or more."),
+        ({"seed": 0.5}, "seed is 0.5 (float); give a whole number."),
+        ({"config": april}, "config is april; give april(config), which is a SchedulerConfig."),
+        ({"config": "slime"}, "config is 'slime' (str); give slime(config)"),
+        ({"costs": 3.0}, "costs is 3.0 (float); give Costs(train_seconds=…)."),
+        ({"engine": "h200"}, "engine is 'h200' (str); give a SimConfig, or a list"),
+        ({"engine": [MODEL, None], "engines": 2}, "give a SimConfig, or a list"),
+        ({"workload": 7}, "the workload is 7 (int); give prompts"),
+        ({"workload": LongTailWorkload}, "give prompts, such as LongTailWorkload()."),
+        ({"workload": [[1, 2]]}, "the workload gave [1, 2] (list); let it give a Prompt each."),
+        ({"train_seconds": "one"}, "train_seconds is 'one' (str); give a finite number."),
+        ({"train_seconds": -1.0}, "train_seconds is a time; give 0 or more."),
+    ],
+    ids=str,
+)
+def test_a_setting_that_cannot_be_used_is_named(given: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        simulated(**given)
+
+
+def test_a_cap_that_cuts_many_off_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    simulated()
+    assert "cut off" not in caplog.text
+    simulated(workload=replace(WORKLOAD, cap=50))
+    assert "of the responses are cut off at the cap of 50 tokens" in caplog.text
+    caplog.clear()
+    simulated(workload=replace(WORKLOAD, law=Empirical((30, 50)), cap=50))
+    assert "cut off" not in caplog.text, "the longest of a list is no cut"
+
+
+def simulated(train_seconds: Any = 0.0, **given: Any) -> None:
+    settings: dict[str, Any] = {"workload": WORKLOAD, "config": config(), "batches": 1}
+    settings |= {"costs": Costs(train_seconds=train_seconds), **given}
+    simulate(**settings)
+
+
+def test_a_step_is_whole_whoever_waits_for_the_trainer() -> None:
+    """Engines that wait for a trainer are as efficient as without one, so efficiency alone called a
+    synchronous policy the best beside one that delivered twice the tokens in the time."""
+    base = SchedulerConfig(batch_groups=8, group_size=4)
+    policies = {"sync": sync(base), "april": april(base), "copris": copris(base)}
+    policies["apart"] = replace(policies["copris"], pace="asynchronous")
+    costs = Costs(train_seconds=10.0)
+    workload = LongTailWorkload(median=200, cap=2000)
+    results = {
+        name: simulate(workload, policy, costs=costs, batches=16, usage=False)
+        for name, policy in policies.items()
+    }
+    found = compare(results)
+    assert found.fastest == found.best == "apart"
+    rows = {row.policy: row for row in found.policies}
+    assert (rows["april"].efficiency or 0.0) > (rows["apart"].efficiency or 0.0)
+    assert (rows["apart"].step_efficiency or 0.0) > (rows["april"].step_efficiency or 0.0)
+    for name, result in results.items():
+        row, steps = rows[name], result.step_s[4:]
+        assert row.step_s == pytest.approx(steps.mean())
+        assert row.step_p10 == pytest.approx(np.percentile(steps, 10))
+        assert row.step_p90 == pytest.approx(np.percentile(steps, 90))
+        assert row.delivered_tokens_per_s == pytest.approx(result.tokens[4:].sum() / steps.sum())
+    least = [(rows[name].step_p10 or 0.0) >= 10.0 for name in policies]
+    assert all(least), "no step of this trainer is shorter than its own time"
 
 
 def test_a_simulation_has_rewards_filters_tools_and_unequal_engines() -> None:
