@@ -87,6 +87,17 @@ SENTENCES = {
     "gateway": "--engine is missing; aprilsched gateway --help says what it is.",
     "replay": "PATH is missing; aprilsched replay --help says what it is.",
     "serve-sim --port": "--port has no value; give one.",
+} | {
+    f"gateway --engine http://a:1 {flags}": said
+    for flags, said in {
+        "--port 99999": "port is 99999; give one from 0 (any) to 65535.",
+        "--max-requests -5": "max_requests is -5; give 1 or more.",
+        "--drain-s -1": "drain_s is -1.0; give 0 or more.",
+        "--reclaim-s=-1": "reclaim_s is -1.0; give 0 or more.",
+        "--top-logprobs -1": "top_logprobs is -1; give 0 or more.",
+        "--max-staleness -1": "max_staleness is -1; give 0 or more.",
+        "--client-fields rid": "request holds rid, which the scheduler sets; leave it out.",
+    }.items()
 }
 
 
