@@ -80,15 +80,15 @@ class GatewayCommand:
             raise ConfigError("No server is named; give the URL of one as --engine.")
         fleet = fleet_at(
             self.engine,
-            admin_key=key_from(self.engine_admin_key_env),
-            api_key=key_from(self.engine_api_key_env),
+            admin_key=key_from(self.engine_admin_key_env, "engine_admin_key_env"),
+            api_key=key_from(self.engine_api_key_env, "engine_api_key_env"),
             stream_interval=self.stream_interval,
         )
         return Gateway(
             fleet,
             settings=self.gateway,
-            api_key=key_from(self.api_key_env),
-            admin_key=key_from(self.admin_key_env),
+            api_key=key_from(self.api_key_env, "api_key_env"),
+            admin_key=key_from(self.admin_key_env, "admin_key_env"),
             listeners=listeners,
         )
 

@@ -142,6 +142,29 @@ def test_a_gateway_s_settings_are_in_a_file_by_the_names_of_its_flags(tmp_path: 
             command_of(["--config", str(file)])
 
 
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("gateway --engine http://127.0.0.1:1 --api-key-env", "api_key_env"),
+        ("gateway --engine http://127.0.0.1:1 --admin-key-env", "admin_key_env"),
+        ("gateway --engine http://127.0.0.1:1 --engine-api-key-env", "engine_api_key_env"),
+        ("gateway --engine http://127.0.0.1:1 --engine-admin-key-env", "engine_admin_key_env"),
+        ("doctor http://127.0.0.1:1 --admin-key-env", "admin_key_env"),
+        ("doctor http://127.0.0.1:1 --api-key-env", "api_key_env"),
+        ("run --engine http://127.0.0.1:1 --admin-key-env", "admin_key_env"),
+        ("run --engine http://127.0.0.1:1 --api-key-env", "api_key_env"),
+        ("serve-sim --admin-key-env", "admin_key_env"),
+    ],
+)
+def test_a_key_in_the_place_of_a_name_is_not_repeated(
+    line: str, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*line.split(), "client-secret-123"]) == 2
+    said = capsys.readouterr()
+    assert f"variable that {name} names is not set" in said.err
+    assert "secret" not in said.err + said.out
+
+
 def test_the_lists_of_the_examples_take_both_forms() -> None:
     seen = 0
     for file in Path("examples").rglob("*.py"):

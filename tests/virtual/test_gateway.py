@@ -411,8 +411,14 @@ async def test_a_fleet_that_is_lost_ends_every_response_with_the_cause():
 async def test_keys_are_asked_for():
     async with front(api_key=KEY, admin_key=ADMIN) as one:
         async with Raw(one.gateway.url) as stranger:
-            for path in ("/generate", "/pause_generation", "/no-such-path"):
-                assert await stranger.post(path, {}) == (401, {"error": "Unauthorized"})
+            for path, key in (
+                ("/generate", "API"),
+                ("/pause_generation", "admin"),
+                ("/no-such-path", "API"),
+            ):
+                status, answer = await stranger.post(path, {})
+                assert (status, answer["error"]) == (401, "Unauthorized")
+                assert answer["message"].startswith(f"The {key} key is missing")
             assert (await stranger.get("/health"))[0] == 200
         async with Raw(one.gateway.url, KEY) as client:
             assert (await client.post("/generate", asked(5)))[0] == 200
@@ -429,6 +435,23 @@ async def test_keys_are_asked_for():
             assert (await client.get("/no-such-path"))[0] == 404
         assert (await one.raw.post("/generate", asked(5)))[0] == 200
         assert (await one.raw.post("/abort_request", {"rid": "x"}))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("settings", "warns"),
+    [
+        ({"host": "0.0.0.0"}, True),
+        ({"host": "0.0.0.0", "admin_key": ADMIN}, False),
+        ({"host": "0.0.0.0", "api_key": KEY}, False),
+        ({"host": "127.0.0.1"}, False),
+    ],
+)
+async def test_control_calls_that_are_open_to_everybody_are_warned_of(
+    settings: dict[str, Any], warns: bool, caplog: pytest.LogCaptureFixture
+):
+    async with front(**settings):
+        said = [line for line in caplog.messages if "everybody who reaches" in line]
+        assert len(said) == warns
 
 
 async def test_without_an_admin_key_the_api_key_opens_everything():
