@@ -34,7 +34,7 @@ from aprilsched.coordinator.rollouts import RolloutScheduler
 from aprilsched.core.config import SchedulerConfig
 from aprilsched.core.messages import events as ev
 from aprilsched.core.state.engine_control import Mode
-from aprilsched.engines.base import Engine, Fleet
+from aprilsched.engines.base import BeginsWithout, Engine, Fleet
 from aprilsched.engines.server import facts_of
 from aprilsched.errors import (
     AprilschedError,
@@ -260,6 +260,12 @@ class Service:
         names = {control.name for control in self._rollouts.state.fleet.control.all()}
         return [engine for engine in self.fleet.engines if engine.name in names]
 
+    @property
+    def _names(self) -> list[str]:
+        """Names of all engines, also of those that have not answered yet."""
+        awaited = self.fleet.awaited if isinstance(self.fleet, BeginsWithout) else ()
+        return [*(engine.name for engine in self.fleet.engines), *awaited]
+
     def mode_of(self, engine: str) -> str:
         """What an engine does: its mode while it is in use, "standby" if it waits for the next
         update, and "lost" if it does not answer."""
@@ -271,7 +277,7 @@ class Service:
     def _not_updated(self, failed: Iterable[str]) -> str:
         """The end of a sentence that names the engines which an update has not reached: those that
         have `failed`, and those that were lost before. Empty if it has reached all."""
-        lost = {each.name for each in self.fleet.engines if self.mode_of(each.name) == "lost"}
+        lost = {name for name in self._names if self.mode_of(name) == "lost"}
         missed = ", ".join(sorted(lost.union(failed)))
         return f" Not updated, and out of use: {missed}." if missed else ""
 
@@ -297,7 +303,6 @@ class Service:
 
         A group for weights needs a rank for each rank of all engines, so `tp_size` is their number.
         """
-        names = [engine.name for engine in self.fleet.engines]
         saved = (self._rollouts.store_error or "saved") if self._stored else None
         # The oldest release among the engines, whose answers those of the gateway resemble.
         found = [re.findall(r"\d+", each.capabilities.server)[:3] for each in self.fleet.engines]
@@ -310,7 +315,7 @@ class Service:
             "version": ".".join(min(found, key=lambda parts: [int(part) for part in parts])),
             "gateway": {
                 "aprilsched": __version__,
-                "engines": [{"name": name, "mode": self.mode_of(name)} for name in names],
+                "engines": [{"name": name, "mode": self.mode_of(name)} for name in self._names],
                 "store": saved,
             },
         }

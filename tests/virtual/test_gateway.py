@@ -20,7 +20,7 @@ from aprilsched import SchedulerConfig, SGLangFleet
 from aprilsched.config import Health
 from aprilsched.core.state.ledger import Reason
 from aprilsched.doctor import examine
-from aprilsched.errors import ConfigError
+from aprilsched.errors import ConfigError, EngineRejected
 from aprilsched.gateway import Gateway, GatewaySettings
 from aprilsched.testing.contract import PROMPT, until
 from tests.support.gateway import LONG, Front, Reader, front, spans
@@ -379,6 +379,48 @@ async def test_an_update_names_a_server_that_was_lost_before_it(tmp_path: Path):
         await until(lambda: mode_of(names[0]) == "standby")
         engines = (await two.raw.get("/server_info"))[1]["gateway"]["engines"]
         assert [engine["mode"] for engine in engines] == ["standby", "running"]
+
+
+@pytest.mark.parametrize("wait_s", [0, 600])
+async def test_a_gateway_begins_while_a_server_is_not_there_yet(
+    wait_s: float, caplog: pytest.LogCaptureFixture
+):
+    """Without waiting the other server joins later, and with it the gateway begins with both."""
+    async with served() as there, served() as late:
+        await late.crash()
+        fleet = SGLangFleet([late.url, there.url], wait_s=wait_s, stream_interval=INTERVAL)
+        gateway = Gateway(fleet, settings=GatewaySettings(port=0, drain_s=0))
+        starting = asyncio.create_task(gateway.start())
+        names = [url.removeprefix("http://") for url in (late.url, there.url)]
+        if wait_s:
+            await until(lambda: any("waiting up to" in said for said in caplog.messages))
+            assert not starting.done()
+            await late.restart()
+            await starting
+            assert gateway.service.in_use == names
+        else:
+            await starting
+            async with Raw(gateway.url) as raw:
+                assert (await raw.post("/generate", asked(5)))[0] == 200
+                listed = (await raw.get("/server_info"))[1]["gateway"]["engines"]
+                assert [(each["name"], each["mode"]) for each in listed] == [
+                    (names[1], "running"),
+                    (names[0], "lost"),
+                ]
+                await late.restart()
+                await until(lambda: set(gateway.service.in_use) == set(names))
+                assert fleet.awaited == ()
+                assert (await raw.post("/generate", asked(5)))[0] == 200
+        await gateway.stop()
+
+
+async def test_a_server_that_is_of_no_use_ends_the_wait_for_the_others():
+    async with served() as away, served(admin_key=ADMIN) as closed:
+        await away.crash()
+        fleet = SGLangFleet([away.url, closed.url], wait_s=600, admin_key="wrong")
+        with pytest.raises(EngineRejected, match="401"):
+            await fleet.open()
+        assert fleet.awaited == ()
 
 
 async def test_without_an_engine_requests_wait_and_the_gateway_is_alive_and_not_ready():
