@@ -15,7 +15,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial, wraps
@@ -78,6 +78,10 @@ _REASONS = {400: "invalid", 401: "key", 404: "unknown", 405: "unknown", 413: "la
 """Why requests are refused, by the HTTP status of the answer, as the metrics have it."""
 _STOPPED = "The gateway stops; send the same rid again to go on with this response."
 _ENDED = "The gateway stops; send the prompt with these tokens elsewhere to go on."
+_STRANDED = (
+    "Nothing is generated until an update succeeds, because no server surely has complete weights; "
+    "send /update_weights_from_disk with a folder that every server can read, or weights in parts."
+)
 _MOST_CALLS = 64
 """Control calls that may wait for their turn. They stay when their clients leave, so nothing else
 bounds their number, and each may have a body of many megabytes."""
@@ -410,12 +414,15 @@ class Service:
 
         Raises:
             TimeoutError: if an engine does not continue in time.
-            RefitError: if weights that came in calls reached no engine.
+            RefitError: if weights that came in calls reached no engine, or if no engine can
+                generate before an update succeeds.
         """
         try:
             await self._end_open(None)
         finally:
             await self._end_hold()
+        if self._stranded:
+            raise RefitError(_STRANDED)
 
     @_in_turn
     async def flush(self) -> bool:
@@ -504,9 +511,26 @@ class Service:
         version = self._rollouts.version + 1
         await self._name(version, label)
         # A store keeps a response until its client has read it, whatever is loaded meanwhile.
-        return await self._rollouts.update_weights(
-            publisher, version=version, acknowledge=not self._stored
+        return await self._told(
+            self._rollouts.update_weights(publisher, version=version, acknowledge=not self._stored)
         )
+
+    async def _told(self, update: Awaitable[RefitReport]) -> RefitReport:
+        """What became of an update; its error says what a client has to send where nothing can be
+        generated after it."""
+        try:
+            return await update
+        except RefitError as error:
+            if not self._stranded:
+                raise
+            raise RefitError(f"{error} {_STRANDED}") from error
+
+    @property
+    def _stranded(self) -> bool:
+        """Whether servers answer, but none may generate before an update succeeds."""
+        state = self._rollouts.state
+        control = state.fleet.control
+        return not control.engines and bool(control.standby) and state.weights.update is None
 
     async def _name(self, version: int, label: str | None) -> None:
         """Label a version, which is done before it is loaded: its tokens may arrive at once."""
@@ -611,7 +635,7 @@ class Service:
                 self._unnamed = opened.version
             await self._name(opened.version, label or opened.label)
             opened.weights.end()
-        return await asyncio.shield(opened.task)
+        return await self._told(asyncio.shield(opened.task))
 
     async def _hold(self) -> None:
         self.held = True

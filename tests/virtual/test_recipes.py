@@ -82,7 +82,7 @@ async def test_the_gateway_of_the_manifest_listens_and_answers_its_probes(tmp_pa
                 await one.crash()
                 await two.crash()
                 waiting = asyncio.create_task(control.post("/generate", asked(4)))
-                while (await control.get("/ready"))[0] == 200:
+                while (await control.get("/ready"))[0] == 200:  # noqa: ASYNC110 - of another process
                     await asyncio.sleep(0.05)
                 for path in probes:
                     assert (await control.get(path))[0] == 200, "a new gateway would mend nothing"
