@@ -186,6 +186,7 @@ try: .venv-release/.stamp ## Install dist's wheel on each Python that is there, 
 
 # In an environment of its own that has nothing else, not even pip.
 sbom: .venv-release/.stamp ## Write the bill of materials of dist's wheel and what it brings, by the pins: dist/sbom.cdx.json.
+	@ls dist/*.whl > /dev/null 2>&1 || { echo "dist has no wheel; run make dist first." >&2; exit 1; }
 	$(PYTHON) -m venv --clear --without-pip dist/.sbom
 	$(RELEASE)python $(subst -m pip,-m pip --python dist/.sbom/bin/python,$(INSTALL)) -c constraints.txt \
 		"$$(echo dist/*.whl)[gateway,metrics,otel,plots,report]"

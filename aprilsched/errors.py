@@ -107,7 +107,8 @@ class InconsistentWeights(EngineError):
 
 
 class RefitError(AprilschedError):
-    """No engine took the new weights; generation continues under the old version."""
+    """No engine took the new weights. Generation continues under the old version where an engine
+    surely has it still; otherwise it waits for an update that succeeds, as the message says."""
 
 
 class FleetLost(AprilschedError):

@@ -25,6 +25,7 @@ from collections.abc import (
 )
 from contextlib import aclosing, asynccontextmanager
 from datetime import UTC, datetime
+from ipaddress import ip_address
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast
 
 import msgspec
@@ -48,7 +49,7 @@ log = logging.getLogger("aprilsched")
 #     ├── Malformed    400, {"object": "error", …}: the body has not the form that is expected
 #     ├── Refused      400, {"error": {"message"}}
 #     ├── Unavailable  503, the same content: it may be asked for again later
-#     ├── Unauthorized 401, {"error": "Unauthorized"}
+#     ├── Unauthorized 401, {"error": "Unauthorized"} with a "message" that says which key is wanted
 #     └── Crashed      500, plain text: an error that SGLang does not catch itself
 
 
@@ -92,7 +93,7 @@ class Unauthorized(Refusal):
     status = 401
 
     def answer(self) -> web.Response:
-        return as_json({"error": "Unauthorized"}, self.status)
+        return as_json({"error": "Unauthorized", "message": str(self)}, self.status)
 
 
 class Crashed(Refusal):
@@ -430,7 +431,8 @@ def key_middleware(
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
         good = not wanted or any(hmac.compare_digest(given, key) for key in wanted)
         if not good and request.path not in free:
-            raise Unauthorized("The API key is missing or wrong; send it as a bearer token.")
+            key = "admin key" if wanted is admin and admin_key is not None else "API key"
+            raise Unauthorized(f"The {key} is missing or wrong; send it as a bearer token.")
         return await handler(request)
 
     return ask
@@ -934,6 +936,12 @@ class Listener:
     @property
     def listening(self) -> bool:
         return self._open is not None
+
+    @property
+    def reachable(self) -> bool:
+        """Whether it listens at an address that other machines may reach."""
+        sockets = () if self._open is None else self._open[1].sockets
+        return not all(ip_address(each.getsockname()[0]).is_loopback for each in sockets)
 
     @property
     def connections(self) -> list[web.RequestHandler]:

@@ -98,6 +98,18 @@ class _Body(_Sampling, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ConfigError(f"n is {n}; give a number from 1 to {_MOST_CHOICES}.")
         return n
 
+    def check(self) -> None:
+        """Refuse what a scheduler of rollouts has no answer to.
+
+        Raises:
+            ConfigError: with what to change.
+        """
+        # Said by the client's own name: what follows calls the length max_new_tokens.
+        for name in ("max_tokens", "max_completion_tokens"):
+            asked = getattr(self, name, None)
+            if asked is not None and asked < 1:
+                raise ConfigError(f"{name} is {asked}; ask for at least 1 token.")
+
     @property
     def usage(self) -> bool:
         """Whether a stream ends with the usage."""
@@ -119,11 +131,7 @@ class CompletionBody(_Body, frozen=True, kw_only=True):
         return "logprobs", self.logprobs or 0
 
     def check(self) -> None:
-        """Refuse what a scheduler of rollouts has no answer to.
-
-        Raises:
-            ConfigError: with what to change.
-        """
+        super().check()
         if self.echo:
             raise ConfigError("echo repeats the prompt; leave it out and put the prompt in front.")
         if self.suffix:
@@ -206,11 +214,7 @@ class ChatBody(_Body, frozen=True, kw_only=True):
         return msgspec.json.encode({**schema, "maxItems": 1} if one else schema).decode()
 
     def check(self) -> None:
-        """Refuse what a scheduler of rollouts has no answer to.
-
-        Raises:
-            ConfigError: with what to change.
-        """
+        super().check()
         if self.modalities not in (None, ["text"]):
             raise ConfigError("modalities must be text alone; leave it out.")
         if self.top_logprobs and not self.logprobs:

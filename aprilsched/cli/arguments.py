@@ -163,6 +163,8 @@ def _sentence(said: str, arguments: Sequence[str], command: str) -> str:
     named = re.search(r"--[\w.-]+", problem)
     flag = "" if named is None else named.group()
     kind, _, detail = problem.partition(": ")
+    if re.fullmatch(r"Error parsing \w+", kind):
+        return detail  # a sentence of the settings themselves, which check what they are given
     if kind == "Unrecognized options":
         near = re.search(r"Perhaps you meant: +(--[\w.-]+)", rest)
         hint = (

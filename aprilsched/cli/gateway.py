@@ -26,6 +26,7 @@ from aprilsched.telemetry.live_figures import LiveFigures
 
 _INTERRUPTED = 130
 _STREAM_INTERVAL = 8
+_WAIT_S = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,10 @@ class GatewayCommand:
     stream_interval: int = _STREAM_INTERVAL
     """Tokens between two events of a stream from a server. A longer interval costs less, and a
     server that is lost loses the tokens of one interval."""
+    wait_s: float = _WAIT_S
+    """Seconds to wait for servers that do not answer at the start, for example because they load a
+    model. After them the gateway begins with those that answer, and the others join when they do;
+    if none answers, it ends."""
 
     config: Path | None = None
     """A TOML file with the names of these settings as keys (max_requests = 100); flags override
@@ -80,15 +85,16 @@ class GatewayCommand:
             raise ConfigError("No server is named; give the URL of one as --engine.")
         fleet = fleet_at(
             self.engine,
-            admin_key=key_from(self.engine_admin_key_env),
-            api_key=key_from(self.engine_api_key_env),
+            admin_key=key_from(self.engine_admin_key_env, "engine_admin_key_env"),
+            api_key=key_from(self.engine_api_key_env, "engine_api_key_env"),
             stream_interval=self.stream_interval,
+            wait_s=self.wait_s,
         )
         return Gateway(
             fleet,
             settings=self.gateway,
-            api_key=key_from(self.api_key_env),
-            admin_key=key_from(self.admin_key_env),
+            api_key=key_from(self.api_key_env, "api_key_env"),
+            admin_key=key_from(self.admin_key_env, "admin_key_env"),
             listeners=listeners,
         )
 
@@ -141,7 +147,15 @@ async def _serve(command: GatewayCommand) -> int:
     for number, code in ((signal.SIGTERM, 0), (signal.SIGINT, _INTERRUPTED)):
         loop.add_signal_handler(number, end, code)
     view = command.view()
-    async with command.made(() if view is None else view.listeners) as gateway:
+    gateway = command.made(() if view is None else view.listeners)
+    starting = asyncio.create_task(gateway.start())
+    await asyncio.wait([ended, starting], return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():  # It waits for its servers, perhaps for minutes.
+        starting.cancel()
+        await asyncio.wait([starting])
+        return ended.result()
+    await starting
+    try:
         print(f"the gateway listens at {gateway.url}", flush=True)
         failed = asyncio.create_task(gateway.wait_failed())
         with view or nullcontext():
@@ -150,3 +164,5 @@ async def _serve(command: GatewayCommand) -> int:
             raise failed.result()
         failed.cancel()
         return ended.result()
+    finally:
+        await gateway.stop()

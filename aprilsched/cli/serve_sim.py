@@ -85,7 +85,7 @@ class ServeSimCommand:
                 config,
                 host=self.host,
                 port=self.port + index if self.port else 0,
-                admin_key=key_from(self.admin_key_env),
+                admin_key=key_from(self.admin_key_env, "admin_key_env"),
                 time_scale=self.time_scale,
                 refit_seconds=sim.refit_seconds,
                 faults=script.of_engine(index),

@@ -365,12 +365,14 @@ class Session:
         if not command.cause:
             self.refits.keep_publisher()
         else:
-            log.error(
-                "version %d is not in use, the fleet continues under %d: %s",
-                command.version,
-                self.state.weights.versions.trainer,
-                command.cause,
+            old = self.state.weights.versions.trainer
+            continues = self.state.fleet.control.engines
+            outcome = (
+                f"the fleet continues under {old}"
+                if continues
+                else "no engine generates before an update succeeds"
             )
+            log.error("version %d is not in use, %s: %s", command.version, outcome, command.cause)
         self.durability.finish_update(command)
 
     def _give_up(self, command: do.GiveUp) -> None:

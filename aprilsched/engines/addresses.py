@@ -21,8 +21,10 @@ def fleet_at(
     admin_key: str | None = None,
     api_key: str | None = None,
     stream_interval: int = 64,
+    wait_s: float | None = None,
 ) -> ServerFleet:
-    """The servers at `urls`, which are all of one program.
+    """The servers at `urls`, which are all of one program; `wait_s` as of
+    :class:`~aprilsched.engines.fleet.UrlFleet`.
 
     Raises:
         ConfigError: if a URL or a key cannot be used, or if the URLs are of both programs.
@@ -39,4 +41,5 @@ def fleet_at(
         admin_key=admin_key,
         api_key=api_key,
         stream_interval=stream_interval,
+        wait_s=wait_s,
     )

@@ -264,6 +264,16 @@ class FleetChange:
 
 
 @runtime_checkable
+class BeginsWithout(Protocol):
+    """A fleet that may be opened while some of its servers do not answer."""
+
+    @property
+    def awaited(self) -> Sequence[str]:
+        """Names of the servers that have not answered yet; each joins when it does."""
+        ...
+
+
+@runtime_checkable
 class WatchesMembership(Protocol):
     """A fleet whose engines join and leave while it is open."""
 

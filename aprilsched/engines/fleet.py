@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Generic, TypedDict, TypeVar, Unpack
 
@@ -12,10 +14,20 @@ from aprilsched.engines.base import FleetChange
 from aprilsched.engines.http import HttpLimits, ServerAddress
 from aprilsched.engines.server import Facts, HttpEngine
 from aprilsched.engines.stream import version_number
-from aprilsched.errors import ConfigError, EngineError, EngineUnreachable
+from aprilsched.errors import (
+    ConfigError,
+    ControlTimeout,
+    EngineError,
+    EngineRejected,
+    EngineUnreachable,
+)
 
 _log = logging.getLogger(__name__)
 _LISTINGS_UNTIL_GONE = 2
+_AGAIN_S = 1.0
+"""Seconds until a server that does not answer is asked again."""
+_SAY_AGAIN_S = 10.0
+_UNAVAILABLE = 503
 
 
 EngineT = TypeVar("EngineT", bound=HttpEngine[Any])
@@ -37,10 +49,14 @@ class UrlFleet(Generic[EngineT]):
     Args:
         urls: one URL for each server, as ``http://host:port``.
         model_path: refuse servers that serve another model; None accepts any one model.
+        wait_s: seconds for which :meth:`open` waits for servers that do not answer yet. After them
+            the fleet is opened without those, if any server answers, and they join as soon as they
+            do. None opens all servers together or none.
         settings: keys, `stream_interval`, `limits` and `first_version`, as of each engine.
 
     Raises:
-        ConfigError: if there is no URL, a bad one, or the same one twice.
+        ConfigError: if there is no URL, a bad one, or the same one twice, or if `wait_s` is
+            negative.
     """
 
     _engine_type: type[EngineT]
@@ -50,8 +66,11 @@ class UrlFleet(Generic[EngineT]):
         urls: Sequence[str],
         *,
         model_path: str | None = None,
+        wait_s: float | None = None,
         **settings: Unpack[ServerSettings],
     ) -> None:
+        if wait_s is not None and not wait_s >= 0:
+            raise ConfigError(f"wait_s is {wait_s}; give 0 or more.")
         if isinstance(urls, str):
             raise ConfigError(f"urls is the string {urls!r}; give a list of URLs.")
         if not urls:
@@ -62,7 +81,7 @@ class UrlFleet(Generic[EngineT]):
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise ConfigError(f"The server {twice} is listed twice; give each server once.")
-        self._members = Members(engines, model_path)
+        self._members = Members(engines, model_path, wait_s)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({[engine.name for engine in self.engines]})"
@@ -72,13 +91,20 @@ class UrlFleet(Generic[EngineT]):
         """The servers in the order of their URLs, followed by those that were added."""
         return self._members.engines
 
+    @property
+    def awaited(self) -> Sequence[str]:
+        """Names of the servers that have not answered since the fleet was opened without them."""
+        return tuple(self._members.awaited)
+
     async def open(self) -> None:
         """Open every server and check that they agree; close all of them if anything is wrong.
 
-        Servers may have different numbered versions, which only a resumed run can do with.
+        Servers may have different numbered versions, which only a resumed run can do with. With
+        `wait_s` servers that do not answer are waited for, and left out after that.
 
         Raises:
-            EngineError: if a server cannot be reached or is another program.
+            EngineError: if a server cannot be reached or is another program; with `wait_s`, if none
+                can be reached.
             ConfigError: if the servers differ in model, or in the weights that they began with.
         """
         await self._members.open()
@@ -110,7 +136,10 @@ class UrlFleet(Generic[EngineT]):
         See :class:`aprilsched.engines.base.WatchesMembership`.
         """
         while True:
-            await self._members.changed()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_AGAIN_S if self.awaited else None):
+                    await self._members.changed()
+            await self._members.ask_awaited()
             change = self._members.take()
             if change is not None:
                 yield change
@@ -243,9 +272,16 @@ class ListedFleet(PolledFleet[EngineT]):
 class Members(Generic[EngineT]):
     """The engines of a fleet by name; it belongs to one loop from :meth:`open` to :meth:`close`."""
 
-    def __init__(self, engines: Sequence[EngineT], model_path: str | None) -> None:
+    def __init__(
+        self, engines: Sequence[EngineT], model_path: str | None, wait_s: float | None = None
+    ) -> None:
         self._engines = {engine.name: engine for engine in engines}
         self._model_path = model_path
+        self._wait_s = wait_s
+        self._wait_until = 0.0
+        self.awaited: dict[str, EngineT] = {}
+        """The engines that have not answered yet, by name; the others are open without them."""
+        self._warned: dict[str, str] = {}
         self._joined: dict[str, EngineT] = {}
         self._left: list[str] = []
         self._departed: list[EngineT] = []
@@ -259,19 +295,58 @@ class Members(Generic[EngineT]):
     async def open(self) -> None:
         """Open every engine and check that they agree; close all of them if anything is wrong."""
         self._joined, self._left, self._changed = {}, [], asyncio.Event()
+        self._engines, self.awaited = self._engines | self.awaited, {}
+        self._wait_until = asyncio.get_running_loop().time() + (self._wait_s or 0)
         try:
-            outcomes = await asyncio.gather(
-                *(engine.open() for engine in self.engines), return_exceptions=True
-            )
+            outcomes = await asyncio.gather(*map(self._open, self.engines), return_exceptions=True)
             failures = [outcome for outcome in outcomes if outcome is not None]
+            failures.sort(key=_no_answer)
+            some = len(failures) < len(outcomes) and all(map(_no_answer, failures))
+            if some and self._wait_s is not None:
+                pairs = zip(self.engines, outcomes, strict=True)
+                self.awaited = {engine.name: engine for engine, error in pairs if error is not None}
+                failures = []
             for other in failures[1:]:
                 failures[0].add_note(f"also {other}")
             if failures:
                 raise failures[0]
+            self._engines = {n: each for n, each in self._engines.items() if n not in self.awaited}
             check_fleet(self.engines, self._model_path)
         except BaseException:
             await self.close()
             raise
+        for name in self.awaited:
+            _log.warning("the fleet begins without %s, which joins when it answers", name)
+
+    async def _open(self, engine: EngineT) -> None:
+        """Open an engine, and wait for it until there is an answer or the time is over."""
+        said_at = -math.inf
+        while True:
+            try:
+                return await engine.open()
+            except (EngineError, ConfigError) as error:
+                now = asyncio.get_running_loop().time()
+                if not _no_answer(error):
+                    self._wait_until = now  # The fleet cannot be used, whatever the others answer.
+                if now >= self._wait_until:
+                    raise
+                if now - said_at >= _SAY_AGAIN_S:
+                    said_at, left = now, self._wait_until - now
+                    _log.warning("waiting up to %.0f s for a server: %s", left, error)
+            await asyncio.sleep(_AGAIN_S)
+
+    async def ask_awaited(self) -> None:
+        """Let those join that answer by now."""
+        await asyncio.gather(*(self.try_join(each) for each in self.awaited.values()))
+
+    async def try_join(self, engine: EngineT) -> None:
+        """Let an engine join if it can; a problem is logged once."""
+        try:
+            await self.join(engine)
+        except (EngineError, ConfigError) as error:
+            self.warn_once(engine.name, str(error))
+        else:
+            self.fine(engine.name)
 
     async def close(self) -> None:
         """Close every engine, including those that left."""
@@ -294,6 +369,7 @@ class Members(Generic[EngineT]):
             await engine.close()
             raise
         self._engines[engine.name] = self._joined[engine.name] = engine
+        self.awaited.pop(engine.name, None)
         self._changed.set()
 
     def leave(self, name: str) -> None:
@@ -302,6 +378,8 @@ class Members(Generic[EngineT]):
         Raises:
             ConfigError: if it is unknown, or the last one.
         """
+        if self.awaited.pop(name, None) is not None:
+            return
         if name not in self._engines:
             raise ConfigError(f"{name} is not in the fleet of {', '.join(self._engines)}.")
         if len(self._engines) == 1:
@@ -324,6 +402,16 @@ class Members(Generic[EngineT]):
         self._left, self._joined = [], {}
         return change
 
+    def warn_once(self, about: str, what: str) -> None:
+        """Log a problem once, not every time that it is met."""
+        if self._warned.get(about) != what:
+            self._warned[about] = what
+            _log.warning("the fleet stays as it is: %s", what)
+
+    def fine(self, about: str) -> None:
+        """Note that a problem is over, so that the next one is logged again."""
+        self._warned.pop(about, None)
+
     def _check_new(self, engine: EngineT) -> None:
         if engine.name in self._engines:
             raise ConfigError(f"The server {engine.name} is in the fleet already.")
@@ -336,7 +424,6 @@ class ListedMembers(Members[EngineT]):
         super().__init__(engines, model_path)
         self._missing: dict[str, int] = {}
         """Number of lists in a row in which an engine was missing, by engine."""
-        self._warned: dict[str, str] = {}
 
     async def follow(self, listed: Mapping[str, Callable[[], EngineT] | None]) -> None:
         """Take in what is listed, and let go what was missing in two lists in a row.
@@ -346,7 +433,7 @@ class ListedMembers(Members[EngineT]):
         """
         for name, engine in listed.items():
             if engine is not None and name not in self._engines:
-                await self._take_in(name, engine)
+                await self.try_join(engine())
         for engine in self.engines:
             times = 0 if engine.name in listed else self._missing.get(engine.name, 0) + 1
             self._missing[engine.name] = times
@@ -354,23 +441,11 @@ class ListedMembers(Members[EngineT]):
                 del self._missing[engine.name]
                 self.leave(engine.name)
 
-    async def _take_in(self, name: str, engine: Callable[[], EngineT]) -> None:
-        try:
-            await self.join(engine())
-        except (EngineError, ConfigError) as error:
-            self.warn_once(name, str(error))
-        else:
-            self.fine(name)
 
-    def warn_once(self, about: str, what: str) -> None:
-        """Log a problem once, not at every list."""
-        if self._warned.get(about) != what:
-            self._warned[about] = what
-            _log.warning("the fleet stays as it is: %s", what)
-
-    def fine(self, about: str) -> None:
-        """Note that a problem is over, so that the next one is logged again."""
-        self._warned.pop(about, None)
+def _no_answer(error: BaseException | None) -> bool:
+    """Whether a server did not answer, or said that it cannot yet, as while it loads."""
+    unavailable = isinstance(error, EngineRejected) and error.status == _UNAVAILABLE
+    return unavailable or isinstance(error, EngineUnreachable | ControlTimeout)
 
 
 Trait = tuple[str, Callable[[Facts], Any], str]

@@ -250,7 +250,11 @@ def rejection(name: str, what: str, answer: Answer) -> EngineRejected:
     message = quote(_message(answer.body))
     hint = ""
     if answer.status in (401, 403):
-        hint = "; give the server's --admin-api-key as admin_key, or its --api-key as api_key"
+        hint = (
+            "; give the server's --admin-api-key as admin_key, or its --api-key as api_key (to a "
+            "command as --admin-key-env and --api-key-env, to the gateway's as "
+            "--engine-admin-key-env and --engine-api-key-env)"
+        )
     return EngineRejected(
         name,
         f"{what} answered {answer.status} ({message or 'no message'}){hint}.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,8 @@ from aprilsched.gateway.service import SERVICE, Service
 from aprilsched.gateway.settings import GatewaySettings
 from aprilsched.serving import Bodies, Listener, Refused, Route, as_json, body_of, make_app
 from aprilsched.telemetry.base import AnyListener
+
+log = logging.getLogger("aprilsched")
 
 
 class Gateway:
@@ -82,6 +85,12 @@ class Gateway:
             )
             app[SERVICE] = self.service
             await self._listener.open(app)
+            if self._keys == (None, None) and self._listener.reachable:
+                log.warning(
+                    "everybody who reaches %s may pause the servers and load weights into them; "
+                    "ask for a key with admin_key (--admin-key-env), or listen at 127.0.0.1",
+                    self.url,
+                )
         except BaseException:
             await self.stop()
             raise

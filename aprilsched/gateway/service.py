@@ -15,7 +15,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial, wraps
@@ -34,7 +34,7 @@ from aprilsched.coordinator.rollouts import RolloutScheduler
 from aprilsched.core.config import SchedulerConfig
 from aprilsched.core.messages import events as ev
 from aprilsched.core.state.engine_control import Mode
-from aprilsched.engines.base import Engine, Fleet
+from aprilsched.engines.base import BeginsWithout, Engine, Fleet
 from aprilsched.engines.server import facts_of
 from aprilsched.errors import (
     AprilschedError,
@@ -78,6 +78,10 @@ _REASONS = {400: "invalid", 401: "key", 404: "unknown", 405: "unknown", 413: "la
 """Why requests are refused, by the HTTP status of the answer, as the metrics have it."""
 _STOPPED = "The gateway stops; send the same rid again to go on with this response."
 _ENDED = "The gateway stops; send the prompt with these tokens elsewhere to go on."
+_STRANDED = (
+    "Nothing is generated until an update succeeds, because no server surely has complete weights; "
+    "send /update_weights_from_disk with a folder that every server can read, or weights in parts."
+)
 _MOST_CALLS = 64
 """Control calls that may wait for their turn. They stay when their clients leave, so nothing else
 bounds their number, and each may have a body of many megabytes."""
@@ -260,6 +264,12 @@ class Service:
         names = {control.name for control in self._rollouts.state.fleet.control.all()}
         return [engine for engine in self.fleet.engines if engine.name in names]
 
+    @property
+    def _names(self) -> list[str]:
+        """Names of all engines, also of those that have not answered yet."""
+        awaited = self.fleet.awaited if isinstance(self.fleet, BeginsWithout) else ()
+        return [*(engine.name for engine in self.fleet.engines), *awaited]
+
     def mode_of(self, engine: str) -> str:
         """What an engine does: its mode while it is in use, "standby" if it waits for the next
         update, and "lost" if it does not answer."""
@@ -271,7 +281,7 @@ class Service:
     def _not_updated(self, failed: Iterable[str]) -> str:
         """The end of a sentence that names the engines which an update has not reached: those that
         have `failed`, and those that were lost before. Empty if it has reached all."""
-        lost = {each.name for each in self.fleet.engines if self.mode_of(each.name) == "lost"}
+        lost = {name for name in self._names if self.mode_of(name) == "lost"}
         missed = ", ".join(sorted(lost.union(failed)))
         return f" Not updated, and out of use: {missed}." if missed else ""
 
@@ -297,7 +307,6 @@ class Service:
 
         A group for weights needs a rank for each rank of all engines, so `tp_size` is their number.
         """
-        names = [engine.name for engine in self.fleet.engines]
         saved = (self._rollouts.store_error or "saved") if self._stored else None
         # The oldest release among the engines, whose answers those of the gateway resemble.
         found = [re.findall(r"\d+", each.capabilities.server)[:3] for each in self.fleet.engines]
@@ -310,7 +319,7 @@ class Service:
             "version": ".".join(min(found, key=lambda parts: [int(part) for part in parts])),
             "gateway": {
                 "aprilsched": __version__,
-                "engines": [{"name": name, "mode": self.mode_of(name)} for name in names],
+                "engines": [{"name": name, "mode": self.mode_of(name)} for name in self._names],
                 "store": saved,
             },
         }
@@ -405,12 +414,15 @@ class Service:
 
         Raises:
             TimeoutError: if an engine does not continue in time.
-            RefitError: if weights that came in calls reached no engine.
+            RefitError: if weights that came in calls reached no engine, or if no engine can
+                generate before an update succeeds.
         """
         try:
             await self._end_open(None)
         finally:
             await self._end_hold()
+        if self._stranded:
+            raise RefitError(_STRANDED)
 
     @_in_turn
     async def flush(self) -> bool:
@@ -499,9 +511,26 @@ class Service:
         version = self._rollouts.version + 1
         await self._name(version, label)
         # A store keeps a response until its client has read it, whatever is loaded meanwhile.
-        return await self._rollouts.update_weights(
-            publisher, version=version, acknowledge=not self._stored
+        return await self._told(
+            self._rollouts.update_weights(publisher, version=version, acknowledge=not self._stored)
         )
+
+    async def _told(self, update: Awaitable[RefitReport]) -> RefitReport:
+        """What became of an update; its error says what a client has to send where nothing can be
+        generated after it."""
+        try:
+            return await update
+        except RefitError as error:
+            if not self._stranded:
+                raise
+            raise RefitError(f"{error} {_STRANDED}") from error
+
+    @property
+    def _stranded(self) -> bool:
+        """Whether servers answer, but none may generate before an update succeeds."""
+        state = self._rollouts.state
+        control = state.fleet.control
+        return not control.engines and bool(control.standby) and state.weights.update is None
 
     async def _name(self, version: int, label: str | None) -> None:
         """Label a version, which is done before it is loaded: its tokens may arrive at once."""
@@ -606,7 +635,7 @@ class Service:
                 self._unnamed = opened.version
             await self._name(opened.version, label or opened.label)
             opened.weights.end()
-        return await asyncio.shield(opened.task)
+        return await self._told(asyncio.shield(opened.task))
 
     async def _hold(self) -> None:
         self.held = True

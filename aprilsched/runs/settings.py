@@ -228,8 +228,12 @@ def _values(settings: Any) -> dict[str, Any]:
 # Reads API keys from environment variables, because process lists show command lines.
 
 
-def key_from(variable: str | None) -> str | None:
+def key_from(variable: str | None, setting: str) -> str | None:
     """The key in the environment variable of this name; None without a name.
+
+    Args:
+        variable: the name that was given.
+        setting: the setting that it was given as, for the error.
 
     Raises:
         ConfigError: if the variable is not set, or empty.
@@ -238,5 +242,9 @@ def key_from(variable: str | None) -> str | None:
         return None
     key = os.environ.get(variable)
     if not key:
-        raise ConfigError(f"The environment variable {variable} is not set; export the key in it.")
+        # What was given is not repeated: it may be the key itself, and errors end up in logs.
+        raise ConfigError(
+            f"The environment variable that {setting} names is not set; export the key in a "
+            "variable, and give the variable's name."
+        )
     return key

@@ -138,8 +138,8 @@ def servers(settings: RunSettings) -> ServerFleet:
     """
     return fleet_at(
         settings.engine,
-        admin_key=key_from(settings.admin_key_env),
-        api_key=key_from(settings.api_key_env),
+        admin_key=key_from(settings.admin_key_env, "admin_key_env"),
+        api_key=key_from(settings.api_key_env, "api_key_env"),
     )
 
 

@@ -17,6 +17,7 @@ import pytest
 from aprildocs.command_line import help_of
 from aprildocs.generated import GENERATORS
 from aprildocs.state_diagram import PLACES, arrows, draw, moves_table
+from aprildocs.support import support
 from aprildocs.tables import (
     fact_lines,
     metrics,
@@ -199,6 +200,11 @@ def test_the_table_of_moves_has_as_many_as_there_are():
 def test_everything_that_is_generated_is_used_on_a_page(name: str):
     pages = [path.read_text() for path in (ROOT / "docs").rglob("*.md")]
     assert any(f"{{generated}} {name}\n" in text for text in pages)
+
+
+def test_the_page_of_supported_versions_has_the_table_of_the_pins():
+    page = (ROOT / "docs/support.md").read_text(encoding="utf-8")
+    assert support() in page, f"put this table into docs/support.md:\n{support()}"
 
 
 def rows(table: str) -> set[str]:

@@ -87,6 +87,17 @@ SENTENCES = {
     "gateway": "--engine is missing; aprilsched gateway --help says what it is.",
     "replay": "PATH is missing; aprilsched replay --help says what it is.",
     "serve-sim --port": "--port has no value; give one.",
+} | {
+    f"gateway --engine http://a:1 {flags}": said
+    for flags, said in {
+        "--port 99999": "port is 99999; give one from 0 (any) to 65535.",
+        "--max-requests -5": "max_requests is -5; give 1 or more.",
+        "--drain-s -1": "drain_s is -1.0; give 0 or more.",
+        "--reclaim-s=-1": "reclaim_s is -1.0; give 0 or more.",
+        "--top-logprobs -1": "top_logprobs is -1; give 0 or more.",
+        "--max-staleness -1": "max_staleness is -1; give 0 or more.",
+        "--client-fields rid": "request holds rid, which the scheduler sets; leave it out.",
+    }.items()
 }
 
 
@@ -129,6 +140,29 @@ def test_a_gateway_s_settings_are_in_a_file_by_the_names_of_its_flags(tmp_path: 
         file.write_text(text)
         with pytest.raises(ConfigError, match=words):
             command_of(["--config", str(file)])
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("gateway --engine http://127.0.0.1:1 --api-key-env", "api_key_env"),
+        ("gateway --engine http://127.0.0.1:1 --admin-key-env", "admin_key_env"),
+        ("gateway --engine http://127.0.0.1:1 --engine-api-key-env", "engine_api_key_env"),
+        ("gateway --engine http://127.0.0.1:1 --engine-admin-key-env", "engine_admin_key_env"),
+        ("doctor http://127.0.0.1:1 --admin-key-env", "admin_key_env"),
+        ("doctor http://127.0.0.1:1 --api-key-env", "api_key_env"),
+        ("run --engine http://127.0.0.1:1 --admin-key-env", "admin_key_env"),
+        ("run --engine http://127.0.0.1:1 --api-key-env", "api_key_env"),
+        ("serve-sim --admin-key-env", "admin_key_env"),
+    ],
+)
+def test_a_key_in_the_place_of_a_name_is_not_repeated(
+    line: str, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*line.split(), "client-secret-123"]) == 2
+    said = capsys.readouterr()
+    assert f"variable that {name} names is not set" in said.err
+    assert "secret" not in said.err + said.out
 
 
 def test_the_lists_of_the_examples_take_both_forms() -> None:

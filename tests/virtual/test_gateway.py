@@ -20,7 +20,7 @@ from aprilsched import SchedulerConfig, SGLangFleet
 from aprilsched.config import Health
 from aprilsched.core.state.ledger import Reason
 from aprilsched.doctor import examine
-from aprilsched.errors import ConfigError
+from aprilsched.errors import ConfigError, EngineRejected
 from aprilsched.gateway import Gateway, GatewaySettings
 from aprilsched.testing.contract import PROMPT, until
 from tests.support.gateway import LONG, Front, Reader, front, spans
@@ -381,6 +381,48 @@ async def test_an_update_names_a_server_that_was_lost_before_it(tmp_path: Path):
         assert [engine["mode"] for engine in engines] == ["standby", "running"]
 
 
+@pytest.mark.parametrize("wait_s", [0, 600])
+async def test_a_gateway_begins_while_a_server_is_not_there_yet(
+    wait_s: float, caplog: pytest.LogCaptureFixture
+):
+    """Without waiting the other server joins later, and with it the gateway begins with both."""
+    async with served() as there, served() as late:
+        await late.crash()
+        fleet = SGLangFleet([late.url, there.url], wait_s=wait_s, stream_interval=INTERVAL)
+        gateway = Gateway(fleet, settings=GatewaySettings(port=0, drain_s=0))
+        starting = asyncio.create_task(gateway.start())
+        names = [url.removeprefix("http://") for url in (late.url, there.url)]
+        if wait_s:
+            await until(lambda: any("waiting up to" in said for said in caplog.messages))
+            assert not starting.done()
+            await late.restart()
+            await starting
+            assert gateway.service.in_use == names
+        else:
+            await starting
+            async with Raw(gateway.url) as raw:
+                assert (await raw.post("/generate", asked(5)))[0] == 200
+                listed = (await raw.get("/server_info"))[1]["gateway"]["engines"]
+                assert [(each["name"], each["mode"]) for each in listed] == [
+                    (names[1], "running"),
+                    (names[0], "lost"),
+                ]
+                await late.restart()
+                await until(lambda: set(gateway.service.in_use) == set(names))
+                assert fleet.awaited == ()
+                assert (await raw.post("/generate", asked(5)))[0] == 200
+        await gateway.stop()
+
+
+async def test_a_server_that_is_of_no_use_ends_the_wait_for_the_others():
+    async with served() as away, served(admin_key=ADMIN) as closed:
+        await away.crash()
+        fleet = SGLangFleet([away.url, closed.url], wait_s=600, admin_key="wrong")
+        with pytest.raises(EngineRejected, match="401"):
+            await fleet.open()
+        assert fleet.awaited == ()
+
+
 async def test_without_an_engine_requests_wait_and_the_gateway_is_alive_and_not_ready():
     async with front() as one:
         reader = await one.stream(LONG).reach(INTERVAL)
@@ -411,8 +453,14 @@ async def test_a_fleet_that_is_lost_ends_every_response_with_the_cause():
 async def test_keys_are_asked_for():
     async with front(api_key=KEY, admin_key=ADMIN) as one:
         async with Raw(one.gateway.url) as stranger:
-            for path in ("/generate", "/pause_generation", "/no-such-path"):
-                assert await stranger.post(path, {}) == (401, {"error": "Unauthorized"})
+            for path, key in (
+                ("/generate", "API"),
+                ("/pause_generation", "admin"),
+                ("/no-such-path", "API"),
+            ):
+                status, answer = await stranger.post(path, {})
+                assert (status, answer["error"]) == (401, "Unauthorized")
+                assert answer["message"].startswith(f"The {key} key is missing")
             assert (await stranger.get("/health"))[0] == 200
         async with Raw(one.gateway.url, KEY) as client:
             assert (await client.post("/generate", asked(5)))[0] == 200
@@ -429,6 +477,23 @@ async def test_keys_are_asked_for():
             assert (await client.get("/no-such-path"))[0] == 404
         assert (await one.raw.post("/generate", asked(5)))[0] == 200
         assert (await one.raw.post("/abort_request", {"rid": "x"}))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("settings", "warns"),
+    [
+        ({"host": "0.0.0.0"}, True),
+        ({"host": "0.0.0.0", "admin_key": ADMIN}, False),
+        ({"host": "0.0.0.0", "api_key": KEY}, False),
+        ({"host": "127.0.0.1"}, False),
+    ],
+)
+async def test_control_calls_that_are_open_to_everybody_are_warned_of(
+    settings: dict[str, Any], warns: bool, caplog: pytest.LogCaptureFixture
+):
+    async with front(**settings):
+        said = [line for line in caplog.messages if "everybody who reaches" in line]
+        assert len(said) == warns
 
 
 async def test_without_an_admin_key_the_api_key_opens_everything():

@@ -196,6 +196,26 @@ async def test_an_engine_that_dies_between_buckets_is_named_and_left_out(two: Fr
     assert len(reader.ids) == LONG
 
 
+@pytest.mark.parametrize("paused", [False, True])
+async def test_an_update_that_no_server_takes_says_that_nothing_is_generated(
+    two: Front, tmp_path: Path, paused: bool, caplog: pytest.LogCaptureFixture
+):
+    """A server that refused a folder may have a part of it, so all of them wait."""
+    says = "Nothing is generated until an update succeeds"
+    if paused:
+        await done(two.raw, "/pause_generation", {"mode": "retract"})
+    missing = {"model_path": str(tmp_path / "missing")}
+    assert says in await refused(two.raw, "/update_weights_from_disk", missing)
+    assert (await two.raw.get("/ready"))[0] == 503
+    status, answer = await two.raw.post("/continue_generation", {})
+    assert (status, says in answer["message"]) == (400, True)
+    assert not any("continues under" in line for line in caplog.messages)
+    body = {"model_path": str(two_weights(tmp_path)[0])}
+    await done(two.raw, "/update_weights_from_disk", body)
+    await done(two.raw, "/continue_generation", {})
+    assert (await two.raw.post("/generate", asked(5)))[0] == 200
+
+
 async def test_a_trainer_that_goes_away_in_an_update_leaves_it_to_the_next():
     config = SchedulerConfig(timeouts=Timeouts(refit_s=0.5))
     async with front(config=config) as one:

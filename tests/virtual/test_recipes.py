@@ -41,6 +41,8 @@ def replaced(text: str, by: Mapping[str, str]) -> str:
 async def test_the_gateway_of_the_manifest_listens_and_answers_its_probes(tmp_path: Path):
     container = containers("gateway.yaml")["gateway"]
     assert {each["name"] for each in container["env"]} == {*KEYS, "HOME"}
+    kinds = ("startupProbe", "readinessProbe", "livenessProbe")
+    probes = {container[kind]["httpGet"]["path"] for kind in kinds}
     tokenizer = bytes_tokenizer(tmp_path / "model")
     async with served(admin_key="admin") as one, served(admin_key="admin") as two:
         line = replaced(
@@ -64,8 +66,8 @@ async def test_the_gateway_of_the_manifest_listens_and_answers_its_probes(tmp_pa
             assert process.stdout is not None
             url = (await process.stdout.readline()).decode().rpartition(" ")[2].strip()
             async with Raw(url) as anybody, Raw(url, "clients") as client:
-                for probe in ("startupProbe", "readinessProbe"):
-                    assert (await anybody.get(container[probe]["httpGet"]["path"]))[0] == 200
+                for path in probes:
+                    assert (await anybody.get(path))[0] == 200
                 assert (await anybody.post("/generate", asked(4)))[0] == 401
                 assert (await client.post("/generate", asked(4)))[0] == 200
                 said = {"model": "any", "prompt": "a", "max_tokens": 4}
@@ -73,8 +75,19 @@ async def test_the_gateway_of_the_manifest_listens_and_answers_its_probes(tmp_pa
                 assert (await client.post("/pause_generation", {"mode": "in_place"}))[0] == 401
             async with Raw(url, "control") as control:
                 assert (await control.post("/pause_generation", {"mode": "in_place"}))[0] == 200
-                ready = container["readinessProbe"]["httpGet"]["path"]
-                assert (await control.get(ready))[0] == 200, "a pause takes no client away"
+                for path in probes:
+                    assert (await control.get(path))[0] == 200, "a pause takes no client away"
+                assert (await control.post("/continue_generation", {}))[0] == 200
+                # A server that is gone is noticed by a request, which then waits.
+                await one.crash()
+                await two.crash()
+                waiting = asyncio.create_task(control.post("/generate", asked(4)))
+                while (await control.get("/ready"))[0] == 200:  # noqa: ASYNC110 - of another process
+                    await asyncio.sleep(0.05)
+                for path in probes:
+                    assert (await control.get(path))[0] == 200, "a new gateway would mend nothing"
+                await one.restart()
+                assert (await waiting)[0] == 200
             process.send_signal(signal.SIGTERM)
             assert await process.wait() == 0
         finally:

@@ -64,11 +64,15 @@ class SGLangFleet(UrlFleet[SGLangEngine]):
     Args:
         urls: one URL for each server, as ``http://host:port``.
         model_path: refuse servers that serve another model; None accepts any one model.
+        wait_s: seconds to wait for servers that do not answer when the fleet is opened. After them
+            it is opened without those, if any server answers, and they join as soon as they do.
+            None opens all servers together or none.
         settings: `admin_key`, `api_key`, `stream_interval`, `limits` and `first_version`, for each
             server, as of :class:`~aprilsched.engines.sglang.http_engine.SGLangEngine`.
 
     Raises:
-        ConfigError: if there is no URL, a bad one, or the same one twice.
+        ConfigError: if there is no URL, a bad one, or the same one twice, or if `wait_s` is
+            negative.
     """
 
     _engine_type = SGLangEngine

@@ -13,7 +13,7 @@ from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
-from aprildocs import command_line, support, tables
+from aprildocs import command_line, tables
 from aprildocs.state_diagram import draw, moves_table
 from aprilsched.core.state.records import MOVES
 
@@ -31,7 +31,6 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "setting_policies": tables.setting_policies,
     "settings": tables.settings,
     "summary": tables.summary_figures,
-    "support": support.support,
     "tracked": tables.tracked_figures,
     "usage-parts": tables.usage_parts,
 }

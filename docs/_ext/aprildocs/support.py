@@ -1,4 +1,8 @@
-"""The table of supported versions, from the pins that the tests run with and the extras' ranges."""
+"""The table of supported versions, from the pins that the tests run with and the extras' ranges.
+
+It stands in docs/support.md itself, so that it is read in the repository too, and a test compares
+the two.
+"""
 
 from __future__ import annotations
 
