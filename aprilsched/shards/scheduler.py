@@ -170,7 +170,7 @@ class ShardedScheduler(AsyncScheduler):
         listeners: telemetry of the collector, which gets the facts about batches and updates. Each
             shard has listeners of its own.
         folder: folder for the event logs of the collector and of every shard, of which
-            ``aprilsched.runs.sharded.merged_run`` makes one; None writes none. It must be empty.
+            ``aprilsched.runs.drive.merged_run`` makes one; None writes none. It must be empty.
 
     Raises:
         ConfigError: if there is no shard, if two have one name, or if a setting needs to see all

@@ -206,14 +206,19 @@ async def requests_of_one_turn_end_each_by_itself(subject: Subject) -> None:
 
 
 async def held_requests_of_one_turn_are_aborted_or_whole(subject: Subject) -> None:
-    """One that a pause holds can be aborted. Others that were asked for with it give all of their
-    tokens after the pause, or end like it without any, so that they can be asked for again."""
+    """One that a pause holds can be aborted, at the latest after the pause. Others that were asked
+    for with it give all of their tokens then, or end like it without any, so that they can be asked
+    for again."""
     await subject.engine.pause("retract")
-    aborted, *others = [Stream(subject.engine, greedy(30)).start() for _ in range(3)]
+    lengths = (ENDLESS, 30, 30)
+    aborted, *others = [Stream(subject.engine, greedy(tokens)).start() for tokens in lengths]
     await asyncio.sleep(SETTLE_SECONDS)
-    await aborted.cut()
-    assert (aborted.last.finish, len(aborted)) == ("abort", 0)
+    for _ in range(2):
+        await subject.engine.abort(aborted.request.request_id)
+    await asyncio.sleep(SETTLE_SECONDS)
     await subject.engine.resume()
+    await aborted.cut()
+    assert aborted.last.finish == "abort"
     for stream in others:
         await stream.end()
         assert (stream.last.finish, len(stream)) in (("length", 30), ("abort", 0))

@@ -41,8 +41,8 @@ from aprilsched.errors import (
     SchedulerClosed,
     StoreError,
 )
+from aprilsched.runs.drive import merged_run
 from aprilsched.runs.settings import RunSettings
-from aprilsched.runs.sharded import merged_run
 from aprilsched.shards import LocalShard, ShardedScheduler, ShardLost, ShardParts
 from aprilsched.shards.base import SERIAL
 from aprilsched.store.codec import encode

@@ -188,7 +188,7 @@ LINES = """
 {"t":15,"fact":"EngineModeChanged","engine":"b","start":"paused","finish":"continuing"}
 {"t":16,"fact":"EngineModeChanged","engine":"b","start":"continuing","finish":"running"}
 {"t":17,"fact":"AttemptEnded","request_id":2,"outcome":"finished"}
-{"t":20,"fact":"LogResumed","version":2,"incarnation":2,"batches":0}
+{"t":20,"fact":"LogResumed","version":1,"incarnation":2,"batches":0}
 {"t":20,"fact":"RunOpened","engines":[{"name":"b","version":2}],"version":2,"resumed":true}
 {"t":21,"fact":"AttemptSent","engine":"b","request_id":1,"attempt":3,"rollout_id":7,"group_id":5,"tokens":150,"max_new_tokens":850,"adapter":1}
 {"t":22,"fact":"EngineModeChanged","engine":"b","start":"paused","finish":"flushing"}
