@@ -183,8 +183,10 @@ class SchedulerClosed(AprilschedError, RuntimeError):
 
 
 def closed_meanwhile() -> SchedulerClosed:
-    """The error for a call that was waiting when the scheduler was closed."""
-    return SchedulerClosed("the scheduler was closed while it was waited for.")
+    """The error for a call that was waiting when the scheduler was closed, or came later."""
+    return SchedulerClosed(
+        "the scheduler is closed, so nothing comes from it any more; call it inside its block."
+    )
 
 
 class InvariantViolation(AprilschedError, AssertionError):
