@@ -281,7 +281,7 @@ def test_recipes_are_compared_on_the_same_lengths(capsys: pytest.CaptureFixture[
         ({"train_seconds": "one"}, "train_seconds is 'one' (str); give a finite number."),
         ({"train_seconds": -1.0}, "train_seconds is a time; give 0 or more."),
     ],
-    ids=str,
+    ids=lambda each: each if isinstance(each, str) else "",
 )
 def test_a_setting_that_cannot_be_used_is_named(given: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(sentence)):
