@@ -135,7 +135,7 @@ def test_the_command_refuses_what_cannot_be(capsys: pytest.CaptureFixture[str]):
         (["--port", "70000"], "port is 70000"),
         (["--sim.engines", "0"], "sim.engines is 0"),
         (["--time-scale", "0"], "time_scale is 0"),
-        (["--admin-key-env", "NOT_SET_ANYWHERE"], "NOT_SET_ANYWHERE is not set"),
+        (["--admin-key-env", "NOT_SET_ANYWHERE"], "admin_key_env names is not set"),
     ):
         assert main(["serve-sim", *arguments]) == 2
         assert message in capsys.readouterr().err
