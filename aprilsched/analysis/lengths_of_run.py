@@ -652,7 +652,7 @@ def steady_state_of(batches: Sequence[BatchFigures], burn_in: int) -> SteadyStat
 
 def _step_s(batches: Sequence[BatchFigures]) -> float | None:
     """Mean seconds of whole steps."""
-    return _ratio(sum(b.seconds + b.trainer_seconds for b in batches), len(batches))
+    return _ratio(sum(b.step_s for b in batches), len(batches))
 
 
 def _bounded(figures: BatchFigures, bound: float) -> BatchFigures:

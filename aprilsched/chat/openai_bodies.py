@@ -126,6 +126,11 @@ class CompletionBody(_Body, frozen=True, kw_only=True):
     best_of: int | None = None
 
     @property
+    def wants_logprobs(self) -> bool:
+        """Whether the answer has the logprob of each token."""
+        return self.logprobs is not None
+
+    @property
     def likely(self) -> tuple[str, int]:
         """The number of likely tokens that are wanted in the place of each, after its field."""
         return "logprobs", self.logprobs or 0
@@ -156,6 +161,11 @@ class ChatBody(_Body, frozen=True, kw_only=True):
     # SGLang's and vLLM's.
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool = False
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the answer has the logprob of each token."""
+        return bool(self.logprobs)
 
     @property
     def likely(self) -> tuple[str, int]:

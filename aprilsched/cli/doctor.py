@@ -56,10 +56,8 @@ def main(arguments: Sequence[str]) -> int:
     for url in command.urls:
         # A mistake in the last one must not cost what the others showed.
         ServerAddress.parse(url.removeprefix(VLLM))
-    admin_key, api_key = (
-        key_from(command.admin_key_env, "admin_key_env"),
-        key_from(command.api_key_env, "api_key_env"),
-    )
+    admin_key = key_from(command.admin_key_env, "admin_key_env")
+    api_key = key_from(command.api_key_env, "api_key_env")
     found = {url: _examined(url, command.refit, admin_key, api_key) for url in command.urls}
     shown = {
         url: [finding for finding in findings if not (command.quiet and finding.status == "pass")]

@@ -88,7 +88,7 @@ class _Answer:
         self._asked = body
         self._whole_kind, self._event_kind = kinds
         self._created = int(time.time())
-        self._logprobs = body.logprobs is not None and body.logprobs is not False
+        self._logprobs = body.wants_logprobs
 
     async def respond(
         self,

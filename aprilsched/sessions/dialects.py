@@ -72,7 +72,7 @@ def _check(body: ChatBody | CompletionBody) -> None:
     body.check()
     if body.choices != 1:
         raise ConfigError(f"n is {body.n}, and a session gives one answer at a time; leave it out.")
-    if body.logprobs is not None and body.logprobs is not False:
+    if body.wants_logprobs:
         raise ConfigError("logprobs are for the trainer, which has them; leave logprobs out.")
     if (body.response_format or {}).get("type", "text") != "text":
         raise ConfigError("response_format must be text, because nothing constrains the policy.")

@@ -136,7 +136,7 @@ class Measuring:
         return SimulationResult(
             summary=summary,
             config=self.config,
-            step_s=np.array([batch.seconds + batch.trainer_seconds for batch in batches]),
+            step_s=np.array([batch.step_s for batch in batches]),
             tokens=np.array([batch.sums.sampled for batch in batches], dtype=np.int64),
             off_policy=np.array([batch.sums.off_policy for batch in batches], dtype=np.int64),
             age=np.array([b.sums.total / max(1, b.sums.sampled) for b in batches]),

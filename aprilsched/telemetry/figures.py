@@ -156,6 +156,12 @@ class Measured:
     sessions: Sequence[tuple[int, int]]
 
     @property
+    def step_s(self) -> float:
+        """Seconds of the whole step, from delivery to delivery: those in which the engines stood
+        still for the trainer count too."""
+        return self.seconds + self.trainer_seconds
+
+    @property
     def figures(self) -> BatchFigures:
         """The figures of this batch."""
         return BatchFigures.over([self])
@@ -310,7 +316,7 @@ class Figures:
 
     delivered_tokens_per_s: float | None = figure(
         "Sampled tokens over the seconds, those of the trainer included.", unit="rate",
-        of=_ratio(lambda b: b.sums.sampled, lambda b: b.seconds + b.trainer_seconds),
+        of=_ratio(lambda b: b.sums.sampled, lambda b: b.step_s),
         headline="Delivered tokens per second", better="higher",
     )
     efficiency: float | None = figure(
@@ -419,6 +425,12 @@ class BatchFigures(Figures):
         "step-time model.", _last(lambda b: b.t_bound), unit="seconds",
     )
 # fmt: on
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the whole step, from delivery to delivery: those in which the engines stood
+        still for the trainer count too."""
+        return self.seconds + self.trainer_seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -721,10 +733,8 @@ class RunSummary(Figures):
 
     @property
     def steady_steps_s(self) -> list[float]:
-        """Seconds of each whole step after the burn-in, from delivery to delivery: those in which
-        the engines stood still for the trainer count too."""
-        kept = self.per_batch[self.steady_state.burn_in :]
-        return [batch.seconds + batch.trainer_seconds for batch in kept]
+        """Seconds of each whole step after the burn-in."""
+        return [batch.step_s for batch in self.per_batch[self.steady_state.burn_in :]]
 
     @property
     def step_efficiency(self) -> float | None:

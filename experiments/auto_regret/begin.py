@@ -13,12 +13,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from workloads import Meter, Workload, policies, workloads
+from workloads import Meter, Workload, policies, simulation_of, workloads
 
 from aprilsched.config import SchedulerConfig
-from aprilsched.engines.sim.settings import SimConfig
-from aprilsched.planning import Planner
-from aprilsched.simulation import NEVER, Costs, Simulation, rare_collections
+from aprilsched.simulation import rare_collections
 
 NAMES = ("trainer of 5 s", "trainer of 20 s", "trainer of 60 s", "built-in", "bimodal by group")
 SEEDS = (7, 8, 9)
@@ -28,22 +26,7 @@ BATCHES = 14
 def begin(workload: Workload, config: SchedulerConfig) -> dict[str, float]:
     """Seconds of the first ten batches, and what the engines did of the bound in 10 and in 14."""
     meter = Meter(workload)
-    simulation = Simulation(
-        config,
-        workload,
-        engines=workload.engines,
-        engine=SimConfig(
-            timing=workload.model,
-            max_running=workload.max_running,
-            kv_tokens=workload.kv_tokens,
-            make_tokens=False,
-            stream_interval=NEVER,
-        ),
-        costs=Costs(train_seconds=workload.train_s, refit_seconds=0.1),
-        batches=BATCHES + 1,
-        planner=Planner(workload.model, max_running=workload.max_running, inline=True),
-        listeners=[meter],
-    )
+    simulation = simulation_of(workload, config, BATCHES + 1, [meter])
     with rare_collections():
         simulation.run()
     return {

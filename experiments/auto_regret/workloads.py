@@ -38,6 +38,7 @@ from aprilsched.errors import ConfigError
 from aprilsched.planning import Planner
 from aprilsched.presets import PRESETS
 from aprilsched.simulation import NEVER, Costs, Simulation, rare_collections
+from aprilsched.telemetry.base import AnyListener
 from aprilsched.telemetry.figures import Figures
 from aprilsched.telemetry.summary import Summary
 from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
@@ -400,13 +401,11 @@ class Meter:
                 self.delivered_at.append(now)
 
 
-def run(workload: Workload, config: SchedulerConfig) -> dict[str, Any]:
-    """The figures of the batches after the burn-in."""
-    last = workload.batches
-    one = partial(workload.model.bound_seconds, max_running=workload.max_running)
-    meter = Meter(workload)
-    summary = Summary(trainer_waits=True, bound=lambda p, n: one(p, n) / workload.engines)
-    simulation = Simulation(
+def simulation_of(
+    workload: Workload, config: SchedulerConfig, batches: int, listeners: Sequence[AnyListener]
+) -> Simulation:
+    """The simulation of so many batches of a workload."""
+    return Simulation(
         config,
         workload,
         engines=workload.engines,
@@ -422,11 +421,20 @@ def run(workload: Workload, config: SchedulerConfig) -> dict[str, Any]:
         ),
         accept=workload.accept if min(workload.accepted) < 1 else None,
         pauses=workload.pauses if workload.tools else None,
-        batches=last + 1,
+        batches=batches,
         streamed=workload.streamed,
         planner=Planner(workload.model, max_running=workload.max_running, inline=True),
-        listeners=[summary, meter],
+        listeners=listeners,
     )
+
+
+def run(workload: Workload, config: SchedulerConfig) -> dict[str, Any]:
+    """The figures of the batches after the burn-in."""
+    last = workload.batches
+    one = partial(workload.model.bound_seconds, max_running=workload.max_running)
+    meter = Meter(workload)
+    summary = Summary(trainer_waits=True, bound=lambda p, n: one(p, n) / workload.engines)
+    simulation = simulation_of(workload, config, last + 1, [summary, meter])
     with rare_collections():
         simulation.run()
     kept = summary.batches[BURN_IN:last]

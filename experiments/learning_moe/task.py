@@ -19,7 +19,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-from countdown import ARROW, ASKED, BOS, COLON, EOS, MINUS, NO, NUMBER, PAD, PLUS, QUIT, TIMES, YES
+from countdown import (
+    ARROW,
+    ASKED,
+    BOS,
+    COLON,
+    EOS,
+    MINUS,
+    NO,
+    NUMBER,
+    PAD,
+    PLUS,
+    QUIT,
+    TIMES,
+    YES,
+    question,
+)
 
 __all__ = ["ATTEMPT", "EOS", "PAD", "QUESTION", "Problem", "problems", "question", "rows", "score"]
 
@@ -116,12 +131,6 @@ def problems(seed: int, *, held_out: bool) -> Iterator[Problem]:
     while True:
         numbers, targets = _drawn(source, 64, held_out)
         yield from zip(map(tuple, numbers.tolist()), targets.tolist(), strict=True)
-
-
-def question(problem: Problem) -> list[int]:
-    """The prompt's tokens."""
-    numbers, target = problem
-    return [BOS, *(ASKED + n for n in numbers), ARROW, NUMBER + target, COLON]
 
 
 def score(response: Sequence[int], problem: Problem) -> float:

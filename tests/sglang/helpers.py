@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -10,10 +11,20 @@ from typing import Any
 import aiohttp
 import pytest
 
+from aprilsched import Batch, RolloutScheduler
 from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.testing.contract import ALL_CHECKS, MEMORY_CHECKS, until
+from aprilsched.weights.publisher import WeightPublisher
 
-__all__ = ["SHORT_AND_LONG_CHECKS", "SOON", "opened", "reset", "running", "settled"]
+__all__ = [
+    "SHORT_AND_LONG_CHECKS",
+    "SOON",
+    "batch_through_updates",
+    "opened",
+    "reset",
+    "running",
+    "settled",
+]
 
 _LONG = {
     "abort_returns_the_partial",
@@ -89,3 +100,17 @@ async def reset(url: str, weights: Path, key: str | None = None) -> None:
         assert await post("/update_weights_from_disk", **update) == 200
         await post("/continue_generation")
         await until(flushed)
+
+
+async def batch_through_updates(rollouts: RolloutScheduler, publisher: WeightPublisher) -> Batch:
+    """The next batch, of which nothing is lost. Weights are brought in three times meanwhile, each
+    after some hundred tokens."""
+    waiting = asyncio.ensure_future(rollouts.next_batch())
+    counters = rollouts.state.in_flight.counters
+    for _ in range(3):
+        before = counters.tokens_generated
+        await until(lambda before=before: counters.tokens_generated > before + 400, seconds=120)
+        await rollouts.update_weights(publisher)
+    batch = await waiting
+    assert rollouts.state.in_flight.ledger.total == 0
+    return batch

@@ -45,8 +45,8 @@ async def test_run_drives_real_servers_from_a_file_of_prompts(
     sampled = read_samples(out).engines
     for server in clean_pair:
         figures = sampled[server.url.removeprefix("http://")]
-        assert len(figures.running)
-        assert np.nanmax(figures.tokens_per_s) >= 0
+        assert figures.running.max() > 0
+        assert np.nanmax(figures.tokens_per_s) > 0
         assert figures.kv_share.max() < 1
         assert list(figures.t) == sorted(figures.t)
     for name in ("config.toml", "events.jsonl", "summary.json"):
@@ -105,13 +105,15 @@ async def test_a_run_without_a_batch_is_a_failure(clean_server: CpuServer, tmp_p
 
 
 def _lines(count: int) -> list[str]:
-    """Prompts of one response length each, one in four of them long."""
+    """Prompts of one response length each, half of them long. Groups go to the two servers in turn,
+    so the long ones come in pairs: with one in four, a server that had none decoded so briefly that
+    no sample saw it."""
     return [
         json.dumps(
             {
                 "input_ids": prompt.input_ids.tolist(),
                 "key": prompt.key,
-                "sampling": {"max_tokens": 240 if index % 4 == 1 else 24, "ignore_eos": True},
+                "sampling": {"max_tokens": 240 if index % 4 in (1, 2) else 24, "ignore_eos": True},
             }
         )
         for index, prompt in enumerate(long_tail(count))

@@ -4,7 +4,6 @@
 # The clients' types want messages as typed mappings.
 from __future__ import annotations
 
-import asyncio
 import shutil
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
@@ -27,9 +26,8 @@ from aprilsched import (
 from aprilsched.chat.tokenizer import load_tokenizer
 from aprilsched.core.policies.straggler import StragglerRule
 from aprilsched.sessions import Session, Sessions
-from aprilsched.testing.contract import until
 from tests.sglang.conftest import INTERVAL
-from tests.sglang.helpers import reset
+from tests.sglang.helpers import batch_through_updates, reset
 from tests.sglang.recorded import Run, record
 from tests.sglang.seeing import check_seen, check_versions, picture, write_seeing
 from tests.sglang.server import CpuServer
@@ -151,14 +149,8 @@ async def test_the_pictures_of_a_harness_are_seen_across_updates(
             config=config,
         ) as rollouts,
     ):
-        waiting = asyncio.ensure_future(rollouts.next_batch())
-        counters = rollouts.state.in_flight.counters
-        for _ in range(3):
-            before = counters.tokens_generated
-            await until(lambda before=before: counters.tokens_generated > before + 400, seconds=120)
-            await rollouts.update_weights(DiskPublisher(tmp_path / "weights", save=save))
-        batch = await waiting
-        assert rollouts.state.in_flight.ledger.total == 0
+        publisher = DiskPublisher(tmp_path / "weights", save=save)
+        batch = await batch_through_updates(rollouts, publisher)
     image, ends = [508, 509, 510], [8, 6]
     for rollout in batch.rollouts:
         assert rollout.prompt_ids.tolist() == [5, 40, *image, *ends]

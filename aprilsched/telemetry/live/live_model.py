@@ -381,7 +381,7 @@ class LiveModel(DispatchingListener):
         recent = self._figures.recent
         if not recent:
             return None
-        mean = sum(each.seconds + each.trainer_seconds for each in recent) / len(recent)
+        mean = sum(each.step_s for each in recent) / len(recent)
         return max(0.0, mean * remaining - min(mean, now - self._batch_began))
 
     def _faults(self, now: float) -> Faults:

@@ -686,7 +686,7 @@ class PlainLines:
         self.said = batch.index + 1
         line = (
             f"{self._facts.title}  batch {batch.index + 1}/{self._facts.batches}"
-            f"  {batch.seconds + batch.trainer_seconds:.1f} s  {batch.sums.sampled:,} tokens"
+            f"  {batch.step_s:.1f} s  {batch.sums.sampled:,} tokens"
             f"  {len(self._figures.state.growing)} carried  version {batch.version}; lately "
             # The efficiency of a single batch says little, because carried rollouts took time
             # before it.
