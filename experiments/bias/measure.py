@@ -30,7 +30,7 @@ Ints = NDArray[np.int64]
 CARRIES: dict[str, SchedulerConfig] = {
     "APRIL, waves of 2": april(SchedulerConfig()),
     "pool of 1, KV kept": pool(SchedulerConfig(straggler="in_place")),
-    "rounds of 1.7": SchedulerConfig(refill="buckets", over_provision=1.6875),
+    "buckets of 1.7": SchedulerConfig(refill="buckets", over_provision=1.6875),
     "auto": auto(SchedulerConfig()),
 }
 EVICTS = SchedulerConfig(over_provision=2.0, max_staleness=Staleness(1, rule="evict"))
