@@ -50,6 +50,7 @@ from aprilsched.integrations import (
     check_replay,
     images_of,
     one_placeholder_each,
+    with_bound,
 )
 from aprilsched.integrations.by_session import BySession
 from aprilsched.sessions import Session
@@ -870,21 +871,8 @@ def _settings(config: SchedulerConfig, areal: Any, group_size: int) -> Scheduler
         raise ConfigError("use_lora is set, which the scheduler does not carry; leave it out.")
     if getattr(areal, "return_routed_experts", False):
         check_replay(config, "return_routed_experts")
-    if config.stop != "groups":
-        raise ConfigError(
-            f"stop is {config.stop!r}, and a step of AReaL takes a fixed number of groups; leave "
-            'it at "groups".'
-        )
     check_fixed_groups(config, "AReaL")
-    bound = areal.max_head_offpolicyness
-    own = config.policies.staleness.bound
-    if own is None:
-        config = replace(config, max_staleness=bound)
-    elif own > bound:
-        raise ConfigError(
-            f"max_staleness is {own}, and max_head_offpolicyness {bound}; raise "
-            "max_head_offpolicyness, or leave max_staleness out."
-        )
+    config = with_bound(config, areal.max_head_offpolicyness, "max_head_offpolicyness")
     limit = areal.max_concurrent_rollouts
     if limit is not None and config.dispatch.max_in_flight is None:
         config = replace(

@@ -43,7 +43,7 @@ from aprilsched.coordinator import Accept
 from aprilsched.engines.base import Fleet
 from aprilsched.errors import ConfigError
 from aprilsched.extras import extra
-from aprilsched.integrations import check_fixed_groups
+from aprilsched.integrations import check_fixed_groups, with_bound
 from aprilsched.integrations.by_session import BySession
 from aprilsched.integrations.trl_tools import Conversation, Factories, ToolHarness
 from aprilsched.store import MemoryStore
@@ -856,11 +856,6 @@ def _settings(config: SchedulerConfig, args: Any, *, streamed: bool) -> Schedule
             f"gradient_accumulation_steps x processes), and groups have {args.num_generations}; "
             "set num_generations to a divisor of it."
         )
-    if config.stop != "groups":
-        raise ConfigError(
-            f"stop is {config.stop!r}, and a step of TRL takes a fixed number of rollouts; leave "
-            'it at "groups".'
-        )
     check_fixed_groups(config, "TRL")
     if config.policies.companions:
         raise ConfigError(
@@ -868,16 +863,7 @@ def _settings(config: SchedulerConfig, args: Any, *, streamed: bool) -> Schedule
             "alone, so they would reach nothing; leave them out, or use a trainer of your own."
         )
     ahead = 0 if streamed else 1
-    bound = args.max_staleness - ahead
-    own = config.policies.staleness.bound
-    if own is None:
-        config = replace(config, max_staleness=bound)
-    elif own > bound:
-        raise ConfigError(
-            f"max_staleness is {own}, and a batch is fetched {ahead} steps before it is trained on "
-            f"by TRL, which drops what is older than {args.max_staleness}; set max_staleness of "
-            f"AsyncGRPOConfig to {own + ahead} or more."
-        )
+    config = with_bound(config, args.max_staleness - ahead, "max_staleness of AsyncGRPOConfig")
     penalty = args.repetition_penalty
     return replace(
         config,

@@ -392,7 +392,7 @@ _NEVER = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class EveryPrompt(Refill):
-    """Starts every prompt that is there: the collector decides how many there are."""
+    """Starts every prompt that is there: whoever gives them decides how many there are."""
 
     name: ClassVar[str] = "every_prompt"
 
@@ -400,7 +400,7 @@ class EveryPrompt(Refill):
         return _NEVER
 
     def told(self, ratio: str) -> str:
-        return "what the collector gives"
+        return "every prompt that is given"
 
 
 @dataclass(frozen=True, slots=True)
