@@ -17,6 +17,7 @@ from aprilsched.__main__ import main
 from aprilsched.cli.doctor import REACHED
 from aprilsched.doctor import Finding, examine, scenarios
 from aprilsched.doctor.checks import CHECKS
+from aprilsched.doctor.findings import left_out
 from aprilsched.engines.base import Chunk
 from aprilsched.errors import EngineProtocolError, EngineRejected, EngineUnreachable
 from aprilsched.testing import SimServer
@@ -68,16 +69,15 @@ async def test_a_response_that_is_over_before_its_pause_is_tried_again(
     server: SimServer, monkeypatch: pytest.MonkeyPatch, late: int, warned: bool
 ):
     """Events that arrive late made a server that can pause look as if it could not."""
-    paused, modes = scenarios._paused, list[str]()
+    pause, modes = scenarios._pause, list[str]()
 
-    async def too_late(client: Any, noted: Any, mode: Any, *, beside: int = 0) -> Any:
+    async def too_late(server: Any, mode: Any, *, beside: int = 0) -> Any:
         modes.append(mode)
         if modes.count(mode) <= late:
-            noted.why_not = scenarios.OVER
-            return None
-        return await paused(client, noted, mode, beside=beside)
+            raise scenarios.TooLate(left_out("too late").verdict)
+        return await pause(server, mode, beside=beside)
 
-    monkeypatch.setattr(scenarios, "_paused", too_late)
+    monkeypatch.setattr(scenarios, "_pause", too_late)
     found = by_name(await examine(server.url))
     for check in ("pause retract", "pause in_place"):
         assert (found[check].status == "warn") == warned, found[check].seen
