@@ -284,8 +284,6 @@ class JointUpdate:
 
     def part(self, shard: str) -> Part:
         """The publisher for one shard."""
-        if isinstance(self.publisher, RepublishingPublisher):
-            return RepublishingPart(self, shard)
         return Part(self, shard)
 
     def left(self, shard: str) -> None:
@@ -367,10 +365,6 @@ class Part:
         """Publish with the other shards; see
         :meth:`~aprilsched.weights.publisher.WeightPublisher.publish`."""
         return await self.joint.publish(self._shard, version, engines)
-
-
-class RepublishingPart(Part):
-    """A part of an update that can be published again."""
 
     def holds(self, version: int) -> bool:
         """Whether the trainer's publisher can publish `version` again."""
