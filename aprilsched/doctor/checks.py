@@ -1,8 +1,7 @@
 """What the doctor checks of an SGLang server, by theme and in the order of the report.
 
-A check passes if the server does what is needed, or if the scheduler avoids the hazard on every
-server. It warns if it depends on the server and is not tried, because that would change the server,
-kill it or take too long.
+A hazard that no experiment may show, because that would change the server, kill it or take too
+long, has no line; docs/doctor.md tells of it.
 """
 
 from __future__ import annotations
@@ -108,15 +107,12 @@ async def _end(server: Server) -> None:
 NEWER = "update SGLang to 0.5.21 or later"
 _READ_UP_TO = (0, 5, 23)
 """The newest release whose source was read for the hazards."""
-_FLUSH_FAILS_SINCE = (0, 5, 22)
 _RESTART = "look at its log, and restart it"
 _INTERVAL = "start it with --stream-interval 64"
 _SPANS = f"{NEWER}, {NO_STRAGGLERS}, or set allow_inexact_versions"
 _MIXING = " or ".join(f'"{name}"' for name in rules_that(lambda rule: rule.needs_spans))
 _NOT_IN_PLACE = 'do not use straggler="in_place"'
 _NO_ROWS = "it returns no routed experts"
-_NEVER_MET = passed("not tried: the scheduler never causes it")
-"""The result for a hazard that the scheduler never causes, on whatever server."""
 
 
 # --- server --------------------------------------------------------------------------------------
@@ -479,11 +475,8 @@ async def abort_in_place(server: Server) -> Verdict:
 
 # --- weights -------------------------------------------------------------------------------------
 
-# Updates of weights and adapters, of released memory, and of the KV cache.
-#
-# Only the cache keys are tried; the rest would change the server or kill it. A line passes if the
-# server says that it has what is needed, or if the scheduler avoids the hazard on every server; a
-# line warns if it depends on the server and is not tried.
+# Updates of weights and adapters, of released memory, and of the KV cache. Most would change the
+# server or kill it, so what it says of itself is judged.
 
 
 @check("cache keys", 'sends a key for each version with kv_after_refit="apart"')
@@ -494,44 +487,6 @@ async def cache_keys(server: Server) -> Verdict:
     if other:
         return failed(seen, 'do not use kv_after_refit="apart"')
     return passed(seen) if again else warned(f"{seen}: it shares no cache, so keys do not show")
-
-
-@check("default of a pause", "always sends the mode")
-async def pause_default(server: Server) -> Verdict:
-    """A bare pause_generation can end every request."""
-    return _default(server, "PauseGenerationReqInput", "mode", "abort")
-
-
-@check("update outside of a pause (hazard 8)", "pauses the server first")
-async def update_outside_of_a_pause(_: Server) -> Verdict:
-    """Such an update waits for every running request."""
-    return _NEVER_MET
-
-
-@check(
-    "flush within an update (hazard 3)",
-    "flushes while paused, then updates with flush_cache=false; do the same by hand",
-)
-async def flush_in_update(server: Server) -> Verdict:
-    """An update with flush_cache=true, its default, kills a busy server or fails half-way."""
-    # It warns: the scheduler never does it, but updates of the same server by hand may.
-    if server.simulated:
-        return warned("not tried: the simulated server refuses it before it loads")
-    if server.version < _FLUSH_FAILS_SINCE:
-        return warned(f"not tried: {server.facts.capabilities.server} asserts that it is idle")
-    return warned("not tried: a busy server answers 400, with new weights under the old label")
-
-
-@check(
-    "failed load from disk",
-    "treats such weights as inconsistent and sends nothing there until a complete refit",
-)
-async def failed_load(server: Server) -> Verdict:
-    """Weights are written in place: what failed half-way is not rolled back."""
-    # It warns: only some failures are answered at all.
-    if server.simulated:
-        return warned("not tried: the simulated server keeps its old weights")
-    return warned("not tried: it loads the same directory once more, and dies if that fails too")
 
 
 @check(
@@ -562,7 +517,7 @@ async def rows_after_a_retract(server: Server) -> Verdict:
                 f"older tokens: {_alike(came, new)} of {len(came)} rows are the new ones, and "
                 f"{_alike(came, old)} the old"
             )
-    return _NEVER_MET
+    return passed("not tried: the scheduler never causes it")
 
 
 @check("brackets of an update", "puts them there, and closes an update that a failure left open")
@@ -573,26 +528,6 @@ async def brackets(server: Server) -> Verdict:
     if not server.paths:
         return warned("it publishes no schema, so it is taken to have no begin_weight_update")
     return passed("it has no begin_weight_update")
-
-
-@check(
-    "default of a new label",
-    "labels tensor and distributed updates by it with abort_all_requests=false; other updates "
-    "carry a label",
-)
-async def label_default(server: Server) -> Verdict:
-    """A bare update_weight_version can end every request."""
-    return _default(server, "UpdateWeightVersionReqInput", "abort_all_requests", True)
-
-
-def _default(server: Server, body: str, name: str, dangerous: object) -> Verdict:
-    """It passes with every default, because the scheduler always gives the value."""
-    field: dict[str, Any] = server.schemas.get(body, {}).get(name, {})
-    if "default" not in field:
-        return passed(f"its schema does not give the default of {name}")
-    found = field["default"]
-    danger = " (every request ends)" if found == dangerous else ""
-    return passed(f"the default of {name} is {found!r}{danger}")
 
 
 @check("ranks", "counts them for the trainer's group (rank offsets) and sends a handle to each")
@@ -617,27 +552,6 @@ async def adapters(server: Server) -> Verdict:
 
 
 @check(
-    "unload of an adapter in use",
-    "unloads an adapter only after the last request of the scheduler with it",
-)
-async def unload_of_an_adapter(_: Server) -> Verdict:
-    """An unload waits for the adapter's last request; no other adapter loads meanwhile."""
-    return _NEVER_MET
-
-
-@check(
-    "release while requests wait",
-    "keeps them in the engine since 0.5.21; elsewhere takes them back before asleep()",
-)
-async def release_of_memory(server: Server) -> Verdict:
-    """Stragglers can stay in a sleeping engine only if it can release memory meanwhile."""
-    # It is derived from the version, because an older server dies of it.
-    if server.facts.capabilities.release_while_paused:
-        return warned("not tried: known to be possible since 0.5.21")
-    return warned("not tried: 0.5.17 asserts that nothing waits, and dies")
-
-
-@check(
     "released weights",
     "sends nothing to an engine whose weights were lost until it has had a refit",
 )
@@ -651,43 +565,6 @@ async def kept(server: Server) -> Verdict:
     if server.facts.capabilities.keeps_released_weights:
         return passed("a copy of the weights stays on the CPU")
     return warned("released weights are gone until an update brings new ones")
-
-
-# --- not tried -----------------------------------------------------------------------------------
-
-# Hazards whose trial takes too long or ends requests. Such a line passes if the scheduler's own
-# behaviour avoids the hazard on every server; it warns if the result depends on the server, because
-# that was not examined.
-
-
-@check(
-    "abort after retract (hazard 1)",
-    "always streams, so at most the tokens of one interval are sampled again",
-)
-async def abort_after_retract(_: Server) -> Verdict:
-    """A response that is not streamed keeps only a multiple of 50 tokens."""
-    return _NEVER_MET
-
-
-@check("time limits of clients (hazard 13)", "sets neither; only control calls have a time limit")
-async def time_limits(_: Server) -> Verdict:
-    """A total time limit, or a limit of 100 connections, cuts off stragglers."""
-    return _NEVER_MET
-
-
-@check("retries (hazard 14)", "repeats a generation only if nothing was sent, or after an abort")
-async def retries(_: Server) -> Verdict:
-    """A repeated generation decodes at the same time as the first one."""
-    return _NEVER_MET
-
-
-@check(
-    "trickling requests (hazard 15)",
-    "starts many groups together; a retry or a next turn still arrives alone",
-)
-async def trickling_requests(_: Server) -> Verdict:
-    """Each arrival costs every running request a prefill pass."""
-    return warned("not tried: every release up to 0.5.23 is known to have it")
 
 
 # --- last ----------------------------------------------------------------------------------------

@@ -112,7 +112,6 @@ class Server(Examined):
         self.paused_by_us = False
         self.info: dict[str, Any] = {}
         """The content of /server_info."""
-        self.schemas: dict[str, dict[str, Any]] = {}
         self.paths: frozenset[str] = frozenset()
         self.paused_before = False
         self.others: int | None = None
@@ -123,10 +122,7 @@ class Server(Examined):
         self.info = msgspec.json.decode((await self.get("server_info")).body)
         answer = await self.get("openapi.json")
         if answer.status == 200:
-            schema = msgspec.json.decode(answer.body)
-            self.paths = frozenset(schema.get("paths", {}))
-            schemas = schema.get("components", {}).get("schemas", {})
-            self.schemas = {name: body.get("properties", {}) for name, body in schemas.items()}
+            self.paths = frozenset(msgspec.json.decode(answer.body).get("paths", {}))
         self.paused_before = bool(await self.engine.is_paused())
         self.others = await self.running()
         if self.others:

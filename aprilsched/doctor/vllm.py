@@ -188,18 +188,6 @@ async def tied(server: _Server) -> Verdict:
     return warned(f"the embeddings are tied; not tried on {facts.device}")
 
 
-@check("incomplete checkpoints", "loads what the trainer writes; write every tensor")
-async def incomplete(_: _Server) -> Verdict:
-    """Such weights are a mixture of two versions."""
-    return warned("not tried: vLLM 0.32 logs missing tensors, and reports success")
-
-
-@check("failed load", "loads the folder from before again")
-async def failed_load(_: _Server) -> Verdict:
-    """vLLM gives up the old weights before it reads the new ones."""
-    return warned("not tried: it leaves a server without weights, which ends at the next token")
-
-
 @check("LoRA adapters", "publishes adapters only where it is possible")
 async def adapters(server: _Server) -> Verdict:
     """Several adapters can be loaded while the server generates."""

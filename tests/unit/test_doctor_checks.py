@@ -83,7 +83,6 @@ def test_data_parallel_copies_take_no_distributed_update(info: dict[str, Any], s
 
 
 RELEASED, SAVER = "released weights", {"enable_memory_saver": True}
-FLUSH, WAITING = "flush within an update (hazard 3)", "release while requests wait"
 BRACKETS, SESSIONS = "brackets of an update", frozenset({"/begin_weight_update"})
 
 
@@ -93,10 +92,6 @@ BRACKETS, SESSIONS = "brackets of an update", frozenset({"/begin_weight_update"}
         (RELEASED, {"info": SAVER, "able": {"keeps_released_weights": True}}, "pass", "on the CPU"),
         (RELEASED, {"info": SAVER}, "warn", "are gone"),
         (RELEASED, {"able": {"keeps_released_weights": True}}, "warn", "frees nothing"),
-        (FLUSH, {}, "warn", "asserts"),
-        (FLUSH, {"version": (0, 5, 22)}, "warn", "old label"),
-        (WAITING, {}, "warn", "dies"),
-        (WAITING, {"able": {"release_while_paused": True}}, "warn", "since 0.5.21"),
         (BRACKETS, {}, "warn", "no schema"),
         (BRACKETS, {"paths": frozenset({"/generate"})}, "pass", "it has no begin_weight_update"),
         (BRACKETS, {"sessions": True, "paths": SESSIONS}, "pass", "end_weight_update"),
@@ -153,7 +148,7 @@ def test_rows_of_a_seam_are_mostly_those_of_one_pass(alike: int, status: str):
     assert (finding.status, f"{alike} are those of one pass" in finding.seen) == (status, True)
 
 
-def test_nothing_untried_fails_and_every_line_is_whole():
+def test_every_line_is_whole():
     for check in CHECKS:
         assert check.meaning.endswith(".")
         assert not check.action.endswith(".")
