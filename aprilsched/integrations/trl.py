@@ -21,14 +21,13 @@ import concurrent.futures
 import contextlib
 import copy
 import functools
-import inspect
 import itertools
 import json
 import os
 import queue
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
@@ -45,7 +44,7 @@ from aprilsched.errors import ConfigError
 from aprilsched.extras import extra
 from aprilsched.integrations import check_fixed_groups, with_bound
 from aprilsched.integrations.by_session import BySession
-from aprilsched.integrations.trl_tools import Conversation, Factories, ToolHarness
+from aprilsched.integrations.trl_tools import Conversation, Factories, ToolHarness, called
 from aprilsched.store import MemoryStore
 from aprilsched.telemetry.base import AnyListener
 from aprilsched.types import Batch, Group, Prompt, Rollout, SamplingParams, Score
@@ -716,7 +715,7 @@ class _Rewards:
         call = await asyncio.to_thread(self._arguments, group)
         count = len(group.rollouts)
         columns = await asyncio.gather(
-            *(_called(function, call, count) for function in self._functions)
+            *(_rewarded(function, call, count) for function in self._functions)
         )
         told = [each.reward for each in self.conversations(group)]
         for name in self._own:
@@ -760,17 +759,9 @@ class _Rewards:
         }
 
 
-async def _called(function: Callable[..., Any], call: Mapping[str, Any], count: int) -> list[Any]:
-    """The rewards that `function` gives, one for each rollout.
-
-    A plain function runs in a thread. An asynchronous one is called here: a coroutine that a thread
-    had made was never awaited if the scheduler was closed at that moment.
-    """
-    if any(inspect.iscoroutinefunction(each) for each in (function, type(function).__call__)):
-        given: Any | Awaitable[Any] = function(**call)
-    else:
-        given = await asyncio.to_thread(function, **call)
-    rewards = list(await given if inspect.isawaitable(given) else given)
+async def _rewarded(function: Callable[..., Any], call: Mapping[str, Any], count: int) -> list[Any]:
+    """The rewards that `function` gives, one for each rollout."""
+    rewards = list(await called(functools.partial(function, **call)))
     if len(rewards) != count:
         raise ValueError(f"{_name(function)} gave {len(rewards)} rewards for {count} rollouts")
     return rewards
