@@ -1,16 +1,17 @@
-"""The doctor's own calls and short generations, which it can all take back."""
+"""An SGLang server under examination: calls and short generations, which can all be taken back."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import aiohttp
 import msgspec
 
+from aprilsched.doctor.findings import Examined, left_out
 from aprilsched.engines.http import (
     Allowance,
     Answer,
@@ -19,10 +20,12 @@ from aprilsched.engines.http import (
     Transport,
     inflow_of,
 )
-from aprilsched.engines.sglang.probe import ServerFacts
+from aprilsched.engines.server import release
+from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.errors import EngineError
 
 CALL_SECONDS = 10.0
+LIMITS = HttpLimits(control_timeout=CALL_SECONDS)
 _ANY = tuple(range(200, 600))
 _PROMPT_TOKENS = 8
 _POLL_SECONDS = 0.02
@@ -39,6 +42,15 @@ async def until(condition: Callable[[], bool], seconds: float) -> bool:
             return False
         await asyncio.sleep(_POLL_SECONDS)
     return True
+
+
+def ids_of(events: Iterable[dict[str, Any]]) -> list[int]:
+    """The ids of the tokens of incremental or cumulative events."""
+    found: list[int] = []
+    for event in events:
+        ids, total = event.get("output_ids", []), event["meta_info"]["completion_tokens"]
+        found = ids if len(ids) == total else found + ids
+    return found
 
 
 class Generation:
@@ -61,12 +73,8 @@ class Generation:
 
     @property
     def ids(self) -> list[int]:
-        """The ids of the tokens, from incremental or cumulative events."""
-        found: list[int] = []
-        for event in self.events:
-            ids, total = event.get("output_ids", []), event["meta_info"]["completion_tokens"]
-            found = ids if len(ids) == total else found + ids
-        return found
+        """The ids of the tokens that have arrived."""
+        return ids_of(self.events)
 
     @property
     def finish(self) -> str | None:
@@ -75,18 +83,78 @@ class Generation:
         return None if reason is None else str(reason.get("type"))
 
 
-class Client:
-    """The calls to a server under examination; :meth:`take_back` undoes what they did."""
+RETURNED = {
+    "routed_experts": "--enable-return-routed-experts",
+    "indexer_topk": "--enable-return-indexer-topk",
+    "hidden_states": "--enable-return-hidden-states",
+    "sampling_mask": "SGLang 0.5.21",
+}
+"""What a request can ask for beside tokens, and what the server needs for it."""
+
+
+class Server(Examined):
+    """One SGLang server, with its calls; :meth:`take_back` undoes what they did.
+
+    Args:
+        engine: the scheduler's own adapter, open.
+        transport: for what that does not ask, open.
+        refit: a folder of other weights of the model; None to load none.
+    """
 
     def __init__(
-        self, name: str, transport: Transport, limits: HttpLimits, facts: ServerFacts
+        self, engine: SGLangEngine, transport: Transport, *, refit: str | None = None
     ) -> None:
-        self._name = name
+        super().__init__()
+        self.engine, self.facts, self.refit = engine, engine.facts, refit
+        self.version = release(self.facts.capabilities.server.removeprefix("SGLang "))
         self._transport = transport
-        self._limits = limits
-        self._facts = facts
         self._generations: list[Generation] = []
         self.paused_by_us = False
+        self.info: dict[str, Any] = {}
+        """The content of /server_info."""
+        self.paths: frozenset[str] = frozenset()
+        self.paused_before = False
+        self.others: int | None = None
+        """Number of others' requests at the start; None where the server does not report it."""
+
+    async def describe(self) -> None:
+        """Ask the server about itself."""
+        self.info = msgspec.json.decode((await self.get("server_info")).body)
+        answer = await self.get("openapi.json")
+        if answer.status == 200:
+            self.paths = frozenset(msgspec.json.decode(answer.body).get("paths", {}))
+        self.paused_before = bool(await self.engine.is_paused())
+        self.others = await self.running()
+        if self.others:
+            # The last answer of a request may arrive before the loads show that it has ended.
+            await self.idle(1.0)
+            self.others = await self.running()
+
+    @property
+    def returns(self) -> frozenset[str]:
+        """What beside tokens it says that it can return."""
+        hidden = {"hidden_states"} if self.info.get("enable_return_hidden_states") else set[str]()
+        return (self.facts.capabilities.companions & RETURNED.keys()) | hidden
+
+    @property
+    def last_hidden(self) -> bool:
+        """Whether it returns the hidden states of the last token alone, and refuses a request for
+        all."""
+        return self.info.get("return_hidden_states_mode") == "last"
+
+    @property
+    def simulated(self) -> bool:
+        """Whether the server says that it is a simulated engine."""
+        return bool(self.info.get("simulated", False))
+
+    def check_unpaused(self) -> None:
+        """Refuse an experiment that would wait for whoever has paused the server.
+
+        Raises:
+            LeftOut: if somebody has.
+        """
+        if self.paused_before:
+            raise left_out("somebody else has paused the server")
 
     async def get(self, path: str, seconds: float = CALL_SECONDS) -> Answer:
         """Make a call that changes nothing."""
@@ -98,11 +166,8 @@ class Client:
 
     async def running(self) -> int | None:
         """Number of requests that run or wait; None where the server does not report it."""
-        answer = await self._transport.call(
-            "GET", "v1/loads", timeout=CALL_SECONDS, accept=_ANY, admin=False
-        )
         try:
-            ranks = msgspec.json.decode(answer.body)["loads"]
+            ranks = msgspec.json.decode((await self.get("v1/loads")).body)["loads"]
             return sum(int(r["num_running_reqs"]) + int(r["num_waiting_reqs"]) for r in ranks)
         except (msgspec.DecodeError, KeyError, TypeError, ValueError):
             return None
@@ -121,14 +186,14 @@ class Client:
 
     def body(self, tokens: int, rid: str, *, prompt_tokens: int = _PROMPT_TOKENS) -> dict[str, Any]:
         """A greedy request with token ids that every model has."""
-        vocab = self._facts.vocab_size or _PROMPT_TOKENS
+        vocab = self.facts.vocab_size or _PROMPT_TOKENS
         params: dict[str, Any] = {
             "max_new_tokens": tokens,
             "temperature": 0.0,
             "top_k": 1,
             "ignore_eos": True,
         }
-        if self._facts.stream_interval:
+        if self.facts.stream_interval:
             params["stream_interval"] = INTERVAL
         ids = [index % vocab for index in range(prompt_tokens)]
         return {"input_ids": ids, "sampling_params": params, "rid": rid, "return_logprob": True}
@@ -137,6 +202,7 @@ class Client:
         self, tokens: int, *, prompt_tokens: int = _PROMPT_TOKENS, **fields: object
     ) -> dict[str, Any]:
         """Get a response that is not streamed; `fields` are further ones of the request."""
+        self.check_unpaused()
         body = self.body(tokens, uuid.uuid4().hex, prompt_tokens=prompt_tokens) | fields
         answer = await self._transport.call(
             "POST",
@@ -167,6 +233,7 @@ class Client:
 
     def stream(self, tokens: int) -> Generation:
         """Start a streamed response."""
+        self.check_unpaused()
         generation = Generation(uuid.uuid4().hex)
         self._generations.append(generation)
         generation.task = asyncio.create_task(self._read(generation, tokens))
@@ -176,13 +243,9 @@ class Client:
         body = {**self.body(tokens, generation.rid), "stream": True}
         with contextlib.suppress(aiohttp.ClientError, OSError, EngineError, msgspec.DecodeError):
             async with self._transport.stream("generate", body) as response:
-                allowance = Allowance(
-                    self._name,
-                    generation.rid,
-                    self._limits.max_answer_bytes,
-                    inflow=inflow_of(response),
-                )
-                splitter = EventSplitter(allowance)
+                most, inflow = LIMITS.max_answer_bytes, inflow_of(response)
+                name = self.engine.name
+                splitter = EventSplitter(Allowance(name, generation.rid, most, inflow=inflow))
                 async for data in response.content.iter_any():
                     payloads = [p for p in splitter.feed(data) if p != b"[DONE]"]
                     generation.events += [msgspec.json.decode(p) for p in payloads]

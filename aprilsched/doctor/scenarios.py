@@ -1,110 +1,28 @@
-"""Examines one server: opens it, runs the scenarios, and applies the checks."""
+"""The experiments on an SGLang server that more than one check asks for.
+
+A server is paused only briefly, and only if no request of others is on it. A pause is continued in
+a ``finally`` here, and once more when the server takes everything back.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import uuid
 from base64 import b64decode
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
-import msgspec
+from numpy.typing import NDArray
 
 from aprilsched.companions import Companion
-from aprilsched.doctor.checks import CHECKS, Finding, Notes, PauseNotes
-from aprilsched.doctor.client import INTERVAL, Client, Generation, until
-from aprilsched.doctor.proofs import REFIT_SECONDS, prove, seam
-from aprilsched.doctor.vllm import examine_vllm
-from aprilsched.engines.addresses import VLLM
+from aprilsched.doctor import proofs
+from aprilsched.doctor.client import Generation, Server, until
+from aprilsched.doctor.findings import LeftOut, left_out
 from aprilsched.engines.base import PauseMode
-from aprilsched.engines.http import HttpLimits, ServerAddress, Transport
-from aprilsched.engines.server import despite_cancellation, release
-from aprilsched.engines.sglang import SGLangEngine
-from aprilsched.errors import EngineError
+from aprilsched.testing.contract import Stream
 
-SCENARIO_SECONDS = 40.0
-LAST_SECONDS = 30.0
-_LIMITS = HttpLimits(control_timeout=10.0)
-
-
-async def examine(
-    url: str, *, admin_key: str | None = None, api_key: str | None = None, refit: str | None = None
-) -> list[Finding]:
-    """Run every check on the server at `url`; the findings are in the order of the table.
-
-    With `refit`, a folder of other weights of the model that the server can read, a server that
-    nobody else uses is refitted with them and back.
-
-    Raises:
-        EngineError: if it cannot be reached or used, is another program than its URL says, or does
-            not accept the key.
-        ConfigError: if `url` or a key is not valid.
-    """
-    if url.startswith(VLLM):
-        return await examine_vllm(url.removeprefix(VLLM), api_key=api_key, refit=refit)
-    engine = SGLangEngine(
-        url, admin_key=admin_key, api_key=api_key, limits=_LIMITS, stream_interval=INTERVAL
-    )
-    await engine.open()
-    await engine.close()
-    notes = Notes(facts=engine.facts, version=_version(engine))
-    address = ServerAddress.parse(url)
-    transport = Transport(
-        address.name, address.url, admin_key=admin_key, api_key=api_key, limits=_LIMITS
-    )
-    await transport.open()
-    client = Client(address.name, transport, _LIMITS, engine.facts)
-    try:
-        try:
-            await run_scenarios(client, notes, SCENARIO_SECONDS)
-            try:
-                async with asyncio.timeout(REFIT_SECONDS if refit else SCENARIO_SECONDS):
-                    await engine.open()
-                    await _proofs(engine, client, notes, refit)
-            except (EngineError, TimeoutError, ValueError) as error:
-                notes.trouble["proofs"] = f"broke off ({str(error) or 'no answer'})"
-            finally:
-                await engine.close()
-        finally:
-            await despite_cancellation(_last(client, notes))
-    finally:
-        await transport.close()
-    return [check.finding(notes) for check in CHECKS]
-
-
-async def _proofs(engine: SGLangEngine, client: Client, notes: Notes, folder: str | None) -> None:
-    """What the scheduler's own adapter shows: rows at a seam, and a refit if the server is ours
-    alone, amid a response with routed experts if it can be."""
-    told = notes.returned or {}
-    companion = None
-    if rows := told.get("routed_experts"):
-        values = len(b64decode(rows)) // 4 // (told["prompt_tokens"] + SHORT - 1)
-        companion = Companion("routed_experts", "int32", (values,))
-        notes.seam = await seam(engine, companion)
-    if folder is not None and notes.others == 0 and not notes.paused_before:
-        await client.idle(LEFT_SECONDS)
-        amid = engine.capabilities.flush_while_paused
-        await prove(engine, folder, notes.refit, companion if amid else None)
-
-
-def _version(engine: SGLangEngine) -> tuple[int, int, int]:
-    return release(engine.facts.capabilities.server.removeprefix("SGLang "))
-
-
-async def _last(client: Client, notes: Notes) -> None:
-    """Restore the server in bounded time without raising; a failure shows as a finding."""
-    with contextlib.suppress(EngineError, TimeoutError, msgspec.DecodeError):
-        async with asyncio.timeout(LAST_SECONDS):
-            await afterwards(client, notes)
-
-
-# --- scenarios -----------------------------------------------------------------------------------
-
-# The actions on a server, with notes of what was seen; each is bounded and is taken back.
-#
-# A server is paused only briefly, and only if no request of others is on it. A pause is continued
-# in a ``finally`` here, and once more when the client takes everything back.
+T = TypeVar("T")
 
 SHORT, LONG = 24, 192
 CACHED = 257
@@ -119,255 +37,289 @@ END_SECONDS = 10.0
 ATTEMPTS = 3
 """Number of times that a response is paused until one is not over before that. On a busy machine
 its events arrive late, and then a server that can pause seemed not to."""
-OVER = "a response of ours was over before it could be paused"
-
-Scenario = Callable[[Client, Notes], Awaitable[None]]
+SAW_NOTHING = "the probe saw nothing"
 
 
-async def describe(client: Client, notes: Notes) -> None:
-    """Ask the server about itself."""
-    notes.info = msgspec.json.decode((await client.get("server_info")).body)
-    answer = await client.get("openapi.json")
-    if answer.status == 200:
-        schema = msgspec.json.decode(answer.body)
-        notes.paths = frozenset(schema.get("paths", {}))
-        schemas = schema.get("components", {}).get("schemas", {})
-        notes.schemas = {name: body.get("properties", {}) for name, body in schemas.items()}
-    notes.paused_before = (await client.get("ready")).status == 503
-    notes.others = await client.running()
-    if notes.others:
-        # The last answer of a request may arrive before the loads show that it has ended.
-        await client.idle(1.0)
-        notes.others = await client.running()
+class TooLate(LeftOut):
+    """A response of ours was over before it could be paused."""
 
 
-async def health(client: Client, notes: Notes) -> None:
-    """Ask /health, unless the server is paused, where the call would hang."""
-    if not notes.paused_before:
-        notes.health_status = (await client.get("health")).status
+async def whole(server: Server) -> dict[str, Any]:
+    """A short response that is not streamed."""
+    return await server.whole(SHORT)
 
 
-async def responses(client: Client, notes: Notes) -> None:
-    """Get the same short response twice, whole and streamed."""
-    if notes.paused_before:
-        return
-    notes.whole = await client.whole(SHORT)
-    generation = client.stream(SHORT)
+async def streamed(server: Server) -> list[dict[str, Any]]:
+    """The events of the same response, streamed."""
+    generation = server.stream(SHORT)
     await until(lambda: generation.done, FIRST_SECONDS)
-    notes.events = generation.events
+    if not generation.events:
+        raise left_out(SAW_NOTHING)
+    return generation.events
 
 
-async def companions(client: Client, notes: Notes) -> None:
-    """Ask for all that it says it can return beside tokens."""
-    if not notes.paused_before:
-        asked: dict[str, Any] = {f"return_{name}": True for name in notes.returns}
-        if notes.last_hidden:
-            asked["return_hidden_states"] = "last"
-        notes.returned = (await client.whole(SHORT, **asked))["meta_info"]
+async def returned(server: Server) -> dict[str, Any]:
+    """The meta_info of a response for which everything was asked that the server can return."""
+    asked: dict[str, Any] = {f"return_{name}": True for name in server.returns}
+    if server.last_hidden:
+        asked["return_hidden_states"] = "last"
+    return (await server.whole(SHORT, **asked))["meta_info"]
 
 
-async def cache_keys(client: Client, notes: Notes) -> None:
-    """Send one long prompt under a cache key, under it again, and under another."""
-    if notes.paused_before:
-        return
+async def cached(server: Server) -> list[int]:
+    """Number of cached tokens of one long prompt: under a cache key, under it again, under
+    another."""
     one, other = uuid.uuid4().hex, uuid.uuid4().hex
-    for key in (one, one, other):
-        answer = await client.whole(1, prompt_tokens=CACHED, extra_key=key)
-        notes.cached.append(int(answer["meta_info"]["cached_tokens"]))
+    answers = [
+        await server.whole(1, prompt_tokens=CACHED, extra_key=key) for key in (one, one, other)
+    ]
+    return [int(answer["meta_info"]["cached_tokens"]) for answer in answers]
 
 
-async def aborts(client: Client, notes: Notes) -> None:
-    """Abort a running request of ours and an unknown one; send a rid that is in use."""
-    notes.unknown_abort_status = (await client.post("abort_request", {"rid": "0" * 32})).status
-    if notes.paused_before:
-        return
-    generation = client.stream(LONG)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Aborted:
+    """What an abort has shown.
+
+    Attributes:
+        last: the last event of the stream that was aborted.
+        seconds: from the abort to its end.
+        duplicate: status of a second request of the same rid, while it ran.
+    """
+
+    last: dict[str, Any]
+    seconds: float
+    duplicate: int
+
+
+async def aborted(server: Server) -> Aborted:
+    """Abort a running request of ours whose rid is asked for once more."""
+    generation = server.stream(LONG)
     if not await until(lambda: bool(generation.events), FIRST_SECONDS):
-        return
-    notes.duplicate_status = await client.again(generation)
+        raise left_out(SAW_NOTHING)
+    duplicate = await server.again(generation)
     loop = asyncio.get_running_loop()
     began = loop.time()
-    await client.post("abort_request", {"rid": generation.rid})
-    if await until(lambda: generation.done, FIRST_SECONDS):
-        notes.abort_seconds = loop.time() - began
-        notes.aborted = generation.events
+    await server.post("abort_request", {"rid": generation.rid})
+    if not await until(lambda: generation.done, FIRST_SECONDS):
+        raise left_out(SAW_NOTHING)
+    return Aborted(last=generation.events[-1], seconds=loop.time() - began, duplicate=duplicate)
 
 
-async def hanging_up(client: Client, notes: Notes) -> None:
-    """Disconnect from a stream; its end is visible only on a server without others' requests."""
-    if notes.paused_before or notes.others != 0 or not await client.idle(LEFT_SECONDS):
-        return
-    generation = client.stream(LONG)
+async def left(server: Server) -> float | None:
+    """Disconnect from a stream; returns the seconds until its request had left the server, None if
+    it stays."""
+    if server.others != 0 or not await server.idle(LEFT_SECONDS):
+        # Its end is visible only on a server without others' requests.
+        raise left_out("others' requests are on it, or it does not report its load")
+    generation = server.stream(LONG)
     await until(lambda: bool(generation.events), FIRST_SECONDS)
     loop = asyncio.get_running_loop()
     began = loop.time()
     if generation.done or generation.task is None:
-        return
+        return None
     generation.task.cancel()
     await asyncio.wait([generation.task])
-    if await client.idle(LEFT_SECONDS):
-        notes.left_seconds = loop.time() - began
-    await client.post("abort_request", {"rid": generation.rid})
+    seconds = loop.time() - began if await server.idle(LEFT_SECONDS) else None
+    await server.post("abort_request", {"rid": generation.rid})
+    return seconds
 
 
-async def afterwards(client: Client, notes: Notes) -> None:
-    """Take everything back, and note the state of the server."""
-    await client.take_back()
-    if notes.others == 0:
-        await client.idle(LEFT_SECONDS)
-    info = msgspec.json.decode((await client.get("model_info")).body)
-    notes.label_after = info.get("weight_version", notes.facts.label)
-    notes.paused_after = (await client.get("ready")).status == 503
-    notes.running_after = await client.running()
+# --- as the scheduler reads them -----------------------------------------------------------------
 
 
-async def retract(client: Client, notes: Notes) -> None:
+async def _routed(server: Server) -> Companion:
+    """The routed experts, as many for each token as the server returns."""
+    told = await server.seen(returned)
+    if not (rows := told.get("routed_experts")):
+        raise left_out(SAW_NOTHING)
+    values = len(b64decode(rows)) // 4 // (told["prompt_tokens"] + SHORT - 1)
+    return Companion("routed_experts", "int32", (values,))
+
+
+async def seam(server: Server) -> list[NDArray[Any]]:
+    """See :func:`aprilsched.doctor.proofs.seam`."""
+    server.check_unpaused()
+    return await proofs.seam(server.engine, await server.seen(_routed))
+
+
+async def refit(server: Server) -> tuple[list[Stream], list[NDArray[Any]]]:
+    """See :func:`aprilsched.doctor.proofs.prove`. Other weights are loaded amid a response with
+    routed experts, if it can be."""
+    if server.refit is None or server.others != 0 or server.paused_before:
+        raise LeftOut(proofs.NOT_ASKED)
+    await server.idle(LEFT_SECONDS)
+    companion = None
+    if "routed_experts" in server.returns and server.engine.capabilities.flush_while_paused:
+        companion = await server.seen(_routed)
+    return await proofs.prove(server.engine, server.refit, companion)
+
+
+# --- pauses --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Paused:
+    """What a pause has shown with a stream of ours in it.
+
+    Attributes:
+        seconds: from the call to its answer.
+        tokens: number of tokens that arrived while it was paused.
+        ended: whether the stream ended meanwhile.
+        ready: status of /ready meanwhile.
+        running: number of requests that it told meanwhile.
+        finish: why the stream ended after the continue; None if it did not.
+        same: whether it has the tokens that it has without a pause.
+    """
+
+    seconds: float
+    tokens: int
+    ended: bool
+    ready: int
+    running: int | None
+    finish: str | None
+    same: bool
+
+    @property
+    def too_late(self) -> bool:
+        """Whether the stream had all its tokens before the pause took effect."""
+        return self.finish == "length" and not self.tokens and self.ended
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Retracted:
+    """A pause with retract: the status of a flush in it, and of a request that was sent in it
+    whether it was silent, and whether it was answered after the continue."""
+
+    pause: Paused
+    flush: int
+    held_silent: bool
+    held_completed: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InPlace:
+    """A pause in place: whether another stream, aborted in it, ended before the continue, why it
+    ended, and the number of its tokens after the abort; None if it did not end or was over."""
+
+    pause: Paused
+    abort: tuple[bool, str | None, int] | None
+
+
+async def retract(server: Server) -> Retracted:
     """Pause with retract, flush and continue around a stream; send a request meanwhile."""
-    for _ in range(ATTEMPTS):
-        notes.retract = noted = PauseNotes()
-        await _retract(client, notes, noted)
-        if not _too_late(noted):
-            break
+    return await _in_time(server, _retract, lambda found: found.pause.too_late)
 
 
-async def in_place(client: Client, notes: Notes) -> None:
+async def in_place(server: Server) -> InPlace:
     """Pause in place and continue around a stream; abort another stream in between."""
-    for _ in range(ATTEMPTS):
-        notes.in_place = noted = PauseNotes()
-        await _in_place(client, notes, noted)
-        over_before_abort = noted.finish == "length" and noted.abort_finish in (None, "length")
-        if not (over_before_abort or _too_late(noted)):
-            break
+
+    def too_late(found: InPlace) -> bool:
+        over = found.abort is None or found.abort[1] == "length"
+        return found.pause.too_late or (found.pause.finish == "length" and over)
+
+    return await _in_time(server, _in_place, too_late)
 
 
-def _too_late(noted: PauseNotes) -> bool:
-    """Whether a response of ours had all its tokens before the pause took effect."""
-    whole = noted.finish == "length" and not noted.tokens_during
-    return noted.why_not == OVER or (whole and bool(noted.ended_during))
+async def _in_time(
+    server: Server, pause: Callable[[Server], Awaitable[T]], too_late: Callable[[T], bool]
+) -> T:
+    for _ in range(ATTEMPTS - 1):
+        try:
+            found = await pause(server)
+        except TooLate:
+            continue
+        if not too_late(found):
+            return found
+    return await pause(server)
 
 
-async def _retract(client: Client, notes: Notes, noted: PauseNotes) -> None:
-    reference = await _reference(client, notes, noted)
-    stream = await _paused(client, noted, "retract") if reference is not None else None
-    if reference is None or stream is None:
-        return
+async def _retract(server: Server) -> Retracted:
+    reference = await _reference(server)
+    stream, seconds = await _pause(server, "retract")
     try:
-        await _watch(client, noted, stream)
-        held = client.stream(4)
-        noted.flush_status = (await client.post("flush_cache")).status
+        watched = await _watch(server, stream)
+        held = server.stream(4)
+        flush = (await server.post("flush_cache")).status
         await asyncio.sleep(SETTLE_SECONDS)
-        noted.held_silent = not held.events
+        silent = not held.events
     finally:
-        await _continue(client)
-    await _end(noted, stream, reference)
-    noted.held_completed = await until(lambda: held.done, END_SECONDS) and held.finish == "length"
+        await _continue(server)
+    pause = await _ended(stream, reference, seconds, watched)
+    completed = await until(lambda: held.done, END_SECONDS) and held.finish == "length"
+    return Retracted(pause=pause, flush=flush, held_silent=silent, held_completed=completed)
 
 
-async def _in_place(client: Client, notes: Notes, noted: PauseNotes) -> None:
-    reference = await _reference(client, notes, noted)
-    if reference is None:
-        return
-    other = client.stream(PAUSED_TOKENS)
-    stream = await _paused(client, noted, "in_place", beside=1)
-    if stream is None:
-        return
+async def _in_place(server: Server) -> InPlace:
+    reference = await _reference(server)
+    other = server.stream(PAUSED_TOKENS)
+    stream, seconds = await _pause(server, "in_place", beside=1)
     try:
         before = None if other.done else other.tokens
-        await client.post("abort_request", {"rid": other.rid})
-        await _watch(client, noted, stream)
-        noted.abort_ended_during = None if before is None else other.done
+        await server.post("abort_request", {"rid": other.rid})
+        watched = await _watch(server, stream)
+        during = other.done
     finally:
-        await _continue(client)
-    await _end(noted, stream, reference)
+        await _continue(server)
+    pause = await _ended(stream, reference, seconds, watched)
+    abort = None
     if before is not None and await until(lambda: other.done, END_SECONDS):
-        noted.abort_finish, noted.abort_tokens = other.finish, other.tokens - before
+        abort = (during, other.finish, other.tokens - before)
+    return InPlace(pause=pause, abort=abort)
 
 
-async def _reference(client: Client, notes: Notes, noted: PauseNotes) -> list[int] | None:
-    """The tokens of the response without a pause; None if this server must not be paused."""
-    if notes.paused_before:
-        noted.why_not = "somebody else has paused it"
-    elif notes.others is None:
-        noted.why_not = "it does not report whether others' requests are on it"
-    elif notes.others or not await client.idle(2.0):
-        noted.why_not = "others' requests are on it"
-    else:
-        generation = client.stream(PAUSED_TOKENS)
-        await until(lambda: generation.done, END_SECONDS)
-        return generation.ids
-    return None
+async def _reference(server: Server) -> list[int]:
+    """The tokens of the response without a pause, on a server that may be paused."""
+    server.check_unpaused()
+    if server.others is None:
+        raise left_out("it does not report whether others' requests are on it")
+    if server.others or not await server.idle(2.0):
+        raise left_out("others' requests are on it")
+    generation = server.stream(PAUSED_TOKENS)
+    await until(lambda: generation.done, END_SECONDS)
+    return generation.ids
 
 
-async def _paused(
-    client: Client, noted: PauseNotes, mode: PauseMode, *, beside: int = 0
-) -> Generation | None:
-    """Pause during a stream of ours and return it; None if that did not succeed.
+async def _pause(server: Server, mode: PauseMode, *, beside: int = 0) -> tuple[Generation, float]:
+    """Pause during a stream of ours; returns it, and the seconds until the answer.
 
     `beside` is the number of our other running requests.
     """
-    stream = client.stream(PAUSED_TOKENS)
+    stream = server.stream(PAUSED_TOKENS)
     if not await until(lambda: bool(stream.events), END_SECONDS) or stream.done:
-        noted.why_not = OVER
-        return None
-    if not await client.idle(0.0, most=1 + beside):
-        noted.why_not = "others' requests are on it"
-        return None
+        raise TooLate(left_out("a response of ours was over before it could be paused").verdict)
+    if not await server.idle(0.0, most=1 + beside):
+        raise left_out("others' requests are on it")
     loop = asyncio.get_running_loop()
     began = loop.time()
-    client.paused_by_us = True
-    answer = await client.post("pause_generation", {"mode": mode})
-    noted.pause_seconds = loop.time() - began
+    server.paused_by_us = True
+    answer = await server.post("pause_generation", {"mode": mode})
+    seconds = loop.time() - began
     if answer.status != 200:
-        noted.why_not = f"pause_generation answered {answer.status}"
-        await _continue(client)
-        return None
-    return stream
+        await _continue(server)
+        raise left_out(f"pause_generation answered {answer.status}")
+    return stream, seconds
 
 
-async def _watch(client: Client, noted: PauseNotes, stream: Generation) -> None:
+async def _watch(server: Server, stream: Generation) -> dict[str, Any]:
     await asyncio.sleep(SETTLE_SECONDS)
     before = stream.tokens
     await asyncio.sleep(WATCH_SECONDS)
-    noted.ended_during = stream.done
-    noted.tokens_during = stream.tokens - before
-    noted.ready_status = (await client.get("ready")).status
-    noted.running_told = await client.running()
+    return {
+        "ended": stream.done,
+        "tokens": stream.tokens - before,
+        "ready": (await server.get("ready")).status,
+        "running": await server.running(),
+    }
 
 
-async def _continue(client: Client) -> None:
-    await client.post("continue_generation", {})
-    client.paused_by_us = False
+async def _continue(server: Server) -> None:
+    await server.post("continue_generation", {})
+    server.paused_by_us = False
 
 
-async def _end(noted: PauseNotes, stream: Generation, reference: list[int]) -> None:
+async def _ended(
+    stream: Generation, reference: list[int], seconds: float, watched: dict[str, Any]
+) -> Paused:
     await until(lambda: stream.done, END_SECONDS)
-    noted.finish = stream.finish
-    noted.same_tokens = stream.ids == reference
-
-
-SCENARIOS: Sequence[tuple[str, Scenario]] = (
-    ("describe", describe),
-    ("health", health),
-    ("responses", responses),
-    ("companions", companions),
-    ("cache_keys", cache_keys),
-    ("aborts", aborts),
-    ("hanging_up", hanging_up),
-    ("retract", retract),
-    ("in_place", in_place),
-)
-
-
-async def run_scenarios(client: Client, notes: Notes, seconds: float) -> None:
-    """Run all scenarios, each within `seconds`; one that breaks off leaves a note."""
-    for name, scenario in SCENARIOS:
-        try:
-            async with asyncio.timeout(seconds):
-                await scenario(client, notes)
-        except TimeoutError:
-            notes.trouble[name] = f"was not over after {seconds:g} s"
-        except (EngineError, msgspec.DecodeError, KeyError, TypeError, AttributeError) as error:
-            notes.trouble[name] = f"broke off ({error})"
-        finally:
-            with contextlib.suppress(EngineError):  # It is tried once more at the end.
-                await client.take_back()
+    same = stream.ids == reference
+    return Paused(seconds=seconds, finish=stream.finish, same=same, **watched)

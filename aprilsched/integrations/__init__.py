@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -12,20 +14,60 @@ from numpy.typing import NDArray
 from aprilsched.companions import Companion
 from aprilsched.config import SchedulerConfig
 from aprilsched.errors import ConfigError
+from aprilsched.extras import extra
 from aprilsched.types import BoolArray, Media
 
 
-def check_fixed_groups(config: SchedulerConfig, trainer: str) -> None:
-    """Refuse settings under which a group may have fewer rollouts than the trainer expects.
+def package(trainer: str, module: str) -> Any:
+    """A module of a trainer, or of the packages that it brings.
 
     Raises:
-        ConfigError: if groups may shrink.
+        MissingExtra: if the extra with the name of the trainer is not installed.
     """
+    with extra(trainer):
+        return importlib.import_module(module)
+
+
+def class_of(actor: Any) -> type[Any]:
+    """The class that ``@ray.remote`` was applied to."""
+    return actor.__ray_metadata__.modified_class.__ray_actor_class__
+
+
+def check_fixed_groups(config: SchedulerConfig, trainer: str) -> None:
+    """Refuse settings under which a batch may have other groups, or a group other rollouts, than
+    the trainer expects.
+
+    Raises:
+        ConfigError: if batches are not filled by their groups, or if groups may shrink.
+    """
+    if config.stop != "groups":
+        raise ConfigError(
+            f"stop is {config.stop!r}, and {trainer} takes a fixed number of groups; leave it at "
+            '"groups".'
+        )
     if config.retries.member == "shrink":
         raise ConfigError(
             f'retries.member is "shrink", and {trainer} takes groups of one size; set "again" or '
             '"drop_group".'
         )
+
+
+def with_bound(config: SchedulerConfig, bound: int, setting: str) -> SchedulerConfig:
+    """The settings with the bound on staleness that a trainer's `setting` gives, or with their own
+    if that is no larger.
+
+    Raises:
+        ConfigError: if that is larger.
+    """
+    own = config.policies.staleness.bound
+    if own is None:
+        return replace(config, max_staleness=bound)
+    if own > bound:
+        raise ConfigError(
+            f"max_staleness is {own}, and {setting} lets it be {bound} at most; raise "
+            f"{setting}, or leave max_staleness out."
+        )
+    return config
 
 
 def refuse(settings: Mapping[str, tuple[object, str]]) -> None:

@@ -25,8 +25,8 @@ import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -41,15 +41,16 @@ import numpy as np
 from aprilsched.blocking import RolloutScheduler
 from aprilsched.chat.tokenizer import load_tokenizer
 from aprilsched.config import SchedulerConfig
-from aprilsched.coordinator import PromptQueue, RefitReport, Turn
+from aprilsched.coordinator import PromptQueue, Turn
 from aprilsched.core.policies.straggler import BEHAVIOURS
-from aprilsched.engines.base import Engine, Fleet, RefitFromGroup
+from aprilsched.engines.base import Fleet, RefitFromGroup
 from aprilsched.errors import ConfigError, MissingExtra, RefitError
 from aprilsched.integrations import (
     check_fixed_groups,
     check_replay,
     images_of,
     one_placeholder_each,
+    with_bound,
 )
 from aprilsched.integrations.by_session import BySession
 from aprilsched.sessions import Session
@@ -163,8 +164,10 @@ class RolloutEngine:
         self._resolved: tuple[Any, Any, Any] | None = None
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="aprilsched-areal")
         self._client: Any = None
-        self._broadcast: _Broadcast | None = None
-        self._update: Future[RefitReport] | None = None
+        self._broadcast: ExitStack | None = None
+        """The block in which the engines are paused for a broadcast, while there is one."""
+        self._broken: BaseException | None = None
+        """Why a bucket of the broadcast has not arrived."""
         self._asleep = ExitStack()
         self._callbacks: _Callbacks | None = None
 
@@ -201,8 +204,7 @@ class RolloutEngine:
         with ExitStack() as end:
             end.callback(self._worker.shutdown)
             end.callback(self.scheduler.close)
-            if self._broadcast is not None:
-                end.callback(self._give_up, RefitError("the rollout engine was destroyed."))
+            end.callback(self._give_up, RefitError("the rollout engine was destroyed."))
             if self._client is not None:
                 end.callback(self._client.destroy)
             if self._callbacks is not None:
@@ -565,45 +567,49 @@ class RolloutEngine:
         return received
 
     def _begin_broadcast(self) -> None:
-        broadcast = self._broadcast = _Broadcast()
-        self._update = self._worker.submit(self.scheduler.update_weights, broadcast)
-        try:
-            begun = broadcast.begun.result()
-        except RefitError:
-            update, self._broadcast, self._update = self._update, None, None
-            update.result()
-            raise
-        if missing := {engine.name for engine in self._fleet.engines} - begun:
-            error = RefitError(
-                f"{', '.join(sorted(missing))} does not take part, and AReaL's broadcast would "
-                "wait for it for ever; restart the trainer, or use weight_update_mode=disk."
-            )
-            self._give_up(error)
-            raise error
+        engines = self._fleet.engines
+        with ExitStack() as block:
+            paused = block.enter_context(self.scheduler.paused_for_weights(label=True))
+            if missing := {engine.name for engine in engines}.difference(paused):
+                raise RefitError(
+                    f"{', '.join(sorted(missing))} does not take part, and AReaL's broadcast would "
+                    "wait for it for ever; restart the trainer, or use weight_update_mode=disk."
+                )
+            # AReaL 1.0.4 makes neither this call nor the one at the end, and SGLang 0.5.21 takes no
+            # broadcast without them.
+            self.scheduler.on_loop(lambda: self._on_each(lambda each: each.begin_update()))
+            self._broadcast, self._broken = block.pop_all(), None
 
     def _note_failure(self, received: Future[None]) -> None:
-        if (error := received.exception()) is not None and self._broadcast is not None:
-            self._broadcast.end(error)
+        self._broken = self._broken or received.exception()
+
+    async def _on_each(self, call: Callable[[RefitFromGroup], Awaitable[None]]) -> None:
+        members = [each for each in self._fleet.engines if isinstance(each, RefitFromGroup)]
+        await asyncio.gather(*map(call, members))
 
     def _give_up(self, error: RefitError) -> None:
         """End an update without its weights; the engines stand by until the next one."""
-        broadcast, update, self._broadcast, self._update = self._broadcast, self._update, None, None
-        if broadcast is not None and update is not None:
-            broadcast.end(error)
-            with suppress(Exception):
-                update.result()
+        block, self._broadcast = self._broadcast, None
+        if block is not None:
+            with suppress(RefitError), block:
+                raise error
 
     def continue_generation(self) -> None:
         """End a broadcast: label the weights, ask every engine for its version, continue.
 
         Raises:
-            RefitError: if no engine has the new weights.
+            RefitError: if a bucket has not arrived, or if no engine has the new weights.
+            EngineError: if an engine does not end the update.
         """
-        broadcast, update, self._broadcast, self._update = self._broadcast, self._update, None, None
-        if broadcast is not None and update is not None:
-            broadcast.end(None)
-            update.result()
-            self._updated = True
+        block, self._broadcast = self._broadcast, None
+        if block is None:
+            return
+        with block:
+            if self._broken is not None:
+                raise RefitError(repr(self._broken)) from self._broken
+            version = self.scheduler.version + 1
+            self.scheduler.on_loop(lambda: self._on_each(lambda each: each.end_update(version)))
+        self._updated = True
 
     def set_version(self, version: int) -> None:
         """Note the trainer's number for the weights that the engines have.
@@ -755,50 +761,6 @@ class _TurnEngine:
         return _Made(self._tokens, sent, further)
 
 
-class _Broadcast:
-    """One update by AReaL's own calls, between the begin and the end that each engine needs.
-
-    AReaL 1.0.4 makes neither call. SGLang 0.5.21 takes no broadcast without a begin, and nobody
-    labels the weights without an end.
-    """
-
-    def __init__(self) -> None:
-        self.begun: Future[set[str]] = Future()
-        """The names of the engines that wait for a broadcast."""
-        self._ended: Future[Exception | None] = Future()
-
-    def end(self, error: BaseException | None) -> None:
-        """Say that all buckets have arrived, or what went wrong; only the first word counts."""
-        with suppress(InvalidStateError):
-            self._ended.set_result(error if error is None else RefitError(repr(error)))
-
-    async def prepare(self, version: int) -> None:
-        """Do nothing: the trainer sends its weights when the engines are paused."""
-
-    async def publish(
-        self, version: int, engines: Sequence[Engine]
-    ) -> Mapping[str, Exception | None]:
-        """Begin an update of every engine, and end it when AReaL has sent everything."""
-        takers = [engine for engine in engines if isinstance(engine, RefitFromGroup)]
-        await asyncio.gather(*(engine.begin_update() for engine in takers))
-        self.begun.set_result({engine.name for engine in takers})
-        error = await asyncio.wrap_future(self._ended)
-        if error is not None:
-            raise error
-        ends = [engine.end_update(version) for engine in takers]
-        outcomes = await asyncio.gather(*ends, return_exceptions=True)
-        return {
-            engine.name: outcome if isinstance(outcome, Exception) else None
-            for engine, outcome in zip(takers, outcomes, strict=True)
-        }
-
-    async def conclude(self) -> None:
-        """Release who waits for the begin, if the update ended before."""
-        self._ended.cancel()
-        if not self.begun.done():
-            self.begun.set_exception(RefitError("the update ended before the engines were paused."))
-
-
 class _Callbacks:
     """Serves the calls that AReaL's training processes make of the process that has the engine.
 
@@ -870,21 +832,8 @@ def _settings(config: SchedulerConfig, areal: Any, group_size: int) -> Scheduler
         raise ConfigError("use_lora is set, which the scheduler does not carry; leave it out.")
     if getattr(areal, "return_routed_experts", False):
         check_replay(config, "return_routed_experts")
-    if config.stop != "groups":
-        raise ConfigError(
-            f"stop is {config.stop!r}, and a step of AReaL takes a fixed number of groups; leave "
-            'it at "groups".'
-        )
     check_fixed_groups(config, "AReaL")
-    bound = areal.max_head_offpolicyness
-    own = config.policies.staleness.bound
-    if own is None:
-        config = replace(config, max_staleness=bound)
-    elif own > bound:
-        raise ConfigError(
-            f"max_staleness is {own}, and max_head_offpolicyness {bound}; raise "
-            "max_head_offpolicyness, or leave max_staleness out."
-        )
+    config = with_bound(config, areal.max_head_offpolicyness, "max_head_offpolicyness")
     limit = areal.max_concurrent_rollouts
     if limit is not None and config.dispatch.max_in_flight is None:
         config = replace(

@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import importlib
 import itertools
 import os
 import runpy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -31,8 +31,7 @@ from aprilsched.config import SchedulerConfig
 from aprilsched.coordinator import PromptQueue, RolloutScheduler, Turn
 from aprilsched.engines.base import Fleet
 from aprilsched.errors import ConfigError
-from aprilsched.extras import extra
-from aprilsched.integrations import check_fixed_groups, refuse
+from aprilsched.integrations import check_fixed_groups, class_of, package, refuse
 from aprilsched.integrations.pushed import NOT_TOKENIZED
 from aprilsched.sampling import sampling_params
 from aprilsched.telemetry.base import AnyListener
@@ -43,6 +42,8 @@ if TYPE_CHECKING:
     _Theirs = Any
 else:
     _Theirs = object
+
+_package = partial(package, "openrlhf")
 
 Response: TypeAlias = dict[str, Any]
 """What an executor of OpenRLHF returns for one rollout."""
@@ -82,11 +83,6 @@ def main(
     """
     config = config or SchedulerConfig(pace="asynchronous")
     check_fixed_groups(config, "OpenRLHF")
-    if config.stop != "groups":
-        raise ConfigError(
-            f"stop is {config.stop!r}, and OpenRLHF takes batches of rollout.batch_size prompts; "
-            'leave it at "groups".'
-        )
     ray, actors = _package("ray"), _package("openrlhf.trainer.ray.ppo_actor")
     made: list[Any] = []
 
@@ -103,20 +99,11 @@ def main(
     _package("openrlhf.trainer.ray").create_vllm_engines = engines
     for module in ("ppo_trainer", "ppo_trainer_async"):
         _package(f"openrlhf.trainer.{module}").SamplesGenerator = samples_generator()
-    actors.PolicyModelActor = ray.remote(num_gpus=1)(policy_actor(_plain(actors.PolicyModelActor)))
+    actors.PolicyModelActor = ray.remote(num_gpus=1)(
+        policy_actor(class_of(actors.PolicyModelActor))
+    )
     runpy.run_module("openrlhf.cli.train_ppo_ray", run_name="__main__", alter_sys=True)
     ray.get([actor.close.remote() for actor in made])
-
-
-def _package(name: str) -> Any:
-    """A module of OpenRLHF, or of the packages that it brings."""
-    with extra("openrlhf"):
-        return importlib.import_module(name)
-
-
-def _plain(actor: Any) -> type[Any]:
-    """The class that ``@ray.remote`` was applied to."""
-    return actor.__ray_metadata__.modified_class.__ray_actor_class__
 
 
 class Rollouts:

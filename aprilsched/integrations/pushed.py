@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Generic, TypeVar
+from dataclasses import replace
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from aprilsched.config import Pool, SchedulerConfig
+from aprilsched.config import SchedulerConfig
 from aprilsched.coordinator import RolloutScheduler
 from aprilsched.core.messages.facts import (
     BatchDelivered,
@@ -23,8 +23,8 @@ from aprilsched.core.messages.facts import (
     GroupLaunched,
     PromptRefused,
 )
-from aprilsched.core.policies.schedule import OverProvision
 from aprilsched.errors import RefitError
+from aprilsched.shards.base import EveryPrompt
 from aprilsched.types import Batch
 
 NOT_TOKENIZED = np.zeros(1, dtype=np.int32)
@@ -36,28 +36,14 @@ _LOOK_S = 1.0
 KeyT = TypeVar("KeyT", bound=Hashable)
 
 
-@dataclass(frozen=True, slots=True)
-class _AsPushed(OverProvision):
-    """Keeps every prompt open that was pushed: the trainer decides how many there are."""
-
-    name: ClassVar[str] = "as pushed"
-
-    def target_groups(self, batch_groups: int) -> int:
-        return 2**20
-
-    @property
-    def told(self) -> str:
-        return "all prompts that are pushed"
-
-
 def as_pushed(config: SchedulerConfig, **changes: Any) -> SchedulerConfig:
     """The settings of `config` for groups that are launched when they are pushed and delivered one
     by one."""
     return replace(
         config,
         batch_groups=1,
-        over_provision=_AsPushed(),
-        refill=Pool(together=1),
+        over_provision=1.0,
+        refill=EveryPrompt(),
         pace="asynchronous",
         **changes,
     )

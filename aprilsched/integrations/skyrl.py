@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import importlib
 import itertools
 import os
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -34,8 +34,7 @@ from aprilsched.coordinator import PromptQueue, RolloutScheduler, Turn
 from aprilsched.engines.base import Fleet
 from aprilsched.engines.vllm.engine import VLLMFleet
 from aprilsched.errors import ConfigError
-from aprilsched.extras import extra
-from aprilsched.integrations import check_fixed_groups, refuse
+from aprilsched.integrations import check_fixed_groups, package, refuse
 from aprilsched.integrations.pushed import NOT_TOKENIZED, PushedGroups, as_pushed, next_batch
 from aprilsched.sampling import sampling_params
 from aprilsched.telemetry.base import AnyListener
@@ -47,6 +46,7 @@ if TYPE_CHECKING:
 else:
     _Theirs = object
 
+_package = partial(package, "skyrl")
 _ASIDE = {"logprobs", "skip_special_tokens", "include_stop_str_in_output"}
 """Sampling parameters of SkyRL that are about the text and form of an answer."""
 _TURN: ContextVar[Turn] = ContextVar("turn")
@@ -314,12 +314,6 @@ class _Client:
 
     async def finish_session(self, session_id: str) -> None:
         """Do nothing: no router holds room for a session."""
-
-
-def _package(name: str) -> Any:
-    """A module of SkyRL, or of the packages that it brings."""
-    with extra("skyrl"):
-        return importlib.import_module(name)
 
 
 def _own(cfg: Any) -> Any:

@@ -21,14 +21,13 @@ import concurrent.futures
 import contextlib
 import copy
 import functools
-import inspect
 import itertools
 import json
 import os
 import queue
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
@@ -43,9 +42,9 @@ from aprilsched.coordinator import Accept
 from aprilsched.engines.base import Fleet
 from aprilsched.errors import ConfigError
 from aprilsched.extras import extra
-from aprilsched.integrations import check_fixed_groups
+from aprilsched.integrations import check_fixed_groups, with_bound
 from aprilsched.integrations.by_session import BySession
-from aprilsched.integrations.trl_tools import Conversation, Factories, ToolHarness
+from aprilsched.integrations.trl_tools import Conversation, Factories, ToolHarness, called
 from aprilsched.store import MemoryStore
 from aprilsched.telemetry.base import AnyListener
 from aprilsched.types import Batch, Group, Prompt, Rollout, SamplingParams, Score
@@ -716,7 +715,7 @@ class _Rewards:
         call = await asyncio.to_thread(self._arguments, group)
         count = len(group.rollouts)
         columns = await asyncio.gather(
-            *(_called(function, call, count) for function in self._functions)
+            *(_rewarded(function, call, count) for function in self._functions)
         )
         told = [each.reward for each in self.conversations(group)]
         for name in self._own:
@@ -760,17 +759,9 @@ class _Rewards:
         }
 
 
-async def _called(function: Callable[..., Any], call: Mapping[str, Any], count: int) -> list[Any]:
-    """The rewards that `function` gives, one for each rollout.
-
-    A plain function runs in a thread. An asynchronous one is called here: a coroutine that a thread
-    had made was never awaited if the scheduler was closed at that moment.
-    """
-    if any(inspect.iscoroutinefunction(each) for each in (function, type(function).__call__)):
-        given: Any | Awaitable[Any] = function(**call)
-    else:
-        given = await asyncio.to_thread(function, **call)
-    rewards = list(await given if inspect.isawaitable(given) else given)
+async def _rewarded(function: Callable[..., Any], call: Mapping[str, Any], count: int) -> list[Any]:
+    """The rewards that `function` gives, one for each rollout."""
+    rewards = list(await called(functools.partial(function, **call)))
     if len(rewards) != count:
         raise ValueError(f"{_name(function)} gave {len(rewards)} rewards for {count} rollouts")
     return rewards
@@ -856,11 +847,6 @@ def _settings(config: SchedulerConfig, args: Any, *, streamed: bool) -> Schedule
             f"gradient_accumulation_steps x processes), and groups have {args.num_generations}; "
             "set num_generations to a divisor of it."
         )
-    if config.stop != "groups":
-        raise ConfigError(
-            f"stop is {config.stop!r}, and a step of TRL takes a fixed number of rollouts; leave "
-            'it at "groups".'
-        )
     check_fixed_groups(config, "TRL")
     if config.policies.companions:
         raise ConfigError(
@@ -868,16 +854,7 @@ def _settings(config: SchedulerConfig, args: Any, *, streamed: bool) -> Schedule
             "alone, so they would reach nothing; leave them out, or use a trainer of your own."
         )
     ahead = 0 if streamed else 1
-    bound = args.max_staleness - ahead
-    own = config.policies.staleness.bound
-    if own is None:
-        config = replace(config, max_staleness=bound)
-    elif own > bound:
-        raise ConfigError(
-            f"max_staleness is {own}, and a batch is fetched {ahead} steps before it is trained on "
-            f"by TRL, which drops what is older than {args.max_staleness}; set max_staleness of "
-            f"AsyncGRPOConfig to {own + ahead} or more."
-        )
+    config = with_bound(config, args.max_staleness - ahead, "max_staleness of AsyncGRPOConfig")
     penalty = args.repetition_penalty
     return replace(
         config,

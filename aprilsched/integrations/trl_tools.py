@@ -126,11 +126,11 @@ class ToolHarness:
             environment: Any = free.pop() if free else self._factories[name]()
             try:
                 given = {k: v for k, v in row.items() if not self._named or k != "environment"}
-                begun = await asyncio.to_thread(partial(environment.reset, **given))
+                begun = await called(partial(environment.reset, **given))
                 found = Conversation(prompt=_with(messages, begun))
                 await self._converse(session, found, [*self._tools, *_methods(environment)])
                 if hasattr(environment, "get_reward"):
-                    reward = await _called(environment.get_reward)
+                    reward = await called(environment.get_reward)
                     kind = type(environment).__name__
                     found.reward = kind, None if reward is None else float(reward)
             finally:
@@ -169,18 +169,20 @@ class ToolHarness:
         try:
             if name not in tools:
                 raise ValueError(f"unknown tool {name}")
-            return str(await _called(partial(tools[name], **json.loads(arguments))))
+            return str(await called(partial(tools[name], **json.loads(arguments))))
         except Exception as error:
             found.failures += 1
             return str({"error": str(error)})
 
 
-async def _called(function: Callable[[], Any]) -> Any:
-    """Call a plain function in a thread, and a coroutine function here."""
+async def called(function: Callable[[], Any]) -> Any:
+    """Call a plain function of the user in a thread, and an asynchronous one here: a coroutine that
+    a thread had made was never awaited if the scheduler was closed at that moment."""
     target: Any = getattr(function, "func", function)
-    if inspect.iscoroutinefunction(target):
+    if any(inspect.iscoroutinefunction(each) for each in (target, type(target).__call__)):
         return await function()
-    return await asyncio.to_thread(function)
+    made = await asyncio.to_thread(function)
+    return await made if inspect.isawaitable(made) else made
 
 
 def _methods(environment: object) -> list[Callable[..., Any]]:

@@ -19,11 +19,11 @@ whose trainer ``trainer.v1.trainer_mode=separate_async`` it serves.
 from __future__ import annotations
 
 import asyncio
-import importlib
 import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, cast
 
 import numpy as np
@@ -32,12 +32,13 @@ from aprilsched.config import SchedulerConfig
 from aprilsched.coordinator import PromptQueue, RolloutScheduler, Turn
 from aprilsched.engines.sglang.http_engine import SGLangListedFleet
 from aprilsched.errors import ConfigError
-from aprilsched.extras import extra
 from aprilsched.integrations import (
     check_fixed_groups,
     check_replay,
+    class_of,
     images_of,
     one_placeholder_each,
+    package,
     refuse,
 )
 from aprilsched.integrations.pushed import NOT_TOKENIZED, PushedGroups, as_pushed, next_batch
@@ -58,6 +59,7 @@ log = logging.getLogger("aprilsched")
 Row: TypeAlias = dict[str, Any]
 """One row of verl's dataset, with the columns that verl adds."""
 
+_package = partial(package, "verl")
 _POLL_S = 1.0
 """Seconds between two looks at the list of servers, from which verl takes those that it needs for
 training."""
@@ -180,7 +182,7 @@ def main() -> None:
 def _task_runner() -> type[Any]:
     """verl's task runner, with the manager of this module and a trainer that waits for it."""
 
-    class TaskRunner(_plain(_package("verl.trainer.main_ppo").TaskRunnerV1)):
+    class TaskRunner(class_of(_package("verl.trainer.main_ppo").TaskRunnerV1)):
         def init_agent_loop_manager(self) -> None:
             with _package("omegaconf").open_dict(self.config):
                 agent = self.config.actor_rollout_ref.rollout.agent
@@ -202,17 +204,6 @@ def hold_updates(trainer: Any, manager: AgentLoopManager) -> None:
             update()
 
     trainer.on_step_end = on_step_end
-
-
-def _package(name: str) -> Any:
-    """A module of verl, or of the packages that it brings."""
-    with extra("verl"):
-        return importlib.import_module(name)
-
-
-def _plain(actor: Any) -> type[Any]:
-    """The class that ``@ray.remote`` was applied to."""
-    return actor.__ray_metadata__.modified_class.__ray_actor_class__
 
 
 class _Client:
@@ -280,7 +271,7 @@ def _scheduler() -> type[Any]:
 
     It is made when it is needed, since the library is imported without verl.
     """
-    worker = _plain(_package("verl.trainer.ppo.v1.agent_loop_tq").AgentLoopWorkerTQ)
+    worker = class_of(_package("verl.trainer.ppo.v1.agent_loop_tq").AgentLoopWorkerTQ)
     return type("Scheduler", (_Scheduler, worker), {})
 
 
@@ -503,11 +494,11 @@ def _settings(config: Any, own: SchedulerConfig) -> SchedulerConfig:
     refuse(refused)
     if rollout.get("enable_rollout_routing_replay"):
         check_replay(own, "actor_rollout_ref.rollout.enable_rollout_routing_replay")
-    check_fixed_groups(own, "verl")
     usual = SchedulerConfig()
     for name in _DECIDED:
         if getattr(own, name) != getattr(usual, name):
             raise ConfigError(f"{name} of the scheduler is set, and verl decides it; leave it out.")
+    check_fixed_groups(own, "verl")
     return as_pushed(
         own,
         group_size=rollout.n,

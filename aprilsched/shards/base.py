@@ -284,8 +284,6 @@ class JointUpdate:
 
     def part(self, shard: str) -> Part:
         """The publisher for one shard."""
-        if isinstance(self.publisher, RepublishingPublisher):
-            return RepublishingPart(self, shard)
         return Part(self, shard)
 
     def left(self, shard: str) -> None:
@@ -368,10 +366,6 @@ class Part:
         :meth:`~aprilsched.weights.publisher.WeightPublisher.publish`."""
         return await self.joint.publish(self._shard, version, engines)
 
-
-class RepublishingPart(Part):
-    """A part of an update that can be published again."""
-
     def holds(self, version: int) -> bool:
         """Whether the trainer's publisher can publish `version` again."""
         publisher = self.joint.publisher
@@ -392,7 +386,7 @@ _NEVER = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class EveryPrompt(Refill):
-    """Starts every prompt that is there: the collector decides how many there are."""
+    """Starts every prompt that is there: whoever gives them decides how many there are."""
 
     name: ClassVar[str] = "every_prompt"
 
@@ -400,7 +394,7 @@ class EveryPrompt(Refill):
         return _NEVER
 
     def told(self, ratio: str) -> str:
-        return "what the collector gives"
+        return "every prompt that is given"
 
 
 @dataclass(frozen=True, slots=True)

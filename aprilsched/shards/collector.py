@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import msgspec
 
@@ -547,38 +548,38 @@ class Collector:
 
     # --- a saved run ---------------------------------------------------------------------------
 
-    def cut(self) -> Cut:
-        """The state of this moment, for a checkpoint."""
+    def cut(self, folder: str) -> Callable[[], bytes]:
+        """The state of this moment, for a checkpoint with the files of the shards in the folder of
+        this name. What is returned makes the content of a file, in any thread; it raises
+        ConfigError if a prompt holds a value that cannot be stored."""
         kept = {each.serial: each.group.prompt for each in self._kept()}
-        return Cut(
-            _Saved(
-                schema=FORMAT_VERSION,
-                folder="",
-                version=self.version,
-                batches=self.batches,
-                batches_since_update=self._batches_since_update,
-                serials=self.serials,
-                cursor=self.prompts.cursor,
-                delivered=self.prompts.outcome.delivered,
-                failed=dict(self.prompts.outcome.causes),
-                slots=self._slots,
-                shards=[
-                    _SavedShard(
-                        name=post.name,
-                        slot=post.slot,
-                        # What has arrived and is not taken is in the file of its shard.
-                        serials=post.serials
-                        | {e.serial: len(e.members) for e in self._kept() if e.post is post},
-                    )
-                    for post in self.posts
-                ],
-                prompts=[],
-            ),
-            self._given | kept,
+        saved = _Saved(
+            schema=FORMAT_VERSION,
+            folder=folder,
+            version=self.version,
+            batches=self.batches,
+            batches_since_update=self._batches_since_update,
+            serials=self.serials,
+            cursor=self.prompts.cursor,
+            delivered=self.prompts.outcome.delivered,
+            failed=dict(self.prompts.outcome.causes),
+            slots=self._slots,
+            shards=[
+                _SavedShard(
+                    name=post.name,
+                    slot=post.slot,
+                    # What has arrived and is not taken is in the file of its shard.
+                    serials=post.serials
+                    | {e.serial: len(e.members) for e in self._kept() if e.post is post},
+                )
+                for post in self.posts
+            ],
+            prompts=[],
         )
+        return partial(_encoded, saved, self._given | kept)
 
     def restore(self, saved: bytes) -> str:
-        """Begin with what :meth:`Cut.encoded` returned; returns the name of the folder with the
+        """Begin with the content of a file of :meth:`cut`; returns the name of the folder with the
         files of the shards.
 
         Raises:
@@ -643,33 +644,12 @@ class _Saved(_Versioned, array_like=True):
     """Those of all shards. The others generate them if a shard does not come back."""
 
 
-class Cut:
-    """The state of a collector at one moment.
-
-    Args:
-        saved: its numbers.
-        prompts: the prompts that the shards had, by their serials.
-    """
-
-    def __init__(self, saved: _Saved, prompts: Mapping[int, Prompt]) -> None:
-        self._saved = saved
-        self._given = prompts
-
-    def encoded(self, folder: str) -> bytes:
-        """The content of a file.
-
-        Args:
-            folder: name of the folder with the files of the shards.
-
-        Raises:
-            ConfigError: if a prompt holds a value that cannot be stored.
-        """
-        self._saved.folder = folder
-        self._saved.prompts = [
-            group_record(SavedGroup(group_id=serial, prompt=prompt, opened=0, members=()))
-            for serial, prompt in self._given.items()
-        ]
-        return encode(self._saved)
+def _encoded(saved: _Saved, prompts: Mapping[int, Prompt]) -> bytes:
+    saved.prompts = [
+        group_record(SavedGroup(group_id=serial, prompt=prompt, opened=0, members=()))
+        for serial, prompt in prompts.items()
+    ]
+    return encode(saved)
 
 
 def _masked(group: Group, oldest: int | None) -> Group:

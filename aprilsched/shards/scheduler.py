@@ -55,7 +55,7 @@ from aprilsched.shards.base import (
     serial_of,
     shard_config,
 )
-from aprilsched.shards.collector import Collector, Cut, Post
+from aprilsched.shards.collector import Collector, Post
 from aprilsched.telemetry.alignment import alignment_of
 from aprilsched.telemetry.base import AnyListener
 from aprilsched.telemetry.event_log import EventLog
@@ -697,9 +697,9 @@ class ShardedScheduler(AsyncScheduler):
             for member in self._members:
                 group.create_task(member.telling.acquire())
         try:
-            cut = self._collector.cut()
-            orders = [self._orders(member) for member in self._members]
             name = _new_name(path)
+            cut = self._collector.cut(name)
+            orders = [self._orders(member) for member in self._members]
             folder = path / name
             await asyncio.to_thread(folder.mkdir, parents=True)
             await asyncio.gather(
@@ -893,7 +893,8 @@ class ShardedScheduler(AsyncScheduler):
             self._waits.refuse(end, batch=True, evaluations=())
         if self._frozen:
             return
-        self._refuse_stranded()
+        if self._waits.batch_requested and (error := self._stranded()) is not None:
+            self._waits.refuse(error, batch=True, evaluations=())
         missing = collector.give()
         if missing:
             collector.prompts.fetching = True
@@ -956,16 +957,6 @@ class ShardedScheduler(AsyncScheduler):
                     given,
                 )
 
-    def _refuse_stranded(self) -> None:
-        """End a wait for a batch that no shard can generate before the next update."""
-        if self._waits.batch_requested and (error := self._stranded()) is not None:
-            self._waits.refuse(error, batch=True, evaluations=())
-
-    def _check_whole(self) -> None:
-        error = self._stranded()
-        if error is not None:
-            raise error
-
     def _stranded(self) -> RefitError | None:
         """The error that no shard has the version of the run and none will have it by itself."""
         collector = self._collector
@@ -1014,8 +1005,8 @@ class ShardedScheduler(AsyncScheduler):
         self._waits.raise_failure()
         if not self._is_open or self._pid != os.getpid():
             raise SchedulerClosed("use the scheduler inside its `async with` block.")
-        if whole:
-            self._check_whole()
+        if whole and (error := self._stranded()) is not None:
+            raise error
 
     def _start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work, name="aprilsched shards")
@@ -1065,9 +1056,9 @@ def _new_name(path: Path) -> str:
     return str(number)
 
 
-def _conclude_checkpoint(path: Path, name: str, cut: Cut) -> None:
+def _conclude_checkpoint(path: Path, name: str, cut: Callable[[], bytes]) -> None:
     """Make the new files those of the checkpoint, and remove the ones before."""
-    content, writing = cut.encoded(name), path / f".{_COLLECTOR}.writing"
+    content, writing = cut(), path / f".{_COLLECTOR}.writing"
     try:
         with writing.open("wb") as file:
             file.write(content)

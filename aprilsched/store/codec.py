@@ -10,6 +10,7 @@ import uuid
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from decimal import Decimal
+from functools import partial
 from typing import Any, TypeVar, cast, get_args
 
 import msgspec
@@ -30,6 +31,8 @@ from aprilsched.types import Media, Prompt, SamplingParams
 # Invariant: a value comes back equal and of the same type, or it is refused when it is packed.
 # Types are compared exactly, because a subclass (an integer enum, a named tuple) would come back as
 # its base class. Nothing is ever imported or called by a name in the data.
+
+TimeT = TypeVar("TimeT", datetime.datetime, datetime.time)
 
 _PLAIN = frozenset({type(None), bool, float, str, bytes})
 """The types that MessagePack has itself."""
@@ -125,39 +128,25 @@ def _scalar_of(data: memoryview) -> np.generic[Any]:
     return np.frombuffer(body, dtype=dtype)[0] if dtype.itemsize else dtype.type()
 
 
-def _datetime(value: datetime.datetime) -> Any:
-    offset = None
-    if value.tzinfo is not None:
-        if type(value.tzinfo) is not datetime.timezone:
+def _iso(code: int) -> Callable[[datetime.datetime | datetime.time], Any]:
+    """Packs times, with or without a date, as the digit of their fold and their text in ISO 8601,
+    which has the offset of a time zone and not its name."""
+
+    def packed(value: datetime.datetime | datetime.time) -> Any:
+        if value.tzinfo is not None and type(value.tzinfo) is not datetime.timezone:
             raise TypeError(f"a time zone of type {type(value.tzinfo).__qualname__}")
-        offset = _duration(value.tzinfo.utcoffset(None))
-    day = (value.year, value.month, value.day)
-    return _ext(_DATETIME, (*day, *_clock(value), offset))
+        return msgspec.msgpack.Ext(code, f"{value.fold}{value.isoformat()}".encode())
+
+    return packed
 
 
-def _datetime_of(data: memoryview) -> datetime.datetime:
-    *fields, fold, offset = _parts(data)
-    zone = None if offset is None else datetime.timezone(datetime.timedelta(*offset))
-    return datetime.datetime(*fields, tzinfo=zone, fold=fold)
+def _text(data: memoryview) -> str:
+    return bytes(data).decode()
 
 
-def _time(value: datetime.time) -> Any:
-    if value.tzinfo is not None:
-        raise TypeError("a time of day with a time zone")
-    return _ext(_TIME, _clock(value))
-
-
-def _time_of(data: memoryview) -> datetime.time:
-    *fields, fold = _parts(data)
-    return datetime.time(*fields, fold=fold)
-
-
-def _clock(value: datetime.datetime | datetime.time) -> tuple[int, int, int, int, int]:
-    return (value.hour, value.minute, value.second, value.microsecond, value.fold)
-
-
-def _duration(value: datetime.timedelta) -> tuple[int, int, int]:
-    return (value.days, value.seconds, value.microseconds)
+def _time_of(kind: type[TimeT], data: memoryview) -> TimeT:
+    fold, text = _text(data)[:1], _text(data)[1:]
+    return kind.fromisoformat(text).replace(fold=int(fold))
 
 
 _PACK: dict[type, Callable[[Any], Any]] = {
@@ -171,11 +160,13 @@ _PACK: dict[type, Callable[[Any], Any]] = {
     bytearray: lambda value: msgspec.msgpack.Ext(_BYTEARRAY, bytes(value)),
     np.ndarray: _array,
     Decimal: lambda value: msgspec.msgpack.Ext(_DECIMAL, str(value).encode()),
-    uuid.UUID: lambda value: _ext(_UUID, value.bytes),
-    datetime.datetime: _datetime,
-    datetime.date: lambda value: _ext(_DATE, (value.year, value.month, value.day)),
-    datetime.time: _time,
-    datetime.timedelta: lambda value: _ext(_TIMEDELTA, _duration(value)),
+    uuid.UUID: lambda value: msgspec.msgpack.Ext(_UUID, value.bytes),
+    datetime.datetime: _iso(_DATETIME),
+    datetime.date: lambda value: msgspec.msgpack.Ext(_DATE, value.isoformat().encode()),
+    datetime.time: _iso(_TIME),
+    datetime.timedelta: lambda value: _ext(
+        _TIMEDELTA, (value.days, value.seconds, value.microseconds)
+    ),
 }
 _UNPACK: dict[int, Callable[[memoryview], Any]] = {
     _INT: lambda data: int.from_bytes(data, signed=True),
@@ -187,11 +178,11 @@ _UNPACK: dict[int, Callable[[memoryview], Any]] = {
     _BYTEARRAY: bytearray,
     _ARRAY: _array_of,
     _SCALAR: _scalar_of,
-    _DECIMAL: lambda data: Decimal(bytes(data).decode()),
-    _UUID: lambda data: uuid.UUID(bytes=_parts(data)),
-    _DATETIME: _datetime_of,
-    _DATE: lambda data: datetime.date(*_parts(data)),
-    _TIME: _time_of,
+    _DECIMAL: lambda data: Decimal(_text(data)),
+    _UUID: lambda data: uuid.UUID(bytes=bytes(data)),
+    _DATETIME: partial(_time_of, datetime.datetime),
+    _DATE: lambda data: datetime.date.fromisoformat(_text(data)),
+    _TIME: partial(_time_of, datetime.time),
     _TIMEDELTA: lambda data: datetime.timedelta(*_parts(data)),
 }
 

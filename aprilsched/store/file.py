@@ -24,8 +24,6 @@ _WAIT_SECONDS = 1.0
 PAGE_BYTES = 4096
 """A row of tokens has some KiB; in larger pages more of the room between rows stays empty."""
 _WAL_BYTES = 1 << 25
-_LOG_HEAD, _FRAME_HEAD = 32, 24
-_FRAME = _FRAME_HEAD + PAGE_BYTES
 _MODE = 0o600
 _PROGRESS, _CRC = struct.Struct("<3q"), struct.Struct("<I")
 _DAMAGED = "restore a checkpoint, or move it away to start again"
@@ -53,12 +51,8 @@ def safe_path(path: Path) -> Path:
     return path
 
 
-def connect(path: Path) -> tuple[sqlite3.Connection, int]:
+def connect(path: Path) -> sqlite3.Connection:
     """Open the file, make it if it is missing, bring it to the newest schema, and lock it.
-
-    Returns:
-        The connection, and the number of transactions in the write-ahead log that SQLite drops
-        because they are behind a damaged place.
 
     Raises:
         StoreError: if it cannot be opened.
@@ -70,7 +64,6 @@ def connect(path: Path) -> tuple[sqlite3.Connection, int]:
         # nobody else to read. What fails here fails in SQLite too, which says more.
         with suppress(OSError):
             os.close(os.open(path, os.O_RDWR | os.O_CREAT, _MODE))
-        commits = _commits(path.with_name(path.name + "-wal"))
         connection = sqlite3.connect(
             path,
             timeout=_WAIT_SECONDS,
@@ -79,44 +72,15 @@ def connect(path: Path) -> tuple[sqlite3.Connection, int]:
         )
     try:
         with store_errors(path, "opened"):
-            frames = _prepare(connection, path)
+            _prepare(connection, path)
     except BaseException:
         connection.close()
         raise
-    return connection, sum(commit > frames for commit in commits)
+    return connection
 
 
-def _commits(log: Path) -> list[int]:
-    """The numbers of the frames of a write-ahead log that end a transaction, damaged or not.
-
-    Each frame has two numbers of the log that it was written for, which are in the head of the log
-    too; those of an older log, which may follow, have others.
-    """
-    found: list[int] = []
-    with suppress(FileNotFoundError), log.open("rb") as file:
-        first = file.read(_LOG_HEAD + _FRAME_HEAD)
-        salts = first[16:24] if _whole(first[:_LOG_HEAD]) else first[_LOG_HEAD + 8 :][:8]
-        for number in range(1, (os.fstat(file.fileno()).st_size - _LOG_HEAD) // _FRAME + 1):
-            file.seek(_LOG_HEAD + (number - 1) * _FRAME)
-            head = file.read(_FRAME_HEAD)
-            if head[8:16] == salts and any(head[4:8]):
-                found.append(number)
-    return found
-
-
-def _whole(head: bytes) -> bool:
-    """Whether the head of a write-ahead log has the checksum that the file format asks for."""
-    order = ">" if head[:4] == b"\x37\x7f\x06\x83" else "<"
-    one = two = 0
-    for left, right in struct.iter_unpack(f"{order}2I", head[:24]):
-        one = (one + left + two) % 2**32
-        two = (two + right + one) % 2**32
-    return head[24:] == struct.pack(">2I", one, two)
-
-
-def _prepare(connection: sqlite3.Connection, path: Path) -> int:
-    """Bring the file into the form that a store needs; returns the number of frames in its
-    write-ahead log that SQLite takes."""
+def _prepare(connection: sqlite3.Connection, path: Path) -> None:
+    """Bring the file into the form that a store needs."""
     connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
     connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
     # Some builds of SQLite overwrite what is deleted. The mode of the file protects it already.
@@ -127,11 +91,9 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> int:
     connection.execute(f"PRAGMA journal_size_limit = {_WAL_BYTES}")
     connection.execute("PRAGMA wal_autocheckpoint = 4000")
     connection.execute("PRAGMA trusted_schema = OFF")
-    _, frames, _ = connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
     migrate(connection, path)
     connection.execute("BEGIN EXCLUSIVE")
     connection.execute("COMMIT")
-    return frames
 
 
 @contextmanager

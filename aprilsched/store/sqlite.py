@@ -147,7 +147,7 @@ class SqliteStore:
         """
         self.close()
         new = not os.path.lexists(self.path)
-        connection, dropped = connect(self.path)
+        connection = connect(self.path)
         try:
             with store_errors(self.path, "read"):
                 # This also shows at once that a folder is not writable.
@@ -155,7 +155,7 @@ class SqliteStore:
                 if new:
                     self._marker.remove()
                 last = self._marker.open()
-                saved = self._compare(read_saved(connection, self.path), connection, last, dropped)
+                saved = self._compare(read_saved(connection, self.path), connection, last)
                 connection.execute("COMMIT")
         except BaseException:
             connection.close()
@@ -216,18 +216,11 @@ class SqliteStore:
             self._connection = None
 
     def _compare(
-        self,
-        saved: Saved | None,
-        connection: sqlite3.Connection,
-        last: Progress | None,
-        dropped: int,
+        self, saved: Saved | None, connection: sqlite3.Connection, last: Progress | None
     ) -> Saved | None:
-        """`saved`, with what is said of it if it is not what was saved last.
-
-        `last` is what the marker says, and `dropped` the number of saves that SQLite has dropped.
-        """
+        """`saved`, with what is said of it if the marker says `last` that more was saved."""
         self._given = 0
-        if last is None and not dropped:
+        if last is None:
             return saved
         if saved is None:
             raise StoreError(
@@ -236,9 +229,7 @@ class SqliteStore:
             )
         counters = saved.run.counters
         found = Progress(_last_row(connection), counters.launched, counters.batches)
-        # Without a marker, each save that is gone may have been that of a batch.
-        last = last or found._replace(batches=found.batches + dropped)
-        if not dropped and all(a >= b for a, b in zip(found, last, strict=True)):
+        if all(a >= b for a, b in zip(found, last, strict=True)):
             return saved
         self._given = last.batches
         log.warning(

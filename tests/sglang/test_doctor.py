@@ -28,16 +28,12 @@ async def test_a_real_server_passes_and_is_left_as_found(clean_server: CpuServer
     assert failed == []
     assert process.returncode == 0, err.decode()
     warned = {found["check"] for found in findings.values() if found["status"] == "warn"}
-    # What only a GPU or another switch has, and what would change the server or kill it.
+    # What only a GPU or another switch has, and what would change the server.
     # (Events that nobody has read yet are joined, so on a busy machine there may be fewer.)
     assert warned - {"stream interval (hazard 10)"} == {
         "LoRA adapters",
         "released weights",
-        "failed load from disk",
-        "flush within an update (hazard 3)",
         "refit by its logprobs",
-        "release while requests wait",
-        "trickling requests (hazard 15)",
     }
     assert "256 cached tokens under the same key, 0 under another" in findings["cache keys"]["seen"]
     assert "after continue with 'abort'" in findings["abort under in_place (hazard 5)"]["seen"]

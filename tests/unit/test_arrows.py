@@ -127,7 +127,9 @@ _RULES: dict[str, Rule] = {
         if name != "sim"
     },
     # Which settings need what an engine cannot do.
-    "doctor": rule("companions core.policies.straggler doctor engines errors types"),
+    "doctor": rule(
+        "companions core.policies.straggler doctor engines errors testing.contract types"
+    ),
     "weights": rule("engines.base errors extras types weights"),
     "store": rule(
         "companions core.lengths.observed core.policies core.state.ledger core.state.saved errors "

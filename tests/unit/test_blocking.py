@@ -9,7 +9,9 @@ import itertools
 import signal
 import sys
 import threading
+from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -33,21 +35,24 @@ from aprilsched.errors import SchedulerClosed
 from tests.support.fronts import in_a_fork
 from tests.support.interrupting import InterruptingLoop
 
+WORKLOAD = LongTailWorkload(median=9, cap=40, group_size=2, seed=1)
+CONFIG = SchedulerConfig(batch_groups=2, group_size=2, over_provision=1.5)
 
-def make(count: int | None = None) -> blocking.RolloutScheduler:
-    workload = LongTailWorkload(median=20, cap=100, group_size=2, count=count, seed=1)
-    config = SchedulerConfig(batch_groups=2, group_size=2, over_provision=1.5)
-    return blocking.RolloutScheduler(SimFleet(1, time_scale=0.01), workload, config=config)
+
+def make(
+    *, config: SchedulerConfig = CONFIG, time_scale: float = 0.001, **parts: Any
+) -> blocking.RolloutScheduler:
+    fleet = SimFleet(1, time_scale=time_scale)
+    return blocking.RolloutScheduler(fleet, WORKLOAD, config=config, **parts)
 
 
 def test_asynchronous_functions_can_be_called_on_the_schedulers_loop():
     fleet = SimFleet(1, time_scale=0.01)
-    workload = LongTailWorkload(median=20, cap=100, group_size=2, seed=1)
 
     async def seen() -> tuple[str, int]:
         return threading.current_thread().name, await fleet.engines[0].version()
 
-    rollouts = blocking.RolloutScheduler(fleet, workload)
+    rollouts = blocking.RolloutScheduler(fleet, WORKLOAD)
     with rollouts:
         rollouts.update_weights(SimPublisher(), version=3)
         assert rollouts.on_loop(seen) == ("aprilsched-loop", 3)
@@ -130,7 +135,7 @@ class InterruptAt:
 def test_an_interrupt_at_any_line_is_a_keyboard_interrupt_and_loses_no_batch():
     """One inside of a lock of concurrent.futures had become "cannot release un-acquired lock"."""
     got: list[int] = []
-    with make() as rollouts:
+    with make(time_scale=0.01) as rollouts:
         line, interrupted = 0, True
         while interrupted:
             interrupt = InterruptAt(line)
@@ -149,6 +154,9 @@ def test_an_interrupt_at_any_line_is_a_keyboard_interrupt_and_loses_no_batch():
     assert got == list(range(delivered))
 
 
+FOLLOWING = replace(CONFIG, pace="asynchronous", follow_weights=True)
+
+
 class Slow(SimPublisher):
     """It prepares for a moment in which batches may be offered."""
 
@@ -158,20 +166,10 @@ class Slow(SimPublisher):
 
 def test_a_version_that_engines_show_withdraws_no_batch_on_its_way():
     """It had: the trainer got a batch whose groups were offered again."""
-    workload = LongTailWorkload(median=9, cap=40, group_size=2, seed=1)
-    config = SchedulerConfig(
-        batch_groups=2,
-        group_size=2,
-        over_provision=1.5,
-        pace="asynchronous",
-        follow_weights=True,
-    )
     got: list[int] = []
     trained: list[int] = []
     over = threading.Event()
-    with blocking.RolloutScheduler(
-        SimFleet(1, time_scale=0.001), workload, config=config
-    ) as rollouts:
+    with make(config=FOLLOWING) as rollouts:
 
         def update() -> None:
             while not over.is_set():
@@ -191,11 +189,7 @@ def test_a_version_that_engines_show_withdraws_no_batch_on_its_way():
 @pytest.mark.parametrize("arrives", [False, True])
 def test_a_version_that_is_followed_waits_for_a_batch_on_its_way(arrives: bool):
     async def main() -> None:
-        workload = LongTailWorkload(median=9, cap=40, group_size=2, seed=1)
-        config = SchedulerConfig(
-            batch_groups=2, group_size=2, pace="asynchronous", follow_weights=True
-        )
-        async with aprilsched.RolloutScheduler(SimFleet(1), workload, config=config) as rollouts:
+        async with aprilsched.RolloutScheduler(SimFleet(1), WORKLOAD, config=FOLLOWING) as rollouts:
             await rollouts.offered()
             rollouts._feed(VersionSeen(engine="sim-0", version=5))
             assert rollouts.state.weights.update is None
@@ -210,12 +204,7 @@ def test_a_version_that_is_followed_waits_for_a_batch_on_its_way(arrives: bool):
 
 
 def test_what_came_during_an_interrupt_is_offered_and_not_acknowledged():
-    store = MemoryStore()
-    workload = LongTailWorkload(median=9, cap=40, group_size=2, seed=1)
-    config = SchedulerConfig(batch_groups=2, group_size=2, over_provision=1.5, max_staleness=0)
-    with blocking.RolloutScheduler(
-        SimFleet(1, time_scale=0.001), workload, config=config, store=store
-    ) as rollouts:
+    with make(config=replace(CONFIG, max_staleness=0), store=MemoryStore()) as rollouts:
         with InterruptingLoop(seed=0) as alarm:
             alarm.start()
             with contextlib.suppress(KeyboardInterrupt):
@@ -230,19 +219,12 @@ def test_what_came_during_an_interrupt_is_offered_and_not_acknowledged():
 def test_a_second_interrupt_ends_the_wait_for_a_call_that_is_withdrawn():
     busy, go_on = threading.Event(), threading.Event()
 
-    def score(rollout: Rollout, prompt: Prompt) -> float:
-        return 0.0
-
     async def hold_the_loop(rollout: Rollout, prompt: Prompt) -> float:
         busy.set()
         go_on.wait(60)
-        return score(rollout, prompt)
+        return 0.0
 
-    workload = LongTailWorkload(median=9, cap=40, group_size=2, seed=1)
-    config = SchedulerConfig(batch_groups=2, group_size=2, over_provision=1.5)
-    with blocking.RolloutScheduler(
-        SimFleet(1, time_scale=0.001), workload, config=config, reward=hold_the_loop
-    ) as rollouts:
+    with make(reward=hold_the_loop) as rollouts:
 
         def interrupt_twice() -> None:
             busy.wait()
@@ -271,11 +253,7 @@ def test_a_second_interrupt_ends_the_wait_for_a_call_that_is_withdrawn():
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_forked_process_has_no_state_and_acknowledges_nothing():
-    workload = LongTailWorkload(median=9, cap=40, group_size=2, seed=1)
-    config = SchedulerConfig(batch_groups=2, group_size=2, over_provision=1.5)
-    with blocking.RolloutScheduler(
-        SimFleet(1, time_scale=0.001), workload, config=config, store=MemoryStore()
-    ) as rollouts:
+    with make(store=MemoryStore()) as rollouts:
         batch = rollouts.next_batch()
         said = in_a_fork(lambda: rollouts.state)
         assert said.startswith("SchedulerClosed: this process was forked"), said
@@ -286,27 +264,19 @@ def test_a_forked_process_has_no_state_and_acknowledges_nothing():
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_forked_process_is_told_so_by_the_asyncio_scheduler_too():
     async def main() -> str:
-        workload = LongTailWorkload(median=9, cap=40, group_size=2, seed=1)
-        config = SchedulerConfig(batch_groups=2, group_size=2, over_provision=1.5)
-        async with aprilsched.RolloutScheduler(SimFleet(1), workload, config=config) as rollouts:
+        async with aprilsched.RolloutScheduler(SimFleet(1), WORKLOAD, config=CONFIG) as rollouts:
             await rollouts.next_batch()
 
-            def ask() -> str:
+            def ended(call: Coroutine[Any, Any, object]) -> str:
+                """The call ends at once: there is nothing to wait for in a forked process."""
                 try:
-                    rollouts.next_batch().send(None)
+                    call.send(None)
                 except StopIteration:
                     return "an answer"
                 return "a wait"
 
-            def leave() -> str:
-                try:
-                    rollouts.close().send(None)
-                except StopIteration:
-                    return "left"
-                return "a wait"
-
-            assert in_a_fork(leave) == "'left'"
-            said = in_a_fork(ask)
+            assert in_a_fork(lambda: ended(rollouts.close())) == "'an answer'"
+            said = in_a_fork(lambda: ended(rollouts.next_batch()))
             assert (await rollouts.next_batch()).index == 1
             return said
 
@@ -337,9 +307,7 @@ def test_an_interrupt_before_the_loop_has_the_call_leaves_no_coroutine(
 ):
     """Ctrl-C between the call and its start on the loop. A coroutine that is never awaited would
     be a RuntimeWarning in the user's terminal, and it fails this test."""
-    workload = LongTailWorkload(median=9, cap=40, group_size=2, seed=1)
-    config = SchedulerConfig(batch_groups=2, group_size=2)
-    with blocking.RolloutScheduler(SimFleet(1, time_scale=0.001), workload, config=config) as r:
+    with make() as r:
 
         def interrupt(*_: object) -> None:
             raise KeyboardInterrupt

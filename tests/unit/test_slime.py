@@ -644,18 +644,14 @@ def test_a_data_source_that_runs_dry_gives_what_it_has(
         loop.generate(1)
 
 
-def test_a_data_source_may_be_dry_for_now(begun: Callable[..., Loop], trainer: SimpleNamespace):
-    loop = begun(data_source_path=f"{HERE}.Pausing", trainer=trainer.name, groups=100)
-    assert len(loop.generate(0).samples) == 2
-    assert loop.data_source.asked > 2
-
-
-def test_a_group_that_is_given_twice_is_generated_twice(
-    begun: Callable[..., Loop], trainer: SimpleNamespace
+@pytest.mark.parametrize("name", ["Pausing", "Twice"])
+def test_a_data_source_may_be_dry_for_now_or_give_a_group_twice(
+    begun: Callable[..., Loop], trainer: SimpleNamespace, name: str
 ):
-    loop = begun(data_source_path=f"{HERE}.Twice", trainer=trainer.name, groups=100)
+    loop = begun(data_source_path=f"{HERE}.{name}", trainer=trainer.name, groups=100)
     taken = [group for step in range(3) for group in loop.generate(step).samples]
     assert len({id(sample) for group in taken for sample in group}) == 24
+    assert name == "Twice" or loop.data_source.asked > 6
 
 
 @pytest.mark.parametrize(
@@ -1270,37 +1266,27 @@ def test_samples_have_the_kept_tokens_of_top_p(begun: Callable[..., Loop]):
             assert all(token in own for token, own in zip(response, kept, strict=True))
 
 
-def test_samples_have_the_experts_of_every_token(begun: Callable[..., Loop]):
-    replay = {
-        "use_rollout_routing_replay": True,
-        "num_layers": 3,
-        "moe_router_topk": 2,
-        "num_experts": 256,
-    }
-    for group in begun(**replay).generate(0).samples:
-        for sample in group:
-            assert sample.rollout_routed_experts.shape == (len(sample.tokens) - 1, 3, 2)
-            assert sample.rollout_routed_experts.dtype == np.int32
-            assert all(sample.loss_mask)
-
-
-def test_samples_have_what_a_sparse_attention_chose_beside_the_experts(
-    begun: Callable[..., Loop],
+@pytest.mark.parametrize("indexer", [False, True], ids=["experts", "experts and an indexer"])
+def test_samples_have_the_rows_of_every_token_that_the_trainer_replays(
+    begun: Callable[..., Loop], indexer: bool
 ):
-    """The shape is in the settings of the scheduler, because the arguments do not say it."""
-    replay = {
-        "use_rollout_indexer_replay": True,
+    """The shape of an indexer's rows is in the settings of the scheduler, because the arguments do
+    not say it."""
+    replay: dict[str, Any] = {
         "use_rollout_routing_replay": True,
         "num_layers": 3,
         "moe_router_topk": 2,
         "num_experts": 256,
-        "aprilsched": {"companions": ["indexer_topk=int32[3,2]!"]},
     }
-    for group in begun(**replay).generate(0).samples:
-        for sample in group:
-            shape = (len(sample.tokens) - 1, 3, 2)
-            assert sample.rollout_indexer_topk.shape == sample.rollout_routed_experts.shape == shape
-            assert sample.rollout_indexer_topk.dtype == np.int32
+    if indexer:
+        replay["use_rollout_indexer_replay"] = True
+        replay["aprilsched"] = {"companions": ["indexer_topk=int32[3,2]!"]}
+    for sample in itertools.chain(*begun(**replay).generate(0).samples):
+        rows = [sample.rollout_routed_experts]
+        rows += [sample.rollout_indexer_topk] if indexer else []
+        assert {each.shape for each in rows} == {(len(sample.tokens) - 1, 3, 2)}
+        assert {each.dtype for each in rows} == {np.dtype(np.int32)}
+        assert all(sample.loss_mask)
 
 
 class Processor:

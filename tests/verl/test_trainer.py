@@ -14,6 +14,7 @@ import pytest
 
 from aprilsched.companions import Companion
 from aprilsched.engines.sim.toy_model import toy_rows
+from aprilsched.integrations import class_of
 from aprilsched.integrations import verl as adapter
 from tests.verl.conftest import STEPS
 
@@ -109,7 +110,7 @@ def test_training_with_updates_that_the_next_prompts_tell_of(
     monkeypatch.setattr(Trainer, "_load_checkpoint", lambda self: setattr(self, "global_steps", 2))
 
     trainer, labels = run(
-        adapter._plain(TaskRunnerV1),
+        class_of(TaskRunnerV1),
         "actor_rollout_ref.rollout.agent.default_agent_loop=two_turns",
     )
     assert labels == [str(STEPS - 1)] * 2

@@ -15,13 +15,13 @@ import tomllib
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import partial
 from typing import Any, TypeAlias, cast
 
 import msgspec
 import numpy as np
 
+from aprilsched.checks import nearest
 from aprilsched.errors import ConfigError
 from aprilsched.testing.faults.kinds import (
     GENERATE,
@@ -192,15 +192,15 @@ def _fault(entry: object, where: str) -> Fault:
     if kind is None:
         raise ConfigError(f"{where} has no kind; give one of {', '.join(KINDS)}.")
     if kind not in KINDS:
-        near = get_close_matches(str(kind), KINDS, n=1, cutoff=0.0)
-        raise ConfigError(f"{where} has the unknown kind {kind!r}; the nearest one is {near[0]!r}.")
+        near = nearest(str(kind), KINDS)
+        raise ConfigError(f"{where} has the unknown kind {kind!r}; the nearest one is {near!r}.")
     where = f"{where} ({kind})"
     _refuse_unknown(given, KINDS[kind].__struct_fields__, where)
     try:
         fault = msgspec.convert(given, KINDS[kind])
     except msgspec.ValidationError as error:
         raise ConfigError(f"{where} does not fit: {error}.") from error
-    for why_not in (_routes(fault), _times(fault), _by_the_clock(fault, given)):
+    for why_not in (_routes(fault), _by_the_clock(fault, given)):
         if why_not is not None:
             raise ConfigError(f"{where} {why_not}.")
     return fault
@@ -209,15 +209,17 @@ def _fault(entry: object, where: str) -> Fault:
 def _refuse_unknown(given: Table, known: Sequence[str], where: str) -> None:
     for key in given:
         if key not in known:
-            near = get_close_matches(key, known, n=1, cutoff=0.0)[0]
+            near = nearest(key, known)
             raise ConfigError(f"{where} has the unknown key {key!r}; the nearest one is {near!r}.")
 
 
 def _routes(fault: Fault) -> str | None:
-    """Why the fault cannot happen on its routes, or None."""
+    """Why the fault cannot happen to a call, or None."""
+    if fault.until is not None and fault.until <= fault.at:
+        return f"ends (until = {fault.until:g}) before it begins (at = {fault.at:g})"
     for name in fault.routes:
         if not paths_of(name):
-            near = get_close_matches(name, (*GROUPS, *PATHS), n=1, cutoff=0.0)[0]
+            near = nearest(name, (*GROUPS, *PATHS))
             return f"has the unknown route {name!r}; the nearest one is {near!r}"
     paths = {path for name in fault.routes for path in paths_of(name)}
     if fault.routes_are_fixed and not paths <= set(fault.default_routes):
@@ -229,12 +231,6 @@ def _routes(fault: Fault) -> str | None:
             return "has carried_out and after_tokens; a stream is broken in the middle, or is not"
         if not paths <= set(GENERATE):
             return "has after_tokens, and only /generate streams tokens; leave routes out"
-    return None
-
-
-def _times(fault: Fault) -> str | None:
-    if fault.until is not None and fault.until <= fault.at:
-        return f"ends (until = {fault.until:g}) before it begins (at = {fault.at:g})"
     return None
 
 
