@@ -61,23 +61,6 @@ def bias_without(absent: int, absent_mean: float, present: int, mean: float) -> 
     return -absent * (absent_mean / mean - 1) / present
 
 
-def batches_until(bias: float, *, in_flight: int, excess: float, per_batch: float) -> int:
-    """Number K of batches after which the transient is at most `bias` (a share, above 0).
-
-    K = |in_flight * excess| / (bias * per_batch), rounded up, where `excess` is l / mu - 1 of the
-    responses in flight and `per_batch` the number of responses in a batch.
-
-    Raises:
-        ValueError: if `bias` or `per_batch` is not above 0.
-    """
-    if bias <= 0 or per_batch <= 0:
-        raise ValueError(
-            f"bias is {bias} and per_batch {per_batch}; give numbers above 0 (no finite run has "
-            "no transient at all)."
-        )
-    return math.ceil(abs(in_flight * excess) / (bias * per_batch))
-
-
 def expected_lengths(
     law: KaplanMeier, tokens: NDArray[np.int64], finished: NDArray[np.bool_]
 ) -> NDArray[np.float64]:
@@ -470,15 +453,11 @@ class BiasCollector:
         final = expected_lengths(law, *pooled(open_groups))
         lengths = [batch.lengths for batch in batches]
         delivered = sum(each.size for each in lengths)
-        expected, predicted = transient(final, delivered, mean)
+        _, predicted = transient(final, delivered, mean)
         measured = running_bias(lengths, mean)
         owners = [np.full(len(group.tokens), group.launched) for group in open_groups]
-        further = batches_until(
-            _GOAL,
-            in_flight=final.size,
-            excess=expected / mean - 1,
-            per_batch=delivered / len(batches),
-        )
+        # With as many in flight the transient falls as 1 / batches.
+        needed = math.ceil(abs(predicted) / _GOAL * len(batches))
         return TransientFigures(
             predicted=predicted,
             measured=measured[-1],
@@ -493,7 +472,7 @@ class BiasCollector:
                 mean=mean,
             ),
             measured_by_batch=measured,
-            further_batches_to_1_percent=max(0, further - len(batches)),
+            further_batches_to_1_percent=max(0, needed - len(batches)),
         )
 
 

@@ -335,25 +335,6 @@ def test_simulate_prints_a_list_of_objects(tmp_path: Path, capsys: pytest.Captur
         assert 0 < row["efficiency"] < 1.2
 
 
-def test_drain_says_when_the_bias_is_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    run = tmp_path / "run"
-    assert main(["run", *SMALL, "--batches", "4", "--out", str(run)]) == 0
-    capsys.readouterr()
-    plans: list[dict[str, float]] = []
-    for below in ("0.2", "0.001"):
-        assert main(["drain", str(run), "--below", below, "--json"]) == 0
-        plans.append(json.loads(capsys.readouterr().out))
-    assert plans[0]["further_batches"] < plans[1]["further_batches"]
-    assert plans[0]["drained_epoch_seconds"] > 0
-    assert main(["drain", str(run)]) == 0
-    assert "launch nothing until all rollouts in flight have finished" in capsys.readouterr().out
-
-
-def test_drain_refuses_a_share_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert main(["drain", str(tmp_path), "--below", "2"]) == 2
-    assert "give a share above 0 and below 1" in capsys.readouterr().err
-
-
 def test_simulate_takes_calibrated_step_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     slow = replace(H200_QWEN3_4B, t0=10 * H200_QWEN3_4B.t0)
     save_model(slow, tmp_path / "model.toml")
