@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -448,6 +448,10 @@ def _resampled(groups: Sequence[GroupLengths], random: np.random.Generator) -> l
 # change it.
 
 
+_Work: TypeAlias = tuple[str, Hashable]
+"""A kind of work, and what it is done for."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordedCosts:
     """Median seconds of each kind of work; 0 for work that never happened.
@@ -470,12 +474,10 @@ class CostsOfRun:
     """Takes the facts of a run in order."""
 
     def __init__(self) -> None:
-        self._trainer = _Spans()
-        self._refits = _Spans()
-        self._pauses = _Spans()
-        self._flushes = _Spans()
-        self._continues = _Spans()
-        self._rewards = _Spans()
+        self._since: dict[_Work, float] = {}
+        """When each piece of work began that has not ended."""
+        self._took: dict[str, dict[tuple[_Work, float], float]] = {}
+        """Seconds of each piece of work by its kind, itself and its begin."""
 
     def on_facts(self, facts: Sequence[Fact], now: float) -> None:
         for fact in facts:
@@ -484,86 +486,56 @@ class CostsOfRun:
     def _take(self, fact: Fact, now: float) -> None:
         match fact:
             case of.RunOpened():
-                self._forget_begun()
+                # The process that would have ended what had begun was killed.
+                self._since.clear()
             case of.BatchDelivered():
-                self._trainer.begin("", now)
+                self._begin("trainer", "", now)
             case of.UpdateBegun() | of.BatchRequested():
-                self._trainer.end("", now)
+                self._end("trainer", "", now)
             case of.EngineModeChanged():
-                self._change_mode(fact, now)
+                self._end(fact.start, fact.engine, now)
+                if fact.finish in ("pausing", "flushing", "continuing"):
+                    self._begin(fact.finish, fact.engine, now)
             case of.RefitBegun(catch_up=False):
-                self._refits.begin(fact.version, now)
+                self._begin("refit", fact.version, now)
             case of.EngineRefitted(catch_up=False):
-                self._refits.extend(fact.version, now)
+                self._extend("refit", fact.version, now)
             case of.RewardRequested(rollout_id=None):
-                self._rewards.begin(("group", fact.group_id), now)
+                self._begin("reward", ("group", fact.group_id), now)
             case of.RewardRequested():
-                self._rewards.begin(("rollout", fact.rollout_id), now)
+                self._begin("reward", ("rollout", fact.rollout_id), now)
             case of.RolloutScored():
-                self._rewards.end(("rollout", fact.rollout_id), now)
-                self._rewards.end(("group", fact.group_id), now)
+                self._end("reward", ("rollout", fact.rollout_id), now)
+                self._end("reward", ("group", fact.group_id), now)
             case _:
                 pass
 
-    def _change_mode(self, fact: of.EngineModeChanged, now: float) -> None:
-        calls = {"pausing": self._pauses, "flushing": self._flushes, "continuing": self._continues}
-        if fact.start in calls:
-            calls[fact.start].end(fact.engine, now)
-        if fact.finish in calls:
-            calls[fact.finish].begin(fact.engine, now)
-
-    def _forget_begun(self) -> None:
-        """Forget what had begun, because the process that would have ended it was killed."""
-        kinds = (
-            self._trainer,
-            self._refits,
-            self._pauses,
-            self._flushes,
-            self._continues,
-            self._rewards,
-        )
-        for spans in kinds:
-            spans.forget_begun()
-
     def costs(self) -> RecordedCosts:
         """The costs according to the facts so far."""
-        refit = sum(spans.median() for spans in (self._flushes, self._refits, self._continues))
         return RecordedCosts(
-            train_seconds=self._trainer.median(),
-            refit_seconds=refit,
-            pause_seconds=self._pauses.median(),
-            reward_seconds=self._rewards.median(),
+            train_seconds=self._median("trainer"),
+            refit_seconds=sum(map(self._median, ("flushing", "refit", "continuing"))),
+            pause_seconds=self._median("pausing"),
+            reward_seconds=self._median("reward"),
         )
 
+    def _begin(self, kind: str, what: Hashable, now: float) -> None:
+        self._since.setdefault((kind, what), now)
 
-class _Spans:
-    """Measures the seconds from the begin to the end of each key."""
+    def _end(self, kind: str, what: Hashable, now: float) -> None:
+        """Take the end of a piece of work; only the first one counts."""
+        self._extend(kind, what, now)
+        self._since.pop((kind, what), None)
 
-    def __init__(self) -> None:
-        self._since: dict[Hashable, float] = {}
-        self._took: dict[Hashable, float] = {}
-        """Seconds by key and time of the begin."""
+    def _extend(self, kind: str, what: Hashable, now: float) -> None:
+        """Take an end of a piece of work that begins once for several ends; the last one counts."""
+        work = kind, what
+        if work in self._since:
+            since = self._since[work]
+            self._took.setdefault(kind, {})[work, since] = now - since
 
-    def begin(self, key: Hashable, now: float) -> None:
-        self._since.setdefault(key, now)
-
-    def end(self, key: Hashable, now: float) -> None:
-        """Take the end of a key; only the first one counts."""
-        since = self._since.pop(key, None)
-        if since is not None:
-            self._took[key, since] = now - since
-
-    def extend(self, key: Hashable, now: float) -> None:
-        """Take an end of a key that began once for several ends; the last one counts."""
-        since = self._since.get(key)
-        if since is not None:
-            self._took[key, since] = now - since
-
-    def forget_begun(self) -> None:
-        self._since.clear()
-
-    def median(self) -> float:
-        return median(self._took.values()) if self._took else 0.0
+    def _median(self, kind: str) -> float:
+        return median(self._took.get(kind, {}).values() or (0.0,))
 
 
 # --- predictions -------------------------------------------------------------------------------
