@@ -20,7 +20,7 @@ from aprilsched.runs.settings import RunSettings
 from aprilsched.sessions import Session, Sessions
 from aprilsched.telemetry.event_log.writing import EventLog
 from aprilsched.telemetry.live.live_model import LiveModel, RunFacts
-from aprilsched.telemetry.live.view import ASCII, frame
+from aprilsched.telemetry.live.view import frame
 from aprilsched.telemetry.live_figures import LiveFigures
 from aprilsched.telemetry.run_folder import RunFolder
 from aprilsched.telemetry.summary import Summary
@@ -102,7 +102,7 @@ async def test_the_time_of_sessions_has_a_cause_everywhere(tmp_path: Path):
         part for (part,) in values_at(FIGURES["batch/rollout_seconds"], Moment(figures=figures))
     }
     assert told == parts.keys()
-    assert "turns 3.00" in frame(model.snapshot(), width=200, height=30, glyphs=ASCII).plain
+    assert "turns 3.00" in frame(model.snapshot(), width=200, height=30).plain
 
     assert read_run(folder).summary.rollout_seconds == pytest.approx(
         {part: spent / MEMBERS for part, spent in parts.items()}, abs=1e-4
