@@ -27,7 +27,6 @@ from aprilsched.analysis.chart_model import (
     parts_over_time,
     responses,
     staleness_by_tenth,
-    survival_of,
     tail_of,
     time_by_part,
 )
@@ -220,7 +219,7 @@ def draw_causes(
     share = seconds / np.maximum(seconds.sum(axis=1, keepdims=True), 1e-12)
     edges = np.linspace(start, stop, _BINS + 1)
     shown = _shown(seconds.sum(axis=0))
-    shares = {part: share[:, PART_INDEX[part]].tolist() for part in shown}
+    shares = {part: share[:, PART_INDEX[part]] for part in shown}
     draw(axes, parts_over_time(shares, start=start, stops=edges[1:].tolist()), legend="")
     below = np.zeros(_BINS)
     for part in shown:
@@ -584,7 +583,7 @@ def figure_of(figures: BiasFigures, *, title: str = "") -> Figure:
     figure = new_figure(14, 4.4)
     laws, transient, stale = figure.subplots(1, 3)
     curves = {
-        f"{name}: mean {law.mean:,.0f}": (survival_of(law), colour, width)
+        f"{name}: mean {law.mean:,.0f}": ((law.lengths, law.longer), colour, width)
         for name, law, colour, width in (
             ("drawn (estimate)", figures.drawn, GREY, 4.0),
             ("delivered", figures.delivered, PALETTE[5], 1.8),

@@ -101,22 +101,37 @@ def entered_lengths(
 
 # Turns length laws into figures, and computes staleness by length. The functions are pure.
 
-_PERCENTILES = np.arange(1, 101) / 100
+_CURVE_POINTS = 240
 _DECILES = 10
 
 
 def law_figures(law: KaplanMeier) -> LawFigures:
     """The figures of an estimated law."""
-    percentiles = law.quantile(_PERCENTILES)
+    p50, p90, p99 = (float(quantile) for quantile in law.quantile([0.5, 0.9, 0.99]))
+    lengths, longer = _curve(law)
     return LawFigures(
         mean=law.mean(),
-        p50=float(percentiles[49]),
-        p90=float(percentiles[89]),
-        p99=float(percentiles[98]),
-        percentiles=percentiles.tolist(),
+        p50=p50,
+        p90=p90,
+        p99=p99,
+        lengths=lengths.tolist(),
+        longer=[float(f"{share:.7g}") for share in longer.tolist()],
         responses=law.observations,
         unresolved=law.tail,
     )
+
+
+def _curve(law: KaplanMeier) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """The survival function, thinned to what a screen can show."""
+    known = law.survival > 0
+    lengths, longer = np.append(1, law.lengths[known]), np.append(1.0, law.survival[known])
+    if lengths.size <= _CURVE_POINTS:
+        return lengths, longer
+    right, down = np.log(lengths), -np.log(longer)
+    way = right / max(1.0, float(right[-1])) + down / max(1.0, float(down[-1]))
+    chosen = np.searchsorted(way, np.linspace(0, float(way[-1]), _CURVE_POINTS))
+    kept = np.unique(np.minimum(chosen, lengths.size - 1))
+    return lengths[kept], longer[kept]
 
 
 def sample_law(lengths: NDArray[np.int64]) -> LawFigures | None:
@@ -392,8 +407,6 @@ class BiasCollector:
             long_run_mean_length=long_run,
             delivered_mean_length=overall,
             delivered_mean_length_by_batch=[float(batch.lengths.mean()) for batch in batches],
-            length_distance_by_batch=[batch.distance for batch in batches],
-            iid_length_distance_by_batch=[batch.iid_distance for batch in batches],
             drawn=None if law is None else law_figures(law),
             delivered=sample_law(lengths),
             in_flight=None if law is None else in_flight_figures(law, tokens, finished),

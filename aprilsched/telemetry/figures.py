@@ -531,8 +531,11 @@ class LawFigures:
     p50: float
     p90: float
     p99: float
-    percentiles: list[int]
-    """The quantiles at 0.01, 0.02, …, 0.99 and the longest."""
+    lengths: list[int]
+    """Lengths up to the longest at which a response is known to have ended, thinned evenly on both
+    logarithmic axes of a chart."""
+    longer: list[float]
+    """The share of responses that are longer than each of them."""
     responses: int
     """Behind it, unfinished ones included."""
     unresolved: float
@@ -642,9 +645,6 @@ class BiasFigures:
     dropped_tokens: dict[str, int] = field(default_factory=dict[str, int])
     """Discarded, by reason, as the ledger counts them."""
     censoring: CensoringFigures = field(default_factory=lambda: CensoringFigures(policies=[]))
-    length_distance_by_batch: list[float | None] = field(default_factory=list[float | None])
-    """See :class:`Figures`."""
-    iid_length_distance_by_batch: list[float | None] = field(default_factory=list[float | None])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
