@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -19,6 +20,7 @@ from aprilsched.analysis.report import page as page_module
 from aprilsched.analysis.report.charts import (
     ages_by_batch,
     forecasts,
+    gpu,
     losses,
     lost_most,
     utilization,
@@ -32,6 +34,14 @@ from aprilsched.analysis.usage import usage_of
 from aprilsched.core.messages import facts as of
 from aprilsched.core.messages.facts import Fact
 from aprilsched.telemetry.engine_time import BUSY, PARTS
+from aprilsched.telemetry.sampling.sample_log import (
+    NVML_UTILIZATION,
+    STEP_SHARE,
+    DescriptionLine,
+    DeviceLine,
+    EngineLine,
+    GpuLine,
+)
 from tests.support import facts
 from tests.support.reported import with_reports
 
@@ -114,6 +124,30 @@ def test_the_size_of_a_report_does_not_grow_with_the_run(tmp_path: Path):
         assert main(["simulate", *SMALL, *few]) == 0
         sizes.append(len(page([run_report(out / "april")], library="")))
     assert sizes[1] < 1.5 * sizes[0]
+
+
+GPU_LINES = [DeviceLine(t=0.0, device=1, name="H100"), GpuLine(t=1.0, device=1, utilization=0.5)]
+
+
+@pytest.mark.parametrize(
+    ("lines", "name", "label"),
+    [
+        (GPU_LINES, "1: H100", NVML_UTILIZATION),
+        ([EngineLine(t=1.0, engine="a", step_share=0.5)], "a", STEP_SHARE),
+    ],
+    ids=["GPUs", "engines"],
+)
+def test_samples_are_drawn_with_what_they_mean(
+    folders: Mapping[str, Path], tmp_path: Path, lines: Sequence[Any], name: str, label: str
+):
+    for file in ("config.toml", "events.jsonl", "summary.json"):
+        (tmp_path / file).write_bytes((folders["april"] / file).read_bytes())
+    encoded = [msgspec.json.encode(line) for line in (DescriptionLine(t=0.0, interval=1.0), *lines)]
+    (tmp_path / "samples.jsonl").write_bytes(b"\n".join(encoded) + b"\n")
+    chart = gpu(run_report(tmp_path), 10.0)
+    assert [(series.name, list(series.y)) for series in chart.series] == [(name, [0.5])]
+    assert chart.title.startswith("Samplers saw 50 %")
+    assert chart.note == label
 
 
 # --- the trainer's log-probabilities ---------------------------------------------------------

@@ -27,7 +27,7 @@ from aprilsched.analysis.report.report_data import (
 )
 from aprilsched.analysis.report.words import amount, nats, percent, ran, seconds, signed_percent
 from aprilsched.analysis.run import History, readable
-from aprilsched.analysis.samples import gpu_utilization, read_samples
+from aprilsched.analysis.samples import read_samples
 from aprilsched.analysis.usage import RunUsage, UsageRecorder, busy_share
 from aprilsched.core.messages import facts as of
 from aprilsched.core.state.ledger import Reason
@@ -36,7 +36,7 @@ from aprilsched.telemetry.engine_time import PART_INDEX, PART_LABELS, PARTS
 from aprilsched.telemetry.event_log.reading import replay
 from aprilsched.telemetry.figures import Figure, RunSummary, headlines_in
 from aprilsched.telemetry.run_folder import CONFIG, EVENTS
-from aprilsched.telemetry.sampling.sample_log import STEP_SHARE
+from aprilsched.telemetry.sampling.sample_log import NVML_UTILIZATION, STEP_SHARE
 
 
 def run_report(folder: Path) -> RunReport:
@@ -303,10 +303,13 @@ def _gpu(folder: Path) -> tuple[_Shares, str]:
     """
     samples = read_samples(folder)
     label = STEP_SHARE
-    found = {name: (e.t, e.step_share) for name, e in samples.engines.items()}
+    found = {name: (each.t, each.step_share) for name, each in samples.engines.items()}
     if samples.devices:
-        told = gpu_utilization(folder)
-        label, found = told.label, {name: (s.t, s.share) for name, s in told.series.items()}
+        label = NVML_UTILIZATION
+        found = {
+            f"{index}: {gpu.name}": (gpu.t, gpu.utilization)
+            for index, gpu in samples.devices.items()
+        }
     shown = {
         name: _thinned(t, share) for name, (t, share) in found.items() if np.isfinite(share).any()
     }
