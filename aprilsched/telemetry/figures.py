@@ -668,16 +668,6 @@ class DifferenceFigures:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BatchAlignmentFigures:
-    """One batch."""
-
-    batch: int
-    tokens: int
-    mean: float | None
-    k3: float | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class AlignmentFigures:
     """The trainer's log-probabilities against the engines', at staleness 0."""
 
@@ -697,8 +687,8 @@ class AlignmentFigures:
     by_age: list[DifferenceFigures]
     """By staleness, of all tokens: entry 0 is the mismatch alone, and later entries contain what
     the policy has moved too. The last entry is of all older tokens."""
-    by_batch: list[BatchAlignmentFigures]
-    """The batches that were reported, in their order."""
+    by_batch: dict[int, DifferenceFigures]
+    """The batches that were reported, by their number."""
 
 
 SUMMARY_VERSION = 1
