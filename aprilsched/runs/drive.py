@@ -29,7 +29,7 @@ from aprilsched.runs.showing import Screen
 from aprilsched.simulation import Costs, Simulation, SimulationResult, rare_collections
 from aprilsched.simulation.results import Measuring, remainder
 from aprilsched.store.in_memory import Store
-from aprilsched.telemetry.base import AnyListener, Listener
+from aprilsched.telemetry.base import AnyListener
 from aprilsched.telemetry.event_log import EventLog
 from aprilsched.telemetry.event_log.merging import merge_logs
 from aprilsched.telemetry.event_log.reading import replay
@@ -125,7 +125,7 @@ class Run:
 
     async def _run(self) -> None:
         setup = self._setup
-        summary = self._summary if self._prior is None else self._prior.listener
+        summary = self._summary if self._prior is None else self._prior
         listeners: list[AnyListener] = [self._log, summary]
         if self._shown is not None:
             listeners += self._shown.listeners
@@ -256,16 +256,22 @@ class Run:
 
 
 class PriorRun:
-    """The part of a resumed run that an earlier process wrote to `folder`.
+    """The part of a resumed run that an earlier process wrote to `folder`, and the listener of its
+    new part for `summary`.
 
-    :attr:`listener` holds back what is new for `summary`, until :meth:`show` has replayed the
-    prior part to it.
+    A process that resumes a run has a clock of its own. The summary sees its facts at the time at
+    which the prior run ended and later; the time between the two processes is left out. Facts are
+    held back until :meth:`show` has replayed the prior part.
     """
 
     def __init__(self, folder: Path, summary: Summary) -> None:
         self._folder = folder
         self._summary = summary
-        self.listener = _ResumedTimeline([summary])
+        self._held: list[tuple[Sequence[Fact], float]] = []
+        self._end: float | None = None
+        """Seconds from the beginning of the run to the end of the prior run, once it is shown."""
+        self._first: float | None = None
+        """The time of the first fact that is passed on, by the clock of this process."""
 
     async def show(self, state: SchedulerState, *, inline: bool) -> int:
         """Replay the prior part to the summary; returns how many batches the trainer had.
@@ -283,53 +289,25 @@ class PriorRun:
                 f"--config {self._folder / CONFIG}."
             )
         batches = state.in_flight.counters.batches
-        at = self._replay(batches) if inline else await asyncio.to_thread(self._replay, batches)
-        self.listener.begin(at)
+        self._end = (
+            self._replay(batches) if inline else await asyncio.to_thread(self._replay, batches)
+        )
+        held, self._held = self._held, []
+        for facts, now in held:
+            self.on_facts(facts, now)
         return batches - len(state.delivery.redelivery)
 
-    def _replay(self, batches: int) -> float:
-        with readable(self._folder):
-            return replay(self._folder / EVENTS, [self._summary], batches=batches)
-
-
-class _ResumedTimeline:
-    """A listener that passes facts on to `listeners`, with their times on the run's timeline.
-
-    A process that resumes a run has a clock of its own. The listeners see its facts at the time at
-    which the prior run ended and later. The time between the two processes is left out.
-
-    Facts are held back until :meth:`begin` is called, so that the listeners can be shown the prior
-    run first.
-    """
-
-    def __init__(self, listeners: Sequence[Listener]) -> None:
-        self._listeners = tuple(listeners)
-        self._held: list[tuple[Sequence[Fact], float]] = []
-        self._begin: float | None = None
-        """Seconds from the beginning of the run to the end of the prior run."""
-        self._first: float | None = None
-        """The time of the first fact that is passed on, by the clock of this process."""
-
     def on_facts(self, facts: Sequence[Fact], now: float) -> None:
-        if self._begin is None:
+        if self._end is None:
             self._held.append((facts, now))
             return
         if self._first is None:
             self._first = now
-        at = now - self._first + self._begin
-        for listener in self._listeners:
-            listener.on_facts(facts, at)
+        self._summary.on_facts(facts, now - self._first + self._end)
 
-    def begin(self, at: float) -> None:
-        """Pass on the facts that were held back, and from now on every fact at once.
-
-        Args:
-            at: seconds from the beginning of the run to the end of the prior run.
-        """
-        self._begin = at
-        held, self._held = self._held, []
-        for facts, now in held:
-            self.on_facts(facts, now)
+    def _replay(self, batches: int) -> float:
+        with readable(self._folder):
+            return replay(self._folder / EVENTS, [self._summary], batches=batches)
 
 
 def _sampler(setup: Setup, folder: RunFolder, log: EventLog) -> AbstractAsyncContextManager[object]:
