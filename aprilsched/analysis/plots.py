@@ -31,7 +31,7 @@ from aprilsched.analysis.chart_model import (
     time_by_part,
 )
 from aprilsched.analysis.lengths_of_run import LawBand
-from aprilsched.analysis.run import Run, bars, in_flight, lengths_of, tokens_by_class, window_end
+from aprilsched.analysis.run import Run, bars, in_flight, tokens_by_class, window_end
 from aprilsched.analysis.usage import RunUsage
 from aprilsched.core.lengths.laws import KaplanMeier
 from aprilsched.extras import extra
@@ -66,7 +66,6 @@ __all__ = [
     "first_look",
     "frontier",
     "length_law",
-    "lengths",
     "save",
     "staleness",
     "staleness_by_length",
@@ -482,18 +481,6 @@ def _burn_in(runs: Mapping[str, Run]) -> int:
 # Length laws: what was delivered, what is estimated, what is true where that is known.
 
 
-def lengths(run: Run, *, title: str = "") -> Figure:
-    """The tail of the delivered lengths: the first batch against all of them."""
-    figure = new_figure(7, 4.5)
-    curves = {
-        "all batches": (tail_of(lengths_of(run.deliveries)), GREY, 2.0),
-        "first batch": (tail_of(lengths_of(run.deliveries[:1])), PALETTE[5], 2.0),
-    }
-    words = f"{prefix(title)}is the first batch too short?"
-    draw(figure.subplots(), longer_than(curves), title=words)
-    return figure
-
-
 def length_law(
     law: KaplanMeier,
     *,
@@ -573,13 +560,9 @@ def estimate_by_batch(
 # Draws one picture of a run's bias: are responses too short, does that go away, who is stale?
 
 
-def bias(run: Run, *, title: str = "") -> Figure:
-    """Draw delivered and drawn lengths, the transient by batch, and staleness by length."""
-    return figure_of(run.summary.bias, title=title)
-
-
-def figure_of(figures: BiasFigures, *, title: str = "") -> Figure:
-    """Draw the same from the figures alone. A panel whose figures are unknown stays empty."""
+def bias(figures: BiasFigures, *, title: str = "") -> Figure:
+    """Draw delivered and drawn lengths, the transient by batch, and staleness by length. A panel
+    whose figures are unknown stays empty."""
     figure = new_figure(14, 4.4)
     laws, transient, stale = figure.subplots(1, 3)
     curves = {

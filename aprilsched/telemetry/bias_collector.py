@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -238,7 +238,7 @@ def censoring(
     drops: Sequence[Drop],
     law: KaplanMeier | None,
     kept: int,
-    again: NDArray[np.int64] | None = None,
+    again: NDArray[np.int64],
 ) -> CensoringFigures:
     """The effect of `drops` on the `kept` other rollouts of a run with this length law.
 
@@ -253,13 +253,12 @@ def censoring(
     for drop in drops:
         by_reason.setdefault(drop.reason, []).append(drop)
     figures = {
-        reason: _figures(found, law, kept)
-        if reason != Reason.BEGUN_AGAIN
-        else _figures_of_again(found, law, kept, again)
+        reason: _figures(found, law, kept, again if reason == Reason.BEGUN_AGAIN else None)
         for reason, found in sorted(by_reason.items())
     }
     policies = [reason for reason, found in figures.items() if _censors(reason, found)]
-    effect = _together({reason: figures[reason] for reason in policies})
+    effects = [effect for reason in policies if (effect := figures[reason].effect) is not None]
+    effect = sum(effects) if effects else None
     rollouts = sum(figures[reason].rollouts for reason in policies)
     return CensoringFigures(
         policies=policies,
@@ -281,28 +280,25 @@ def warning_of(reasons: Sequence[str], rollouts: int, effect: float | None) -> s
     )
 
 
-def _figures(drops: Sequence[Drop], law: KaplanMeier | None, kept: int) -> DropFigures:
+def _figures(
+    drops: Sequence[Drop], law: KaplanMeier | None, kept: int, again: NDArray[np.int64] | None
+) -> DropFigures:
+    """The figures of `drops` for one reason; `again` is None unless they were generated again."""
     tokens, finished = _lengths_of(drops)
-    final = None if law is None else float(expected_lengths(law, tokens, finished).mean())
-    effect = None
-    if law is not None and final is not None and kept > 0:
-        effect = bias_without(len(drops), final, kept, law.mean())
+    final: float | None = None
+    effect: float | None = None
+    if law is not None:
+        final = float(expected_lengths(law, tokens, finished).mean())
+        if again is None and kept:
+            effect = bias_without(len(drops), final, kept, law.mean())
+        elif again is not None and again.size and kept:
+            effect = again.size * (float(again.mean()) - final) / (kept * law.mean())
     return DropFigures(
         rollouts=len(drops),
         tokens=int(tokens.sum()),
         expected_mean_length=final,
         effect=effect,
     )
-
-
-def _figures_of_again(
-    drops: Sequence[Drop], law: KaplanMeier | None, kept: int, again: NDArray[np.int64] | None
-) -> DropFigures:
-    figures = _figures(drops, law, kept)
-    effect, final = None, figures.expected_mean_length
-    if law is not None and final is not None and again is not None and again.size and kept:
-        effect = again.size * (float(again.mean()) - final) / (kept * law.mean())
-    return replace(figures, effect=effect)
 
 
 def _censors(reason: str, figures: DropFigures) -> bool:
@@ -312,11 +308,6 @@ def _censors(reason: str, figures: DropFigures) -> bool:
         return False
     # An eviction and a race select long responses in any case; a failure may hit any response.
     return reason in (Reason.STALE, Reason.OUTRACED) or (figures.effect or 0.0) < -_LEAST_EFFECT
-
-
-def _together(figures: Mapping[str, DropFigures]) -> float | None:
-    effects = [found.effect for found in figures.values() if found.effect is not None]
-    return sum(effects) if effects else None
 
 
 # --- collector -----------------------------------------------------------------------------------

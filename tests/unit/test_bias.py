@@ -7,7 +7,7 @@ import pytest
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from aprilsched.analysis.plots import figure_of
+from aprilsched.analysis.plots import bias
 from aprilsched.core.lengths.laws import kaplan_meier
 from aprilsched.core.state.ledger import Entry, Ledger, Reason
 from aprilsched.telemetry.bias_collector import (
@@ -52,6 +52,7 @@ def first_come(lengths: Ints, *, batch: int, pool: int) -> tuple[Ints, Ints]:
 
 
 LENGTHS = drawn(2048, 6)
+NONE = np.empty(0, dtype=np.int64)
 DELIVERED, LAUNCHED = first_come(LENGTHS, batch=64, pool=128)
 
 
@@ -130,7 +131,7 @@ def test_no_warning(entries: list[Entry]):
 def test_who_censors():
     law = kaplan_meier([10, 20, 30, 40], [False] * 4)
     failed = drop(2, 10, Reason.FAILED, finished=True)
-    found = censoring([drop(1, 30), failed, drop(3, 30, Reason.REJECTED)], law, kept=10)
+    found = censoring([drop(1, 30), failed, drop(3, 30, Reason.REJECTED)], law, kept=10, again=NONE)
     assert found.policies == ["stale"], "what failed was short, and rejecting is the user's choice"
     assert found.by_reason["stale"].expected_mean_length == 40
     assert found.effect == found.by_reason["stale"].effect == pytest.approx(-(40 / 25 - 1) / 10)
@@ -138,7 +139,7 @@ def test_who_censors():
     assert found.by_reason["rejected"].effect == pytest.approx(-0.06)
     assert found.warning is not None
     assert "at least 6.0%" in found.warning
-    nothing = censoring([], law, kept=10)
+    nothing = censoring([], law, kept=10, again=NONE)
     assert (nothing.policies, nothing.effect, nothing.warning) == ([], None, None)
 
 
@@ -160,4 +161,4 @@ def test_what_is_generated_again_counts_by_how_much_shorter_it_is(
 
 
 def test_a_run_that_knows_nothing_has_a_picture():
-    assert isinstance(figure_of(BiasFigures()), Figure)
+    assert isinstance(bias(BiasFigures()), Figure)

@@ -698,4 +698,4 @@ def test_a_drained_run_folder_obeys_the_identity(tmp_path: Path):
     assert transient.predicted == 0
     assert transient.predicted_by_batch[-1] == pytest.approx(0, abs=1e-9)
     assert transient.measured == pytest.approx(0, abs=1e-9)
-    assert isinstance(bias(run), Figure)
+    assert isinstance(bias(run.summary.bias), Figure)
