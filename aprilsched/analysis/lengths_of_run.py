@@ -32,21 +32,8 @@ from aprilsched.core.messages.facts import Fact
 from aprilsched.core.state.ledger import Reason
 from aprilsched.errors import RunFolderError
 from aprilsched.telemetry.event_log.reading import read_facts, replay
-from aprilsched.telemetry.figures import BatchFigures, RunSummary, SteadyState
+from aprilsched.telemetry.figures import BatchFigures, RunSummary, SteadyState, divided
 from aprilsched.telemetry.run_folder import EVENTS
-
-__all__ = [
-    "Launches",
-    "LawBand",
-    "Member",
-    "RecordedBatch",
-    "RecordedGroup",
-    "RecordedRun",
-    "known_lengths",
-    "law_band",
-    "law_of",
-    "read_record",
-]
 
 _LEAVING = frozenset({Reason.OUTRACED, Reason.MEMBER_LOST})
 """Reasons of rollouts that leave a group which goes on."""
@@ -231,19 +218,15 @@ class Launches:
             if handler is not None:
                 handler(fact)
 
-    def members(self) -> list[Member]:
-        """The members whose request was sent, in the order of their ids, without evaluations."""
-        return [m for _, m in sorted(self._members.items()) if m.group_id not in self._evaluated]
-
     def by_group(self) -> list[list[Member]]:
         """Groups in the order of launches, without those that were only evaluated. A member that
         was launched and never sent has no tokens. Of a prompt that was generated again, this is
         the last group."""
+        left_out = self._evaluated | self._begun_again
         groups: dict[int, list[Member]] = {}
-        for member in self.members():
-            if member.group_id in self._begun_again:
-                continue
-            groups.setdefault(member.group_id, []).append(member)
+        for _, member in sorted(self._members.items()):
+            if member.group_id not in left_out:
+                groups.setdefault(member.group_id, []).append(member)
         for group_id, group in groups.items():
             missing = self._sizes.get(group_id, 0) - len(group)
             group.extend(Member(group_id=group_id, prompt=group[0].prompt) for _ in range(missing))
@@ -564,15 +547,16 @@ def prediction_error(
 ) -> PredictionError:
     """The error of a replay under the run's own settings, over the batches that both have."""
     end = min(recorded.batches, replayed.batches)
-    real = steady_state_of(recorded.per_batch[:end], burn_in)
-    guess = steady_state_of(replayed.per_batch[:end], burn_in)
+    real, guess = (each.per_batch[:end] for each in (recorded, replayed))
+    was, came = steady_state_of(real, burn_in), steady_state_of(guess, burn_in)
+    steps = [sum(batch.step_s for batch in each[burn_in:]) for each in (guess, real)]
     return PredictionError(
         burn_in=burn_in,
-        batches=real.batches,
-        delivered_tokens_per_s=_error(guess.delivered_tokens_per_s, real.delivered_tokens_per_s),
-        efficiency=_error(guess.efficiency, real.efficiency),
-        off_policy_share=_error(guess.off_policy_token_share, real.off_policy_token_share),
-        step_s=_error(*(_step_s(each.per_batch[burn_in:end]) for each in (replayed, recorded))),
+        batches=was.batches,
+        delivered_tokens_per_s=_error(came.delivered_tokens_per_s, was.delivered_tokens_per_s),
+        efficiency=_error(came.efficiency, was.efficiency),
+        off_policy_share=_error(came.off_policy_token_share, was.off_policy_token_share),
+        step_s=_error(*steps) if was.batches else None,
     )
 
 
@@ -590,45 +574,32 @@ def recorded_summary(
             the recorded run and of the replay are computed with the same model, which also works
             for a run on servers.
     """
-    pairs = zip(record.summary.per_batch, record.batches, strict=True)
+    pairs = zip(record.summary.per_batch[:batches], record.batches, strict=False)
     figures = [_bounded(one, bound(batch.prompts, batch.lengths)) for one, batch in pairs]
-    figures = figures[:batches]
     return replace(
         record.summary, per_batch=figures, steady_state=steady_state_of(figures, burn_in)
     )
 
 
 def steady_state_of(batches: Sequence[BatchFigures], burn_in: int) -> SteadyState:
-    """The figures over `batches`, without the first `burn_in`."""
+    """The figures over `batches`, without the first `burn_in`, that a replay is compared by."""
     kept = batches[burn_in:]
     seconds = sum(batch.seconds for batch in kept)
     tokens = sum(batch.tokens for batch in kept)
+    off_policy = sum((batch.off_policy_token_share or 0.0) * batch.tokens for batch in kept)
     bounds = [batch.t_bound for batch in kept if batch.t_bound is not None]
     return SteadyState(
         burn_in=burn_in,
         batches=len(kept),
-        mean_batch_seconds=_ratio(seconds, len(kept)),
-        mean_length=_ratio(
-            sum((batch.mean_length or 0.0) * batch.rollouts for batch in kept),
-            sum(batch.rollouts for batch in kept),
-        ),
-        delivered_tokens_per_s=_ratio(
-            tokens, seconds + sum(batch.trainer_seconds for batch in kept)
-        ),
-        efficiency=_ratio(sum(bounds), seconds) if len(bounds) == len(kept) else None,
-        off_policy_token_share=_ratio(
-            sum((batch.off_policy_token_share or 0.0) * batch.tokens for batch in kept), tokens
-        ),
+        mean_batch_seconds=divided(seconds, len(kept)),
+        delivered_tokens_per_s=divided(tokens, sum(batch.step_s for batch in kept)),
+        efficiency=divided(sum(bounds), seconds) if len(bounds) == len(kept) else None,
+        off_policy_token_share=divided(off_policy, tokens),
     )
 
 
-def _step_s(batches: Sequence[BatchFigures]) -> float | None:
-    """Mean seconds of whole steps."""
-    return _ratio(sum(b.step_s for b in batches), len(batches))
-
-
 def _bounded(figures: BatchFigures, bound: float) -> BatchFigures:
-    return replace(figures, t_bound=bound, efficiency=_ratio(bound, figures.seconds))
+    return replace(figures, t_bound=bound, efficiency=divided(bound, figures.seconds))
 
 
 def _error(replayed: float | None, recorded: float | None) -> float | None:
@@ -637,7 +608,3 @@ def _error(replayed: float | None, recorded: float | None) -> float | None:
     if not recorded:
         return 0.0 if not replayed else None
     return replayed / recorded - 1
-
-
-def _ratio(part: float, whole: float) -> float | None:
-    return part / whole if whole else None
