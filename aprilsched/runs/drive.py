@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from aprilsched.analysis.rebuild import rebuilt_summary
@@ -334,19 +334,6 @@ def _sampler(setup: Setup, folder: RunFolder, log: EventLog) -> AbstractAsyncCon
 # --- exports --------------------------------------------------------------------------------------
 
 # Opens and closes the optional listeners that export a run to other programs.
-#
-# To add one, write a function that takes an :class:`_Exported` run, enters what it needs into its
-# stack and returns its listeners, and add it to :data:`_EXPORTERS`.
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Exported:
-    """A run that has not begun; `figures` get each event before any exporter."""
-
-    setup: Setup
-    folder: Path
-    figures: LiveFigures
-    stack: ExitStack
 
 
 @contextmanager
@@ -358,48 +345,33 @@ def exporters(setup: Setup, folder: Path, figures: LiveFigures) -> Generator[lis
     Raises:
         ConfigError: if the package, the port or the user account of an exporter is not available.
     """
+    settings, listeners = setup.settings, list[AnyListener]()
     with ExitStack() as stack:
-        run = _Exported(setup=setup, folder=folder, figures=figures, stack=stack)
-        yield [listener for export in _EXPORTERS for listener in export(run)]
+        if settings.metrics_port:
+            from aprilsched.telemetry.prometheus import serve_metrics
+
+            metrics = Metrics(figures)
+            stack.enter_context(serve_metrics(metrics, settings.metrics_port))
+            listeners.append(metrics)
+        # Entered one at a time, so that the earlier ones are closed if the next one fails.
+        for name in tracker_names(settings.track):
+            writer = begin_writer(name, folder, as_toml(settings))
+            listeners.append(stack.enter_context(StepTracker(writer, figures)))
+        if settings.otel:
+            listeners.append(_spans(setup, folder, stack))
+        yield listeners
 
 
-def _metrics(run: _Exported) -> Sequence[AnyListener]:
-    port = run.setup.settings.metrics_port
-    if not port:
-        return ()
-    from aprilsched.telemetry.prometheus import serve_metrics
-
-    metrics = Metrics(run.figures)
-    run.stack.enter_context(serve_metrics(metrics, port))
-    return (metrics,)
-
-
-def _trackers(run: _Exported) -> Sequence[AnyListener]:
-    config = as_toml(run.setup.settings)
-    # Entered one at a time, so that the earlier ones are closed if the next one fails.
-    return [
-        run.stack.enter_context(StepTracker(begin_writer(name, run.folder, config), run.figures))
-        for name in tracker_names(run.setup.settings.track)
-    ]
-
-
-def _spans(run: _Exported) -> Sequence[AnyListener]:
-    if not run.setup.settings.otel:
-        return ()
+def _spans(setup: Setup, folder: Path, stack: ExitStack) -> AnyListener:
     with extra("otel"):
         from aprilsched.telemetry.spans import Spans, epoch_of_monotonic, otlp_tracer
-    tracer = run.stack.enter_context(otlp_tracer())
-    virtual = run.setup.clock == "virtual"
     spans = Spans(
-        tracer,
-        epoch_ns=None if virtual else epoch_of_monotonic(),
-        attributes={"aprilsched.clock": run.setup.clock, "aprilsched.run.name": run.folder.name},
+        stack.enter_context(otlp_tracer()),
+        epoch_ns=None if setup.clock == "virtual" else epoch_of_monotonic(),
+        attributes={"aprilsched.clock": setup.clock, "aprilsched.run.name": folder.name},
     )
-    run.stack.enter_context(spans)
-    return (run.stack.enter_context(QueuedListener(spans, kinds=spans.kinds)),)
-
-
-_EXPORTERS: tuple[Callable[[_Exported], Sequence[AnyListener]], ...] = (_metrics, _trackers, _spans)
+    stack.enter_context(spans)
+    return stack.enter_context(QueuedListener(spans, kinds=spans.kinds))
 
 
 # --- virtual time ---------------------------------------------------------------------------------
