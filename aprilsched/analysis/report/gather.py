@@ -72,19 +72,12 @@ def run_report(folder: Path) -> RunReport:
 
 
 def _warnings(summary: RunSummary) -> list[str]:
-    log = summary.event_log_error
-    return [
-        text
-        for text in (
-            "The run was ended by Ctrl-C; the figures are those until then."
-            if summary.interrupted
-            else "",
-            summary.error or "",
-            f"The event log is not complete: {log}." if log else "",
-            summary.bias.censoring.warning or "",
-        )
-        if text
-    ]
+    told = [summary.error, summary.bias.censoring.warning]
+    if summary.event_log_error:
+        told.insert(1, f"The event log is not complete: {summary.event_log_error}.")
+    if summary.interrupted:
+        told.insert(0, "The run was ended by Ctrl-C; the figures are those until then.")
+    return [text for text in told if text]
 
 
 def _time(usage: RunUsage) -> EngineTime:
