@@ -35,19 +35,7 @@ from aprilsched.telemetry.engine_time import (
 )
 from aprilsched.types import EpisodeWait
 
-_OF_NO_CAUSE = frozenset(
-    {
-        of.AttemptEnded,
-        of.AttemptSent,
-        of.EngineAdmitted,
-        of.EngineJoined,
-        of.EngineLost,
-        of.EngineModeChanged,
-        of.EngineRefitted,
-        of.TokensDiscarded,
-        of.TokensReceived,
-    }
-)
+_OF_NO_CAUSE = frozenset({of.AttemptEnded, of.AttemptSent, of.TokensReceived})
 """Facts that cannot change why slots are free, and most facts are of these kinds."""
 
 
