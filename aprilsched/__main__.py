@@ -64,7 +64,6 @@ def _help() -> str:
 COMMANDS: dict[str, str] = {
     "calibrate": "fit the step-time model of a server to its own log",
     "doctor": "probe live servers: capabilities and hazards, pass, warn or fail",
-    "drain": "tell when the length bias of a run's start is gone, and what ends it at once",
     "gateway": "serve one address in front of servers, through pauses and failures",
     "replay": "replay a recorded run under other scheduling policies, in virtual time",
     "report": "write one HTML page about a run, or about two side by side",

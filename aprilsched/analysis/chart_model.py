@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from aprilsched.analysis.run import Bar
 from aprilsched.telemetry.engine_time import PART_LABELS, Part
-from aprilsched.telemetry.figures import DecileFigures, LawFigures, TransientFigures
+from aprilsched.telemetry.figures import DecileFigures, TransientFigures
 from aprilsched.telemetry.rollout_time import RolloutPart
 
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
@@ -205,7 +205,7 @@ def time_by_part(
 
 
 def areas(
-    shares: Mapping[str, Sequence[float]], *, start: float, stops: Sequence[float], row: int = 0
+    shares: Mapping[str, NDArray[np.float64]], *, start: float, stops: Sequence[float], row: int = 0
 ) -> list[Series]:
     """The shares of parts of the time as areas above each other; the pieces end at `stops`."""
     return [
@@ -224,7 +224,7 @@ def areas(
 
 
 def parts_over_time(
-    shares: Mapping[str, Sequence[float]],
+    shares: Mapping[str, NDArray[np.float64]],
     *,
     start: float,
     stops: Sequence[float],
@@ -398,14 +398,6 @@ def longer_than(
 def tail_of(lengths: NDArray[np.int64]) -> Curve:
     """The curve of these lengths, int64 [n]."""
     return np.sort(lengths), 1 - np.arange(lengths.size) / max(1, lengths.size)
-
-
-def survival_of(law: LawFigures) -> Curve:
-    """The curve of a law's percentiles. The last one is left out, because no response is longer,
-    and those in the unresolved tail, because their length is not known."""
-    share = 1 - np.arange(1, 100) / 100
-    known = int((share > law.unresolved).sum())
-    return law.percentiles[:known], share[:known]
 
 
 def evenly(count: int, at_most: int = 240) -> NDArray[np.int64]:

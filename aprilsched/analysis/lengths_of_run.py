@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,21 +32,8 @@ from aprilsched.core.messages.facts import Fact
 from aprilsched.core.state.ledger import Reason
 from aprilsched.errors import RunFolderError
 from aprilsched.telemetry.event_log.reading import read_facts, replay
-from aprilsched.telemetry.figures import BatchFigures, RunSummary, SteadyState
+from aprilsched.telemetry.figures import BatchFigures, RunSummary, SteadyState, divided
 from aprilsched.telemetry.run_folder import EVENTS
-
-__all__ = [
-    "Launches",
-    "LawBand",
-    "Member",
-    "RecordedBatch",
-    "RecordedGroup",
-    "RecordedRun",
-    "known_lengths",
-    "law_band",
-    "law_of",
-    "read_record",
-]
 
 _LEAVING = frozenset({Reason.OUTRACED, Reason.MEMBER_LOST})
 """Reasons of rollouts that leave a group which goes on."""
@@ -231,19 +218,15 @@ class Launches:
             if handler is not None:
                 handler(fact)
 
-    def members(self) -> list[Member]:
-        """The members whose request was sent, in the order of their ids, without evaluations."""
-        return [m for _, m in sorted(self._members.items()) if m.group_id not in self._evaluated]
-
     def by_group(self) -> list[list[Member]]:
         """Groups in the order of launches, without those that were only evaluated. A member that
         was launched and never sent has no tokens. Of a prompt that was generated again, this is
         the last group."""
+        left_out = self._evaluated | self._begun_again
         groups: dict[int, list[Member]] = {}
-        for member in self.members():
-            if member.group_id in self._begun_again:
-                continue
-            groups.setdefault(member.group_id, []).append(member)
+        for _, member in sorted(self._members.items()):
+            if member.group_id not in left_out:
+                groups.setdefault(member.group_id, []).append(member)
         for group_id, group in groups.items():
             missing = self._sizes.get(group_id, 0) - len(group)
             group.extend(Member(group_id=group_id, prompt=group[0].prompt) for _ in range(missing))
@@ -448,6 +431,10 @@ def _resampled(groups: Sequence[GroupLengths], random: np.random.Generator) -> l
 # change it.
 
 
+_Work: TypeAlias = tuple[str, Hashable]
+"""A kind of work, and what it is done for."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordedCosts:
     """Median seconds of each kind of work; 0 for work that never happened.
@@ -470,12 +457,10 @@ class CostsOfRun:
     """Takes the facts of a run in order."""
 
     def __init__(self) -> None:
-        self._trainer = _Spans()
-        self._refits = _Spans()
-        self._pauses = _Spans()
-        self._flushes = _Spans()
-        self._continues = _Spans()
-        self._rewards = _Spans()
+        self._since: dict[_Work, float] = {}
+        """When each piece of work began that has not ended."""
+        self._took: dict[str, dict[tuple[_Work, float], float]] = {}
+        """Seconds of each piece of work by its kind, itself and its begin."""
 
     def on_facts(self, facts: Sequence[Fact], now: float) -> None:
         for fact in facts:
@@ -484,86 +469,56 @@ class CostsOfRun:
     def _take(self, fact: Fact, now: float) -> None:
         match fact:
             case of.RunOpened():
-                self._forget_begun()
+                # The process that would have ended what had begun was killed.
+                self._since.clear()
             case of.BatchDelivered():
-                self._trainer.begin("", now)
+                self._begin("trainer", "", now)
             case of.UpdateBegun() | of.BatchRequested():
-                self._trainer.end("", now)
+                self._end("trainer", "", now)
             case of.EngineModeChanged():
-                self._change_mode(fact, now)
+                self._end(fact.start, fact.engine, now)
+                if fact.finish in ("pausing", "flushing", "continuing"):
+                    self._begin(fact.finish, fact.engine, now)
             case of.RefitBegun(catch_up=False):
-                self._refits.begin(fact.version, now)
+                self._begin("refit", fact.version, now)
             case of.EngineRefitted(catch_up=False):
-                self._refits.extend(fact.version, now)
+                self._extend("refit", fact.version, now)
             case of.RewardRequested(rollout_id=None):
-                self._rewards.begin(("group", fact.group_id), now)
+                self._begin("reward", ("group", fact.group_id), now)
             case of.RewardRequested():
-                self._rewards.begin(("rollout", fact.rollout_id), now)
+                self._begin("reward", ("rollout", fact.rollout_id), now)
             case of.RolloutScored():
-                self._rewards.end(("rollout", fact.rollout_id), now)
-                self._rewards.end(("group", fact.group_id), now)
+                self._end("reward", ("rollout", fact.rollout_id), now)
+                self._end("reward", ("group", fact.group_id), now)
             case _:
                 pass
 
-    def _change_mode(self, fact: of.EngineModeChanged, now: float) -> None:
-        calls = {"pausing": self._pauses, "flushing": self._flushes, "continuing": self._continues}
-        if fact.start in calls:
-            calls[fact.start].end(fact.engine, now)
-        if fact.finish in calls:
-            calls[fact.finish].begin(fact.engine, now)
-
-    def _forget_begun(self) -> None:
-        """Forget what had begun, because the process that would have ended it was killed."""
-        kinds = (
-            self._trainer,
-            self._refits,
-            self._pauses,
-            self._flushes,
-            self._continues,
-            self._rewards,
-        )
-        for spans in kinds:
-            spans.forget_begun()
-
     def costs(self) -> RecordedCosts:
         """The costs according to the facts so far."""
-        refit = sum(spans.median() for spans in (self._flushes, self._refits, self._continues))
         return RecordedCosts(
-            train_seconds=self._trainer.median(),
-            refit_seconds=refit,
-            pause_seconds=self._pauses.median(),
-            reward_seconds=self._rewards.median(),
+            train_seconds=self._median("trainer"),
+            refit_seconds=sum(map(self._median, ("flushing", "refit", "continuing"))),
+            pause_seconds=self._median("pausing"),
+            reward_seconds=self._median("reward"),
         )
 
+    def _begin(self, kind: str, what: Hashable, now: float) -> None:
+        self._since.setdefault((kind, what), now)
 
-class _Spans:
-    """Measures the seconds from the begin to the end of each key."""
+    def _end(self, kind: str, what: Hashable, now: float) -> None:
+        """Take the end of a piece of work; only the first one counts."""
+        self._extend(kind, what, now)
+        self._since.pop((kind, what), None)
 
-    def __init__(self) -> None:
-        self._since: dict[Hashable, float] = {}
-        self._took: dict[Hashable, float] = {}
-        """Seconds by key and time of the begin."""
+    def _extend(self, kind: str, what: Hashable, now: float) -> None:
+        """Take an end of a piece of work that begins once for several ends; the last one counts."""
+        work = kind, what
+        if work in self._since:
+            since = self._since[work]
+            self._took.setdefault(kind, {})[work, since] = now - since
 
-    def begin(self, key: Hashable, now: float) -> None:
-        self._since.setdefault(key, now)
-
-    def end(self, key: Hashable, now: float) -> None:
-        """Take the end of a key; only the first one counts."""
-        since = self._since.pop(key, None)
-        if since is not None:
-            self._took[key, since] = now - since
-
-    def extend(self, key: Hashable, now: float) -> None:
-        """Take an end of a key that began once for several ends; the last one counts."""
-        since = self._since.get(key)
-        if since is not None:
-            self._took[key, since] = now - since
-
-    def forget_begun(self) -> None:
-        self._since.clear()
-
-    def median(self) -> float:
-        return median(self._took.values()) if self._took else 0.0
+    def _median(self, kind: str) -> float:
+        return median(self._took.get(kind, {}).values() or (0.0,))
 
 
 # --- predictions -------------------------------------------------------------------------------
@@ -592,15 +547,16 @@ def prediction_error(
 ) -> PredictionError:
     """The error of a replay under the run's own settings, over the batches that both have."""
     end = min(recorded.batches, replayed.batches)
-    real = steady_state_of(recorded.per_batch[:end], burn_in)
-    guess = steady_state_of(replayed.per_batch[:end], burn_in)
+    real, guess = (each.per_batch[:end] for each in (recorded, replayed))
+    was, came = steady_state_of(real, burn_in), steady_state_of(guess, burn_in)
+    steps = [sum(batch.step_s for batch in each[burn_in:]) for each in (guess, real)]
     return PredictionError(
         burn_in=burn_in,
-        batches=real.batches,
-        delivered_tokens_per_s=_error(guess.delivered_tokens_per_s, real.delivered_tokens_per_s),
-        efficiency=_error(guess.efficiency, real.efficiency),
-        off_policy_share=_error(guess.off_policy_token_share, real.off_policy_token_share),
-        step_s=_error(*(_step_s(each.per_batch[burn_in:end]) for each in (replayed, recorded))),
+        batches=was.batches,
+        delivered_tokens_per_s=_error(came.delivered_tokens_per_s, was.delivered_tokens_per_s),
+        efficiency=_error(came.efficiency, was.efficiency),
+        off_policy_share=_error(came.off_policy_token_share, was.off_policy_token_share),
+        step_s=_error(*steps) if was.batches else None,
     )
 
 
@@ -618,45 +574,32 @@ def recorded_summary(
             the recorded run and of the replay are computed with the same model, which also works
             for a run on servers.
     """
-    pairs = zip(record.summary.per_batch, record.batches, strict=True)
+    pairs = zip(record.summary.per_batch[:batches], record.batches, strict=False)
     figures = [_bounded(one, bound(batch.prompts, batch.lengths)) for one, batch in pairs]
-    figures = figures[:batches]
     return replace(
         record.summary, per_batch=figures, steady_state=steady_state_of(figures, burn_in)
     )
 
 
 def steady_state_of(batches: Sequence[BatchFigures], burn_in: int) -> SteadyState:
-    """The figures over `batches`, without the first `burn_in`."""
+    """The figures over `batches`, without the first `burn_in`, that a replay is compared by."""
     kept = batches[burn_in:]
     seconds = sum(batch.seconds for batch in kept)
     tokens = sum(batch.tokens for batch in kept)
+    off_policy = sum((batch.off_policy_token_share or 0.0) * batch.tokens for batch in kept)
     bounds = [batch.t_bound for batch in kept if batch.t_bound is not None]
     return SteadyState(
         burn_in=burn_in,
         batches=len(kept),
-        mean_batch_seconds=_ratio(seconds, len(kept)),
-        mean_length=_ratio(
-            sum((batch.mean_length or 0.0) * batch.rollouts for batch in kept),
-            sum(batch.rollouts for batch in kept),
-        ),
-        delivered_tokens_per_s=_ratio(
-            tokens, seconds + sum(batch.trainer_seconds for batch in kept)
-        ),
-        efficiency=_ratio(sum(bounds), seconds) if len(bounds) == len(kept) else None,
-        off_policy_token_share=_ratio(
-            sum((batch.off_policy_token_share or 0.0) * batch.tokens for batch in kept), tokens
-        ),
+        mean_batch_seconds=divided(seconds, len(kept)),
+        delivered_tokens_per_s=divided(tokens, sum(batch.step_s for batch in kept)),
+        efficiency=divided(sum(bounds), seconds) if len(bounds) == len(kept) else None,
+        off_policy_token_share=divided(off_policy, tokens),
     )
 
 
-def _step_s(batches: Sequence[BatchFigures]) -> float | None:
-    """Mean seconds of whole steps."""
-    return _ratio(sum(b.step_s for b in batches), len(batches))
-
-
 def _bounded(figures: BatchFigures, bound: float) -> BatchFigures:
-    return replace(figures, t_bound=bound, efficiency=_ratio(bound, figures.seconds))
+    return replace(figures, t_bound=bound, efficiency=divided(bound, figures.seconds))
 
 
 def _error(replayed: float | None, recorded: float | None) -> float | None:
@@ -665,7 +608,3 @@ def _error(replayed: float | None, recorded: float | None) -> float | None:
     if not recorded:
         return 0.0 if not replayed else None
     return replayed / recorded - 1
-
-
-def _ratio(part: float, whole: float) -> float | None:
-    return part / whole if whole else None

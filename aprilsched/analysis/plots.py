@@ -27,12 +27,11 @@ from aprilsched.analysis.chart_model import (
     parts_over_time,
     responses,
     staleness_by_tenth,
-    survival_of,
     tail_of,
     time_by_part,
 )
 from aprilsched.analysis.lengths_of_run import LawBand
-from aprilsched.analysis.run import Run, bars, in_flight, lengths_of, tokens_by_class, window_end
+from aprilsched.analysis.run import Run, bars, in_flight, tokens_by_class, window_end
 from aprilsched.analysis.usage import RunUsage
 from aprilsched.core.lengths.laws import KaplanMeier
 from aprilsched.extras import extra
@@ -67,7 +66,6 @@ __all__ = [
     "first_look",
     "frontier",
     "length_law",
-    "lengths",
     "save",
     "staleness",
     "staleness_by_length",
@@ -220,7 +218,7 @@ def draw_causes(
     share = seconds / np.maximum(seconds.sum(axis=1, keepdims=True), 1e-12)
     edges = np.linspace(start, stop, _BINS + 1)
     shown = _shown(seconds.sum(axis=0))
-    shares = {part: share[:, PART_INDEX[part]].tolist() for part in shown}
+    shares = {part: share[:, PART_INDEX[part]] for part in shown}
     draw(axes, parts_over_time(shares, start=start, stops=edges[1:].tolist()), legend="")
     below = np.zeros(_BINS)
     for part in shown:
@@ -483,18 +481,6 @@ def _burn_in(runs: Mapping[str, Run]) -> int:
 # Length laws: what was delivered, what is estimated, what is true where that is known.
 
 
-def lengths(run: Run, *, title: str = "") -> Figure:
-    """The tail of the delivered lengths: the first batch against all of them."""
-    figure = new_figure(7, 4.5)
-    curves = {
-        "all batches": (tail_of(lengths_of(run.deliveries)), GREY, 2.0),
-        "first batch": (tail_of(lengths_of(run.deliveries[:1])), PALETTE[5], 2.0),
-    }
-    words = f"{prefix(title)}is the first batch too short?"
-    draw(figure.subplots(), longer_than(curves), title=words)
-    return figure
-
-
 def length_law(
     law: KaplanMeier,
     *,
@@ -574,17 +560,13 @@ def estimate_by_batch(
 # Draws one picture of a run's bias: are responses too short, does that go away, who is stale?
 
 
-def bias(run: Run, *, title: str = "") -> Figure:
-    """Draw delivered and drawn lengths, the transient by batch, and staleness by length."""
-    return figure_of(run.summary.bias, title=title)
-
-
-def figure_of(figures: BiasFigures, *, title: str = "") -> Figure:
-    """Draw the same from the figures alone. A panel whose figures are unknown stays empty."""
+def bias(figures: BiasFigures, *, title: str = "") -> Figure:
+    """Draw delivered and drawn lengths, the transient by batch, and staleness by length. A panel
+    whose figures are unknown stays empty."""
     figure = new_figure(14, 4.4)
     laws, transient, stale = figure.subplots(1, 3)
     curves = {
-        f"{name}: mean {law.mean:,.0f}": (survival_of(law), colour, width)
+        f"{name}: mean {law.mean:,.0f}": ((law.lengths, law.longer), colour, width)
         for name, law, colour, width in (
             ("drawn (estimate)", figures.drawn, GREY, 4.0),
             ("delivered", figures.delivered, PALETTE[5], 1.8),

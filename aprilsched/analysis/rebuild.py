@@ -18,25 +18,9 @@ from aprilsched.telemetry.figures import SUMMARY_VERSION, RunSummary
 from aprilsched.telemetry.run_folder import CONFIG, EVENTS, SUMMARY
 from aprilsched.telemetry.run_state import RunState
 from aprilsched.telemetry.summary import Remainder, Summary
-from aprilsched.timing.calibration import (
-    load_model,
-)
-from aprilsched.timing.model import (
-    H200_QWEN3_4B,
-    StepTimeModel,
-)
+from aprilsched.timing.calibration import load_model
+from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
 from aprilsched.workload import LongTailWorkload
-
-__all__ = [
-    "Basis",
-    "Rebuilding",
-    "basis_of",
-    "rebuilt_summary",
-    "remainder_of",
-    "summary_of_run",
-    "written_summary",
-]
-
 
 NOT_ENDED = "The run was killed or has not ended; the figures are those of its event log so far."
 

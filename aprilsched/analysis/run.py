@@ -23,6 +23,7 @@ from aprilsched.core.messages.facts import (
     AttemptEnded,
     AttemptSent,
     BatchDelivered,
+    DeliveredRollout,
     EngineLost,
     EngineModeChanged,
     Fact,
@@ -33,7 +34,6 @@ from aprilsched.errors import RunFolderError
 from aprilsched.telemetry.event_log.reading import replay
 from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.run_folder import CONFIG, EVENTS
-from aprilsched.types import Segment
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,18 +68,8 @@ class Update:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DeliveredRollout:
-    """A response that was delivered; `tokens` is its length."""
-
-    rollout_id: int
-    group_id: int
-    tokens: int
-    segments: tuple[Segment, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Delivery:
-    """A batch and the time of its delivery."""
+    """A batch and the time of its delivery, with its responses as the event log has them."""
 
     time: float
     index: int
@@ -166,10 +156,22 @@ class History:
                 case UpdateFinished(cause=""):
                     self._updates.append(Update(time=now, version=fact.version))
                 case BatchDelivered(again=False):
-                    self._deliveries.append(_delivery(fact, now))
+                    self._deliver(fact, now)
                 case _:
                     pass
         self._now = now
+
+    def _deliver(self, fact: BatchDelivered, now: float) -> None:
+        # What only a log with tokens has would fill the memory.
+        bare = {"key": None, "input_ids": None, "token_ids": None, "logprobs": None}
+        self._deliveries.append(
+            Delivery(
+                time=now,
+                index=fact.batch,
+                version=fact.version,
+                rollouts=tuple(msgspec.structs.replace(each, **bare) for each in fact.rollouts),
+            )
+        )
 
     def run(self, config: dict[str, Any], summary: RunSummary, end: float) -> Run:
         """The run up to `end`; `config` and `summary` are those of the folder."""
@@ -211,30 +213,6 @@ class History:
         since = self._paused.pop(engine, None)
         if since is not None:
             self._pauses.append(Pause(engine=engine, start=since, end=self._now))
-
-
-def _delivery(fact: BatchDelivered, now: float) -> Delivery:
-    return Delivery(
-        time=now,
-        index=fact.batch,
-        version=fact.version,
-        rollouts=tuple(
-            DeliveredRollout(
-                rollout_id=rollout.rollout_id,
-                group_id=rollout.group_id,
-                tokens=rollout.tokens,
-                segments=_segments(rollout.segments),
-            )
-            for rollout in fact.rollouts
-        ),
-    )
-
-
-def _segments(rows: Sequence[tuple[int, int, int, str | None]]) -> tuple[Segment, ...]:
-    return tuple(
-        Segment(start=start, end=end, version=version, engine=engine)
-        for start, end, version, engine in rows
-    )
 
 
 # --- over time ---------------------------------------------------------------------------------
@@ -292,11 +270,11 @@ def tokens_by_age(run: Run) -> NDArray[np.int64]:
     """Delivered tokens by batch and age in versions, int64 [batches, oldest + 1]. Tokens of the
     environment have no version and are left out."""
     ages = [
-        (place, max(0, delivery.version - segment.version), segment.end - segment.start)
+        (place, max(0, delivery.version - version), end - start)
         for place, delivery in enumerate(run.deliveries)
         for rollout in delivery.rollouts
-        for segment in rollout.segments
-        if segment.version >= 0
+        for start, end, version, _ in rollout.segments
+        if version >= 0
     ]
     counts = np.zeros((len(run.deliveries), 1 + max((a for _, a, _ in ages), default=0)), np.int64)
     for place, age, tokens in ages:

@@ -1,14 +1,18 @@
-"""Writes a run as a trace for Perfetto (ui.perfetto.dev) and chrome://tracing."""
+"""Writes a run as a trace for Perfetto (ui.perfetto.dev) and chrome://tracing, from its event log.
+
+Only what is open on the engines is kept in memory, so a log may have any length. Times are whole
+microseconds, as in the trace event format and as in events.jsonl.
+"""
 
 from __future__ import annotations
 
 import heapq
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -16,25 +20,18 @@ from aprilsched.analysis.run import readable
 from aprilsched.core.messages import facts as of
 from aprilsched.core.messages.facts import Fact
 from aprilsched.errors import RunFolderError
+from aprilsched.telemetry.base import DispatchingListener
 from aprilsched.telemetry.event_log.reading import replay
 from aprilsched.telemetry.run_folder import EVENTS, TRACE
 
-# --- trace file ----------------------------------------------------------------------------------
-
-# Writes a file in the trace event format, one line for each event; no event is kept in memory.
-#
-# Times are whole microseconds, as in the format and as in events.jsonl.
-
 _BEGIN = b'{"displayTimeUnit":"ms","traceEvents":[\n'
 _END = b"\n]}\n"
+_BUFFER = 1 << 20
 
 
 class TraceFile:
-    """Writes to `file`. :meth:`close` completes the content and leaves the file open.
-
-    The tracks of a process are shown below each other, sorted by `tid`. No two processes share a
-    `tid`, because viewers take threads with the same id for one thread.
-    """
+    """Writes one line for each event to `file`. :meth:`close` completes the content and leaves the
+    file open."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -42,497 +39,290 @@ class TraceFile:
         self._between = b""
         file.write(_BEGIN)
 
-    def process(self, pid: int, name: str) -> None:
-        self._describe("process_name", pid, 0, name=name)
-        self._describe("process_sort_index", pid, 0, sort_index=pid)
+    def name(self, name: str, pid: int, tid: int = 0) -> None:
+        """Name a process, or one of its tracks. Viewers show both sorted by their ids, and take
+        tracks of two processes for one if they have the same id."""
+        kind = "thread" if tid else "process"
+        self.write("M", f"{kind}_name", 0, pid, tid, {"name": name})
+        self.write("M", f"{kind}_sort_index", 0, pid, tid, {"sort_index": tid or pid})
 
-    def track(self, pid: int, tid: int, name: str) -> None:
-        self._describe("thread_name", pid, tid, name=name)
-        self._describe("thread_sort_index", pid, tid, sort_index=tid)
-
-    def slice(
+    def write(
         self,
-        *,
+        phase: str,
+        name: str,
+        at: int,
         pid: int,
         tid: int,
-        start: int,
-        end: int,
-        name: str,
         args: Mapping[str, Any],
-        category: str,
-        color: str = "",
+        **more: Any,
     ) -> None:
-        """Write a slice. `color` is a name that chrome://tracing knows; other viewers ignore it."""
-        event: dict[str, Any] = {
-            "ph": "X",
-            "pid": pid,
-            "tid": tid,
-            "ts": start,
-            "dur": end - start,
-            "name": name,
-            "cat": category,
-            "args": args,
-        }
-        if color:
-            event["cname"] = color
-        self._write(event)
-
-    def instant(
-        self, *, pid: int, tid: int, at: int, name: str, args: Mapping[str, Any], category: str
-    ) -> None:
-        self._write(
-            {
-                "ph": "i",
-                "s": "t",
-                "pid": pid,
-                "tid": tid,
-                "ts": at,
-                "name": name,
-                "cat": category,
-                "args": args,
-            }
-        )
-
-    def counter(self, *, pid: int, at: int, name: str, unit: str, value: int) -> None:
-        """Write a value of a counter. Viewers name the track by `name` and `unit`."""
-        self._write({"ph": "C", "pid": pid, "ts": at, "name": name, "args": {unit: value}})
+        """Write an event of a phase of the format, with `more` fields that only this phase has."""
+        event = {"ph": phase, "name": name, "ts": at, "pid": pid, "tid": tid, "args": args, **more}
+        self._file.write(self._between + self._encode(event))
+        self._between = b",\n"
 
     def close(self) -> None:
         self._file.write(_END)
 
-    def _describe(self, what: str, pid: int, tid: int, **args: Any) -> None:
-        self._write({"ph": "M", "pid": pid, "tid": tid, "ts": 0, "name": what, "args": args})
 
-    def _write(self, event: Mapping[str, Any]) -> None:
-        self._file.write(self._between + self._encode(event))
-        self._between = b",\n"
+class Tracks:
+    """Tracks of process `pid` with the ids from `first` on, which are named by `name` and their
+    number. Each has one holder at a time. A new holder gets the lowest free one, so there are as
+    many as were held at once, and slices do not overlap."""
 
-
-class Counter:
-    """A counter of process `pid` in `file` that is written rarely: only its value at the end of
-    each moment, and only if it has changed by at least the share `step` of the value that was
-    written last. Changes from and to 0 are always written."""
-
-    def __init__(
-        self, file: TraceFile, *, pid: int, name: str, unit: str, step: float = 0.0
-    ) -> None:
+    def __init__(self, file: TraceFile, *, pid: int, first: int, name: str) -> None:
         self._file = file
         self._pid = pid
+        self._first = first
         self._name = name
-        self._unit = unit
-        self._step = step
-        self._at = 0
-        self._value = 0
-        self._written = 0
-
-    def set(self, value: int, at: int) -> None:
-        """Set the value from `at` on. The same time may be given often, because many requests are
-        sent at once."""
-        if at != self._at:
-            self.finish()
-            self._at = at
-        self._value = value
-
-    def finish(self) -> None:
-        """Write the value of the latest time."""
-        change = abs(self._value - self._written)
-        if not change or (self._value and change < self._step * self._written):
-            return
-        self._written = self._value
-        self._file.counter(
-            pid=self._pid, at=self._at, name=self._name, unit=self._unit, value=self._value
-        )
-
-
-# --- lanes ---------------------------------------------------------------------------------------
-
-# Assigns slices to tracks so that they do not overlap.
-#
-# Invariant: a lane has one holder at a time. A new holder gets the lowest free lane, so there are
-# as many lanes as were held at once.
-
-
-class Lanes:
-    """The lanes of one engine, counted from 0."""
-
-    def __init__(self) -> None:
+        self._count = 0
         self._freed: list[int] = []
-        self.count = 0
-        """Number of lanes."""
 
     def take(self) -> int:
+        """The id of a track that nobody has."""
         if self._freed:
             return heapq.heappop(self._freed)
-        self.count += 1
-        return self.count - 1
+        track = self._first + self._count
+        self._file.name(self._name.format(self._count), self._pid, track)
+        self._count += 1
+        return track
 
-    def free(self, lane: int) -> None:
-        heapq.heappush(self._freed, lane)
-
-
-# --- bands ---------------------------------------------------------------------------------------
-
-# Draws named stretches of an engine or of the trainer: a pause, a refit, a wait.
-#
-# Invariant: there is at most one open band of each kind, and each band is written once, when it
-# ends. Kinds that may be open at the same time have tracks of their own.
-
-
-@dataclass(slots=True, kw_only=True)
-class _Band:
-    lane: int
-    since: int
-    args: dict[str, Any] = field(default_factory=dict[str, Any])
+    def free(self, track: int) -> None:
+        heapq.heappush(self._freed, track)
 
 
 class Bands:
-    """The bands of process `pid`, on tracks called `name` that begin with `first_tid`."""
+    """Named stretches of an engine or of the trainer: a pause, a refit, a wait. There is at most
+    one open band of each kind, and each is written when it ends, in the category `category`. Bands
+    that are open at the same time have tracks of their own."""
 
-    def __init__(self, file: TraceFile, *, pid: int, first_tid: int, name: str) -> None:
+    def __init__(self, file: TraceFile, *, pid: int, first: int, category: str) -> None:
         self._file = file
         self._pid = pid
-        self._first_tid = first_tid
-        self._name = name
-        self._lanes = Lanes()
-        self._open: dict[str, _Band] = {}
+        self._category = category
+        self._tracks = Tracks(file, pid=pid, first=first, name=category)
+        self._open: dict[str, tuple[int, int, dict[str, Any]]] = {}
+        """Track, begin and arguments of each open band, by kind."""
 
     def begin(self, kind: str, at: int, **args: Any) -> None:
         """Begin a band; no effect if one of this kind is open."""
-        if kind in self._open:
-            return
-        known, lane = self._lanes.count, self._lanes.take()
-        if lane == known:
-            self._file.track(self._pid, self._first_tid + lane, self._name)
-        self._open[kind] = _Band(lane=lane, since=at, args=args)
+        if kind not in self._open:
+            self._open[kind] = self._tracks.take(), at, args
 
     def end(self, kind: str, at: int, **args: Any) -> None:
         """End a band; no effect if none of this kind is open."""
-        band = self._open.pop(kind, None)
-        if band is None:
+        if kind not in self._open:
             return
-        self._lanes.free(band.lane)
-        self._file.slice(
-            pid=self._pid,
-            tid=self._first_tid + band.lane,
-            start=band.since,
-            end=at,
-            name=kind,
-            args=band.args | args,
-            category=self._name,
-        )
+        track, since, begun = self._open.pop(kind)
+        self._tracks.free(track)
+        more = {"dur": at - since, "cat": self._category}
+        self._file.write("X", kind, since, self._pid, track, begun | args, **more)
 
     def end_all(self, at: int) -> None:
         for kind in list(self._open):
             self.end(kind, at)
 
 
-# --- engine tracks -------------------------------------------------------------------------------
+# --- engines -------------------------------------------------------------------------------------
 
-# Draws one engine in a trace: its slots with the rollouts in them, its bands and its counters.
-#
-# Invariants: an attempt keeps its slot from its sending to its end. It has a slice for each
-# stretch in which the engine works on it under one version, so a pause is a gap. A token counts in
-# the slice in which it arrived, or in the last one before if it arrived in a gap.
-
-Key: TypeAlias = tuple[int, int]
-"""The id of a request and the number of its attempt."""
-
+_TIDS = 100_000
+"""Number of track ids of a process."""
+_SLOTS = 10
+"""Number of track ids for the bands of an engine, before those of its slots."""
 _STEP = 0.01
 """The counter of known tokens is written when its value has changed by this share. A run has an
 event for each chunk of tokens, and single tokens among a hundred thousand cannot be seen."""
-_TIDS = 100_000
-"""Number of track ids of an engine."""
-_SLOTS = 10
-"""Number of track ids for its bands, before those of its slots."""
-
-
-# A slice shows its policy version by its colour. Perfetto takes the colour from the name of a slice
-# and ignores the digits in it, so a name ends in letters that change with the version.
-# chrome://tracing is given the name of a colour.
 _ENDINGS = ("mn", "eg", "dr", "uk", "ri", "ir", "pa", "pf")
-"""After "rollout v", these names give blue, orange, green, pink, violet, lime, teal and red in the
-UI of Perfetto 52. They have no other meaning."""
-_COLORS = (
-    "thread_state_running",
-    "rail_response",
-    "rail_animation",
-    "rail_load",
-    "cq_build_attempt_passed",
-    "rail_idle",
-    "thread_state_iowait",
-    "startup",
-)
-_UNKNOWN = "v?"
+"""Perfetto takes the colour of a slice from its name and ignores the digits in it, so a name ends
+in letters that change with the version. After "rollout v", these names give blue, orange, green,
+pink, violet, lime, teal and red in the UI of Perfetto 52. They have no other meaning."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Attempt:
-    """An open attempt on the engine. `known` is the number of tokens of its prompt and output so
-    far."""
+    """An open attempt on an engine, and its present slice."""
 
-    rollout_id: int
-    group_id: int
+    sent: of.AttemptSent
+    track: int
     known: int
-    adapter: int | None
+    """Number of tokens of its prompt and output so far."""
     first_version: int | None
     """The version that the rollout's first token was to be sampled with."""
-    slot: int = 0
     version: int | None = None
     since: int | None = None
-    """Begin of its present slice; None before the first one."""
+    """Begin of its slice; None before the first one."""
     until: int | None = None
-    """End of its present slice; None while the engine works on it."""
+    """End of its slice; None while the engine works on it."""
     tokens: int = 0
     """Number of tokens in its slice."""
 
 
 class EngineTracks:
-    """The tracks of process `number` in `file`."""
+    """The tracks of an engine, which is process `pid`: its slots with the rollouts in them, its
+    bands and its counters.
 
-    def __init__(self, file: TraceFile, *, number: int, name: str) -> None:
+    An attempt keeps its slot from its sending to its end. It has a slice for each stretch in which
+    the engine works on it under one version, so a pause is a gap. A token counts in the slice in
+    which it arrived, or in the last one before if it arrived in a gap.
+    """
+
+    def __init__(self, file: TraceFile, *, pid: int, name: str) -> None:
         self.version: int | None = None
+        self.attempts: dict[int, Attempt] = {}
+        """The open attempts, by the id of their request."""
+        self.released: set[str] = set()
+        """Tags of the memory that the engine has released."""
+        self.waking: tuple[str, ...] = ()
+        """Tags of the memory that it is taking back."""
+        self.flushed = False
+        """Whether its cache is empty, because it was flushed and has not continued since."""
         self._file = file
-        self._pid = number
-        self._first_slot = number * _TIDS + _SLOTS
-        self._attempts: dict[Key, Attempt] = {}
-        self._slots = Lanes()
-        self._paused = False
-        self._kv_held = True
-        file.process(number, f"engine {name}")
-        self.bands = Bands(file, pid=number, first_tid=number * _TIDS + 1, name="state")
-        self._in_flight = Counter(file, pid=number, name="in flight", unit="requests")
-        self._kv = Counter(file, pid=number, name="KV", unit="tokens", step=_STEP)
+        self._pid = pid
         self._known = 0
+        """Tokens of all open attempts."""
+        self._paused = False
+        self._written: dict[str, int] = {}
+        """The values of the counters that were written last."""
+        file.name(f"engine {name}", pid)
+        self.bands = Bands(file, pid=pid, first=pid * _TIDS + 1, category="state")
+        self._slots = Tracks(file, pid=pid, first=pid * _TIDS + _SLOTS, name="slot {:03}")
 
-    # --- requests ------------------------------------------------------------------------------
-
-    def send(self, key: Key, attempt: Attempt, at: int) -> None:
-        known, attempt.slot = self._slots.count, self._slots.take()
-        if attempt.slot == known:
-            name = f"slot {attempt.slot:03}"
-            self._file.track(self._pid, self._first_slot + attempt.slot, name)
-        self._attempts[key] = attempt
+    def send(self, sent: of.AttemptSent, first_version: int | None, at: int) -> None:
+        attempt = Attempt(
+            sent=sent, track=self._slots.take(), known=sent.tokens, first_version=first_version
+        )
+        self.attempts[sent.request_id] = attempt
         self._known += attempt.known
         if not self._paused:
             self._start(attempt, at)
-        self._count(at)
 
-    def progress(self, key: Key, tokens: int, at: int) -> None:
-        attempt = self._attempts[key]
+    def progress(self, request_id: int, tokens: int) -> None:
+        attempt = self.attempts[request_id]
         attempt.tokens += tokens
         attempt.known += tokens
         self._known += tokens
-        self._count(at)
 
-    def close(self, key: Key, ending: str, at: int) -> None:
-        attempt = self._attempts.pop(key)
-        self._write(key, attempt, ending, at)
-        self._slots.free(attempt.slot)
+    def close(self, request_id: int, ending: str, at: int) -> None:
+        attempt = self.attempts.pop(request_id)
         self._known -= attempt.known
-        self._count(at)
+        self._write(attempt, ending, at)
+        self._slots.free(attempt.track)
 
-    @property
-    def open(self) -> list[Key]:
-        """The open attempts on the engine."""
-        return list(self._attempts)
-
-    # --- the engine ----------------------------------------------------------------------------
-
-    def paused(self, at: int) -> None:
-        """Note that the engine is paused: no attempt continues until :meth:`go_on`."""
+    def pause(self, at: int) -> None:
+        """No attempt continues until :meth:`go_on`."""
         self._paused = True
-        for attempt in self._attempts.values():
+        for attempt in self.attempts.values():
             if attempt.until is None:
                 attempt.until = at
 
-    def flushed(self, at: int) -> None:
-        """Note that the cache was flushed, so it is empty until the engine continues."""
-        self._kv_held = False
-        self._count(at)
-
     def go_on(self, at: int) -> None:
-        if not self._paused:
-            return
-        self._paused, self._kv_held = False, True
-        for key, attempt in self._attempts.items():
-            self._write(key, attempt, "paused", at)
-            self._start(attempt, at)
-        self._count(at)
+        if self._paused:
+            self._paused = self.flushed = False
+            for attempt in self.attempts.values():
+                self._write(attempt, "paused", at)
+                self._start(attempt, at)
 
     def refitted(self, version: int | None, at: int) -> None:
-        """Begin new slices, because the attempts that continue are sampled under another version
-        from now on."""
-        if version == self.version:
-            return
-        self.version = version
-        for key, attempt in self._attempts.items():
-            if attempt.until is None and attempt.adapter is None:
-                self._write(key, attempt, "refit", at)
+        """The attempts that continue are sampled under another version from now on."""
+        changed, self.version = version != self.version, version
+        for attempt in self.attempts.values() if changed else ():
+            if attempt.until is None and attempt.sent.adapter is None:
+                self._write(attempt, "refit", at)
                 self._start(attempt, at)
 
     def stop(self, ending: str, at: int) -> None:
         """End everything that is open, for example because the process of the run has ended."""
-        for key in self.open:
-            self.close(key, ending, at)
+        for request_id in list(self.attempts):
+            self.close(request_id, ending, at)
         self.bands.end_all(at)
-        self._paused, self._kv_held = False, True
-        self._in_flight.finish()
-        self._kv.finish()
+        self.released.clear()
+        self._paused = self.flushed = False
+        self.count(at)
 
-    # --- slices --------------------------------------------------------------------------------
+    def count(self, at: int) -> None:
+        """Write the counters that have changed enough to be seen, or from or to 0."""
+        known = 0 if self.flushed else self._known
+        for name, unit, value, step in (
+            ("in flight", "requests", len(self.attempts), 0.0),
+            ("KV", "tokens", known, _STEP),
+        ):
+            before = self._written.get(name, 0)
+            if value != before and not (value and abs(value - before) < step * before):
+                self._written[name] = value
+                self._file.write("C", name, at, self._pid, 0, {unit: value})
 
     def _start(self, attempt: Attempt, at: int) -> None:
-        attempt.version = self.version if attempt.adapter is None else attempt.adapter
+        adapter = attempt.sent.adapter
+        attempt.version = self.version if adapter is None else adapter
         attempt.since, attempt.until, attempt.tokens = at, None, 0
 
-    def _write(self, key: Key, attempt: Attempt, ending: str, at: int) -> None:
-        if attempt.since is None:
-            return
+    def _write(self, attempt: Attempt, ending: str, at: int) -> None:
+        since, sent, version = attempt.since, attempt.sent, attempt.version
         end = at if attempt.until is None else attempt.until
-        if end == attempt.since and not attempt.tokens:
+        if since is None or (end == since and not attempt.tokens):
             return
-        request_id, number = key
-        self._file.slice(
-            pid=self._pid,
-            tid=self._first_slot + attempt.slot,
-            start=attempt.since,
-            end=end,
-            name=f"rollout {attempt.rollout_id} {_version_label(attempt.version)}",
-            args={
-                "rollout_id": attempt.rollout_id,
-                "group_id": attempt.group_id,
-                "request_id": request_id,
-                "attempt": number,
-                "tokens": attempt.tokens,
-                "version": attempt.version,
-                "carried": attempt.version != attempt.first_version,
-                "ending": ending,
-            },
-            category="rollout",
-            color=_color_of(attempt.version),
-        )
-
-    def _count(self, at: int) -> None:
-        self._in_flight.set(len(self._attempts), at)
-        self._kv.set(self._known if self._kv_held else 0, at)
+        ended = "?" if version is None else f"{version} {_ENDINGS[version % len(_ENDINGS)]}"
+        args = {
+            "rollout_id": sent.rollout_id,
+            "group_id": sent.group_id,
+            "request_id": sent.request_id,
+            "attempt": sent.attempt,
+            "tokens": attempt.tokens,
+            "version": version,
+            "carried": version != attempt.first_version,
+            "ending": ending,
+        }
+        name, more = f"rollout {sent.rollout_id} v{ended}", {"dur": end - since, "cat": "rollout"}
+        self._file.write("X", name, since, self._pid, attempt.track, args, **more)
 
 
-def _version_label(version: int | None) -> str:
-    """The name of a version, for example ``v3 uk``. Consecutive versions end in different
-    letters."""
-    if version is None:
-        return _UNKNOWN
-    return f"v{version} {_ENDINGS[version % len(_ENDINGS)]}"
+# --- the run -------------------------------------------------------------------------------------
 
-
-def _color_of(version: int | None) -> str:
-    """Name of the version's colour in chrome://tracing."""
-    return "" if version is None else _COLORS[version % len(_COLORS)]
-
-
-# --- trainer track -------------------------------------------------------------------------------
-
-# Draws the trainer in a trace: what it waits for, the batches that it gets and the weights it
-# gives.
-
-_PID = 1
-_EVENTS = 100_001
-_WAITS = 100_002
-"""Ids of the trainer's tracks."""
+_TRAINER = 1
+"""Process id of the trainer; those of the engines follow."""
+_EVENTS = _TRAINER * _TIDS + 1
+"""Track of the trainer's batches and weights; those of its waits follow."""
 _BATCH, _UPDATE = "waits for a batch", "updates the engines"
-
-
-class TrainerTrack:
-    """Takes every fact; those that are not about the trainer are ignored."""
-
-    def __init__(self, file: TraceFile) -> None:
-        self._file = file
-        self._began = False
-        file.process(_PID, "trainer")
-        file.track(_PID, _EVENTS, "batches and weights")
-        self._waits = Bands(file, pid=_PID, first_tid=_WAITS, name="trainer")
-
-    def take(self, fact: Fact, at: int) -> None:
-        match fact:
-            case of.RunOpened():
-                if self._began:
-                    self._instant("resumed", at)
-                self._began = True
-            case of.BatchRequested():
-                self._waits.begin(_BATCH, at)
-            case of.BatchRequestWithdrawn() | of.PromptsEnded():
-                self._waits.end(_BATCH, at)
-            case of.UpdateBegun():
-                self._waits.begin(_UPDATE, at, version=fact.version)
-            case of.BatchDelivered():
-                self._waits.end(_BATCH, at)
-                self._delivered(fact, at)
-            case of.EvaluationDelivered():
-                self._instant(f"evaluation {fact.evaluation_id}", at, rollouts=len(fact.rollouts))
-            case of.UpdateFinished():
-                self._waits.end(_UPDATE, at)
-                self._updated(fact, at)
-            case _:
-                pass
-
-    def end(self, at: int) -> None:
-        """End a wait that has no result."""
-        self._waits.end_all(at)
-
-    def _delivered(self, fact: of.BatchDelivered, at: int) -> None:
-        self._instant(
-            f"batch {fact.batch}{' again' if fact.again else ''}",
-            at,
-            version=fact.version,
-            rollouts=len(fact.rollouts),
-            tokens=sum(rollout.tokens for rollout in fact.rollouts),
-        )
-
-    def _updated(self, fact: of.UpdateFinished, at: int) -> None:
-        if fact.cause:
-            self._instant(f"no update to v{fact.version}", at, cause=fact.cause)
-        else:
-            self._instant(f"weights v{fact.version}", at, version=fact.version)
-
-    def _instant(self, name: str, at: int, **args: object) -> None:
-        self._file.instant(pid=_PID, tid=_EVENTS, at=at, name=name, args=args, category="trainer")
-
-
-# --- builder -------------------------------------------------------------------------------------
-
-# Builds a trace from the facts of a run: the tracks of its engines and of its trainer.
-#
-# Invariant: everything that begins in the log has an end in the trace: where it ended, where its
-# process was killed, or at the last line.
-
-_FIRST_ENGINE = 2
-"""Process id of the first engine; the trainer's is 1."""
-_BANDS = frozenset({"pause", "flush", "refit"})
+_CALLS = frozenset({"pause", "flush", "refit"})
 """Control calls that are shown as a band with their name."""
 
 
-class TraceBuilder:
-    """Takes the facts in order; call :meth:`end` after the last one."""
+class TraceBuilder(DispatchingListener):
+    """Takes the facts of a run in order; call :meth:`end` after the last one.
+
+    Everything that begins in the log has an end in the trace: where it ended, where its process was
+    killed, or at the last line.
+    """
 
     def __init__(self, file: TraceFile) -> None:
+        super().__init__()
         self._file = file
         self._engines: dict[str, EngineTracks] = {}
-        self._where: dict[int, tuple[EngineTracks, Key]] = {}
+        self._where: dict[int, EngineTracks] = {}
         """The engine of each open attempt, by the id of its request."""
         self._first_versions: dict[int, int | None] = {}
         """First version of each open rollout, see :attr:`Attempt.first_version`."""
-        self._released: dict[str, set[str]] = {}
-        """The memory (tags) that each sleeping engine has released."""
-        self._waking: dict[str, tuple[str, ...]] = {}
-        """The memory (tags) that each engine is taking back."""
-        self._trainer = TrainerTrack(file)
+        self._changed: set[EngineTracks] = set()
+        """Engines whose counters may have changed at the time `_at`. They are written when it is
+        over, because many requests are sent at once."""
         self._at = 0
         self._began = False
-        self._handlers: dict[type, Callable[[Any], None]] = {
+        file.name("trainer", _TRAINER)
+        file.name("batches and weights", _TRAINER, _EVENTS)
+        self._waits = Bands(file, pid=_TRAINER, first=_EVENTS + 1, category="trainer")
+        self._handlers = {
             of.RunOpened: self._opened,
+            of.BatchRequested: lambda _: self._waits.begin(_BATCH, self._at),
+            of.BatchRequestWithdrawn: lambda _: self._waits.end(_BATCH, self._at),
+            of.PromptsEnded: lambda _: self._waits.end(_BATCH, self._at),
+            of.BatchDelivered: self._batch_delivered,
+            of.EvaluationDelivered: self._evaluation_delivered,
+            of.UpdateBegun: lambda fact: self._waits.begin(_UPDATE, self._at, version=fact.version),
+            of.UpdateFinished: self._update_finished,
             of.AttemptSent: self._sent,
             of.TokensReceived: self._tokens,
             of.AttemptEnded: self._ended,
+            of.GroupDropped: lambda fact: self._forget(fact.rollout_ids),
             of.EngineModeChanged: self._mode_changed,
             of.RefitBegun: self._refit_begun,
             of.EngineRefitted: self._refitted,
@@ -540,51 +330,103 @@ class TraceBuilder:
             of.EngineJoined: self._joined,
             of.EngineAdmitted: self._admitted,
             of.EngineLost: self._lost,
-            of.GroupDropped: lambda fact: self._forget(fact.rollout_ids),
-            of.BatchDelivered: self._delivered,
-            of.EvaluationDelivered: self._delivered,
         }
 
     def on_facts(self, facts: Sequence[Fact], now: float) -> None:
-        for fact in facts:
-            if isinstance(fact, of.RunOpened) and self._began:
-                self._end_prior_run()
-            self._at = _microseconds(now)
-            handler = self._handlers.get(fact.__class__)
-            if handler is not None:
-                handler(fact)
-            self._trainer.take(fact, self._at)
+        if self._began and any(isinstance(fact, of.RunOpened) for fact in facts):
+            # What the prior run left open ended at the time of its last fact.
+            self._stop_all("killed")
+        at = _microseconds(now)
+        if at != self._at:
+            self._count()
+            self._at = at
+        super().on_facts(facts, now)
 
     def end(self, now: float) -> None:
         """End the trace at `now`, after the last fact."""
+        self._count()
         self._at = _microseconds(now)
         self._stop_all("open")
-        self._trainer.end(self._at)
+
+    def _count(self) -> None:
+        for engine in self._changed:
+            engine.count(self._at)
+        self._changed.clear()
 
     def _stop_all(self, ending: str) -> None:
         for engine in self._engines.values():
             engine.stop(ending, self._at)
         self._where.clear()
-        self._released.clear()
+        self._waits.end_all(self._at)
 
-    # --- processes and engines -----------------------------------------------------------------
+    def _engine(self, name: str) -> EngineTracks:
+        """The engine of this name, whose counters may change."""
+        engine = self._engines.get(name)
+        if engine is None:
+            pid = _TRAINER + 1 + len(self._engines)
+            engine = self._engines[name] = EngineTracks(self._file, pid=pid, name=name)
+        self._changed.add(engine)
+        return engine
+
+    # --- the trainer ---------------------------------------------------------------------------
 
     def _opened(self, fact: of.RunOpened) -> None:
+        if self._began:
+            self._tell("resumed")
         self._began = True
         for info in fact.engines:
             self._engine(info.name).version = info.version
 
-    def _end_prior_run(self) -> None:
-        """End everything that the prior run left open, at the time of its last fact."""
-        self._stop_all("killed")
-        self._trainer.end(self._at)
+    def _batch_delivered(self, fact: of.BatchDelivered) -> None:
+        self._waits.end(_BATCH, self._at)
+        self._tell(
+            f"batch {fact.batch}{' again' if fact.again else ''}",
+            version=fact.version,
+            rollouts=len(fact.rollouts),
+            tokens=sum(rollout.tokens for rollout in fact.rollouts),
+        )
+        self._forget(rollout.rollout_id for rollout in fact.rollouts)
 
-    def _engine(self, name: str) -> EngineTracks:
-        engine = self._engines.get(name)
-        if engine is None:
-            number = _FIRST_ENGINE + len(self._engines)
-            engine = self._engines[name] = EngineTracks(self._file, number=number, name=name)
-        return engine
+    def _evaluation_delivered(self, fact: of.EvaluationDelivered) -> None:
+        self._tell(f"evaluation {fact.evaluation_id}", rollouts=len(fact.rollouts))
+        self._forget(rollout.rollout_id for rollout in fact.rollouts)
+
+    def _update_finished(self, fact: of.UpdateFinished) -> None:
+        self._waits.end(_UPDATE, self._at)
+        if fact.cause:
+            self._tell(f"no update to v{fact.version}", cause=fact.cause)
+        else:
+            self._tell(f"weights v{fact.version}", version=fact.version)
+
+    def _tell(self, name: str, **args: object) -> None:
+        """Mark this moment of the trainer."""
+        self._file.write("i", name, self._at, _TRAINER, _EVENTS, args, s="t", cat="trainer")
+
+    # --- requests ------------------------------------------------------------------------------
+
+    def _sent(self, fact: of.AttemptSent) -> None:
+        engine = self._where[fact.request_id] = self._engine(fact.engine)
+        version = engine.version if fact.adapter is None else fact.adapter
+        first = self._first_versions.setdefault(fact.rollout_id, version)
+        engine.send(fact, first, self._at)
+
+    def _tokens(self, fact: of.TokensReceived) -> None:
+        engine = self._where.get(fact.request_id)
+        if engine is not None:
+            engine.progress(fact.request_id, fact.tokens)
+            self._changed.add(engine)
+
+    def _ended(self, fact: of.AttemptEnded) -> None:
+        engine = self._where.pop(fact.request_id, None)
+        if engine is not None:
+            engine.close(fact.request_id, fact.outcome, self._at)
+            self._changed.add(engine)
+
+    def _forget(self, rollout_ids: Iterable[int]) -> None:
+        for rollout_id in rollout_ids:
+            self._first_versions.pop(rollout_id, None)
+
+    # --- engines -------------------------------------------------------------------------------
 
     def _joined(self, fact: of.EngineJoined) -> None:
         """An engine that joins takes part when it is admitted."""
@@ -599,83 +441,40 @@ class TraceBuilder:
 
     def _lost(self, fact: of.EngineLost) -> None:
         engine = self._engine(fact.engine)
-        for request_id, _ in engine.open:
+        for request_id in engine.attempts:
             del self._where[request_id]
         engine.stop("lost", self._at)
-        self._released.pop(fact.engine, None)
         engine.bands.begin("lost", self._at, cause=fact.cause, standby=fact.standby)
 
-    # --- requests ------------------------------------------------------------------------------
-
-    def _sent(self, fact: of.AttemptSent) -> None:
-        engine = self._engine(fact.engine)
-        key = fact.request_id, fact.attempt
-        first = engine.version if fact.adapter is None else fact.adapter
-        attempt = Attempt(
-            rollout_id=fact.rollout_id,
-            group_id=fact.group_id,
-            known=fact.tokens,
-            adapter=fact.adapter,
-            first_version=self._first_versions.setdefault(fact.rollout_id, first),
-        )
-        self._where[fact.request_id] = engine, key
-        engine.send(key, attempt, self._at)
-
-    def _tokens(self, fact: of.TokensReceived) -> None:
-        where = self._where.get(fact.request_id)
-        if where is not None:
-            engine, key = where
-            engine.progress(key, fact.tokens, self._at)
-
-    def _ended(self, fact: of.AttemptEnded) -> None:
-        where = self._where.pop(fact.request_id, None)
-        if where is not None:
-            engine, key = where
-            engine.close(key, fact.outcome, self._at)
-
-    def _delivered(self, fact: of.BatchDelivered | of.EvaluationDelivered) -> None:
-        self._forget(rollout.rollout_id for rollout in fact.rollouts)
-
-    def _forget(self, rollout_ids: Iterable[int]) -> None:
-        for rollout_id in rollout_ids:
-            self._first_versions.pop(rollout_id, None)
-
-    # --- control -------------------------------------------------------------------------------
-
     def _mode_changed(self, fact: of.EngineModeChanged) -> None:
-        engine = self._engine(fact.engine)
-        self._end_call(engine, fact)
-        match fact.finish:
+        engine, at = self._engine(fact.engine), self._at
+        match fact.start:  # the call whose answer this is
             case "pausing":
-                engine.bands.begin("pause", self._at, mode=fact.pause)
+                engine.pause(at)
             case "flushing":
-                engine.bands.begin("flush", self._at)
+                engine.bands.end("flush", at)
+                engine.flushed = True
             case "continuing":
-                # Tokens may arrive from now on, before the answer to the continue call.
-                engine.go_on(self._at)
-            case "releasing":
-                self._released.setdefault(fact.engine, set()).update(fact.tags)
-                engine.bands.begin("asleep", self._at)
+                engine.bands.end("pause", at)
             case "waking":
-                self._waking[fact.engine] = fact.tags
+                engine.released.difference_update(engine.waking)
+                if not engine.released:
+                    engine.bands.end("asleep", at)
             case _:
                 pass
-
-    def _end_call(self, engine: EngineTracks, fact: of.EngineModeChanged) -> None:
-        """End the call whose answer changes the mode of the engine."""
-        match fact.start:
+        match fact.finish:  # the call that is made now
             case "pausing":
-                engine.paused(self._at)
+                engine.bands.begin("pause", at, mode=fact.pause)
             case "flushing":
-                engine.bands.end("flush", self._at)
-                engine.flushed(self._at)
+                engine.bands.begin("flush", at)
             case "continuing":
-                engine.bands.end("pause", self._at)
+                # Tokens may arrive from now on, before the answer to the continue call.
+                engine.go_on(at)
+            case "releasing":
+                engine.released.update(fact.tags)
+                engine.bands.begin("asleep", at)
             case "waking":
-                released = self._released.get(fact.engine, set())
-                released.difference_update(self._waking.pop(fact.engine, ()))
-                if not released:
-                    engine.bands.end("asleep", self._at)
+                engine.waking = fact.tags
             case _:
                 pass
 
@@ -690,21 +489,12 @@ class TraceBuilder:
         engine.refitted(fact.version, self._at)
 
     def _control_failed(self, fact: of.ControlCallFailed) -> None:
-        if fact.call in _BANDS:
+        if fact.call in _CALLS:
             self._engine(fact.engine).bands.end(fact.call, self._at, cause=fact.cause)
 
 
 def _microseconds(seconds: float) -> int:
     return round(seconds * 1e6)
-
-
-# --- write ---------------------------------------------------------------------------------------
-
-# Writes the trace of a run from its event log, fact by fact.
-#
-# Only what is open on the engines is kept in memory, so a log may have any length.
-
-_BUFFER = 1 << 20
 
 
 def write_trace(folder: Path, path: Path | None = None) -> Path:

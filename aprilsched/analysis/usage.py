@@ -64,7 +64,7 @@ class RunUsage:
     @property
     def utilization(self) -> float:
         """Busy share of all engines' time, 0 to 1."""
-        return sum(self.shares[part] for part in BUSY)
+        return busy_share(self.seconds)
 
     def series(
         self, bins: int, *, start: float = 0.0, end: float | None = None
@@ -77,6 +77,13 @@ class RunUsage:
             for part in range(len(PARTS)):
                 result[:, engine, part] = np.diff(np.interp(stops, edges, spent[:, part]))
         return result
+
+
+def busy_share(seconds: NDArray[np.float64]) -> float:
+    """The busy share of the seconds float64 [..., parts], 0 to 1; 0 without any."""
+    total = float(seconds.sum())
+    busy = seconds[..., [PART_INDEX[part] for part in BUSY]].sum()
+    return float(busy) / total if total else 0.0
 
 
 def usage_of(folder: Path) -> RunUsage:

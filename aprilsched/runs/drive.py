@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from aprilsched.analysis.rebuild import rebuilt_summary
@@ -29,7 +29,7 @@ from aprilsched.runs.showing import Screen
 from aprilsched.simulation import Costs, Simulation, SimulationResult, rare_collections
 from aprilsched.simulation.results import Measuring, remainder
 from aprilsched.store.in_memory import Store
-from aprilsched.telemetry.base import AnyListener, Listener
+from aprilsched.telemetry.base import AnyListener
 from aprilsched.telemetry.event_log import EventLog
 from aprilsched.telemetry.event_log.merging import merge_logs
 from aprilsched.telemetry.event_log.reading import replay
@@ -125,7 +125,7 @@ class Run:
 
     async def _run(self) -> None:
         setup = self._setup
-        summary = self._summary if self._prior is None else self._prior.listener
+        summary = self._summary if self._prior is None else self._prior
         listeners: list[AnyListener] = [self._log, summary]
         if self._shown is not None:
             listeners += self._shown.listeners
@@ -256,16 +256,22 @@ class Run:
 
 
 class PriorRun:
-    """The part of a resumed run that an earlier process wrote to `folder`.
+    """The part of a resumed run that an earlier process wrote to `folder`, and the listener of its
+    new part for `summary`.
 
-    :attr:`listener` holds back what is new for `summary`, until :meth:`show` has replayed the
-    prior part to it.
+    A process that resumes a run has a clock of its own. The summary sees its facts at the time at
+    which the prior run ended and later; the time between the two processes is left out. Facts are
+    held back until :meth:`show` has replayed the prior part.
     """
 
     def __init__(self, folder: Path, summary: Summary) -> None:
         self._folder = folder
         self._summary = summary
-        self.listener = _ResumedTimeline([summary])
+        self._held: list[tuple[Sequence[Fact], float]] = []
+        self._end: float | None = None
+        """Seconds from the beginning of the run to the end of the prior run, once it is shown."""
+        self._first: float | None = None
+        """The time of the first fact that is passed on, by the clock of this process."""
 
     async def show(self, state: SchedulerState, *, inline: bool) -> int:
         """Replay the prior part to the summary; returns how many batches the trainer had.
@@ -283,53 +289,25 @@ class PriorRun:
                 f"--config {self._folder / CONFIG}."
             )
         batches = state.in_flight.counters.batches
-        at = self._replay(batches) if inline else await asyncio.to_thread(self._replay, batches)
-        self.listener.begin(at)
+        self._end = (
+            self._replay(batches) if inline else await asyncio.to_thread(self._replay, batches)
+        )
+        held, self._held = self._held, []
+        for facts, now in held:
+            self.on_facts(facts, now)
         return batches - len(state.delivery.redelivery)
 
-    def _replay(self, batches: int) -> float:
-        with readable(self._folder):
-            return replay(self._folder / EVENTS, [self._summary], batches=batches)
-
-
-class _ResumedTimeline:
-    """A listener that passes facts on to `listeners`, with their times on the run's timeline.
-
-    A process that resumes a run has a clock of its own. The listeners see its facts at the time at
-    which the prior run ended and later. The time between the two processes is left out.
-
-    Facts are held back until :meth:`begin` is called, so that the listeners can be shown the prior
-    run first.
-    """
-
-    def __init__(self, listeners: Sequence[Listener]) -> None:
-        self._listeners = tuple(listeners)
-        self._held: list[tuple[Sequence[Fact], float]] = []
-        self._begin: float | None = None
-        """Seconds from the beginning of the run to the end of the prior run."""
-        self._first: float | None = None
-        """The time of the first fact that is passed on, by the clock of this process."""
-
     def on_facts(self, facts: Sequence[Fact], now: float) -> None:
-        if self._begin is None:
+        if self._end is None:
             self._held.append((facts, now))
             return
         if self._first is None:
             self._first = now
-        at = now - self._first + self._begin
-        for listener in self._listeners:
-            listener.on_facts(facts, at)
+        self._summary.on_facts(facts, now - self._first + self._end)
 
-    def begin(self, at: float) -> None:
-        """Pass on the facts that were held back, and from now on every fact at once.
-
-        Args:
-            at: seconds from the beginning of the run to the end of the prior run.
-        """
-        self._begin = at
-        held, self._held = self._held, []
-        for facts, now in held:
-            self.on_facts(facts, now)
+    def _replay(self, batches: int) -> float:
+        with readable(self._folder):
+            return replay(self._folder / EVENTS, [self._summary], batches=batches)
 
 
 def _sampler(setup: Setup, folder: RunFolder, log: EventLog) -> AbstractAsyncContextManager[object]:
@@ -356,19 +334,6 @@ def _sampler(setup: Setup, folder: RunFolder, log: EventLog) -> AbstractAsyncCon
 # --- exports --------------------------------------------------------------------------------------
 
 # Opens and closes the optional listeners that export a run to other programs.
-#
-# To add one, write a function that takes an :class:`_Exported` run, enters what it needs into its
-# stack and returns its listeners, and add it to :data:`_EXPORTERS`.
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Exported:
-    """A run that has not begun; `figures` get each event before any exporter."""
-
-    setup: Setup
-    folder: Path
-    figures: LiveFigures
-    stack: ExitStack
 
 
 @contextmanager
@@ -380,48 +345,33 @@ def exporters(setup: Setup, folder: Path, figures: LiveFigures) -> Generator[lis
     Raises:
         ConfigError: if the package, the port or the user account of an exporter is not available.
     """
+    settings, listeners = setup.settings, list[AnyListener]()
     with ExitStack() as stack:
-        run = _Exported(setup=setup, folder=folder, figures=figures, stack=stack)
-        yield [listener for export in _EXPORTERS for listener in export(run)]
+        if settings.metrics_port:
+            from aprilsched.telemetry.prometheus import serve_metrics
+
+            metrics = Metrics(figures)
+            stack.enter_context(serve_metrics(metrics, settings.metrics_port))
+            listeners.append(metrics)
+        # Entered one at a time, so that the earlier ones are closed if the next one fails.
+        for name in tracker_names(settings.track):
+            writer = begin_writer(name, folder, as_toml(settings))
+            listeners.append(stack.enter_context(StepTracker(writer, figures)))
+        if settings.otel:
+            listeners.append(_spans(setup, folder, stack))
+        yield listeners
 
 
-def _metrics(run: _Exported) -> Sequence[AnyListener]:
-    port = run.setup.settings.metrics_port
-    if not port:
-        return ()
-    from aprilsched.telemetry.prometheus import serve_metrics
-
-    metrics = Metrics(run.figures)
-    run.stack.enter_context(serve_metrics(metrics, port))
-    return (metrics,)
-
-
-def _trackers(run: _Exported) -> Sequence[AnyListener]:
-    config = as_toml(run.setup.settings)
-    # Entered one at a time, so that the earlier ones are closed if the next one fails.
-    return [
-        run.stack.enter_context(StepTracker(begin_writer(name, run.folder, config), run.figures))
-        for name in tracker_names(run.setup.settings.track)
-    ]
-
-
-def _spans(run: _Exported) -> Sequence[AnyListener]:
-    if not run.setup.settings.otel:
-        return ()
+def _spans(setup: Setup, folder: Path, stack: ExitStack) -> AnyListener:
     with extra("otel"):
         from aprilsched.telemetry.spans import Spans, epoch_of_monotonic, otlp_tracer
-    tracer = run.stack.enter_context(otlp_tracer())
-    virtual = run.setup.clock == "virtual"
     spans = Spans(
-        tracer,
-        epoch_ns=None if virtual else epoch_of_monotonic(),
-        attributes={"aprilsched.clock": run.setup.clock, "aprilsched.run.name": run.folder.name},
+        stack.enter_context(otlp_tracer()),
+        epoch_ns=None if setup.clock == "virtual" else epoch_of_monotonic(),
+        attributes={"aprilsched.clock": setup.clock, "aprilsched.run.name": folder.name},
     )
-    run.stack.enter_context(spans)
-    return (run.stack.enter_context(QueuedListener(spans, kinds=spans.kinds)),)
-
-
-_EXPORTERS: tuple[Callable[[_Exported], Sequence[AnyListener]], ...] = (_metrics, _trackers, _spans)
+    stack.enter_context(spans)
+    return stack.enter_context(QueuedListener(spans, kinds=spans.kinds))
 
 
 # --- virtual time ---------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ def draw_comparison(
 ) -> None:
     """Draw comparison.png in `root`.
 
-    With `each`, also draw timeline.png, lengths.png and bias.png in the folder of each policy,
+    With `each`, also draw timeline.png and bias.png in the folder of each policy,
     which takes about two seconds for each policy.
     """
     try:
@@ -81,8 +81,7 @@ def draw_comparison(
     for name, run in runs.items():
         folder = root / folders[name]
         plots.save(plots.timeline(run, title=name), folder / "timeline.png")
-        plots.save(plots.lengths(run, title=name), folder / "lengths.png")
-        plots.save(plots.bias(run, title=name), folder / "bias.png")
+        plots.save(plots.bias(run.summary.bias, title=name), folder / "bias.png")
 
 
 def leave_report(

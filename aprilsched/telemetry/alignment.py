@@ -14,7 +14,6 @@ from aprilsched.core.messages.events import LogprobComparison, LogprobDifference
 from aprilsched.core.messages.facts import LogprobsCompared
 from aprilsched.telemetry.figures import (
     AlignmentFigures,
-    BatchAlignmentFigures,
     DifferenceFigures,
 )
 
@@ -51,14 +50,7 @@ def alignment_of(reports: list[LogprobComparison]) -> AlignmentFigures:
         },
         by_position=_by_place([report.by_position for report in reports]),
         by_age=_by_place([report.by_age for report in reports]),
-        by_batch=[_batch(report) for report in reports],
-    )
-
-
-def _batch(report: LogprobComparison) -> BatchAlignmentFigures:
-    found = _figures(_sum(report.by_engine.values()))
-    return BatchAlignmentFigures(
-        batch=report.batch, tokens=found.tokens, mean=found.mean, k3=found.k3
+        by_batch={report.batch: _figures(_sum(report.by_engine.values())) for report in reports},
     )
 
 

@@ -203,30 +203,25 @@ class BatchMeter(DispatchingListener):
         """The batch that was delivered last; None before the first."""
         return self.recent[-1] if self.recent else None
 
-    def deliver(self, batch: of.BatchDelivered, now: float) -> Measured:
-        """The figures of `batch`, which is delivered `now`."""
-        took = now - self._delivered_at - self._trainer
+    def _delivered(self, fact: of.BatchDelivered) -> None:
+        if fact.again:
+            self._idle(fact)
+            return
+        now = self._now
         measured = measure(
-            batch,
-            seconds=took,
+            fact,
+            seconds=now - self._delivered_at - self._trainer,
             trainer_seconds=self._trainer,
             bound=self._bound,
             parts=self._parts,
             forecast=self._expected.forecast,
             schedule=self._expected.schedule,
-            clocks=self.rollouts.take(batch.rollouts, now),
+            clocks=self.rollouts.take(fact.rollouts, now),
         )
         self._expected = self._schedule
         self._trainer = 0.0
         self._delivered_at = self._idle_since = now
         self.recent.append(measured)
-        return measured
-
-    def _delivered(self, fact: of.BatchDelivered) -> None:
-        if fact.again:
-            self._idle(fact)
-        else:
-            self.deliver(fact, self._now)
 
     def _schedule_changed(self, fact: of.ScheduleChanged) -> None:
         self._schedule = fact

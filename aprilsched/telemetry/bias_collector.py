@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,23 +61,6 @@ def bias_without(absent: int, absent_mean: float, present: int, mean: float) -> 
     return -absent * (absent_mean / mean - 1) / present
 
 
-def batches_until(bias: float, *, in_flight: int, excess: float, per_batch: float) -> int:
-    """Number K of batches after which the transient is at most `bias` (a share, above 0).
-
-    K = |in_flight * excess| / (bias * per_batch), rounded up, where `excess` is l / mu - 1 of the
-    responses in flight and `per_batch` the number of responses in a batch.
-
-    Raises:
-        ValueError: if `bias` or `per_batch` is not above 0.
-    """
-    if bias <= 0 or per_batch <= 0:
-        raise ValueError(
-            f"bias is {bias} and per_batch {per_batch}; give numbers above 0 (no finite run has "
-            "no transient at all)."
-        )
-    return math.ceil(abs(in_flight * excess) / (bias * per_batch))
-
-
 def expected_lengths(
     law: KaplanMeier, tokens: NDArray[np.int64], finished: NDArray[np.bool_]
 ) -> NDArray[np.float64]:
@@ -118,22 +101,37 @@ def entered_lengths(
 
 # Turns length laws into figures, and computes staleness by length. The functions are pure.
 
-_PERCENTILES = np.arange(1, 101) / 100
+_CURVE_POINTS = 240
 _DECILES = 10
 
 
 def law_figures(law: KaplanMeier) -> LawFigures:
     """The figures of an estimated law."""
-    percentiles = law.quantile(_PERCENTILES)
+    p50, p90, p99 = (float(quantile) for quantile in law.quantile([0.5, 0.9, 0.99]))
+    lengths, longer = _curve(law)
     return LawFigures(
         mean=law.mean(),
-        p50=float(percentiles[49]),
-        p90=float(percentiles[89]),
-        p99=float(percentiles[98]),
-        percentiles=percentiles.tolist(),
+        p50=p50,
+        p90=p90,
+        p99=p99,
+        lengths=lengths.tolist(),
+        longer=[float(f"{share:.7g}") for share in longer.tolist()],
         responses=law.observations,
         unresolved=law.tail,
     )
+
+
+def _curve(law: KaplanMeier) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """The survival function, thinned to what a screen can show."""
+    known = law.survival > 0
+    lengths, longer = np.append(1, law.lengths[known]), np.append(1.0, law.survival[known])
+    if lengths.size <= _CURVE_POINTS:
+        return lengths, longer
+    right, down = np.log(lengths), -np.log(longer)
+    way = right / max(1.0, float(right[-1])) + down / max(1.0, float(down[-1]))
+    chosen = np.searchsorted(way, np.linspace(0, float(way[-1]), _CURVE_POINTS))
+    kept = np.unique(np.minimum(chosen, lengths.size - 1))
+    return lengths[kept], longer[kept]
 
 
 def sample_law(lengths: NDArray[np.int64]) -> LawFigures | None:
@@ -240,7 +238,7 @@ def censoring(
     drops: Sequence[Drop],
     law: KaplanMeier | None,
     kept: int,
-    again: NDArray[np.int64] | None = None,
+    again: NDArray[np.int64],
 ) -> CensoringFigures:
     """The effect of `drops` on the `kept` other rollouts of a run with this length law.
 
@@ -255,13 +253,12 @@ def censoring(
     for drop in drops:
         by_reason.setdefault(drop.reason, []).append(drop)
     figures = {
-        reason: _figures(found, law, kept)
-        if reason != Reason.BEGUN_AGAIN
-        else _figures_of_again(found, law, kept, again)
+        reason: _figures(found, law, kept, again if reason == Reason.BEGUN_AGAIN else None)
         for reason, found in sorted(by_reason.items())
     }
     policies = [reason for reason, found in figures.items() if _censors(reason, found)]
-    effect = _together({reason: figures[reason] for reason in policies})
+    effects = [effect for reason in policies if (effect := figures[reason].effect) is not None]
+    effect = sum(effects) if effects else None
     rollouts = sum(figures[reason].rollouts for reason in policies)
     return CensoringFigures(
         policies=policies,
@@ -283,28 +280,25 @@ def warning_of(reasons: Sequence[str], rollouts: int, effect: float | None) -> s
     )
 
 
-def _figures(drops: Sequence[Drop], law: KaplanMeier | None, kept: int) -> DropFigures:
+def _figures(
+    drops: Sequence[Drop], law: KaplanMeier | None, kept: int, again: NDArray[np.int64] | None
+) -> DropFigures:
+    """The figures of `drops` for one reason; `again` is None unless they were generated again."""
     tokens, finished = _lengths_of(drops)
-    final = None if law is None else float(expected_lengths(law, tokens, finished).mean())
-    effect = None
-    if law is not None and final is not None and kept > 0:
-        effect = bias_without(len(drops), final, kept, law.mean())
+    final: float | None = None
+    effect: float | None = None
+    if law is not None:
+        final = float(expected_lengths(law, tokens, finished).mean())
+        if again is None and kept:
+            effect = bias_without(len(drops), final, kept, law.mean())
+        elif again is not None and again.size and kept:
+            effect = again.size * (float(again.mean()) - final) / (kept * law.mean())
     return DropFigures(
         rollouts=len(drops),
         tokens=int(tokens.sum()),
         expected_mean_length=final,
         effect=effect,
     )
-
-
-def _figures_of_again(
-    drops: Sequence[Drop], law: KaplanMeier | None, kept: int, again: NDArray[np.int64] | None
-) -> DropFigures:
-    figures = _figures(drops, law, kept)
-    effect, final = None, figures.expected_mean_length
-    if law is not None and final is not None and again is not None and again.size and kept:
-        effect = again.size * (float(again.mean()) - final) / (kept * law.mean())
-    return replace(figures, effect=effect)
 
 
 def _censors(reason: str, figures: DropFigures) -> bool:
@@ -314,11 +308,6 @@ def _censors(reason: str, figures: DropFigures) -> bool:
         return False
     # An eviction and a race select long responses in any case; a failure may hit any response.
     return reason in (Reason.STALE, Reason.OUTRACED) or (figures.effect or 0.0) < -_LEAST_EFFECT
-
-
-def _together(figures: Mapping[str, DropFigures]) -> float | None:
-    effects = [found.effect for found in figures.values() if found.effect is not None]
-    return sum(effects) if effects else None
 
 
 # --- collector -----------------------------------------------------------------------------------
@@ -409,8 +398,6 @@ class BiasCollector:
             long_run_mean_length=long_run,
             delivered_mean_length=overall,
             delivered_mean_length_by_batch=[float(batch.lengths.mean()) for batch in batches],
-            length_distance_by_batch=[batch.distance for batch in batches],
-            iid_length_distance_by_batch=[batch.iid_distance for batch in batches],
             drawn=None if law is None else law_figures(law),
             delivered=sample_law(lengths),
             in_flight=None if law is None else in_flight_figures(law, tokens, finished),
@@ -470,15 +457,11 @@ class BiasCollector:
         final = expected_lengths(law, *pooled(open_groups))
         lengths = [batch.lengths for batch in batches]
         delivered = sum(each.size for each in lengths)
-        expected, predicted = transient(final, delivered, mean)
+        _, predicted = transient(final, delivered, mean)
         measured = running_bias(lengths, mean)
         owners = [np.full(len(group.tokens), group.launched) for group in open_groups]
-        further = batches_until(
-            _GOAL,
-            in_flight=final.size,
-            excess=expected / mean - 1,
-            per_batch=delivered / len(batches),
-        )
+        # With as many in flight the transient falls as 1 / batches.
+        needed = math.ceil(abs(predicted) / _GOAL * len(batches))
         return TransientFigures(
             predicted=predicted,
             measured=measured[-1],
@@ -493,7 +476,7 @@ class BiasCollector:
                 mean=mean,
             ),
             measured_by_batch=measured,
-            further_batches_to_1_percent=max(0, further - len(batches)),
+            further_batches_to_1_percent=max(0, needed - len(batches)),
         )
 
 

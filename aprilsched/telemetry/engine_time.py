@@ -416,8 +416,8 @@ class EngineTime:
         engine.timed += attempt.timed
         engine.capacity = max(engine.capacity, engine.in_flight)
 
-    def close(self, request_id: int) -> AttemptNow | None:
-        """Remove the attempt of a request that has ended; None if there was none."""
+    def close(self, request_id: int) -> None:
+        """Remove the attempt of a request that has ended, if there was one."""
         attempt = self.attempts.pop(request_id, None)
         if attempt is not None:
             engine = attempt.engine
@@ -426,7 +426,6 @@ class EngineTime:
             engine.count(attempt.phase, -1)
             engine.beyond -= attempt.context
             engine.timed -= attempt.timed
-        return attempt
 
     def watch(self, attempt: AttemptNow, tokens: int, now: float) -> None:
         """Take the time of a chunk that ends a wait or tells the engine's rate."""

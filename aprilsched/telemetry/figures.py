@@ -531,8 +531,11 @@ class LawFigures:
     p50: float
     p90: float
     p99: float
-    percentiles: list[int]
-    """The quantiles at 0.01, 0.02, …, 0.99 and the longest."""
+    lengths: list[int]
+    """Lengths up to the longest at which a response is known to have ended, thinned evenly on both
+    logarithmic axes of a chart."""
+    longer: list[float]
+    """The share of responses that are longer than each of them."""
     responses: int
     """Behind it, unfinished ones included."""
     unresolved: float
@@ -642,9 +645,6 @@ class BiasFigures:
     dropped_tokens: dict[str, int] = field(default_factory=dict[str, int])
     """Discarded, by reason, as the ledger counts them."""
     censoring: CensoringFigures = field(default_factory=lambda: CensoringFigures(policies=[]))
-    length_distance_by_batch: list[float | None] = field(default_factory=list[float | None])
-    """See :class:`Figures`."""
-    iid_length_distance_by_batch: list[float | None] = field(default_factory=list[float | None])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -668,16 +668,6 @@ class DifferenceFigures:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BatchAlignmentFigures:
-    """One batch."""
-
-    batch: int
-    tokens: int
-    mean: float | None
-    k3: float | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class AlignmentFigures:
     """The trainer's log-probabilities against the engines', at staleness 0."""
 
@@ -697,8 +687,8 @@ class AlignmentFigures:
     by_age: list[DifferenceFigures]
     """By staleness, of all tokens: entry 0 is the mismatch alone, and later entries contain what
     the policy has moved too. The last entry is of all older tokens."""
-    by_batch: list[BatchAlignmentFigures]
-    """The batches that were reported, in their order."""
+    by_batch: dict[int, DifferenceFigures]
+    """The batches that were reported, by their number."""
 
 
 SUMMARY_VERSION = 1

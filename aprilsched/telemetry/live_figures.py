@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from aprilsched.core.messages.facts import Fact
 from aprilsched.core.state.ledger import Counters, Ledger
 from aprilsched.telemetry.base import BulkListener, DispatchingListener, TokenChunks
 from aprilsched.telemetry.batch_figures import BatchMeter
 from aprilsched.telemetry.figures import Measured
+from aprilsched.telemetry.rollout_time import RolloutClock
 from aprilsched.telemetry.run_state import RunState
 
 
@@ -70,6 +71,11 @@ class LiveFigures:
         """The batches that were delivered last, at most
         :data:`~aprilsched.telemetry.batch_figures.RECENT_BATCHES`."""
         return self._meter.recent
+
+    @property
+    def rollouts(self) -> Mapping[int, RolloutClock]:
+        """What each rollout in flight is at, by its id."""
+        return self._meter.rollouts.rollouts
 
     def advance(self) -> float:
         """Count the engines' time up to now; returns the time now. Call it with the lock held."""

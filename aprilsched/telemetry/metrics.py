@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -20,13 +21,11 @@ from aprilsched.telemetry.live_figures import FiguresListener, LiveFigures
 from aprilsched.telemetry.table import FIGURES, Clients, Labelled, Moment, values_at
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Buckets:
-    """The content of a histogram at one moment: `counts` has the number of values up to each edge,
-    and the number of all."""
+class Held(NamedTuple):
+    """The content of a histogram at one moment, as Prometheus has it: the number of values up to
+    each upper edge, which is text, and their sum."""
 
-    edges: tuple[float, ...]
-    counts: tuple[int, ...]
+    counts: list[tuple[str, float]]
     sum: float
 
 
@@ -46,13 +45,11 @@ class Histogram:
         self._counts += np.bincount(places, minlength=len(self._counts))
         self._sum += float(observed.sum())
 
-    def buckets(self) -> Buckets:
+    def held(self) -> Held:
         """The present content."""
-        return Buckets(
-            edges=tuple(self._edges.tolist()),
-            counts=tuple(np.cumsum(self._counts).tolist()),
-            sum=self._sum,
-        )
+        edges = (*map(str, self._edges.tolist()), "+Inf")
+        counts = np.cumsum(self._counts).astype(np.float64).tolist()
+        return Held(list(zip(edges, counts, strict=True)), self._sum)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +57,7 @@ class Scrape:
     """All figures at one moment, by name."""
 
     values: Mapping[str, Labelled]
-    histograms: Mapping[str, Buckets]
+    histograms: Mapping[str, Held]
 
 
 class Metrics(FiguresListener):
@@ -125,7 +122,7 @@ class Metrics(FiguresListener):
                     for name, figure in FIGURES.items()
                     if figure.exposed
                 },
-                histograms={name: each.buckets() for name, each in self._histograms.items()},
+                histograms={name: each.held() for name, each in self._histograms.items()},
             )
 
     def _engine_seconds(self) -> Labelled:

@@ -6,7 +6,7 @@ stops the loop for minutes, and the metrics must stay available meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from aprilsched.errors import ConfigError
 from aprilsched.extras import extra
 from aprilsched.telemetry.figures import Figure, Kind
-from aprilsched.telemetry.metrics import Buckets, Metrics
+from aprilsched.telemetry.metrics import Metrics
 from aprilsched.telemetry.table import FIGURES
 
 with extra("metrics"):
@@ -59,7 +59,7 @@ class MetricsCollector(Collector):
                 for more, value in values.items():
                     families[name].add_metric((*labels, *more), float(value))
             for name, held in scrape.histograms.items():
-                families[name].add_metric(labels, _pairs(held), held.sum)
+                families[name].add_metric(labels, held.counts, held.sum)
         yield from families.values()
 
     def _families(self) -> dict[str, Any]:
@@ -76,11 +76,6 @@ _FAMILIES: Mapping[Kind, Callable[..., Metric]] = {
     "gauge": GaugeMetricFamily,
     "histogram": HistogramMetricFamily,
 }
-
-
-def _pairs(held: Buckets) -> Sequence[tuple[str, float]]:
-    edges = (*(str(edge) for edge in held.edges), "+Inf")
-    return [(edge, float(count)) for edge, count in zip(edges, held.counts, strict=True)]
 
 
 def exposition(metrics: Metrics | Mapping[str, Metrics]) -> tuple[bytes, str]:

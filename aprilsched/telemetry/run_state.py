@@ -35,22 +35,7 @@ from aprilsched.telemetry.engine_time import (
 )
 from aprilsched.types import EpisodeWait
 
-_OF_NO_CAUSE = frozenset(
-    {
-        of.AttemptEnded,
-        of.AttemptSent,
-        of.EngineAdmitted,
-        of.EngineJoined,
-        of.EngineLost,
-        of.EngineModeChanged,
-        of.EngineRefitted,
-        of.RewardRequested,
-        of.RolloutScored,
-        of.TokensDiscarded,
-        of.TokensReceived,
-        of.VerdictRequested,
-    }
-)
+_OF_NO_CAUSE = frozenset({of.AttemptEnded, of.AttemptSent, of.TokensReceived})
 """Facts that cannot change why slots are free, and most facts are of these kinds."""
 
 
@@ -122,7 +107,6 @@ class RunState:
         growing: ids of the rollouts whose response has not ended.
         carried: ids of the rollouts in `growing` that were in flight when an earlier batch was
             delivered.
-        scoring: ids of the rollouts that wait for a reward, or whose group waits for its verdict.
         outside: the episodes that have no request for an engine, and what they wait for.
         fetching: whether prompts were requested and have not arrived.
         version: policy version of the fleet.
@@ -139,7 +123,6 @@ class RunState:
         self.groups: dict[int, GroupNow] = {}
         self.growing: set[int] = set()
         self.carried: set[int] = set()
-        self.scoring: set[int] = set()
         self.outside: dict[int, EpisodeWait] = {}
         self.fetching = False
         self.version = 0
@@ -186,9 +169,6 @@ class RunState:
             of.TurnEnded: self._turn_ended,
             of.TokensDiscarded: self._tokens_discarded,
             of.RolloutFinished: self._rollout_finished,
-            of.RewardRequested: self._reward_requested,
-            of.RolloutScored: self._rollout_scored,
-            of.VerdictRequested: self._verdict_requested,
             of.GroupAccepted: self._group_accepted,
             of.GroupDropped: self._group_dropped,
             of.AttemptSent: self._attempt_sent,
@@ -344,7 +324,7 @@ class RunState:
         self.counters.launched -= len(self.rollouts)
         for held in (self.rollouts, self.groups, self.outside):
             held.clear()
-        for ids in (self.growing, self.carried, self.scoring):
+        for ids in (self.growing, self.carried):
             ids.clear()
         self._trainer = _Trainer()
         self._generated = self._ready = self._training = 0
@@ -479,29 +459,11 @@ class RunState:
         if not group.growing and not group.evaluated:
             self._generated += 1
 
-    def _reward_requested(self, fact: of.RewardRequested) -> None:
-        if fact.rollout_id is not None:
-            self.scoring.add(fact.rollout_id)
-        else:
-            self._await_group(fact)
-
-    def _verdict_requested(self, fact: of.VerdictRequested) -> None:
-        self._await_group(fact)
-
-    def _await_group(self, fact: of.RewardRequested | of.VerdictRequested) -> None:
-        group = self.groups.get(fact.group_id)
-        if group is not None:
-            self.scoring.update(group.rollout_ids)
-
-    def _rollout_scored(self, fact: of.RolloutScored) -> None:
-        self.scoring.discard(fact.rollout_id)
-
     def _group_accepted(self, fact: of.GroupAccepted) -> None:
         group = self.groups.get(fact.group_id)
         if group is None or group.accepted:
             return
         group.accepted = True
-        self.scoring.difference_update(group.rollout_ids)
         self._ready += not group.evaluated
 
     def _arrive(self, rollouts: Sequence[of.DeliveredRollout]) -> None:
@@ -559,8 +521,8 @@ class RunState:
                 self._let_go(rollout_id)
 
     def _let_go(self, rollout_id: int) -> None:
-        for ids in (self.growing, self.carried, self.scoring):
-            ids.discard(rollout_id)
+        self.growing.discard(rollout_id)
+        self.carried.discard(rollout_id)
         self.outside.pop(rollout_id, None)
 
     # --- attempts ------------------------------------------------------------------------------

@@ -104,11 +104,6 @@ class Spans(DispatchingListener):
             of.EngineLost: self._engine_lost,
         }
 
-    @property
-    def kinds(self) -> frozenset[type]:
-        """The kinds of facts that it uses."""
-        return frozenset(self._handlers)
-
     def on_facts(self, facts: Sequence[Fact], now: float) -> None:
         if self._epoch_ns is None:
             self._epoch_ns = time.time_ns() - round(now * _NANOSECONDS)

@@ -14,8 +14,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
+
 from aprilsched.core.lengths.observed import GroupLengths
 from aprilsched.core.messages import facts
+from aprilsched.core.messages.facts import BatchDelivered, Fact
 from aprilsched.core.state.ledger import Counters, Ledger, Reason
 from aprilsched.telemetry.alignment import AlignmentLedger
 from aprilsched.telemetry.base import DispatchingListener
@@ -90,7 +93,7 @@ class Summary(DispatchingListener):
         """Ids of evaluated rollouts that a resumed scheduler gave to other rollouts."""
         self._bias = BiasCollector()
         self._alignment = AlignmentLedger()
-        self._handlers = dict.fromkeys(self.meter.kinds, self._measure) | {
+        self._handlers = {
             facts.RunOpened: self._opened,
             facts.UpdateBegun: self._update_begun,
             facts.UpdateFinished: self._update_finished,
@@ -107,6 +110,18 @@ class Summary(DispatchingListener):
             facts.EvaluationDelivered: self._evaluation_delivered,
             facts.LogprobsCompared: self._alignment.take,
         }
+
+    def on_facts(self, facts: Sequence[Fact], now: float) -> None:
+        told = [self._as_first(f) if isinstance(f, BatchDelivered) else f for f in facts]
+        self.meter.on_facts(told, now)
+        super().on_facts(told, now)
+
+    def _as_first(self, fact: BatchDelivered) -> BatchDelivered:
+        """A batch that is delivered again counts as delivered now if it was not counted before: the
+        process that delivered it first ended before it could write this to the log."""
+        if fact.again and self._delivered.isdisjoint(each.rollout_id for each in fact.rollouts):
+            return msgspec.structs.replace(fact, again=False)
+        return fact
 
     # --- the result ----------------------------------------------------------------------------
 
@@ -176,7 +191,6 @@ class Summary(DispatchingListener):
     # --- rollouts ------------------------------------------------------------------------------
 
     def _launched(self, fact: facts.GroupLaunched) -> None:
-        self._measure(fact)
         ids = fact.rollout_ids
         # Rollouts that the prior run had not saved are forgotten, because their ids may belong to
         # others now.
@@ -197,21 +211,17 @@ class Summary(DispatchingListener):
             self._delivered.difference_update(ids)
 
     def _begin(self, fact: facts.AttemptSent | facts.EpisodeStarted) -> None:
-        self._measure(fact)
         self._sent.add(fact.rollout_id)
         self._bias.newest = max(self._bias.newest, fact.rollout_id)
 
     def _launched_again(self, fact: facts.MemberLaunched) -> None:
-        self._measure(fact)
         if fact.evaluation_id is not None:
             self._evaluating.add(fact.rollout_id)
 
     def _finished(self, fact: facts.RolloutFinished) -> None:
-        self._measure(fact)
         self._bias.finished.add(fact.rollout_id)
 
     def _group_dropped(self, fact: facts.GroupDropped) -> None:
-        self._measure(fact)
         self._drop(fact.group_id, fact.rollouts)
 
     def _prompt_refused(self, fact: facts.PromptRefused) -> None:
@@ -228,17 +238,12 @@ class Summary(DispatchingListener):
         self._evaluating -= ids
 
     def _batch_delivered(self, fact: facts.BatchDelivered) -> None:
-        if fact.again and any(each.rollout_id in self._delivered for each in fact.rollouts):
-            # The batch is delivered again and was counted before.
-            self._measure(fact)
-            return
-        # Otherwise the process that delivered it first ended before it could write this to the log.
-        self._arrive(fact.rollouts)
-        self.batches.append(self.meter.deliver(fact, self._now))
-        self._bias.deliver(fact.rollouts)
+        if not fact.again:
+            self._arrive(fact.rollouts)
+            self.batches.append(self.meter.recent[-1])
+            self._bias.deliver(fact.rollouts)
 
     def _evaluation_delivered(self, fact: facts.EvaluationDelivered) -> None:
-        self._measure(fact)
         ids = {rollout.rollout_id for rollout in fact.rollouts}
         self._evaluated += len(fact.rollouts)
         self._bias.finished -= ids
@@ -258,7 +263,6 @@ class Summary(DispatchingListener):
             self._began = self._now
         else:
             self._restart()
-        self._measure(fact)
         self._engines = len(fact.engines)
 
     def _restart(self) -> None:
@@ -271,26 +275,19 @@ class Summary(DispatchingListener):
         self._sent &= gone
         self._bias.restart(gone)
 
-    def _measure(self, fact: facts.Fact) -> None:
-        self.meter.hear(fact, self._now)
-
     def _update_begun(self, fact: facts.UpdateBegun) -> None:
         self._updates.start("update", self._now)
-        self._measure(fact)
 
     def _update_finished(self, fact: facts.UpdateFinished) -> None:
         self._updates.stop("update", self._now)
-        self._measure(fact)
 
     def _mode_changed(self, fact: facts.EngineModeChanged) -> None:
-        self._measure(fact)
         if fact.finish == "pausing":
             self._pauses.start(fact.engine, self._now)
         elif fact.start == "continuing":
             self._pauses.stop(fact.engine, self._now)
 
     def _engine_lost(self, fact: facts.EngineLost) -> None:
-        self._measure(fact)
         self._pauses.stop(fact.engine, self._now)
 
 

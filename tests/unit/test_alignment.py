@@ -206,7 +206,7 @@ def test_a_ledger_adds_the_batches_up():
     mean_of(found.by_position[1], -0.25)
     assert found.by_age[0] == found.whole
     assert found.by_age[1].mean is None
-    assert [(each.batch, each.tokens) for each in found.by_batch] == [(1, 1), (3, 2), (4, 1)]
+    assert {batch: each.tokens for batch, each in found.by_batch.items()} == {1: 1, 3: 2, 4: 1}
 
 
 def test_the_first_report_of_a_batch_counts():

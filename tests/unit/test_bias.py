@@ -7,14 +7,7 @@ import pytest
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from aprilsched.analysis.bias import (
-    compare_laws,
-    conservation,
-    drawn_law,
-    expected_longest_rest,
-    plan_drain,
-)
-from aprilsched.analysis.plots import figure_of
+from aprilsched.analysis.plots import bias
 from aprilsched.core.lengths.laws import kaplan_meier
 from aprilsched.core.state.ledger import Entry, Ledger, Reason
 from aprilsched.telemetry.bias_collector import (
@@ -59,26 +52,8 @@ def first_come(lengths: Ints, *, batch: int, pool: int) -> tuple[Ints, Ints]:
 
 
 LENGTHS = drawn(2048, 6)
+NONE = np.empty(0, dtype=np.int64)
 DELIVERED, LAUNCHED = first_come(LENGTHS, batch=64, pool=128)
-
-
-def test_conservation_names_what_is_wrong():
-    good = conservation([1, 2, 3, 4], delivered=[1, 2], in_flight=[3], dropped=[4])
-    assert good.holds
-    bad = conservation([1, 2, 3, 4], delivered=[1, 1, 2], in_flight=[2, 9])
-    assert (bad.lost, bad.twice, bad.unknown) == ({3, 4}, {1, 2}, {9})
-    assert not bad.holds
-
-
-def test_laws_side_by_side():
-    law = drawn_law([1, 2, 3, 4], [4])
-    found = compare_laws(np.array([1, 2, 3, 4]), law)
-    assert found.drawn.mean == pytest.approx(law.mean())
-    assert found.delivered.mean == 2.5
-    assert found.mean == pytest.approx(2.5 / law.mean() - 1)
-    assert found.drawn.unresolved == pytest.approx(0.2)
-    with pytest.raises(ValueError, match="nothing was delivered"):
-        compare_laws(np.empty(0, dtype=np.int64), law)
 
 
 @pytest.mark.parametrize("batches", [1, 2, 5, 20])
@@ -156,7 +131,7 @@ def test_no_warning(entries: list[Entry]):
 def test_who_censors():
     law = kaplan_meier([10, 20, 30, 40], [False] * 4)
     failed = drop(2, 10, Reason.FAILED, finished=True)
-    found = censoring([drop(1, 30), failed, drop(3, 30, Reason.REJECTED)], law, kept=10)
+    found = censoring([drop(1, 30), failed, drop(3, 30, Reason.REJECTED)], law, kept=10, again=NONE)
     assert found.policies == ["stale"], "what failed was short, and rejecting is the user's choice"
     assert found.by_reason["stale"].expected_mean_length == 40
     assert found.effect == found.by_reason["stale"].effect == pytest.approx(-(40 / 25 - 1) / 10)
@@ -164,7 +139,7 @@ def test_who_censors():
     assert found.by_reason["rejected"].effect == pytest.approx(-0.06)
     assert found.warning is not None
     assert "at least 6.0%" in found.warning
-    nothing = censoring([], law, kept=10)
+    nothing = censoring([], law, kept=10, again=NONE)
     assert (nothing.policies, nothing.effect, nothing.warning) == ([], None, None)
 
 
@@ -185,35 +160,5 @@ def test_what_is_generated_again_counts_by_how_much_shorter_it_is(
     assert found.policies == (["begun_again"] if censors else [])
 
 
-def test_the_longest_rest_by_hand():
-    law = kaplan_meier([10, 20], [False, False])
-    assert expected_longest_rest(law, np.array([], dtype=np.int64)) == 0
-    assert expected_longest_rest(law, np.array([0])) == pytest.approx(15)
-    # Two fair coins of 10 or 20: the longest is 20 three times in four.
-    assert expected_longest_rest(law, np.array([0, 0])) == pytest.approx(17.5)
-    assert expected_longest_rest(law, np.array([15])) == pytest.approx(5)
-    assert expected_longest_rest(law, np.array([99])) == pytest.approx(1)
-
-
-def test_the_plan_says_how_long_and_at_what_price():
-    law = kaplan_meier([10, 20], [False, False])
-    plan = plan_drain(
-        law, np.array([10, 10]), bias=0.01, delivered=20, per_batch=10, step_seconds=0.5
-    )
-    # Both will have 20 tokens, a third above the mean.
-    assert plan.bias_now == pytest.approx(-2 / 3 / 20)
-    assert plan.further_batches == 7 - 2
-    assert plan.staggered_launch_seconds == 15 * 0.5 / 2
-    assert plan.drained_epoch_seconds == 0, "both end together"
-    idle = plan_drain(
-        law, np.array([0, 10, 15]), bias=0.01, delivered=20, per_batch=10, step_seconds=0.5
-    )
-    assert idle.drained_epoch_seconds > 0
-    none = plan_drain(
-        law, np.array([], dtype=np.int64), bias=0.1, delivered=0, per_batch=10, step_seconds=1
-    )
-    assert (none.bias_now, none.further_batches, none.drained_epoch_seconds) == (0, 0, 0)
-
-
 def test_a_run_that_knows_nothing_has_a_picture():
-    assert isinstance(figure_of(BiasFigures()), Figure)
+    assert isinstance(bias(BiasFigures()), Figure)

@@ -101,6 +101,23 @@ def test_a_log_begins_with_its_version_and_has_a_line_for_every_fact(tmp_path: P
     first, *lines = written(tmp_path / "events.jsonl")
     assert first == {"t": 0.0, "fact": "LogBegun", "version": 1}
     assert [line["fact"] for line in lines] == [type(fact).__name__ for fact in FACTS]
+    told = {line["fact"]: line for line in reversed(lines)}
+    assert told["TokensReceived"] == {
+        "t": 0.0, "fact": "TokensReceived", "request_id": 3, "tokens": 5,
+    }  # fmt: skip
+    assert (told["BatchDelivered"]["batch"], told["BatchDelivered"]["version"]) == (4, 1)
+    assert told["BatchDelivered"]["rollouts"] == [
+        {
+            "rollout_id": 2,
+            "group_id": 1,
+            "prompt_tokens": 3,
+            "tokens": 5,
+            "segments": [[0, 3, 0, "a"], [3, 5, 1, "b"]],
+            "finish_reason": "stop",
+            "reward": 0.5,
+            "masked": 3,
+        }
+    ]
 
 
 def test_what_is_written_is_read_as_it_was(tmp_path: Path):
@@ -123,33 +140,6 @@ def test_a_fact_of_a_later_version_is_passed_over(tmp_path: Path):
         file.write('{"t":2.0,"fact":"MoonRisen","phase":3}\n{"t":3.0,"fact":"PromptsEnded"}\n')
     *_, (facts, at), _ = read_facts(path)
     assert (list(facts), at) == ([of.PromptsEnded()], 3.0)
-
-
-def test_times_count_from_the_first_fact(tmp_path: Path):
-    assert {line["t"] for line in written(tmp_path / "events.jsonl")} == {0.0, 1.5}
-
-
-def test_what_a_delivery_says(tmp_path: Path):
-    lines = written(tmp_path / "events.jsonl")
-    line = next(line for line in lines if line["fact"] == "BatchDelivered")
-    assert (line["batch"], line["version"]) == (4, 1)
-    assert line["rollouts"] == [
-        {
-            "rollout_id": 2,
-            "group_id": 1,
-            "prompt_tokens": 3,
-            "tokens": 5,
-            "segments": [[0, 3, 0, "a"], [3, 5, 1, "b"]],
-            "finish_reason": "stop",
-            "reward": 0.5,
-            "masked": 3,
-        }
-    ]
-
-
-def test_progress_is_a_count(tmp_path: Path):
-    line = next(line for line in written(tmp_path / "e.jsonl") if line["fact"] == "TokensReceived")
-    assert line == {"t": 0.0, "fact": "TokensReceived", "request_id": 3, "tokens": 5}
 
 
 @pytest.mark.parametrize("tells", [False, True])

@@ -163,7 +163,6 @@ def test_a_histogram_counts_what_is_not_above_an_edge():
     histogram = Histogram((1.0, 2.0))
     histogram.observe([0.5, 1.0, 1.5, 2.0, 9.0])
     histogram.observe(2.5)
-    held = histogram.buckets()
-    assert held.edges == (1.0, 2.0)
-    assert held.counts == (2, 4, 6)
+    held = histogram.held()
+    assert held.counts == [("1.0", 2), ("2.0", 4), ("+Inf", 6)]
     assert held.sum == 16.5

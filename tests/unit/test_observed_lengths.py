@@ -17,7 +17,7 @@ from aprilsched.core.lengths.observed import (
     resampled,
     shared_log_variance,
 )
-from aprilsched.telemetry.bias_collector import batches_until, bias_without, expected_lengths
+from aprilsched.telemetry.bias_collector import expected_lengths
 from aprilsched.workload import LongTailWorkload
 
 
@@ -155,13 +155,6 @@ def test_resampling_favours_no_place():
     for seed in range(3000):
         taken += np.bincount(resampled(10, 3, seed=seed), minlength=10)
     assert taken / 3000 == pytest.approx(np.full(10, 0.3), abs=0.05)
-
-
-def test_batches_until_the_transient_is_small():
-    assert batches_until(0.01, in_flight=128, excess=0.9, per_batch=128) == 90
-    assert bias_without(128, 1.9, 90 * 128, 1.0) == pytest.approx(-0.01)
-    with pytest.raises(ValueError, match="above 0"):
-        batches_until(0, in_flight=1, excess=1, per_batch=1)
 
 
 def test_expected_lengths_are_known_or_conditional():

@@ -7,24 +7,41 @@ import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from aprilsched.__main__ import main
 from aprilsched.analysis.report import page as page_module
-from aprilsched.analysis.report.charts import forecasts, losses, lost_most
-from aprilsched.analysis.report.gather import Faults, report_data
+from aprilsched.analysis.report.charts import (
+    ages_by_batch,
+    forecasts,
+    gpu,
+    losses,
+    lost_most,
+    utilization,
+)
+from aprilsched.analysis.report.gather import Faults, run_report
 from aprilsched.analysis.report.page import differences, page, verdict
-from aprilsched.analysis.report.report_data import ReportData
+from aprilsched.analysis.report.report_data import RunReport
 from aprilsched.analysis.report.words import percent, ran
 from aprilsched.analysis.run import read_run
 from aprilsched.analysis.usage import usage_of
 from aprilsched.core.messages import facts as of
 from aprilsched.core.messages.facts import Fact
 from aprilsched.telemetry.engine_time import BUSY, PARTS
+from aprilsched.telemetry.sampling.sample_log import (
+    NVML_UTILIZATION,
+    STEP_SHARE,
+    DescriptionLine,
+    DeviceLine,
+    EngineLine,
+    GpuLine,
+)
 from tests.support import facts
 from tests.support.reported import with_reports
 
@@ -41,51 +58,50 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def reports(folders: Mapping[str, Path]) -> Mapping[str, ReportData]:
-    return {name: report_data(folder) for name, folder in folders.items()}
+def reports(folders: Mapping[str, Path]) -> Mapping[str, RunReport]:
+    return {name: run_report(folder) for name, folder in folders.items()}
 
 
 # --- figures ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["sync", "april"])
-def test_the_parts_of_the_time_are_all_of_it(reports: Mapping[str, ReportData], name: str):
-    time = reports[name].time
+def test_the_parts_of_the_time_are_all_of_it(reports: Mapping[str, RunReport], name: str):
+    report = reports[name]
+    time = report.figures.time
     assert [part.part for part in time.parts] == list(PARTS)
     assert sum(part.share for part in time.parts) == pytest.approx(1)
     assert sum(part.seconds for part in time.parts) == pytest.approx(time.engines * time.wall)
-    pieces = np.sum(list(time.series.values()), axis=0)
-    assert pieces == pytest.approx(np.ones(len(time.stops)), abs=1e-3)
+    drawn = [np.asarray(series.y) for series in utilization(report, time.wall).series]
+    assert np.sum(drawn, axis=0) == pytest.approx(np.ones(drawn[0].size))
     busy = sum(part.share for part in time.parts if part.part in BUSY)
     assert time.utilization == pytest.approx(busy)
 
 
 @pytest.mark.parametrize("name", ["sync", "april"])
 def test_figures_are_those_of_the_run(
-    folders: Mapping[str, Path], reports: Mapping[str, ReportData], name: str
+    folders: Mapping[str, Path], reports: Mapping[str, RunReport], name: str
 ):
     summary, report = read_run(folders[name]).summary, reports[name]
-    shown = {figure.key: figure.value for figure in report.headlines}
+    shown = {figure.key: figure.value for figure in report.figures.headlines}
     assert shown["delivered_tokens_per_s"] == summary.delivered_tokens_per_s
     assert shown["efficiency"] == summary.efficiency
     assert shown["staleness_max"] == summary.staleness_max
     assert shown["utilization"] == usage_of(folders[name]).utilization
-    assert 1 - report.staleness.tokens_by_age[0] == pytest.approx(summary.off_policy_token_share)
-    assert summary.bias.drawn is not None
-    assert report.lengths["drawn"].mean == pytest.approx(summary.bias.drawn.mean)
-    assert report.lengths["delivered"].mean == pytest.approx(summary.bias.delivered_mean_length)
+    stale = 1 - np.array(ages_by_batch(report).series[0].y)
+    assert stale == pytest.approx([b.off_policy_token_share for b in summary.per_batch])
+    assert report.figures.summary == replace(summary, per_batch=[])
 
 
 def test_a_run_that_was_cut_off_has_the_same_report(
-    folders: Mapping[str, Path], reports: Mapping[str, ReportData], tmp_path: Path
+    folders: Mapping[str, Path], reports: Mapping[str, RunReport], tmp_path: Path
 ):
     for name in ("config.toml", "events.jsonl"):
         (tmp_path / name).write_bytes((folders["april"] / name).read_bytes())
-    report, whole = report_data(tmp_path), reports["april"]
-    assert report.time == whole.time
-    assert report.lengths == whole.lengths
-    assert report.headline("bias.bias_estimate").value == whole.headline("bias.bias_estimate").value
-    assert any("was killed" in warning for warning in report.warnings)
+    report, whole = run_report(tmp_path), reports["april"]
+    assert report.figures.time == whole.figures.time
+    assert report.summary.bias == whole.summary.bias
+    assert any("was killed" in warning for warning in report.figures.warnings)
 
 
 def test_a_run_without_a_batch_has_a_page(folders: Mapping[str, Path], tmp_path: Path):
@@ -94,8 +110,8 @@ def test_a_run_without_a_batch_has_a_page(folders: Mapping[str, Path], tmp_path:
     (tmp_path / "config.toml").write_bytes((folders["april"] / "config.toml").read_bytes())
     for count in (1, 5, first):
         (tmp_path / "events.jsonl").write_text("\n".join(lines[:count]) + "\n")
-        report = report_data(tmp_path)
-        assert report.headline("rollouts.delivered").value == 0
+        report = run_report(tmp_path)
+        assert report.figures.headline("rollouts.delivered").value == 0
         assert "No batch was delivered" in page([report], library="")
 
 
@@ -106,29 +122,53 @@ def test_the_size_of_a_report_does_not_grow_with_the_run(tmp_path: Path):
         out = tmp_path / str(batches)
         few = ["--policy", "april", "--batches", str(batches), "--out", str(out), "--json"]
         assert main(["simulate", *SMALL, *few]) == 0
-        sizes.append(len(page([report_data(out / "april")], library="")))
+        sizes.append(len(page([run_report(out / "april")], library="")))
     assert sizes[1] < 1.5 * sizes[0]
+
+
+GPU_LINES = [DeviceLine(t=0.0, device=1, name="H100"), GpuLine(t=1.0, device=1, utilization=0.5)]
+
+
+@pytest.mark.parametrize(
+    ("lines", "name", "label"),
+    [
+        (GPU_LINES, "1: H100", NVML_UTILIZATION),
+        ([EngineLine(t=1.0, engine="a", step_share=0.5)], "a", STEP_SHARE),
+    ],
+    ids=["GPUs", "engines"],
+)
+def test_samples_are_drawn_with_what_they_mean(
+    folders: Mapping[str, Path], tmp_path: Path, lines: Sequence[Any], name: str, label: str
+):
+    for file in ("config.toml", "events.jsonl", "summary.json"):
+        (tmp_path / file).write_bytes((folders["april"] / file).read_bytes())
+    encoded = [msgspec.json.encode(line) for line in (DescriptionLine(t=0.0, interval=1.0), *lines)]
+    (tmp_path / "samples.jsonl").write_bytes(b"\n".join(encoded) + b"\n")
+    chart = gpu(run_report(tmp_path), 10.0)
+    assert [(series.name, list(series.y)) for series in chart.series] == [(name, [0.5])]
+    assert chart.title.startswith("Samplers saw 50 %")
+    assert chart.note == label
 
 
 # --- the trainer's log-probabilities ---------------------------------------------------------
 
 
 def test_a_report_without_the_trainer_s_logprobs_says_nothing_of_them(
-    reports: Mapping[str, ReportData],
+    reports: Mapping[str, RunReport],
 ):
-    assert reports["april"].alignment is None
+    assert reports["april"].summary.alignment is None
     assert "agree with the trainer" not in page([reports["april"]], library="")
 
 
 def test_a_mismatch_of_engines_is_shown(
-    folders: Mapping[str, Path], reports: Mapping[str, ReportData], tmp_path: Path
+    folders: Mapping[str, Path], reports: Mapping[str, RunReport], tmp_path: Path
 ):
     off = {"sim-0": 0.01, "sim-1": 0.2}
-    report = report_data(with_reports(folders["april"], tmp_path / "off", engines=off))
-    assert report.alignment is not None
+    report = run_report(with_reports(folders["april"], tmp_path / "off", engines=off))
+    assert report.summary.alignment is not None
     k3 = sum(math.exp(d) - 1 - d for d in off.values()) / 2
-    assert report.headline("alignment.whole.k3").value == pytest.approx(k3)
-    assert report.alignment.whole.tokens == 200 * len(report.alignment.by_batch)
+    assert report.figures.headline("alignment.whole.k3").value == pytest.approx(k3)
+    assert report.summary.alignment.whole.tokens == 200 * len(report.summary.alignment.by_batch)
     shown = page([report], library="")
     assert f"differ by {k3:.2g} nats, and 50 % of the tokens by more than 0.1 nats" in shown
     assert "sim-1 differs most, by 0.021 nats; sim-0 least, by 5e-05 nats." in shown
@@ -136,7 +176,9 @@ def test_a_mismatch_of_engines_is_shown(
     # Beside a run that says nothing of it, and beside one that does.
     assert "A: With the same weights" in page([report, reports["sync"]], library="")
     assert "B: With the same weights" in page([reports["sync"], report], library="")
-    found = next(d for d in differences(report, report) if d.difference_text == "+0 nats")
+    found = next(
+        d for d in differences(report.figures, report.figures) if d.difference_text == "+0 nats"
+    )
     assert found.verdict == "same"
 
 
@@ -152,7 +194,7 @@ def test_a_run_of_stale_tokens_only_has_nothing_to_compare(
             log,
         )
     )
-    shown = page([report_data(folder)], library="")
+    shown = page([run_report(folder)], library="")
     assert "No token of staleness 0 was compared." in shown
     assert "agree at every position" not in shown
 
@@ -203,14 +245,14 @@ def test_many_faults_are_counted_and_not_all_kept():
 # --- words -----------------------------------------------------------------------------------
 
 
-def test_the_largest_loss_is_said(reports: Mapping[str, ReportData]):
+def test_the_largest_loss_is_said(reports: Mapping[str, RunReport]):
     report = reports["sync"]
-    most = lost_most(report.time)
+    most = lost_most(report.figures.time)
     assert most is not None
-    assert most.share == max(p.share for p in report.time.parts if p.part not in BUSY)
+    assert most.share == max(p.share for p in report.figures.time.parts if p.part not in BUSY)
     title = losses([report]).title
     assert title.startswith(percent(most.share))
-    assert percent(report.time.utilization) in title
+    assert percent(report.figures.time.utilization) in title
 
 
 @pytest.mark.parametrize(
@@ -233,8 +275,8 @@ def test_settings_are_put_into_words(
     assert ran({}, summary)
 
 
-def test_two_runs_are_held_against_each_other(reports: Mapping[str, ReportData]):
-    a, b = reports["sync"], reports["april"]
+def test_two_runs_are_held_against_each_other(reports: Mapping[str, RunReport]):
+    a, b = reports["sync"].figures, reports["april"].figures
     found = {difference.label: difference for difference in differences(a, b)}
     assert found["Delivered tokens per second"].verdict == "better"
     assert found["Delivered tokens per second"].ratio == pytest.approx(
@@ -254,14 +296,14 @@ def test_two_runs_are_held_against_each_other(reports: Mapping[str, ReportData])
 # --- the page --------------------------------------------------------------------------------
 
 
-def test_the_page_asks_nobody_and_holds_its_figures(reports: Mapping[str, ReportData]):
+def test_the_page_asks_nobody_and_holds_its_figures(reports: Mapping[str, RunReport]):
     written = page([reports["april"]], library="/* plotly */")
     assert "http://" not in written.replace("http://www.w3.org", "")
     assert "https://" not in written
     start = written.index('id="figures">') + len('id="figures">')
     figures = json.loads(written[start : written.index("</script>", start)])
     assert figures["name"] == "april"
-    assert figures["time"]["utilization"] == reports["april"].time.utilization
+    assert figures["time"]["utilization"] == reports["april"].figures.time.utilization
 
 
 @pytest.mark.parametrize("package", ["jinja2", "plotly.offline"])
@@ -334,15 +376,14 @@ def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_forecasts_are_drawn_beside_what_came_of_them(tmp_path: Path):
     out = ["--policy", "sync,auto", "--out", str(tmp_path / "runs"), "--json"]
     assert main(["simulate", *SMALL, *STEP, *out]) == 0
-    waiting, auto = (report_data(tmp_path / "runs" / name) for name in ("sync", "auto"))
-    assert forecasts(waiting, "the") is None
-    ledger = auto.forecasts
-    assert ledger is not None
-    assert ledger.batches == [1, 2, 3, 4, 5], "the first choice follows the first batch"
-    assert ledger.steady is not None
-    assert ledger.steady.batches == 5
-    chart = forecasts(auto, "the")
+    waiting, auto = (run_report(tmp_path / "runs" / name) for name in ("sync", "auto"))
+    assert forecasts(waiting) is None
+    chart = forecasts(auto)
     assert chart is not None
+    assert chart.series[0].x == [2, 3, 4, 5, 6], "the first choice follows the first batch"
+    steady = auto.summary.steady_state.forecast
+    assert steady is not None
+    assert steady.batches == 5
     assert "of the bound were forecast for the batches after the burn-in" in chart.title
     html = page([auto], library="")
     assert "What was forecast, and what came" in html

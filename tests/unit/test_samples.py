@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from aprilsched.analysis.samples import DeviceSamples, EngineSamples, gpu_utilization, read_samples
+from aprilsched.analysis.samples import DeviceSamples, EngineSamples, read_samples
 from aprilsched.engines.base import EngineLoad
 from aprilsched.errors import RunFolderError
 from aprilsched.telemetry.sampling.sample_log import (
@@ -149,20 +149,17 @@ def test_lines_of_a_later_version_are_passed_over(tmp_path: Path):
     assert read_samples(tmp_path).engines["a"].t.tolist() == [1.0, 2.0]
 
 
-def test_the_utilization_of_gpus_carries_its_label(tmp_path: Path):
+def test_the_samples_of_gpus_have_what_describes_them(tmp_path: Path):
     lines: list[SampleLine] = [
         DeviceLine(t=0.0, device=1, name="H100", memory_total=80),
         GpuLine(t=0.0, device=1, utilization=1.0, power_w=100.0),
         GpuLine(t=1.0, device=1),
     ]
     written(tmp_path, (0.0, lines))
-    found = gpu_utilization(tmp_path)
-    assert (found.source, found.label) == ("nvml", NVML_UTILIZATION)
-    (share,) = found.series.values()
-    assert list(found.series) == ["1: H100"]
-    assert share.t.tolist() == [0.0, 1.0]
-    assert share.share[0] == 1.0
-    assert np.isnan(share.share[1])
+    ((index, gpu),) = read_samples(tmp_path).devices.items()
+    assert (index, gpu.name, gpu.memory_total) == (1, "H100", 80)
+    assert gpu.t.tolist() == [0.0, 1.0]
+    assert np.isnan(gpu.utilization).tolist() == [False, True]
 
 
 def test_a_file_that_cannot_be_written_is_said_once(

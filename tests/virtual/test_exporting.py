@@ -19,7 +19,7 @@ import pytest
 from aprilsched.__main__ import main
 from aprilsched.core.messages.facts import BatchDelivered, Fact
 from aprilsched.runs import drive
-from aprilsched.telemetry.base import Listener
+from aprilsched.telemetry.base import AnyListener
 from aprilsched.telemetry.figures import BatchFigures, figures_in
 
 SHORT = ["--median", "60", "--cap", "600", "--batches", "3"]
@@ -73,10 +73,14 @@ def test_metrics_are_served_while_the_run_goes_on(tmp_path: Path, monkeypatch: p
                 with urllib.request.urlopen(url, timeout=600) as answer:
                     scraped.append(answer.read().decode())
 
-    def looking(_: object) -> Sequence[Listener]:
-        return (Scraping(),)
+    own = drive.exporters
 
-    monkeypatch.setattr(drive, "_EXPORTERS", (*drive._EXPORTERS, looking))
+    @contextmanager
+    def with_scraping(*run: Any) -> Generator[list[AnyListener]]:
+        with own(*run) as listeners:
+            yield [*listeners, Scraping()]
+
+    monkeypatch.setattr(drive, "exporters", with_scraping)
     assert run(tmp_path, "--metrics-port", str(port)) == 0
     assert "\naprilsched_batches_delivered_total 2.0\n" in scraped[-1]
     assert "\naprilsched_batch_efficiency_ratio " in scraped[-1]

@@ -13,13 +13,12 @@ import pytest
 
 from aprilsched import LongTailWorkload, RolloutScheduler, SchedulerConfig, SimFleet, SimPublisher
 from aprilsched.__main__ import main
-from aprilsched.analysis.samples import Samples, gpu_utilization, read_samples
+from aprilsched.analysis.samples import Samples, read_samples
 from aprilsched.analysis.usage import usage_of
 from aprilsched.engines.base import EngineLoad
 from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import EngineError
 from aprilsched.telemetry.sampling import Sampler
-from aprilsched.telemetry.sampling.sample_log import EVENT_LOG_UTILIZATION
 
 pytestmark = pytest.mark.virtual_time
 
@@ -77,16 +76,6 @@ def test_a_run_that_goes_on_goes_on_being_sampled(tmp_path: Path):
     assert len(after) > len(before)
     assert (np.diff(after) > 0).all()
     assert after[-1] <= usage_of(folder).wall
-
-
-def test_without_gpus_utilization_is_the_event_log_s(tmp_path: Path):
-    folder = run(tmp_path / "a")
-    found = gpu_utilization(folder, bins=50)
-    assert (found.source, found.label) == ("event log", EVENT_LOG_UTILIZATION)
-    usage = usage_of(folder)
-    means = [float(np.nanmean(share.share)) for share in found.series.values()]
-    assert list(found.series) == list(usage.engines)
-    assert np.mean(means) == pytest.approx(usage.utilization, rel=1e-6)
 
 
 class Odd:

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from aprilsched import Prompt, RolloutScheduler, SamplingParams, SchedulerConfig, SimFleet
-from aprilsched.analysis.report.gather import report_data
+from aprilsched.analysis.report.charts import rollout_time
+from aprilsched.analysis.report.gather import run_report
 from aprilsched.analysis.report.page import page
 from aprilsched.analysis.run import read_run
 from aprilsched.chat.tokenizer import load_tokenizer
@@ -20,7 +21,7 @@ from aprilsched.runs.settings import RunSettings
 from aprilsched.sessions import Session, Sessions
 from aprilsched.telemetry.event_log.writing import EventLog
 from aprilsched.telemetry.live.live_model import LiveModel, RunFacts
-from aprilsched.telemetry.live.view import ASCII, frame
+from aprilsched.telemetry.live.view import frame
 from aprilsched.telemetry.live_figures import LiveFigures
 from aprilsched.telemetry.run_folder import RunFolder
 from aprilsched.telemetry.summary import Summary
@@ -102,15 +103,14 @@ async def test_the_time_of_sessions_has_a_cause_everywhere(tmp_path: Path):
         part for (part,) in values_at(FIGURES["batch/rollout_seconds"], Moment(figures=figures))
     }
     assert told == parts.keys()
-    assert "turns 3.00" in frame(model.snapshot(), width=200, height=30, glyphs=ASCII).plain
+    assert "turns 3.00" in frame(model.snapshot(), width=200, height=30).plain
 
     assert read_run(folder).summary.rollout_seconds == pytest.approx(
         {part: spent / MEMBERS for part, spent in parts.items()}, abs=1e-4
     )
-    report = report_data(folder)
-    assert report.episodes is not None
-    assert report.episodes.ends == {"delivered": MEMBERS, "member_lost": 1}
-    assert sum(report.episodes.shares.values()) == pytest.approx(1)
+    report = run_report(folder)
+    shares = [np.asarray(series.y) for series in rollout_time([report]).series]
+    assert np.sum(shares, axis=0) == pytest.approx(1)
     text = page([report], library="")
     assert "What the episodes did" in text
     assert "lost, their group goes on" in text

@@ -222,8 +222,6 @@ def test_batches_of_like_length_are_far_from_the_law_and_others_are_not() -> Non
     assert mixed.length_distance is not None
     assert mixed.iid_length_distance is not None
     assert mixed.length_distance < 1.35 * mixed.iid_length_distance
-    figures = results[0].summary
-    assert figures.bias.length_distance_by_batch == [b.length_distance for b in figures.per_batch]
 
 
 def test_a_result_has_the_arrays_and_the_picture_of_its_run() -> None:

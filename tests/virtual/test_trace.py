@@ -125,11 +125,11 @@ def check_versions(processor: TraceProcessor, folder: Path) -> None:
     delivered = [r for d in read_run(folder).deliveries for r in d.rollouts]
     sampled: Counter[tuple[int, int]] = Counter()
     for rollout in delivered:
-        for segment in rollout.segments:
-            sampled[rollout.rollout_id, segment.version] += segment.end - segment.start
+        for start, end, version, _ in rollout.segments:
+            sampled[rollout.rollout_id, version] += end - start
     assert {key: shown.get(key) for key in sampled} == dict(sampled)
     for rollout in delivered:
-        first, *later = sorted({segment.version for segment in rollout.segments})
+        first, *later = sorted({version for _, _, version, _ in rollout.segments})
         assert (rollout.rollout_id, first) not in carried
         assert {(rollout.rollout_id, version) for version in later} <= carried
 

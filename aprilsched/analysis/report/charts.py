@@ -11,11 +11,12 @@ from __future__ import annotations
 import base64
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aprilsched.analysis import chart_model
 from aprilsched.analysis.chart_model import (
@@ -31,17 +32,13 @@ from aprilsched.analysis.chart_model import (
     evenly,
     ink_on,
 )
-from aprilsched.analysis.report.report_data import (
-    MARKED,
-    EngineTime,
-    EpisodeLedger,
-    PartTime,
-    ReportData,
-    Timeline,
-)
+from aprilsched.analysis.report.report_data import EngineTime, PartTime, RunReport
 from aprilsched.analysis.report.words import amount, nats, percent, seconds, signed_percent
-from aprilsched.telemetry.engine_time import BUSY, PART_LABELS, Part
-from aprilsched.telemetry.figures import DifferenceFigures, ForecastFigures
+from aprilsched.analysis.run import bars, lengths_of, tokens_by_class
+from aprilsched.analysis.usage import busy_share
+from aprilsched.telemetry.bias_collector import sample_law
+from aprilsched.telemetry.engine_time import BUSY, PART_INDEX, PART_LABELS, Part
+from aprilsched.telemetry.figures import AlignmentFigures, DifferenceFigures, ForecastFigures
 from aprilsched.telemetry.rollout_time import ROLLOUT_PART_LABELS
 
 Spec = dict[str, Any]
@@ -201,6 +198,13 @@ def numbers(values: Sequence[float] | np.ndarray[Any, Any]) -> Spec:
 
 # Draws the charts about time: where it went, when, and on which engine.
 
+_BINS = 240
+_MARKED = 20
+"""Largest number of batches whose ends can be distinguished in a chart of the whole run."""
+_SHOWN_BATCHES = 5
+_SHOWN_ENGINES = 12
+_SHOWN_RESPONSES = 240
+_SHOWN_PAUSES = 200
 _ROW = 64
 _TENTHS = 10
 _SMALL = 0.02
@@ -227,13 +231,10 @@ def lost_most(time: EngineTime) -> PartTime | None:
     return most if most is not None and most.share >= _SMALL else None
 
 
-def losses(runs: Sequence[ReportData]) -> Chart:
+def losses(runs: Sequence[RunReport]) -> Chart:
     """Draw one bar for each run, divided into the parts of all engines' time."""
     chart = chart_model.time_by_part(
-        {
-            label(place, runs): {part.part: part.share for part in run.time.parts}
-            for place, run in enumerate(runs)
-        },
+        {run.label: {part.part: part.share for part in run.figures.time.parts} for run in runs},
         x=Axis(label="share of the engines' time", unit="share", range=(0, 1)),
         written=percent,
         colours=PART_COLOURS,
@@ -242,7 +243,7 @@ def losses(runs: Sequence[ReportData]) -> Chart:
     return replace(
         chart,
         id="losses",
-        title=" ".join(_lost(place, runs) for place in range(len(runs))),
+        title=" ".join(map(_lost, runs)),
         note="All of the engines' time, by what it was spent on. Each slot of an engine counts for "
         "itself: an engine with half of its slots empty is half idle.",
         y=chart.y if len(runs) > 1 else replace(chart.y, ticks={}),
@@ -251,21 +252,46 @@ def losses(runs: Sequence[ReportData]) -> Chart:
     )
 
 
-def rollout_time(runs: Sequence[ReportData]) -> Chart:
+def _lost(run: RunReport) -> str:
+    time = run.figures.time
+    most, busy = lost_most(time), percent(time.utilization)
+    if most is None:
+        return (
+            f"{run.who}Engines were busy for {busy} of their time, and no cause of idleness stands "
+            "out."
+        )
+    return (
+        f"{run.who}{percent(most.share)} of the engines' time {_LOST_TO[most.part]}; {busy} was "
+        "busy."
+    )
+
+
+def rollout_time(runs: Sequence[RunReport]) -> Chart:
     """Draw one bar for each run with episodes, divided into what its rollouts were at from launch
     to delivery."""
-    shown = [(place, run.episodes) for place, run in enumerate(runs) if run.episodes is not None]
+    shown = [run for run in runs if run.episodes]
+    spent = [run.summary.rollout_seconds for run in shown]
+    wholes = [sum(each.values()) or 1.0 for each in spent]
+    shares = [
+        {part: found / whole for part, found in each.items()}
+        for each, whole in zip(spent, wholes, strict=True)
+    ]
     chart = chart_model.time_by_part(
-        {label(place, runs): ledger.shares for place, ledger in shown},
+        {run.label: found for run, found in zip(shown, shares, strict=True)},
         x=Axis(label="share of the rollouts' time", unit="share", range=(0, 1)),
         written=percent,
         colours=ROLLOUT_COLOURS,
         labels=ROLLOUT_PART_LABELS,
     )
+    said = [
+        f"{run.who}A rollout takes {seconds(whole)}, and is at its tools for "
+        f"{percent(found['tools'])} of that."
+        for run, whole, found in zip(shown, wholes, shares, strict=True)
+    ]
     return replace(
         chart,
         id="rollout-time",
-        title=" ".join(_lived(place, runs, ledger) for place, ledger in shown),
+        title=" ".join(said),
         note="All of the time of the delivered rollouts, from launch to delivery, by what they "
         "were at. While they use their tools their places at the engines are free for others.",
         y=chart.y if len(runs) > 1 else replace(chart.y, ticks={}),
@@ -273,321 +299,346 @@ def rollout_time(runs: Sequence[ReportData]) -> Chart:
     )
 
 
-def _lived(place: int, runs: Sequence[ReportData], ledger: EpisodeLedger) -> str:
-    return (
-        f"{_who(place, runs)}A rollout takes {seconds(sum(ledger.seconds.values()))}, and is at "
-        f"its tools for {percent(ledger.shares['tools'])} of that."
-    )
-
-
-def utilization(run: ReportData, end: float, prefix: str = "") -> Chart:
+def utilization(run: RunReport, end: float) -> Chart:
     """Draw all engines together over the run; the axis goes to `end`."""
-    time = run.time
-    tenths = [100 * share for share in _tenths(time)]
-    few = time.batches <= MARKED
-    chart = chart_model.parts_over_time(
-        time.series, start=0.0, stops=time.stops, end=end, marks=time.deliveries if few else ()
-    )
-    if tenths:
+    usage, batches = run.usage, len(run.run.deliveries)
+    few = batches <= _MARKED
+    # Pieces that are about as long as a batch would show the phase of the batch in which they
+    # begin.
+    bins = _BINS if few else min(_BINS // 2, max(_MARKED, batches // 2))
+    shares = _shares(usage.series(bins).sum(axis=1))
+    busy = np.sum([shares.get(part, np.zeros(bins)) for part in BUSY], axis=0)
+    tenths = [100 * float(piece.mean()) for piece in np.array_split(busy, _TENTHS)]
+    title = "Nothing ran."
+    if any(tenths):
         title = (
-            f"Engines were busy for {percent(time.utilization)} of the time: between "
+            f"Engines were busy for {percent(usage.utilization)} of the time: between "
             f"{min(tenths):.0f} % and {max(tenths):.0f} % in the tenths of the run."
         )
-    else:
-        title = "Nothing ran."
+    chart = chart_model.parts_over_time(
+        shares,
+        start=0.0,
+        stops=_stops(0.0, usage.wall, bins),
+        end=end,
+        marks=_delivered_at(run) if few else (),
+    )
     return replace(
         chart,
-        id=f"utilization{prefix}",
+        id=f"utilization{run.suffix}",
         title=title,
         note="Blue is busy, every other colour a cause of idleness."
         + (
             " Dotted: a batch is delivered."
             if few
-            else f" Each step is the mean of about {_per_step(time)} batches."
+            else f" Each step is the mean of about {batches / bins:.0f} batches."
         ),
-        of=run.name,
+        of=run.figures.name,
     )
 
 
-def engine_timeline(run: ReportData, prefix: str = "") -> Chart:
+def engine_timeline(run: RunReport) -> Chart:
     """Draw a few batches, with a row for each engine."""
-    near = run.timeline
+    near, usage = _Near(run), run.usage
+    count = len(usage.engines)
+    shown = list(range(count))
+    if count > _SHOWN_ENGINES:
+        shown = [i * count // _SHOWN_ENGINES for i in range(_SHOWN_ENGINES)]
+    spent = usage.series(_BINS, start=near.start, end=near.end)
+    stops = _stops(near.start, near.end, _BINS)
+    busy = [busy_share(spent[:, index]) for index in shown]
+    title = "No engine took part."
+    if len(busy) == 1:
+        title = f"In {near.batches} the engine was busy for {percent(busy[0])} of the time."
+    elif busy:
+        title = (
+            f"In {near.batches} the busiest engine was used for {percent(max(busy))} of its time, "
+            f"the idlest for {percent(min(busy))}."
+        )
     return Chart(
-        id=f"engines{prefix}",
-        title=_engines_title(near, [engine.utilization for engine in near.engines]),
-        note=f"{_shown(len(near.engines), near.engines_in_all, 'engines')}The shares of each "
+        id=f"engines{run.suffix}",
+        title=title,
+        note=f"{_shown(len(shown), count, 'engines')}The shares of each "
         "engine's slots over time. Dotted: a batch is delivered.",
         series=[
             series
-            for row, engine in enumerate(near.engines)
+            for row, index in enumerate(shown)
             for series in chart_model.areas(
-                engine.series, start=near.start, stops=near.stops, row=row
+                _shares(spent[:, index]), start=near.start, stops=stops, row=row
             )
         ],
         x=Axis(label="seconds", range=(near.start, near.end)),
         y=Axis(label="", range=(0, 1), ticks={0: "0%", 1: "100%"}),
-        rows=[f"{engine.name}: busy {percent(engine.utilization)}" for engine in near.engines],
-        marks=near.deliveries,
-        height=76 + _ROW * max(1, len(near.engines)),
+        rows=[
+            f"{usage.engines[index]}: busy {percent(share)}"
+            for index, share in zip(shown, busy, strict=True)
+        ],
+        marks=near.marks,
+        height=76 + _ROW * max(1, len(shown)),
         together=True,
-        of=run.name,
+        of=run.figures.name,
     )
 
 
-def responses(run: ReportData, prefix: str = "") -> Chart:
+def responses(run: RunReport) -> Chart:
     """Draw a few batches: each response is a line, and its colour is the version that sampled
     it."""
-    near = run.timeline
+    near = _Near(run)
+    start, end = near.start, near.end
+    shown = bars(run.run, end, at_most=_SHOWN_RESPONSES, start=start)
+    there = {a.rollout_id for a in run.run.attempts if a.start < end and a.end > start}
     chart = chart_model.responses(
-        [bar.pieces for bar in near.responses],
-        start=near.start,
-        end=near.end,
-        marks=near.deliveries,
-        pauses=near.pauses,
+        shown, start=start, end=end, marks=near.marks, pauses=_pauses(run, start, end)
     )
-    mixed = sum(1 for bar in near.responses if len({v for _, _, v in bar.pieces}) > 1)
+    mixed = sum(1 for bar in shown if len({version for _, _, version in bar}) > 1)
     return replace(
         chart,
-        id=f"responses{prefix}",
-        title=f"{percent(mixed / max(1, len(near.responses)))} of the responses in "
-        f"{_batches(near)} were under way while the policy changed.",
-        note=f"{_shown(len(near.responses), near.responses_in_all, 'responses')}Each line is a "
+        id=f"responses{run.suffix}",
+        title=f"{percent(mixed / max(1, len(shown)))} of the responses in "
+        f"{near.batches} were under way while the policy changed.",
+        note=f"{_shown(len(shown), len(there), 'responses')}Each line is a "
         "response, in order of launch, its colour the policy version that samples it. Grey: an "
         "engine stands still. Dotted: a batch is delivered.",
-        of=run.name,
+        of=run.figures.name,
     )
 
 
-def gpu(run: ReportData, end: float, prefix: str = "") -> Chart:
+def gpu(run: RunReport, end: float) -> Chart:
     """Draw the samples; the note is their own label."""
-    means = [float(np.mean(line.percent)) for line in run.gpu]
+    mean = np.mean([share.mean() for _, share in run.gpu.values()])
     return Chart(
-        id=f"gpu{prefix}",
-        title=f"Samplers saw {np.mean(means):.0f} % on average, where the slots were "
-        f"{percent(run.time.utilization)} busy.",
+        id=f"gpu{run.suffix}",
+        title=f"Samplers saw {100 * mean:.0f} % on average, where the slots were "
+        f"{percent(run.usage.utilization)} busy.",
         note=run.gpu_label,
         series=[
             Series(
-                name=line.name,
-                x=line.times,
-                y=np.asarray(line.percent) / 100,
+                name=name,
+                x=times,
+                y=share,
                 colour=PALETTE[i % len(PALETTE)],
                 width=1.6,
                 dash="solid" if i < len(PALETTE) else "dot",
                 hover="%{y:.0%}",
             )
-            for i, line in enumerate(run.gpu)
+            for i, (name, (times, share)) in enumerate(run.gpu.items())
         ],
         x=Axis(label="seconds", range=(0, end)),
         y=Axis(label="share", unit="share", range=(0, 1.02)),
         height=260,
         together=True,
-        of=run.name,
+        of=run.figures.name,
     )
 
 
-# --- words ---------------------------------------------------------------------------------------
+class _Near:
+    """A few batches of a run from near: those after the burn-in, if there are enough.
+
+    Attributes:
+        marks: times of their deliveries.
+        batches: the batches in words.
+    """
+
+    def __init__(self, run: RunReport) -> None:
+        times = _delivered_at(run)
+        burn_in = run.summary.steady_state.burn_in
+        first = max(0, min(burn_in, len(times) - _SHOWN_BATCHES))
+        self.marks = times[first : first + _SHOWN_BATCHES]
+        last = first + max(1, len(self.marks))
+        self.start = times[first - 1] if first else 0.0
+        self.end = self.marks[-1] if self.marks else run.run.end
+        one = last == first + 1
+        self.batches = f"batch {last}" if one else f"batches {first + 1} to {last}"
 
 
-def label(place: int, runs: Sequence[ReportData]) -> str:
-    """The name of a run, with A or B before it if there are two runs."""
-    return f"{'AB'[place]}: {runs[place].name}" if len(runs) > 1 else runs[place].name
+def _pauses(run: RunReport, start: float, end: float) -> list[tuple[float, float]]:
+    """Join the times in which some engine was paused, if they meet."""
+    met: list[tuple[float, float]] = []
+    for pause in sorted(run.run.pauses, key=lambda pause: pause.start):
+        if pause.end < start or pause.start > end:
+            continue
+        if met and pause.start <= met[-1][1]:
+            met[-1] = (met[-1][0], max(met[-1][1], pause.end))
+        elif len(met) < _SHOWN_PAUSES:
+            met.append((pause.start, pause.end))
+    return met
 
 
-def _lost(place: int, runs: Sequence[ReportData]) -> str:
-    run = runs[place]
-    most, busy = lost_most(run.time), percent(run.time.utilization)
-    who = _who(place, runs)
-    if most is None:
-        return (
-            f"{who}Engines were busy for {busy} of their time, and no cause of idleness stands out."
-        )
-    return (
-        f"{who}{percent(most.share)} of the engines' time {_LOST_TO[most.part]}; {busy} was busy."
-    )
+def _delivered_at(run: RunReport) -> list[float]:
+    return [delivery.time for delivery in run.run.deliveries]
 
 
-def _engines_title(near: Timeline, busy: Sequence[float]) -> str:
-    if not busy:
-        return "No engine took part."
-    if len(busy) == 1:
-        return f"In {_batches(near)} the engine was busy for {percent(busy[0])} of the time."
-    return (
-        f"In {_batches(near)} the busiest engine was used for {percent(max(busy))} of its time, "
-        f"the idlest for {percent(min(busy))}."
-    )
+def _stops(start: float, end: float, bins: int) -> list[float]:
+    return np.linspace(start, end, bins + 1)[1:].tolist()
 
 
-def _batches(near: Timeline) -> str:
-    first, last = near.first_batch + 1, near.last_batch + 1
-    return f"batch {first}" if first == last else f"batches {first} to {last}"
+def _shares(seconds: NDArray[np.float64]) -> dict[str, NDArray[np.float64]]:
+    """The share of each part that occurs, in each bin, from float64 [bins, parts]."""
+    totals = seconds.sum(axis=1, keepdims=True)
+    shares = np.divide(seconds, totals, out=np.zeros_like(seconds), where=totals > 0)
+    return {part: shares[:, index] for part, index in PART_INDEX.items() if shares[:, index].any()}
 
 
 def _shown(shown: int, there: int, what: str) -> str:
     return "" if shown >= there else f"{shown:,} of {there:,} {what} are shown, evenly chosen. "
 
 
-def _per_step(time: EngineTime) -> str:
-    return f"{time.batches / max(1, len(time.stops)):.0f}"
-
-
-def _tenths(time: EngineTime) -> list[float]:
-    there = [np.array(time.series[part]) for part in BUSY if part in time.series]
-    if not there:
-        return []
-    return [float(piece.mean()) for piece in np.array_split(sum(there), _TENTHS)]
-
-
 # --- batch charts --------------------------------------------------------------------------------
 
 # Draws the charts about batches: how long, how old and how biased their responses are.
 
-_DRAWN = ("@muted", PALETTE[4])
 _EQUAL = 0.01
 """A bias below this share of the mean length counts as none."""
+_BATCH_BARS = 60
+_SHOWN_FORECASTS = 400
 
 
-def lengths(runs: Sequence[ReportData]) -> Chart:
+def lengths(runs: Sequence[RunReport]) -> Chart:
     """Draw delivered lengths and the law that they are drawn from. Both axes are logarithmic."""
+    first = "of these, the first batch"
     curves: dict[str, tuple[chart_model.Curve, str, float]] = {}
-    firsts: list[str] = []
-    for place, run in enumerate(runs):
-        firsts.append(f"{_who(place, runs)}of these, the first batch")
-        for name, what, colour, width in (
-            ("drawn", f"{_who(place, runs)}drawn (estimated)", _DRAWN[place], 5.0),
-            ("delivered", f"{_who(place, runs)}delivered", OF_RUNS[place], 2.2),
-            ("first", firsts[-1], OF_RUNS[place], 1.4),
+    for run in runs:
+        bias, colour = run.summary.bias, _colour(run, PALETTE[5])
+        muted = PALETTE[4] if run.letter == "B" else "@muted"
+        for what, law, drawn_in, width in (
+            ("drawn (estimated)", bias.drawn, muted, 5.0),
+            ("delivered", bias.delivered, colour, 2.2),
+            (first, sample_law(lengths_of(run.run.deliveries[:1])), colour, 1.4),
         ):
-            curve = run.lengths.get(name)
-            if curve is not None:
-                curves[what] = ((curve.lengths, curve.longer), colour, width)
-    chart = chart_model.longer_than(curves, dotted=firsts)
+            if law is not None:
+                curves[f"{run.who}{what}"] = (law.lengths, law.longer), drawn_in, width
+    chart = chart_model.longer_than(curves, dotted=[f"{run.who}{first}" for run in runs])
     return replace(
         chart,
         id="lengths",
-        title=" ".join(_law(place, runs) for place in range(len(runs))),
+        title=" ".join(map(_law, runs)),
         note="The share of responses that are longer than a length; both axes are logarithmic. "
         "Drawn is what the policy would have produced: an estimate (Kaplan and Meier) that counts "
         "what never finished. Where delivered lies below drawn, long responses are missing.",
-        x=_length_axis(runs, chart.x),
+        x=_length_axis(chart),
     )
 
 
-def ages(runs: Sequence[ReportData]) -> Chart:
-    """Draw the delivered tokens by staleness."""
-    most = max((_last(run.staleness.tokens_by_age) for run in runs), default=0)
-    names = _numbered(most, first=0, last=len(AGE_COLOURS) - 1)
-    share = runs[0].headline("off_policy_token_share").value
-    mean = runs[0].headline("staleness_mean").value or 0.0
-    title = (
-        f"{percent(share)} of the delivered tokens came from an older policy; on average a token "
-        f"was {mean:.2f} versions old."
-    )
-    if len(runs) > 1:
-        other = runs[1].headline("off_policy_token_share").value
-        title = (
-            f"{percent(share)} of A's tokens and {percent(other)} of B's came from an older policy."
-        )
-    return Chart(
-        id="ages",
-        title=title,
-        note="Staleness: policy versions between the one that sampled a token and the one that "
-        "trains on it. 0 is on-policy.",
-        series=_grouped(runs, [run.staleness.tokens_by_age for run in runs], names),
-        x=Axis(label="staleness, versions", categories=True),
-        y=Axis(label="delivered tokens", unit="share", from_zero=True),
-        legend=len(runs) > 1,
+def _law(run: RunReport) -> str:
+    drawn, delivered = run.summary.bias.drawn, run.summary.bias.delivered
+    if drawn is None or delivered is None:
+        return f"{run.who}Nothing was delivered, so there are no lengths to compare."
+    off = delivered.mean / drawn.mean - 1
+    means = f"mean {amount(delivered.mean)} against {amount(drawn.mean)} tokens"
+    if abs(off) < _EQUAL:
+        return f"{run.who}Delivered responses are as long as those drawn ({means})."
+    longer = "longer" if off > 0 else "shorter"
+    return (
+        f"{run.who}Delivered responses are {percent(abs(off))} {longer} than those drawn ({means})."
     )
 
 
-def versions(runs: Sequence[ReportData]) -> Chart:
-    """Draw the delivered responses by the number of versions that sampled them."""
-    counts = [run.staleness.responses_by_versions for run in runs]
-    names = _numbered(max(map(_last, counts), default=0), first=1, last=len(AGE_COLOURS))
-    said = [
-        f"{percent(sum(count[1:]))} of {_whose(i, runs)} responses"
-        for i, count in enumerate(counts)
-    ]
-    return Chart(
-        id="versions",
-        title=f"{' and '.join(said)} were sampled by more than one policy version.",
-        note="A response that is carried over an update goes on under new weights; each of its "
-        "tokens knows its own version.",
-        series=_grouped(runs, counts, names),
-        x=Axis(label="versions that sampled the response", categories=True),
-        y=Axis(label="delivered responses", unit="share", from_zero=True),
-        legend=len(runs) > 1,
+def _length_axis(chart: Chart) -> Axis:
+    """The axis from the shortest response to the longest, with ticks at 1, 2, 5, 10, …"""
+    curves = [series.x for series in chart.series if len(series.x) > 1]
+    least = min((float(curve[1]) for curve in curves), default=1.0)
+    most = max((float(curve[-1]) for curve in curves), default=10.0)
+    ticks = [digit * 10**power for power in range(9) for digit in (1, 2, 5)]
+    shown = [tick for tick in ticks if 0.8 * least <= tick <= 1.2 * most]
+    return replace(
+        chart.x, range=(0.8 * least, 1.15 * most), ticks={tick: amount(tick) for tick in shown}
     )
 
 
-def ages_by_batch(run: ReportData, prefix: str = "") -> Chart:
+def ages_by_batch(run: RunReport) -> Chart:
     """Draw the ages of each batch's tokens as stacked bars."""
-    ledger = run.staleness
-    stale = [100 * (1 - share) for share in ledger.by_batch[0]] if ledger.by_batch else []
-    late = stale[-max(1, len(stale) // 4) :]
+    tokens = tokens_by_class(run.run, len(AGE_COLOURS))
+    pieces = np.array_split(np.arange(len(tokens)), max(1, min(_BATCH_BARS, len(tokens))))
+    together = [piece for piece in pieces if piece.size]
+    sums = np.array([tokens[piece].sum(axis=0) for piece in together]).reshape(-1, len(AGE_COLOURS))
+    shares = sums / np.maximum(sums.sum(axis=1, keepdims=True), 1)
     title = "No batch was delivered."
-    if stale:
+    if together:
+        stale = 100 * (1 - shares[:, 0])
+        late = stale[-max(1, len(stale) // 4) :]
         title = (
             f"The first batch is {stale[0]:.0f} % off-policy, the last quarter of them "
             f"{np.mean(late):.0f} %."
         )
-    together = run.staleness.batches
-    some = len(together) > 1 and together[1] - together[0] > 1
-    chart = chart_model.ages_by_batch([batch + 1 for batch in together], ledger.by_batch)
+    chart = chart_model.ages_by_batch([int(piece[0]) + 1 for piece in together], shares.T.tolist())
     return replace(
         chart,
-        id=f"batches{prefix}",
+        id=f"batches{run.suffix}",
         title=title,
-        note="Each bar is a batch, divided by the staleness of its tokens."
-        if not some
-        else "Each bar is some batches together, divided by the staleness of their tokens.",
-        of=run.name,
+        note="Each bar is a batch, divided by the staleness of its tokens: policy versions between "
+        "the one that sampled a token and the one that trains on it."
+        if all(piece.size == 1 for piece in together)
+        else "Each bar is some batches together, divided by the staleness of their tokens: policy "
+        "versions between the one that sampled a token and the one that trains on it.",
+        of=run.figures.name,
     )
 
 
-def bias(runs: Sequence[ReportData]) -> Chart:
+def bias(runs: Sequence[RunReport]) -> Chart:
     """Draw the length bias of everything delivered so far, by batch: as measured, and as the
     responses in flight predict it."""
     chart = chart_model.bias_over_batches(
-        {_letter(place, runs): run.bias.transient for place, run in enumerate(runs)},
-        colours=PALETTE if len(runs) == 1 else OF_RUNS,
+        {run.letter: run.summary.bias.transient for run in runs},
+        colours=[_colour(run) for run in runs],
         predicted=len(runs) == 1,
     )
+    found = [transient for run in runs if (transient := run.summary.bias.transient)]
+    mean = "the mean of its workload, or of what was drawn"
+    if len(found) == 1:
+        known = found[0].reference == "workload_mean"
+        mean = "the workload's own mean" if known else "the mean drawn"
+        mean += f" ({amount(found[0].mean)} tokens)"
     return replace(
         chart,
         id="bias",
-        title=" ".join(_transient(place, runs) for place in range(len(runs))),
-        note=f"The mean length of everything delivered so far, against {_mean(runs)}. "
+        title=" ".join(map(_transient, runs)),
+        note=f"The mean length of everything delivered so far, against {mean}. "
         "Short responses finish first, so a run begins below 0; what is in flight brings it back. "
         "A gap that stays is a censor.",
         height=320,
     )
 
 
-def distances(runs: Sequence[ReportData]) -> list[Chart]:
+def _transient(run: RunReport) -> str:
+    found, censored = run.summary.bias.transient, run.summary.bias.censoring.policies
+    if found is None:
+        return f"{run.who}No batch was delivered, so there is no bias to speak of."
+    off = f"{run.who}The length bias is {signed_percent(found.measured)}"
+    if censored:
+        return f"{off}, and part of it stays: responses were dropped."
+    if abs(found.measured) < _EQUAL:
+        return f"{off}: what the trainer got is not too short."
+    further = found.further_batches_to_1_percent
+    if further == 0:
+        return f"{off}, more than what is in flight explains."
+    more = f"{further:,} more {'batch' if further == 1 else 'batches'}"
+    return f"{off} so far; it is below 1 % after {more}."
+
+
+def distances(runs: Sequence[RunReport]) -> list[Chart]:
     """Draw the distance of each batch's lengths from the drawn law, with what is expected of a
-    batch drawn at random. Older logs do not have it; there is no chart then."""
+    batch drawn at random. There is no chart where no batch has it, as of a run in shards."""
     series: list[Series] = []
     said: list[str] = []
-    for place, run in enumerate(runs):
-        own = run.bias.length_distance_by_batch
-        usual = run.bias.iid_length_distance_by_batch
+    for run in runs:
+        batches = run.summary.per_batch
+        own = [batch.length_distance for batch in batches]
+        usual = [batch.iid_length_distance for batch in batches]
         pairs = [(a, b) for a, b in zip(own, usual, strict=True) if a is not None and b is not None]
         if not pairs:
             continue
         mean, expected = np.mean(pairs, axis=0)
         said.append(
-            f"the lengths of {_whose(place, runs)} batches are {mean:.2f} off the drawn law on "
+            f"the lengths of {run.whose} batches are {mean:.2f} off the drawn law on "
             f"average, where batches drawn at random would be {expected:.2f} off"
         )
         for name, values in (("batch", own), ("drawn at random", usual)):
             at = [i for i in evenly(len(values)).tolist() if values[i] is not None]
             series.append(
                 Series(
-                    name=f"{_who(place, runs)}{name}",
+                    name=f"{run.who}{name}",
                     x=[i + 1 for i in at],
                     y=np.array([values[i] for i in at], dtype=np.float64),
-                    colour=_colour(place, runs),
+                    colour=_colour(run),
                     dash="solid" if values is own else "dash",
                     hover="%{y:.3f}",
                 )
@@ -609,34 +660,35 @@ def distances(runs: Sequence[ReportData]) -> list[Chart]:
     return [chart]
 
 
-def forecasts(run: ReportData, who: str, prefix: str = "") -> Chart | None:
+def forecasts(run: RunReport) -> Chart | None:
     """Draw the efficiency that automatic scheduling forecast for each batch beside what happened.
     There is no chart of a run without forecasts."""
-    ledger = run.forecasts
-    if ledger is None:
+    found = [(each.index + 1, each.forecast) for each in run.summary.per_batch if each.forecast]
+    if not found:
         return None
-    outcomes = [figures.efficiency for figures in ledger.by_batch]
-    known = [(n, e) for n, e in zip(ledger.batches, outcomes, strict=True) if e is not None]
+    places: list[int] = evenly(len(found), _SHOWN_FORECASTS).tolist()
+    shown = [found[place] for place in places]
+    known = [(number, f.efficiency) for number, f in shown if f.efficiency is not None]
     return Chart(
-        id=f"forecasts{prefix}",
-        title=_how_right(ledger.steady, who),
+        id=f"forecasts{run.suffix}",
+        title=_how_right(run.summary.steady_state.forecast, run.whose),
         note="The line is the forecast of the schedule in force, which changes with each choice of "
         "a schedule. A point is a batch. A forecast is for the mean of many batches, whose single "
         "ones scatter; where points lie below the line on average, it was too good.",
         series=[
             Series(
                 name="forecast",
-                x=[index + 1 for index in ledger.batches],
-                y=[figures.efficiency_forecast for figures in ledger.by_batch],
+                x=[number for number, _ in shown],
+                y=[figures.efficiency_forecast for _, figures in shown],
                 colour=PALETTE[0],
                 step=True,
-                told=[figures.schedule for figures in ledger.by_batch],
+                told=[figures.schedule for _, figures in shown],
                 hover="%{y:.1%}<br>%{customdata}",
             ),
             Series(
                 kind="points",
                 name="outcome",
-                x=[index + 1 for index, _ in known],
+                x=[number for number, _ in known],
                 y=[efficiency for _, efficiency in known],
                 colour=PALETTE[5],
                 hover="%{y:.1%}",
@@ -658,20 +710,19 @@ def _how_right(steady: ForecastFigures | None, who: str) -> str:
     )
 
 
-def deciles(runs: Sequence[ReportData]) -> Chart:
+def deciles(runs: Sequence[RunReport]) -> Chart:
     """Draw the mean staleness of ten classes of length."""
-    found = [(place, run.bias.by_length_decile) for place, run in enumerate(runs)]
-    known = [(place, figures) for place, figures in found if figures is not None]
+    found = {run: run.summary.bias.by_length_decile for run in runs}
     said = [
-        f"the longest tenth of {_whose(place, runs)} responses is {long:.1f} versions old, the "
-        f"shortest {short:.1f}"
-        for place, figures in known
-        for short, long in [(figures.staleness_mean[0], figures.staleness_mean[-1])]
+        f"the longest tenth of {run.whose} responses is {figures.staleness_mean[-1]:.1f} versions "
+        f"old, the shortest {figures.staleness_mean[0]:.1f}"
+        for run, figures in found.items()
+        if figures is not None
     ]
     title = "; ".join(said) or "too few responses were delivered to tell"
     chart = chart_model.staleness_by_tenth(
-        {label(place, runs): figures for place, figures in found},
-        colours=[PALETTE[2]] if len(runs) == 1 else OF_RUNS,
+        {run.label: figures for run, figures in found.items()},
+        colours=[_colour(run, PALETTE[2]) for run in runs],
     )
     return replace(
         chart,
@@ -683,105 +734,9 @@ def deciles(runs: Sequence[ReportData]) -> Chart:
     )
 
 
-# --- parts ---------------------------------------------------------------------------------------
-
-
-def _grouped(
-    runs: Sequence[ReportData], shares: Sequence[Sequence[float]], names: Sequence[str]
-) -> list[Series]:
-    return [
-        Series(
-            kind="bar",
-            name=label(place, runs),
-            x=names,
-            y=share[: len(names)],
-            colour=AGE_COLOURS[: len(names)] if len(runs) == 1 else OF_RUNS[place],
-            texts=[percent(each) for each in share[: len(names)]],
-            hover="%{x}: %{y:.1%}",
-        )
-        for place, share in enumerate(shares)
-    ]
-
-
-def _colour(place: int, runs: Sequence[ReportData]) -> str:
-    return PALETTE[0] if len(runs) == 1 else OF_RUNS[place]
-
-
-def _numbered(count: int, *, first: int, last: int) -> list[str]:
-    """ "0", "1", …; the last of all classes has all that are larger."""
-    return [f"{n} or more" if n == last else str(n) for n in range(first, first + count)]
-
-
-def _last(shares: Sequence[float]) -> int:
-    """The entries up to the last one that is not 0; at least one."""
-    return max((i + 1 for i, share in enumerate(shares) if share), default=1)
-
-
-def _length_axis(runs: Sequence[ReportData], axis: Axis) -> Axis:
-    """The axis from the shortest response to the longest, with ticks at 1, 2, 5, 10, …"""
-    curves = [curve for run in runs for curve in run.lengths.values() if len(curve.lengths) > 1]
-    least = min((curve.lengths[1] for curve in curves), default=1.0)
-    most = max((curve.lengths[-1] for curve in curves), default=10.0)
-    ticks = [digit * 10**power for power in range(9) for digit in (1, 2, 5)]
-    shown = [tick for tick in ticks if 0.8 * least <= tick <= 1.2 * most]
-    return replace(
-        axis, range=(0.8 * least, 1.15 * most), ticks={tick: amount(tick) for tick in shown}
-    )
-
-
-# --- words ---------------------------------------------------------------------------------------
-
-
-def _letter(place: int, runs: Sequence[ReportData]) -> str:
-    return "AB"[place] if len(runs) > 1 else ""
-
-
-def _who(place: int, runs: Sequence[ReportData]) -> str:
-    return f"{'AB'[place]}: " if len(runs) > 1 else ""
-
-
-def _whose(place: int, runs: Sequence[ReportData]) -> str:
-    return "the" if len(runs) == 1 else f"{'AB'[place]}'s"
-
-
-def _law(place: int, runs: Sequence[ReportData]) -> str:
-    run = runs[place]
-    who = _who(place, runs)
-    drawn, delivered = run.lengths.get("drawn"), run.lengths.get("delivered")
-    if drawn is None or delivered is None:
-        return f"{who}Nothing was delivered, so there are no lengths to compare."
-    off = delivered.mean / drawn.mean - 1
-    means = f"mean {amount(delivered.mean)} against {amount(drawn.mean)} tokens"
-    if abs(off) < _EQUAL:
-        return f"{who}Delivered responses are as long as those drawn ({means})."
-    longer = "longer" if off > 0 else "shorter"
-    return f"{who}Delivered responses are {percent(abs(off))} {longer} than those drawn ({means})."
-
-
-def _mean(runs: Sequence[ReportData]) -> str:
-    found = [run.bias.transient for run in runs if run.bias.transient is not None]
-    if len(found) != 1:
-        return "the mean of its workload, or of what was drawn"
-    what = "the workload's own mean" if found[0].reference == "workload_mean" else "the mean drawn"
-    return f"{what} ({amount(found[0].mean)} tokens)"
-
-
-def _transient(place: int, runs: Sequence[ReportData]) -> str:
-    run = runs[place]
-    who = _who(place, runs)
-    found, censored = run.bias.transient, run.bias.censoring.policies
-    if found is None:
-        return f"{who}No batch was delivered, so there is no bias to speak of."
-    off = signed_percent(found.measured)
-    if censored:
-        return f"{who}The length bias is {off}, and part of it stays: responses were dropped."
-    if abs(found.measured) < _EQUAL:
-        return f"{who}The length bias is {off}: what the trainer got is not too short."
-    further = found.further_batches_to_1_percent
-    if further == 0:
-        return f"{who}The length bias is {off}, more than what is in flight explains."
-    more = f"{further:,} more {'batch' if further == 1 else 'batches'}"
-    return f"{who}The length bias is {off} so far; it is below 1 % after {more}."
+def _colour(run: RunReport, alone: str = PALETTE[0]) -> str:
+    """The colour of one of two runs, or of one that is `alone`."""
+    return OF_RUNS["AB".index(run.letter)] if run.letter else alone
 
 
 # --- alignment charts ----------------------------------------------------------------------------
@@ -789,67 +744,79 @@ def _transient(place: int, runs: Sequence[ReportData]) -> str:
 # Charts about how far the trainer's log-probabilities are from the engines'.
 #
 # All of them show k3, the mean of exp(d) - 1 - d over tokens, where d is the trainer's
-# log-probability minus the engine's.
+# log-probability minus the engine's. The runs are those whose trainer reported.
 
 _MISMATCH = Axis(label="k3, nats", unit="nats", from_zero=True)
-_SHOWN_ENGINES = 12
 
 
-def by_staleness(runs: Sequence[ReportData]) -> Chart:
+def by_staleness(runs: Sequence[RunReport]) -> Chart:
     """The mismatch, which is all there is at staleness 0, beside that of older tokens."""
-    found = _reported(runs)
-    rows = [run.alignment.by_age for _, run in found if run.alignment is not None]
-    count = max((i + 1 for row in rows for i, each in enumerate(row) if each.tokens), default=1)
-    names = [f"{age} or more" if age == len(rows[0]) - 1 else str(age) for age in range(count)]
+    rows = {run: found.by_age for run, found in _reported(runs).items()}
+    count = max(
+        (i + 1 for row in rows.values() for i, each in enumerate(row) if each.tokens), default=1
+    )
+    last = min(len(row) for row in rows.values()) - 1
+    names = [f"{age} or more" if age == last else str(age) for age in range(count)]
     return Chart(
         id="alignment-age",
-        title=" ".join(_finding(place, runs) for place, _ in found),
+        title=" ".join(_finding(run, found) for run, found in _reported(runs).items()),
         note="At staleness 0 the engine and the trainer have the same weights, so this bar is the "
         "mismatch of two programs. The other bars contain it, together with what the policy has "
         "moved since. No bound on staleness makes the first bar smaller.",
-        series=_bars(runs, rows, names),
+        series=_bars(rows, names),
         x=Axis(label="staleness, versions", categories=True),
         y=_MISMATCH,
         legend=len(runs) > 1,
     )
 
 
-def by_position(runs: Sequence[ReportData]) -> Chart:
+def _finding(run: RunReport, found: AlignmentFigures) -> str:
+    if found.whole.k3 is None:
+        return f"{run.who}No token of staleness 0 was compared."
+    return (
+        f"{run.who}With the same weights, engine and trainer differ by {nats(found.whole.k3)}, and "
+        f"{percent(found.whole.beyond_share)} of the tokens by more than {found.bound:g} nats."
+    )
+
+
+def by_position(runs: Sequence[RunReport]) -> Chart:
     """The mismatch along the response."""
-    found = _reported(runs)
-    rows = [run.alignment.by_position for _, run in found if run.alignment is not None]
-    count = max(1, *map(len, rows))
+    rows = {run: found.by_position for run, found in _reported(runs).items()}
+    count = max(1, *map(len, rows.values()))
     # Short names: rotated ones would stand on the axis' title.
     names = [f"{1 << i}" if i < 10 else f"{1 << (i - 10)}k" for i in range(count)]
-    said = [
-        f"{_whose_tokens(place, runs)} tokens differ most from position {1 << most:,} to "
-        f"{(2 << most) - 1:,} of the response."
-        for (place, _), row in zip(found, rows, strict=True)
-        if any(each.k3 for each in row)
-        for most in [max(range(len(row)), key=lambda i, row=row: row[i].k3 or 0.0)]
-    ]
+    said: list[str] = []
+    for run, row in rows.items():
+        mismatch = [each.k3 or 0.0 for each in row]
+        if any(mismatch):
+            most = mismatch.index(max(mismatch))
+            said.append(
+                f"{run.whose.capitalize()} tokens differ most from position {1 << most:,} to "
+                f"{(2 << most) - 1:,} of the response."
+            )
+    if not said:
+        compared = any(each.tokens for row in rows.values() for each in row)
+        said.append(
+            "Engine and trainer agree at every position."
+            if compared
+            else "No token of staleness 0 was compared."
+        )
     return Chart(
         id="alignment-position",
-        title=" ".join(said)
-        or (
-            "Engine and trainer agree at every position."
-            if any(each.tokens for row in rows for each in row)
-            else "No token of staleness 0 was compared."
-        ),
+        title=" ".join(said),
         note="Tokens of staleness 0. Each bar begins at its position in the response, and ends "
         "where the next one begins. A mismatch that grows along the response points to positions "
         "or to the KV cache.",
-        series=_bars(runs, rows, names),
+        series=_bars(rows, names),
         x=Axis(label="position in the response, from", categories=True),
         y=_MISMATCH,
         legend=len(runs) > 1,
     )
 
 
-def by_engine(run: ReportData, prefix: str = "") -> Chart:
+def by_engine(run: RunReport, found: AlignmentFigures) -> Chart:
     """The mismatch of each engine, the largest first."""
-    engines = run.alignment.by_engine if run.alignment is not None else {}
-    ranked = sorted(engines.items(), key=lambda item: -(item[1].k3 or 0.0))
+    ranked = sorted(found.by_engine.items(), key=lambda item: -(item[1].k3 or 0.0))
     shown = ranked[:_SHOWN_ENGINES]
     title = "No token of staleness 0 was compared."
     if len(ranked) == 1:
@@ -858,35 +825,29 @@ def by_engine(run: ReportData, prefix: str = "") -> Chart:
         (first, most), (last, least) = ranked[0], ranked[-1]
         title = f"{first} differs most, by {nats(most.k3)}; {last} least, by {nats(least.k3)}."
     fewer = f" The {len(shown)} largest of {len(ranked)}." if len(shown) < len(ranked) else ""
+    name = run.figures.name
     return Chart(
-        id=f"alignment-engine{prefix}",
+        id=f"alignment-engine{run.suffix}",
         title=title,
         note="Tokens of staleness 0, by the engine that sampled them. An engine that stands out "
         f"may have other weights, other kernels or another card.{fewer}",
-        series=[
-            _bar([name for name, _ in shown], [each for _, each in shown], run.name, PALETTE[0])
-        ],
+        series=[_bar([name for name, _ in shown], [each for _, each in shown], name, PALETTE[0])],
         x=Axis(label="engine", categories=True),
         y=_MISMATCH,
         legend=False,
-        of=run.name,
+        of=name,
     )
 
 
-# --- parts ---------------------------------------------------------------------------------------
-
-
-def _reported(runs: Sequence[ReportData]) -> list[tuple[int, ReportData]]:
-    return [(place, run) for place, run in enumerate(runs) if run.alignment is not None]
+def _reported(runs: Sequence[RunReport]) -> dict[RunReport, AlignmentFigures]:
+    """What the trainers of these runs reported, where they did."""
+    return {run: found for run in runs if (found := run.summary.alignment) is not None}
 
 
 def _bars(
-    runs: Sequence[ReportData], rows: Sequence[Sequence[DifferenceFigures]], names: Sequence[str]
+    rows: Mapping[RunReport, Sequence[DifferenceFigures]], names: Sequence[str]
 ) -> list[Series]:
-    return [
-        _bar(names, row[: len(names)], label(place, runs), _colour(place, runs))
-        for (place, _), row in zip(_reported(runs), rows, strict=True)
-    ]
+    return [_bar(names, row[: len(names)], run.label, _colour(run)) for run, row in rows.items()]
 
 
 def _bar(names: Sequence[str], row: Sequence[DifferenceFigures], name: str, colour: str) -> Series:
@@ -901,22 +862,4 @@ def _bar(names: Sequence[str], row: Sequence[DifferenceFigures], name: str, colo
             for each in row
         ],
         hover="%{y:.2~g} nats; %{customdata}",
-    )
-
-
-# --- words ---------------------------------------------------------------------------------------
-
-
-def _whose_tokens(place: int, runs: Sequence[ReportData]) -> str:
-    return "The" if len(runs) == 1 else f"{'AB'[place]}'s"
-
-
-def _finding(place: int, runs: Sequence[ReportData]) -> str:
-    found = runs[place].alignment
-    who = _who(place, runs)
-    if found is None or found.whole.k3 is None:
-        return f"{who}No token of staleness 0 was compared."
-    return (
-        f"{who}With the same weights, engine and trainer differ by {nats(found.whole.k3)}, and "
-        f"{percent(found.whole.beyond_share)} of the tokens by more than {found.bound:g} nats."
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -18,8 +18,8 @@ import msgspec
 
 from aprilsched.analysis.chart_model import PART_COLOURS, Chart
 from aprilsched.analysis.report import charts
-from aprilsched.analysis.report.gather import report_data
-from aprilsched.analysis.report.report_data import FaultLedger, Headline, ReportData
+from aprilsched.analysis.report.gather import run_report
+from aprilsched.analysis.report.report_data import FaultLedger, Headline, ReportData, RunReport
 from aprilsched.analysis.report.words import amount, percent, seconds, signed_percent
 from aprilsched.core.state.ledger import Reason
 from aprilsched.extras import extra
@@ -43,36 +43,39 @@ def write_report(
         RunFolderError: if a run cannot be read or the page cannot be written.
     """
     library = _plotly()
-    runs = [report_data(path) for path in (folder, other) if path is not None]
+    runs = [run_report(path) for path in (folder, other) if path is not None]
     target = folder / REPORT if out is None else out
     write_whole(target, page(runs, library=library).encode("utf-8", "replace"))
-    return target, runs
+    return target, [run.figures for run in runs]
 
 
 def figures_json(runs: Sequence[ReportData]) -> bytes:
     """The figures of one run as an object, or of several as a list of them."""
-    return msgspec.json.encode(_figures(runs))
+    return msgspec.json.encode(_alone(runs))
 
 
-def _figures(runs: Sequence[ReportData]) -> ReportData | list[ReportData]:
-    return runs[0] if len(runs) == 1 else list(runs)
+def _alone(runs: Sequence[ReportData]) -> ReportData | Sequence[ReportData]:
+    return runs[0] if len(runs) == 1 else runs
 
 
-def page(runs: Sequence[ReportData], *, library: str) -> str:
+def page(runs: Sequence[RunReport], *, library: str) -> str:
     """The page of one or two runs; `library` is plotly.js."""
+    if len(runs) > 1:
+        runs = [replace(run, letter=letter) for run, letter in zip(runs, "AB", strict=True)]
     by_section = _charts(runs)
     script = _asset("report.js")
+    figures = [run.figures for run in runs]
     return (
         _templates()
         .get_template("page.html")
         .render(
             runs=runs,
-            title=", ".join(charts.label(place, runs) for place in range(len(runs))),
+            title=", ".join(run.label for run in runs),
             verdict=_verdict(runs),
             charts=by_section,
             specs=[charts.spec(chart) for group in by_section.values() for chart in group],
-            figures=_figures(runs),
-            differences=differences(runs[0], runs[1]) if len(runs) > 1 else [],
+            figures=_alone(figures),
+            differences=differences(*figures) if len(figures) > 1 else [],
             parts=part_rows(runs),
             engine_time=engine_time(runs),
             bias_rows=bias_rows,
@@ -87,55 +90,31 @@ def page(runs: Sequence[ReportData], *, library: str) -> str:
     )
 
 
-def _charts(runs: Sequence[ReportData]) -> dict[str, list[Chart]]:
+def _charts(runs: Sequence[RunReport]) -> dict[str, list[Chart]]:
     """The charts by their place in the page."""
-    end = max(run.time.wall for run in runs)
-    each = list(zip(["", "-b"], runs, strict=False))
-    forecasts = [
-        charts.forecasts(run, "the" if len(runs) == 1 else f"{'AB'[x == '-b']}'s", x)
-        for x, run in each
-    ]
+    end = max(run.usage.wall for run in runs)
+    reported = [(run, found) for run in runs if (found := run.summary.alignment)]
     return {
         "losses": [charts.losses(runs)],
-        "over_time": [charts.utilization(run, end, x) for x, run in each],
-        "gpu": [charts.gpu(run, end, x) for x, run in each if run.gpu],
-        "engines": [charts.engine_timeline(run, x) for x, run in each],
-        "responses": [charts.responses(run, x) for x, run in each],
-        "forecasts": [chart for chart in forecasts if chart is not None],
+        "over_time": [charts.utilization(run, end) for run in runs],
+        "gpu": [charts.gpu(run, end) for run in runs if run.gpu],
+        "engines": [charts.engine_timeline(run) for run in runs],
+        "responses": [charts.responses(run) for run in runs],
+        "forecasts": [chart for run in runs if (chart := charts.forecasts(run))],
         "episodes": [charts.rollout_time(runs)] if any(run.episodes for run in runs) else [],
         "lengths": [charts.lengths(runs)],
-        "ages": [charts.ages(runs), charts.versions(runs)],
-        "batches": [charts.ages_by_batch(run, x) for x, run in each],
-        "bias": [
-            charts.bias(runs),
-            *charts.distances(runs),
-            charts.deciles(runs),
-        ],
-        **_alignment(runs, each),
+        "ages": [charts.ages_by_batch(run) for run in runs],
+        "bias": [charts.bias(runs), *charts.distances(runs), charts.deciles(runs)],
+        "alignment": [charts.by_staleness(runs), charts.by_position(runs)] if reported else [],
+        "alignment_engines": [charts.by_engine(run, found) for run, found in reported],
     }
 
 
-def _alignment(
-    runs: Sequence[ReportData], each: Sequence[tuple[str, ReportData]]
-) -> dict[str, list[Chart]]:
-    """Charts of the runs whose trainer reported its log-probabilities."""
-    if all(run.alignment is None for run in runs):
-        return {"alignment": [], "alignment_engines": []}
-    return {
-        "alignment": [charts.by_staleness(runs), charts.by_position(runs)],
-        "alignment_engines": [
-            charts.by_engine(run, x) for x, run in each if run.alignment is not None
-        ],
-    }
-
-
-def _verdict(runs: Sequence[ReportData]) -> str:
+def _verdict(runs: Sequence[RunReport]) -> str:
     if len(runs) > 1:
-        return verdict(runs[0], runs[1])
-    run = runs[0]
-    rate = run.headline("delivered_tokens_per_s").text
-    lost = charts.losses(runs).title
-    return f"{rate} tokens per second reached the trainer. {lost}"
+        return verdict(*(run.figures for run in runs))
+    rate = runs[0].figures.headline("delivered_tokens_per_s").text
+    return f"{rate} tokens per second reached the trainer. {charts.losses(runs).title}"
 
 
 def _hash(script: str) -> str:
@@ -187,30 +166,32 @@ class PartRow:
     each: list[tuple[str, str]]
 
 
-def part_rows(runs: Sequence[ReportData]) -> list[PartRow]:
+def part_rows(runs: Sequence[RunReport]) -> list[PartRow]:
     """The parts of the engines' time that occurred in any of the runs."""
     return [
         PartRow(
-            label=mine.label,
-            meaning=mine.meaning,
-            colour=PART_COLOURS[mine.part],
+            label=each[0].label,
+            meaning=each[0].meaning,
+            colour=PART_COLOURS[each[0].part],
             each=[
-                (f"{letter}{percent(run.time.parts[i].share)}", seconds(run.time.parts[i].seconds))
-                for letter, run in zip(_letters(runs), runs, strict=True)
+                (f"{run.letter} {percent(part.share)}".lstrip(), seconds(part.seconds))
+                for run, part in zip(runs, each, strict=True)
             ],
         )
-        for i, mine in enumerate(runs[0].time.parts)
-        if any(run.time.parts[i].seconds > 0 for run in runs)
+        for each in zip(*(run.figures.time.parts for run in runs), strict=True)
+        if any(part.seconds > 0 for part in each)
     ]
 
 
-def engine_time(runs: Sequence[ReportData]) -> str:
+def engine_time(runs: Sequence[RunReport]) -> str:
     """The whole time of the engines of each run."""
-    return " and ".join(
-        f"{letter}{seconds(sum(part.seconds for part in run.time.parts))} of "
-        f"{run.time.engines:,} {'engine' if run.time.engines == 1 else 'engines'}"
-        for letter, run in zip(_letters(runs), runs, strict=True)
-    )
+    said: list[str] = []
+    for run in runs:
+        time = run.figures.time
+        engines = f"{time.engines:,} {'engine' if time.engines == 1 else 'engines'}"
+        whole = seconds(sum(part.seconds for part in time.parts))
+        said.append(f"{run.letter} {whole} of {engines}".lstrip())
+    return " and ".join(said)
 
 
 _ENDS = {
@@ -221,9 +202,9 @@ _ENDS = {
 """How episodes end, by the ledger's reasons; others are told as the ledger names them."""
 
 
-def bias_rows(run: ReportData) -> list[tuple[str, str]]:
+def bias_rows(run: RunReport) -> list[tuple[str, str]]:
     """The causes that change the lengths, and the size of their effect."""
-    bias = run.bias
+    bias = run.summary.bias
     rows = [
         ("first batch against the later ones", signed_percent(bias.first_batch_length_bias)),
         ("everything delivered so far", signed_percent(bias.bias_estimate)),
@@ -247,19 +228,22 @@ def bias_rows(run: ReportData) -> list[tuple[str, str]]:
     return rows
 
 
-def episode_rows(run: ReportData) -> list[tuple[str, str]]:
+def episode_rows(run: RunReport) -> list[tuple[str, str]]:
     """What the episodes of a run did, and how they ended."""
-    ledger = run.episodes
-    if ledger is None:
+    summary = run.summary
+    if summary.turns_mean is None:
         return []
-    told = [("turns, mean", f"{ledger.turns:.1f}")]
-    if ledger.branches is not None:
-        told.append(("branches of sessions, the first ones included", amount(ledger.branches)))
-    if ledger.drift is not None:
-        told.append(("tokens that would be others if tokenised again", amount(ledger.drift)))
+    told = [("turns, mean", f"{summary.turns_mean:.1f}")]
+    if summary.branches is not None:
+        told.append(("branches of sessions, the first ones included", amount(summary.branches)))
+    if summary.drift_tokens is not None:
+        told.append(
+            ("tokens that would be others if tokenised again", amount(summary.drift_tokens))
+        )
     told += [(f"mean time {ROLLOUT_PART_LABELS[part]}", seconds(spent))
-             for part, spent in ledger.seconds.items() if spent]  # fmt: skip
-    return told + [(_ENDS.get(end, end), amount(count)) for end, count in ledger.ends.items()]
+             for part, spent in summary.rollout_seconds.items() if spent]  # fmt: skip
+    ends = {"delivered": summary.rollouts.delivered, **summary.rollouts.dropped}
+    return told + [(_ENDS.get(end, end), amount(count)) for end, count in ends.items()]
 
 
 def faults_that_happened(ledger: FaultLedger) -> str:
@@ -289,10 +273,6 @@ def fault_tables(ledger: FaultLedger) -> list[tuple[Sequence[str], list[tuple[st
         ),
     ]
     return [(head, rows) for head, rows in tables if rows]
-
-
-def _letters(runs: Sequence[ReportData]) -> list[str]:
-    return ["A ", "B "] if len(runs) > 1 else [""]
 
 
 # --- compare -------------------------------------------------------------------------------------

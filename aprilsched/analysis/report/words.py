@@ -128,21 +128,17 @@ def _stragglers(scheduler: Mapping[str, Any]) -> str:
     return told.get(str(scheduler.get("straggler")), "")
 
 
+_PACES = {
+    "synchronous": "synchronous; engines wait while the trainer trains.",
+    "asynchronous": "asynchronous; engines generate while the trainer trains.",
+    "auto": "synchronous at first, and chosen again during the run.",
+}
+
+
 def _pace(config: Mapping[str, Any], scheduler: Mapping[str, Any]) -> str:
-    took = config.get("train_seconds") or 0
-    trainer = (
-        f" The trainer takes {_plain(took)} s a batch." if isinstance(took, int | float) else ""
-    )
-    trainer = trainer if took else ""
-    match scheduler.get("pace"):
-        case "synchronous":
-            return f"Pace: synchronous; engines wait while the trainer trains.{trainer}"
-        case "asynchronous":
-            return f"Pace: asynchronous; engines generate while the trainer trains.{trainer}"
-        case "auto":
-            return f"Pace: synchronous at first, and chosen again during the run.{trainer}"
-        case _:
-            return trainer.strip()
+    took, pace = config.get("train_seconds"), _PACES.get(str(scheduler.get("pace")))
+    trainer = f"The trainer takes {_plain(took)} s a batch." if took else ""
+    return f"Pace: {pace} {trainer}".rstrip() if pace else trainer
 
 
 def _staleness(scheduler: Mapping[str, Any]) -> str:
@@ -159,11 +155,10 @@ def _prompts(config: Mapping[str, Any]) -> str:
     if config.get("prompts") is not None:
         return f"Prompts: {config['prompts']}."
     workload: dict[str, Any] = config.get("workload", {})
-    median, cap = _plain(workload.get("median")), _plain(workload.get("cap"))
-    return (
-        f"Prompts: the built-in long-tail workload (median {median} tokens, at most {cap}), "
-        f"seed {seed}."
-    )
+    lengths = f"median {_plain(workload.get('median'))} tokens"
+    if "cap" in workload:
+        lengths += f", at most {_plain(workload['cap'])}"
+    return f"Prompts: the built-in long-tail workload ({lengths}), seed {seed}."
 
 
 def _rule(given: Any) -> tuple[Any, Mapping[str, Any]]:

@@ -22,7 +22,6 @@ from typing import Literal
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from aprilsched.core.messages.facts import (
     BatchDelivered,
@@ -56,9 +55,7 @@ _NEW: Literal["xb", "wb"] = "xb"
 _THERE: Literal["ab"] = "ab"
 
 _DIGITS = 6
-_NEAR_TIE = 1e-3
-_EXACT_BELOW = 1e6
-"""Seconds: up to there the error of a product with a million is far smaller than `_NEAR_TIE`."""
+"""Of a time in seconds: it is written in whole microseconds."""
 
 # After these facts no further fact may come for minutes, while the trainer trains. So they are
 # flushed at once.
@@ -134,7 +131,7 @@ class EventLog:
 
         Returns 0.0 before the first fact.
         """
-        return 0.0 if self._began is None else to_microseconds(np.array([now - self._began]))[0]
+        return 0.0 if self._began is None else float(np.round(now - self._began, _DIGITS))
 
     def start(self, *, batches: int = 0) -> None:
         """Begin to write to the file; call it when the run folder exists.
@@ -180,7 +177,8 @@ class EventLog:
             if self._began is None:
                 self._began = times[0] - (self._prior_tail().t if self._append else 0.0)
             began = self._began
-            seconds = to_microseconds(np.array(times) - began)
+            # Python's own round for each would take as long as everything else that a line needs.
+            seconds = np.round(np.array(times) - began, _DIGITS).tolist()
             self._buffer += self._as_lines(held, seconds)
         except Exception as error:
             # A listener that raises is detached. The log catches the error itself, so that the
@@ -224,19 +222,3 @@ def _unknown(value: object) -> str:
     """Write only the type of a value that JSON does not know, because an array may be token
     data."""
     return type(value).__name__
-
-
-def to_microseconds(seconds: NDArray[np.float64]) -> list[float]:
-    """``round(s, 6)`` of each of `seconds`, to the last bit, in a tenth of the time.
-
-    Rounding one by one took as long as everything else that a line needs. Only values that may be
-    ties are left to ``round``.
-    """
-    micro = seconds * 10**_DIGITS
-    whole = np.rint(micro)
-    rounded: list[float] = (whole / 10**_DIGITS).tolist()
-    doubtful = np.abs(micro - whole) > 0.5 - _NEAR_TIE
-    doubtful |= np.abs(micro) > _EXACT_BELOW * 10**_DIGITS
-    for index in np.flatnonzero(doubtful).tolist():
-        rounded[index] = round(float(seconds[index]), _DIGITS)
-    return rounded

@@ -356,21 +356,19 @@ class LiveModel(DispatchingListener):
     def _in_flight(self, engines: Mapping[str, EngineUsage]) -> dict[Phase, int]:
         at_work = [engine for engine in engines.values() if engine.state == "generating"]
         state = self._figures.state
-        carried, outside = state.carried, Counter(state.outside.values())
+        at = Counter(clock.part for clock in self._figures.rollouts.values())
         decoding = sum(engine.decode for engine in at_work)
-        stragglers = len(carried.intersection(state.decoding())) if carried else 0
-        open_requests = sum(engine.in_flight for engine in engines.values())
-        waiting = len(state.growing) - open_requests - len(state.outside)
+        stragglers = len(state.carried.intersection(state.decoding())) if state.carried else 0
         counts: dict[Phase, int] = {
             "decoding": decoding - stragglers,
             "straggler": stragglers,
             "prefilling": sum(engine.prefill for engine in at_work),
             "re-prefilling": sum(engine.re_prefill for engine in at_work),
-            "paused": open_requests - sum(engine.in_flight for engine in at_work),
-            "waiting": waiting,
-            "tools": outside["tools"],
-            "scoring": len(state.scoring) + outside["score"],
-            "no agent": outside["agent"],
+            "paused": at["paused"],
+            "waiting": at["queue"],
+            "tools": at["tools"],
+            "scoring": at["score"],
+            "no agent": at["agent"],
         }
         return {phase: count for phase, count in counts.items() if count > 0}
 

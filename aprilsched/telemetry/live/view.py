@@ -90,33 +90,20 @@ def host(engine: str) -> str:
 _Key = TypeVar("_Key")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Glyphs:
-    """The characters that bars and sparklines are drawn with.
-
-    Attributes:
-        full, empty: the two parts of a bar.
-        heights: columns of a sparkline, from empty to full.
-        fills: the parts of a divided bar, in order.
-        dot: separates the figures of a line.
-    """
-
-    full: str
-    empty: str
-    heights: str
-    fills: str
-    dot: str
+_FULL, _EMPTY = "━", "─"
+"""The two parts of a bar."""
+_HEIGHTS = " ▁▂▃▄▅▆▇█"
+"""Columns of a sparkline, from empty to full."""
+_FILLS = "█▓▒░▚▞·▪▫"
+"""The parts of a divided bar, in order."""
+_DOT = " · "
+"""Separates the figures of a line."""
 
 
-BLOCKS = Glyphs(full="━", empty="─", heights=" ▁▂▃▄▅▆▇█", fills="█▓▒░▚▞·▪▫", dot=" · ")
-ASCII = Glyphs(full="#", empty="-", heights=" .:-=+*#@", fills="#%+~=/.o_", dot=", ")
-"""Characters for terminals whose encoding has no others."""
-
-
-def bar(share: float, width: int, glyphs: Glyphs) -> tuple[str, str]:
+def bar(share: float, width: int) -> tuple[str, str]:
     """The full and the empty part of a bar. A share above 1 is drawn as 1."""
     filled = round(min(1.0, max(0.0, share)) * width)
-    return glyphs.full * filled, glyphs.empty * (width - filled)
+    return _FULL * filled, _EMPTY * (width - filled)
 
 
 def divided(counts: Mapping[_Key, int], width: int) -> dict[_Key, int]:
@@ -137,12 +124,10 @@ def divided(counts: Mapping[_Key, int], width: int) -> dict[_Key, int]:
     return cells
 
 
-def sparkline(shares: Sequence[float], glyphs: Glyphs) -> str:
+def sparkline(shares: Sequence[float]) -> str:
     """A column for each share, from 0 to 1. Any share above 0 can be seen."""
-    steps = len(glyphs.heights) - 1
-    return "".join(
-        glyphs.heights[min(steps, max(share > 0, round(share * steps)))] for share in shares
-    )
+    steps = len(_HEIGHTS) - 1
+    return "".join(_HEIGHTS[min(steps, max(share > 0, round(share * steps)))] for share in shares)
 
 
 # --- engine rows ---------------------------------------------------------------------------------
@@ -161,9 +146,7 @@ _STYLES = {
 }
 
 
-def engine_lines(
-    rows: Sequence[EngineRow], *, width: int, height: int, glyphs: Glyphs
-) -> list[Text]:
+def engine_lines(rows: Sequence[EngineRow], *, width: int, height: int) -> list[Text]:
     """At most `height` lines with a heading. If there are more engines, the last line counts the
     others."""
     if height < 2 or not rows:
@@ -172,9 +155,9 @@ def engine_lines(
     if len(shown) < len(rows):
         shown = chosen(rows, height - 2)
     columns = _columns(rows, width)
-    lines = [_head(columns), *(_line(row, columns, glyphs) for row in shown)]
+    lines = [_head(columns), *(_line(row, columns) for row in shown)]
     if len(shown) < len(rows):
-        lines.append(_others([row for row in rows if row not in shown], glyphs))
+        lines.append(_others([row for row in rows if row not in shown]))
     return lines
 
 
@@ -220,7 +203,7 @@ def _head(columns: _Columns) -> Text:
     )
 
 
-def _line(row: EngineRow, columns: _Columns, glyphs: Glyphs) -> Text:
+def _line(row: EngineRow, columns: _Columns) -> Text:
     most = "" if row.max_running is None else f"/{row.max_running}"
     queued = f"+{row.queued}" if row.queued else ""
     version = "mixed" if row.version is None else f"v{row.version}"
@@ -228,33 +211,33 @@ def _line(row: EngineRow, columns: _Columns, glyphs: Glyphs) -> Text:
     line.append(f"{cut(host(row.name), columns.name):<{columns.name}} ")
     line.append(f"{row.state:<{_STATE}}", style=_STYLES[row.state])
     line.append(f"{row.running}{queued}{most}".rjust(_RUNNING) + " ")
-    _bar(line, row.kv_share, columns.kv, "blue", glyphs)
+    _bar(line, row.kv_share, columns.kv, "blue")
     if row.kv_share is None:
         line.append(f"{thousands(row.kv_tokens):>{_PERCENT}}")
     else:
         line.append(f"{percent(row.kv_share):>{_PERCENT}}")
     line.append(f"{thousands(row.tokens_per_s):>{_RATE + 1}}{version:>{_VERSION}} ")
-    _bar(line, row.busy, columns.busy, "green", glyphs)
+    _bar(line, row.busy, columns.busy, "green")
     line.append(f"{percent(row.busy):>{_PERCENT - 1}}")
     return line
 
 
-def _bar(line: Text, share: float | None, width: int, style: str, glyphs: Glyphs) -> None:
+def _bar(line: Text, share: float | None, width: int, style: str) -> None:
     if share is None:
         line.append(" " * width)
         return
-    full, empty = bar(share, width, glyphs)
+    full, empty = bar(share, width)
     line.append(full, style=style)
     line.append(empty, style="dim")
 
 
-def _others(rows: Sequence[EngineRow], glyphs: Glyphs) -> Text:
+def _others(rows: Sequence[EngineRow]) -> Text:
     states = Counter(row.state for row in rows)
     said = [f"{count} {state}" for state, count in states.most_common()]
     speed = thousands(sum(row.tokens_per_s for row in rows))
     busy = percent(sum(row.busy for row in rows) / len(rows))
     what = [", ".join(said), f"{speed} tokens/s", f"{busy} busy"]
-    return Text(f"and {len(rows)} more: {glyphs.dot.join(what)}", style="dim", no_wrap=True)
+    return Text(f"and {len(rows)} more: {_DOT.join(what)}", style="dim", no_wrap=True)
 
 
 # --- lines ---------------------------------------------------------------------------------------
@@ -277,18 +260,16 @@ _PHASES: dict[Phase, tuple[str, str]] = {
     "scoring": ("blue", "scoring"),
     "no agent": ("bright_white", "waiting for an agent"),
 }
-"""Style and name of each phase, in the order of :attr:`Glyphs.fills`."""
+"""Style and name of each phase, in the order of :data:`_FILLS`."""
 
 
-def all_lines(snapshot: Snapshot, width: int, glyphs: Glyphs) -> dict[str, list[Text]]:
+def all_lines(snapshot: Snapshot, width: int) -> dict[str, list[Text]]:
     """All lines without those of the engines, by name."""
     facts = snapshot.facts
     room = width - _LABEL
     lines = {
-        "title": [_title(snapshot, width, glyphs)],
-        "batches": [
-            _counted("batches", snapshot.batches, facts.batches, "delivered", room, glyphs)
-        ],
+        "title": [_title(snapshot, width)],
+        "batches": [_counted("batches", snapshot.batches, facts.batches, "delivered", room)],
         "groups": [
             _counted(
                 "this batch",
@@ -296,15 +277,14 @@ def all_lines(snapshot: Snapshot, width: int, glyphs: Glyphs) -> dict[str, list[
                 facts.batch_groups,
                 "groups ready",
                 room,
-                glyphs,
             )
         ],
-        "in flight": [_in_flight(snapshot, room, glyphs)],
-        "legend": _legend(snapshot, room, glyphs),
-        "busy": [_busy(snapshot, room, glyphs)],
-        "idle": [_idle(snapshot, glyphs)],
-        "speed": [_speed(snapshot, room, glyphs)],
-        "faults": _faults(snapshot, glyphs),
+        "in flight": [_in_flight(snapshot, room)],
+        "legend": _legend(snapshot, room),
+        "busy": [_busy(snapshot, room)],
+        "idle": [_idle(snapshot)],
+        "speed": [_speed(snapshot, room)],
+        "faults": _faults(snapshot),
     }
     if not facts.batches:
         del lines["batches"], lines["groups"]
@@ -317,15 +297,15 @@ def _label(name: str) -> Text:
     return line
 
 
-def _title(snapshot: Snapshot, width: int, glyphs: Glyphs) -> Text:
+def _title(snapshot: Snapshot, width: int) -> Text:
     """The run and a note on the left, and its time on the right."""
     facts, note = snapshot.facts, snapshot.note
     when = f"{clock_time(snapshot.elapsed)} elapsed"
     if snapshot.left and not note:
-        when += f"{glyphs.dot}about {clock_time(snapshot.left)} left"
+        when += f"{_DOT}about {clock_time(snapshot.left)} left"
     if facts.modelled:
         when += " (modelled)"
-    noted = f"{glyphs.dot}{note}" if note else ""
+    noted = f"{_DOT}{note}" if note else ""
     room = max(0, width - len(when) - 2)
     where = cut(facts.where, max(0, room - len(facts.title) - 1 - len(noted)))
     line = Text(f"{facts.title} {where}".rstrip() + noted, no_wrap=True)
@@ -335,9 +315,9 @@ def _title(snapshot: Snapshot, width: int, glyphs: Glyphs) -> Text:
     return line
 
 
-def _counted(name: str, done: int, of: int, what: str, room: int, glyphs: Glyphs) -> Text:
+def _counted(name: str, done: int, of: int, what: str, room: int) -> Text:
     said = f"  {done:,} of {of:,} {what}"
-    full, empty = bar(done / of if of else 1.0, max(0, room - _RIGHT), glyphs)
+    full, empty = bar(done / of if of else 1.0, max(0, room - _RIGHT))
     line = _label(name)
     line.append(full, style="cyan")
     line.append(empty, style="dim")
@@ -345,21 +325,21 @@ def _counted(name: str, done: int, of: int, what: str, room: int, glyphs: Glyphs
     return line
 
 
-def _in_flight(snapshot: Snapshot, room: int, glyphs: Glyphs) -> Text:
+def _in_flight(snapshot: Snapshot, room: int) -> Text:
     line = _label("in flight")
     width = max(0, room - _RIGHT)
     cells = divided(snapshot.in_flight, width)
-    for fill, (phase, (style, _)) in zip(glyphs.fills, _PHASES.items(), strict=True):
+    for fill, (phase, (style, _)) in zip(_FILLS, _PHASES.items(), strict=True):
         line.append(fill * cells.get(phase, 0), style=style)
     line.append(" " * (width - sum(cells.values())))
     line.append(f"  {plural(sum(snapshot.in_flight.values()), 'rollout')}")
     return line
 
 
-def _legend(snapshot: Snapshot, room: int, glyphs: Glyphs) -> list[Text]:
+def _legend(snapshot: Snapshot, room: int) -> list[Text]:
     """The legend of the bar, on as many lines as it needs."""
     lines = [_label("")]
-    for fill, (phase, (style, name)) in zip(glyphs.fills, _PHASES.items(), strict=True):
+    for fill, (phase, (style, name)) in zip(_FILLS, _PHASES.items(), strict=True):
         count = snapshot.in_flight.get(phase)
         if not count:
             continue
@@ -374,22 +354,22 @@ def _legend(snapshot: Snapshot, room: int, glyphs: Glyphs) -> list[Text]:
     return lines
 
 
-def _busy(snapshot: Snapshot, room: int, glyphs: Glyphs) -> Text:
+def _busy(snapshot: Snapshot, room: int) -> Text:
     """The sparkline of the busy share, with the newest column on the right."""
     width = max(1, room - _RIGHT)
     columns = snapshot.columns[-width:]
     line = _label("busy")
-    line.append(sparkline(columns, glyphs).rjust(width), style="green")
+    line.append(sparkline(columns).rjust(width), style="green")
     line.append(f"  {percent(snapshot.utilization)} so far")
     if columns:
         line.append(f" ({clock_time(len(columns) * COLUMN_SECONDS)} shown)", style="dim")
     return line
 
 
-def _idle(snapshot: Snapshot, glyphs: Glyphs) -> Text:
+def _idle(snapshot: Snapshot) -> Text:
     line = _label("idle")
     causes = [f"{percent(share)} {CAUSES[part]}" for part, share in snapshot.idle[:_CAUSES_SHOWN]]
-    line.append(glyphs.dot.join(causes) if causes else "nothing so far")
+    line.append(_DOT.join(causes) if causes else "nothing so far")
     return line
 
 
@@ -408,13 +388,11 @@ def figure_texts(figures: Figures) -> list[str]:
     return texts
 
 
-def _speed(snapshot: Snapshot, room: int, glyphs: Glyphs) -> Text:
+def _speed(snapshot: Snapshot, room: int) -> Text:
     line = _label("speed")
-    line.append(
-        f"{thousands(snapshot.tokens_per_s)} tokens/s{glyphs.dot}policy v{snapshot.version}"
-    )
+    line.append(f"{thousands(snapshot.tokens_per_s)} tokens/s{_DOT}policy v{snapshot.version}")
     recent = snapshot.recent
-    said = [] if recent is None else [f"{glyphs.dot}{text}" for text in figure_texts(recent)]
+    said = [] if recent is None else [f"{_DOT}{text}" for text in figure_texts(recent)]
     if recent is not None and recent.efficiency is not None:
         said.append(" (efficiency is T_bound / time; no schedule beats 100%)")
     for text in said:
@@ -424,7 +402,7 @@ def _speed(snapshot: Snapshot, room: int, glyphs: Glyphs) -> Text:
     return line
 
 
-def _faults(snapshot: Snapshot, glyphs: Glyphs) -> list[Text]:
+def _faults(snapshot: Snapshot) -> list[Text]:
     """The number of faults of each kind, and the latest one."""
     faults = snapshot.faults
     line = _label("faults")
@@ -448,7 +426,7 @@ def _faults(snapshot: Snapshot, glyphs: Glyphs) -> list[Text]:
     if not said:
         line.append(latest, style=style)
         return [line]
-    line.append(glyphs.dot.join(said), style=style)
+    line.append(_DOT.join(said), style=style)
     if not faults.latest:
         return [line]
     return [line, _label("").append(latest, style="dim")]
@@ -467,11 +445,11 @@ _SPARE = ("faults", "groups", "speed", "idle", "legend")
 """Lines that are left out to make room for engines, in this order."""
 
 
-def frame(snapshot: Snapshot, *, width: int, height: int, glyphs: Glyphs = BLOCKS) -> Text:
+def frame(snapshot: Snapshot, *, width: int, height: int) -> Text:
     """The frame for a terminal of `width` columns and `height` lines."""
     if height < _SMALL:
         return one_line(snapshot, width=width)
-    lines = all_lines(snapshot, width, glyphs)
+    lines = all_lines(snapshot, width)
     wanted = min(len(snapshot.engines) + 1, _SMALL)
     for name in _SPARE:
         if height - sum(map(len, lines.values())) >= wanted or not snapshot.engines:
@@ -482,27 +460,25 @@ def frame(snapshot: Snapshot, *, width: int, height: int, glyphs: Glyphs = BLOCK
     shown = [line for some in lines.values() for line in some][:height]
     if snapshot.engines and height - len(shown) > len(snapshot.engines) + 1:
         shown.append(Text())
-    shown += engine_lines(snapshot.engines, width=width, height=height - len(shown), glyphs=glyphs)
+    shown += engine_lines(snapshot.engines, width=width, height=height - len(shown))
     for line in shown:
         line.truncate(width, overflow="ellipsis")
     return Text("\n").join(shown)
 
 
 def one_line(snapshot: Snapshot, *, width: int) -> Text:
-    """The short form of the view: one line."""
+    """The short form of the view: one line, of characters that every terminal has."""
     facts, recent = snapshot.facts, snapshot.recent
     total = sum(snapshot.in_flight.values())
     stale = 0.0 if recent is None else recent.staleness_mean or 0.0
-    line = Text(
+    line = (
         f"{facts.title} {min(snapshot.batches + 1, facts.batches)}/{facts.batches}"
         f" | groups {min(snapshot.ready, facts.batch_groups)}/{facts.batch_groups}"
         f" | {total} in flight ({snapshot.carried} carried)"
         f" | {thousands(snapshot.tokens_per_s)} tokens/s"
-        f" | v{snapshot.version} | stale {stale:.2f}",
-        no_wrap=True,
+        f" | v{snapshot.version} | stale {stale:.2f}"
     )
-    line.truncate(width, overflow="ellipsis")
-    return line
+    return Text(line if len(line) <= width else f"{line[: width - 1]}~", no_wrap=True)
 
 
 # --- on a terminal --------------------------------------------------------------------------------
@@ -545,7 +521,8 @@ class LiveView:
 
     Args:
         figures: the figures of the run, a listener before this one.
-        compact: whether to show one line only.
+        compact: whether to show one line only, which is all that a terminal gets whose encoding
+            lacks the characters of bars.
     """
 
     def __init__(
@@ -611,12 +588,11 @@ class LiveView:
         snapshot = self.model.snapshot()
         width, height = self._console.size
         height = len(snapshot.engines) + _REST if whole else height
-        if self._compact:
+        if self._compact or self._console.options.ascii_only:
             return one_line(snapshot, width=width)
-        glyphs = ASCII if self._console.options.ascii_only else BLOCKS
         # The cursor is on the line below the frame, so a frame as high as the terminal would scroll
         # it.
-        return frame(snapshot, width=width, height=height - 1, glyphs=glyphs)
+        return frame(snapshot, width=width, height=height - 1)
 
     def _draw(self, live: Live) -> None:
         pause = _REFRESH_SECONDS

@@ -86,11 +86,6 @@ STEP_SHARE = (
     "The step share is the part of the time in which the engine computed steps, by its own "
     "counters: one straggler alone shows about 100 %. It does not say how full the steps were."
 )
-EVENT_LOG_UTILIZATION = (
-    "Without NVML's figures this is the busy share from the event log: the part of the engine's "
-    "slots in which a response grew or its prompt was read, a slot for each request that it had "
-    "when it was fullest. It does not say what the GPU did."
-)
 
 
 # --- sample lines --------------------------------------------------------------------------------
