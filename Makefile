@@ -23,9 +23,9 @@ TORCH_PIP_ARGS ?=
 ARGS ?=
 # `make test OLDER=1` takes the older SGLang that passes too, in an environment of its own.
 OLDER ?=
-# Processes that tests run in: two that have servers, which mostly wait, and two for the others,
+# Processes that tests run in: three that have servers, which mostly wait, and two for the others,
 # some of which wait too.
-WORKERS ?= 4
+WORKERS ?= 5
 # The Pythons that a release is tried on, as far as they are there.
 PYTHONS ?= python3.11 python3.12 python3.13
 # What `make demo` runs, from the environment's bin folder.

@@ -13,7 +13,7 @@ import pytest
 
 from aprilsched import Batch, RolloutScheduler
 from aprilsched.engines.sglang import SGLangEngine
-from aprilsched.testing.contract import ALL_CHECKS, MEMORY_CHECKS, until
+from aprilsched.testing.contract import ALL_CHECKS, until
 from aprilsched.weights.publisher import WeightPublisher
 
 __all__ = [
@@ -26,20 +26,21 @@ __all__ = [
     "settled",
 ]
 
-_LONG = {
-    "abort_returns_the_partial",
-    "in_place_keeps_streams_open",
-    "retract_and_flush_keep_greedy_tokens",
-    *(check.__name__ for check in MEMORY_CHECKS),
+_SHORT = {
+    "every_token_arrives_once",
+    "retract_keeps_streams_open",
+    "requests_of_one_turn_end_each_by_itself",
+    "a_held_request_can_be_aborted",
+    "spans_tell_the_version_of_every_token",
 }
 SHORT_AND_LONG_CHECKS = [
     pytest.param(
-        check, id=check.__name__, marks=[pytest.mark.long] if check.__name__ in _LONG else []
+        check, id=check.__name__, marks=[pytest.mark.long] if check.__name__ not in _SHORT else []
     )
     for check in ALL_CHECKS
 ]
 """The contract for a server that is reached in another way than in test_contract.py, which makes
-every check in short. Long are those that take seconds, and of whose calls others take some."""
+every check in short."""
 
 SOON = 15.0
 """Seconds within which an aborted request ends. A request that continues to its thousands of tokens

@@ -80,7 +80,13 @@ def scheduler(url: str, straggler: StragglerRule, store: Path | None) -> Rollout
     )
 
 
-@pytest.mark.parametrize("resumed", [False, True], ids=["a new run", "a resumed run"])
+@pytest.mark.parametrize(
+    "resumed",
+    [
+        pytest.param(False, marks=pytest.mark.long, id="a new run"),
+        pytest.param(True, id="a resumed run"),
+    ],
+)
 async def test_no_request_meets_keys_that_a_run_before_has_left(
     clean_server: CpuServer, models: tuple[Path, Path], tmp_path: Path, resumed: bool
 ) -> None:

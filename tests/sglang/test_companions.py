@@ -357,6 +357,7 @@ async def test_a_killed_trainer_goes_on_with_the_rows_of_both_versions(
     assert carried
 
 
+@pytest.mark.long
 async def test_what_a_killed_server_had_is_routed_again_by_another_one(
     servers: tuple[CpuServer, CpuServer], mixtures: tuple[Path, Path], tmp_path: Path
 ) -> None:

@@ -99,7 +99,8 @@ def check(
     return delivered
 
 
-@pytest.mark.parametrize("way", ["disk", pytest.param("relay", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("way", ["disk", "relay"])
 async def test_every_token_is_of_its_version_and_no_rollout_of_two(
     clean_pair: tuple[CpuServer, CpuServer], models: tuple[Path, Path], tmp_path: Path, way: str
 ):

@@ -179,7 +179,7 @@ def test_in_place_agrees_before_the_first_update_and_not_after_it(
         assert stale.max() > 0.1
 
 
-@pytest.mark.parametrize("rule", ["retract", "in_place", "abort", "run"])
+@pytest.mark.parametrize("rule", kinds("retract", "in_place", "abort", "run"))
 async def test_a_cancelled_trainer_leaves_the_server_running_and_idle(
     clean_server: CpuServer, models: tuple[Path, Path], rule: StragglerRule
 ):
