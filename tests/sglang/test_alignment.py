@@ -17,7 +17,7 @@ import pytest
 import tomli_w
 
 from aprilsched import Batch, DiskPublisher, RolloutScheduler, SchedulerConfig, SGLangFleet
-from aprilsched.analysis.report.gather import report_data
+from aprilsched.analysis.report.gather import run_report
 from aprilsched.analysis.report.page import page
 from aprilsched.config import Dispatch
 from aprilsched.runs.config_file import as_toml
@@ -134,10 +134,10 @@ async def test_the_same_weights_agree_and_other_weights_do_not(
     assert off.whole.beyond_share > 0.01
     for name, found in (("same", same), ("off", off)):
         folder = tmp_path / name
-        report = report_data(folder)
-        assert report.alignment is not None
-        assert report.alignment.whole.k3 == pytest.approx(found.whole.k3)
-        assert report.headline("alignment.whole.k3").value == pytest.approx(found.whole.k3)
+        report = run_report(folder)
+        assert report.summary.alignment is not None
+        assert report.summary.alignment.whole.k3 == pytest.approx(found.whole.k3)
+        assert report.figures.headline("alignment.whole.k3").value == pytest.approx(found.whole.k3)
         assert "engine and trainer differ by" in page([report], library="")
 
 
