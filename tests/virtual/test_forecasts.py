@@ -92,6 +92,29 @@ def test_forecasts_of_slower_engines_converge_to_what_happens(
     assert work / time == pytest.approx(last.correction, rel=0.02)
 
 
+def test_a_batch_that_is_all_but_complete_at_its_start_did_not_hang(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every second one is, where two waves end together. Most of its time was left out, and engines
+    were taken for up to 9 % faster than the run says."""
+    only = Schedule(over_provision=FixedRatio(ratio=2.0), refill=Wave())
+    own, bias = choosing(only, Planner(inline=True), monkeypatch)
+    choices = Choices(bias)
+    Simulation(
+        SchedulerConfig(batch_groups=16, over_provision="auto"),
+        LongTailWorkload(median=1000, sigma=0.03, seed=4),
+        engine=SimConfig(make_tokens=False, stream_interval=NEVER),
+        planner=own,
+        costs=Costs(refit_seconds=0.1),
+        batches=30,
+        listeners=[choices],
+    ).run()
+    assert min(work for work, _ in bias.told) < 0.1
+    compared, last = choices.made[-1]
+    work, time = (sum(column) for column in zip(*bias.told[:compared], strict=True))
+    assert 1 <= last.correction <= work / time + 0.01
+
+
 @pytest.mark.parametrize(
     "refill",
     [
@@ -251,8 +274,8 @@ def test_a_batch_that_hung_hardly_counts() -> None:
     assert bias.factor("wave") > 0.95
 
 
-@pytest.mark.parametrize(("work", "time"), [(0.0, 1.0), (1.0, 0.0), (-1.0, 1.0), (1.0, -1.0)])
-def test_a_batch_without_work_or_time_does_not_count(work: float, time: float) -> None:
+@pytest.mark.parametrize(("work", "time"), [(1.0, 0.0), (-1.0, 1.0), (1.0, -1.0)])
+def test_a_batch_without_time_does_not_count(work: float, time: float) -> None:
     bias = Bias()
     bias.observe("wave", work=work, time=time)
     assert bias.factor("wave") == 1
