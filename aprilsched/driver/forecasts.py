@@ -7,12 +7,14 @@ with the planner's step-time model of the moment. Batches in which another sched
 after them, and those in which engines come or go do not count. Where the trainer decides how long a
 step takes, engines that fill up with work generate more than was forecast, so only the time of such
 steps is compared. A trainer that uses up such work takes less time, so a shorter step counts only
-as far as the work has been done in it.
+as far as the work has been done in it. A new choice knows more of the lengths than the one before,
+and says what it would have expected of the schedule before, so what lengths explain is no error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from aprilsched.core.messages import facts as of
 from aprilsched.core.messages.facts import Fact
@@ -24,11 +26,6 @@ from aprilsched.telemetry.batch_figures import BatchMeter
 
 _SETTLING = 2
 """Number of batches that do not count after another schedule began."""
-_DRIVEN = 0.9
-"""Share of a step that must be as long as the engines make it for its work alone to count. With a
-trainer of 20 s, batches that took the trainer's time while engines filled up with work made
-forecasts of 17 s for such steps. By their time alone, batches that used such work up made forecasts
-of 3.3 s for steps of 3.8 s."""
 
 
 class ForecastErrors:
@@ -116,9 +113,25 @@ class ForecastErrors:
         self._left_out = max(self._left_out, batches)
 
     def _change(self, fact: of.ScheduleChanged) -> None:
-        self._forecast, self._rule = fact.forecast, fact.refill
+        before, forecast = self._forecast, fact.forecast
+        if forecast is not None and before is not None and forecast != before:
+            self._explain(forecast)
+        self._forecast, self._rule = forecast, fact.refill
         if not fact.kept:
             self._leave_out(_SETTLING)
+
+    def _explain(self, forecast: Forecast) -> None:
+        """Leave out of what was found under the schedule before what its lengths explain."""
+        work, time = forecast.explained
+        self._planner.bias.explain(work, time, batches=forecast.batches)
+        if self._delivered is not None:
+            before, rule, seconds = self._delivered
+            again = replace(
+                before,
+                efficiency=before.efficiency * work / time,
+                step_seconds=before.step_seconds * time,
+            )
+            self._delivered = again, rule, seconds
 
     def _deliver(self) -> None:
         forecast, measured = self._forecast, self._meter.latest
@@ -139,7 +152,7 @@ class ForecastErrors:
         model, engines = self._planner.model, len(self._engines)
         token_s = model.token_seconds(self._planner.max_running) / engines
         read_s = model.t2 / engines
-        hidden = forecast.driven < _DRIVEN
+        hidden = forecast.hidden
         if hidden and forecast.token_seconds is not None and forecast.read_seconds is not None:
             # Fast and slow engines that wait for each other make the model slower with each batch.
             token_s, read_s = forecast.token_seconds, forecast.read_seconds

@@ -88,7 +88,7 @@ def choices(line: dict[str, Any]) -> list[Choice]:
 
 def main() -> None:
     runs = [
-        line for line in lines()
+        line for line in lines("cells.jsonl")
         if line.get("kind") == "cell" and line.get("log") and line["chosen"]
         and "token_seconds" in line["chosen"][0]["forecast"] and Cell.of(line["cell"]).trainer < 20
     ]  # fmt: skip

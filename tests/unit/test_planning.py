@@ -881,6 +881,7 @@ def test_no_candidate_is_better_by_more_than_the_tolerance_nor_much_fresher_and_
         distance=own.distance,
         token_seconds=model.t1 + model.t0 / tried_on.max_running,
         read_seconds=model.t2,
+        batches=13,
     )
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import count, pairwise
 
 import pytest
 
@@ -90,6 +91,61 @@ def test_forecasts_of_slower_engines_converge_to_what_happens(
     assert first.correction == 1
     assert work / time < 0.97, "without a correction forecasts are too good"
     assert work / time == pytest.approx(last.correction, rel=0.02)
+
+
+def test_a_batch_that_is_all_but_complete_at_its_start_did_not_hang(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every second one is, where two waves end together. Most of its time was left out, and engines
+    were taken for up to 9 % faster than the run says."""
+    only = Schedule(over_provision=FixedRatio(ratio=2.0), refill=Wave())
+    own, bias = choosing(only, Planner(inline=True), monkeypatch)
+    choices = Choices(bias)
+    Simulation(
+        SchedulerConfig(batch_groups=16, over_provision="auto"),
+        LongTailWorkload(median=1000, sigma=0.03, seed=4),
+        engine=SimConfig(make_tokens=False, stream_interval=NEVER),
+        planner=own,
+        costs=Costs(refit_seconds=0.1),
+        batches=30,
+        listeners=[choices],
+    ).run()
+    assert min(work for work, _ in bias.told) < 0.1
+    compared, last = choices.made[-1]
+    work, time = (sum(column) for column in zip(*bias.told[:compared], strict=True))
+    assert 1 <= last.correction <= work / time + 0.01
+
+
+@pytest.mark.parametrize(
+    ("train_seconds", "factor", "off"),
+    [(0.0, 4.0, 0.05), pytest.param(0.0, 0.25, 0.05, marks=pytest.mark.long), (10.0, 4.0, 0.1)],
+)
+def test_what_other_lengths_explain_is_no_error_of_the_forecast(
+    train_seconds: float, factor: float, off: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a jump of the lengths, engines as modelled were taken for 37 % faster and for 11 %
+    slower, and beside a trainer of 10 s for 32 % slower."""
+    only = Schedule(over_provision=FixedRatio(ratio=1.5), refill=Wave())
+    own, bias = choosing(only, Planner(inline=True), monkeypatch)
+    choices, median = Choices(bias), 600 / math.sqrt(factor)
+    before, after = (
+        LongTailWorkload(median=level, sigma=0.5, cap=round(6 * level), seed=4)
+        for level in (median, factor * median)
+    )
+    Simulation(
+        SchedulerConfig(
+            batch_groups=16,
+            over_provision="auto",
+            pace="asynchronous" if train_seconds else "synchronous",
+        ),
+        ((before if index < 14 * 16 else after).prompt(index) for index in count()),
+        engine=SimConfig(make_tokens=False, stream_interval=NEVER),
+        planner=own,
+        costs=Costs(refit_seconds=2.0, train_seconds=train_seconds),
+        batches=26,
+        listeners=[choices],
+    ).run()
+    assert choices.made[-1][1].correction == pytest.approx(1, abs=off)
 
 
 @pytest.mark.parametrize(
@@ -251,8 +307,8 @@ def test_a_batch_that_hung_hardly_counts() -> None:
     assert bias.factor("wave") > 0.95
 
 
-@pytest.mark.parametrize(("work", "time"), [(0.0, 1.0), (1.0, 0.0), (-1.0, 1.0), (1.0, -1.0)])
-def test_a_batch_without_work_or_time_does_not_count(work: float, time: float) -> None:
+@pytest.mark.parametrize(("work", "time"), [(1.0, 0.0), (-1.0, 1.0), (1.0, -1.0)])
+def test_a_batch_without_time_does_not_count(work: float, time: float) -> None:
     bias = Bias()
     bias.observe("wave", work=work, time=time)
     assert bias.factor("wave") == 1

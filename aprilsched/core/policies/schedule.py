@@ -117,6 +117,10 @@ FIRST_RATIO = 1.5
 """Near the flat part of every optimum that was measured, and never very stale."""
 
 
+_DRIVEN = 0.9
+"""Share of a step that must be as long as the engines make it for its work alone to count."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forecast:
     """What is expected of a batch under a schedule, in the mean over many batches.
@@ -135,6 +139,10 @@ class Forecast:
             because of what earlier batches did (:mod:`aprilsched.planning.planner`).
         token_seconds: seconds of T_bound for each token, by the step-time model of the trials.
         read_seconds: seconds of T_bound for each context token that is read, by that model.
+        explained: work and time of a batch that are expected of the schedule that was in force,
+            over those of its own forecast, both without a correction: what was learned since then
+            of the lengths and of the trainer.
+        batches: number of batches whose lengths the trials had.
     """
 
     step_seconds: float
@@ -146,6 +154,16 @@ class Forecast:
     correction: float = 1.0
     token_seconds: float | None = None
     read_seconds: float | None = None
+    explained: tuple[float, float] = (1.0, 1.0)
+    batches: int = 0
+
+    @property
+    def hidden(self) -> bool:
+        """Whether the trainer decides how long a step takes, so that the work of a step tells
+        nothing of the engines. With a trainer of 20 s, batches that took the trainer's time while
+        engines filled up with work made forecasts of 17 s for such steps. By their time alone,
+        batches that used such work up made forecasts of 3.3 s for steps of 3.8 s."""
+        return self.driven < _DRIVEN
 
     def bound_seconds(self, prompt_lengths: Sequence[int], lengths: Sequence[int]) -> float | None:
         """T_bound of these responses, in seconds, as the efficiency counts it
