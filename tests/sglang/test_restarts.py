@@ -120,6 +120,7 @@ async def load_behind_its_back(server: CpuServer, model: Path, version: int) -> 
     await engine.close()
 
 
+@pytest.mark.long
 async def test_weights_that_somebody_else_loads_are_never_taken_for_those_of_before(
     clean_pair: Pair,
     models: tuple[Path, Path],

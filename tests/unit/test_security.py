@@ -71,17 +71,13 @@ REASONED = {
         "import_module of a name that is made",
     ): "modules of AReaL, which are named in the module itself",
     (
-        "aprilsched.integrations.openrlhf",
+        "aprilsched.integrations",
         "import_module of a name that is made",
-    ): "modules of OpenRLHF and its packages, which are named in the module itself",
+    ): "modules of trainers and their packages, which are named in their adapters",
     (
         "aprilsched.integrations.openrlhf",
         "imports runpy",
     ): "OpenRLHF's own command, as `python -m` runs it",
-    (
-        "aprilsched.integrations.skyrl",
-        "import_module of a name that is made",
-    ): "modules of SkyRL and its packages, which are named in the module itself",
     (
         "aprilsched.integrations.slime",
         "import_module of a name that is made",
@@ -90,10 +86,6 @@ REASONED = {
         "aprilsched.integrations.slime",
         "passes weights_only=False",
     ): "the samples in the trainer's own checkpoint, which has pickles of its own as well",
-    (
-        "aprilsched.integrations.verl",
-        "import_module of a name that is made",
-    ): "modules of verl and its packages, which are named in the module itself",
     (
         "aprilsched.process",
         "imports pickle",
