@@ -206,12 +206,6 @@ def numbered(prompt: Prompt, serial: int) -> Prompt:
     return replace(prompt, metadata={**prompt.metadata, SERIAL: serial})
 
 
-def unnumbered(prompt: Prompt) -> Prompt:
-    """The prompt as the user gave it."""
-    metadata = {key: value for key, value in prompt.metadata.items() if key != SERIAL}
-    return replace(prompt, metadata=metadata)
-
-
 def serial_of(prompt: Prompt) -> int | None:
     """The serial of a prompt; None if it has none."""
     return prompt.metadata.get(SERIAL)
