@@ -49,11 +49,10 @@ settings.load_profile("any machine")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put tests on servers first, then those with Ray, and then those of the gateway: they mostly
-    wait, and the other tests use that time.
+    """Put tests on servers first, and then those of the gateway: they mostly wait, and the other
+    tests use that time.
 
-    The files of :data:`UNIT` come last. They are short, so all processes end at about one time: the
-    fronts, which take five minutes, ran alone for three when they came with them.
+    The files of :data:`UNIT` come last. They are short, so all processes end at about one time.
     """
     items.sort(key=lambda item: _place(item.path))
     for item in items:
@@ -67,7 +66,6 @@ def _place(path: Path) -> tuple[bool, ...]:
     """What the files of tests are ordered by."""
     return (
         not {SERVERS, VLLM} & set(path.parents),
-        not path.name.startswith(("test_fronts", "test_ray")),
         not path.name.startswith("test_gateway"),
         UNIT in path.parents,
     )

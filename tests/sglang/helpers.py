@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import pytest
 
 from aprilsched import Batch, RolloutScheduler
 from aprilsched.engines.sglang import SGLangEngine
-from aprilsched.testing.contract import ALL_CHECKS, until
+from aprilsched.testing.contract import until
 from aprilsched.weights.publisher import WeightPublisher
 
 __all__ = [
-    "SHORT_AND_LONG_CHECKS",
     "SOON",
     "batch_through_updates",
     "opened",
@@ -25,22 +23,6 @@ __all__ = [
     "running",
     "settled",
 ]
-
-_SHORT = {
-    "every_token_arrives_once",
-    "retract_keeps_streams_open",
-    "requests_of_one_turn_end_each_by_itself",
-    "a_held_request_can_be_aborted",
-    "spans_tell_the_version_of_every_token",
-}
-SHORT_AND_LONG_CHECKS = [
-    pytest.param(
-        check, id=check.__name__, marks=[pytest.mark.long] if check.__name__ not in _SHORT else []
-    )
-    for check in ALL_CHECKS
-]
-"""The contract for a server that is reached in another way than in test_contract.py, which makes
-every check in short."""
 
 SOON = 15.0
 """Seconds within which an aborted request ends. A request that continues to its thousands of tokens

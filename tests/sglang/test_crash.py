@@ -21,8 +21,9 @@ from tests.sglang.server import CpuServer
 
 KILLS = 4
 
+pytestmark = pytest.mark.long
 
-@pytest.mark.long
+
 @pytest.mark.parametrize("process", [False, True])
 async def test_a_run_that_is_killed_again_and_again_delivers_what_one_that_is_not_does(
     clean_server: CpuServer, tmp_path: Path, process: bool

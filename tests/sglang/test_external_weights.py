@@ -25,6 +25,8 @@ from tests.sglang.conftest import ADMIN_KEY
 from tests.sglang.recorded import Recorder, check_greedy, long_tail
 from tests.sglang.server import CpuServer
 
+pytestmark = pytest.mark.long
+
 
 class Trainer:
     """Moves the weights of ``models[version % 2]`` into the servers by calls of its own."""
@@ -139,7 +141,6 @@ async def halfway(rollouts: RolloutScheduler, batches: list[Batch]) -> int:
                 batches.append(await rollouts.next_batch())
 
 
-@pytest.mark.long
 async def test_the_trainer_says_afterwards_what_it_has_loaded(
     clean_pair: tuple[CpuServer, CpuServer], models: tuple[Path, Path], tmp_path: Path
 ):
@@ -164,7 +165,6 @@ async def test_the_trainer_says_afterwards_what_it_has_loaded(
         check(rollouts, batches, models, tmp_path, stood_by=stood_by)
 
 
-@pytest.mark.long
 async def test_a_trainer_whose_labels_are_no_numbers_has_its_weights_labelled(
     clean_pair: tuple[CpuServer, CpuServer], models: tuple[Path, Path]
 ):
@@ -181,7 +181,6 @@ async def test_a_trainer_whose_labels_are_no_numbers_has_its_weights_labelled(
         assert {int(v) for rollout in batch.rollouts for v in rollout.versions} == {1}
 
 
-@pytest.mark.long
 async def test_the_trainer_loads_while_the_scheduler_holds_the_servers(
     clean_pair: tuple[CpuServer, CpuServer], models: tuple[Path, Path], tmp_path: Path
 ):
@@ -212,7 +211,6 @@ async def test_the_trainer_loads_while_the_scheduler_holds_the_servers(
         assert rollouts.state.in_flight.ledger.total == 0
 
 
-@pytest.mark.long
 async def test_the_trainer_pauses_and_continues_the_servers_itself_while_the_scheduler_holds_them(
     clean_pair: tuple[CpuServer, CpuServer], models: tuple[Path, Path], tmp_path: Path
 ):
@@ -236,9 +234,9 @@ async def test_the_trainer_pauses_and_continues_the_servers_itself_while_the_sch
     ("mode", "straggler"),
     [
         ("retract", "retract"),
-        pytest.param("abort", "retract", marks=pytest.mark.long),
-        pytest.param("abort", "abort", marks=pytest.mark.long),
-        pytest.param("in_place", "in_place", marks=pytest.mark.long),
+        ("abort", "retract"),
+        ("abort", "abort"),
+        ("in_place", "in_place"),
     ],
 )
 async def test_a_foreign_update_in_mid_generation_is_followed_without_a_word(

@@ -257,6 +257,7 @@ def prove(told: Sequence[Told], models: tuple[Path, Path], folder: Path) -> None
         assert np.median(both[1 - of, at]) > 0.5
 
 
+@pytest.mark.long
 async def test_no_client_notices_three_updates_and_the_death_of_a_server(
     clean_pair: tuple[CpuServer, CpuServer],
     killed: CpuServer,

@@ -8,8 +8,7 @@ import pytest
 
 from aprilsched import SGLangInProcessFleet
 from aprilsched.errors import ConfigError, MissingExtra
-from aprilsched.testing.contract import Check
-from tests.sglang.helpers import SHORT_AND_LONG_CHECKS
+from aprilsched.testing.contract import ALL_CHECKS, Check
 from tests.sglang.server import run_with_server_packages
 
 
@@ -17,7 +16,8 @@ def run(what: str, *parameters: object) -> None:
     run_with_server_packages("in_process", what, *parameters, purpose="in_process")
 
 
-@pytest.mark.parametrize("check", SHORT_AND_LONG_CHECKS)
+@pytest.mark.long
+@pytest.mark.parametrize("check", ALL_CHECKS, ids=lambda check: check.__name__)
 def test_it_keeps_the_contract_of_an_engine(models: tuple[Path, Path], check: Check) -> None:
     run("contract", check.__name__, *models)
 

@@ -22,24 +22,28 @@ from aprilsched.errors import (
     EngineUnreachable,
 )
 from aprilsched.testing.contract import (
+    ALL_CHECKS,
     ENDLESS,
     WAIT_SECONDS,
     Check,
     Stream,
     Subject,
     greedy,
+    requests_of_one_turn_end_each_by_itself,
+    spans_tell_the_version_of_every_token,
     until,
     whole,
 )
 from aprilsched.types import VersionSpan
 from tests.sglang.conftest import ADMIN_KEY
-from tests.sglang.helpers import SHORT_AND_LONG_CHECKS, running, settled
+from tests.sglang.helpers import running, settled
 from tests.sglang.recorded import Recorder, long_tail
 from tests.sglang.router import SGLangRouter
 from tests.sglang.server import CpuServer
 
 Pair = tuple[CpuServer, CpuServer]
 POLL = 0.1
+IN_SHORT = (requests_of_one_turn_end_each_by_itself, spans_tell_the_version_of_every_token)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +74,14 @@ async def fleet(router: SGLangRouter) -> AsyncIterator[SGLangRouterFleet]:
     await opened.close()
 
 
-@pytest.mark.parametrize("check", SHORT_AND_LONG_CHECKS)
+@pytest.mark.parametrize(
+    "check",
+    [
+        # test_contract.py has all in short, for a server that is reached directly.
+        pytest.param(check, id=check.__name__, marks=[pytest.mark.long] * (check not in IN_SHORT))
+        for check in ALL_CHECKS
+    ],
+)
 async def test_a_routed_engine_keeps_the_contract(
     fleet: SGLangRouterFleet, clean_pair: Pair, models: tuple[Path, Path], check: Check
 ) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from openai import AsyncOpenAI
 
 from aprilsched import (
@@ -118,6 +119,7 @@ def proven_versions(
     return versions
 
 
+@pytest.mark.long
 async def test_frameworks_call_the_tools_of_a_random_policy(
     clean_server: CpuServer, models: tuple[Path, Path], tmp_path: Path
 ):

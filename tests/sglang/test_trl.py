@@ -80,6 +80,7 @@ async def look(where: str, days: int) -> str:
     return "w9"
 
 
+@pytest.mark.long
 def test_a_trainer_with_tools_gets_the_tokens_of_its_sessions(
     torch: Any, clean_server: CpuServer, models: tuple[Path, Path], tmp_path: Path
 ) -> None:

@@ -211,13 +211,13 @@ def start_actor(
 def _actor(*arguments: Any, name: str = ACTOR, **named: Any) -> OnLoop:
     from aprilsched.ray import ActorScheduler
 
-    return OnLoop(ActorScheduler(name, wait_s=60))
+    return OnLoop(ActorScheduler(name))
 
 
 def _ray(*arguments: Any, name: str = ACTOR, **named: Any) -> Any:
     from aprilsched.ray import RolloutScheduler as Attached
 
-    return Attached(name, wait_s=60)
+    return Attached(name)
 
 
 FRONTS = (

@@ -109,7 +109,7 @@ def mapped(array: np.ndarray) -> str:
 
 async def test_the_arrays_of_a_batch_are_views_of_the_object_store(server: ThreadedServer):
     start(in_an_actor.served, server.url, tokens=in_an_actor.LONG)
-    async with ActorScheduler(NAME, wait_s=60) as rollouts:
+    async with ActorScheduler(NAME) as rollouts:
         batch = await rollouts.next_batch()
     for group in batch.groups:
         for rollout in group.rollouts:
@@ -130,7 +130,7 @@ async def test_an_actor_that_is_killed_again_and_again(
 ):
     start(in_an_actor.served, server.url, store, pace="asynchronous")
     batches: list[Batch] = []
-    async with asyncio.timeout(WAIT_SECONDS), ActorScheduler(NAME, wait_s=60) as rollouts:
+    async with asyncio.timeout(WAIT_SECONDS), ActorScheduler(NAME) as rollouts:
         for round_ in range(3):
             batches.append(await rollouts.next_batch())
             asked = asyncio.create_task(rollouts.next_batch())
@@ -164,7 +164,7 @@ async def test_a_stream_goes_on_when_the_actor_dies(
     """The trainer gets the groups that it does not have, and an update ends the batch."""
     start(in_an_actor.served, server.url, store, groups=4)
     batches: list[Batch] = []
-    async with asyncio.timeout(WAIT_SECONDS), ActorScheduler(NAME, wait_s=60) as rollouts:
+    async with asyncio.timeout(WAIT_SECONDS), ActorScheduler(NAME) as rollouts:
         stream = rollouts.stream()
         parts = [await anext(stream), await anext(stream)]
         kill()
@@ -190,7 +190,7 @@ async def test_an_actor_that_dies_twice_with_a_batch_on_its_way(
     """It dies when the store has the batch, or a group of it, or is about to have it."""
     fuses = [tmp_path / "first", tmp_path / "second"]
     start(in_an_actor.fatal_store, server.url, store, fuses, late=late)
-    async with asyncio.timeout(WAIT_SECONDS), ActorScheduler(NAME, wait_s=60) as rollouts:
+    async with asyncio.timeout(WAIT_SECONDS), ActorScheduler(NAME) as rollouts:
         batches = [await rollouts.next_batch()]
         for fuse in fuses:
             fuse.touch()
@@ -207,7 +207,7 @@ async def test_an_actor_that_dies_in_an_update(
     """Before or after the engines have the weights; the update is repeated."""
     fuses = [tmp_path / "first", tmp_path / "second"]
     start(in_an_actor.served, server.url, store)
-    async with asyncio.timeout(WAIT_SECONDS), ActorScheduler(NAME, wait_s=60) as rollouts:
+    async with asyncio.timeout(WAIT_SECONDS), ActorScheduler(NAME) as rollouts:
         batches = [await rollouts.next_batch()]
         for fuse in fuses:
             fuse.touch()
@@ -239,7 +239,7 @@ async def test_an_actor_that_dies_while_the_trainer_moves_weights(
 
     start(in_an_actor.served, server.url, store, pace="asynchronous")
     publisher = FromTrainer(Publisher(weights), SGLangFleet([server.url]))
-    async with asyncio.timeout(WAIT_SECONDS), ActorScheduler(NAME, wait_s=60) as rollouts:
+    async with asyncio.timeout(WAIT_SECONDS), ActorScheduler(NAME) as rollouts:
         batches = [await rollouts.next_batch()]
         assert (await rollouts.update_weights(publisher)).version == 1
         batches.append(await rollouts.next_batch())
@@ -260,7 +260,7 @@ async def test_an_actor_that_dies_in_a_block_of_the_trainer(server: ThreadedServ
                 await asyncio.gather(*(rollouts.bias() for _ in range(1000)))
 
     start(in_an_actor.served, server.url, store)
-    async with asyncio.timeout(WAIT_SECONDS), ActorScheduler(NAME, wait_s=60) as rollouts:
+    async with asyncio.timeout(WAIT_SECONDS), ActorScheduler(NAME) as rollouts:
         await rollouts.next_batch()
         with pytest.raises(RefitError, match="load them again in another"):
             await load(rollouts)
@@ -277,7 +277,7 @@ async def test_an_actor_that_dies_in_a_checkpoint(
 ):
     start(in_an_actor.served, server.url, store)
     path = tmp_path / "checkpoint"
-    async with asyncio.timeout(WAIT_SECONDS), ActorScheduler(NAME, wait_s=60) as rollouts:
+    async with asyncio.timeout(WAIT_SECONDS), ActorScheduler(NAME) as rollouts:
         first = await rollouts.next_batch()
         written = asyncio.create_task(rollouts.checkpoint(path))
         await asyncio.sleep(0)
@@ -291,7 +291,7 @@ async def test_an_actor_that_dies_in_a_checkpoint(
         restore=path,
         num_cpus=0,
     )
-    async with asyncio.timeout(WAIT_SECONDS), ActorScheduler(NAME, wait_s=60) as rollouts:
+    async with asyncio.timeout(WAIT_SECONDS), ActorScheduler(NAME) as rollouts:
         again = await rollouts.next_batch()
         assert (first.index, second.index, again.index) == (0, 1, 1)
         kill()
@@ -303,13 +303,13 @@ async def test_an_actor_that_dies_in_a_checkpoint(
 
 async def test_batches_that_were_acknowledged_never_come_again(server: ThreadedServer, store: Path):
     start(in_an_actor.served, server.url, store)
-    async with asyncio.timeout(WAIT_SECONDS), ActorScheduler(NAME, wait_s=60) as rollouts:
+    async with asyncio.timeout(WAIT_SECONDS), ActorScheduler(NAME) as rollouts:
         batches = [await rollouts.next_batch() for _ in range(2)]
         batches[1].acknowledge()
         kill()
         batches.append(await rollouts.next_batch())
         assert_nothing_is_lost_or_doubled(batches, await in_flight(rollouts))
-    async with asyncio.timeout(WAIT_SECONDS), ActorScheduler(NAME, wait_s=60) as rollouts:
+    async with asyncio.timeout(WAIT_SECONDS), ActorScheduler(NAME) as rollouts:
         again = [await rollouts.next_batch() for _ in range(3)]
     assert [batch.index for batch in again] == [0, 2, 3]
     assert [batch.redelivered for batch in again] == [True, True, False]
@@ -318,7 +318,7 @@ async def test_batches_that_were_acknowledged_never_come_again(server: ThreadedS
 @pytest.mark.long
 async def test_a_store_that_died_with_the_actor_is_noticed(server: ThreadedServer, store: Path):
     start(in_an_actor.served, server.url, store)
-    async with asyncio.timeout(WAIT_SECONDS), ActorScheduler(NAME, wait_s=60) as rollouts:
+    async with asyncio.timeout(WAIT_SECONDS), ActorScheduler(NAME) as rollouts:
         await rollouts.next_batch()
         for file in store.parent.glob(f"{store.name}*"):
             file.unlink()
@@ -335,12 +335,12 @@ async def test_another_trainer_gets_what_the_first_has_not_acknowledged(
 ):
     start(in_an_actor.served, server.url, store)
     async with asyncio.timeout(WAIT_SECONDS):
-        first = await ActorScheduler(NAME, wait_s=60).__aenter__()
+        first = await ActorScheduler(NAME).__aenter__()
         trained = await first.next_batch()
         await first.update_weights(DiskPublisher(weights))
         untrained = [await first.next_batch() for _ in range(2)]
         lost = asyncio.create_task(first.next_batch())
-        async with ActorScheduler(NAME, wait_s=60) as second:
+        async with ActorScheduler(NAME) as second:
             assert second.version == 1
             again = [await second.next_batch() for _ in range(3)]
             # On a busy machine the first trainer may have had this batch before the other one came.
@@ -368,10 +368,10 @@ async def test_another_trainer_gets_a_streamed_batch_from_its_first_group(
 ):
     start(in_an_actor.served, server.url, store, groups=3)
     async with asyncio.timeout(WAIT_SECONDS):
-        first = await ActorScheduler(NAME, wait_s=60).__aenter__()
+        first = await ActorScheduler(NAME).__aenter__()
         stream = first.stream()
         had = [(await anext(stream)), (await anext(stream))]
-        async with ActorScheduler(NAME, wait_s=60) as second:
+        async with ActorScheduler(NAME) as second:
             again = await streamed(second)
             assert keys([again])[:2] == keys(had)
             assert_nothing_is_lost_or_doubled([again], await in_flight(second))
@@ -393,14 +393,14 @@ async def test_a_trainer_that_dies_in_an_update_leaves_no_engine_paused(
 
     start(in_an_actor.served, server.url, store)
     async with asyncio.timeout(WAIT_SECONDS):
-        first = await ActorScheduler(NAME, wait_s=60).__aenter__()
+        first = await ActorScheduler(NAME).__aenter__()
         await first.next_batch()
         publisher = Publisher(weights)
         dead = asyncio.create_task(
             first.update_weights(FromTrainer(publisher, SGLangFleet([server.url])))
         )
         await publisher.begun.wait()
-        async with ActorScheduler(NAME, wait_s=60) as second:
+        async with ActorScheduler(NAME) as second:
             assert (await second.update_weights(DiskPublisher(weights))).version == 1
             again = await second.next_batch()
             assert (again.index, again.redelivered) == (0, True)
@@ -441,12 +441,12 @@ async def test_a_function_that_restores_by_itself(
     server: ThreadedServer, store: Path, tmp_path: Path
 ):
     start(in_an_actor.served, server.url, store)
-    async with ActorScheduler(NAME, wait_s=60) as rollouts:
+    async with ActorScheduler(NAME) as rollouts:
         await rollouts.checkpoint(tmp_path / "checkpoint")
     stop_scheduler(NAME)
     start(in_an_actor.restoring, server.url, store, tmp_path / "checkpoint")
     with pytest.raises(ConfigError, match="as restore=path"):
-        async with ActorScheduler(NAME, wait_s=60):
+        async with ActorScheduler(NAME):
             pass
 
 
@@ -457,5 +457,5 @@ async def test_a_function_that_the_actor_cannot_import(
     monkeypatch.syspath_prepend(tmp_path)
     start(importlib.import_module("only_here").make)
     with pytest.raises(ConfigError, match="No module named 'only_here'"):
-        async with ActorScheduler(NAME, wait_s=60):
+        async with ActorScheduler(NAME):
             pass

@@ -20,7 +20,7 @@ from tests.sglang.recorded import TOLERANCE, Recorder, long_tail
 from tests.vllm.held import KINDS, differences, fleet, run_and_check
 from tests.vllm.server import VLLMServer
 
-LONG = ("in_place", "abort", "run", "choose")
+LONG = ("in_place", "abort", "run", "choose", "rolling")
 
 
 @pytest.mark.parametrize(
