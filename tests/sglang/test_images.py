@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
 from aprilsched import (
@@ -102,6 +101,9 @@ async def by_openai(session: Session, pictures: Sequence[str]) -> None:
 
 
 async def by_anthropic(session: Session, pictures: Sequence[str]) -> None:
+    # Here, because its import takes seconds in each process that collects tests.
+    from anthropic import AsyncAnthropic
+
     async with AsyncAnthropic(base_url=session.url, api_key=session.key, max_retries=0) as client:
         messages: list[Any] = []
         for is_tool, data in enumerate(pictures):

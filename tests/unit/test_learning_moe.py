@@ -20,7 +20,6 @@ from aprilsched.companions import CompanionRows, Rows, routed_experts
 from aprilsched.types import Segment
 
 torch: Any = pytest.importorskip("torch")
-pytest.importorskip("transformers")
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = [ROOT / each for each in ("experiments/learning_moe", "experiments/learning",
@@ -32,6 +31,8 @@ EXPERTS = routed_experts(layers=2, per_token=2, experts=16)
 @pytest.fixture(scope="module")
 def study() -> Iterator[Any]:
     """The modules of the experiment, which are forgotten afterwards."""
+    # Here, because its import takes seconds in each process that collects tests.
+    pytest.importorskip("transformers")
     before = list(sys.path)
     sys.path[:0] = map(str, FOLDERS)
     import mixture  # pyright: ignore[reportMissingImports]
