@@ -479,7 +479,7 @@ def modelled(kv_tokens: int) -> SimConfig:
 @pytest.mark.parametrize(
     ("straggler", "changes"),
     [
-        ("retract", {"over_provision": 1.25}),
+        pytest.param("retract", {"over_provision": 1.25}, marks=pytest.mark.long),
         pytest.param("retract", {"over_provision": 2.0}, marks=pytest.mark.long),
         ("retract", {"over_provision": 1.25, "refill": "pool"}),
         ("retract", {"over_provision": 1.625, "refill": "buckets"}),
@@ -488,8 +488,8 @@ def modelled(kv_tokens: int) -> SimConfig:
         pytest.param(
             "in_place", {"over_provision": 1.25, "refill": "pool"}, marks=pytest.mark.long
         ),
-        ("run", {"over_provision": 1.25}),
-        ("retract", {"over_provision": 1.5, "kv": 100_000}),
+        pytest.param("run", {"over_provision": 1.25}, marks=pytest.mark.long),
+        pytest.param("retract", {"over_provision": 1.5, "kv": 100_000}, marks=pytest.mark.long),
         pytest.param("in_place", {"over_provision": 1.25, "kv": 100_000}, marks=pytest.mark.long),
         ("retract", {"over_provision": 1.5, "stop": Tokens(250_000)}),
         pytest.param(
@@ -603,7 +603,9 @@ AHEAD = {"pace": "asynchronous", "over_provision": 1.5}
             TOOLS, {"over_provision": 1.5, "refill": "buckets"}, 0.04, marks=pytest.mark.long
         ),
         pytest.param(TOOLS, {**AHEAD, "refill": "pool"}, 0.01, marks=pytest.mark.long),
-        (TOOLS, {"over_provision": 1.5, "straggler": "run"}, 0.01),
+        pytest.param(
+            TOOLS, {"over_provision": 1.5, "straggler": "run"}, 0.01, marks=pytest.mark.long
+        ),
     ],
     ids=str,
 )
@@ -628,7 +630,13 @@ def test_a_trial_knows_rewards_filters_and_tools(
             4, 0.0, {"over_provision": 1.5, "refill": "pool"}, 0.04, marks=pytest.mark.long
         ),
         pytest.param(4, 20.0, {"over_provision": 1.0}, 0.005, marks=pytest.mark.long),
-        (16, 5.0, {"over_provision": 1.25, "refill": "pool", "max_staleness": 4}, 0.04),
+        pytest.param(
+            16,
+            5.0,
+            {"over_provision": 1.25, "refill": "pool", "max_staleness": 4},
+            0.04,
+            marks=pytest.mark.long,
+        ),
     ],
     ids=str,
 )
@@ -1170,7 +1178,8 @@ def _outcome(planner: Planner, command: do.Plan, settings: SchedulerConfig) -> O
 
 
 @pytest.mark.parametrize(
-    "preset", [pytest.param("sync", marks=pytest.mark.long), "on_policy", "rollpacker"]
+    "preset",
+    ["on_policy", *(pytest.param(p, marks=pytest.mark.long) for p in ("sync", "rollpacker"))],
 )
 def test_a_trial_throws_away_what_the_simulation_throws_away(preset: str) -> None:
     """In both, a prompt that begins again has other lengths, which only agree in their law."""
