@@ -461,7 +461,7 @@ class HttpEngine(Control[FactsT]):
     """One server at an address.
 
     A subclass says how its program is asked: `_probe`, `_post`, `_reader` and `_abort`, besides
-    what :class:`Control` needs.
+    what :class:`Control` needs. If its streams are not server-sent events, it has `_chunks` too.
 
     Args:
         url: URL where the server listens, as ``http://host:port``.

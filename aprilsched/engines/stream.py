@@ -86,6 +86,8 @@ class ResponseReader:
     def feed(self, payload: bytes) -> Chunk | None:
         """Return the chunk that one event's payload carries; None if it carries none.
 
+        The payload is what follows ``data:`` in a line of server-sent events.
+
         Raises:
             EngineProtocolError: if the payload is not what the server should send.
             EngineRejected: if the server reports that it failed the request.
@@ -164,7 +166,7 @@ def empty_chunk(*, spans_known: bool) -> Chunk:
 async def read_chunks(
     read: Callable[[], Awaitable[bytes]], allowance: Allowance, reader: ResponseReader
 ) -> AsyncGenerator[Chunk, None]:
-    """Yield every chunk of one response, up to the last one.
+    """Yield every chunk of one response, up to the last one, from server-sent events.
 
     Args:
         read: waits for more bytes, and returns none when the stream has ended.

@@ -123,7 +123,7 @@ class RunSettings:
     """Number of batches left out of the steady-state figures; a quarter of the batches if not
     given."""
     weights: str | None = None
-    """A checkpoint that SGLang servers load as each new version, as a folder that all of them see.
+    """A checkpoint that the servers load as each new version, as a folder that all of them see.
     Without it they keep the weights that they have, and the run has one version."""
     model: str | None = None
     """A TOML file that aprilsched calibrate wrote: the engines' step times, for automatic
