@@ -109,33 +109,27 @@ def two_batches(trainer_waits: bool = True) -> RunSummary:
     )
 
 
-def test_seconds_of_a_batch_leave_out_the_trainer_that_is_waited_for():
+def test_two_batches_by_hand():
+    """The seconds of a batch leave out the trainer that is waited for."""
     summary = two_batches()
     assert [b.seconds for b in summary.per_batch] == [5.0, 12.0]
     assert [b.trainer_seconds for b in summary.per_batch] == [0.0, 3.0]
-    assert summary.seconds.trainer == 3.0
-    assert summary.seconds.update == 2.0
-    assert summary.seconds.wall == 20.0
+    seconds = summary.seconds
+    assert (seconds.trainer, seconds.update, seconds.wall) == (3.0, 2.0, 20.0)
     assert [b.seconds for b in two_batches(trainer_waits=False).per_batch] == [5.0, 15.0]
-
-
-def test_rates_and_efficiency():
-    summary = two_batches()
     assert [b.tokens for b in summary.per_batch] == [40, 80]
     assert [b.t_bound for b in summary.per_batch] == [6 + 4.0, 6 + 8.0]
     assert summary.delivered_tokens_per_s == 120 / 20
     assert summary.efficiency == pytest.approx(24 / 17)
-    assert summary.steady_state.burn_in == 1
-    assert summary.steady_state.delivered_tokens_per_s == pytest.approx(80 / 15)
-    assert summary.steady_state.efficiency == pytest.approx(14 / 12)
-
-
-def test_staleness_counts_tokens():
-    summary = two_batches()
     assert summary.off_policy_token_share == pytest.approx(20 / 120)
-    assert summary.steady_state.off_policy_token_share == pytest.approx(20 / 80)
     assert summary.staleness_mean == pytest.approx(20 / 120)
     assert summary.staleness_max == summary.staleness_max_trained == 1
+    steady = summary.steady_state
+    assert (steady.burn_in, steady.batches, steady.mean_length) == (1, 1, 40)
+    assert steady.delivered_tokens_per_s == pytest.approx(80 / 15)
+    assert steady.efficiency == pytest.approx(14 / 12)
+    assert steady.off_policy_token_share == pytest.approx(20 / 80)
+    assert [default_burn_in(n) for n in (0, 1, 7, 8, 40)] == [1, 1, 1, 2, 10]
 
 
 def test_masked_and_environment_tokens():
@@ -202,14 +196,6 @@ def test_pause_is_a_mean_over_engines_and_ends_with_a_lost_engine():
         (7.0, facts.changed("b", "paused", "continuing", "running")),
     )
     assert summary.seconds.pause == (2.0 + 4.0) / 2
-
-
-def test_an_asked_burn_in_is_kept():
-    steps = [(float(i + 1), deliver(i, 0, rollout(i, [0] * (i + 1)))) for i in range(4)]
-    summary = summed((0.0, OPENED), *steps, burn_in=3)
-    assert summary.steady_state.batches == 1
-    assert summary.steady_state.mean_length == 4
-    assert [default_burn_in(n) for n in (0, 1, 7, 8, 40)] == [1, 1, 1, 2, 10]
 
 
 def test_evaluations_are_told_apart():
