@@ -13,9 +13,10 @@ from aprilsched import RolloutScheduler, SimFleet, Turn
 from aprilsched.analysis.lengths_of_run import Launches
 from aprilsched.config import LengthBuckets, SchedulerConfig, Staleness
 from aprilsched.coordinator.prompts import checked
+from aprilsched.core.lengths.laws import LogLaw
 from aprilsched.core.messages import events as ev
 from aprilsched.core.messages.facts import Fact, GroupLaunched
-from aprilsched.core.policies.refill import PoolView, TailBatching
+from aprilsched.core.policies.refill import OpenGroups, PoolView, TailBatching
 from aprilsched.core.state.ledger import Reason
 from aprilsched.core.state.records import GroupRecord
 from aprilsched.errors import ConfigError
@@ -59,6 +60,34 @@ def test_a_race_is_launched_unless_a_batch_of_losers_is_there(
         asynchronous=False,
     )
     assert TailBatching().launches(view) == launched
+
+
+@pytest.mark.parametrize(
+    ("since", "wanted", "lacking", "running", "runs"),
+    [
+        ([3, 2, 1, -1], 5, 4, [], [0, 1, 2, 3]),  # the prompts have ended
+        ([0, 0, 0, -1, -1], 4, 3, [0, 1, 2], [0, 1, 2, 3]),
+        ([2, 2, 2, -1], 4, 3, [0, 1], [0, 1, 2]),
+        ([2, 2], 0, -3, [], [0]),  # something runs whatever the batch lacks
+    ],
+)
+def test_what_runs_counts_and_something_runs(
+    since: list[int], wanted: int, lacking: int, running: list[int], runs: list[int]
+) -> None:
+    """Groups by their place; the first ones are the oldest."""
+    count = len(since)
+    view = OpenGroups(
+        tokens=np.zeros((count, 2), dtype=np.int64),
+        finished=np.zeros((count, 2), dtype=np.bool_),
+        sizes=np.full(count, 2, dtype=np.int64),
+        ages=np.arange(count, 0, -1, dtype=np.int64),
+        since_first_run=np.array(since, dtype=np.int64),
+        running=np.isin(np.arange(count), running),
+        wanted=wanted,
+        lacking=lacking,
+        law=LogLaw(),
+    )
+    assert TailBatching().members(view).tolist() == [2 * (place in runs) for place in range(count)]
 
 
 # --- in the core ---------------------------------------------------------------------------------
