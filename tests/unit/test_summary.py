@@ -198,6 +198,12 @@ def test_pause_is_a_mean_over_engines_and_ends_with_a_lost_engine():
     assert summary.seconds.pause == (2.0 + 4.0) / 2
 
 
+def test_an_asked_burn_in_is_kept():
+    steps = [(float(i + 1), deliver(i, 0, rollout(i, [0] * (i + 1)))) for i in range(4)]
+    steady = summed((0.0, OPENED), *steps, burn_in=3).steady_state
+    assert (steady.batches, steady.mean_length) == (1, 4)
+
+
 def test_evaluations_are_told_apart():
     rollouts = deliver(0, 0, rollout(7, [0, 0])).rollouts
     evaluated = of.EvaluationDelivered(evaluation_id=1, version=0, rollouts=rollouts)

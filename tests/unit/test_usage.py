@@ -185,6 +185,16 @@ def test_an_engine_that_is_lost_and_comes_back():
     assert written.parts() == {"decode": 2, "lost": 4, "tail": 1, "re_prefill": 1}
 
 
+def test_an_engine_that_joins_late_is_counted_from_then_on():
+    written = WrittenRun()
+    written.after(5, of.EngineJoined(info=ev.EngineInfo(name="b", version=0)))
+    written.after(1, of.EngineAdmitted(engine="b", version=0))
+    written.after(2)
+    written.parts("a")
+    assert written.engines["b"].wall == pytest.approx(3)
+    assert written.engines["b"].parts["lost"] == pytest.approx(1)
+
+
 def test_a_late_chunk_shows_that_most_of_the_wait_was_decoding():
     """The engine takes 0.1 s a token, and streams ten at a time."""
     written = WrittenRun()
