@@ -291,6 +291,9 @@ def test_numpy_and_torch_agree(batch: dict[str, Any]):
     tensors = {name: torch.from_numpy(array.copy()) for name, array in batch.items()}
     with pytest.raises(ConfigError, match="different kinds"):
         ratios(tensors["logprobs"], batch["behaviour"], batch["mask"])  # pyright: ignore
+    three = tensors["logprobs"], tensors["behaviour"], batch["advantages"]
+    with pytest.raises(ConfigError, match="different kinds"):
+        clipped_loss(*three, tensors["mask"])  # pyright: ignore
     for of_numpy, of_torch in zip(everything(batch), everything(tensors), strict=True):
         assert str(of_torch.dtype) == f"torch.{of_numpy.dtype}"
         np.testing.assert_allclose(of_torch.numpy(), of_numpy, rtol=1e-12, atol=1e-12)
