@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -146,7 +147,7 @@ def test_the_store_is_filled_at_a_batchs_begin_and_when_it_has_run_dry(
 # --- in the core ---------------------------------------------------------------------------------
 
 
-config = partial(
+config: Any = partial(
     SchedulerConfig,
     batch_groups=2,
     group_size=2,

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import cast, get_args
+from typing import Any, cast, get_args
 
 import pytest
 from hypothesis import given
@@ -38,7 +38,7 @@ from tests.support.driver import Driver, prompts
 # --- refill --------------------------------------------------------------------------------------
 
 
-view = partial(
+view: Any = partial(
     PoolView,
     batch_groups=8,
     group_size=2,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ WAITING_PAYS = Prices(step_seconds=1e-4, prefill_tokens_per_s=100.0)
 WAITING_IS_DEAR = Prices(step_seconds=1.0, prefill_tokens_per_s=1e6)
 
 
-config = partial(
+config: Any = partial(
     SchedulerConfig,
     batch_groups=2,
     group_size=2,
