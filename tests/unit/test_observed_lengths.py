@@ -14,6 +14,7 @@ from aprilsched.core.lengths.observed import (
     ObservedLengths,
     iid_distance,
     pooled,
+    resampled,
     shared_log_variance,
 )
 from aprilsched.workload import LongTailWorkload
@@ -138,6 +139,13 @@ def test_what_is_known_of_an_open_group_stays():
     half = GroupLengths(launched=1, tokens=np.array([30, 60]), finished=np.array([True, False]))
     drawn_groups = observed.draw_groups(40, group_size=2, open_groups=[half]).tolist()
     assert sorted(drawn_groups) == [[30, 90]] * 20 + [[50, 90]] * 20
+
+
+def test_resampling_favours_no_place():
+    taken = np.zeros(10)
+    for seed in range(3000):
+        taken += np.bincount(resampled(10, 3, seed=seed), minlength=10)
+    assert taken / 3000 == pytest.approx(np.full(10, 0.3), abs=0.05)
 
 
 # --- the distance of a batch from the law --------------------------------------------------------
