@@ -27,7 +27,8 @@ class Letters:
 
 
 def test_nothing_given_is_the_default():
-    for given in ({}, {"max_tokens": None, "seed": None, "n": None}, {"stop": []}):
+    nothing: list[Mapping[str, Any]] = [{}, {"max_tokens": None, "seed": None}, {"stop": []}]
+    for given in nothing:
         assert sampling_params(given) == SamplingParams()
     assert sampling_params({"n": 1, "beam_width": 1}) == SamplingParams()
 

@@ -22,7 +22,6 @@ from aprilsched import (
     Turn,
 )
 from aprilsched.config import Retries, Staleness
-from aprilsched.core.config import MemberRule
 from aprilsched.core.state.ledger import Reason
 from aprilsched.errors import EpisodeError
 from aprilsched.types import Rollout
@@ -36,7 +35,7 @@ def prompts(count: int) -> list[Prompt]:
     return [Prompt(input_ids=np.array([i + 1, 2], dtype=np.int32)) for i in range(count)]
 
 
-def config(rule: MemberRule = "again", **changes: Any) -> SchedulerConfig:
+def config(rule: Any = "again", **changes: Any) -> SchedulerConfig:
     return small.config(
         **{"batch_groups": 2, "over_provision": 1.0, "retries": Retries(member=rule), **changes}
     )
