@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import groupby
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from aprilsched.core.messages.facts import Fact
 from aprilsched.core.state.ledger import Counters, Entry, Ledger, Reason
 from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.summary import Remainder, Summary, default_burn_in
-from aprilsched.types import Batch, Group, Prompt, Rollout, Segment
+from aprilsched.types import Batch, Group, Prompt, Rollout
 from tests.support import facts
 
 PROMPT = Prompt(input_ids=np.array([1, 2, 3], dtype=np.int32))
@@ -23,31 +23,10 @@ PROMPT = Prompt(input_ids=np.array([1, 2, 3], dtype=np.int32))
 
 def rollout(rollout_id: int, versions: Sequence[int], *, masked: int = 0) -> Rollout:
     """A rollout whose first `masked` tokens do not count in the loss."""
-    n = len(versions)
-    of = np.array(versions, dtype=np.int32)
-    mask = of >= 0
+    mask = np.array(versions, dtype=np.int32) >= 0
     mask[:masked] = False
-    return Rollout(
-        rollout_id=rollout_id,
-        group_id=100 + rollout_id,
-        index=0,
-        prompt_ids=PROMPT.input_ids,
-        token_ids=np.zeros(n, dtype=np.int32),
-        logprobs=np.zeros(n, dtype=np.float32),
-        versions=of,
-        loss_mask=mask,
-        segments=tuple(runs(versions)),
-        versions_exact=True,
-        finish_reason="stop",
-    )
-
-
-def runs(versions: Sequence[int]) -> Iterator[Segment]:
-    start = 0
-    for version, same in groupby(versions):
-        end = start + len(list(same))
-        yield Segment(start=start, end=end, version=version, engine="a" if version >= 0 else None)
-        start = end
+    ids: dict[str, Any] = {"rollout_id": rollout_id, "group_id": 100 + rollout_id}
+    return facts.response(versions, **ids, prompt_ids=PROMPT.input_ids, loss_mask=mask)
 
 
 def deliver(index: int, version: int, *rollouts: Rollout) -> of.BatchDelivered:

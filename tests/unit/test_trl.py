@@ -22,11 +22,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from aprilsched import Group, Prompt, SchedulerConfig, Segment, SimFleet, SimPublisher
+from aprilsched import Group, Prompt, SchedulerConfig, SimFleet, SimPublisher
 from aprilsched.config import Retries, Samples, Staleness
 from aprilsched.errors import ConfigError, RefitError, RunGivenUp
 from aprilsched.integrations.trl import RolloutWorker, StreamedSteps
 from aprilsched.types import Rollout, Score
+from tests.support.facts import response
 from tests.support.trl_run import trl_without_a_gpu
 
 pytestmark = pytest.mark.skipif(
@@ -482,20 +483,13 @@ def test_advantages_and_metrics_are_those_of_trls_own_worker(cpu: Any, tmp_path:
 
 
 def of_versions(*versions: int, masked: bool = False, score: Score | None = None) -> Rollout:
-    count = len(versions)
-    found = score or Score(reward=0.0)
-    return Rollout(
-        rollout_id=0,
+    count, found = len(versions), score or Score(reward=0.0)
+    return response(
+        versions,
         group_id=3,
-        index=0,
-        prompt_ids=np.array([1, 2], dtype=np.int32),
         token_ids=np.arange(count, dtype=np.int32) + 5,
         logprobs=np.full(count, -0.5, dtype=np.float32),
-        versions=np.array(versions, dtype=np.int32),
         loss_mask=np.full(count, not masked),
-        segments=(Segment(start=0, end=count, version=versions[0], engine="a"),),
-        versions_exact=True,
-        finish_reason="stop",
         reward=found.reward,
         reward_parts=found.parts,
     )
