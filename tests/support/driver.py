@@ -37,6 +37,32 @@ Key = tuple[int, int]
 Control = do.Pause | do.Flush | do.Continue | do.Release | do.Wake
 
 
+KEPT: dict[type, str] = {
+    do.Send: "sent",
+    do.Plan: "plans",
+    do.ScoreRollout: "scores",
+    do.ScoreGroup: "group_scores",
+    do.Filter: "verdicts",
+    do.StartEpisode: "episodes_started",
+    do.ResolveTurn: "resolved",
+    do.Verify: "verifications",
+    do.GiveUp: "given_up",
+    facts.RefitBegun: "refits",
+    facts.PromptRefused: "refused",
+    facts.PromptsRequested: "fetches",
+    facts.UpdateFinished: "updates",
+    facts.AdapterRetired: "retired",
+    facts.EngineAdmitted: "admitted",
+    facts.EngineLost: "lost",
+    facts.FleetAwaited: "awaited",
+    facts.FleetGivenUp: "fleets_given_up",
+    facts.UpdateWanted: "updates_wanted",
+    **dict.fromkeys((do.Pause, do.Flush, do.Continue, do.Release, do.Wake), "controls"),
+    **dict.fromkeys((facts.SleepBegun, facts.SleepEnded), "sleeps"),
+}
+"""Where the driver keeps each command or fact."""
+
+
 def prompts(
     count: int,
     *,
@@ -222,6 +248,9 @@ class Driver:
         return self.feed(ev.BatchTaken(index=self.state.delivery.offer.batch.index))
 
     def _note(self, command: do.Command) -> None:
+        kept = KEPT.get(type(command))
+        if kept is not None:
+            getattr(self, kept).append(command)
         match command:
             case do.Send():
                 key = (command.request_id, command.attempt)
@@ -230,49 +259,19 @@ class Driver:
                 if asked is not None:
                     np.testing.assert_array_equal(command.input_ids[: len(asked)], asked)
                 self.sends[key] = command
-                self.sent.append(command)
             case do.Abort():
                 self.aborts[command.request_id, command.attempt] = command
-            case do.Pause() | do.Flush() | do.Continue() | do.Release() | do.Wake():
-                self.controls.append(command)
-            case facts.AdapterRetired():
-                self.retired.append(command)
-            case facts.SleepBegun() | facts.SleepEnded():
-                self.sleeps.append(command)
             case facts.RefitBegun():
                 if not command.adapter and not command.external:
                     modes = {c.name: c.mode for c in self.core.state.fleet.control.all()}
                     assert all(modes[name] is Mode.REFITTING for name in command.engines)
-                self.refits.append(command)
-            case do.Verify():
-                self.verifications.append(command)
-            case do.ScoreRollout():
-                self.scores.append(command)
-            case do.ScoreGroup():
-                self.group_scores.append(command)
-            case do.Filter():
-                self.verdicts.append(command)
             case do.StartEpisode():
-                self.episodes_started.append(command)
                 self.dialogues.start(command)
             case do.ResolveTurn():
-                self.resolved.append(command)
                 if command.withdrawn or command.rollout_id in self.dialogues.asking:
                     self.dialogues.answer(command)
-            case do.Plan():
-                self.plans.append(command)
-            case facts.FleetAwaited():
-                self.awaited.append(command)
-            case facts.FleetGivenUp():
-                self.fleets_given_up.append(command)
-            case facts.UpdateWanted():
-                self.updates_wanted.append(command)
-            case do.GiveUp():
-                self.given_up.append(command)
             case facts.GroupDropped():
                 self.dialogues.cancel(command)
-            case facts.PromptsRequested():
-                self.fetches.append(command)
             case do.Offer():
                 self.offers.append(command.offered)
             case do.WithdrawOffer():
@@ -281,33 +280,26 @@ class Driver:
                 self.batches.append(command.batch)
             case do.DeliverEvaluation():
                 self.evaluations[command.evaluation_id] = command.batch
-            case facts.UpdateFinished():
-                self.updates.append(command)
             case facts.EngineLost():
-                self.lost.append(command)
-                if not command.standby:
-                    self.gone.append(command.engine)
-                for key in [k for k, s in self.sends.items() if s.engine == command.engine]:
-                    del self.sends[key]
-                    self.aborts.pop(key, None)
-                if not command.standby:
-                    self.controls = [c for c in self.controls if c.engine != command.engine]
-                    self.verifications = [
-                        v for v in self.verifications if v.engine != command.engine
-                    ]
-                    self.refits = [
-                        r for r in self.refits if not (r.catch_up and command.engine in r.engines)
-                    ]
+                self._lose(command)
             case do.EndOfPrompts():
                 self.ended = True
-            case facts.PromptRefused():
-                self.refused.append(command)
             case facts.EngineSlow():
                 pass
-            case facts.EngineAdmitted():
-                self.admitted.append(command)
             case _:
-                raise AssertionError(f"nobody knows what to do about {command}")
+                assert kept is not None, f"nobody knows what to do about {command}"
+
+    def _lose(self, loss: facts.EngineLost) -> None:
+        """What was open on an engine that is lost needs no answer."""
+        for key in [k for k, s in self.sends.items() if s.engine == loss.engine]:
+            del self.sends[key]
+            self.aborts.pop(key, None)
+        if loss.standby:
+            return
+        self.gone.append(loss.engine)
+        self.controls = [c for c in self.controls if c.engine != loss.engine]
+        self.verifications = [v for v in self.verifications if v.engine != loss.engine]
+        self.refits = [r for r in self.refits if not (r.catch_up and loss.engine in r.engines)]
 
     # --- durability ----------------------------------------------------------------------------
 

@@ -3,12 +3,16 @@ rollout."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
+
+import numpy as np
 
 from aprilsched.core.messages import facts as of
 from aprilsched.core.messages.events import EngineInfo
 from aprilsched.core.messages.facts import Fact
-from aprilsched.types import Batch
+from aprilsched.types import Batch, Rollout, Segment
 
 __all__ = [
     "changed",
@@ -20,6 +24,7 @@ __all__ = [
     "opened",
     "received",
     "refitted",
+    "response",
     "sent",
 ]
 
@@ -96,3 +101,27 @@ def delivered(batch: Batch, *, again: bool = False) -> of.BatchDelivered:
         rollouts=of.delivered_rollouts(batch),
         again=again,
     )
+
+
+def response(versions: Sequence[int], **changes: Any) -> Rollout:
+    """A rollout whose tokens have these versions: of engine "a", and those of -1 of none."""
+    own = np.array(versions, dtype=np.int32)
+    cuts: list[int] = [0, *(np.flatnonzero(np.diff(own)) + 1).tolist(), len(own)]
+    values: dict[str, Any] = {
+        "rollout_id": 0,
+        "group_id": 0,
+        "index": 0,
+        "prompt_ids": np.array([1, 2], dtype=np.int32),
+        "token_ids": np.zeros(len(own), dtype=np.int32),
+        "logprobs": np.zeros(len(own), dtype=np.float32),
+        "versions": own,
+        "loss_mask": own >= 0,
+        "segments": tuple(
+            Segment(start=a, end=b, version=int(own[a]), engine="a" if own[a] >= 0 else None)
+            for a, b in pairwise(cuts)
+            if b > a
+        ),
+        "versions_exact": True,
+        "finish_reason": "stop",
+    }
+    return Rollout(**{**values, **changes})

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from aprilsched import (
-    Group,
     LongTailWorkload,
     MemberLost,
     MemoryStore,
@@ -41,7 +40,6 @@ from tests.support.companions import EXPERTS, MASK
 __all__ = [
     "Raising",
     "blocked",
-    "faulty",
     "forking",
     "hostile",
     "long",
@@ -214,23 +212,6 @@ def raising() -> RolloutScheduler:
 
 def wrong() -> Any:
     return SimFleet(1)
-
-
-def faulty() -> RolloutScheduler:
-    """Its reward function raises for every second group."""
-
-    def score(group: Group) -> list[float]:
-        if group.group_id % 2:
-            raise ZeroDivisionError("no tests were run")
-        return [1.0 for _ in group.rollouts]
-
-    return RolloutScheduler(
-        SimFleet(1, time_scale=0.002),
-        workload(),
-        reward=score,
-        reward_scope="group",
-        config=CONFIG,
-    )
 
 
 def served(url: str) -> RolloutScheduler:

@@ -1,12 +1,22 @@
-"""Settings and prompts of runs that are over in seconds of virtual time."""
+"""Runs that are over in seconds of virtual time: their settings, their prompts, and the run."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from aprilsched import LongTailWorkload, SchedulerConfig
+from aprilsched import (
+    Batch,
+    LongTailWorkload,
+    RolloutScheduler,
+    SchedulerConfig,
+    SimFleet,
+    SimPublisher,
+)
+from aprilsched.engines.sim import run_virtual
+from aprilsched.telemetry.base import AnyListener
 
-__all__ = ["config", "workload"]
+__all__ = ["config", "driven", "workload"]
 
 
 def config(**changes: Any) -> SchedulerConfig:
@@ -19,3 +29,21 @@ def workload(count: int | None = None, **changes: Any) -> LongTailWorkload:
     """Groups of four responses of some 60 tokens, and of at most 600."""
     values: dict[str, Any] = {"median": 60, "sigma": 0.9, "cap": 600, "group_size": 4, "seed": 3}
     return LongTailWorkload(**{**values, **changes}, count=count)
+
+
+def driven(
+    listeners: Sequence[AnyListener], *, fleet: SimFleet | None = None, **changes: Any
+) -> list[Batch]:
+    """Four batches of a run, with an update of the weights after each."""
+
+    async def run() -> list[Batch]:
+        batches: list[Batch] = []
+        async with RolloutScheduler(
+            fleet or SimFleet(1), workload(), config=config(**changes), listeners=listeners
+        ) as rollouts:
+            for _ in range(4):
+                batches.append(await rollouts.next_batch())
+                await rollouts.update_weights(SimPublisher())
+        return batches
+
+    return run_virtual(run())

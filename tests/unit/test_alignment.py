@@ -21,6 +21,7 @@ from aprilsched.errors import ConfigError
 from aprilsched.telemetry.alignment import AlignmentLedger, alignment_of
 from aprilsched.telemetry.figures import DifferenceFigures
 from aprilsched.types import Batch, Group, Prompt, Rollout, Segment
+from tests.support.facts import response
 
 PROMPT = Prompt(input_ids=np.array([1, 2], dtype=np.int32))
 
@@ -29,23 +30,13 @@ def rollout(*runs: tuple[int, int, str | None], index: int = 0, **more: Any) -> 
     """A rollout made of pieces (tokens, version, engine); every log-probability is -1."""
     versions = np.repeat([v for _, v, _ in runs], [n for n, _, _ in runs]).astype(np.int32)
     ends = np.cumsum([n for n, _, _ in runs]).tolist()
-    given: dict[str, Any] = {
-        "rollout_id": index,
-        "group_id": index,
-        "index": 0,
-        "prompt_ids": PROMPT.input_ids,
-        "token_ids": np.zeros(len(versions), dtype=np.int32),
-        "logprobs": np.where(versions >= 0, -1, 0).astype(np.float32),
-        "versions": versions,
-        "loss_mask": versions >= 0,
-        "segments": tuple(
-            Segment(start=end - n, end=end, version=version, engine=engine)
-            for (n, version, engine), end in zip(runs, ends, strict=True)
-        ),
-        "versions_exact": True,
-        "finish_reason": "stop",
-    }
-    return Rollout(**{**given, **more})
+    segments = tuple(
+        Segment(start=end - n, end=end, version=version, engine=engine)
+        for (n, version, engine), end in zip(runs, ends, strict=True)
+    )
+    logprobs = np.where(versions >= 0, -1, 0).astype(np.float32)
+    own = {"rollout_id": index, "group_id": index, "logprobs": logprobs, "segments": segments}
+    return response(versions.tolist(), **{**own, **more})
 
 
 def batch(*rollouts: Rollout, version: int = 4) -> Batch:

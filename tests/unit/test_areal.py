@@ -246,11 +246,6 @@ def test_a_trainer_that_fails_while_it_saves_can_be_closed(parts: SimpleNamespac
         future.result(0)
 
 
-def test_a_dataloader_without_items_is_refused(parts: SimpleNamespace, opened: RolloutEngine):
-    with pytest.raises(ConfigError, match="gives no items"):
-        opened.prepare_batch(Loader(items=0), SingleTurn(parts), group_size=SIZE)
-
-
 def test_the_trainers_versions_begin_at_0_on_servers_that_have_others(
     parts: SimpleNamespace, tmp_path: Path
 ):
@@ -695,6 +690,7 @@ def test_areals_settings_are_those_of_the_scheduler(parts: SimpleNamespace):
     [
         ({"group_size": SIZE + 1}, "group_size is 5, and gconfig.n_samples was 4"),
         ({"dataloader": Loader(batch_size=2)}, "gives 2 items at a time"),
+        ({"dataloader": Loader(items=0)}, "gives no items"),
         ({"workflow": lambda data: None}, "has no arun_episode"),
     ],
 )
@@ -706,17 +702,13 @@ def test_arguments_of_a_batch_that_cannot_be_met_are_refused(
         opened.prepare_batch(**{**given, **changes})
 
 
-def test_several_processes_with_an_engine_each_are_refused(parts: SimpleNamespace):
+def test_several_processes_and_adapters_are_refused(parts: SimpleNamespace, opened: RolloutEngine):
     with pytest.raises(ConfigError, match="let one process drive the trainer"):
         engine(parts).initialize(train_data_parallel_size=4)
-
-
-def test_an_adapter_is_refused(parts: SimpleNamespace, opened: RolloutEngine):
     meta = parts.Meta(type="disk", path="weights", use_lora=True)
-    with pytest.raises(ConfigError, match="a LoRA adapter"):
-        opened.update_weights_from_disk(meta)
-    with pytest.raises(ConfigError, match="a LoRA adapter"):
-        opened.init_weights_update_group(meta)
+    for update in (opened.update_weights_from_disk, opened.init_weights_update_group):
+        with pytest.raises(ConfigError, match="a LoRA adapter"):
+            update(meta)
 
 
 def test_the_memory_of_the_engines_is_lent_to_the_trainer(
@@ -817,11 +809,10 @@ def test_an_engine_that_left_the_group_is_noticed_before_the_broadcast(
 def test_an_engine_without_broadcasts_is_refused(parts: SimpleNamespace):
     if is_real():
         pytest.skip("AReaL's own client needs real servers")
-    made = engine(parts, settings=SchedulerConfig(straggler="abort"))
-    with opening(made):
-        meta = parts.Meta(type="xccl", nccl_group_name="group")
-        with pytest.raises(ConfigError, match="sim-0, sim-1 take no broadcast"):
-            made.init_weights_update_group(meta)
+    meta = parts.Meta(type="xccl", nccl_group_name="group")
+    refused = pytest.raises(ConfigError, match="sim-0, sim-1 take no broadcast")
+    with opening(engine(parts, settings=SchedulerConfig(straggler="abort"))) as made, refused:
+        made.init_weights_update_group(meta)
 
 
 def lose(made: RolloutEngine, name: str) -> None:

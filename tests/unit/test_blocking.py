@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import itertools
 import signal
 import sys
 import threading
@@ -155,35 +154,6 @@ def test_an_interrupt_at_any_line_is_a_keyboard_interrupt_and_loses_no_batch():
 
 
 FOLLOWING = replace(CONFIG, pace="asynchronous", follow_weights=True)
-
-
-class Slow(SimPublisher):
-    """It prepares for a moment in which batches may be offered."""
-
-    async def prepare(self, version: int) -> None:
-        await asyncio.sleep(0.003)
-
-
-def test_a_version_that_engines_show_withdraws_no_batch_on_its_way():
-    """It had: the trainer got a batch whose groups were offered again."""
-    got: list[int] = []
-    trained: list[int] = []
-    over = threading.Event()
-    with make(config=FOLLOWING) as rollouts:
-
-        def update() -> None:
-            while not over.is_set():
-                rollouts.update_weights(Slow())
-
-        updates = threading.Thread(target=update)
-        updates.start()
-        for batch in itertools.islice(rollouts, 300):
-            got.append(batch.index)
-            trained += [group.group_id for group in batch.groups]
-        over.set()
-        updates.join()
-    assert got == list(range(300))
-    assert len(set(trained)) == len(trained)
 
 
 @pytest.mark.parametrize("arrives", [False, True])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from aprilsched.errors import ConfigError
-from aprilsched.weights.publisher import Bucket, iter_buckets, iter_buckets_async
+from aprilsched.weights.publisher import Bucket, iter_buckets
 
 
 def row(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -65,17 +65,6 @@ def test_buckets_are_made_when_asked_for():
     assert asked == []
     next(buckets)
     assert asked == ["t0", "t1"]
-
-
-async def test_asynchronous_weights_are_packed_the_same():
-    tensors = named(row(2), row(2), row(3, torch.bfloat16), row(1), row(9))
-
-    async def weights() -> AsyncIterator[tuple[str, Tensor]]:
-        for pair in tensors:
-            yield pair
-
-    found = [bucket async for bucket in iter_buckets_async(weights(), 16)]
-    assert names(iter(found)) == names(iter_buckets(tensors, 16))
 
 
 def test_a_bucket_of_no_bytes_is_refused():

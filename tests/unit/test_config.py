@@ -114,11 +114,6 @@ def test_an_error_names_the_path_of_the_setting(changes: dict[str, object], mess
     assert str(refused.value) == message
 
 
-def test_length_buckets_as_a_value_are_refused_where_nothing_can_be_deferred() -> None:
-    with pytest.raises(ConfigError, match="cannot; set pace="):
-        SchedulerConfig(refill=LengthBuckets(), straggler="run")
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OneByOne(Refill):
     """A rule that the package does not know: the next group starts when the last has ended."""

@@ -163,17 +163,6 @@ def test_facts_have_tokens_only_if_somebody_asks_for_them(tells: bool):
     assert [found is not None for found in with_tokens] == [tells] * 6
 
 
-def test_a_delivery_with_tokens_says_what_it_says_without(tmp_path: Path):
-    (rich,), (plain,) = delivered(tokens=True).rollouts, delivered().rollouts
-    assert (rich.key, rich.input_ids, rich.token_ids) == (
-        "secret-key",
-        TOKENS[:3].tolist(),
-        TOKENS.tolist(),
-    )
-    counts = ("rollout_id", "tokens", "prompt_tokens", "segments", "reward", "masked")
-    assert [getattr(rich, name) for name in counts] == [getattr(plain, name) for name in counts]
-
-
 def test_nothing_is_written_before_the_start(tmp_path: Path):
     log = EventLog(tmp_path / "events.jsonl")
     log.on_facts([delivered()], 0.0)

@@ -14,12 +14,6 @@ SMALL = kaplan_meier([1, 2, 2, 3, 4, 5], [False, False, True, False, True, False
 """At risk at 1, 2, 3, 5: 6, 5, 3, 1."""
 
 
-def drawn(n: int, seed: int) -> NDArray[np.int64]:
-    rng = np.random.default_rng(seed)
-    lengths = np.rint(np.exp(np.log(60) + 0.9 * rng.standard_normal(n)))
-    return np.clip(lengths, 1, 600).astype(np.int64)
-
-
 def test_the_steps_by_hand():
     assert SMALL.lengths.tolist() == [1, 2, 3, 5]
     expected = [5 / 6, 5 / 6 * 4 / 5, 5 / 6 * 4 / 5 * 2 / 3, 0]
@@ -47,28 +41,11 @@ def test_quantiles_by_hand():
     assert SMALL.residual_quantile(0.5, [5, 70]).tolist() == [6, 71]
 
 
-def test_without_censoring_it_is_the_empirical_law():
-    lengths = drawn(1001, 1)
-    law = kaplan_meier(lengths, np.zeros(1001, dtype=np.bool_))
-    assert law.mean() == pytest.approx(lengths.mean())
-    longer = lengths[lengths > 100]
-    assert law.residual_mean(100) == pytest.approx(longer.mean() - 100)
-    q = np.array([0.1, 0.5, 0.9, 0.99])
-    inverse = np.quantile(lengths, q, method="inverted_cdf")
-    assert law.quantile(q).tolist() == inverse.tolist()
-
-
 def test_an_unfinished_longest_one_leaves_a_tail():
     law = kaplan_meier([2, 5], [False, True])
     assert (law.tail, law.end) == (0.5, 6)
     assert law.mean() == pytest.approx(2 * 0.5 + 6 * 0.5)
     assert law.quantile(0.9) == 6
-
-
-def test_nothing_finished_is_all_tail():
-    law = kaplan_meier([3, 4], [True, True])
-    assert (law.tail, law.end) == (1, 5)
-    assert law.mean() == 5
 
 
 def test_delayed_entries_by_hand():
@@ -133,7 +110,7 @@ def moments(law: KaplanMeier) -> tuple[float, float]:
     return float(lengths.mean()), float((lengths**2).mean())
 
 
-@pytest.mark.parametrize(("sigma", "longest"), [(0.9, 800), (1.1, 800), (1.1, 1500)])
+@pytest.mark.parametrize(("sigma", "longest"), [(0.9, 800), (1.1, 1500)])
 def test_a_completed_law_has_the_tail_that_nobody_has_seen(sigma: float, longest: int):
     """Means over 20 samples, each of which is known to several percent."""
     found: list[tuple[float, float]] = []

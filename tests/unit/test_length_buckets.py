@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,23 +36,16 @@ def rest(tokens: list[list[int]], finished: list[list[bool]], law: LogLaw = LAW)
 # --- what is expected ----------------------------------------------------------------------------
 
 
-def test_a_long_finished_sibling_makes_a_group_longer_than_a_short_one() -> None:
-    long, unknown, short = rest(
-        [[4000, 0, 0], [0, 0, 0], [60, 0, 0]],
-        [[True, False, False], [False] * 3, [True, *[False] * 2]],
-    )
+def test_long_siblings_make_a_group_longer_than_short_ones() -> None:
+    """Finished or not; and not where siblings share nothing."""
+    tokens = [[4000, 0, 0], [0, 0, 0], [60, 0, 0]]
+    finished = [[True, False, False], [False] * 3, [True, False, False]]
+    long, unknown, short = rest(tokens, finished)
     assert long > 1.2 * unknown
     assert unknown > 1.2 * short
-
-
-def test_a_long_unfinished_sibling_makes_a_group_longer_too() -> None:
     grown, unknown = rest([[3000, 0], [0, 0]], [[False] * 2, [False] * 2])
     assert grown > unknown
-
-
-def test_nothing_shared_makes_siblings_no_evidence() -> None:
-    law = replace(LAW, shared=1e-9)
-    long, short = rest([[4000, 0, 0], [60, 0, 0]], [[True, False, False]] * 2, law)
+    long, _, short = rest(tokens, finished, replace(LAW, shared=1e-9))
     assert long == pytest.approx(short, rel=1e-3)
 
 
@@ -73,10 +68,6 @@ def test_a_place_without_a_length_is_no_evidence() -> None:
     (alone,) = rest([[700, 0]], [[True, False]])
     assert padded == pytest.approx(alone)
     assert padded != pytest.approx(larger)
-
-
-def test_no_groups_need_nothing() -> None:
-    assert len(rest_of_groups(np.zeros((0, 8), np.int64), np.zeros((0, 8), np.bool_), LAW)) == 0
 
 
 @pytest.mark.parametrize("law", [LAW, LogLaw(), replace(LAW, deviation=0.05, shared=0.95)], ids=str)
@@ -156,17 +147,16 @@ def test_the_store_is_filled_at_a_batchs_begin_and_when_it_has_run_dry(
 # --- in the core ---------------------------------------------------------------------------------
 
 
-def config(**changes: object) -> SchedulerConfig:
-    """Length buckets that run three groups of two out of ten open ones; batches of two groups."""
-    values: dict[str, object] = {
-        "batch_groups": 2,
-        "group_size": 2,
-        "over_provision": 1.5,
-        "refill": LengthBuckets(store=5.0),
-        "pace": "synchronous",
-        "straggler": "retract",
-    }
-    return SchedulerConfig(**{**values, **changes})  # type: ignore[arg-type]
+config: Any = partial(
+    SchedulerConfig,
+    batch_groups=2,
+    group_size=2,
+    over_provision=1.5,
+    refill=LengthBuckets(store=5.0),
+    pace="synchronous",
+    straggler="retract",
+)
+"""Length buckets that run three groups of two out of ten open ones; batches of two groups."""
 
 
 def whole(driver: Driver) -> list[int]:
@@ -183,12 +173,6 @@ def fill(driver: Driver, count: int = 3) -> None:
             driver.finish_group(group_id, count)
     driver.settle()
     assert len(driver.batches) == batches + 1
-
-
-def batch(driver: Driver, count: int = 3) -> None:
-    driver.request_batch()
-    fill(driver, count)
-    driver.update()
 
 
 @pytest.mark.parametrize(
@@ -318,16 +302,6 @@ def test_a_batch_that_waits_for_all_its_groups_runs_no_more_than_it_takes() -> N
         driver.update()
     dropped = [entry.tokens for entry in driver.state.in_flight.ledger.entries]
     assert not any(dropped)
-
-
-def test_groups_that_are_new_in_the_store_are_probed_once() -> None:
-    driver = Driver(config())
-    batch(driver)
-    before = set(driver.state.in_flight.groups)
-    driver.request_batch()
-    fresh = driver.state.in_flight.groups.keys() - before
-    assert len(fresh) == 2
-    assert fresh <= set(driver.group_ids())
 
 
 @pytest.mark.parametrize(("oldest", "runs"), [(4, True), (5, False)])
@@ -642,13 +616,8 @@ def test_no_group_is_held_for_ever() -> None:
 
 def mixing(mixed: float) -> Driver:
     """Batches of 2 groups of 2; six of them are open, and one bucket of four ends."""
-    config = SchedulerConfig(
-        batch_groups=2,
-        group_size=2,
-        over_provision=2.0,
-        refill=LengthBuckets(store=3.0, probes=0, mixed=mixed),
-    )
-    driver = Driver(config, takes=False)
+    refill = LengthBuckets(store=3.0, probes=0, mixed=mixed)
+    driver = Driver(config(over_provision=2.0, refill=refill), takes=False)
     driver.feed(ev.BatchRequested())
     return driver
 

@@ -29,18 +29,6 @@ def level(known: LengthMemory, key: object, version: int = 0, law: LogLaw = LAW)
     return float(known.levels([key], law, version).mean[0, 0]) - law.mean
 
 
-def test_a_long_prompt_is_expected_to_be_long_again_and_a_new_one_is_not() -> None:
-    known = LengthMemory()
-    known.note("long", whole(3000), LAW, 0)
-    known.note("short", whole(50), LAW, 0)
-    assert level(known, "long") > 1
-    assert level(known, "short") < -1
-    assert level(known, "new") == 0
-    assert level(known, None) == 0
-    variance = known.levels(["long", "new"], LAW, 0).variance[:, 0]
-    assert variance[0] < 0.2 * variance[1]
-
-
 def test_what_is_remembered_says_as_much_as_siblings_would() -> None:
     """The filter's equations give the posterior of a normal random effect, as siblings do."""
     known = LengthMemory()

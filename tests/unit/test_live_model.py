@@ -19,27 +19,16 @@ from aprilsched.telemetry.live.live_model import (
     Snapshot,
 )
 from aprilsched.telemetry.live_figures import LiveFigures
-from aprilsched.types import Batch, Group, Prompt, Rollout, Segment
+from aprilsched.types import Batch, Group, Prompt, Rollout
 from tests.support import facts
 from tests.support.facts import changed
 
 PROMPT = Prompt(input_ids=np.zeros(10, dtype=np.int32))
 
 
-def response(rollout_id: int, group_id: int, tokens: int, version: int = 0) -> Rollout:
-    return Rollout(
-        rollout_id=rollout_id,
-        group_id=group_id,
-        index=0,
-        prompt_ids=PROMPT.input_ids,
-        token_ids=np.zeros(tokens, dtype=np.int32),
-        logprobs=np.zeros(tokens, dtype=np.float32),
-        versions_exact=True,
-        versions=np.full(tokens, version, dtype=np.int32),
-        loss_mask=np.ones(tokens, dtype=np.bool_),
-        segments=(Segment(start=0, end=tokens, version=version, engine="a"),),
-        finish_reason="stop",
-    )
+def response(rollout_id: int, group_id: int, tokens: int) -> Rollout:
+    own = {"rollout_id": rollout_id, "group_id": group_id, "prompt_ids": PROMPT.input_ids}
+    return facts.response([0] * tokens, **own)
 
 
 class Told:

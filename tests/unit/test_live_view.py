@@ -265,20 +265,13 @@ def test_a_divided_bar_is_as_wide_as_asked(counts: list[int], width: int):
 @pytest.mark.parametrize(
     ("said", "wanted"),
     [
-        (clock_time(0.9), "0:00"),
         (clock_time(61), "1:01"),
         (clock_time(3_599.9), "59:59"),
         (clock_time(3_600), "1:00:00"),
         (clock_time(90_061), "25:01:01"),
-        (percent(0.0), "0%"),
         (percent(0.004), "<1%"),
-        (percent(0.124), "12%"),
-        (thousands(0), "0"),
-        (thousands(9_999), "9,999"),
         (thousands(9_999.6), "10k"),
-        (thousands(152_310), "152k"),
         (thousands(999_600), "1.0M"),
-        (plural(1, "engine"), "1 engine"),
         (plural(2_000, "engine"), "2,000 engines"),
     ],
 )

@@ -17,7 +17,6 @@ from aprilsched.core.lengths.observed import (
     resampled,
     shared_log_variance,
 )
-from aprilsched.telemetry.bias_collector import expected_lengths
 from aprilsched.workload import LongTailWorkload
 
 
@@ -142,25 +141,11 @@ def test_what_is_known_of_an_open_group_stays():
     assert sorted(drawn_groups) == [[30, 90]] * 20 + [[50, 90]] * 20
 
 
-@pytest.mark.parametrize(("population", "count"), [(7, 3), (7, 7), (7, 40), (1, 5)])
-def test_resampling_takes_each_as_often_as_it_can(population: int, count: int):
-    for seed in range(20):
-        taken = np.bincount(resampled(population, count, seed=seed), minlength=population)
-        assert taken.sum() == count
-        assert taken.max() - taken.min() <= 1
-
-
 def test_resampling_favours_no_place():
     taken = np.zeros(10)
     for seed in range(3000):
         taken += np.bincount(resampled(10, 3, seed=seed), minlength=10)
     assert taken / 3000 == pytest.approx(np.full(10, 0.3), abs=0.05)
-
-
-def test_expected_lengths_are_known_or_conditional():
-    law = kaplan_meier([2, 4, 8], [False, False, False])
-    final = expected_lengths(law, np.array([3, 3]), np.array([True, False]))
-    assert final.tolist() == [3, 6]
 
 
 # --- the distance of a batch from the law --------------------------------------------------------

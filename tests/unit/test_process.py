@@ -70,10 +70,9 @@ def test_a_folder_that_cannot_be_written_loses_no_batch():
     with process.RolloutScheduler(in_a_process.long) as rollouts:
         (folder,) = Path(tempfile.gettempdir()).glob("aprilsched-*")
         folder.rmdir()
+        missing = r"cannot be written \(No such file or directory\); free space"
         for _ in range(2):
-            with pytest.raises(
-                ConfigError, match=r"cannot be written \(No such file or directory\); free space"
-            ):
+            with pytest.raises(ConfigError, match=missing):
                 rollouts.next_batch()
         with pytest.raises(ConfigError, match="cannot be written"):
             rollouts.evaluate([prompt(list(range(20_000)))])
@@ -94,16 +93,16 @@ def test_ctrl_c_of_a_terminal_leaves_the_schedulers_process_to_the_trainer():
 # --- what goes wrong -----------------------------------------------------------------------------
 
 
-def test_errors_of_the_users_code_arrive():
-    with (
-        pytest.raises(AprilschedError, match="process raised Odd: code 7 in here"),
-        process.RolloutScheduler(in_a_process.raising),
-    ):
-        pass
-    with (
-        pytest.raises(ConfigError, match=r"returned a SimFleet; return an aprilsched\.Rollout"),
-        process.RolloutScheduler(in_a_process.wrong),
-    ):
+@pytest.mark.parametrize(
+    ("make", "error", "why"),
+    [
+        (in_a_process.raising, AprilschedError, "process raised Odd: code 7 in here"),
+        (in_a_process.wrong, ConfigError, r"returned a SimFleet; return an aprilsched\.Rollout"),
+        (lambda: in_a_process.simple(), ConfigError, "give functions and classes of a module"),
+    ],
+)
+def test_what_goes_wrong_at_the_begin_is_said(make: Any, error: type[Exception], why: str):
+    with pytest.raises(error, match=why), process.RolloutScheduler(make):
         pass
 
 
@@ -111,33 +110,12 @@ def test_errors_of_the_users_code_arrive():
 def test_an_exception_that_cannot_be_looked_at_arrives(kind: str):
     """The trainer had waited for ever for one whose text or causes raise or have no end."""
     summarized = kind in ("mute", "unpicklable")
-    with (
-        pytest.raises(
-            AprilschedError if summarized else ValueError,
-            match="scheduler's process raised" if summarized else None,
-        ) as raised,
-        process.RolloutScheduler(in_a_process.hostile, kind),
-    ):
-        pass
-    assert isinstance(
-        raised.value.__cause__, ValueError if kind in ("circle", "chain") else NoneType
-    )
-
-
-def test_a_reward_that_raises_costs_its_group():
-    with process.RolloutScheduler(in_a_process.faulty) as rollouts:
-        batch = rollouts.next_batch()
-        assert all(group.group_id % 2 == 0 for group in batch.groups)
-        causes = {entry.cause for entry in rollouts.state.in_flight.ledger.entries}
-        assert any("no tests were run" in cause for cause in causes)
-
-
-def test_what_cannot_be_sent_is_refused():
-    with (
-        pytest.raises(ConfigError, match="give functions and classes of a module"),
-        process.RolloutScheduler(lambda: in_a_process.simple()),
-    ):
-        pass
+    error = AprilschedError if summarized else ValueError
+    why = "scheduler's process raised" if summarized else None
+    with pytest.raises(error, match=why) as raised:
+        process.RolloutScheduler(in_a_process.hostile, kind).__enter__()
+    cause = ValueError if kind in ("circle", "chain") else NoneType
+    assert isinstance(raised.value.__cause__, cause)
 
 
 @pytest.mark.parametrize("raises", [True, False])
@@ -202,14 +180,6 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> Iterator[process.RolloutSchedule
         yield rollouts
 
 
-def test_a_process_that_stands_still_keeps_no_timeout_and_no_end(
-    stopped: process.RolloutScheduler,
-):
-    with pytest.raises(TimeoutError, match="does not answer"):
-        stopped.next_batch(timeout=0.1)
-    stopped.close()
-
-
 def test_a_process_that_goes_on_has_lost_no_batch(stopped: process.RolloutScheduler):
     with pytest.raises(TimeoutError, match="does not answer"):
         stopped.next_batch(timeout=0.1)
@@ -253,7 +223,7 @@ def test_stops_forks_and_short_timeouts_at_random_lose_no_batch(
 def test_an_interrupt_ends_the_wait_for_a_process_that_stands_still(
     stopped: process.RolloutScheduler,
 ):
-    """One is enough."""
+    """One is enough, and the end of the block does not wait for it either."""
     with InterruptingLoop(seed=0) as alarm:
         alarm.start()
         with pytest.raises(KeyboardInterrupt):

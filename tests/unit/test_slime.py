@@ -50,7 +50,14 @@ VOCABULARY = 64
 HERE = "tests.unit.test_slime"
 
 
-@pytest.fixture(params=["slime", "miles"])
+OTHER = pytest.param("miles", marks=() if ROOTS["miles"] else pytest.mark.long)
+both = pytest.mark.parametrize("trainer", ["slime", "miles"], indirect=True)
+"""For tests of what the stand-ins of slime and miles do in two ways."""
+slime_alone = pytest.mark.parametrize("trainer", ["slime"], indirect=True)
+miles_alone = pytest.mark.parametrize("trainer", ["miles"], indirect=True)
+
+
+@pytest.fixture(params=["slime", OTHER])
 def trainer(request: pytest.FixtureRequest) -> Iterator[SimpleNamespace]:
     """The modules of the trainer; its process has no other trainer."""
     with trainer_modules(request.param) as modules:
@@ -177,66 +184,57 @@ def check_nothing_skipped(seen: list[int]) -> None:
     assert {number // 4 for number in seen} | keys == set(range(state.prompts.cursor))
 
 
+def step(loop: Loop, rollout_id: int) -> Any:
+    """One step of train.py. Tokens of older versions are masked if the trainer says so."""
+    output = loop.generate(rollout_id)
+    assert in_flight().open_attempts == 0, "the engines are empty when the trainer has them"
+    check(output.samples, scheduler().version)
+    old = False
+    for sample in itertools.chain(*output.samples):
+        older = set(sample.weight_versions) - {str(scheduler().version)}
+        off = sample.loss_mask.count(0)
+        assert sample.loss_mask == [0] * off + [1] * (sample.response_length - off)
+        assert bool(off) == bool(older and loop.args.mask_offpolicy_in_partial_rollout)
+        old |= bool(older)
+    assert 0 <= output.metrics["rollout/aprilsched/off_policy_tokens"] <= 1
+    assert bool(output.metrics["rollout/aprilsched/off_policy_tokens"]) == old
+    assert bool(output.metrics["rollout/aprilsched/staleness_max"]) == old
+    loop.update()
+    return output
+
+
 def train(loop: Loop, steps: int, begin: int = 0) -> list[list[list[Any]]]:
-    """So many steps of train.py."""
-    taken = []
-    for rollout_id in range(begin, begin + steps):
-        output = loop.generate(rollout_id)
-        assert in_flight().open_attempts == 0, "the engines are empty when the trainer has them"
-        check(output.samples, scheduler().version)
-        taken.append(output.samples)
-        loop.update()
-    return taken
+    """The samples of so many steps."""
+    return [step(loop, rollout_id).samples for rollout_id in range(begin, begin + steps)]
 
 
 # --- training ------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("trainer", "masks"), [("slime", True), ("miles", False)], indirect=["trainer"]
+)
 def test_steps_in_the_trainers_order_lose_nothing_and_carry_partial_responses(
-    begun: Callable[..., Loop], trainer: SimpleNamespace
+    begun: Callable[..., Loop], trainer: SimpleNamespace, masks: bool
 ):
-    loop = begun()
+    loop = begun(mask_offpolicy_in_partial_rollout=masks)
     taken, mixed = [], 0
-    while mixed == 0 or len(taken) < 5:
-        taken += train(loop, 1, begin=len(taken))
-        samples = [sample for group in taken[-1] for sample in group]
-        mixed += any(len(sample.weight_versions) > 1 for sample in samples)
-        assert isinstance(samples[0], trainer.Sample)
+    while mixed == 0 or len(taken) < 6:
+        output = step(loop, len(taken))
+        assert isinstance(output, trainer.base_types.RolloutFnTrainOutput)
+        assert isinstance(output.samples[0][0], trainer.Sample)
+        taken.append(output.samples)
+        mixed += any(len(sample.weight_versions) > 1 for sample in itertools.chain(*taken[-1]))
     seen = once(taken)
     assert len(seen) == 8 * len(taken)
     flying = in_flight()
     assert flying.counters.launched == len(seen) + len(flying.rollouts)
     assert flying.ledger.total == 0
     check_nothing_skipped(seen)
-
-
-def test_the_batch_tells_how_stale_it_is(begun: Callable[..., Loop], trainer: SimpleNamespace):
-    loop = begun()
-    metrics: dict[str, float] = {}
-    for rollout_id in itertools.count():
-        output = loop.generate(rollout_id)
-        assert isinstance(output, trainer.base_types.RolloutFnTrainOutput)
-        metrics = output.metrics
-        loop.update()
-        if metrics["rollout/aprilsched/off_policy_tokens"]:
-            break
-    assert 0 < metrics["rollout/aprilsched/off_policy_tokens"] <= 1
-    assert metrics["rollout/aprilsched/staleness_max"] >= 1
-
-
-def test_tokens_of_older_versions_are_masked_where_the_trainer_says_so(begun: Callable[..., Loop]):
-    loop = begun(mask_offpolicy_in_partial_rollout=True)
-    masked = 0
-    for rollout_id in itertools.count():
-        for sample in (sample for group in loop.generate(rollout_id).samples for sample in group):
-            off = sample.loss_mask.count(0)
-            assert sample.loss_mask == [0] * off + [1] * (sample.response_length - off)
-            older = set(sample.weight_versions) - {str(scheduler().version)}
-            assert bool(off) == bool(older)
-            masked += off
-        loop.update()
-        if masked:
-            break
+    # What is trained on is not kept: two batches are, and what is taken and not launched.
+    assert len(scheduler().state.delivery.unacknowledged) == 2
+    assert slime._current is not None
+    assert len(slime._current._samples) <= 4 + 2 + len(list(flying.training_groups()))
 
 
 def test_a_saved_training_goes_on_with_everything_that_was_in_flight(
@@ -285,17 +283,17 @@ def test_a_batch_that_was_taken_ahead_comes_again(begun: Callable[..., Loop]):
     first.end()
     second = begun(1)
     again = second.generate(1)
-    for before, after in zip(ahead.samples, again.samples, strict=True):
-        for one, other in zip(before, after, strict=True):
-            assert one.index == other.index
-            assert one.tokens == other.tokens
-            assert one.rollout_log_probs == other.rollout_log_probs
-            assert one.reward == other.reward
-            assert one.weight_versions == other.weight_versions
+    for name in ("index", "tokens", "rollout_log_probs", "reward", "weight_versions"):
+        before, after = (
+            [getattr(sample, name) for group in output.samples for sample in group]
+            for output in (ahead, again)
+        )
+        assert before == after
     following = second.generate(2)
     assert not set(numbers(following.samples)) & set(numbers(again.samples))
 
 
+@miles_alone
 def test_it_can_be_saved_while_another_thread_generates(begun: Callable[..., Loop]):
     """miles saves while it generates the next rollout. The process ends before that is there."""
     first = begun(aprilsched={"over_provision": 1.0})
@@ -330,17 +328,6 @@ def test_a_restart_after_a_restart_counts_versions_on(begun: Callable[..., Loop]
     assert versions == [1, 2, 3, 4, 5, 6]
 
 
-def test_batches_that_are_trained_on_are_not_kept(begun: Callable[..., Loop]):
-    loop = begun(aprilsched={"over_provision": 1.0})
-    for rollout_id in range(6):
-        loop.generate(rollout_id)
-        loop.update()
-    assert len(scheduler().state.delivery.unacknowledged) == 2
-    # Beside the two batches, what is taken and not launched may be there.
-    assert slime._current is not None
-    assert len(slime._current._samples) <= 4 + len(list(in_flight().training_groups()))
-
-
 def test_a_plain_data_source_works_and_its_checkpoints_are_said_to_be_incomplete(
     begun: Callable[..., Loop], trainer: SimpleNamespace, caplog: pytest.LogCaptureFixture
 ):
@@ -352,6 +339,7 @@ def test_a_plain_data_source_works_and_its_checkpoints_are_said_to_be_incomplete
     check(loop.generate(1).samples, 1)
 
 
+@both
 def test_the_data_source_behaves_like_the_one_that_it_wraps(
     begun: Callable[..., Loop], trainer: SimpleNamespace
 ):
@@ -388,19 +376,16 @@ def test_a_rollout_that_is_asked_for_again_is_another_one(begun: Callable[..., L
     "settings",
     [
         {"over_provision": "auto"},
-        {"refill": "pool"},
         {"refill": {"rule": "buckets", "store": 3}},
         {"over_provision": 3.0, "max_staleness": {"bound": 1, "rule": "evict"}},
-        {"over_provision": 3.0, "max_staleness": {"bound": 2, "rule": "finish"}},
-        {"over_provision": 3.0, "follow_weights": True},
-        {"over_provision": 3.0, "dispatch": {"max_in_flight": 3}},
+        {"over_provision": 3.0, "follow_weights": True, "dispatch": {"max_in_flight": 3}},
     ],
     ids=str,
 )
 def test_the_scheduler_may_be_set_in_any_way(begun: Callable[..., Loop], settings: Any):
     loop = begun(aprilsched=settings)
-    taken = train(loop, 5)
-    assert len(once(taken)) == 40
+    taken = train(loop, 4)
+    assert len(once(taken)) == 32
     reasons = set(in_flight().ledger.rollouts)
     assert reasons <= ({"stale"} if "evict" in str(settings) else set())
 
@@ -509,8 +494,6 @@ def test_groups_are_scored_together(begun: Callable[..., Loop]):
 
 def even_groups(args: Any, samples: list[Any], **_: Any) -> Any:
     """A dynamic filter that keeps every second group of the data source."""
-    types = sys.modules[type(args.sample).__module__.replace("utils.types", "rollout")]
-    assert types is not None
     filters = importlib.import_module(args.filters)
     keep = samples[0].index // 4 % 2 == 0
     return filters.DynamicFilterOutput(keep=keep, reason=None if keep else "odd")
@@ -529,6 +512,7 @@ def note_all(args: Any, groups: list[list[Any]], data_source: Any) -> None:
     args.noted = numbers(groups)
 
 
+@both
 def test_dynamic_filters_replace_groups_and_all_of_them_can_be_processed(
     begun: Callable[..., Loop], trainer: SimpleNamespace
 ):
@@ -537,7 +521,6 @@ def test_dynamic_filters_replace_groups_and_all_of_them_can_be_processed(
         rollout_sample_filter_path=f"{HERE}.first_is_removed",
         rollout_all_samples_process_path=f"{HERE}.note_all",
         filters=f"{trainer.name}.rollout.filter_hub.base_types",
-        sample=trainer.Sample(),
     )
     rejected = rollout_id = 0
     while rejected == 0 or rollout_id < 3:
@@ -552,11 +535,10 @@ def test_dynamic_filters_replace_groups_and_all_of_them_can_be_processed(
     assert in_flight().ledger.rollouts["rejected"] >= 4 * rejected
 
 
+@slime_alone
 def test_a_filter_that_falls_back_does_not_ask_for_another_wave(
     begun: Callable[..., Loop], trainer: SimpleNamespace
 ):
-    if trainer.name == "miles":
-        pytest.skip("miles has no such filters")
     loop = begun(
         aprilsched={"over_provision": 2.0},
         dynamic_sampling_filter_path=f"{HERE}.no_group",
@@ -570,11 +552,8 @@ def shout(args: Any, sample: Any, evaluation: bool = False) -> None:
     sample.response = sample.response.upper()
 
 
-def test_sample_hooks_see_the_response_before_the_reward(
-    begun: Callable[..., Loop], trainer: SimpleNamespace
-):
-    if trainer.name == "miles":
-        pytest.skip("miles has no sample hooks")
+@slime_alone
+def test_sample_hooks_see_the_response_before_the_reward(begun: Callable[..., Loop]):
     loop = begun(rollout_sample_hook_path=[f"{HERE}.shout"])
     assert all(s.response.isupper() for group in loop.generate(0).samples for s in group)
 
@@ -722,6 +701,7 @@ async def eval_raises(args: Any, sample: Any, **_: Any) -> float:
     return 1.0
 
 
+@both
 def test_an_evaluation_between_two_steps_carries_the_training_rollouts_over(
     begun: Callable[..., Loop], folder: Path, trainer: SimpleNamespace
 ):
@@ -869,14 +849,11 @@ def router(servers: list[ThreadedServer]) -> Iterator[Router]:
     made.server.server_close()
 
 
-@pytest.mark.parametrize("old", [False, True])
+@both
 def test_engines_come_from_the_router_and_may_be_replaced(
-    trainer: SimpleNamespace,
-    folder: Path,
-    servers: list[ThreadedServer],
-    router: Router,
-    old: bool,
+    trainer: SimpleNamespace, folder: Path, servers: list[ThreadedServer], router: Router
 ):
+    old = trainer.name == "miles"
     args = arguments(folder, [], **router.address, use_miles_router=old)
     loop = Loop(args, weights(folder), urls=router.urls).start()
     taken = train(loop, 2)
@@ -992,12 +969,14 @@ def check_made(groups: list[list[Any]]) -> None:
         assert sample.weight_versions
 
 
-@pytest.mark.parametrize("form", ["two_turns", "told_of_input"])
+@pytest.mark.parametrize(
+    ("trainer", "form"),
+    [("slime", "two_turns"), ("miles", "two_turns"), ("miles", "told_of_input")],
+    indirect=["trainer"],
+)
 def test_a_function_of_the_user_generates_and_goes_on_after_updates_and_a_restart(
-    begun: Callable[..., Loop], trainer: SimpleNamespace, form: str
+    begun: Callable[..., Loop], form: str
 ):
-    if form == "told_of_input" and trainer.name == "slime":
-        pytest.skip("slime has functions of one form alone")
     MADE.clear()
     CALLS.clear()
     given: dict[str, Any] = {
@@ -1044,12 +1023,9 @@ async def reward_of_metadata(args: Any, sample: Any, **_: Any) -> float:
     return sample.metadata.get("reward", -1.0)
 
 
+@miles_alone
 @pytest.mark.parametrize("fails", [False, True])
-def test_an_agent_of_miles_gets_the_url_of_a_session(
-    begun: Callable[..., Loop], trainer: SimpleNamespace, fails: bool
-):
-    if trainer.name == "slime":
-        pytest.skip("slime has no agents of that kind")
+def test_an_agent_of_miles_gets_the_url_of_a_session(begun: Callable[..., Loop], fails: bool):
     loop = begun(
         custom_generate_function_path="miles.rollout.generate_hub.agentic_tool_call.generate",
         custom_agent_function_path=f"{HERE}.agent",
@@ -1180,27 +1156,16 @@ def test_an_evaluation_may_have_a_function_of_its_own(begun: Callable[..., Loop]
 # --- what is refused -----------------------------------------------------------------------------
 
 
+def sessions(**settings: Any) -> dict[str, Any]:
+    return {"custom_generate_function_path": "a.b", "aprilsched": {"sessions": settings}}
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        (
-            {
-                "custom_generate_function_path": "a.b",
-                "aprilsched": {"sessions": {"branches": "all"}},
-            },
-            "takes one sequence for each rollout",
-        ),
-        (
-            {
-                "custom_generate_function_path": "a.b",
-                "aprilsched": {"sessions": {"limits": {"hours": 1}}},
-            },
-            "sessions.limits cannot be used",
-        ),
-        (
-            {"custom_generate_function_path": "a.b", "aprilsched": {"sessions": {"branch": 1}}},
-            "sessions.branch is not known",
-        ),
+        (sessions(branches="all"), "takes one sequence for each rollout"),
+        (sessions(limits={"hours": 1}), "sessions.limits cannot be used"),
+        (sessions(branch=1), "sessions.branch is not known"),
         ({"custom_agent_function_path": "a.b", "max_seq_len": 99}, "--max-seq-len is set"),
         ({"use_rollout_indexer_replay": True}, "does not know the shape of the rows"),
         ({"aprilsched": {"straggler": "retract"}}, "aprilsched.straggler is 'retract'"),
@@ -1357,14 +1322,6 @@ def test_without_a_trainer_the_function_says_where_it_belongs():
 
 
 # --- their own contract --------------------------------------------------------------------------
-
-
-def test_the_functions_have_the_signature_that_slime_calls():
-    parameters = inspect.signature(slime.generate_rollout).parameters
-    assert list(parameters) == ["args", "rollout_id", "data_source", "evaluation"]
-    assert parameters["evaluation"].default is False
-    assert {each.kind for each in parameters.values()} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
-    assert list(inspect.signature(slime.DataSource.__init__).parameters)[:2] == ["self", "args"]
 
 
 def test_the_stand_in_has_the_fields_of_the_real_types():

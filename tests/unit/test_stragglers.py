@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 
 from aprilsched.config import Dispatch, SchedulerConfig
@@ -14,30 +17,36 @@ WAITING_PAYS = Prices(step_seconds=1e-4, prefill_tokens_per_s=100.0)
 WAITING_IS_DEAR = Prices(step_seconds=1.0, prefill_tokens_per_s=1e6)
 
 
-def config(**changes: object) -> SchedulerConfig:
-    values: dict[str, object] = {
-        "batch_groups": 2,
-        "group_size": 2,
-        "over_provision": 2.0,
-        "straggler": "choose",
-        "prices": WAITING_PAYS,
-    }
-    return SchedulerConfig(**{**values, **changes})  # type: ignore[arg-type]
+config: Any = partial(
+    SchedulerConfig,
+    batch_groups=2,
+    group_size=2,
+    over_provision=2.0,
+    straggler="choose",
+    prices=WAITING_PAYS,
+)
+
+
+KNOWN = (10, 45), (50, 70)
+"""The lengths of the first two groups."""
 
 
 def full_batch(driver: Driver, *, tokens: int = 40) -> list[Key]:
-    """A driver whose first batch is full, with stragglers that have these numbers of tokens. The
-    known lengths are 10 to 70."""
+    """A driver whose first batch is full, with stragglers that have these numbers of tokens."""
     driver.request_batch()
-    first, second, *rest = driver.group_ids()
-    for group_id in rest:
+    for group_id in driver.group_ids()[2:]:
         for key in driver.attempts(group_id):
             driver.progress(key, tokens)
-    for group_id, counts in ((first, (10, 45)), (second, (50, 70))):
+    fill(driver)
+    return driver.attempts()
+
+
+def fill(driver: Driver) -> None:
+    """The first two groups end, and make the batch."""
+    for group_id, counts in zip(driver.group_ids(), KNOWN, strict=False):
         for key, count in zip(driver.attempts(group_id), counts, strict=True):
             driver.finish(key, count)
     assert len(driver.batches) == 1, "it does not wait for the stragglers"
-    return driver.attempts()
 
 
 def limits(driver: Driver) -> set[int]:
@@ -107,17 +116,13 @@ def test_only_the_last_of_a_group_is_worth_what_its_siblings_tokens_are(
     prices = Prices(step_seconds=1e-2, prefill_tokens_per_s=1e9, stale_token_seconds=1e-1)
     driver = Driver(config(prices=prices))
     driver.request_batch()
-    first, second, *rest = driver.group_ids()
-    for group_id in rest:
+    for group_id in driver.group_ids()[2:]:
         for place, key in enumerate(driver.attempts(group_id)):
             if place < unfinished:
                 driver.progress(key, 40)
             else:
                 driver.finish(key, 40)
-    for group_id, counts in ((first, (10, 45)), (second, (50, 70))):
-        for key, count in zip(driver.attempts(group_id), counts, strict=True):
-            driver.finish(key, count)
-    assert len(driver.batches) == 1
+    fill(driver)
     assert bool(driver.state.stragglers.run_on) is waits
 
 
@@ -228,6 +233,7 @@ def test_those_whose_kv_is_not_worth_keeping_are_called_back_first(
     while driver.aborts:
         assert not driver.controls
         driver.interrupt(next(iter(driver.aborts)))
+    assert not driver.state.stragglers.run_on
     assert len(driver.sends) == 4 - called_back
     if not called_back:
         assert {names([c])[0] for c in driver.controls} == {"Pause"}
@@ -236,13 +242,11 @@ def test_those_whose_kv_is_not_worth_keeping_are_called_back_first(
 def test_short_contexts_are_called_back_and_long_ones_stay_in_place() -> None:
     driver = Driver(config(kv_after_refit="apart", prices=apart(2e-3)))
     driver.request_batch()
-    first, second, long, short = driver.group_ids()
+    long, short = driver.group_ids()[2:]
     for group_id, tokens in ((long, 65), (short, 1)):
         for key in driver.attempts(group_id):
             driver.progress(key, tokens)
-    for group_id, counts in ((first, (10, 45)), (second, (50, 70))):
-        for key, count in zip(driver.attempts(group_id), counts, strict=True):
-            driver.finish(key, count)
+    fill(driver)
     assert set(driver.aborts) == set(driver.attempts(short))
     assert not driver.controls
     while driver.aborts:
@@ -264,14 +268,3 @@ def test_the_kv_of_what_recomputes_is_not_weighed() -> None:
     full_batch(driver)
     assert not driver.aborts
     assert {control.mode for control in driver.controls} == {"retract"}  # type: ignore[union-attr]
-
-
-def test_what_is_called_back_is_not_waited_for_as_if_it_ran_out() -> None:
-    prices = Prices(step_seconds=1e-4, prefill_tokens_per_s=100.0, stale_key_seconds=1e6)
-    driver = Driver(config(kv_after_refit="apart", prices=prices))
-    full_batch(driver)
-    assert len(driver.aborts) == 4
-    assert not driver.state.stragglers.run_on
-    driver.settle()
-    driver.update()
-    assert driver.state.weights.versions.trainer == 1

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import groupby
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from aprilsched.core.messages.facts import Fact
 from aprilsched.core.state.ledger import Counters, Entry, Ledger, Reason
 from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.summary import Remainder, Summary, default_burn_in
-from aprilsched.types import Batch, Group, Prompt, Rollout, Segment
+from aprilsched.types import Batch, Group, Prompt, Rollout
 from tests.support import facts
 
 PROMPT = Prompt(input_ids=np.array([1, 2, 3], dtype=np.int32))
@@ -23,31 +23,10 @@ PROMPT = Prompt(input_ids=np.array([1, 2, 3], dtype=np.int32))
 
 def rollout(rollout_id: int, versions: Sequence[int], *, masked: int = 0) -> Rollout:
     """A rollout whose first `masked` tokens do not count in the loss."""
-    n = len(versions)
-    of = np.array(versions, dtype=np.int32)
-    mask = of >= 0
+    mask = np.array(versions, dtype=np.int32) >= 0
     mask[:masked] = False
-    return Rollout(
-        rollout_id=rollout_id,
-        group_id=100 + rollout_id,
-        index=0,
-        prompt_ids=PROMPT.input_ids,
-        token_ids=np.zeros(n, dtype=np.int32),
-        logprobs=np.zeros(n, dtype=np.float32),
-        versions=of,
-        loss_mask=mask,
-        segments=tuple(runs(versions)),
-        versions_exact=True,
-        finish_reason="stop",
-    )
-
-
-def runs(versions: Sequence[int]) -> Iterator[Segment]:
-    start = 0
-    for version, same in groupby(versions):
-        end = start + len(list(same))
-        yield Segment(start=start, end=end, version=version, engine="a" if version >= 0 else None)
-        start = end
+    ids: dict[str, Any] = {"rollout_id": rollout_id, "group_id": 100 + rollout_id}
+    return facts.response(versions, **ids, prompt_ids=PROMPT.input_ids, loss_mask=mask)
 
 
 def deliver(index: int, version: int, *rollouts: Rollout) -> of.BatchDelivered:
@@ -109,33 +88,27 @@ def two_batches(trainer_waits: bool = True) -> RunSummary:
     )
 
 
-def test_seconds_of_a_batch_leave_out_the_trainer_that_is_waited_for():
+def test_two_batches_by_hand():
+    """The seconds of a batch leave out the trainer that is waited for."""
     summary = two_batches()
     assert [b.seconds for b in summary.per_batch] == [5.0, 12.0]
     assert [b.trainer_seconds for b in summary.per_batch] == [0.0, 3.0]
-    assert summary.seconds.trainer == 3.0
-    assert summary.seconds.update == 2.0
-    assert summary.seconds.wall == 20.0
+    seconds = summary.seconds
+    assert (seconds.trainer, seconds.update, seconds.wall) == (3.0, 2.0, 20.0)
     assert [b.seconds for b in two_batches(trainer_waits=False).per_batch] == [5.0, 15.0]
-
-
-def test_rates_and_efficiency():
-    summary = two_batches()
     assert [b.tokens for b in summary.per_batch] == [40, 80]
     assert [b.t_bound for b in summary.per_batch] == [6 + 4.0, 6 + 8.0]
     assert summary.delivered_tokens_per_s == 120 / 20
     assert summary.efficiency == pytest.approx(24 / 17)
-    assert summary.steady_state.burn_in == 1
-    assert summary.steady_state.delivered_tokens_per_s == pytest.approx(80 / 15)
-    assert summary.steady_state.efficiency == pytest.approx(14 / 12)
-
-
-def test_staleness_counts_tokens():
-    summary = two_batches()
     assert summary.off_policy_token_share == pytest.approx(20 / 120)
-    assert summary.steady_state.off_policy_token_share == pytest.approx(20 / 80)
     assert summary.staleness_mean == pytest.approx(20 / 120)
     assert summary.staleness_max == summary.staleness_max_trained == 1
+    steady = summary.steady_state
+    assert (steady.burn_in, steady.batches, steady.mean_length) == (1, 1, 40)
+    assert steady.delivered_tokens_per_s == pytest.approx(80 / 15)
+    assert steady.efficiency == pytest.approx(14 / 12)
+    assert steady.off_policy_token_share == pytest.approx(20 / 80)
+    assert [default_burn_in(n) for n in (0, 1, 7, 8, 40)] == [1, 1, 1, 2, 10]
 
 
 def test_masked_and_environment_tokens():
@@ -206,10 +179,8 @@ def test_pause_is_a_mean_over_engines_and_ends_with_a_lost_engine():
 
 def test_an_asked_burn_in_is_kept():
     steps = [(float(i + 1), deliver(i, 0, rollout(i, [0] * (i + 1)))) for i in range(4)]
-    summary = summed((0.0, OPENED), *steps, burn_in=3)
-    assert summary.steady_state.batches == 1
-    assert summary.steady_state.mean_length == 4
-    assert [default_burn_in(n) for n in (0, 1, 7, 8, 40)] == [1, 1, 1, 2, 10]
+    steady = summed((0.0, OPENED), *steps, burn_in=3).steady_state
+    assert (steady.batches, steady.mean_length) == (1, 4)
 
 
 def test_evaluations_are_told_apart():

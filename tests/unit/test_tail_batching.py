@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -61,10 +63,19 @@ def test_a_race_is_launched_unless_a_batch_of_losers_is_there(
     assert TailBatching().launches(view) == launched
 
 
-def members(
-    since: list[int], *, wanted: int, lacking: int, running: list[int] | None = None
-) -> list[int]:
-    """The groups that run, by their place; the first ones are the oldest."""
+@pytest.mark.parametrize(
+    ("since", "wanted", "lacking", "running", "runs"),
+    [
+        ([3, 2, 1, -1], 5, 4, [], [0, 1, 2, 3]),  # the prompts have ended
+        ([-1, -1, 0], 2, 1, [2], [0, 2]),
+        ([2, 2, 2, -1], 4, 3, [0, 1], [0, 1, 2]),
+        ([2, 2], 0, -3, [], [0]),  # something runs whatever the batch lacks
+    ],
+)
+def test_what_runs_counts_and_something_runs(
+    since: list[int], wanted: int, lacking: int, running: list[int], runs: list[int]
+) -> None:
+    """Groups by their place; the first ones are the oldest."""
     count = len(since)
     view = OpenGroups(
         tokens=np.zeros((count, 2), dtype=np.int64),
@@ -72,52 +83,26 @@ def members(
         sizes=np.full(count, 2, dtype=np.int64),
         ages=np.arange(count, 0, -1, dtype=np.int64),
         since_first_run=np.array(since, dtype=np.int64),
-        running=np.isin(np.arange(count), running or []),
+        running=np.isin(np.arange(count), running),
         wanted=wanted,
         lacking=lacking,
         law=LogLaw(),
     )
-    chosen = TailBatching().members(view)
-    assert set(chosen.tolist()) <= {0, 2}
-    return np.flatnonzero(chosen).tolist()
-
-
-def test_losers_wait_while_others_race() -> None:
-    assert members([3, 2, -1, -1, -1], wanted=3, lacking=3) == [2, 3, 4]
-
-
-def test_a_batch_of_losers_runs_without_a_race_the_oldest_first() -> None:
-    assert members([3, 2, 1, 1, -1], wanted=4, lacking=3) == [0, 1, 2]
-
-
-def test_losers_fill_the_batch_when_the_prompts_have_ended() -> None:
-    assert members([3, 2, 1, -1], wanted=5, lacking=4) == [0, 1, 2, 3]
-    assert members([2, 1, -1, -1], wanted=4, lacking=3) == [0, 2, 3]
-
-
-def test_what_runs_counts() -> None:
-    assert members([0, 0, 0, -1, -1], wanted=4, lacking=3, running=[0, 1, 2]) == [0, 1, 2, 3]
-    assert members([2, 2, 2, -1], wanted=4, lacking=3, running=[0, 1]) == [0, 1, 2]
-
-
-def test_something_runs_whatever_the_batch_lacks() -> None:
-    assert members([2, 2], wanted=0, lacking=-3) == [0]
-    assert members([-1], wanted=0, lacking=0) == [0]
+    assert TailBatching().members(view).tolist() == [2 * (place in runs) for place in range(count)]
 
 
 # --- in the core ---------------------------------------------------------------------------------
 
 
-def config(**changes: object) -> SchedulerConfig:
-    """Races of three groups of two for a batch of two."""
-    values: dict[str, object] = {
-        "batch_groups": 2,
-        "group_size": 2,
-        "over_provision": 1.5,
-        "refill": "tail",
-        "max_staleness": RESTART,
-    }
-    return SchedulerConfig(**{**values, **changes})  # type: ignore[arg-type]
+config: Any = partial(
+    SchedulerConfig,
+    batch_groups=2,
+    group_size=2,
+    over_provision=1.5,
+    refill="tail",
+    max_staleness=RESTART,
+)
+"""Races of three groups of two for a batch of two."""
 
 
 def prompt(group: GroupRecord | Group) -> int:
@@ -157,6 +142,9 @@ def test_the_losers_begin_again_at_the_update_and_share_a_batch() -> None:
     driver.request_batch()
     assert driver.given == given, "a long batch needs no prompts"
     assert prompts(driver) == losers
+    for send in driver.sends.values():
+        group = driver.state.in_flight.groups[send.group_id]
+        assert send.input_ids.tolist() == group.prompt.input_ids.tolist()
     for group_id in driver.group_ids():
         driver.finish_group(group_id, 9)
     assert {prompt(group) for group in driver.batches[-1].groups} == losers
@@ -164,16 +152,6 @@ def test_the_losers_begin_again_at_the_update_and_share_a_batch() -> None:
         assert all((r.versions == batch.version).all() for r in batch.rollouts)
         assert all(r.loss_mask.all() for r in batch.rollouts)
     assert not driver.state.in_flight.groups
-
-
-def test_a_loser_that_begins_again_has_no_token_of_before() -> None:
-    driver = Driver(config())
-    race(driver)
-    race(driver)
-    driver.request_batch()
-    for send in driver.sends.values():
-        group = driver.state.in_flight.groups[send.group_id]
-        assert send.input_ids.tolist() == group.prompt.input_ids.tolist()
 
 
 def test_without_a_bound_the_losers_keep_their_tokens() -> None:
@@ -289,9 +267,8 @@ def test_a_version_for_two_batches_throws_nothing_away_between_them() -> None:
 # --- a race of responses -------------------------------------------------------------------------
 
 
-def responses_race(**changes: object) -> SchedulerConfig:
-    """Groups of two that start with three responses."""
-    return config(refill=TailBatching(responses=1.5), **changes)
+responses_race: Any = partial(config, refill=TailBatching(responses=1.5))
+"""Groups of two that start with three responses."""
 
 
 def test_the_first_responses_make_the_group_and_the_others_are_thrown_away() -> None:

@@ -163,20 +163,6 @@ def test_a_missing_reward_is_nan():
     assert rewards[[1, 3]].isnan().all()
 
 
-def test_a_logprob_stands_at_its_own_token():
-    tensors = pad(RAGGED)
-    assert tensors.input_ids[0, 3] == 1000
-    assert tensors.logprobs[0, 3] == -0.25
-    assert tensors.logprobs[0, 2] == 0
-
-
-def test_a_token_of_an_environment_is_response_without_loss_or_version():
-    tensors = pad(RAGGED)
-    assert tensors.response_mask[0, 5]
-    assert not tensors.loss_mask[0, 5]
-    assert tensors.versions[0, 5] == -1
-
-
 def test_the_tensors_are_the_callers_own():
     tensors = pack(RAGGED)
     tensors.input_ids.zero_()
@@ -184,13 +170,6 @@ def test_the_tensors_are_the_callers_own():
     first = next(RAGGED.rollouts)
     assert first.prompt_ids[0] == 10
     assert first.logprobs[0] == -0.25
-
-
-def test_a_batch_offers_both():
-    assert isinstance(RAGGED.to_torch(packed=True), PackedTensors)
-    padded = RAGGED.to_torch(pad_id=7)
-    assert isinstance(padded, PaddedTensors)
-    assert padded.input_ids[2, -1] == 7
 
 
 def test_without_torch_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch):

@@ -66,12 +66,6 @@ def test_small_batches_of_a_mixture_of_experts_read_few_of_them() -> None:
     assert EXPERTS.token_seconds(512) == pytest.approx(EXPERTS.t1 + 17.2e-3 / 512)
 
 
-def test_the_linear_model_has_no_further_terms() -> None:
-    assert (T.fill, T.wide_from, T.t0_wide) == (0.0, 0, 0.0)
-    assert (T.t0, T.t1, T.t2) == (3.66e-3, 0.0119e-3, 43.9e-9)
-    assert (T.prefill_pass, T.prefill_rate) == (18.9e-3, 59_900.0)
-
-
 # Decode windows of the server's log: running requests, context tokens in use at the window's end,
 # tokens per second, and how far the linear model is from them.
 WINDOWS = [

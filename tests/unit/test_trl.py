@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,11 +22,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from aprilsched import Group, Prompt, SchedulerConfig, Segment, SimFleet, SimPublisher
+from aprilsched import Group, Prompt, SchedulerConfig, SimFleet, SimPublisher
 from aprilsched.config import Retries, Samples, Staleness
 from aprilsched.errors import ConfigError, RefitError, RunGivenUp
 from aprilsched.integrations.trl import RolloutWorker, StreamedSteps
 from aprilsched.types import Rollout, Score
+from tests.support.facts import response
 from tests.support.trl_run import trl_without_a_gpu
 
 pytestmark = pytest.mark.skipif(
@@ -78,6 +79,15 @@ def arguments(folder: Path, **changes: Any) -> Any:
     return AsyncGRPOConfig(**{**values, **changes})
 
 
+async def add(days: int) -> str:
+    """Adds a day.
+
+    Args:
+        days: number of days.
+    """
+    return f"w{days + 1}"
+
+
 def near(completion_ids: list[list[int]], target: list[int], **_: Any) -> list[float]:
     return [
         1 / (1 + abs(len(ids) - 4 * goal)) for ids, goal in zip(completion_ids, target, strict=True)
@@ -107,6 +117,17 @@ class Spy(RolloutWorker):
         sample = super().get(timeout)
         self.seen.append(sample)
         return sample
+
+    def check_ages(self, most: int) -> None:
+        """The step that trains on a rollout begins with version step + 1; TRL counts from 1."""
+        for number, sample in enumerate(self.seen):
+            assert number // STEP + 1 - sample.model_version <= most
+
+    def check_groups(self) -> None:
+        """Check that each group came once, and in one piece."""
+        groups = [sample.group_id for sample in self.seen[: len(self.seen) // 4 * 4]]
+        assert groups[::4] == groups[1::4] == groups[2::4] == groups[3::4]
+        assert len(set(groups)) == len(groups) / 4
 
 
 def worker(
@@ -198,9 +219,9 @@ def test_the_trainer_trains_and_what_it_trains_on_is_not_older_than_promised(
     assert len(made.seen) == 8 * STEP + STEP // 2
     assert max(logged(trainer, "sample/staleness_max")) <= 3
     assert not logged(trainer, "sample/dropped_stale_total")
-    for number, sample in enumerate(made.seen):
-        # The step that trains on it begins with version step + 1, which TRL counts from 1.
-        assert number // STEP + 1 - sample.model_version <= 3
+    made.check_ages(3)
+    made.check_groups()
+    for sample in made.seen:
         assert sample.input_ids.dtype == sample.completion_mask.dtype == np.int64
         assert sample.old_log_probs.dtype == np.float32
         counts = sample.completion_mask == 1
@@ -208,10 +229,6 @@ def test_the_trainer_trains_and_what_it_trains_on_is_not_older_than_promised(
         assert counts.any()
         assert not sample.old_log_probs[~counts].any()
         assert (sample.old_log_probs[counts] < 0).any()
-    groups = [sample.group_id for sample in made.seen]
-    for begin in range(0, 8 * STEP, 4):
-        assert len(set(groups[begin : begin + 4])) == 1, "a group is in one piece"
-    assert len(set(groups)) == len(groups) / 4
     assert logged(trainer, "rewards/near")
     assert logged(trainer, "completions/mean_length")
 
@@ -249,8 +266,7 @@ def test_a_resumed_trainer_gets_everything_that_was_in_flight(
     assert len(set(trained)) == len(trained) / 4, "nothing was trained on twice"
     # Every group that was ever launched was trained on, or is with the trainer or in flight.
     assert len(set(trained) | ahead | known["flying"]) == known["launched"]
-    for number, sample in enumerate(second.seen):
-        assert number // STEP + 1 - sample.model_version <= 3
+    second.check_ages(3)
 
 
 def test_servers_that_have_the_checkpoints_weights_do_not_make_it_a_version_older(
@@ -265,8 +281,7 @@ def test_servers_that_have_the_checkpoints_weights_do_not_make_it_a_version_olde
     assert trainer.state.global_step == 9
     assert not logged(trainer, "sample/dropped_stale_total")
     assert np.array_equal(first.seen[6 * STEP].input_ids, second.seen[0].input_ids)
-    for number, sample in enumerate(second.seen):
-        assert number // STEP + 1 - sample.model_version <= 1
+    second.check_ages(1)
 
 
 ON_POLICY = {"max_staleness": 0}
@@ -339,10 +354,7 @@ def test_early_groups_are_trained_on_while_the_last_one_is_waited_for(
         assert sample.model_version == number // (groups * 4) + 1
     assert not logged(trainer, "sample/dropped_stale_total")
     assert max(logged(trainer, "sample/staleness_max")) == 0
-    ids = [sample.group_id for sample in made.seen]
-    for begin in range(0, len(ids), 4):
-        assert len(set(ids[begin : begin + 4])) == 1, "a group is in one piece"
-    assert len(set(ids)) == steps * groups
+    made.check_groups()
 
 
 def test_a_streamed_trainer_that_stops_in_a_batch_gets_it_again_from_its_first_group(
@@ -471,20 +483,13 @@ def test_advantages_and_metrics_are_those_of_trls_own_worker(cpu: Any, tmp_path:
 
 
 def of_versions(*versions: int, masked: bool = False, score: Score | None = None) -> Rollout:
-    count = len(versions)
-    found = score or Score(reward=0.0)
-    return Rollout(
-        rollout_id=0,
+    count, found = len(versions), score or Score(reward=0.0)
+    return response(
+        versions,
         group_id=3,
-        index=0,
-        prompt_ids=np.array([1, 2], dtype=np.int32),
         token_ids=np.arange(count, dtype=np.int32) + 5,
         logprobs=np.full(count, -0.5, dtype=np.float32),
-        versions=np.array(versions, dtype=np.int32),
         loss_mask=np.full(count, not masked),
-        segments=(Segment(start=0, end=count, version=versions[0], engine="a"),),
-        versions_exact=True,
-        finish_reason="stop",
         reward=found.reward,
         reward_parts=found.parts,
     )
@@ -508,15 +513,21 @@ def test_a_rollout_that_is_masked_as_a_whole_gives_no_gradient(cpu: Any, tmp_pat
     assert (unscored.advantage, np.isnan(unscored.metrics["reward"])) == (0.0, True)
 
 
-def test_a_wait_without_a_batch_is_an_empty_queue_and_loses_nothing(cpu: Any, tmp_path: Path):
-    with began(worker(cpu, tmp_path)) as made:
-        while True:
-            try:
+def test_a_trainer_that_waits_in_turns_loses_nothing_and_needs_the_callback(
+    cpu: Any, tmp_path: Path
+):
+    made = worker(cpu, tmp_path)
+    with pytest.raises(ConfigError, match="as weight_transfer and as rollout_worker"):
+        made.start()
+    with began(made):
+        while not made.seen:
+            with suppress(queue.Empty):
                 made.get(0.0)
-                break
-            except queue.Empty:
-                pass
         assert made.qsize() == STEP - 1
+        for _ in range(2 * STEP - 1):
+            made.get()
+        with pytest.raises(ConfigError, match=r"give callbacks=\[worker\.callback\]"):
+            made.get()
 
 
 def test_a_reward_function_that_raises_ends_the_training_with_its_error(cpu: Any, tmp_path: Path):
@@ -528,54 +539,13 @@ def test_a_reward_function_that_raises_ends_the_training_with_its_error(cpu: Any
         made.get()
 
 
-def test_a_trainer_without_the_callback_is_told_so(cpu: Any, tmp_path: Path):
-    with began(worker(cpu, tmp_path)) as made:
-        for _ in range(2 * STEP):
-            made.get()
-        with pytest.raises(ConfigError, match=r"give callbacks=\[worker\.callback\]"):
-            made.get()
-
-
-def test_the_worker_alone_is_told_that_it_is_the_weight_transfer_too(cpu: Any, tmp_path: Path):
-    with pytest.raises(ConfigError, match="as weight_transfer and as rollout_worker"):
-        worker(cpu, tmp_path).start()
-
-
-class Failing:
-    """A publisher that fails after it has read some of the weights, or reads them twice."""
-
-    def __init__(self, weights: Callable[[], Iterator[Any]], *, twice: bool) -> None:
-        self._weights = weights
-        self._twice = twice
-
-    async def prepare(self, version: int) -> None: ...
-
-    async def publish(self, version: int, engines: Any) -> Any:
-        next(self._weights())
-        if self._twice:
-            self._weights()
-        raise OSError("the network is gone")
-
-
-@pytest.mark.parametrize(("twice", "cause"), [(False, "network is gone"), (True, "gathers its")])
-def test_weights_that_no_engine_takes_are_read_to_their_end(
-    cpu: Any, tmp_path: Path, twice: bool, cause: str
-):
-    """Every rank takes part in gathering each tensor, and would wait for rank 0 for ever."""
-    made = worker(cpu, tmp_path, publisher=lambda weights: Failing(weights, twice=twice))
-    weights: Any = iter([("a", 1), ("b", 2), ("c", 3)])
-    with opened(made):
-        with pytest.raises((RefitError, ConfigError), match=cause):
-            made.send_weights(weights)
-        assert list(weights) == []
-
-
 class Repeating:
-    """A publisher whose broadcast breaks off after `at` tensors, and is repeated."""
+    """A publisher whose broadcast breaks off after `at` tensors, and is repeated if it can be."""
 
-    def __init__(self, weights: Callable[[], Iterator[Any]], *, at: int) -> None:
+    def __init__(self, weights: Callable[[], Iterator[Any]], *, at: int, repeats: bool = True):
         self._weights = weights
         self._at = at
+        self._repeats = repeats
         self.broken: list[Any] = []
         self.whole: list[Any] = []
 
@@ -585,8 +555,33 @@ class Repeating:
         first: Any = self._weights()
         self.broken = [next(first) for _ in range(self._at)]
         first.close()
+        if not self._repeats:
+            raise OSError("the network is gone")
         self.whole = list(self._weights())
         return await SimPublisher().publish(version, engines)
+
+
+@pytest.mark.parametrize(
+    ("repeats", "cause"), [(False, "network is gone"), (True, "train on from the last checkpoint")]
+)
+def test_weights_that_no_engine_takes_are_read_to_their_end(
+    cpu: Any, tmp_path: Path, repeats: bool, cause: str
+):
+    """Every rank takes part in gathering each tensor, and would wait for rank 0 for ever. One
+    tensor that was gathered makes all of them readable once."""
+    import torch
+
+    model = torch.nn.Linear(2, 2)
+    bias = model.bias.detach()
+    made = worker(
+        cpu, tmp_path, publisher=lambda weights: Repeating(weights, at=2, repeats=repeats)
+    )
+    weights = iter([("weight", model.weight.detach()), ("bias", bias.clone()), ("more", bias)])
+    with opened(made):
+        made.begin(model)
+        with pytest.raises((RefitError, ConfigError), match=cause):
+            made.send_weights(weights)
+        assert list(weights) == []
 
 
 @pytest.mark.parametrize("at", [1, 3])
@@ -611,18 +606,6 @@ def test_weights_in_the_models_own_memory_can_be_sent_again(cpu: Any, tmp_path: 
         assert [name for name, _ in sent[0].whole] == names
         for (_, tensor), own in zip(sent[0].whole, model.parameters(), strict=True):
             assert tensor.data_ptr() == own.data_ptr()
-
-
-def test_one_tensor_that_was_gathered_makes_the_weights_readable_once(cpu: Any, tmp_path: Path):
-    import torch
-
-    made = worker(cpu, tmp_path, publisher=lambda weights: Repeating(weights, at=2))
-    model = torch.nn.Linear(2, 2)
-    weights = iter([("weight", model.weight.detach()), ("bias", model.bias.detach().clone())])
-    with opened(made):
-        made.begin(model)
-        with pytest.raises((RefitError, ConfigError), match="train on from the last checkpoint"):
-            made.send_weights(weights)
 
 
 def test_a_folder_of_weights_has_the_files_and_the_index_that_transformers_loads(
@@ -664,6 +647,16 @@ def test_arguments_that_would_lose_rollouts_are_refused(
 ):
     with pytest.raises(ConfigError, match=error):
         worker(cpu, tmp_path, args=changes)
+
+
+def test_checkpoints_without_the_schedulers_state_or_an_end_cannot_be_resumed(
+    cpu: Any, tmp_path: Path
+):
+    with pytest.raises(ConfigError, match=r"has no aprilsched\.checkpoint"):
+        worker(cpu, tmp_path).restore(tmp_path)
+    (tmp_path / "aprilsched.checkpoint").touch()
+    with pytest.raises(ConfigError, match="set max_steps"):
+        worker(cpu, tmp_path, args={"max_steps": -1, "num_train_epochs": 2}).restore(tmp_path)
 
 
 def test_streamed_batches_that_cannot_be_are_refused(
@@ -708,52 +701,38 @@ def test_a_dataset_with_images_ends_the_training(
         ({"reward_funcs": [near, near]}, "each with another name"),
         ({"reward_funcs": []}, "give at least one"),
         ({"args": SimpleNamespace()}, "GRPOTrainer ignores the logprobs"),
+        ({"tools": [add], "sessions": {"branches": "all"}}, "takes one sequence for each rollout"),
+        ({"environment_factory": dict}, "has no reset"),
     ],
 )
 def test_settings_that_contradict_the_trainer_are_refused(
     cpu: Any, tmp_path: Path, changes: dict[str, Any], error: str
 ):
-    settings = {"args": arguments(tmp_path), **changes}
+    given = {
+        "args": arguments(tmp_path),
+        "train_dataset": DATA,
+        "processing_class": cpu.tokenizer(),
+        "reward_funcs": [near, brief],
+        **changes,
+    }
     with pytest.raises(ConfigError, match=error):
-        Spy(
-            SimFleet(1),
-            **{
-                "train_dataset": DATA,
-                "processing_class": cpu.tokenizer(),
-                "reward_funcs": [near, brief],
-                **settings,
-            },
-        )
+        Spy(SimFleet(1), **given)
 
 
 def test_the_trainers_arguments_are_those_of_the_scheduler(cpu: Any, tmp_path: Path):
-    made = worker(
-        cpu,
-        tmp_path,
-        args={"temperature": 0.7, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.5},
-    )
-    config = made.config
+    args = {"temperature": 0.7, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.5}
+    config = worker(cpu, tmp_path, args=args).config
     assert (config.batch_groups, config.group_size, config.max_staleness) == (2, 4, 2)
     assert (config.sampling.temperature, config.sampling.top_k) == (0.7, 5)
     assert (config.sampling.min_p, config.sampling.max_new_tokens) == (0.1, 60)
     assert config.sampling.extra == {"repetition_penalty": 1.5}
-    stricter = SchedulerConfig(max_staleness=1)
-    assert worker(cpu, tmp_path, config=stricter).config.max_staleness == 1
-    evicting = SchedulerConfig(max_staleness=Staleness(2, rule="evict"))
-    kept = worker(cpu, tmp_path, config=evicting).config.max_staleness
-    assert kept == Staleness(2, rule="evict")
+    for stricter in (1, Staleness(2, rule="evict")):
+        own = SchedulerConfig(max_staleness=stricter)
+        assert worker(cpu, tmp_path, config=own).config.max_staleness == stricter
 
 
-def test_only_checkpoints_that_have_the_schedulers_state_can_be_resumed(cpu: Any, tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"has no aprilsched\.checkpoint"):
-        worker(cpu, tmp_path).restore(tmp_path)
-    (tmp_path / "aprilsched.checkpoint").touch()
-    with pytest.raises(ConfigError, match="set max_steps"):
-        worker(cpu, tmp_path, args={"max_steps": -1, "num_train_epochs": 2}).restore(tmp_path)
-
-
-def test_prompts_are_texts_or_conversations(cpu: Any, tmp_path: Path):
-    """A text is not put into the chat template, and its completion is a text."""
+def test_prompts_are_texts_or_conversations(cpu: Any, calling: Any, tmp_path: Path):
+    """A text is not put into the chat template, and its completion is a text. It has no tools."""
     seen: list[Any] = []
 
     def noted(prompts: list[Any], completions: list[Any], **_: Any) -> list[float]:
@@ -761,23 +740,16 @@ def test_prompts_are_texts_or_conversations(cpu: Any, tmp_path: Path):
         return [0.0] * len(prompts)
 
     data = [{"prompt": "w5 w6"}, {"prompt": [{"role": "user", "content": "w7"}]}]
-    with began(
-        worker(cpu, tmp_path, train_dataset=data, reward_funcs=noted, reward_weights=None)
-    ) as made:
+    made = worker(cpu, tmp_path, train_dataset=data, reward_funcs=noted, reward_weights=None)
+    with began(made):
         samples = [made.get() for _ in range(STEP)]
     begins = {tuple(s.input_ids[s.completion_mask == 0].tolist()) for s in samples}
     assert begins == {(5, 6), (3, 7, 4)}
     for prompt, completion in seen:
         assert isinstance(completion, str) == isinstance(prompt, str)
-
-
-async def add(days: int) -> str:
-    """Adds a day.
-
-    Args:
-        days: number of days.
-    """
-    return f"w{days + 1}"
+    made = worker(cpu, tmp_path, train_dataset=data, tools=[add], processing_class=calling)
+    with began(made), pytest.raises(ConfigError, match="only conversations have tools"):
+        made.get()
 
 
 class Weather:
@@ -881,53 +853,6 @@ def test_tools_and_environments_are_called_in_trls_own_loop(
         assert (sample.old_log_probs[sample.completion_mask == 0] == 0).all()
     assert calls > failures > 0
     assert Weather.made <= 2 * STEP * 3, "they are made once and reset often"
-
-
-def test_a_conversation_trains_with_tools(cpu: Any, model: Path, calling: Any, tmp_path: Path):
-    made = worker(
-        cpu,
-        tmp_path,
-        args={"max_tool_calling_iterations": 2, "max_steps": 2},
-        processing_class=calling,
-        environment_factory=Weather,
-        reward_funcs=[],
-        reward_weights=None,
-    )
-    trainer = train(made, model)
-    assert trainer.state.global_step == 2
-    assert logged(trainer, "tools/call_frequency")
-    assert len(conversations(made)) <= 4 * STEP
-
-
-@pytest.mark.parametrize(
-    ("given", "why"),
-    [
-        ({"sessions": {"branches": "all"}}, "takes one sequence for each rollout"),
-        ({"environment_factory": dict}, "has no reset"),
-        ({"reward_weights": [1.0, 2.0]}, "2 numbers for 1 reward functions"),
-    ],
-)
-def test_tools_that_cannot_be_are_refused(
-    cpu: Any, calling: Any, tmp_path: Path, given: dict[str, Any], why: str
-):
-    with pytest.raises(ConfigError, match=why):
-        worker(
-            cpu,
-            tmp_path,
-            processing_class=calling,
-            **{"tools": [add], "reward_funcs": near, "reward_weights": None, **given},
-        )
-
-
-def test_a_text_has_no_tools(cpu: Any, calling: Any, tmp_path: Path):
-    data = [{"prompt": "w5 w6"}]
-    with (
-        began(
-            worker(cpu, tmp_path, train_dataset=data, processing_class=calling, tools=[add])
-        ) as made,
-        pytest.raises(ConfigError, match="only conversations have tools"),
-    ):
-        made.get()
 
 
 def test_a_response_with_a_part_for_reasoning_is_taken_apart_as_by_trl(cpu: Any, tmp_path: Path):

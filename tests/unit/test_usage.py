@@ -75,22 +75,6 @@ def test_a_batch_from_prefill_to_its_tail():
     assert written.parts() == {"prefill": 1, "decode": 2 + 2, "tail": 2}
 
 
-def test_a_ready_batch_waits_for_the_trainer():
-    written = WrittenRun()
-    written.tell(*launch())
-    written.after(1, received(0), received(1), *ended(0), *ended(1), *delivered())
-    written.after(5, BATCH_ASKED)
-    assert written.parts() == {"prefill": 1, "trainer": 5}
-
-
-def test_a_batch_waits_for_prompts():
-    written = WrittenRun()
-    written.tell(of.PromptsRequested(count=1))
-    written.after(3, of.PromptsReceived(prompts=1), *launch(size=1))
-    written.after(1, received(0))
-    assert written.parts() == {"prompts": 3, "prefill": 1}
-
-
 def test_a_source_that_has_ended_leaves_slots_empty():
     written = WrittenRun()
     written.tell(of.PromptsRequested(count=1), of.PromptsReceived(prompts=1, last=True))
@@ -172,15 +156,6 @@ def test_a_refit_whose_caller_was_cancelled_is_a_pause_until_its_last_engine_has
     assert seconds["trainer"] == 0
 
 
-def test_an_engine_paused_between_batches_waits_for_the_trainer():
-    written = WrittenRun()
-    written.tell(*launch(), received(0), received(1), *ended(0), *ended(1), *delivered())
-    written.tell(*PAUSED)
-    written.after(7, BATCH_ASKED, CONTINUED[0])
-    written.after(1, CONTINUED[1])
-    assert written.parts() == {"trainer": 7, "pause": 1}
-
-
 def test_an_engine_that_has_nothing_waits_for_the_trainer_unpaused():
     written = WrittenRun("a", "b")
     written.tell(*launch(), *launch(group_id=1), *(received(i) for i in (0, 1, 10, 11)))
@@ -190,33 +165,12 @@ def test_an_engine_that_has_nothing_waits_for_the_trainer_unpaused():
     assert written.parts("b") == {"trainer": 7, "tail": 1}
 
 
-def test_an_asynchronous_pace_has_tails_while_the_trainer_trains():
-    written = WrittenRun()
-    written.tell(*launch(), received(0), received(1), *ended(0), *ended(1), *delivered())
-    # What is begun before anybody asks shows which pace it is.
-    written.tell(*launch(group_id=1), received(10), received(11), *ended(10, 1))
-    written.after(2, *ended(11, 1), of.GroupAccepted(group_id=1))
-    written.after(3)
-    assert written.parts() == {"decode": 1, "tail": 1, "trainer": 3}
-
-
 def test_an_adapter_is_loaded_while_requests_run():
     written = WrittenRun()
     written.tell(*launch(), received(0), received(1), of.UpdateBegun(version=1, adapter=True))
     written.tell(of.RefitBegun(version=1, engines=("a",), adapter=True))
     written.after(2, of.EngineRefitted(engine="a", version=1))
     assert written.parts() == {"decode": 2}
-
-
-def test_an_engine_asleep():
-    written = WrittenRun()
-    both, weights, cache = ("kv_cache", "weights"), ("weights",), ("kv_cache",)
-    written.tell(*PAUSED, *changed("a", "paused", "releasing", "paused", tags=both))
-    written.after(5, *changed("a", "paused", "waking", "paused", tags=weights))
-    written.after(1, *changed("a", "paused", "waking", "paused", tags=cache))
-    written.after(0.5, *CONTINUED)
-    written.after(1)
-    assert written.parts() == {"asleep": 6, "pause": 0.5, "tail": 1}
 
 
 def test_an_engine_that_is_lost_and_comes_back():
@@ -239,23 +193,6 @@ def test_an_engine_that_joins_late_is_counted_from_then_on():
     written.parts("a")
     assert written.engines["b"].wall == pytest.approx(3)
     assert written.engines["b"].parts["lost"] == pytest.approx(1)
-
-
-def test_episodes_that_are_with_their_tools():
-    written = WrittenRun()
-    written.tell(facts.launched(0, 0, 1))
-    for i in (0, 1):
-        begun = of.TurnBegun(rollout_id=i, prompt_tokens=2)
-        written.tell(of.EpisodeStarted(rollout_id=i), begun, sent(i), received(i))
-    answered = of.TurnEnded(rollout_id=0, tokens=1, finish_reason="stop")
-    written.after(2, of.AttemptEnded(request_id=0, outcome="finished"), answered)
-    written.after(4, of.TurnBegun(rollout_id=0, prompt_tokens=2), sent(0))
-    written.after(1, received(0))
-    assert written.parts() == {
-        "decode": 2 + 2 + 0.5,
-        "environment": 2,
-        "prefill": 0.5,
-    }
 
 
 def test_a_late_chunk_shows_that_most_of_the_wait_was_decoding():

@@ -360,19 +360,6 @@ def pipe(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_file_says_how_many_lines_it_misses_for_either_reason(pipe: Path):
-    writer = file_writer(pipe, max_bytes=10, close_seconds=0.01)
-    for _ in range(4):
-        writer.put(b"a\n" * 5)
-    writer.close()
-    assert writer.error is not None
-    before, after = writer.error.split("; ")
-    assert before.endswith("lines within 0.01 s")
-    assert after.endswith("dropped, because the disk was too slow for them")
-    assert sum(int(word) for word in writer.error.split() if word.isdigit()) == 20
-    pipe.read_bytes()
-
-
 def test_nothing_is_written_that_came_after_the_end_that_could_not_wait(pipe: Path):
     writer = file_writer(pipe, close_seconds=0.01)
     writer.put(b"1\n")

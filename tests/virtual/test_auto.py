@@ -6,7 +6,6 @@ import asyncio
 import logging
 import math
 import os
-import threading
 from dataclasses import replace
 from functools import cache, partial
 from inspect import getdoc
@@ -68,18 +67,6 @@ class Watching(Checking):
         self.asked += isinstance(command, do.Plan)
 
 
-class Naming(Planner):
-    """A planner that always chooses waves of three batches, and records its thread."""
-
-    def __init__(self, *, inline: bool) -> None:
-        super().__init__(inline=inline)
-        self.threads: list[threading.Thread] = []
-
-    def plan(self, command: do.Plan, config: SchedulerConfig) -> Schedule:
-        self.threads.append(threading.current_thread())
-        return Schedule(over_provision=FixedRatio(ratio=3.0), refill=Wave(), why="as told")
-
-
 def scheduler(
     planner: Planner,
     watching: Watching,
@@ -132,11 +119,11 @@ def test_the_planner_knows_the_length_of_prompts_when_nothing_is_in_flight() -> 
 @pytest.mark.parametrize(
     ("straggler", "pace"),
     [
-        ("retract", "synchronous"),
-        ("in_place", "asynchronous"),
         ("abort", "synchronous"),
         ("run", "asynchronous"),
         ("choose", "synchronous"),
+        pytest.param("retract", "synchronous", marks=pytest.mark.long),
+        pytest.param("in_place", "asynchronous", marks=pytest.mark.long),
     ],
 )
 async def test_the_schedule_changes_and_everything_is_delivered_once(straggler: str, pace: str):
@@ -164,15 +151,6 @@ async def test_the_schedule_changes_and_everything_is_delivered_once(straggler: 
     for rollout in (rollout for batch in batches for rollout in batch.rollouts):
         assert rollout.versions_exact
         assert len(rollout.token_ids) == len(rollout.logprobs) == len(rollout.versions)
-
-
-async def test_an_inline_plan_is_in_force_before_the_batch_is_handed_over() -> None:
-    planner = Naming(inline=True)
-    async with scheduler(planner, Watching()) as rollouts:
-        await rollouts.next_batch()
-        assert rollouts.state.plan.schedule.why == "as told"
-        assert rollouts.state.plan.target_groups == 12
-    assert planner.threads == [threading.current_thread()]
 
 
 async def test_a_plan_is_made_in_a_process_beside_the_run() -> None:

@@ -13,11 +13,9 @@ import pytest
 from aprilsched import (
     Batch,
     Group,
-    LongTailWorkload,
     Prompt,
     Rollout,
     RolloutScheduler,
-    SchedulerConfig,
     SimFleet,
     SimPublisher,
     Turn,
@@ -28,6 +26,7 @@ from aprilsched.core.messages.commands import Command
 from aprilsched.core.messages.events import Event
 from aprilsched.core.messages.facts import Fact, GroupLaunched
 from aprilsched.engines.sim import run_virtual
+from tests.support import small
 
 GROUPS, SIZE, RATIO, READY, CAP = 4, 4, 2, 2, 600
 FLYING = RATIO * GROUPS * SIZE
@@ -76,21 +75,14 @@ Program = Callable[[RolloutScheduler, Watching], Awaitable[list[Batch]]]
 
 
 def run(program: Program, *, changes: dict[str, Any] | None = None, **parts: Any) -> Outcome:
-    values: dict[str, Any] = {
-        "batch_groups": GROUPS,
-        "group_size": SIZE,
-        "over_provision": float(RATIO),
-        "pace": "asynchronous",
-        "refill": Pool(together=1),
-        "ready_batches": READY,
-    }
+    values = {"pace": "asynchronous", "refill": Pool(together=1), "ready_batches": READY}
     watching = Watching()
 
     async def main() -> Outcome:
         scheduler = RolloutScheduler(
             SimFleet(2),
-            LongTailWorkload(median=60, sigma=0.9, cap=CAP, group_size=SIZE, seed=3),
-            config=SchedulerConfig(**{**values, **(changes or {})}),
+            small.workload(),
+            config=small.config(**{**values, **(changes or {})}),
             listeners=[watching],
             **parts,
         )

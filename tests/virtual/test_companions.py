@@ -34,7 +34,7 @@ from aprilsched import (
     SqliteStore,
     Turn,
 )
-from aprilsched.companions import Companion, Rows, routed_experts, top_logprobs
+from aprilsched.companions import Companion, routed_experts, top_logprobs
 from aprilsched.config import Retries
 from aprilsched.core.policies.straggler import BEHAVIOURS
 from aprilsched.engines.base import Capabilities, Chunk, GenerationRequest
@@ -202,17 +202,6 @@ async def test_branches_have_the_rows_of_the_passes_that_sampled_their_tokens() 
     assert several > 3
 
 
-async def test_an_episode_has_rows_for_every_turn() -> None:
-    scheduler = RolloutScheduler(SimFleet(2), workload(), config=config(), episode=episode)
-    environment = 0
-    async with scheduler as rollouts:
-        async for batch in batches(rollouts, 4):
-            for rollout in batch.rollouts:
-                check_rows(rollout)
-                environment += int((rollout.versions == NO_VERSION).sum())
-    assert environment > 100
-
-
 async def test_prompts_choose_among_the_companions_of_the_run(tmp_path: Path) -> None:
     def asked() -> Iterator[Prompt]:
         for number, prompt in enumerate(workload()):
@@ -347,12 +336,3 @@ def test_a_companion_is_written_as_a_string_or_a_table() -> None:
     assert config_of(table_of(asked)).companions == asked.companions
     with pytest.raises(ConfigError, match="give each name once"):
         SchedulerConfig(companions=("sampling_mask", "sampling_mask"))
-
-
-def test_ragged_rows_are_cut_and_joined() -> None:
-    rows = Rows.ragged([[1, 2], [], [3], [4, 5, 6]], "int32")
-    assert [rows.row(index).tolist() for index in range(4)] == [[1, 2], [], [3], [4, 5, 6]]
-    joined = Rows.join([rows.part(2), rows.part(0, 2), rows.part(1, 1)])
-    assert [joined.row(index).tolist() for index in range(4)] == [[3], [4, 5, 6], [1, 2], []]
-    with pytest.raises(OverflowError):
-        Rows.ragged([[300]], "uint8")

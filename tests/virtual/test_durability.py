@@ -113,11 +113,11 @@ def left_behind(store: SqliteStore, to: Path) -> None:
     ("pace", "refill"),
     [
         ("synchronous", "wave"),
-        ("synchronous", "pool"),
         ("synchronous", "buckets"),
         ("synchronous", "tail"),
-        ("asynchronous", "wave"),
         ("asynchronous", "pool"),
+        pytest.param("synchronous", "pool", marks=pytest.mark.long),
+        pytest.param("asynchronous", "wave", marks=pytest.mark.long),
     ],
 )
 async def test_a_run_goes_on_from_wherever_it_was_killed(tmp_path: Path, pace: str, refill: str):

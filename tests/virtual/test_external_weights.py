@@ -74,12 +74,14 @@ class Calls(ProtocolListener):
 
 @asynccontextmanager
 async def running(
-    fleet: SimFleet, calls: Calls | None = None, **changes: object
-) -> AsyncGenerator[RolloutScheduler]:
+    calls: Calls | None = None, **changes: object
+) -> AsyncGenerator[tuple[RolloutScheduler, Sequence[SimEngine]]]:
+    """A scheduler, and its two engines."""
+    fleet, listeners = SimFleet(2), [] if calls is None else [calls]
     async with RolloutScheduler(
-        fleet, prompts(), config=config(**changes), listeners=[] if calls is None else [calls]
+        fleet, prompts(), config=config(**changes), listeners=listeners
     ) as rollouts:
-        yield rollouts
+        yield rollouts, fleet.engines
 
 
 async def move(
@@ -139,13 +141,13 @@ def versions(batches: Sequence[Batch]) -> set[int]:
 
 
 async def test_a_trainer_that_updates_between_two_batches_says_so_afterwards():
-    fleet, calls = SimFleet(2), Calls()
-    async with running(fleet, calls, straggler="abort") as rollouts:
+    calls = Calls()
+    async with running(calls, straggler="abort") as (rollouts, engines):
         batches: list[Batch] = []
         for version in (1, 2, 5):
             batches.append(await rollouts.next_batch())
             made = len(calls.made)
-            await move(fleet.engines, version)
+            await move(engines, version)
             report = await rollouts.update_weights(ExternalWeights(), version=version)
             assert (report.version, report.quarantined) == (version, {})
             assert calls.made[made:] == []
@@ -161,12 +163,11 @@ async def test_a_trainer_that_updates_between_two_batches_says_so_afterwards():
 async def test_requests_that_the_foreign_pause_met_are_carried_over_three_updates(
     straggler: str, pace: str
 ):
-    fleet = SimFleet(2)
-    async with running(fleet, straggler=straggler, pace=pace) as rollouts:
+    async with running(straggler=straggler, pace=pace) as (rollouts, engines):
         batches: list[Batch] = []
         for version in (1, 2, 3):
             batches.append(await rollouts.next_batch())
-            await move(fleet.engines, version, seconds=0.2)
+            await move(engines, version, seconds=0.2)
             await rollouts.update_weights(ExternalWeights(), version=version)
             assert set(rollouts.state.weights.versions.engines.values()) == {version}
         for _ in range(3):
@@ -176,21 +177,19 @@ async def test_requests_that_the_foreign_pause_met_are_carried_over_three_update
 
 
 async def test_a_label_that_comes_a_little_later_is_waited_for():
-    fleet = SimFleet(2)
-    async with running(fleet) as rollouts:
+    async with running() as (rollouts, engines):
         await rollouts.next_batch()
         async with asyncio.TaskGroup() as group:
             update = group.create_task(rollouts.update_weights(ExternalWeights(), version=1))
             await asyncio.sleep(3)
-            await move(fleet.engines, 1)
+            await move(engines, 1)
         assert not update.result().quarantined
         batch = await rollouts.next_batch()
         assert batch.version == 1
 
 
 async def test_a_version_that_no_engine_has_is_refused_and_the_run_goes_on():
-    fleet = SimFleet(2)
-    async with running(fleet) as rollouts:
+    async with running() as (rollouts, _):
         batches = [await rollouts.next_batch()]
         with pytest.raises(RefitError, match="has version 0 and not 7; use label=True"):
             await rollouts.update_weights(ExternalWeights(timeout_s=0), version=7)
@@ -202,13 +201,12 @@ async def test_a_version_that_no_engine_has_is_refused_and_the_run_goes_on():
 def test_a_trainer_that_sets_no_label_has_it_set_and_the_requests_in_flight_are_inexact(
     caplog: pytest.LogCaptureFixture,
 ):
-    fleet = SimFleet(2)
 
     async def main() -> None:
-        async with running(fleet, pace="asynchronous") as rollouts:
+        async with running(pace="asynchronous") as (rollouts, engines):
             await rollouts.next_batch()
             # The weights are those of version 1, and the label stays that of version 0.
-            await move(fleet.engines, 0, key=weights_key_of_version(1))
+            await move(engines, 0, key=weights_key_of_version(1))
             there = set(rollouts.state.in_flight.rollouts)
             await rollouts.update_weights(ExternalWeights(label=True), version=1)
             batches = [await rollouts.next_batch() for _ in range(6)]
@@ -230,8 +228,7 @@ def test_a_trainer_that_sets_no_label_has_it_set_and_the_requests_in_flight_are_
 
 
 async def test_it_is_refused_in_a_sleep_in_which_only_the_scheduler_may_wake_the_engines():
-    fleet = SimFleet(1)
-    async with running(fleet) as rollouts:
+    async with running() as (rollouts, _):
         await rollouts.next_batch()
         async with rollouts.asleep():
             with pytest.raises(ConfigError, match="the engines are asleep"):
@@ -260,14 +257,13 @@ async def load(engines: Sequence[SimEngine], version: int, *, seconds: float = 0
 async def test_the_trainer_loads_in_a_block_in_which_the_engines_are_paused(
     straggler: str, pace: str
 ):
-    fleet = SimFleet(2)
-    async with running(fleet, straggler=straggler, pace=pace) as rollouts:
+    async with running(straggler=straggler, pace=pace) as (rollouts, engines):
         batches: list[Batch] = []
         for version in (1, 2, 4):
             batches.append(await rollouts.next_batch())
-            async with rollouts.paused_for_weights(version=version) as engines:
-                assert engines == ("sim-0", "sim-1")
-                await load(fleet.engines, version)
+            async with rollouts.paused_for_weights(version=version) as paused:
+                assert paused == ("sim-0", "sim-1")
+                await load(engines, version)
             assert rollouts.version == version
         for _ in range(3):
             batches.append(await rollouts.next_batch())
@@ -276,15 +272,14 @@ async def test_the_trainer_loads_in_a_block_in_which_the_engines_are_paused(
 
 
 async def test_pause_and_continue_may_be_two_functions():
-    fleet = SimFleet(2)
-    async with running(fleet) as rollouts:
+    async with running() as (rollouts, engines):
         await rollouts.next_batch()
         handshake = Handshake(label=True)
         update = asyncio.create_task(rollouts.update_weights(handshake))
         with pytest.raises(ConfigError, match="the engines are not paused yet"):
             handshake.done()
         assert await handshake.paused() == ("sim-0", "sim-1")
-        for engine in fleet.engines:  # without a label, so under the old version
+        for engine in engines:  # without a label, so under the old version
             await engine.refit(0, weights_key_of_version(1))
         handshake.done()
         assert (await update).version == 1
@@ -295,11 +290,10 @@ async def test_pause_and_continue_may_be_two_functions():
 
 
 async def test_inside_of_a_sleep_the_engines_have_the_memory_of_their_weights():
-    fleet = SimFleet(2)
-    async with running(fleet) as rollouts:
+    async with running() as (rollouts, engines):
         batches = [await rollouts.next_batch()]
         async with rollouts.asleep(), rollouts.paused_for_weights():
-            for engine in fleet.engines:
+            for engine in engines:
                 assert await engine.released() == {"kv_cache"}
                 await engine.refit(1)
         batches.append(await rollouts.next_batch())
@@ -318,14 +312,13 @@ async def take_all(rollouts: RolloutScheduler, batches: list[Batch]) -> None:
 
 @pytest.mark.parametrize("moved", [0, 1, 2])
 async def test_a_trainer_that_raises_leaves_engines_that_only_the_next_update_repairs(moved: int):
-    fleet = SimFleet(2)
 
     async def fail(rollouts: RolloutScheduler) -> None:
         async with rollouts.paused_for_weights():
-            await load(fleet.engines[:moved], 1)
+            await load(engines[:moved], 1)
             raise Failing
 
-    async with running(fleet, pace="asynchronous") as rollouts:
+    async with running(pace="asynchronous") as (rollouts, engines):
         batches = [await rollouts.next_batch()]
         with pytest.raises(Failing):
             await fail(rollouts)
@@ -334,14 +327,13 @@ async def test_a_trainer_that_raises_leaves_engines_that_only_the_next_update_re
         with pytest.raises(RefitError, match="no engine has the fleet's weights"):
             await take_all(rollouts, batches)  # what was complete before is delivered
         async with rollouts.paused_for_weights():
-            await load(fleet.engines, 1)
+            await load(engines, 1)
         batches.append(await rollouts.next_batch())
         check_whole(rollouts, batches)
 
 
 async def test_a_trainer_that_never_says_done_is_given_up():
-    fleet = SimFleet(2)
-    async with running(fleet, timeouts=Timeouts(refit_s=30.0)) as rollouts:
+    async with running(timeouts=Timeouts(refit_s=30.0)) as (rollouts, engines):
         batches = [await rollouts.next_batch()]
         with pytest.raises(RefitError, match="the publisher did not finish within 30 s"):
             async with rollouts.paused_for_weights():
@@ -354,34 +346,32 @@ async def test_a_trainer_that_never_says_done_is_given_up():
         with pytest.raises(RefitError, match="the update of this handshake is over"):
             handshake.fail(Failing())
         async with rollouts.paused_for_weights():
-            await load(fleet.engines, 1)
+            await load(engines, 1)
         batches.append(await rollouts.next_batch())
         check_whole(rollouts, batches)
 
 
 async def test_one_engine_that_the_trainer_did_not_load_stands_by_with_inconsistent_weights():
-    fleet = SimFleet(2)
-    async with running(fleet) as rollouts:
+    async with running() as (rollouts, engines):
         batches = [await rollouts.next_batch()]
         async with rollouts.paused_for_weights():
-            await load(fleet.engines[1:], 1)
+            await load(engines[1:], 1)
         assert rollouts.state.weights.versions.engines == {"sim-1": 1}
         assert rollouts.state.fleet.control.standby["sim-0"].inconsistent
         batches.append(await rollouts.next_batch())
         async with rollouts.paused_for_weights():
-            await load(fleet.engines, 2)
+            await load(engines, 2)
         batches.append(await rollouts.next_batch())
         assert rollouts.state.weights.versions.engines == {"sim-0": 2, "sim-1": 2}
         check_whole(rollouts, batches)
 
 
 async def test_a_label_of_another_version_is_not_taken():
-    fleet = SimFleet(2)
-    async with running(fleet) as rollouts:
+    async with running() as (rollouts, engines):
         await rollouts.next_batch()
         with pytest.raises(RefitError, match="has version 3 and not 1"):
             async with rollouts.paused_for_weights(version=1):
-                await load(fleet.engines, 3)
+                await load(engines, 3)
         async with rollouts.paused_for_weights(version=3):
             pass  # the engines have it already
         await rollouts.next_batch()
@@ -393,34 +383,32 @@ async def test_a_label_of_another_version_is_not_taken():
 async def test_an_engine_that_dies_while_the_trainer_loads_costs_nothing(back: bool, label: bool):
     """If it is back at once, its weights are those that it was first started with, whatever label
     it is given."""
-    fleet = SimFleet(2)
-    async with running(fleet) as rollouts:
+    async with running() as (rollouts, engines):
         batches = [await rollouts.next_batch()]
         async with rollouts.paused_for_weights(label=label):
-            fleet.engines[0].crash()
+            engines[0].crash()
             if back:
-                await fleet.engines[0].restart()
-            await load(fleet.engines[1:], 1)
+                await engines[0].restart()
+            await load(engines[1:], 1)
         assert rollouts.state.weights.versions.engines == {"sim-1": 1}
         batches.append(await rollouts.next_batch())
         if not back:
-            await fleet.engines[0].restart()
+            await engines[0].restart()
         await asyncio.sleep(200)
         async with rollouts.paused_for_weights(label=label):
-            await load(fleet.engines, 2)
+            await load(engines, 2)
         batches.append(await rollouts.next_batch())
         assert rollouts.state.weights.versions.engines == {"sim-0": 2, "sim-1": 2}
         check_whole(rollouts, batches)
 
 
 async def test_a_trainer_that_is_cancelled_before_the_pause_changes_nothing():
-    fleet = SimFleet(2)
 
     async def block(rollouts: RolloutScheduler) -> None:
         async with rollouts.paused_for_weights():
             raise AssertionError("the engines were paused")
 
-    async with running(fleet, straggler="run", pace="asynchronous") as rollouts:
+    async with running(straggler="run", pace="asynchronous") as (rollouts, _):
         batches = [await rollouts.next_batch()]
         with pytest.raises(TimeoutError):  # the stragglers have not ended by then
             await asyncio.wait_for(block(rollouts), 0.1)
@@ -431,27 +419,25 @@ async def test_a_trainer_that_is_cancelled_before_the_pause_changes_nothing():
 
 @pytest.mark.parametrize("step", range(12))
 async def test_a_trainer_that_is_cancelled_at_any_moment_can_go_on_with_the_next_update(step: int):
-    fleet = SimFleet(2)
 
     async def block(rollouts: RolloutScheduler) -> None:
         async with rollouts.paused_for_weights(version=1):
-            await load(fleet.engines, 1, seconds=0.004)
+            await load(engines, 1, seconds=0.004)
 
-    async with running(fleet) as rollouts:
+    async with running() as (rollouts, engines):
         batches = [await rollouts.next_batch()]
         with suppress(TimeoutError):
             async with asyncio.timeout(step * 0.001):
                 await block(rollouts)
         version = 1 if rollouts.version == 0 else 2
         async with rollouts.paused_for_weights(version=version):
-            await load(fleet.engines, version)
+            await load(engines, version)
         batches.append(await rollouts.next_batch())
         check_whole(rollouts, batches)
 
 
 async def test_who_waits_for_the_pause_hears_of_an_update_that_was_refused():
-    fleet = SimFleet(1)
-    async with running(fleet) as rollouts:
+    async with running() as (rollouts, _):
         await rollouts.next_batch()
         handshake = Handshake()
         waiting = asyncio.create_task(handshake.paused())
@@ -473,11 +459,10 @@ async def test_who_waits_for_the_pause_hears_of_an_update_that_was_refused():
 async def test_engines_that_the_trainer_has_continued_are_paused_again_for_the_next_update(
     straggler: str,
 ):
-    fleet = SimFleet(2)
-    async with running(fleet, straggler=straggler) as rollouts:
+    async with running(straggler=straggler) as (rollouts, engines):
         for version in (1, 3, 5):
             await rollouts.next_batch()
-            await move(fleet.engines, version)
+            await move(engines, version)
             await rollouts.update_weights(ExternalWeights(), version=version)
             await rollouts.update_weights(SimPublisher(), version=version + 1)
             assert set(rollouts.state.weights.versions.engines.values()) == {version + 1}
@@ -504,15 +489,15 @@ async def until_at(rollouts: RolloutScheduler, version: int) -> None:
 )
 async def test_foreign_updates_are_followed_without_a_word(straggler: str, pace: str):
     """They come when batches are complete, and in the middle of them."""
-    fleet, calls = SimFleet(2), Calls()
+    calls = Calls()
 
     async def trainer() -> None:
         for version in (1, 2, 5, 6):
             await asyncio.sleep(1.5)
-            await move(fleet.engines, version, seconds=0.7)
+            await move(engines, version, seconds=0.7)
 
     changes = {"straggler": straggler, "pace": pace, "follow_weights": True}
-    async with running(fleet, calls, **changes) as rollouts, asyncio.TaskGroup() as group:
+    async with running(calls, **changes) as (rollouts, engines), asyncio.TaskGroup() as group:
         moving = group.create_task(trainer())
         batches: list[Batch] = []
         while not moving.done():
@@ -527,12 +512,14 @@ async def test_foreign_updates_are_followed_without_a_word(straggler: str, pace:
 
 async def test_a_fleet_that_waits_for_the_next_version_is_watched():
     """With this bound nothing is launched before the next version, so no token shows it."""
-    fleet = SimFleet(2)
-    async with running(fleet, straggler="abort", follow_weights=True, max_staleness=0) as rollouts:
+    async with running(straggler="abort", follow_weights=True, max_staleness=0) as (
+        rollouts,
+        engines,
+    ):
         batches: list[Batch] = []
         for version in (1, 2, 3):
             batches.append(await rollouts.next_batch())
-            await move(fleet.engines, version)
+            await move(engines, version)
             await until_at(rollouts, version)
         batches.append(await rollouts.next_batch())
         assert [batch.version for batch in batches] == [0, 1, 2, 3]

@@ -31,6 +31,7 @@ from aprilsched.config import Groups, Samples, Stop, Tokens
 from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import ConfigError
 from aprilsched.planning import Planner
+from tests.support import small
 from tests.support.driver import Driver, config
 
 SIZES = (1, None, 5)
@@ -71,11 +72,10 @@ def check(batches: list[Batch]) -> None:
 async def run(
     count: int, settings: dict[str, Any], *, updates: bool = True, **arguments: Any
 ) -> list[Batch]:
-    values: dict[str, Any] = {"batch_groups": 4, "group_size": USUAL, "over_provision": 2.0}
     scheduler = RolloutScheduler(
         SimFleet(2),
         prompts(),
-        config=SchedulerConfig(**{**values, **settings}),
+        config=small.config(**{"group_size": USUAL, **settings}),
         planner=Planner(inline=True),
         **arguments,
     )

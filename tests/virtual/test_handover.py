@@ -27,7 +27,7 @@ from aprilsched import (
 )
 from aprilsched.config import LengthBuckets, Staleness
 from aprilsched.core.invariants import check as check_invariants
-from aprilsched.core.messages.commands import Command, Offer, WithdrawOffer
+from aprilsched.core.messages.commands import Command, Offer
 from aprilsched.core.messages.events import Event, UpdateRequested
 from aprilsched.core.policies.staleness import StalenessRule
 from aprilsched.core.state.saved import Snapshot
@@ -277,27 +277,6 @@ def test_a_batch_that_nobody_took_before_the_end_is_there_after_it():
 
     offered = run_virtual(first())
     assert run_virtual(second()) == ([0, 1], offered)
-
-
-async def test_listeners_see_an_offer_come_and_go():
-    seen: list[tuple[str, int]] = []
-
-    class Listening(Cancelling):
-        def on_command(self, command: Command, now: float) -> None:
-            super().on_command(command, now)
-            if isinstance(command, Offer):
-                seen.append(("offer", command.offered.index))
-            elif isinstance(command, WithdrawOffer):
-                seen.append(("withdraw", command.index))
-            elif type(command).__name__ == "Deliver":
-                seen.append(("deliver", command.batch.index))  # type: ignore[attr-defined]
-
-    listening = Listening()
-    async with scheduler(listeners=(listening,)) as rollouts:
-        await listening.cut_off(rollouts)
-        await rollouts.update_weights(SimPublisher())
-        await rollouts.next_batch()
-    assert seen == [("offer", 0), ("withdraw", 0), ("offer", 0), ("deliver", 0)]
 
 
 # --- acknowledged when it is safe -------------------------------------------------------------

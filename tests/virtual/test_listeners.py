@@ -10,11 +10,6 @@ import pytest
 
 from aprilsched import (
     Batch,
-    LongTailWorkload,
-    RolloutScheduler,
-    SchedulerConfig,
-    SimFleet,
-    SimPublisher,
 )
 from aprilsched.coordinator import live_bias, replanning
 from aprilsched.core.messages.commands import Command, Deliver, Send
@@ -27,11 +22,12 @@ from aprilsched.core.messages.facts import (
     TokensReceived,
 )
 from aprilsched.driver import listeners
-from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import InvariantViolation
-from aprilsched.telemetry.base import AnyListener, TokenChunks
+from aprilsched.telemetry.base import TokenChunks
+from tests.support.small import driven
 
 BATCHES = 4
+"""Batches of a run of `driven`."""
 
 
 class Counting:
@@ -90,24 +86,6 @@ class Bulk(Recording):
             raise self._error
 
 
-def run(told: Sequence[AnyListener], **changes: object) -> list[Batch]:
-    values: dict[str, object] = {"batch_groups": 4, "group_size": 4, "over_provision": 2.0}
-    config = SchedulerConfig(**{**values, **changes})  # type: ignore[arg-type]
-    workload = LongTailWorkload(median=60, sigma=0.9, cap=600, group_size=4, seed=3)
-
-    async def main() -> list[Batch]:
-        batches: list[Batch] = []
-        async with RolloutScheduler(
-            SimFleet(1), workload, config=config, listeners=told
-        ) as rollouts:
-            for _ in range(BATCHES):
-                batches.append(await rollouts.next_batch())
-                await rollouts.update_weights(SimPublisher())
-        return batches
-
-    return run_virtual(main())
-
-
 def lengths(batches: Sequence[Batch]) -> list[list[int]]:
     return [[len(rollout) for rollout in batch.rollouts] for batch in batches]
 
@@ -118,8 +96,8 @@ def test_one_that_raises_is_told_no_more_and_the_run_goes_on(
 ) -> None:
     broken, sound = Counting(at, RuntimeError("a disk on fire")), Counting()
     with caplog.at_level(logging.ERROR, logger="aprilsched"):
-        batches = run([broken, sound])
-    assert lengths(batches) == lengths(run([]))
+        batches = driven([broken, sound])
+    assert lengths(batches) == lengths(driven([]))
     assert broken.met == 3
     assert broken.facts < sound.facts
     (record,) = caplog.records
@@ -141,20 +119,20 @@ def test_listeners_of_our_own_are_no_exception(
 
     monkeypatch.setattr(kind, method, broken)
     with caplog.at_level(logging.ERROR, logger="aprilsched"):
-        assert len(run([], over_provision="auto")) == BATCHES
+        assert len(driven([], over_provision="auto")) == BATCHES
     assert [kind.__name__ in record.getMessage() for record in caplog.records] == [True]
 
 
 def test_chunks_in_bulk_come_in_the_same_order() -> None:
     one_by_one, bulk = Recording(), Bulk()
-    run([one_by_one, bulk])
+    driven([one_by_one, bulk])
     assert bulk.told == one_by_one.told
     assert max(bulk.sizes) > 1
 
 
 def test_the_protocol_can_be_watched_beside_the_facts() -> None:
     hearing, watching = Recording(), Watching()
-    run([hearing, watching])
+    driven([hearing, watching])
     kinds = Counter(type(fact) for fact, _ in hearing.told)
     assert watching.commands[Send] == kinds[AttemptSent] > 0
     assert watching.commands[Deliver] == kinds[BatchDelivered] == BATCHES
@@ -165,7 +143,7 @@ def test_the_protocol_can_be_watched_beside_the_facts() -> None:
 def test_one_that_raises_in_bulk_is_told_no_more(caplog: pytest.LogCaptureFixture) -> None:
     broken, sound = Bulk(RuntimeError("a disk on fire")), Bulk()
     with caplog.at_level(logging.ERROR, logger="aprilsched"):
-        run([broken, sound])
+        driven([broken, sound])
     assert len(broken.sizes) == 3
     assert broken.told == sound.told[: len(broken.told)]
     assert ["Bulk raised" in record.getMessage() for record in caplog.records] == [True]
@@ -185,7 +163,7 @@ def test_no_chunk_is_held_for_long() -> None:
 def test_a_violated_invariant_ends_the_run() -> None:
     """The listener found the error and did not make it."""
     with pytest.raises(InvariantViolation, match="incomplete"):
-        run([Counting(AttemptEnded, InvariantViolation("a group is incomplete"))])
+        driven([Counting(AttemptEnded, InvariantViolation("a group is incomplete"))])
 
 
 class Clock:
@@ -213,7 +191,7 @@ def test_one_that_holds_the_loop_up_is_named_once(
     slow = Clock(seconds)
     monkeypatch.setattr(listeners, "time", slow)
     with caplog.at_level(logging.WARNING, logger="aprilsched"):
-        run([slow, Counting()])
+        driven([slow, Counting()])
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == named
     assert all("Clock has held the event loop up" in message for message in messages)
@@ -231,7 +209,7 @@ def test_one_of_the_library_is_never_named(
 ) -> None:
     slow = OfTheLibrary(1.5)
     monkeypatch.setattr(listeners, "time", slow)
-    run([slow])
+    driven([slow])
     assert slow.perf_counter() > 1.5
     assert not caplog.records
 

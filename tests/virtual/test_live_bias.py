@@ -7,19 +7,19 @@ from typing import Any
 
 import pytest
 
-from aprilsched import LongTailWorkload, RolloutScheduler, SchedulerConfig, SimFleet, SimPublisher
+from aprilsched import RolloutScheduler, SchedulerConfig, SimFleet, SimPublisher
 from aprilsched.blocking import RolloutScheduler as BlockingScheduler
 from aprilsched.config import Staleness
 from aprilsched.coordinator import BiasNow
 from aprilsched.engines.sim import run_virtual
+from tests.support import small
 
-WORKLOAD = LongTailWorkload(median=60, sigma=0.9, cap=600, group_size=4, seed=5)
+WORKLOAD = small.workload(seed=5)
 
 
 def bias(batches: int, **changes: Any) -> tuple[BiasNow, float]:
     """The report after `batches` batches, and the mean length of all delivered rollouts."""
-    values: dict[str, Any] = {"batch_groups": 16, "group_size": 4, "over_provision": 2.0}
-    config = SchedulerConfig(**{**values, **changes})
+    config = small.config(**{"batch_groups": 16, **changes})
 
     async def main() -> tuple[BiasNow, float]:
         lengths: list[int] = []

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import pickle
 from collections import Counter
 from typing import Any
 
@@ -26,6 +25,7 @@ from aprilsched.config import Retries, Staleness
 from aprilsched.core.state.ledger import Reason
 from aprilsched.errors import EpisodeError
 from aprilsched.types import Rollout
+from tests.support import small
 from tests.support.checking import Checking
 
 pytestmark = pytest.mark.virtual_time
@@ -35,14 +35,10 @@ def prompts(count: int) -> list[Prompt]:
     return [Prompt(input_ids=np.array([i + 1, 2], dtype=np.int32)) for i in range(count)]
 
 
-def config(rule: str = "again", **changes: Any) -> SchedulerConfig:
-    values: dict[str, Any] = {
-        "batch_groups": 2,
-        "group_size": 4,
-        "over_provision": 1.0,
-        "retries": Retries(member=rule),  # type: ignore[arg-type]
-    }
-    return SchedulerConfig(**{**values, **changes})
+def config(rule: Any = "again", **changes: Any) -> SchedulerConfig:
+    return small.config(
+        **{"batch_groups": 2, "over_provision": 1.0, "retries": Retries(member=rule), **changes}
+    )
 
 
 def sampling(tokens: int) -> SamplingParams:
@@ -171,12 +167,6 @@ async def test_a_function_that_judges_a_group_cannot_lose_one_member():
     async with opened(settings, reward=group_reward, reward_scope="group") as rollouts:
         await rollouts.next_batch()
         assert dropped(rollouts) == {Reason.REWARD_FAILED: 4}
-
-
-def test_the_error_travels_between_processes():
-    error = pickle.loads(pickle.dumps(MemberLost("sandbox gone")))  # noqa: S301
-    assert isinstance(error, MemberLost)
-    assert error.args == ("sandbox gone",)
 
 
 # --- the end of an episode -----------------------------------------------------------------------

@@ -15,12 +15,11 @@ from typing import Literal, TypeAlias
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from aprilsched import LongTailWorkload, RolloutScheduler, SchedulerConfig, SimFleet, SimPublisher
+from aprilsched import SimFleet
 from aprilsched.__main__ import main
 from aprilsched.analysis.usage import usage_of
 from aprilsched.config import Staleness
 from aprilsched.core.messages.facts import Fact
-from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import ConfigError
 from aprilsched.telemetry.base import Listener
 from aprilsched.telemetry.engine_time import PARTS
@@ -30,6 +29,7 @@ from aprilsched.telemetry.metrics import Metrics
 from aprilsched.telemetry.prometheus import serve_metrics
 from aprilsched.telemetry.table import FIGURES
 from aprilsched.types import Batch
+from tests.support import small
 
 Pace: TypeAlias = Literal["synchronous", "asynchronous"]
 Labels = tuple[tuple[str, str], ...]
@@ -68,31 +68,11 @@ class Scraped:
         return sum(v for (n, _), v in self.samples.items() if n == f"aprilsched_{name}")
 
 
-def driven(
-    listeners: Sequence[Listener], *, batches: int = 4, pace: Pace = "synchronous"
-) -> list[Batch]:
+def driven(listeners: Sequence[Listener], *, pace: Pace = "synchronous") -> list[Batch]:
     """A run on two engines, with an update after each batch; stale rollouts are dropped."""
-    config = SchedulerConfig(
-        batch_groups=4,
-        group_size=4,
-        over_provision=2.0,
-        max_staleness=Staleness(1, rule="evict"),
-        pace=pace,
-    )
-    workload = LongTailWorkload(median=60, sigma=0.9, cap=600, group_size=4, seed=3)
-
-    async def program() -> list[Batch]:
-        got: list[Batch] = []
-        fleet = SimFleet(2, refit_seconds=0.3)
-        async with RolloutScheduler(
-            fleet, workload, config=config, listeners=listeners
-        ) as rollouts:
-            for _ in range(batches):
-                got.append(await rollouts.next_batch())
-                await rollouts.update_weights(SimPublisher())
-        return got
-
-    return run_virtual(program())
+    evicts = Staleness(1, rule="evict")
+    fleet = SimFleet(2, refit_seconds=0.3)
+    return small.driven(listeners, fleet=fleet, max_staleness=evicts, pace=pace)
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +165,7 @@ def test_counters_never_go_down():
                     assert value >= before.get((name, labels), 0.0), name
                     before[name, labels] = value
 
-    driven([figures, Looking()], batches=2)
+    driven([figures, Looking()])
     assert scrapes > 100
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -68,9 +69,7 @@ class Source:
             self.pushed.append(key)
 
 
-def settings(**changes: Any) -> SchedulerConfig:
-    values: dict[str, Any] = {"batch_groups": GROUPS, "group_size": 2}
-    return SchedulerConfig(**{**values, **changes})
+settings: Any = partial(SchedulerConfig, batch_groups=GROUPS, group_size=2)
 
 
 def scheduler(source: Source, config: SchedulerConfig, **arguments: Any) -> RolloutScheduler:

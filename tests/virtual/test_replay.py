@@ -11,17 +11,20 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
 from aprilsched.__main__ import main
 from aprilsched.analysis.lengths_of_run import read_record
-from aprilsched.core.messages.facts import AttemptSent
+from aprilsched.core.messages import facts as of
+from aprilsched.core.messages.events import EngineInfo
+from aprilsched.core.messages.facts import Fact
+from aprilsched.telemetry.event_log import EventLog
 from aprilsched.telemetry.figures import RunSummary
 from aprilsched.timing import save_model
 from aprilsched.timing.model import H200_QWEN3_4B_LINEAR
 from aprilsched.workload import LongTailWorkload
+from tests.support import facts
 
 GROUP_SIZE = 4
 SHAPE = ["--batch-groups", "16", "--group-size", str(GROUP_SIZE)]
@@ -63,7 +66,7 @@ def april(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out / "april"
 
 
-@pytest.mark.parametrize("policy", ["april", "pool", "areal"])
+@pytest.mark.parametrize("policy", ["april", "pool", pytest.param("areal", marks=pytest.mark.long)])
 def test_a_simulated_run_gives_back_itself(tmp_path: Path, capsys: Capture, policy: str):
     """The measured error is 0: responses that had not ended in the run do not end in its replay."""
     simulate(tmp_path / "out", policy, capsys)
@@ -94,11 +97,11 @@ def test_other_policies_are_predicted(tmp_path: Path, capsys: Capture):
 @pytest.mark.parametrize(
     "settings",
     [
-        ["--over-provision", "2"],
         ["--pace", "asynchronous", "--refill", "pool", "--train-seconds", "2"],
         ["--straggler", "abort", "--train-seconds", "1"],
+        pytest.param(["--over-provision", "2"], marks=pytest.mark.long),
     ],
-    ids=["wave", "asynchronous", "abort"],
+    ids=["asynchronous", "abort", "wave"],
 )
 def test_a_run_of_the_coordinator_is_predicted(
     tmp_path: Path, capsys: Capture, settings: list[str]
@@ -235,38 +238,34 @@ def test_other_engines(april: Path, tmp_path: Path, capsys: Capture):
     assert small["prediction_error"]["step_s"] > usual["step_s"]
 
 
+@pytest.fixture
+def folder(april: Path, tmp_path: Path) -> Path:
+    """A copy of the run, for a test to change."""
+    return Path(shutil.copytree(april, tmp_path / "run"))
+
+
 @pytest.mark.parametrize("missing", sorted({*FILES} - {"summary.json"}))
-def test_a_folder_that_lacks_a_file(april: Path, tmp_path: Path, capsys: Capture, missing: str):
-    folder = tmp_path / "run"
-    shutil.copytree(april, folder)
+def test_a_folder_that_lacks_a_file(folder: Path, capsys: Capture, missing: str):
     (folder / missing).unlink()
     said = refusal(capsys, str(folder))
     assert missing in said
     assert str(folder) in said
 
 
-def test_a_run_that_was_killed_is_replayed_from_its_log(
-    april: Path, tmp_path: Path, capsys: Capture
-):
-    folder = tmp_path / "run"
-    shutil.copytree(april, folder)
+def test_a_run_that_was_killed_is_replayed_from_its_log(april: Path, folder: Path, capsys: Capture):
     (folder / "summary.json").unlink()
     whole, left = (replay(run, capsys, "--policy", "recorded") for run in (april, folder))
     assert left["prediction_error"] == pytest.approx(whole["prediction_error"], abs=1e-6)
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_a_corrupt_file(april: Path, tmp_path: Path, capsys: Capture, file: str):
-    folder = tmp_path / "run"
-    shutil.copytree(april, folder)
+def test_a_corrupt_file(folder: Path, capsys: Capture, file: str):
     content = (folder / file).read_bytes()
     (folder / file).write_bytes(content[: len(content) // 2] + b"\n{]\n")
     assert str(folder) in refusal(capsys, str(folder))
 
 
-def test_a_log_that_was_cut_off(april: Path, tmp_path: Path, capsys: Capture):
-    folder = tmp_path / "run"
-    shutil.copytree(april, folder)
+def test_a_log_that_was_cut_off(folder: Path, capsys: Capture):
     lines = (folder / "events.jsonl").read_bytes().splitlines(keepends=True)
     (folder / "events.jsonl").write_bytes(b"".join(lines[: len(lines) // 2]))
     assert f"of {BATCHES} batches in its event log" in refusal(capsys, str(folder))
@@ -298,58 +297,40 @@ def test_no_folder_at_all(tmp_path: Path, capsys: Capture):
     assert "simulate" in said
 
 
-def test_what_a_log_says_of_groups(april: Path, tmp_path: Path):
+def test_what_a_log_says_of_groups(folder: Path):
     """Evaluations are left out, a retry begins with the known tokens, and a rollout that was never
     sent has no tokens."""
-    folder = tmp_path / "run"
-    shutil.copytree(april, folder)
     summary = json.loads((folder / "summary.json").read_text())
     summary |= {"batches": 1, "per_batch": summary["per_batch"][:1]}
     (folder / "summary.json").write_text(json.dumps(summary))
-    delivered: dict[str, Any] = {"rollout_id": 2, "group_id": 1, "prompt_tokens": 9, "tokens": 5}
-    delivered["segments"] = []
-    evaluated = delivered | {"rollout_id": 9, "group_id": 8}
-    engines = [{"name": n, "version": 0, "kv_tokens": kv} for n, kv in (("a", 90), ("b", 70))]
-
-    def sent(rollout_id: int, group_id: int, request_id: int, attempt: int, tokens: int) -> object:
-        return AttemptSent(
-            engine="a",
-            request_id=request_id,
-            attempt=attempt,
-            rollout_id=rollout_id,
-            group_id=group_id,
-            tokens=tokens,
-            max_new_tokens=9,
+    (folder / "events.jsonl").unlink()
+    rows = [
+        of.DeliveredRollout(
+            rollout_id=rollout, group_id=group, prompt_tokens=9, tokens=5, segments=()
         )
-
-    lines: list[Any] = [
-        {"fact": "RunOpened", "engines": engines, "version": 0},
-        {"fact": "GroupLaunched", "group_id": 1, "rollout_ids": [2, 4, 6], "prompt_tokens": 9},
-        sent(4, 1, 5, 1, 9),
-        sent(2, 1, 3, 1, 9),
-        sent(9, 8, 10, 1, 3),
-        {"fact": "TokensReceived", "request_id": 5, "tokens": 6},
-        {"fact": "AttemptEnded", "request_id": 5, "outcome": "failed"},
-        sent(4, 1, 5, 2, 13),
-        {"fact": "TokensReceived", "request_id": 5, "tokens": 3},
-        {"fact": "BatchDelivered", "batch": 0, "version": 0, "rollouts": [delivered]},
-        {
-            "fact": "GroupLaunched",
-            "group_id": 8,
-            "rollout_ids": [9],
-            "prompt_tokens": 3,
-            "evaluation_id": 1,
-        },
-        {"fact": "EvaluationDelivered", "evaluation_id": 1, "version": 0, "rollouts": [evaluated]},
-        {"fact": "AttemptEnded", "request_id": 5, "outcome": "finished"},
-        {"fact": "RolloutFinished", "rollout_id": 4, "group_id": 1},
+        for rollout, group in ((2, 1), (9, 8))
     ]
-    lines = [msgspec.to_builtins(line) for line in lines]
-    written = "".join(
-        json.dumps({"t": float(t)} | line, separators=(",", ":")) + "\n"
-        for t, line in enumerate(lines)
-    )
-    (folder / "events.jsonl").write_text(written)
+    engines = [EngineInfo(name=n, version=0, kv_tokens=kv) for n, kv in (("a", 90), ("b", 70))]
+    told: list[Fact] = [
+        of.RunOpened(engines=tuple(engines), version=0),
+        facts.launched(1, 2, 4, 6, prompt_tokens=9),
+        facts.sent(4, 1, tokens=9),
+        facts.sent(2, 1, tokens=9),
+        facts.sent(9, 8, tokens=3),
+        facts.received(4, 6),
+        of.AttemptEnded(request_id=4, outcome="failed"),
+        facts.sent(4, 1, attempt=2, tokens=13),
+        facts.received(4, 3),
+        of.BatchDelivered(batch=0, version=0, rollouts=tuple(rows[:1])),
+        of.GroupLaunched(group_id=8, rollout_ids=(9,), prompt_tokens=3, evaluation_id=1),
+        of.EvaluationDelivered(evaluation_id=1, version=0, rollouts=tuple(rows[1:])),
+        *facts.ended(4, 1),
+    ]
+    log = EventLog(folder / "events.jsonl")
+    log.start()
+    for number, fact in enumerate(told):
+        log.on_facts([fact], float(number))
+    log.close()
     record = read_record(folder)
     (group,) = record.groups
     assert group.prompt_tokens == 9

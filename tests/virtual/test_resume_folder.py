@@ -148,8 +148,15 @@ def check_everything(run: Path, *, incarnations: int, batches: int = BATCHES) ->
     return summary
 
 
-@pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
-@pytest.mark.parametrize("rule", ["mask", "evict"])
+@pytest.mark.parametrize(
+    ("pace", "rule"),
+    [
+        ("synchronous", "mask"),
+        ("asynchronous", "evict"),
+        pytest.param("synchronous", "evict", marks=pytest.mark.long),
+        pytest.param("asynchronous", "mask", marks=pytest.mark.long),
+    ],
+)
 def test_a_run_that_died_goes_on(tmp_path: Path, pace: str, rule: StalenessRule):
     settings: dict[str, Any] = {"pace": pace, "max_staleness": Staleness(1, rule=rule)}
     begin(tmp_path / "whole", [], **settings)

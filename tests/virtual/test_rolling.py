@@ -172,6 +172,12 @@ def save(path: Path, version: int) -> None:
     (path / "model.safetensors").write_bytes(str(version).encode())
 
 
+def on_disk(folder: Path) -> DiskPublisher:
+    """A publisher that keeps one version, and saves 1, 2 and so on."""
+    number = count(1)
+    return DiskPublisher(folder, lambda path: save(path, next(number)), keep=1)
+
+
 def test_files_stay_until_the_last_engine_has_loaded_them(tmp_path: Path) -> None:
     """The oldest version beyond `keep` is deleted, but not under an engine that loads it."""
 
@@ -186,8 +192,7 @@ def test_files_stay_until_the_last_engine_has_loaded_them(tmp_path: Path) -> Non
             self.found = (path / "model.safetensors").read_bytes()
 
     async def main() -> tuple[bytes, bool, bool]:
-        number = iter(range(1, 9))
-        publisher = DiskPublisher(tmp_path, lambda path: save(path, next(number)), keep=1)
+        publisher = on_disk(tmp_path)
         slow, fast = Loader("slow"), Loader("fast")
         fast.may_end.set()
         await publisher.prepare(1)
@@ -219,8 +224,7 @@ async def test_files_stay_from_the_moment_in_which_an_engine_is_to_load_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Looking at them takes a thread, in which others may end their loads."""
-    number = iter(range(1, 9))
-    publisher = DiskPublisher(tmp_path, lambda path: save(path, next(number)), keep=1)
+    publisher = on_disk(tmp_path)
     check, looking, may_go_on = publisher._versions.check, asyncio.Event(), asyncio.Event()
 
     async def slow(path: Path) -> None:
@@ -258,8 +262,7 @@ async def test_a_version_that_was_saved_with_old_times_is_not_the_oldest(tmp_pat
 async def test_a_version_stays_that_is_written_while_an_engine_ends_the_load_of_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    number = iter(range(1, 9))
-    publisher = DiskPublisher(tmp_path, lambda path: save(path, next(number)), keep=1)
+    publisher = on_disk(tmp_path)
     await publisher.prepare(1)
     write, written, may_go_on = publisher._versions.write, asyncio.Event(), asyncio.Event()
 
@@ -282,8 +285,7 @@ async def test_two_engines_that_end_their_loads_at_once_are_both_refitted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of them lets old versions be deleted, and one finds what the other has deleted."""
-    number = iter(range(1, 9))
-    publisher = DiskPublisher(tmp_path, lambda path: save(path, next(number)), keep=1)
+    publisher = on_disk(tmp_path)
     for version in (1, 2, 3):
         await publisher.prepare(version)
     stat = Path.stat
@@ -297,19 +299,15 @@ async def test_two_engines_that_end_their_loads_at_once_are_both_refitted(
     assert await publisher.publish(3, [Reader("one")]) == {"one": None}  # type: ignore[list-item]
 
 
-@pytest.mark.parametrize("publisher", [SimAdapterPublisher(), ExternalWeights()])
-async def test_publishers_for_all_engines_at_once_are_refused(publisher: Any) -> None:
+async def test_what_publishes_to_all_engines_at_once_is_refused() -> None:
     async with RolloutScheduler(SimFleet(2), workload(), config=config()) as rollouts:
-        with pytest.raises(ConfigError, match='refit="rolling" gives a version to each engine'):
-            await rollouts.update_weights(publisher)
-        await rollouts.update_weights(SimPublisher())
-
-
-async def test_a_handshake_is_refused() -> None:
-    async with RolloutScheduler(SimFleet(2), workload(), config=config()) as rollouts:
+        for publisher in (SimAdapterPublisher(), ExternalWeights()):
+            with pytest.raises(ConfigError, match='refit="rolling" gives a version to each engine'):
+                await rollouts.update_weights(publisher)
         with pytest.raises(ConfigError, match='or refit="together"'):
             async with rollouts.paused_for_weights():
                 pass
+        await rollouts.update_weights(SimPublisher())
 
 
 def greedy() -> Iterator[Prompt]:

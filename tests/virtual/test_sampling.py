@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aprilsched import LongTailWorkload, RolloutScheduler, SchedulerConfig, SimFleet, SimPublisher
+from aprilsched import RolloutScheduler, SimFleet, SimPublisher
 from aprilsched.__main__ import main
 from aprilsched.analysis.samples import Samples, read_samples
 from aprilsched.analysis.usage import usage_of
@@ -19,6 +19,7 @@ from aprilsched.engines.base import EngineLoad
 from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import EngineError
 from aprilsched.telemetry.sampling import Sampler
+from tests.support.small import config, workload
 
 pytestmark = pytest.mark.virtual_time
 
@@ -162,11 +163,8 @@ async def test_engines_that_join_are_sampled_from_then_on(tmp_path: Path):
 async def test_rates_of_the_embedded_engine_add_up_to_its_counters(tmp_path: Path):
     """They do so in the middle of the engine's steps, and while a scheduler uses the engine."""
     fleet = SimFleet(1)
-    config = SchedulerConfig(batch_groups=4, group_size=4, over_provision=2.0)
-    workload = LongTailWorkload(median=60, sigma=0.9, cap=600, group_size=4, seed=3)
-    counted: list[tuple[int, float]] = []
     async with (
-        RolloutScheduler(fleet, workload, config=config) as rollouts,
+        RolloutScheduler(fleet, workload(), config=config()) as rollouts,
         Sampler(tmp_path / "samples.jsonl", fleet, interval=0.1, gpu=False),
     ):
         for _ in range(3):
@@ -177,10 +175,9 @@ async def test_rates_of_the_embedded_engine_add_up_to_its_counters(tmp_path: Pat
         assert load.generated is not None
         assert load.decode_seconds is not None
         assert load.prefill_seconds is not None
-        counted.append((load.generated, load.decode_seconds + load.prefill_seconds))
+        generated, busy = load.generated, load.decode_seconds + load.prefill_seconds
         await asyncio.sleep(0.05)
     figures = read_samples(tmp_path).engines["sim-0"]
-    ((generated, busy),) = counted
     seconds = np.diff(figures.t)
     tokens = np.sum(figures.tokens_per_s[1:] * seconds)
     assert tokens == pytest.approx(generated, rel=1e-3)

@@ -182,7 +182,6 @@ def test_they_survive_a_restart(kind: str, tmp_path: Path):
 
 BAD: dict[str, Callable[[], Any]] = {
     "nan": lambda: Score(reward=math.nan),
-    "part": lambda: Score(reward=1.0, parts={"answer": math.inf}),
     "object": lambda: Score(reward=1.0, info={"model": object()}),
     "large": lambda: Score(reward=1.0, info={"text": "x" * 20_000}),
     "no reward": lambda: Score(parts={"answer": 1.0}),

@@ -23,7 +23,6 @@ from aprilsched.engines.sim import SimConfig, SimFleet, SimPublisher, run_virtua
 from aprilsched.errors import ConfigError
 from aprilsched.presets import april, auto, copris, sync
 from aprilsched.simulation import Costs, Simulation, compare, simulate
-from aprilsched.types import Group
 from aprilsched.workload import Empirical, LongTailWorkload
 from tests.support import small
 
@@ -179,21 +178,6 @@ def test_engines_of_different_speed_generate_in_proportion_where_all_have_enough
     assert fast.generated > 1.5 * late.generated
 
 
-def test_settings_for_another_number_of_engines_are_refused() -> None:
-    with pytest.raises(ConfigError, match="3 engines and settings for 2; give one for each"):
-        Simulation(config(), WORKLOAD, engines=3, engine=[MODEL, MODEL])
-
-
-def test_accept_filters_groups() -> None:
-    def even(group: Group) -> bool:
-        return group.group_id % 2 == 0
-
-    simulation = Simulation(config(), WORKLOAD, engine=MODEL, batches=BATCHES, accept=even)
-    simulation.run()
-    assert simulation.trainer.batches == BATCHES
-    assert simulation.state.in_flight.ledger.rollouts
-
-
 def test_the_end_of_the_prompts_ends_the_run() -> None:
     few = LongTailWorkload(median=60, cap=600, group_size=4, count=10)
     simulation = Simulation(config(), few, engine=MODEL, batches=BATCHES)
@@ -273,6 +257,7 @@ def test_recipes_are_compared_on_the_same_lengths(capsys: pytest.CaptureFixture[
         ({"costs": 3.0}, "costs is 3.0 (float); give Costs(train_seconds=…)."),
         ({"engine": "h200"}, "engine is 'h200' (str); give a SimConfig, or a list"),
         ({"engine": [MODEL, None], "engines": 2}, "give a SimConfig, or a list"),
+        ({"engine": [MODEL, MODEL], "engines": 3}, "3 engines and settings for 2; give one"),
         ({"workload": 7}, "the workload is 7 (int); give prompts"),
         ({"workload": LongTailWorkload}, "give prompts, such as LongTailWorkload()."),
         ({"workload": [[1, 2]]}, "the workload gave [1, 2] (list); let it give a Prompt each."),

@@ -11,12 +11,10 @@ import numpy as np
 import pytest
 
 from aprilsched import (
-    LongTailWorkload,
     Prompt,
     Rollout,
     RolloutScheduler,
     SamplingParams,
-    SchedulerConfig,
     SimFleet,
     SimPublisher,
     Turn,
@@ -27,6 +25,7 @@ from aprilsched.core.messages.events import EngineLost
 from aprilsched.engines.sim import run_virtual
 from aprilsched.telemetry.engine_time import PARTS, utilization_of
 from aprilsched.telemetry.run_state import RunState
+from tests.support.small import config, workload
 
 Program = Callable[[RolloutScheduler], Coroutine[Any, Any, None]]
 
@@ -82,17 +81,15 @@ def test_the_parts_add_up_to_the_wall_time(tmp_path: Path, name: str):
 
 def run(program: Program, *, fleet: SimFleet | None = None, **arguments: Any) -> dict[str, float]:
     """The seconds of each part in a run; live and afterwards they are the same ones."""
-    config = {"batch_groups": 4, "group_size": 4, "over_provision": 2.0}
-    config.update(arguments.pop("config", {}))
+    settings = config(**arguments.pop("config", {}))
     live = RunState(batch_groups=4)
     recorder = UsageRecorder(batch_groups=4)
-    prompts = LongTailWorkload(median=60, sigma=0.9, cap=600, group_size=4, seed=3)
 
     async def whole() -> float:
         async with RolloutScheduler(
             fleet or SimFleet(2, stream_interval=8),
-            arguments.pop("prompts", None) or prompts,
-            config=SchedulerConfig(**config),  # type: ignore[arg-type]
+            arguments.pop("prompts", None) or workload(),
+            config=settings,
             listeners=[live, recorder],
             **arguments,
         ) as rollouts:
@@ -128,12 +125,10 @@ def test_a_slow_reward():
 
 
 def test_a_slow_source_of_prompts():
-    workload = LongTailWorkload(median=60, sigma=0.9, cap=600, group_size=4, seed=3)
-
     async def slow() -> AsyncGenerator[Prompt]:
         for index in range(1_000):
             await asyncio.sleep(10)
-            yield workload.prompt(index)
+            yield workload().prompt(index)
 
     seconds = run(train, prompts=slow(), config={"over_provision": 1.0})
     # Four prompts a batch; what is under way meanwhile is no waiting.
@@ -192,8 +187,8 @@ def test_an_engine_that_is_lost():
 def test_evaluations_are_work():
     async def evaluate(rollouts: RolloutScheduler) -> None:
         await rollouts.next_batch()
-        workload = LongTailWorkload(median=600, sigma=0.1, cap=900, group_size=4, seed=1)
-        await rollouts.evaluate([workload.prompt(i) for i in range(4)], group_size=4)
+        long = workload(median=600, sigma=0.1, cap=900)
+        await rollouts.evaluate([long.prompt(i) for i in range(4)], group_size=4)
 
     seconds = run(evaluate)
     assert seconds["trainer"] < 0.01 * sum(seconds.values())

@@ -21,11 +21,9 @@ import numpy as np
 import pytest
 
 from aprilsched import (
-    LongTailWorkload,
     Prompt,
     RolloutScheduler,
     SamplingParams,
-    SchedulerConfig,
     SimFleet,
     SimPublisher,
     Turn,
@@ -49,6 +47,7 @@ from aprilsched.errors import (
 from aprilsched.planning import Planner
 from aprilsched.remote import Raised
 from aprilsched.store import MemoryStore
+from tests.support import small
 
 pytestmark = pytest.mark.virtual_time
 
@@ -66,18 +65,14 @@ STRANGE = [
 ]
 
 
-def config(**changes: object) -> SchedulerConfig:
-    values: dict[str, object] = {
-        "batch_groups": 2,
-        "group_size": 2,
-        "over_provision": 1.0,
-        "retries": Retries(failed_groups=4),
-    }
-    return SchedulerConfig(**{**values, **changes})  # type: ignore[arg-type]
-
-
-def workload(count: int | None = None) -> LongTailWorkload:
-    return LongTailWorkload(median=40, sigma=0.5, cap=200, group_size=2, count=count)
+config = functools.partial(
+    small.config,
+    batch_groups=2,
+    group_size=2,
+    over_provision=1.0,
+    retries=Retries(failed_groups=4),
+)
+workload = functools.partial(small.workload, median=40, sigma=0.5, cap=200, group_size=2)
 
 
 def raising(error: type[BaseException]) -> Callable[..., Any]:
