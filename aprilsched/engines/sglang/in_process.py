@@ -51,7 +51,7 @@ from aprilsched.engines.http import Answer, HttpLimits, quote, rejection
 from aprilsched.engines.server import despite_cancellation
 from aprilsched.engines.sglang.control import ServerControl
 from aprilsched.engines.sglang.probe import probe
-from aprilsched.engines.sglang.wire import ChunkAssembler, generate_body
+from aprilsched.engines.sglang.wire import ChunkAssembler
 from aprilsched.engines.stream import empty_chunk
 from aprilsched.errors import (
     ConfigError,
@@ -167,15 +167,17 @@ class SGLangInProcessEngine(ServerControl):
         limits: HttpLimits | None = None,
         first_version: int = 0,
     ) -> None:
-        if stream_interval < 1:
-            raise ConfigError(f"stream_interval is {stream_interval}; give 1 token or more.")
         self._source = source
-        self._stream_interval = stream_interval
         self._generations: dict[str, _Generation] = {}
         self._application = _Application()
         self._watching: asyncio.Task[None] | None = None
-        limits = limits or HttpLimits()
-        super().__init__(_NAME, self._application, limits, first_version=first_version)
+        super().__init__(
+            _NAME,
+            self._application,
+            limits or HttpLimits(),
+            stream_interval=stream_interval,
+            first_version=first_version,
+        )
 
     def __repr__(self) -> str:
         return f"SGLangInProcessEngine({self._source!r})"
@@ -204,12 +206,8 @@ class SGLangInProcessEngine(ServerControl):
         self._groups.clear()
         inside = await self._source.inside()
         self._application.attach(inside)
-        self._facts = await probe(
-            self.name,
-            self._application,
-            self._limits.control_timeout,
-            vocab_size=inside.manager.model_config.vocab_size,
-        )
+        known = inside.manager.model_config.vocab_size
+        self._facts = await probe(self._questions, vocab_size=known)
         await self._forget_releases_of_prior_run()
         self._watching = asyncio.create_task(self._watch(inside), name="SGLang's processes")
 
@@ -229,9 +227,7 @@ class SGLangInProcessEngine(ServerControl):
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
         """Stream one response; see :meth:`aprilsched.engines.base.Engine.generate`."""
         self._check_request(request)
-        interval = self._stream_interval if self.facts.stream_interval else None
-        body = generate_body(request, stream_interval=interval, priority=self.capabilities.priority)
-        generation = self._application.generate(body)
+        generation = self._application.generate(self._body(request))
         self._generations[request.request_id] = generation
         assembler = ChunkAssembler(self.name, request, first_version=self._first_version)
         finished = False
@@ -496,6 +492,7 @@ class _Application:
         accept: tuple[int, ...] = (200,),
         repeatable: bool = True,
         admin: bool = True,
+        query: Mapping[str, str] | None = None,
         at_most: int | None = None,
     ) -> Answer:
         """Make one control call; see :class:`~aprilsched.engines.sglang.wire.ControlCalls`."""

@@ -24,9 +24,8 @@ import msgspec
 from aprilsched.engines.base import GenerationRequest
 from aprilsched.engines.fleet import ListedMembers, PolledFleet
 from aprilsched.engines.http import HttpLimits, ServerAddress, Transport, engine_error, quote
-from aprilsched.engines.server import HungUp, despite_cancellation
+from aprilsched.engines.server import HungUp, Questions, despite_cancellation
 from aprilsched.engines.sglang.http_engine import SGLangEngine
-from aprilsched.engines.sglang.probe import decode
 from aprilsched.engines.sglang.wire import generate_body
 from aprilsched.errors import (
     ConfigError,
@@ -73,10 +72,10 @@ class Roster:
         address = ServerAddress.parse(url)
         self.url = address.url
         self.name = f"router {address.name}"
-        self._timeout = limits.control_timeout
         self._transport = Transport(
             self.name, self.url, admin_key=None, api_key=api_key, limits=limits
         )
+        self._asked = Questions(self.name, "SGLang", self._transport, limits.control_timeout)
         self._running: asyncio.Task[list[Worker]] | None = None
         self._next: asyncio.Task[list[Worker]] | None = None
 
@@ -134,7 +133,7 @@ class Roster:
                 "POST",
                 "generate",
                 {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}},
-                timeout=self._timeout,
+                timeout=self._asked.timeout,
                 accept=(200, 400, 500, 503),
                 repeatable=False,
                 admin=False,
@@ -153,16 +152,13 @@ class Roster:
 
     async def _ask(self) -> list[Worker]:
         try:
-            answer = await self._transport.call(
-                "GET", "workers", timeout=self._timeout, admin=False
-            )
+            workers = (await self._asked.get("workers", _Listing)).workers
         except EngineRejected as error:
             if error.status != 404:
                 raise
             raise EngineProtocolError(
                 self.name, "has no GET /workers; give the URL of an sglang-router of 0.3 or later."
             ) from error
-        workers = decode(self.name, "/workers", answer.body, _Listing).workers
         if len(workers) > _MAX_WORKERS:
             raise EngineProtocolError(
                 self.name, f"lists {len(workers)} workers; use a router of at most {_MAX_WORKERS}."
@@ -209,7 +205,6 @@ def _retrieve_error(task: asyncio.Task[list[Worker]]) -> None:
 # - A worker that the router does not consider healthy counts as unreachable; it was sent nothing.
 
 ROUTING_KEY = "x-smg-routing-key"
-_BAD_REQUEST = 400
 _SERVER_ERROR = 500
 _NO_WORKER = "no_available_workers"
 
@@ -378,11 +373,10 @@ class RoutedEngine(SGLangEngine):
             | {f"{media.kind}_data" for media in request.media}
         )
         if lost:
-            raise EngineRejected(
-                self.name,
-                f"the {self._roster.name} does not pass on the parameters "
-                f"{', '.join(lost)}; leave them out, or use SGLangFleet without the router.",
-                status=_BAD_REQUEST,
+            raise self._refused(
+                request,
+                f"has {', '.join(lost)}, which the {self._roster.name} does not pass on; leave "
+                "that out, or use SGLangFleet without the router.",
             )
 
 
