@@ -43,6 +43,7 @@ from aprilsched.errors import (
 )
 from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
 from aprilsched.types import MEDIA
+from aprilsched.weights.publisher import Takers
 
 
 class Adapters:
@@ -680,19 +681,10 @@ class _KeyPublisher:
         self, version: int, engines: Sequence[Engine]
     ) -> Mapping[str, Exception | None]:
         """Bring `version` to all `engines` in parallel; one that is not simulated is refused."""
+        takers: Takers[SimEngine] = Takers(engines, SimEngine, "take simulated weights")
         key = self._weights_key(version)
-        results = await asyncio.gather(*(self._try(engine, version, key) for engine in engines))
-        return {engine.name: result for engine, result in zip(engines, results, strict=True)}
-
-    async def _try(self, engine: Engine, version: int, key: int) -> Exception | None:
-        if not isinstance(engine, SimEngine):
-            why = f"{type(self).__name__} publishes only to SimEngine."
-            return EngineRejected(engine.name, why, status=501)
-        try:
-            await self._give(engine, version, key)
-        except EngineError as error:
-            return error
-        return None
+        await takers.each(lambda engine: self._give(engine, version, key))
+        return takers.outcomes
 
     async def _give(self, engine: SimEngine, version: int, key: int) -> None:
         raise NotImplementedError
