@@ -14,7 +14,7 @@ remembered. Only the policy consistent_hashing reads the header.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 
@@ -22,7 +22,7 @@ import aiohttp
 import msgspec
 
 from aprilsched.engines.base import GenerationRequest
-from aprilsched.engines.fleet import ListedMembers, PolledFleet
+from aprilsched.engines.fleet import PolledFleet
 from aprilsched.engines.http import HttpLimits, ServerAddress, Transport, engine_error, quote
 from aprilsched.engines.server import HungUp, Questions, despite_cancellation
 from aprilsched.engines.sglang.http_engine import SGLangEngine
@@ -440,10 +440,9 @@ class SGLangRouterFleet(PolledFleet[RoutedEngine]):
                     "found them.",
                 )
             await self._roster.check_pins()
-            self._members = ListedMembers(
-                [self._engine(worker.url) for worker in _unique(workers)], self._model_path
-            )
-            await self._members.open()
+            # The router lists a worker of several models several times.
+            urls = {ServerAddress.parse(worker.url).name: worker.url for worker in workers}
+            await self._open_all(map(self._engine, urls.values()))
         except BaseException:
             await self._roster.close()
             raise
@@ -453,30 +452,15 @@ class SGLangRouterFleet(PolledFleet[RoutedEngine]):
         await super().close()
         await self._roster.close()
 
-    async def _look(self) -> None:
-        """Take in the workers that the router lists now.
-
-        An unhealthy worker that is still listed has not left. An empty list changes nothing: the
-        router has just been started.
-        """
-        try:
-            workers = await self._roster.workers()
-        except EngineError as error:
-            self._members.warn_once(self._roster.name, str(error))
-            return
+    async def _list(self) -> Mapping[str, Callable[[], RoutedEngine] | None]:
+        """An unhealthy worker that is still listed has not left. An empty list changes nothing: the
+        router has just been started."""
+        workers = await self._roster.workers()
         if not workers:
-            self._members.warn_once(self._roster.name, f"the {self._roster.name} lists no worker.")
-            return
-        self._members.fine(self._roster.name)
-        listed = {ServerAddress.parse(worker.url).name: worker for worker in workers}
-        await self._members.follow(
-            {
-                name: partial(self._engine, worker.url) if worker.is_healthy else None
-                for name, worker in listed.items()
-            }
-        )
-
-
-def _unique(workers: Sequence[Worker]) -> list[Worker]:
-    """Drop duplicates: the router lists a worker of several models several times."""
-    return list({ServerAddress.parse(worker.url).name: worker for worker in workers}.values())
+            raise EngineUnreachable(self._roster.name, "lists no worker.")
+        return {
+            ServerAddress.parse(worker.url).name: partial(self._engine, worker.url)
+            if worker.is_healthy
+            else None
+            for worker in workers
+        }
