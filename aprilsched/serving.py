@@ -509,6 +509,27 @@ def labelled(
     return found
 
 
+async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T]]:
+    """What all streams give as it comes, each with the index of its stream."""
+    waiting = {asyncio.ensure_future(anext(each)): index for index, each in enumerate(streams)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in sorted(done, key=waiting.__getitem__):
+                index = waiting.pop(task)
+                try:
+                    item = task.result()
+                except StopAsyncIteration:
+                    continue
+                yield index, item
+                waiting[asyncio.ensure_future(anext(streams[index]))] = index
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        await asyncio.gather(*(each.aclose() for each in streams), return_exceptions=True)
+
+
 async def send_stream(request: web.Request, items: AsyncGenerator[Item]) -> web.StreamResponse:
     """The answer that streams `items`, which are closed when it ends or the client is gone."""
     stream = web.StreamResponse(headers=STREAM_HEADERS)

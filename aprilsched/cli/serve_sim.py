@@ -121,19 +121,30 @@ def main(arguments: Sequence[str]) -> int:
 
 
 async def _serve(servers: Sequence[SimServer]) -> int:
-    ended: asyncio.Queue[int] = asyncio.Queue()
-    loop = asyncio.get_running_loop()
-    for number, code in ((signal.SIGTERM, 0), (signal.SIGINT, _INTERRUPTED)):
-        loop.add_signal_handler(number, ended.put_nowait, code)
+    ended = told_to_end()
     async with AsyncExitStack() as stack:
         for server in servers:
             await stack.enter_async_context(server)
             print(f"the embedded engine listens at {server.url}", flush=True)
-        code = await ended.get()
+        code = await ended
         for server in servers:
             if server.faults:
                 print(f"{server.url}: {_fired(server.faults.fired)}", flush=True)
         return code
+
+
+def told_to_end() -> asyncio.Future[int]:
+    """The exit code, once a signal tells the process to end: 0 by SIGTERM, 130 by Ctrl-C."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[int] = loop.create_future()
+
+    def end(code: int) -> None:
+        if not ended.done():
+            ended.set_result(code)
+
+    for number, code in ((signal.SIGTERM, 0), (signal.SIGINT, _INTERRUPTED)):
+        loop.add_signal_handler(number, end, code)
+    return ended
 
 
 def _fired(fired: Mapping[str, int]) -> str:

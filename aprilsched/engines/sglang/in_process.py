@@ -31,17 +31,15 @@ import warnings
 from collections import deque
 from collections.abc import (
     AsyncGenerator,
-    Awaitable,
     Callable,
     Coroutine,
     Mapping,
-    MutableMapping,
     Sequence,
 )
 from contextlib import aclosing, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from typing import Any, ClassVar, TypeVar
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -288,7 +286,9 @@ class _Inside:
         for message in _WARNINGS:
             warnings.filterwarnings("ignore", message)
         self.generate_input: Callable[..., Any] = structs.GenerateReqInput
-        self.application: _Asgi = server.app
+        httpx: Any = importlib.import_module("httpx")  # SGLang has it for its own clients.
+        transport = httpx.ASGITransport(app=server.app)
+        self._client = httpx.AsyncClient(transport=transport, base_url="http://sglang")
         server.set_global_state(
             server._GlobalState(
                 tokenizer_manager=self.manager,
@@ -300,6 +300,15 @@ class _Inside:
         self.manager.server_status = managers.ServerStatus.Up
         self._pids = frozenset[int](engine.get_all_child_pids())
         self._children = [p for p in multiprocessing.active_children() if p.pid in self._pids]
+
+    async def answer(self, method: str, path: str, body: bytes) -> Answer:
+        """What the application answers; an exception is an answer with status 500, as over HTTP."""
+        try:
+            json = {"Content-Type": "application/json"}
+            answer = await self._client.request(method, f"/{path}", content=body, headers=json)
+        except Exception as error:
+            return Answer(_FAILED, f"{type(error).__name__}: {error}".encode())
+        return Answer(answer.status_code, answer.content)
 
     def run(self, work: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
         """Run `work` in SGLang's loop."""
@@ -457,12 +466,6 @@ def _kill_children_of_this_thread() -> None:
 
 # --- calls and streams across the two loops ----------------------------------------------------
 
-_Message: TypeAlias = MutableMapping[str, Any]
-_Asgi: TypeAlias = Callable[
-    [_Message, Callable[[], Awaitable[_Message]], Callable[[_Message], Awaitable[None]]],
-    Awaitable[None],
-]
-
 
 class _Application:
     """SGLang's HTTP application, called without a connection."""
@@ -498,7 +501,7 @@ class _Application:
         """Make one control call; see :class:`~aprilsched.engines.sglang.wire.ControlCalls`."""
         inside, lost = self._require_attached()
         data = b"" if body is None else msgspec.json.encode(body)
-        work = inside.run(_answer(inside.application, method, path, data))
+        work = inside.run(inside.answer(method, path, data))
         await asyncio.wait((work, lost), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         if lost.done() and not work.done():
             raise EngineError(_NAME, lost.result())
@@ -524,46 +527,6 @@ class _Application:
         if self._lost.done():
             raise EngineUnreachable(_NAME, self._lost.result())
         return self._inside, self._lost
-
-
-async def _answer(application: _Asgi, method: str, path: str, body: bytes) -> Answer:
-    """What the application answers; an exception is an answer with status 500, as over HTTP."""
-    status, parts = _FAILED, list[bytes]()
-    asked = False
-
-    async def receive() -> _Message:
-        nonlocal asked
-        if asked:  # The next message would say that the client hung up.
-            await asyncio.Event().wait()
-        asked = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    async def send(message: _Message) -> None:
-        nonlocal status
-        if message["type"] == "http.response.start":
-            status = message["status"]
-        else:
-            parts.append(message.get("body", b""))
-
-    scope: _Message = {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "scheme": "http",
-        "method": method,
-        "path": f"/{path}",
-        "raw_path": f"/{path}".encode(),
-        "root_path": "",
-        "query_string": b"",
-        "headers": [(b"content-type", b"application/json")],
-        "client": None,
-        "server": None,
-    }
-    try:
-        await application(scope, receive, send)
-    except Exception as error:
-        return Answer(_FAILED, f"{type(error).__name__}: {error}".encode())
-    return Answer(status, b"".join(parts))
 
 
 class _Generation:

@@ -76,22 +76,19 @@ class Roster:
             self.name, self.url, admin_key=None, api_key=api_key, limits=limits
         )
         self._asked = Questions(self.name, "SGLang", self._transport, limits.control_timeout)
-        self._running: asyncio.Task[list[Worker]] | None = None
-        self._next: asyncio.Task[list[Worker]] | None = None
+        self._asking = asyncio.Lock()
+        self._listings = 0
+        """Number of listings that have begun."""
+        self._found: Sequence[Worker] | EngineError | None = None
+        """What the latest one has found; None while it goes on."""
 
     async def open(self) -> None:
         """Make the connections; nothing is sent."""
-        self._running = self._next = None
+        self._asking = asyncio.Lock()  # An older one may be bound to an earlier loop.
         await self._transport.open()
 
     async def close(self) -> None:
-        """Drop the connections."""
-        tasks = [task for task in (self._next, self._running) if task is not None]
-        self._running = self._next = None
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        """Drop the connections; a listing that goes on fails."""
         await self._transport.close()
 
     async def workers(self) -> Sequence[Worker]:
@@ -101,14 +98,18 @@ class Roster:
             EngineError: if the router does not answer.
             EngineProtocolError: if a worker is not an HTTP server that generates by itself.
         """
-        if self._next is None:
-            self._next = asyncio.create_task(self._list(self._running))
-            self._next.add_done_callback(_retrieve_error)
-        listing = self._next
-        await asyncio.wait([listing])
-        if listing.cancelled():
-            raise EngineError(self.name, "was closed while it was asked for its workers.")
-        return listing.result()
+        before = self._listings
+        async with self._asking:
+            if self._listings == before or self._found is None:
+                self._listings += 1
+                self._found = None
+                try:
+                    self._found = await self._ask()
+                except EngineError as error:  # All who wait for this listing get it.
+                    self._found = error
+            if isinstance(self._found, EngineError):
+                raise self._found
+            return self._found
 
     async def position(self, url: str) -> int | None:
         """The position of a worker among the healthy ones now; None if it is not one of them."""
@@ -144,12 +145,6 @@ class Roster:
         if answer.status != 503 or b"no_available_workers" not in answer.body:
             raise wrong
 
-    async def _list(self, before: asyncio.Task[list[Worker]] | None) -> list[Worker]:
-        if before is not None:
-            await asyncio.wait([before])
-        self._running, self._next = self._next, None
-        return await self._ask()
-
     async def _ask(self) -> list[Worker]:
         try:
             workers = (await self._asked.get("workers", _Listing)).workers
@@ -182,12 +177,6 @@ class Roster:
                 "lists a worker that is not a plain http(s) URL; start it with HTTP workers and "
                 "without --dp-aware.",
             ) from error
-
-
-def _retrieve_error(task: asyncio.Task[list[Worker]]) -> None:
-    """Mark the error of a listing as seen, since all of its waiters may have gone."""
-    if not task.cancelled():
-        task.exception()
 
 
 # --- routed engine -------------------------------------------------------------------------------
