@@ -101,8 +101,9 @@ class Roster:
         before = self._listings
         async with self._asking:
             if self._listings == before or self._found is None:
-                self._listings += 1
                 self._found = None
+                await asyncio.sleep(0)  # All who ask in this turn of the loop share the listing.
+                self._listings += 1
                 try:
                     self._found = await self._ask()
                 except EngineError as error:  # All who wait for this listing get it.
