@@ -61,7 +61,9 @@ class FromDisk:
         self, version: int, engines: Sequence[Engine]
     ) -> Mapping[str, Exception | None]:
         """Load the directory into all engines, in parallel."""
-        takers: Takers[_Reader] = Takers(engines, RefitFromDisk, "load weights from a disk")
+        takers: Takers[_Reader] = Takers(
+            engines, RefitFromDisk, "load weights from a disk", "send them in buckets"
+        )
         await takers.each(lambda engine: engine.update_from_disk(self._path, version))
         return takers.outcomes
 
@@ -90,7 +92,9 @@ class FromCalls:
     ) -> Mapping[str, Exception | None]:
         """Let the client's calls load the weights, and label them `version` at their end."""
         self.engines = engines
-        takers: Takers[Taker] = Takers(engines, _InBuckets, "take weights in buckets")
+        takers: Takers[Taker] = Takers(
+            engines, _InBuckets, "take weights in buckets", "load them from a disk"
+        )
         self._takers = takers
         try:
             await takers.each(lambda engine: engine.begin_update())

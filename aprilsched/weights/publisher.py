@@ -152,14 +152,21 @@ class Takers(Generic[EngineT]):
     Args:
         engines: the engines that the update is for.
         kind: the protocol of what the update needs of an engine.
-        lack: what an engine without it does not do, for its error.
+        lack: what an engine without it does not do, and
+        remedy: what to do about that, both for its error.
 
     Attributes:
         left: the engines that have not failed.
         outcomes: by the name of each engine the error with which it failed, or None.
     """
 
-    def __init__(self, engines: Iterable[Engine], kind: Any, lack: str) -> None:
+    def __init__(
+        self,
+        engines: Iterable[Engine],
+        kind: Any,
+        lack: str,
+        remedy: str = "use another publisher for it",
+    ) -> None:
         self.left: list[EngineT] = []
         self.outcomes: dict[str, Exception | None] = {}
         for engine in engines:
@@ -167,7 +174,7 @@ class Takers(Generic[EngineT]):
                 self.left.append(cast(EngineT, engine))
                 self.outcomes[engine.name] = None
             else:
-                why = f"{engine.name} does not {lack}; use another publisher for it."
+                why = f"{engine.name} does not {lack}; {remedy}."
                 self.outcomes[engine.name] = ConfigError(why)
 
     async def each(self, call: Callable[[EngineT], Awaitable[object]]) -> None:
