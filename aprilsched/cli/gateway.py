@@ -12,8 +12,8 @@ from typing import Any, get_type_hints
 import tyro
 from rich.console import Console
 
+from aprilsched.cli import told_to_end
 from aprilsched.cli.arguments import parsed, value_of
-from aprilsched.cli.serve_sim import told_to_end
 from aprilsched.engines.addresses import fleet_at
 from aprilsched.errors import ConfigError
 from aprilsched.gateway import Gateway, GatewaySettings

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from aprilsched.cli import told_to_end
 from aprilsched.cli.arguments import parsed
 from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.errors import ConfigError
@@ -16,8 +16,6 @@ from aprilsched.runs.settings import SimSettings, WorkloadSettings, key_from
 from aprilsched.testing import DrawnLengths, SimServer
 from aprilsched.testing.faults import FaultScript, parse_faults
 from aprilsched.workload import LengthLaw
-
-_INTERRUPTED = 130
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,20 +129,6 @@ async def _serve(servers: Sequence[SimServer]) -> int:
             if server.faults:
                 print(f"{server.url}: {_fired(server.faults.fired)}", flush=True)
         return code
-
-
-def told_to_end() -> asyncio.Future[int]:
-    """The exit code, once a signal tells the process to end: 0 by SIGTERM, 130 by Ctrl-C."""
-    loop = asyncio.get_running_loop()
-    ended: asyncio.Future[int] = loop.create_future()
-
-    def end(code: int) -> None:
-        if not ended.done():
-            ended.set_result(code)
-
-    for number, code in ((signal.SIGTERM, 0), (signal.SIGINT, _INTERRUPTED)):
-        loop.add_signal_handler(number, end, code)
-    return ended
 
 
 def _fired(fired: Mapping[str, int]) -> str:
