@@ -238,27 +238,29 @@ class AbortBody(msgspec.Struct, frozen=True):
     group: str | None = None
 
 
-class DiskBody(msgspec.Struct, frozen=True):
-    """POST /update_weights_from_disk."""
+class _LoadBody(msgspec.Struct, frozen=True, kw_only=True):
+    """What every call that loads weights may say."""
 
-    model_path: str
     weight_version: str | None = None
     flush_cache: bool = True
     abort_all_requests: bool = False
 
 
-class TensorBody(msgspec.Struct, frozen=True):
+class DiskBody(_LoadBody, frozen=True, kw_only=True):
+    """POST /update_weights_from_disk."""
+
+    model_path: str
+
+
+class TensorBody(_LoadBody, frozen=True, kw_only=True):
     """POST /update_weights_from_tensor: one handle or pickled bucket for each rank, as base64. They
     are passed on as they come; nothing here opens them."""
 
     serialized_named_tensors: list[str]
     load_format: str | None = None
-    flush_cache: bool = True
-    abort_all_requests: bool = False
-    weight_version: str | None = None
 
 
-class BroadcastBody(msgspec.Struct, frozen=True):
+class BroadcastBody(_LoadBody, frozen=True, kw_only=True):
     """POST /update_weights_from_distributed: what the ranks of a group receive next."""
 
     names: list[str]
@@ -266,9 +268,6 @@ class BroadcastBody(msgspec.Struct, frozen=True):
     shapes: list[list[int]]
     group_name: str = "weight_update_group"
     load_format: str | None = None
-    flush_cache: bool = True
-    abort_all_requests: bool = False
-    weight_version: str | None = None
 
 
 class JoinBody(msgspec.Struct, frozen=True):
@@ -507,6 +506,27 @@ def labelled(
         elif start < end:
             found.append({"version": label, "start": start, "end": end})
     return found
+
+
+async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T]]:
+    """What all streams give as it comes, each with the index of its stream."""
+    waiting = {asyncio.ensure_future(anext(each)): index for index, each in enumerate(streams)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in sorted(done, key=waiting.__getitem__):
+                index = waiting.pop(task)
+                try:
+                    item = task.result()
+                except StopAsyncIteration:
+                    continue
+                yield index, item
+                waiting[asyncio.ensure_future(anext(streams[index]))] = index
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        await asyncio.gather(*(each.aclose() for each in streams), return_exceptions=True)
 
 
 async def send_stream(request: web.Request, items: AsyncGenerator[Item]) -> web.StreamResponse:

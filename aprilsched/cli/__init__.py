@@ -1,1 +1,22 @@
-"""The command line; each command has a module."""
+"""The command line; each command has a module. Those that serve end by the same signals."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+
+_INTERRUPTED = 130
+
+
+def told_to_end() -> asyncio.Future[int]:
+    """The exit code, once a signal tells the process to end: 0 by SIGTERM, 130 by Ctrl-C."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[int] = loop.create_future()
+
+    def end(code: int) -> None:
+        if not ended.done():
+            ended.set_result(code)
+
+    for number, code in ((signal.SIGTERM, 0), (signal.SIGINT, _INTERRUPTED)):
+        loop.add_signal_handler(number, end, code)
+    return ended

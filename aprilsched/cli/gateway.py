@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
@@ -13,6 +12,7 @@ from typing import Any, get_type_hints
 import tyro
 from rich.console import Console
 
+from aprilsched.cli import told_to_end
 from aprilsched.cli.arguments import parsed, value_of
 from aprilsched.engines.addresses import fleet_at
 from aprilsched.errors import ConfigError
@@ -24,7 +24,6 @@ from aprilsched.telemetry.live.live_model import RunFacts
 from aprilsched.telemetry.live.view import LiveView, can_draw
 from aprilsched.telemetry.live_figures import LiveFigures
 
-_INTERRUPTED = 130
 _STREAM_INTERVAL = 8
 _WAIT_S = 600.0
 
@@ -137,15 +136,7 @@ def _configured(table: Mapping[str, Any]) -> GatewayCommand:
 
 
 async def _serve(command: GatewayCommand) -> int:
-    loop = asyncio.get_running_loop()
-    ended: asyncio.Future[int] = loop.create_future()
-
-    def end(code: int) -> None:
-        if not ended.done():
-            ended.set_result(code)
-
-    for number, code in ((signal.SIGTERM, 0), (signal.SIGINT, _INTERRUPTED)):
-        loop.add_signal_handler(number, end, code)
+    ended = told_to_end()
     view = command.view()
     gateway = command.made(() if view is None else view.listeners)
     starting = asyncio.create_task(gateway.start())

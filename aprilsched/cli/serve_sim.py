@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from aprilsched.cli import told_to_end
 from aprilsched.cli.arguments import parsed
 from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.errors import ConfigError
@@ -16,8 +16,6 @@ from aprilsched.runs.settings import SimSettings, WorkloadSettings, key_from
 from aprilsched.testing import DrawnLengths, SimServer
 from aprilsched.testing.faults import FaultScript, parse_faults
 from aprilsched.workload import LengthLaw
-
-_INTERRUPTED = 130
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,15 +119,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 async def _serve(servers: Sequence[SimServer]) -> int:
-    ended: asyncio.Queue[int] = asyncio.Queue()
-    loop = asyncio.get_running_loop()
-    for number, code in ((signal.SIGTERM, 0), (signal.SIGINT, _INTERRUPTED)):
-        loop.add_signal_handler(number, ended.put_nowait, code)
+    ended = told_to_end()
     async with AsyncExitStack() as stack:
         for server in servers:
             await stack.enter_async_context(server)
             print(f"the embedded engine listens at {server.url}", flush=True)
-        code = await ended.get()
+        code = await ended
         for server in servers:
             if server.faults:
                 print(f"{server.url}: {_fired(server.faults.fired)}", flush=True)

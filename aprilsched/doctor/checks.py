@@ -226,8 +226,6 @@ async def form(server: Server) -> Verdict:
 @check("stream interval (hazard 10)", "asks for 64 tokens where it can")
 async def interval(server: Server) -> Verdict:
     """Long intervals are cheap; a lost server loses the tokens of one interval."""
-    if not server.facts.stream_interval:
-        return warned("a request cannot set stream_interval", _INTERVAL)
     events = await server.seen(streamed)
     total = events[-1]["meta_info"]["completion_tokens"]
     seen = f"asked for {INTERVAL}, {total} tokens came in {len(events)} events"

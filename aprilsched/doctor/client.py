@@ -192,9 +192,8 @@ class Server(Examined):
             "temperature": 0.0,
             "top_k": 1,
             "ignore_eos": True,
+            "stream_interval": INTERVAL,
         }
-        if self.facts.stream_interval:
-            params["stream_interval"] = INTERVAL
         ids = [index % vocab for index in range(prompt_tokens)]
         return {"input_ids": ids, "sampling_params": params, "rid": rid, "return_logprob": True}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Generic, TypedDict, TypeVar, Unpack
@@ -43,7 +43,153 @@ class ServerSettings(TypedDict, total=False):
     first_version: int
 
 
-class UrlFleet(Generic[EngineT]):
+class HttpFleet(Generic[EngineT]):
+    """Servers of one model; the base of all fleets of servers.
+
+    It belongs to one loop from :meth:`open` to :meth:`close`.
+    """
+
+    def __init__(self, model_path: str | None, wait_s: float | None = None) -> None:
+        self._engines: dict[str, EngineT] = {}
+        self._model_path = model_path
+        self._wait_s = wait_s
+        self._wait_until = 0.0
+        self._awaited: dict[str, EngineT] = {}
+        """The engines that have not answered yet, by name; the others are open without them."""
+        self._warned: dict[str, str] = {}
+        self._joined: dict[str, EngineT] = {}
+        self._left: list[str] = []
+        self._departed: list[EngineT] = []
+        self._changed = asyncio.Event()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({list(self._engines)})"
+
+    @property
+    def engines(self) -> Sequence[EngineT]:
+        """The servers in the order in which they joined."""
+        return tuple(self._engines.values())
+
+    async def _open_all(self, engines: Iterable[EngineT]) -> None:
+        """Open every engine and check that they agree; close all of them if anything is wrong."""
+        self._joined, self._left, self._changed = {}, [], asyncio.Event()
+        self._engines, self._awaited = {engine.name: engine for engine in engines}, {}
+        self._wait_until = asyncio.get_running_loop().time() + (self._wait_s or 0)
+        try:
+            outcomes = await asyncio.gather(*map(self._open, self.engines), return_exceptions=True)
+            failures = [outcome for outcome in outcomes if outcome is not None]
+            failures.sort(key=_no_answer)
+            some = len(failures) < len(outcomes) and all(map(_no_answer, failures))
+            if some and self._wait_s is not None:
+                pairs = zip(self.engines, outcomes, strict=True)
+                self._awaited = {
+                    engine.name: engine for engine, error in pairs if error is not None
+                }
+                failures = []
+            for other in failures[1:]:
+                failures[0].add_note(f"also {other}")
+            if failures:
+                raise failures[0]
+            self._engines = {n: each for n, each in self._engines.items() if n not in self._awaited}
+            check_fleet(self.engines, self._model_path)
+        except BaseException:
+            await self.close()
+            raise
+        for name in self._awaited:
+            _log.warning("the fleet begins without %s, which joins when it answers", name)
+
+    async def _open(self, engine: EngineT) -> None:
+        """Open an engine, and wait for it until there is an answer or the time is over."""
+        said_at = -math.inf
+        while True:
+            try:
+                return await engine.open()
+            except (EngineError, ConfigError) as error:
+                now = asyncio.get_running_loop().time()
+                if not _no_answer(error):
+                    self._wait_until = now  # The fleet cannot be used, whatever the others answer.
+                if now >= self._wait_until:
+                    raise
+                if now - said_at >= _SAY_AGAIN_S:
+                    said_at, left = now, self._wait_until - now
+                    _log.warning("waiting up to %.0f s for a server: %s", left, error)
+            await asyncio.sleep(_AGAIN_S)
+
+    async def _try_join(self, engine: EngineT) -> None:
+        """Let an engine join if it can; a problem is logged once."""
+        try:
+            await self._join(engine)
+        except (EngineError, ConfigError) as error:
+            self._warn_once(engine.name, str(error))
+        else:
+            self._fine(engine.name)
+
+    async def close(self) -> None:
+        """Close every engine, including those that left."""
+        await asyncio.gather(*(engine.close() for engine in (*self.engines, *self._departed)))
+        self._departed = []
+
+    async def _join(self, engine: EngineT) -> None:
+        """Open `engine` and add it.
+
+        Raises:
+            EngineError: if it cannot be reached or is another program.
+            ConfigError: if it serves another model, or is in the fleet already.
+        """
+        try:
+            self._check_new(engine)
+            await engine.open()
+            self._check_new(engine)
+            check_joiner(self.engines[0], engine)
+        except BaseException:
+            await engine.close()
+            raise
+        self._engines[engine.name] = self._joined[engine.name] = engine
+        self._awaited.pop(engine.name, None)
+        self._changed.set()
+
+    def _leave(self, name: str) -> None:
+        """Remove the engine `name`.
+
+        Raises:
+            ConfigError: if it is unknown, or the last one.
+        """
+        if self._awaited.pop(name, None) is not None:
+            return
+        if name not in self._engines:
+            raise ConfigError(f"{name} is not in the fleet of {', '.join(self._engines)}.")
+        if len(self._engines) == 1:
+            raise ConfigError(f"{name} is the last server of the fleet; add another one first.")
+        self._departed.append(self._engines.pop(name))
+        if self._joined.pop(name, None) is None:
+            self._left.append(name)
+        self._changed.set()
+
+    def _take(self) -> FleetChange | None:
+        """The change since the last call; None if nothing changed."""
+        self._changed.clear()
+        if not self._left and not self._joined:
+            return None
+        change = FleetChange(left=tuple(self._left), joined=tuple(self._joined.values()))
+        self._left, self._joined = [], {}
+        return change
+
+    def _warn_once(self, about: str, what: str) -> None:
+        """Log a problem once, not every time that it is met."""
+        if self._warned.get(about) != what:
+            self._warned[about] = what
+            _log.warning("the fleet stays as it is: %s", what)
+
+    def _fine(self, about: str) -> None:
+        """Note that a problem is over, so that the next one is logged again."""
+        self._warned.pop(about, None)
+
+    def _check_new(self, engine: EngineT) -> None:
+        if engine.name in self._engines:
+            raise ConfigError(f"The server {engine.name} is in the fleet already.")
+
+
+class UrlFleet(HttpFleet[EngineT]):
     """The servers at `urls`; the base of the fleets that are given their addresses.
 
     Args:
@@ -75,26 +221,19 @@ class UrlFleet(Generic[EngineT]):
             raise ConfigError(f"urls is the string {urls!r}; give a list of URLs.")
         if not urls:
             raise ConfigError("The list of servers is empty; give at least one URL.")
+        super().__init__(model_path, wait_s)
         self._engine = partial(self._engine_type, **settings)
         engines = [self._engine(url) for url in urls]
         names = [engine.name for engine in engines]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise ConfigError(f"The server {twice} is listed twice; give each server once.")
-        self._members = Members(engines, model_path, wait_s)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({[engine.name for engine in self.engines]})"
-
-    @property
-    def engines(self) -> Sequence[EngineT]:
-        """The servers in the order of their URLs, followed by those that were added."""
-        return self._members.engines
+        self._engines = {engine.name: engine for engine in engines}
 
     @property
     def awaited(self) -> Sequence[str]:
         """Names of the servers that have not answered since the fleet was opened without them."""
-        return tuple(self._members.awaited)
+        return tuple(self._awaited)
 
     async def open(self) -> None:
         """Open every server and check that they agree; close all of them if anything is wrong.
@@ -107,11 +246,7 @@ class UrlFleet(Generic[EngineT]):
                 can be reached.
             ConfigError: if the servers differ in model, or in the weights that they began with.
         """
-        await self._members.open()
-
-    async def close(self) -> None:
-        """Close every server's connections."""
-        await self._members.close()
+        await self._open_all((*self.engines, *self._awaited.values()))
 
     async def add(self, url: str) -> None:
         """Add a server while the fleet is open; its weights may be of any version.
@@ -120,7 +255,7 @@ class UrlFleet(Generic[EngineT]):
             EngineError: if the server cannot be reached or is another program.
             ConfigError: if the URL is bad or in the fleet already, or the model is another one.
         """
-        await self._members.join(self._engine(url))
+        await self._join(self._engine(url))
 
     async def remove(self, url: str) -> None:
         """Remove a server from the fleet; the generations on it are lost.
@@ -128,7 +263,7 @@ class UrlFleet(Generic[EngineT]):
         Raises:
             ConfigError: if the server is not in the fleet, or is the last one.
         """
-        self._members.leave(ServerAddress.parse(url).name)
+        self._leave(ServerAddress.parse(url).name)
 
     async def watch(self) -> AsyncGenerator[FleetChange, None]:
         """Yield the changes that :meth:`add` and :meth:`remove` make.
@@ -138,14 +273,14 @@ class UrlFleet(Generic[EngineT]):
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_AGAIN_S if self.awaited else None):
-                    await self._members.changed()
-            await self._members.ask_awaited()
-            change = self._members.take()
+                    await self._changed.wait()
+            await asyncio.gather(*map(self._try_join, self._awaited.values()))
+            change = self._take()
             if change is not None:
                 yield change
 
 
-class PolledFleet(Generic[EngineT]):
+class PolledFleet(HttpFleet[EngineT]):
     """A fleet that follows a list which somebody else keeps; the base of those that do.
 
     Args:
@@ -159,21 +294,10 @@ class PolledFleet(Generic[EngineT]):
     def __init__(self, model_path: str | None, poll_s: float) -> None:
         if not poll_s > 0:
             raise ConfigError(f"poll_s is {poll_s}; give a number of seconds above 0.")
-        self._model_path = model_path
+        super().__init__(model_path)
         self._poll_s = poll_s
-        self._members = ListedMembers[EngineT]((), model_path)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({[engine.name for engine in self.engines]})"
-
-    @property
-    def engines(self) -> Sequence[EngineT]:
-        """One engine for each server; known after :meth:`open`."""
-        return self._members.engines
-
-    async def close(self) -> None:
-        """Close every server's connections."""
-        await self._members.close()
+        self._missing: dict[str, int] = {}
+        """Number of lists in a row in which an engine was missing, by engine."""
 
     async def watch(self) -> AsyncGenerator[FleetChange, None]:
         """Yield the servers that have come into the list or are missing in it.
@@ -183,13 +307,40 @@ class PolledFleet(Generic[EngineT]):
         while True:
             await asyncio.sleep(self._poll_s)
             await self._look()
-            change = self._members.take()
+            change = self._take()
             if change is not None:
                 yield change
 
-    async def _look(self) -> None:
-        """Take in what is listed now."""
+    async def _open_all(self, engines: Iterable[EngineT]) -> None:
+        self._missing = {}
+        await super()._open_all(engines)
+
+    async def _list(self) -> Mapping[str, Callable[[], EngineT] | None]:
+        """What makes the engine of each listed server, by name; None for one that must not join.
+
+        Raises:
+            Exception: if there is no list, or an empty one.
+        """
         raise NotImplementedError
+
+    async def _look(self) -> None:
+        """Take in what is listed now, and let go what was missing in two lists in a row."""
+        try:
+            listed = await self._list()
+        except Exception as error:  # The run goes on with the servers that it has.
+            what = str(error) if isinstance(error, EngineError) else repr(error)
+            self._warn_once("", f"listing the servers failed: {what}")
+            return
+        self._fine("")
+        for name, engine in listed.items():
+            if engine is not None and name not in self._engines:
+                await self._try_join(engine())
+        for engine in self.engines:
+            times = 0 if engine.name in listed else self._missing.get(engine.name, 0) + 1
+            self._missing[engine.name] = times
+            if times >= _LISTINGS_UNTIL_GONE and len(self.engines) > 1:
+                del self._missing[engine.name]
+                self._leave(engine.name)
 
 
 class ListedFleet(PolledFleet[EngineT]):
@@ -236,12 +387,7 @@ class ListedFleet(PolledFleet[EngineT]):
                 they began with.
             Exception: any exception of the function that lists the servers.
         """
-        urls = await self._list_urls()
-        if not urls:
-            raise EngineUnreachable("the list of servers", "is empty; start the servers first.")
-        engines = {engine.name: engine for engine in map(self._engine, urls)}
-        self._members = ListedMembers(tuple(engines.values()), self._model_path)
-        await self._members.open()
+        await self._open_all([engine() for engine in (await self._list()).values()])
 
     async def listed(self) -> Sequence[EngineT]:
         """Ask for the list; returns an engine for each server of it, which the caller opens and
@@ -253,193 +399,11 @@ class ListedFleet(PolledFleet[EngineT]):
         }
         return tuple(self._apart.values())
 
-    async def _look(self) -> None:
-        try:
-            urls = await self._list_urls()
-            listed = {ServerAddress.parse(url).name: url for url in urls}
-        except Exception as error:  # The run goes on with the servers that it has.
-            self._members.warn_once("", f"listing the servers failed: {error!r}")
-            return
-        if not listed:
-            self._members.warn_once("", "the list of servers is empty.")
-            return
-        self._members.fine("")
-        await self._members.follow(
-            {name: partial(self._engine, url) for name, url in listed.items()}
-        )
-
-
-class Members(Generic[EngineT]):
-    """The engines of a fleet by name; it belongs to one loop from :meth:`open` to :meth:`close`."""
-
-    def __init__(
-        self, engines: Sequence[EngineT], model_path: str | None, wait_s: float | None = None
-    ) -> None:
-        self._engines = {engine.name: engine for engine in engines}
-        self._model_path = model_path
-        self._wait_s = wait_s
-        self._wait_until = 0.0
-        self.awaited: dict[str, EngineT] = {}
-        """The engines that have not answered yet, by name; the others are open without them."""
-        self._warned: dict[str, str] = {}
-        self._joined: dict[str, EngineT] = {}
-        self._left: list[str] = []
-        self._departed: list[EngineT] = []
-        self._changed = asyncio.Event()
-
-    @property
-    def engines(self) -> tuple[EngineT, ...]:
-        """The engines in the order in which they joined."""
-        return tuple(self._engines.values())
-
-    async def open(self) -> None:
-        """Open every engine and check that they agree; close all of them if anything is wrong."""
-        self._joined, self._left, self._changed = {}, [], asyncio.Event()
-        self._engines, self.awaited = self._engines | self.awaited, {}
-        self._wait_until = asyncio.get_running_loop().time() + (self._wait_s or 0)
-        try:
-            outcomes = await asyncio.gather(*map(self._open, self.engines), return_exceptions=True)
-            failures = [outcome for outcome in outcomes if outcome is not None]
-            failures.sort(key=_no_answer)
-            some = len(failures) < len(outcomes) and all(map(_no_answer, failures))
-            if some and self._wait_s is not None:
-                pairs = zip(self.engines, outcomes, strict=True)
-                self.awaited = {engine.name: engine for engine, error in pairs if error is not None}
-                failures = []
-            for other in failures[1:]:
-                failures[0].add_note(f"also {other}")
-            if failures:
-                raise failures[0]
-            self._engines = {n: each for n, each in self._engines.items() if n not in self.awaited}
-            check_fleet(self.engines, self._model_path)
-        except BaseException:
-            await self.close()
-            raise
-        for name in self.awaited:
-            _log.warning("the fleet begins without %s, which joins when it answers", name)
-
-    async def _open(self, engine: EngineT) -> None:
-        """Open an engine, and wait for it until there is an answer or the time is over."""
-        said_at = -math.inf
-        while True:
-            try:
-                return await engine.open()
-            except (EngineError, ConfigError) as error:
-                now = asyncio.get_running_loop().time()
-                if not _no_answer(error):
-                    self._wait_until = now  # The fleet cannot be used, whatever the others answer.
-                if now >= self._wait_until:
-                    raise
-                if now - said_at >= _SAY_AGAIN_S:
-                    said_at, left = now, self._wait_until - now
-                    _log.warning("waiting up to %.0f s for a server: %s", left, error)
-            await asyncio.sleep(_AGAIN_S)
-
-    async def ask_awaited(self) -> None:
-        """Let those join that answer by now."""
-        await asyncio.gather(*(self.try_join(each) for each in self.awaited.values()))
-
-    async def try_join(self, engine: EngineT) -> None:
-        """Let an engine join if it can; a problem is logged once."""
-        try:
-            await self.join(engine)
-        except (EngineError, ConfigError) as error:
-            self.warn_once(engine.name, str(error))
-        else:
-            self.fine(engine.name)
-
-    async def close(self) -> None:
-        """Close every engine, including those that left."""
-        await asyncio.gather(*(engine.close() for engine in (*self.engines, *self._departed)))
-        self._departed = []
-
-    async def join(self, engine: EngineT) -> None:
-        """Open `engine` and add it.
-
-        Raises:
-            EngineError: if it cannot be reached or is another program.
-            ConfigError: if it serves another model, or is in the fleet already.
-        """
-        try:
-            self._check_new(engine)
-            await engine.open()
-            self._check_new(engine)
-            check_joiner(self.engines[0], engine)
-        except BaseException:
-            await engine.close()
-            raise
-        self._engines[engine.name] = self._joined[engine.name] = engine
-        self.awaited.pop(engine.name, None)
-        self._changed.set()
-
-    def leave(self, name: str) -> None:
-        """Remove the engine `name`.
-
-        Raises:
-            ConfigError: if it is unknown, or the last one.
-        """
-        if self.awaited.pop(name, None) is not None:
-            return
-        if name not in self._engines:
-            raise ConfigError(f"{name} is not in the fleet of {', '.join(self._engines)}.")
-        if len(self._engines) == 1:
-            raise ConfigError(f"{name} is the last server of the fleet; add another one first.")
-        self._departed.append(self._engines.pop(name))
-        if self._joined.pop(name, None) is None:
-            self._left.append(name)
-        self._changed.set()
-
-    async def changed(self) -> None:
-        """Wait until :meth:`take` has a change to return."""
-        await self._changed.wait()
-
-    def take(self) -> FleetChange | None:
-        """The change since the last call; None if nothing changed."""
-        self._changed.clear()
-        if not self._left and not self._joined:
-            return None
-        change = FleetChange(left=tuple(self._left), joined=tuple(self._joined.values()))
-        self._left, self._joined = [], {}
-        return change
-
-    def warn_once(self, about: str, what: str) -> None:
-        """Log a problem once, not every time that it is met."""
-        if self._warned.get(about) != what:
-            self._warned[about] = what
-            _log.warning("the fleet stays as it is: %s", what)
-
-    def fine(self, about: str) -> None:
-        """Note that a problem is over, so that the next one is logged again."""
-        self._warned.pop(about, None)
-
-    def _check_new(self, engine: EngineT) -> None:
-        if engine.name in self._engines:
-            raise ConfigError(f"The server {engine.name} is in the fleet already.")
-
-
-class ListedMembers(Members[EngineT]):
-    """Members of a fleet that follow a list which somebody else keeps."""
-
-    def __init__(self, engines: Sequence[EngineT], model_path: str | None) -> None:
-        super().__init__(engines, model_path)
-        self._missing: dict[str, int] = {}
-        """Number of lists in a row in which an engine was missing, by engine."""
-
-    async def follow(self, listed: Mapping[str, Callable[[], EngineT] | None]) -> None:
-        """Take in what is listed, and let go what was missing in two lists in a row.
-
-        `listed` has a function that makes the engine for each name; None for an engine that is
-        listed and must not join now.
-        """
-        for name, engine in listed.items():
-            if engine is not None and name not in self._engines:
-                await self.try_join(engine())
-        for engine in self.engines:
-            times = 0 if engine.name in listed else self._missing.get(engine.name, 0) + 1
-            self._missing[engine.name] = times
-            if times >= _LISTINGS_UNTIL_GONE and len(self.engines) > 1:
-                del self._missing[engine.name]
-                self.leave(engine.name)
+    async def _list(self) -> Mapping[str, Callable[[], EngineT]]:
+        urls = await self._list_urls()
+        if not urls:
+            raise EngineUnreachable("the list of servers", "is empty; start the servers first.")
+        return {ServerAddress.parse(url).name: partial(self._engine, url) for url in urls}
 
 
 def _no_answer(error: BaseException | None) -> bool:

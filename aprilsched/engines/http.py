@@ -446,6 +446,7 @@ class ControlCalls(Protocol):
         accept: tuple[int, ...] = (200,),
         repeatable: bool = True,
         admin: bool = True,
+        query: Mapping[str, str] | None = None,
         at_most: int | None = None,
     ) -> Answer:
         """Make one call; see :meth:`Transport.call`."""

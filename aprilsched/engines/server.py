@@ -86,6 +86,56 @@ def decode(engine: str, what: str, body: bytes, kind: type[T], *, program: str) 
         ) from error
 
 
+@dataclass(frozen=True, slots=True)
+class Questions:
+    """The calls to one server that change nothing; they need no admin key.
+
+    Attributes:
+        engine: the server's name, for errors.
+        program: the name of the server's program, for errors.
+        server: takes the calls.
+        timeout: seconds for each call, its retries included.
+    """
+
+    engine: str
+    program: str
+    server: ControlCalls
+    timeout: float
+
+    async def ask(
+        self,
+        path: str,
+        body: object = None,
+        *,
+        accept: tuple[int, ...] = (200,),
+        query: Mapping[str, str] | None = None,
+        at_most: int | None = None,
+    ) -> Answer:
+        """GET `path`, or POST `body` there; errors as :meth:`Transport.call`."""
+        return await self.server.call(
+            "GET" if body is None else "POST",
+            path,
+            body,
+            timeout=self.timeout,
+            accept=accept,
+            admin=False,
+            query=query,
+            at_most=at_most,
+        )
+
+    async def get(self, path: str, kind: type[T], *, at_most: int | None = None) -> T:
+        """GET `path` as a `kind`; errors as :meth:`ask` and :meth:`read`."""
+        return self.read(path, await self.ask(path, at_most=at_most), kind)
+
+    def read(self, path: str, answer: Answer, kind: type[T]) -> T:
+        """Decode the answer of `path` as a `kind`.
+
+        Raises:
+            EngineProtocolError: if it is none.
+        """
+        return decode(self.engine, f"/{path}", answer.body, kind, program=self.program)
+
+
 def release(version: str) -> tuple[int, int, int]:
     """The release in a version string: "0.5.18.dev3" is 0.5.18, and no release is (0, 0, 0)."""
     match = re.match(r"v?(\d{1,6})\.(\d{1,6})(?:\.(\d{1,6}))?", version)
@@ -152,15 +202,30 @@ class Control(Generic[FactsT]):
     `ask_label`, `_ask_process`, `set_label`, `_release` and `_wake`.
     """
 
+    _program: str
+    """The name of the program, as errors have it."""
+
     def __init__(
-        self, name: str, server: ControlCalls, limits: HttpLimits, *, first_version: int = 0
+        self,
+        name: str,
+        server: ControlCalls,
+        limits: HttpLimits,
+        *,
+        stream_interval: int,
+        first_version: int,
     ) -> None:
+        if stream_interval < 1:
+            raise ConfigError(f"stream_interval is {stream_interval}; give 1 token or more.")
         self._name = name
         self._server = server
         self._limits = limits
+        self._stream_interval = stream_interval
         self._first_version = first_version
+        self._questions = Questions(name, self._program, server, limits.control_timeout)
         self._facts: FactsT | None = None
         self._released: frozenset[str] = frozenset()
+        self._groups: set[str] = set()
+        """The groups of trainers that the server's process is in."""
         self._open_update = ""
         """Names the update that was begun and has not succeeded; empty if there is none."""
 
@@ -301,12 +366,16 @@ class Control(Generic[FactsT]):
         vocab = self.facts.vocab_size
         largest = int(request.input_ids.max(initial=0))
         if vocab is not None and largest >= vocab:
-            raise EngineRejected(
-                self.name,
-                f"request {request.request_id} holds token id {largest}, and the model knows "
-                f"{vocab}; tokenize the prompt with this model's tokenizer.",
-                status=_BAD_REQUEST,
+            raise self._refused(
+                request,
+                f"holds token id {largest}, and the model knows {vocab}; tokenize the prompt with "
+                "this model's tokenizer.",
             )
+
+    def _refused(self, request: GenerationRequest, why: str) -> EngineRejected:
+        """The error of a request that the server does not get."""
+        what = f"request {request.request_id} {why}"
+        return EngineRejected(self.name, what, status=_BAD_REQUEST)
 
     def _conflict(self, why: str) -> EngineRejected:
         return EngineRejected(self.name, why, status=_CONFLICT)
@@ -485,18 +554,21 @@ class HttpEngine(Control[FactsT]):
         limits: HttpLimits | None = None,
         first_version: int = 0,
     ) -> None:
-        if stream_interval < 1:
-            raise ConfigError(f"stream_interval is {stream_interval}; give 1 token or more.")
-        self._url = ServerAddress.parse(url).url
-        self._stream_interval = stream_interval
+        address = ServerAddress.parse(url)
+        self._url = address.url
         self._calls: dict[str, Call] = {}
         limits = limits or HttpLimits()
-        name = ServerAddress.parse(url).name
         self._transport = Transport(
-            name, self._url, admin_key=admin_key, api_key=api_key, limits=limits
+            address.name, self._url, admin_key=admin_key, api_key=api_key, limits=limits
         )
-        self._unfinished = UnfinishedEvents(name, limits.max_unfinished_bytes)
-        super().__init__(name, self._transport, limits, first_version=first_version)
+        self._unfinished = UnfinishedEvents(address.name, limits.max_unfinished_bytes)
+        super().__init__(
+            address.name,
+            self._transport,
+            limits,
+            stream_interval=stream_interval,
+            first_version=first_version,
+        )
         self._bind_to_loop()
 
     def _bind_to_loop(self) -> None:

@@ -59,6 +59,13 @@ class LabelSpan(msgspec.Struct, frozen=True):
     end: Count
 
 
+class ErrorBody(msgspec.Struct, frozen=True):
+    """An error inside a stream, after the HTTP status 200: that a prompt is too long, for one."""
+
+    message: str = ""
+    code: int | None = None
+
+
 def version_number(label: str | None, first: int = 0) -> int:
     """The policy version that a label stands for, where "0" stands for version `first`, and so does
     any label that is no number."""

@@ -20,7 +20,7 @@ from aprilsched.chat.tokenizer import Detokenizer
 from aprilsched.companions import TOP
 from aprilsched.errors import ConfigError
 from aprilsched.gateway.responses import Response, Responses
-from aprilsched.serving import Refusal, labelled, likely_triples
+from aprilsched.serving import Refusal, labelled, likely_triples, merged
 from aprilsched.types import FinishReason, Segment
 
 _MOST_STOPS = 64
@@ -195,6 +195,11 @@ class Reading:
         found = [] if rows is None else likely_triples(rows, n)
         return found + [[] for _ in range(len(part.token_ids) - len(found))]
 
+    async def parts(self) -> AsyncGenerator[Part, None]:
+        """The parts as they come, up to the last one."""
+        while not self.over:
+            yield await self.more()
+
     async def more(self) -> Part:
         """Wait for new tokens, or for the end; nothing follows a part that is the last."""
         start, pieces = len(self.token_ids), list[str]()
@@ -242,22 +247,13 @@ class Failed(Refusal):
 
 async def parts_of(readings: Sequence[Reading]) -> AsyncGenerator[tuple[Reading, Part], None]:
     """The parts of all readings as they come."""
-    if len(readings) == 1:
-        while not readings[0].over:
-            yield readings[0], await readings[0].more()
+    if len(readings) == 1:  # Most bodies ask for one response, which needs no tasks.
+        async for part in readings[0].parts():
+            yield readings[0], part
         return
-    waiting = {asyncio.ensure_future(each.more()): each for each in readings}
-    try:
-        while waiting:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in sorted(done, key=lambda each: waiting[each].index):
-                reading = waiting.pop(task)
-                if not reading.over:
-                    waiting[asyncio.ensure_future(reading.more())] = reading
-                yield reading, task.result()
-    finally:
-        for task in waiting:
-            task.cancel()
+    async with aclosing(merged([each.parts() for each in readings])) as parts:
+        async for index, part in parts:
+            yield readings[index], part
 
 
 async def parts_until_failure(

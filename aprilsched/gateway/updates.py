@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, TypeVar, cast
+from typing import Protocol, cast, runtime_checkable
 
 from aprilsched.engines.base import (
     Engine,
@@ -23,12 +23,22 @@ from aprilsched.engines.base import (
 )
 from aprilsched.errors import ConfigError, EngineRejected, RefitError
 from aprilsched.serving import BroadcastBody, JoinBody
+from aprilsched.weights.publisher import Takers, call_each
 
 _NOT_THERE = 409
 """Status for an engine that lacks what a call needs."""
 
 
-class Taker(Engine, RefitFromGroup, RefitFromTensors, Protocol):
+class _Reader(Engine, RefitFromDisk, Protocol):
+    """An engine that loads a directory."""
+
+
+@runtime_checkable
+class _InBuckets(RefitFromGroup, RefitFromTensors, Protocol):
+    """What an engine has that takes weights in buckets."""
+
+
+class Taker(Engine, _InBuckets, Protocol):
     """An engine that takes weights in buckets."""
 
 
@@ -51,12 +61,11 @@ class FromDisk:
         self, version: int, engines: Sequence[Engine]
     ) -> Mapping[str, Exception | None]:
         """Load the directory into all engines, in parallel."""
-        return await _each(engines, lambda engine: self._load(version, engine))
-
-    async def _load(self, version: int, engine: Engine) -> None:
-        if not isinstance(engine, RefitFromDisk):
-            raise ConfigError(f"{engine.name} does not load weights from a disk.")
-        await engine.update_from_disk(self._path, version)
+        takers: Takers[_Reader] = Takers(
+            engines, RefitFromDisk, "load weights from a disk", "send them in buckets"
+        )
+        await takers.each(lambda engine: engine.update_from_disk(self._path, version))
+        return takers.outcomes
 
 
 class FromCalls:
@@ -73,8 +82,7 @@ class FromCalls:
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._complete = asyncio.Event()
         self._over = False
-        self._outcomes: dict[str, Exception | None] = {}
-        self._left: list[Taker] = []
+        self._takers: Takers[Taker] = Takers((), _InBuckets, "")
 
     async def prepare(self, version: int) -> None:
         """Do nothing: the weights come later."""
@@ -84,21 +92,18 @@ class FromCalls:
     ) -> Mapping[str, Exception | None]:
         """Let the client's calls load the weights, and label them `version` at their end."""
         self.engines = engines
-        for engine in engines:
-            if isinstance(engine, RefitFromGroup) and isinstance(engine, RefitFromTensors):
-                self._left.append(cast(Taker, engine))
-            else:
-                self._outcomes[engine.name] = ConfigError(
-                    f"{engine.name} takes no weights in buckets; load them from a disk."
-                )
+        takers: Takers[Taker] = Takers(
+            engines, _InBuckets, "take weights in buckets", "load them from a disk"
+        )
+        self._takers = takers
         try:
-            await self._try(lambda engine: engine.begin_update())
+            await takers.each(lambda engine: engine.begin_update())
             self._ready.set_result(None)
             await self._complete.wait()
-            await self._try(lambda engine: engine.end_update(version))
+            await takers.each(lambda engine: engine.end_update(version))
         finally:
             self._over = True
-        return self._outcomes
+        return takers.outcomes
 
     async def conclude(self) -> None:
         """Release those who wait to pass a bucket on, if the update ended before."""
@@ -124,9 +129,9 @@ class FromCalls:
         await self.ready()
         if self._over:
             raise RefitError("the update is over, because it took longer than a refit may take.")
-        await self._try(bucket)
-        failed = _failed(self._outcomes)
-        if not self._left:
+        await self._takers.each(bucket)
+        failed = _failed(self._takers.outcomes)
+        if not self._takers.left:
             self.end()
             raise RefitError(f"no engine has taken the weights: {_causes(failed)}")
         return failed
@@ -134,10 +139,6 @@ class FromCalls:
     def end(self) -> None:
         """Say that all weights are there."""
         self._complete.set()
-
-    async def _try(self, call: Bucket) -> None:
-        self._outcomes |= await _each(self._left, call)
-        self._left = [engine for engine in self._left if self._outcomes[engine.name] is None]
 
 
 def handles(
@@ -234,7 +235,7 @@ async def join_group(body: JoinBody, engines: Sequence[Engine]) -> None:
         offset += engine.capabilities.ranks
     members = [cast(Taker, engine) for engine in engines]
     failed = _failed(
-        await _each(
+        await call_each(
             members, lambda engine: engine.join_group(group, rank_offset=offsets[engine.name])
         )
     )
@@ -254,7 +255,7 @@ async def leave_group(name: str, engines: Sequence[Engine]) -> None:
         for engine in engines
         if isinstance(engine, RefitFromGroup) and engine.in_group(name)
     ]
-    if failed := _failed(await _each(members, lambda engine: engine.leave_group(name))):
+    if failed := _failed(await call_each(members, lambda engine: engine.leave_group(name))):
         raise RefitError(f"not every engine has left the group: {_causes(failed)}")
 
 
@@ -264,22 +265,3 @@ def _failed(outcomes: Mapping[str, Exception | None]) -> dict[str, Exception]:
 
 def _causes(failed: Mapping[str, Exception]) -> str:
     return "; ".join(f"{name}: {error}" for name, error in failed.items())
-
-
-T = TypeVar("T", bound=Engine)
-
-
-async def _each(
-    engines: Sequence[T], call: Callable[[T], Awaitable[None]]
-) -> dict[str, Exception | None]:
-    """Call all engines in parallel; returns for each why it failed, or None."""
-
-    async def outcome(engine: T) -> Exception | None:
-        try:
-            await call(engine)
-        except Exception as error:  # One engine's failure must not hide the others' results.
-            return error
-        return None
-
-    outcomes = await asyncio.gather(*(outcome(engine) for engine in engines))
-    return {engine.name: found for engine, found in zip(engines, outcomes, strict=True)}

@@ -88,7 +88,7 @@ class SimSettings:
     """Number of tokens between two chunks of a response."""
     prefix_cache: bool = False
     """Whether engines have a prefix cache: the prompt of a group is prefilled once, and a request
-    that is sent again finds what was not flushed. Only simulate uses it."""
+    that is sent again finds what was not flushed."""
     refit_seconds: float = 0.0
     """Seconds for loading new weights."""
     reward_seconds: float = 0.0

@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, cast
 
 import msgspec
 
@@ -126,6 +126,7 @@ def _fleet(settings: RunSettings, timing: StepTimeModel) -> Fleet:
         kv_tokens=sim.kv_tokens,
         stream_interval=sim.stream_interval,
         refit_seconds=sim.refit_seconds,
+        prefix_cache=sim.prefix_cache,
         timing=timing,
     )
 
@@ -249,21 +250,10 @@ _CONTENT = ("input_ids", "prompt", "text")
 _KEYS = (*_CONTENT, "key", "sampling", "group_size")
 
 
-class _Encoding(Protocol):
-    @property
-    def ids(self) -> Sequence[int]: ...
-
-
-class _FastTokenizer(Protocol):
-    """The part of tokenizers.Tokenizer that is used."""
-
-    def encode(self, sequence: str, *, add_special_tokens: bool = ...) -> _Encoding: ...
-
-
 class _Tokenizer:
     """Gives a tokenizers.Tokenizer the interface that :mod:`aprilsched.sampling` needs."""
 
-    def __init__(self, inner: _FastTokenizer) -> None:
+    def __init__(self, inner: Any) -> None:
         self._inner = inner
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
@@ -349,9 +339,8 @@ def _load(folder: Path) -> _Tokenizer:
     if not file.is_file():
         raise ConfigError(f"There is no {file}; name the folder with the model's tokenizer.json.")
     try:
-        # The package has no type annotations.
-        load = cast("Callable[[str], _FastTokenizer]", cast("Any", Tokenizer).from_file)
-        return _Tokenizer(load(str(file)))
+        read: Any = Tokenizer  # The package has no type annotations.
+        return _Tokenizer(read.from_file(str(file)))
     except Exception as error:
         # The package raises Exception itself for any file that it cannot read.
         raise ConfigError(f"{file} is no tokenizer: {error}.") from error

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections.abc import Awaitable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -21,6 +21,7 @@ from aprilsched.serving import (
     STREAM_HEADERS,
     Bodies,
     Refusal,
+    Refused,
     as_json,
     decode,
     expect_later,
@@ -31,12 +32,26 @@ from aprilsched.types import Score
 if TYPE_CHECKING:
     from aprilsched.sessions.harness import Reply, Session, Sessions
 
+T = TypeVar("T")
+
 _LARGEST_BODY = 2**26
 _ALL_BODIES = 2**28
 _PING_S = 10.0
 """Seconds after which a stream that has nothing to tell is kept open by an empty event."""
 _LONGEST_WAIT_S = 60.0
 _GONE = 410
+
+
+class _Ended(Refusal):
+    """The session has ended."""
+
+    status = _GONE
+
+
+class _NoKey(Refusal):
+    """The key is missing or wrong."""
+
+    status = 401
 
 
 class Keys:
@@ -95,6 +110,8 @@ async def _in_json(request: web.Request, handler: Handler) -> web.StreamResponse
         return await handler(request)
     except Refusal as refusal:
         return refusal.answer()
+    except ConfigError as error:
+        return Refused(str(error)).answer()
     except web.HTTPException as error:
         return as_json({"error": {"message": error.reason}}, error.status)
 
@@ -219,8 +236,6 @@ class _Launcher:
     async def next(self, request: web.Request) -> web.StreamResponse:
         """Give a session that waits for a launcher; 204 if none comes in time."""
         body = await self._body(request, _Next)
-        if isinstance(body, web.Response):
-            return body
         wait = max(0.0, min(body.wait_s, _LONGEST_WAIT_S))
         try:
             session = await asyncio.wait_for(self._sessions.next(), wait)
@@ -241,15 +256,10 @@ class _Launcher:
     async def report(self, request: web.Request) -> web.StreamResponse:
         """Take a report; 410 if the session has ended, whatever it was that ended it."""
         body = await self._body(request, _Report)
-        if isinstance(body, web.Response):
-            return body
         session = self._sessions.get(request.match_info["id"])
         if session is None:
-            return as_json({"error": {"message": "the session has ended."}}, _GONE)
-        try:
-            score = body.given()
-        except ConfigError as error:
-            return as_json({"error": {"message": str(error)}}, 400)
+            raise _Ended("the session has ended.")
+        score = body.given()
         match request.match_info["what"]:
             case "done":
                 session.done(score, later=body.later)
@@ -259,14 +269,13 @@ class _Launcher:
                 session.lost(body.why or "its launcher says that it is lost")
             case _:
                 if score is None:
-                    message = "there is no score; give one, or parts of one."
-                    return as_json({"error": {"message": message}}, 400)
+                    raise Refused("there is no score; give one, or parts of one.")
                 session.score(score)
         return as_json({})
 
-    async def _body(self, request: web.Request, kind: type[Any]) -> Any:
-        """The body of a call, or the answer to a call without the key."""
+    async def _body(self, request: web.Request, kind: type[T]) -> T:
+        """The body of a call that has the key."""
         if not _has_key(request, self._keys.launcher):
-            return as_json({"error": {"message": "this is not the launchers' key."}}, 401)
+            raise _NoKey("this is not the launchers' key.")
         async with self._bodies.read(request) as content:
             return decode(content or b"{}", kind)

@@ -40,6 +40,7 @@ from aprilsched.serving import (
     finish_reason,
     likely_triples,
     make_app,
+    merged,
     send_stream,
     token_logprobs,
 )
@@ -283,36 +284,13 @@ async def _items(
     try:
         calls = _calls(served, bodies, rids)
         answers = [Answer(served, call, logprobs=bodies[0].return_logprob) for call in calls]
-        async with aclosing(_merged([served.generate(call) for call in calls])) as found:
+        async with aclosing(merged([served.generate(call) for call in calls])) as found:
             async for index, chunk in found:
                 event = answers[index].event(chunk)
                 yield {**event, "index": index} if several else event
     except Refused as refusal:
         yield error_event(str(refusal), refusal.status)
     yield DONE
-
-
-async def _merged(
-    streams: Sequence[AsyncGenerator[Chunk, None]],
-) -> AsyncGenerator[tuple[int, Chunk], None]:
-    """The chunks of all streams as they come, each with the index of its stream."""
-    waits = {asyncio.ensure_future(anext(each)): index for index, each in enumerate(streams)}
-    try:
-        while waits:
-            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                index = waits.pop(task)
-                try:
-                    chunk = task.result()
-                except StopAsyncIteration:
-                    continue
-                yield index, chunk
-                waits[asyncio.ensure_future(anext(streams[index]))] = index
-    finally:
-        for task in waits:
-            task.cancel()
-        await asyncio.gather(*waits, return_exceptions=True)
-        await asyncio.gather(*(each.aclose() for each in streams), return_exceptions=True)
 
 
 # --- adapters and memory -------------------------------------------------------------------------

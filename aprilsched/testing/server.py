@@ -76,12 +76,16 @@ class SimServer:
             ConfigError: if the address cannot be used.
         """
         await self.engine.open()
-        self._served = ServedEngine(
-            self.engine, self._config, time_scale=self._time_scale, lengths=self._lengths
-        )
+        self._served = self._process()
         await self._listen(self._served)
         self.faults.begin(asyncio.get_running_loop().time)
         self._engine_faults.begin()
+
+    def _process(self) -> ServedEngine:
+        """A new process of the server."""
+        return ServedEngine(
+            self.engine, self._config, time_scale=self._time_scale, lengths=self._lengths
+        )
 
     async def _listen(self, served: ServedEngine) -> None:
         outermost = [fault_middleware(self.faults, self._engine_faults)] if self.faults else []
@@ -120,9 +124,7 @@ class SimServer:
         before = self._served
         had = (before.model_path, before.label, self.engine.batcher.weights_key) if before else None
         await self.engine.restart()
-        self._served = ServedEngine(
-            self.engine, self._config, time_scale=self._time_scale, lengths=self._lengths
-        )
+        self._served = self._process()
         if keeps_weights and had is not None:
             await self._served.begin_with(*had)
         await self._listen(self._served)

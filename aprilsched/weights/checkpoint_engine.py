@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from aprilsched.engines.base import Engine, RefitFromSockets
 from aprilsched.errors import ConfigError, RefitError
-from aprilsched.weights.publisher import check_weights, in_daemon, in_thread, to_the_end
+from aprilsched.weights.publisher import call_each, check_weights, in_daemon, in_thread, to_the_end
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -214,14 +214,11 @@ class _Update:
 
     async def call(self, paths: SocketPaths) -> None:
         """Send each engine the sockets of all GPUs; each of its ranks picks its own."""
-        await asyncio.gather(*(self._call(engine, dict(paths)) for engine in self._engines))
+        handles = dict(paths)
+        self.outcomes |= await call_each(
+            self._engines, lambda engine: engine.update_from_sockets(handles, self._version)
+        )
         self.answered.set()
-
-    async def _call(self, engine: _Reader, handles: Mapping[str, str]) -> None:
-        try:
-            await engine.update_from_sockets(handles, self._version)
-        except Exception as error:  # One engine's failure must not hide the others' results.
-            self.outcomes[engine.name] = error
 
 
 def _make_server() -> ParameterServer:

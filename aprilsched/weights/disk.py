@@ -16,10 +16,11 @@ import shutil
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from aprilsched.engines.base import Engine, RefitFromDisk, TakesAdapters
 from aprilsched.errors import ConfigError, EngineRejected
-from aprilsched.weights.publisher import call_each, in_thread
+from aprilsched.weights.publisher import Takers, call_each, in_thread
 
 # A directory of versions that the trainer writes and the engines read.
 #
@@ -141,6 +142,10 @@ def _sync(path: Path) -> None:
 # --- disk ----------------------------------------------------------------------------------------
 
 
+class _Reader(Engine, RefitFromDisk, Protocol):
+    """An engine to which this publisher can publish."""
+
+
 class DiskPublisher:
     """Publishes checkpoints in the Hugging Face layout (safetensors).
 
@@ -214,20 +219,13 @@ class DiskPublisher:
         self._in_use.append(version)
         try:
             await self._versions.check(path)
-            outcomes = await call_each(engines, lambda engine: _update(engine, path, version))
+            takers: Takers[_Reader] = Takers(engines, RefitFromDisk, "load weights from a disk")
+            await takers.each(lambda engine: engine.update_from_disk(path, version))
         finally:
             self._in_use.remove(version)
-        if self._save is not None and not any(outcomes.values()):
+        if self._save is not None and not any(takers.outcomes.values()):
             await self._versions.forget(version, in_use=(*self._in_use, self._newest))
-        return outcomes
-
-
-async def _update(engine: Engine, path: Path, version: int) -> None:
-    if not isinstance(engine, RefitFromDisk):
-        raise ConfigError(
-            f"{engine.name} does not load weights from a disk; use another publisher for it."
-        )
-    await engine.update_from_disk(path, version)
+        return takers.outcomes
 
 
 def _check_checkpoint(path: Path) -> None:

@@ -24,14 +24,14 @@ bucket, and an address that the engines reach. Of a trainer of several processes
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import secrets
-from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
 
 from aprilsched.engines.base import Engine, RefitFromGroup, TensorMeta
-from aprilsched.errors import ConfigError, EngineRejected
+from aprilsched.errors import ConfigError, EngineError, EngineRejected
 from aprilsched.extras import extra
 from aprilsched.weights.process_group import (
     DEVICES,
@@ -41,16 +41,15 @@ from aprilsched.weights.process_group import (
     address_towards,
     each,
     leave,
-    read_once_error,
     together,
-    unexplained_error,
 )
 from aprilsched.weights.publisher import (
     Bucket,
-    check_weights,
+    ReadingPublisher,
+    Source,
+    Takers,
+    Weights,
     in_thread,
-    iter_buckets,
-    iter_buckets_async,
     to_the_end,
 )
 
@@ -59,14 +58,11 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_Named: TypeAlias = "Iterable[tuple[str, Tensor]] | AsyncIterable[tuple[str, Tensor]]"
-Weights: TypeAlias = Callable[[], "_Named | Awaitable[_Named]"]
-
 _UNEXPLAINED = 2
 """Number of broadcasts that may break off although every engine answers."""
 
 
-class DistributedPublisher:
+class DistributedPublisher(ReadingPublisher):
     """Publishes tensors by broadcast, over a group that lasts from one version to the next.
 
     Args:
@@ -106,25 +102,18 @@ class DistributedPublisher:
         timeout_s: float = 120.0,
         once: bool = False,
     ) -> None:
-        check_weights(weights)
+        super().__init__(weights, bucket_bytes=bucket_bytes, once=once)
         if backend not in DEVICES:
             raise ConfigError(f"backend is {backend!r}; give one of {', '.join(sorted(DEVICES))}.")
         if not 0 <= port < 2**16:
             raise ConfigError(f"port is {port}; give 0 (any that is free) to {2**16 - 1}.")
-        if bucket_bytes < 1:
-            raise ConfigError(f"bucket_bytes is {bucket_bytes}; give 1 or more.")
         if not timeout_s > 0:
             raise ConfigError(f"timeout_s is {timeout_s}; give a number above 0.")
-        self._weights = weights
         self._backend = backend
         self._address = address
         self._port = port
-        self._bucket_bytes = bucket_bytes
         self._device = device
         self._timeout_s = timeout_s
-        self._once = once
-        self._read = False
-        """The weights were read in the update under way."""
         # An engine keeps the groups of a trainer that was killed, and refuses their names.
         self._prefix = f"{group}-{secrets.token_hex(4)}"
         self._made = 0
@@ -149,29 +138,18 @@ class DistributedPublisher:
             ConfigError: if torch is not installed, the address is not this machine's, or
                 `weights` yields nothing.
         """
-        outcomes: dict[str, Exception | None] = {}
-        takers: list[GroupEngine] = []
-        for engine in engines:
-            if isinstance(engine, RefitFromGroup):
-                takers.append(cast(GroupEngine, engine))
-            else:
-                outcomes[engine.name] = ConfigError(
-                    f"{engine.name} does not join a group; use another publisher for it."
-                )
-        if takers:
+        takers: Takers[GroupEngine] = Takers(engines, RefitFromGroup, "join a group")
+        if takers.left:
             await in_thread(_check_torch, self._backend)
-            try:
-                outcomes.update(await self._until_whole(version, takers))
-            except BaseException:  # Also a cancellation: engines may wait for a broadcast.
-                self.close()
-                raise
-        return outcomes
-
-    async def conclude(self) -> None:
-        """Read the weights with `once`, if nothing was published: other ranks take part."""
-        read, self._read = self._read, False
-        if self._once and not read:
-            await _Source(self._weights, self._bucket_bytes).drain()
+            async with self._reading() as source:
+                try:
+                    await self._until_whole(version, takers, source)
+                except BaseException:
+                    # Also a cancellation: engines may wait for a broadcast, and must not while the
+                    # rest of the weights is read for the other ranks.
+                    self.close()
+                    raise
+        return takers.outcomes
 
     async def aclose(self) -> None:
         """Leave the group, on the engines' side too. A later publish makes a new group."""
@@ -187,28 +165,15 @@ class DistributedPublisher:
         if group is not None:
             group.close()
 
-    async def _until_whole(
-        self, version: int, engines: list[GroupEngine]
-    ) -> Mapping[str, Exception | None]:
-        source = _Source(self._weights, self._bucket_bytes)
-        self._read = True
-        try:
-            return await self._broadcast_until_whole(version, engines, source)
-        except BaseException:
-            self.close()  # The engines must not wait while the rest is read for the other ranks.
-            raise
-        finally:
-            await (source.drain() if self._once else source.close())
-
-    async def _broadcast_until_whole(
-        self, version: int, engines: list[GroupEngine], source: _Source
-    ) -> Mapping[str, Exception | None]:
-        outcomes: dict[str, Exception | None] = dict.fromkeys(engine.name for engine in engines)
+    async def _until_whole(self, version: int, takers: Takers[GroupEngine], source: Source) -> None:
+        """Broadcast, and again without those that it broke off for, until it reaches the others."""
+        engines: list[GroupEngine] = takers.left
+        outcomes = takers.outcomes
         unexplained_left = _UNEXPLAINED
         while engines:
             try:
                 outcomes.update(await self._broadcast(version, engines, source))
-                break
+                return
             except BrokenOff as broken:
                 self.close()
                 _log.warning("the broadcast of version %d broke off: %s", version, broken)
@@ -221,19 +186,24 @@ class DistributedPublisher:
                     if isinstance(broken.failures.get(engine.name), EngineRejected | None)
                 ]
                 unexplained_left -= not broken.behind
+                why = ""
                 if self._once and source.begun:
-                    for engine in engines:
-                        outcomes[engine.name] = read_once_error(engine.name, str(broken))
-                    break
+                    why = (
+                        f"the broadcast to it broke off ({broken}), and weights with once=True are "
+                        "not read again; call update_weights() again."
+                    )
+                elif unexplained_left == 0:
+                    why = (
+                        f"the broadcast to it broke off twice ({broken}); check the network "
+                        "between the trainer and the engines."
+                    )
+                if why:
+                    outcomes.update((each.name, EngineError(each.name, why)) for each in engines)
+                    return
                 await source.start_again()
-                if unexplained_left == 0:
-                    for engine in engines:
-                        outcomes[engine.name] = unexplained_error(engine.name, str(broken))
-                    break
-        return outcomes
 
     async def _broadcast(
-        self, version: int, engines: Sequence[GroupEngine], source: _Source
+        self, version: int, engines: Sequence[GroupEngine], source: Source
     ) -> Mapping[str, Exception]:
         """Broadcast all weights from the beginning; return the failures at the final step."""
         group = await self._join(engines)
@@ -256,7 +226,7 @@ class DistributedPublisher:
         group: TrainerGroup,
         sending: list[_Row],
         engines: Sequence[GroupEngine],
-        source: _Source,
+        source: Source,
     ) -> list[_Row] | None:
         """Broadcast the row in `sending`; return the next one in a list, or None after the last.
 
@@ -334,69 +304,7 @@ class DistributedPublisher:
 
 def rank_offsets(ranks: Sequence[int]) -> list[int]:
     """The first rank of each engine (rank 0 is the trainer), followed by the group's size."""
-    offsets = [1]
-    for count in ranks:
-        offsets.append(offsets[-1] + count)
-    return offsets
-
-
-class _Source:
-    """Gives the buckets of one update, from the beginning again where a broadcast is repeated."""
-
-    def __init__(self, weights: Weights, bucket_bytes: int) -> None:
-        self._weights = weights
-        self._bucket_bytes = bucket_bytes
-        self._given: Any = None
-        self._buckets: Any = None
-        self._kept: Bucket | None = None
-
-    @property
-    def begun(self) -> bool:
-        """Whether a bucket was given that was not put back."""
-        return self._buckets is not None and self._kept is None
-
-    def put_back(self, bucket: Bucket) -> None:
-        """Take the first bucket back, which was not sent."""
-        self._kept = bucket
-
-    async def start_again(self) -> None:
-        """Begin with the first bucket again."""
-        if self.begun:
-            await self.close()
-
-    async def drain(self) -> None:
-        """Read the rest of the weights."""
-        self._kept = None
-        while await self.next() is not None:
-            pass
-        await self.close()
-
-    async def next(self) -> Bucket | None:
-        """The next bucket; None after the last."""
-        kept, self._kept = self._kept, None
-        if kept is not None:
-            return kept
-        if self._buckets is None:
-            given = await in_thread(self._weights)
-            self._given = await given if inspect.isawaitable(given) else given
-            pack = iter_buckets_async if _asynchronous(self._given) else iter_buckets
-            self._buckets = pack(self._given, self._bucket_bytes)
-        if _asynchronous(self._given):
-            return await anext(self._buckets, None)
-        return await in_thread(next, self._buckets, None)
-
-    async def close(self) -> None:
-        """Close an iterator that was left half-way, so that it frees what it gathered."""
-        for part in (self._buckets, self._given):
-            if hasattr(part, "aclose"):
-                await part.aclose()
-            elif inspect.isgenerator(part):
-                await in_thread(part.close)
-        self._buckets = self._given = self._kept = None
-
-
-def _asynchronous(given: object) -> bool:
-    return hasattr(given, "__aiter__")
+    return list(accumulate(ranks, initial=1))
 
 
 class _Row(NamedTuple):

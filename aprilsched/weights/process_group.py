@@ -28,7 +28,6 @@ from aprilsched.errors import (
     AprilschedError,
     ConfigError,
     ControlTimeout,
-    EngineError,
     EngineRejected,
 )
 from aprilsched.weights.publisher import call_each, in_daemon
@@ -425,21 +424,3 @@ async def _call_in_time(
         raise ControlTimeout(
             engine.name, f"did not end its part of the refit within {seconds:g} s."
         ) from error
-
-
-def unexplained_error(engine: str, cause: str) -> EngineError:
-    """The error of an engine that answers, in a group that breaks all the same."""
-    return EngineError(
-        engine,
-        f"the broadcast to it broke off twice ({cause}); check the network between the trainer "
-        "and the engines.",
-    )
-
-
-def read_once_error(engine: str, cause: str) -> EngineError:
-    """The error of an engine that misses the rest of weights which cannot be read again."""
-    return EngineError(
-        engine,
-        f"the broadcast to it broke off ({cause}), and weights with once=True are not read again; "
-        "call update_weights() again.",
-    )

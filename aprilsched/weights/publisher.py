@@ -5,8 +5,10 @@ publishers share: waiting for work that cannot be stopped half-way, and buckets 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 from collections.abc import (
+    AsyncGenerator,
     AsyncIterable,
     AsyncIterator,
     Awaitable,
@@ -16,8 +18,18 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import suppress
-from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeAlias, TypeVar, runtime_checkable
+from contextlib import asynccontextmanager, suppress
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Generic,
+    ParamSpec,
+    Protocol,
+    TypeAlias,
+    TypeVar,
+    cast,
+    runtime_checkable,
+)
 
 from aprilsched.engines.base import Engine
 from aprilsched.errors import ConfigError
@@ -132,6 +144,43 @@ async def call_each(
         return engine.name, None
 
     return dict(await asyncio.gather(*map(one, engines)))
+
+
+class Takers(Generic[EngineT]):
+    """The engines of an update that have not failed in it yet.
+
+    Args:
+        engines: the engines that the update is for.
+        kind: the protocol of what the update needs of an engine.
+        lack: what an engine without it does not do, and
+        remedy: what to do about that, both for its error.
+
+    Attributes:
+        left: the engines that have not failed.
+        outcomes: by the name of each engine the error with which it failed, or None.
+    """
+
+    def __init__(
+        self,
+        engines: Iterable[Engine],
+        kind: Any,
+        lack: str,
+        remedy: str = "use another publisher for it",
+    ) -> None:
+        self.left: list[EngineT] = []
+        self.outcomes: dict[str, Exception | None] = {}
+        for engine in engines:
+            if isinstance(engine, kind):
+                self.left.append(cast(EngineT, engine))
+                self.outcomes[engine.name] = None
+            else:
+                why = f"{engine.name} does not {lack}; {remedy}."
+                self.outcomes[engine.name] = ConfigError(why)
+
+    async def each(self, call: Callable[[EngineT], Awaitable[object]]) -> None:
+        """Call all engines in parallel, and drop those that failed."""
+        self.outcomes |= await call_each(self.left, call)
+        self.left = [engine for engine in self.left if self.outcomes[engine.name] is None]
 
 
 async def to_the_end(work: Awaitable[T]) -> T:
@@ -260,12 +309,6 @@ def check_weights(weights: object) -> None:
         )
 
 
-def read_to_the_end(weights: Iterable[object]) -> None:
-    """Read what is left, so that every rank of a collective iteration comes to its end."""
-    for _ in weights:
-        pass
-
-
 def iter_buckets(weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[Bucket]:
     """Yield the buckets of `weights`; each is made only when it is asked for."""
     buckets = Buckets(bucket_bytes)
@@ -288,3 +331,106 @@ async def iter_buckets_async(
             del full
     if (last := buckets.rest()) is not None:
         yield last
+
+
+_Named: TypeAlias = "Iterable[tuple[str, Tensor]] | AsyncIterable[tuple[str, Tensor]]"
+Weights: TypeAlias = Callable[[], "_Named | Awaitable[_Named]"]
+"""A function that returns named tensors; it and what it returns may be asynchronous."""
+
+
+class Source:
+    """Gives the buckets of one update, from the beginning again where a broadcast is repeated."""
+
+    def __init__(self, weights: Weights, bucket_bytes: int) -> None:
+        self._weights = weights
+        self._bucket_bytes = bucket_bytes
+        self._given: Any = None
+        self._buckets: Any = None
+        self._kept: Bucket | None = None
+
+    @property
+    def begun(self) -> bool:
+        """Whether a bucket was given that was not put back."""
+        return self._buckets is not None and self._kept is None
+
+    def put_back(self, bucket: Bucket) -> None:
+        """Take the first bucket back, which was not sent."""
+        self._kept = bucket
+
+    async def start_again(self) -> None:
+        """Begin with the first bucket again."""
+        if self.begun:
+            await self.close()
+
+    async def drain(self) -> None:
+        """Read the rest of the weights."""
+        self._kept = None
+        while await self.next() is not None:
+            pass
+        await self.close()
+
+    async def next(self) -> Bucket | None:
+        """The next bucket; None after the last."""
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            return kept
+        if self._buckets is None:
+            given = await in_thread(self._weights)
+            self._given = await given if inspect.isawaitable(given) else given
+            pack = iter_buckets_async if _asynchronous(self._given) else iter_buckets
+            self._buckets = pack(self._given, self._bucket_bytes)
+        if _asynchronous(self._given):
+            return await anext(self._buckets, None)
+        return await in_thread(next, self._buckets, None)
+
+    async def close(self) -> None:
+        """Close an iterator that was left half-way, so that it frees what it gathered."""
+        for part in (self._buckets, self._given):
+            if hasattr(part, "aclose"):
+                await part.aclose()
+            elif inspect.isgenerator(part):
+                await in_thread(part.close)
+        self._buckets = self._given = self._kept = None
+
+
+def _asynchronous(given: object) -> bool:
+    return hasattr(given, "__aiter__")
+
+
+class ReadingPublisher:
+    """A publisher that reads the trainer's weights bucket by bucket; the base of those that do.
+
+    Args:
+        weights: returns all weights with their names; called again for each version.
+        bucket_bytes: bytes of tensors that are sent at a time.
+        once: whether the weights are read exactly once for each ``update_weights()``, to their end.
+
+    Raises:
+        ConfigError: if `bucket_bytes` is below 1, or `weights` is no function.
+    """
+
+    def __init__(self, weights: Weights, *, bucket_bytes: int, once: bool) -> None:
+        check_weights(weights)
+        if bucket_bytes < 1:
+            raise ConfigError(f"bucket_bytes is {bucket_bytes}; give 1 or more.")
+        self._weights = weights
+        self._bucket_bytes = bucket_bytes
+        self._once = once
+        self._read = False
+        """The weights were read in the update under way."""
+
+    @asynccontextmanager
+    async def _reading(self) -> AsyncGenerator[Source]:
+        """The weights of one update. With `once` they are read to their end, whatever happens."""
+        source = Source(self._weights, self._bucket_bytes)
+        self._read = True
+        try:
+            yield source
+        finally:
+            await (source.drain() if self._once else source.close())
+
+    async def conclude(self) -> None:
+        """Read the weights with `once`, if nothing was published: other ranks take part."""
+        read, self._read = self._read, False
+        if self._once and not read:
+            await Source(self._weights, self._bucket_bytes).drain()

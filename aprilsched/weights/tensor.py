@@ -14,24 +14,20 @@ Every engine runs on the trainer's machine and sees the trainer's GPU; torch's a
 from __future__ import annotations
 
 import importlib
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from aprilsched.engines.base import Engine, RefitFromTensors
 from aprilsched.errors import ConfigError
 from aprilsched.weights.publisher import (
     Bucket,
-    Buckets,
-    call_each,
-    check_weights,
+    ReadingPublisher,
+    Source,
+    Takers,
+    Weights,
     in_thread,
-    iter_buckets,
-    read_to_the_end,
     to_the_end,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _FLATTENED = "flattened_bucket"
 
@@ -40,7 +36,7 @@ class _Target(Engine, RefitFromTensors, Protocol):
     """An engine to which this publisher can publish."""
 
 
-class TensorPublisher:
+class TensorPublisher(ReadingPublisher):
     """Publishes CUDA tensors by handle.
 
     An engine that fails at one bucket gets no further one: its weights are inconsistent and its
@@ -51,7 +47,8 @@ class TensorPublisher:
     Args:
         weights: returns an iterator over (name, CUDA tensor) of all weights; called again for each
             version. It runs in a thread, where it may gather shards. It is read once for each
-            version, so the iterator may be a generator.
+            version, so the iterator may be a generator. It may also be a coroutine, and the
+            iterator asynchronous.
         bucket_bytes: bytes of tensors that are handed over at a time; a larger tensor goes alone.
         load_format: how the engine takes a bucket. "flattened_bucket" is one handle for all its
             tensors. "direct" (with the engine's own parameter names), or the name of a loader
@@ -66,19 +63,13 @@ class TensorPublisher:
 
     def __init__(
         self,
-        weights: Callable[[], Iterable[tuple[str, Tensor]]],
+        weights: Weights,
         *,
         bucket_bytes: int = 512 * 2**20,
         load_format: str = _FLATTENED,
         once: bool = False,
     ) -> None:
-        Buckets(bucket_bytes)  # It refuses a wrong size now, and not at the first publish.
-        check_weights(weights)
-        self._once = once
-        self._read = False
-        """The weights were read in the update under way."""
-        self._weights = weights
-        self._bucket_bytes = bucket_bytes
+        super().__init__(weights, bucket_bytes=bucket_bytes, once=once)
         self._load_format = load_format
 
     async def prepare(self, version: int) -> None:
@@ -98,58 +89,31 @@ class TensorPublisher:
             ConfigError: if SGLang is not installed, or `weights` yields nothing or a tensor that
                 is not on a GPU.
         """
-        outcomes: dict[str, Exception | None] = {engine.name: None for engine in engines}
-        takers: list[_Target] = []
-        for engine in engines:
-            if isinstance(engine, RefitFromTensors):
-                takers.append(cast(_Target, engine))
-            else:
-                outcomes[engine.name] = ConfigError(
-                    f"{engine.name} does not open a trainer's memory; use another publisher for it."
-                )
-        if takers:
-            await self._publish(version, _Takers(takers, outcomes))
-        return outcomes
-
-    async def conclude(self) -> None:
-        """Read the weights with ``once``, if nothing was published: other ranks take part."""
-        read, self._read = self._read, False
-        if self._once and not read:
-            await in_thread(lambda: read_to_the_end(self._weights()))
-
-    async def _publish(self, version: int, takers: _Takers) -> None:
-        sglang = await in_thread(_sglang)
-        self._read = True
-        weights = iter(self._weights())
-        try:
-            await self._hand_over_all(version, takers, sglang, weights)
-        finally:
-            if self._once:
-                await in_thread(read_to_the_end, weights)
+        takers: Takers[_Target] = Takers(engines, RefitFromTensors, "open a trainer's memory")
+        if takers.left:
+            sglang = await in_thread(_sglang)
+            async with self._reading() as source:
+                await self._hand_over_all(version, takers, sglang, source)
+        return takers.outcomes
 
     async def _hand_over_all(
-        self,
-        version: int,
-        takers: _Takers,
-        sglang: _SGLang,
-        weights: Iterator[tuple[str, Tensor]],
+        self, version: int, takers: Takers[_Target], sglang: _SGLang, source: Source
     ) -> None:
-        buckets = iter(iter_buckets(weights, self._bucket_bytes))
         # The first bucket comes before any begin, so that a caller's mistake harms no engine.
-        bucket = await in_thread(_next, buckets)
+        bucket = await _next(source)
         if bucket is None:
             raise ConfigError("weights() gave no tensors; it has to give all of them each time.")
         try:
-            await takers.each(lambda engine: engine.begin_update())
+            await to_the_end(takers.each(lambda engine: engine.begin_update()))
             while bucket is not None and takers.left:
                 await self._hand_over(sglang, bucket, takers)
                 bucket = None  # It is dropped first, so that only one bucket takes memory.
-                bucket = await in_thread(_next, buckets)
+                bucket = await _next(source)
         finally:
             await in_thread(_collect)
-        await takers.each(lambda engine: engine.end_update(version))
+        await to_the_end(takers.each(lambda engine: engine.end_update(version)))
 
-    async def _hand_over(self, sglang: _SGLang, bucket: Bucket, takers: _Takers) -> None:
+    async def _hand_over(self, sglang: _SGLang, bucket: Bucket, takers: Takers[_Target]) -> None:
         # `shared` owns the memory that the engines read, so it lives until all have answered.
         shared, handles = await in_thread(
             sglang.share,
@@ -159,26 +123,15 @@ class TensorPublisher:
         )
         try:
             of_engine = dict(zip((engine.name for engine in takers.left), handles, strict=True))
-            await takers.each(
-                lambda engine: engine.update_from_tensors(
-                    of_engine[engine.name], load_format=self._load_format
+            await to_the_end(
+                takers.each(
+                    lambda engine: engine.update_from_tensors(
+                        of_engine[engine.name], load_format=self._load_format
+                    )
                 )
             )
         finally:
             del shared  # An error's traceback would keep it alive.
-
-
-class _Takers:
-    """The engines that have not failed yet."""
-
-    def __init__(self, engines: Iterable[_Target], outcomes: dict[str, Exception | None]) -> None:
-        self.left = list(engines)
-        self._outcomes = outcomes
-
-    async def each(self, call: Callable[[_Target], Awaitable[None]]) -> None:
-        """Call all engines in parallel, wait for every answer, and drop those that failed."""
-        self._outcomes.update(await to_the_end(call_each(self.left, call)))
-        self.left = [engine for engine in self.left if self._outcomes[engine.name] is None]
 
 
 class _SGLang:
@@ -231,8 +184,8 @@ def _sglang() -> _SGLang:
     return _SGLang(buckets.FlattenedTensorBucket, utils.MultiprocessingSerializer)
 
 
-def _next(buckets: Iterator[Bucket]) -> Bucket | None:
-    bucket = next(buckets, None)
+async def _next(source: Source) -> Bucket | None:
+    bucket = await source.next()
     if bucket is not None:
         require_cuda(bucket)
     return bucket

@@ -24,12 +24,12 @@ import pickle
 import socket
 from base64 import b64encode
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from aprilsched.engines.base import Engine, RefitByTransfer
 from aprilsched.errors import ConfigError, ControlTimeout
 from aprilsched.weights.process_group import address_towards
-from aprilsched.weights.publisher import call_each, check_weights, in_daemon, in_thread
+from aprilsched.weights.publisher import Takers, call_each, check_weights, in_daemon, in_thread
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -103,19 +103,12 @@ class VLLMPublisher:
         Raises:
             ConfigError: if vLLM is not installed, or `weights` gives nothing.
         """
-        outcomes: dict[str, Exception | None] = {engine.name: None for engine in engines}
-        takers: list[_Target] = []
-        for engine in engines:
-            if isinstance(engine, RefitByTransfer):
-                takers.append(cast(_Target, engine))
-            else:
-                outcomes[engine.name] = ConfigError(
-                    f"{engine.name} is no vLLM server; use another publisher for it."
-                )
-        if takers:
-            client = self._client_of(takers, version)
-            outcomes |= await self._send(client)
-        return outcomes
+        takers: Takers[_Target] = Takers(
+            engines, RefitByTransfer, "take weights by vLLM's transfer"
+        )
+        if takers.left:
+            takers.outcomes |= await self._send(self._client_of(takers.left, version))
+        return takers.outcomes
 
     def _client_of(self, engines: Sequence[_Target], version: int) -> _Client:
         """The client of the group of these engines, which is made again where it is another one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from aprilsched.errors import ConfigError
-from aprilsched.weights.publisher import Bucket, iter_buckets
+from aprilsched.weights.publisher import iter_buckets, iter_buckets_async
 
 
 def row(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -23,34 +23,36 @@ def named(*tensors: Tensor) -> list[tuple[str, Tensor]]:
     return [(f"t{index}", tensor) for index, tensor in enumerate(tensors)]
 
 
-def names(buckets: Iterator[Bucket]) -> list[list[str]]:
-    return [[name for name, _ in bucket] for bucket in buckets]
+ODD, EVEN = row(3, torch.bfloat16), row(4, torch.bfloat16)
 
 
-def test_a_bucket_is_filled_up_to_its_last_byte():
-    buckets = iter_buckets(named(row(2), row(2), row(1), row(4)), 16)
-    assert names(buckets) == [["t0", "t1"], ["t2"], ["t3"]]
+@pytest.mark.parametrize(
+    ("tensors", "size", "packed"),
+    [
+        pytest.param([], 16, [], id="none"),
+        pytest.param([row(2), row(2), row(1), row(4)], 16, [2, 1, 1], id="to the last byte"),
+        pytest.param([row(1), row(100), row(1), row(1)], 16, [1, 1, 2], id="a larger one alone"),
+        pytest.param([row(0), row(4), row(0)], 16, [3], id="none without elements is lost"),
+        # After six bytes of bfloat16, a view as float32 would not begin at a multiple of 4.
+        pytest.param([ODD, row(1)], 100, [1, 1], id="torch can look at it as its own type"),
+        pytest.param([EVEN, row(1)], 100, [2], id="even"),
+        pytest.param([row(1), ODD, ODD], 100, [3], id="odd at the end"),
+    ],
+)
+async def test_tensors_are_packed_in_their_order(
+    tensors: list[Tensor], size: int, packed: list[int]
+):
+    pairs = named(*tensors)
 
+    async def slowly() -> AsyncIterator[tuple[str, Tensor]]:
+        for pair in pairs:
+            yield pair
 
-def test_a_larger_tensor_goes_alone():
-    buckets = iter_buckets(named(row(1), row(100), row(1), row(1)), 16)
-    assert names(buckets) == [["t0"], ["t1"], ["t2", "t3"]]
-
-
-def test_no_tensors_make_no_bucket():
-    assert names(iter_buckets([], 16)) == []
-
-
-def test_tensors_without_elements_are_not_lost():
-    assert names(iter_buckets(named(row(0), row(4), row(0)), 16)) == [["t0", "t1", "t2"]]
-
-
-def test_a_tensor_begins_where_torch_can_look_at_it_as_its_own_type():
-    """After six bytes of bfloat16, a view as float32 would not begin at a multiple of 4."""
-    odd, even = row(3, torch.bfloat16), row(4, torch.bfloat16)
-    assert names(iter_buckets(named(odd, row(1)), 100)) == [["t0"], ["t1"]]
-    assert names(iter_buckets(named(even, row(1)), 100)) == [["t0", "t1"]]
-    assert names(iter_buckets(named(row(1), odd, odd), 100)) == [["t0", "t1", "t2"]]
+    buckets = list(iter_buckets(pairs, size))
+    assert [len(bucket) for bucket in buckets] == packed
+    assert [name for bucket in buckets for name, _ in bucket] == [name for name, _ in pairs]
+    found = [bucket async for bucket in iter_buckets_async(slowly(), size)]
+    assert [len(bucket) for bucket in found] == packed
 
 
 def test_buckets_are_made_when_asked_for():

@@ -32,8 +32,6 @@ class Unavailable(Server):
             capabilities=able,
             vocab_size=None,
             incremental=None,
-            stream_interval=True,
-            torch_empty_cache=False,
             update_sessions=sessions,
             pipelined=False,
             metrics=False,

@@ -1,4 +1,4 @@
-"""Tests reading the load of SGLang servers: several ranks, older servers, Prometheus pages."""
+"""Tests reading the load of SGLang servers: several ranks, endless answers, Prometheus pages."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 
 from aprilsched.engines.base import EngineLoad
 from aprilsched.engines.http import HttpLimits
-from aprilsched.engines.server import read_series
+from aprilsched.engines.server import decode, read_series
 from aprilsched.engines.sglang import SGLangEngine
-from aprilsched.engines.sglang.probe import SERIES, Loads, decode, load_of
+from aprilsched.engines.sglang.probe import SERIES, Loads, load_of
 from aprilsched.errors import EngineError, EngineProtocolError, EngineRejected
 from tests.support.hostile import CHUNKED, Hostile, chunked, hostile
 
@@ -45,7 +45,7 @@ python:num_queue_reqs 3.0
 
 def loads(*ranks: dict[str, Any], **changes: Any) -> Loads:
     content = {"timestamp": STAMP, "version": "0.5.21", "loads": list(ranks), **changes}
-    return decode("e", "/v1/loads", json.dumps(content).encode(), Loads)
+    return decode("e", "/v1/loads", json.dumps(content).encode(), Loads, program="SGLang")
 
 
 def test_ranks_are_one_engine():
@@ -115,21 +115,10 @@ async def asked(server: Hostile, **limits: Any) -> EngineLoad:
         await engine.close()
 
 
-def answer(status: str, body: bytes) -> Any:
-    head = f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-    return lambda: [head + body]
-
-
-async def test_an_older_server_is_asked_in_its_own_way():
-    ranks = [
-        {"dp_rank": n, "num_reqs": 5, "num_waiting_reqs": 2, "num_tokens": 70} for n in range(2)
-    ]
+async def test_a_server_that_tells_no_load_is_refused():
     async with hostile() as server:
-        server.answers["/v1/loads"] = answer("404 Not Found", b'{"detail": "Not Found"}')
-        server.answers["/get_load"] = answer("200 OK", json.dumps(ranks).encode())
-        assert await asked(server) == EngineLoad(running=6, queued=4, kv_tokens=140)
-        server.answers["/get_load"] = answer("404 Not Found", b"")
-        with pytest.raises(EngineRejected, match="/get_load answered 404"):
+        server.answers["/v1/loads"] = lambda: [b"HTTP/1.1 404 No\r\nContent-Length: 0\r\n\r\n"]
+        with pytest.raises(EngineRejected, match="/v1/loads answered 404"):
             await asked(server)
 
 

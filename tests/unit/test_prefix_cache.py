@@ -22,26 +22,16 @@ def request(name: str, context: int, group: int = 7) -> GenerationRequest:
     )
 
 
-def test_siblings_find_the_prompt_but_its_last_token():
+def test_a_request_finds_what_it_had_and_its_group_s_prompt_until_a_flush():
     cache = PrefixCache(10_000)
     assert cache.begin(request("1-1", 100)) == 0
-    assert cache.begin(request("2-1", 100)) == 99
+    assert cache.begin(request("2-1", 100)) == 99, "all of the prompt but its last token"
     assert cache.begin(request("3-1", 100, group=8)) == 0
-
-
-def test_a_request_sent_again_finds_what_it_had():
-    cache = PrefixCache(10_000)
-    cache.begin(request("1-1", 100))
     cache.end(request("1-1", 100), 160)
     assert cache.begin(request("1-2", 160)) == 159
     assert cache.begin(request("2-2", 300)) == 100, "a sibling shares the prompt only"
-
-
-def test_a_flush_forgets():
-    cache = PrefixCache(10_000)
-    cache.begin(request("1-1", 100))
     cache.flush()
-    assert cache.begin(request("2-1", 100)) == 0
+    assert cache.begin(request("2-3", 100)) == 0
 
 
 def test_no_more_is_remembered_than_fits():

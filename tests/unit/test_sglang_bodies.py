@@ -98,9 +98,13 @@ def test_what_a_server_would_ignore_is_refused():
     check = engine._check_request  # pyright: ignore[reportPrivateUsage]
     check(replace(request(), sampling=SamplingParams(request={"priority": 1})))
     check(replace(request(), media=(Media("image", "a.png"),)))
-    with pytest.raises(EngineRejected, match="knows no field prioritty; correct request"):
+    with pytest.raises(
+        EngineRejected, match="has prioritty, which the server does not know; correct request"
+    ):
         check(replace(request(), sampling=SamplingParams(request={"prioritty": 1})))
-    with pytest.raises(EngineRejected, match="does not understand audio; leave media out"):
+    with pytest.raises(
+        EngineRejected, match="has audio, which the model does not understand; leave media out"
+    ):
         check(replace(request(), media=(Media("audio", "a.wav"),)))
 
 
@@ -115,7 +119,12 @@ def test_what_a_server_would_ignore_is_refused():
 )
 def test_the_direction_of_priorities_is_the_servers(told: dict[str, bool], sign: int):
     server = msgspec.convert({"version": "0.5.21", **told}, ServerInfo)
-    model = ModelInfo(model_path="m", has_image_understanding=True, has_audio_understanding=False)
+    model = ModelInfo(
+        model_path="m",
+        weight_version="0",
+        has_image_understanding=True,
+        has_audio_understanding=False,
+    )
     can = probe._capabilities(model, server, OpenApi())  # pyright: ignore[reportPrivateUsage]
     assert can.priority == sign
     assert can.media == {"image", "video"}
@@ -134,7 +143,7 @@ def test_the_room_is_that_of_all_ranks(told: dict[str, int]):
     states = [{"effective_max_running_requests_per_dp": 8}] * 2
     info = {"version": "0.5.23", "max_total_num_tokens": 100, "internal_states": states, **told}
     server = msgspec.convert(info, ServerInfo)
-    can = probe._capabilities(ModelInfo(model_path="m"), server, OpenApi())  # pyright: ignore[reportPrivateUsage]
+    can = probe._capabilities(ModelInfo(model_path="m", weight_version="0"), server, OpenApi())  # pyright: ignore[reportPrivateUsage]
     assert (can.max_running_requests, can.kv_tokens) == (16, 200)
 
 

@@ -82,7 +82,7 @@ def test_the_release_of_any_version_string() -> None:
     ],
 )
 def test_what_a_release_can_do(version: str, spans: bool, waiting: bool) -> None:
-    model, server = ModelInfo(model_path="m"), ServerInfo(version=version)
+    model, server = ModelInfo(model_path="m", weight_version="0"), ServerInfo(version=version)
     can = probe._capabilities(model, server, OpenApi())  # pyright: ignore[reportPrivateUsage]
     assert can.version_spans is spans
     assert can.flush_while_paused is can.release_while_paused is waiting

@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from aprilsched.engines.sim.batcher import Batcher
 from aprilsched.engines.sim.sequence import version_spans
 from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.engines.sim.toy_model import weights_key_of_version
-from aprilsched.errors import ConfigError
 from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
 from aprilsched.types import Int32Array, VersionSpan
 from tests.support.sim_batcher import Driver, explained, request
@@ -114,21 +112,6 @@ def test_an_overflowing_pool_sends_the_newest_back_and_changes_no_token() -> Non
         roomy.settle()
         assert np.array_equal(driver.outcomes[name].ids, roomy.outcomes[name].ids)
     assert driver.outcomes["a"].ended_at == min(o.ended_at or 0 for o in driver.outcomes.values())
-
-
-def test_requests_that_can_never_run_are_refused() -> None:
-    batcher = Batcher(SimConfig(kv_tokens=100))
-    with pytest.raises(ValueError, match="ask for fewer"):
-        batcher.submit(request("a", 97), 0.0)
-    batcher.submit(request("a", 96), 0.0)
-    with pytest.raises(ValueError, match="in use"):
-        batcher.submit(request("a", 5), 0.0)
-
-
-@pytest.mark.parametrize("name", ["max_running", "kv_tokens", "stream_interval", "vocab_size"])
-def test_config_refuses_zeros(name: str) -> None:
-    with pytest.raises(ConfigError, match=name):
-        SimConfig(**{name: 0})  # pyright: ignore[reportArgumentType]
 
 
 # -- stop tokens ----------------------------------------------------------------------------
@@ -266,18 +249,6 @@ def test_equal_weights_under_a_new_version_change_no_token() -> None:
     driver.settle()
     assert np.array_equal(driver.outcomes["a"].ids, alone(200))
     assert [span[0] for span in driver.outcomes["a"].spans] == [0, 7]
-
-
-def test_weights_and_cache_change_only_when_nothing_is_computed() -> None:
-    driver = Driver(SimConfig())
-    driver.submit(request("a", 200))
-    driver.until(0.1)
-    assert not driver.batcher.refit(1)
-    assert not driver.batcher.flush()
-    driver.pause("in_place")
-    assert not driver.batcher.flush()
-    assert driver.batcher.refit(1)
-    assert Batcher(SimConfig()).refit(1)
 
 
 # -- aborts and SGLang's edges --------------------------------------------------------------

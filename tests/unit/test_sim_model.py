@@ -54,17 +54,6 @@ def test_types_and_ranges() -> None:
     assert len(np.unique(ids)) > 9_000
 
 
-def test_tokens_in_pieces_are_the_tokens_in_one() -> None:
-    state = state_of(CONTEXT, 1)
-    pieces = [MODEL.sample([state], [n], 1)[0][0] for n in (1, 0, 12, 17)]
-    assert np.array_equal(np.concatenate(pieces), sample(CONTEXT))
-
-
-def test_a_continuation_prefilled_again_goes_on_the_same() -> None:
-    first = sample(CONTEXT, 12)
-    assert np.array_equal(sample(np.concatenate((CONTEXT, first)), 18), sample(CONTEXT)[12:])
-
-
 def swap(a: Int32Array) -> None:
     a[[20, 21]] = a[[21, 20]]
 

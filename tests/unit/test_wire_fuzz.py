@@ -23,10 +23,9 @@ from hypothesis import strategies as st
 
 from aprilsched.engines.base import Chunk, GenerationRequest
 from aprilsched.engines.http import Allowance, Answer, HttpLimits, UnfinishedEvents, rejection
-from aprilsched.engines.server import release
+from aprilsched.engines.server import decode, release
 from aprilsched.engines.sglang.probe import (
     _capabilities,  # pyright: ignore[reportPrivateUsage]
-    decode,
 )
 from aprilsched.engines.sglang.router import (
     Roster,
@@ -34,7 +33,6 @@ from aprilsched.engines.sglang.router import (
 )
 from aprilsched.engines.sglang.wire import (
     ChunkAssembler,
-    Labelled,
     ModelInfo,
     OpenApi,
     ServerInfo,
@@ -111,7 +109,6 @@ ANSWERS: list[tuple[Any, type[Any], Use]] = [
         ModelInfo,
         lambda info: _version(info.weight_version),
     ),
-    ({"weight_version": "default"}, Labelled, lambda info: _version(info.weight_version)),
     (
         {
             "version": "0.5.21.post1",
@@ -184,7 +181,7 @@ def _version(label: str | None) -> None:
 
 
 def _facts(info: ServerInfo) -> None:
-    able = _capabilities(ModelInfo(model_path="m"), info, OpenApi())
+    able = _capabilities(ModelInfo(model_path="m", weight_version="0"), info, OpenApi())
     assert able.ranks >= 1
     assert all(part >= 0 for part in release(info.version))
 
@@ -339,7 +336,7 @@ def test_spoiled_control_answers_are_understood_or_refused(
                     rejection("engine:1", "GET /x", Answer(400, spoiled))
                 ]
                 try:
-                    use(decode("engine:1", "/x", spoiled, kind))
+                    use(decode("engine:1", "/x", spoiled, kind, program="SGLang"))
                 except EngineError as error:
                     refusals.append(error)
                 assert all(len(str(e)) < 1000 and str(e).isprintable() for e in refusals)

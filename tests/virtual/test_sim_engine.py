@@ -195,7 +195,10 @@ async def test_publishing_reports_each_engine() -> None:
 
 @pytest.mark.parametrize(
     "bad",
-    [{"engines": 0}, {"time_scale": 0.0}, {"refit_seconds": -1.0}, {"max_running": 0}],
+    [
+        *({name: 0} for name in ("max_running", "kv_tokens", "stream_interval", "vocab_size")),
+        *({"engines": 0}, {"time_scale": 0.0}, {"refit_seconds": -1.0}),
+    ],
 )
 def test_bad_settings_are_refused(bad: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(bad))):

@@ -11,7 +11,7 @@ import pytest
 from aprilsched.engines.base import SleepingEngine, TakesAdapters
 from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.engines.sim import SimAdapterPublisher, SimEngine, run_virtual
-from aprilsched.errors import ConfigError, EngineProtocolError, EngineRejected
+from aprilsched.errors import ConfigError, EngineProtocolError, EngineRejected, EngineUnreachable
 from aprilsched.testing.contract import Stream, whole
 from aprilsched.weights.disk import LoraPublisher
 from aprilsched.weights.publisher import AdapterPublisher, RepublishingPublisher
@@ -128,9 +128,10 @@ def test_a_publisher_of_simulated_adapters_reports_each_engine():
         retiring = asyncio.create_task(publisher.retire(4, engine))
         await asyncio.sleep(0)
         engine.crash()
-        for broken in (retiring, stream.end()):
-            with pytest.raises(EngineProtocolError):
-                await broken
+        with pytest.raises(EngineUnreachable):
+            await retiring
+        with pytest.raises(EngineProtocolError):
+            await stream.end()
         await engine.close()
 
     run_virtual(main(), idle_timeout=1.0)

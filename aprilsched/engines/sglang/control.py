@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +34,10 @@ from aprilsched.engines.base import (
     RefitGroup,
     TensorMeta,
 )
-from aprilsched.engines.http import Answer, ControlCalls, HttpLimits, quote
+from aprilsched.engines.http import Answer, quote
 from aprilsched.engines.server import Control
-from aprilsched.engines.sglang.probe import (
-    ServerFacts,
-    decode,
-    read_load,
-    server_process,
-    weight_label,
-)
-from aprilsched.engines.sglang.wire import UpdateAnswer
+from aprilsched.engines.sglang.probe import ServerFacts, read_load
+from aprilsched.engines.sglang.wire import ModelInfo, ServerProcess, UpdateAnswer, generate_body
 from aprilsched.errors import (
     ControlTimeout,
     EngineError,
@@ -62,25 +57,17 @@ _UNTOUCHED = ("Failed to get",)
 class ServerControl(Control[ServerFacts]):
     """The control calls of an engine, and those that change its weights."""
 
-    def __init__(
-        self, name: str, server: ControlCalls, limits: HttpLimits, *, first_version: int = 0
-    ) -> None:
-        super().__init__(name, server, limits, first_version=first_version)
-        self._groups: set[str] = set()
+    _program = "SGLang"
 
     async def is_paused(self) -> bool | None:
         """Whether the server is paused; None where it cannot tell (before SGLang had /ready)."""
-        timeout = self._limits.control_timeout
-        answer = await self._server.call(
-            "GET", "ready", timeout=timeout, accept=(200, _PAUSED, 404), admin=False
-        )
+        answer = await self._questions.ask("ready", accept=(200, _PAUSED, 404))
         return None if answer.status == 404 else answer.status == _PAUSED
 
     async def load(self, *, metrics: bool = False) -> EngineLoad:
         """Ask for the server's load; see :class:`~aprilsched.engines.base.ReportsLoad`."""
-        timeout = min(_LOAD_SECONDS, self._limits.control_timeout)
-        enabled = self.facts.metrics
-        return await read_load(self.name, self._server, timeout, enabled=enabled, metrics=metrics)
+        asked = replace(self._questions, timeout=min(_LOAD_SECONDS, self._limits.control_timeout))
+        return await read_load(asked, enabled=self.facts.metrics, metrics=metrics)
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop decoding. The mode is always sent: SGLang's default aborts every request."""
@@ -89,8 +76,7 @@ class ServerControl(Control[ServerFacts]):
     async def resume(self) -> None:
         """Continue after a pause; refused while any of the server's memory is released."""
         self._check_awake()
-        body = {"torch_empty_cache": False} if self.facts.torch_empty_cache else {}
-        await self._control("continue_generation", body)
+        await self._control("continue_generation", {"torch_empty_cache": False})
 
     async def flush(self) -> None:
         """Drop all cached KV; ask again at "busy", since a pause may not have taken effect yet."""
@@ -145,10 +131,10 @@ class ServerControl(Control[ServerFacts]):
     # --- weights -------------------------------------------------------------------------------
 
     async def ask_label(self) -> str:
-        return await weight_label(self.name, self._server, self._limits.control_timeout)
+        return (await self._questions.get("model_info", ModelInfo)).weight_version
 
     async def _ask_process(self) -> object:
-        return await server_process(self.name, self._server, self._limits.control_timeout)
+        return await self._questions.get("server_info", ServerProcess)
 
     async def set_label(self, label: str) -> None:
         body = {"new_version": label, "abort_all_requests": False}
@@ -290,6 +276,11 @@ class ServerControl(Control[ServerFacts]):
 
     # --- calls ---------------------------------------------------------------------------------
 
+    def _body(self, request: GenerationRequest) -> dict[str, Any]:
+        """The body that asks for `request`."""
+        interval, priority = self._stream_interval, self.capabilities.priority
+        return generate_body(request, stream_interval=interval, priority=priority)
+
     async def _load(self, path: str, body: Mapping[str, Any], *, loads: bool = True) -> None:
         """Make a long call that is never repeated and whose answer says whether it succeeded."""
         if loads:
@@ -304,7 +295,7 @@ class ServerControl(Control[ServerFacts]):
             accept=(200, _REFUSED),
             repeatable=False,
         )
-        outcome = decode(self.name, f"/{path}", answer.body, UpdateAnswer)
+        outcome = self._questions.read(path, answer, UpdateAnswer)
         if not outcome.success:
             message = quote(outcome.message or outcome.error_message or "")
             raise EngineRejected(self.name, f"{path} failed ({message}).", status=answer.status)
@@ -317,13 +308,10 @@ class ServerControl(Control[ServerFacts]):
     def _check_fields(self, request: GenerationRequest) -> None:
         """Refuse what SGLang would ignore without a word."""
         facts = self.facts
-        unseen = {media.kind for media in request.media} - facts.capabilities.media
+        if unseen := {media.kind for media in request.media} - facts.capabilities.media:
+            why = f"has {', '.join(sorted(unseen))}, which the model does not understand; leave"
+            raise self._refused(request, f"{why} media out.")
         unknown = request.sampling.request.keys() - facts.request_fields
-        if unseen:
-            why = f"its model does not understand {', '.join(sorted(unseen))}; leave media out."
-        elif unknown and facts.request_fields:
-            why = f"it knows no field {', '.join(sorted(unknown))}; correct request."
-        else:
-            return
-        what = f"request {request.request_id}: {why}"
-        raise EngineRejected(self.name, what, status=400)
+        if unknown and facts.request_fields:
+            why = f"has {', '.join(sorted(unknown))}, which the server does not know; correct"
+            raise self._refused(request, f"{why} request.")

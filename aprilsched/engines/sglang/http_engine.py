@@ -10,7 +10,6 @@ from aprilsched.engines.fleet import ListedFleet, UrlFleet
 from aprilsched.engines.sglang.control import ServerControl
 from aprilsched.engines.sglang.probe import ServerFacts, probe
 from aprilsched.engines.sglang.together import SharingEngine
-from aprilsched.engines.sglang.wire import generate_body
 
 _log = logging.getLogger(__name__)
 
@@ -45,14 +44,12 @@ class SGLangEngine(SharingEngine, ServerControl):
             )
 
     async def _probe(self) -> ServerFacts:
-        facts = await probe(self.name, self._server, self._limits.control_timeout)
+        facts = await probe(self._questions)
         await self._forget_releases_of_prior_run()
         return facts
 
     def _post(self, request: GenerationRequest) -> tuple[str, dict[str, Any]]:
-        interval = self._stream_interval if self.facts.stream_interval else None
-        priority = self.capabilities.priority
-        return "generate", generate_body(request, stream_interval=interval, priority=priority)
+        return "generate", self._body(request)
 
     async def _abort(self, request_id: str, timeout: float) -> None:  # noqa: ASYNC109
         await self._server.call("POST", "abort_request", {"rid": request_id}, timeout=timeout)

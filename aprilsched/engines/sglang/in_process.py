@@ -31,17 +31,15 @@ import warnings
 from collections import deque
 from collections.abc import (
     AsyncGenerator,
-    Awaitable,
     Callable,
     Coroutine,
     Mapping,
-    MutableMapping,
     Sequence,
 )
 from contextlib import aclosing, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from typing import Any, ClassVar, TypeVar
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -51,7 +49,7 @@ from aprilsched.engines.http import Answer, HttpLimits, quote, rejection
 from aprilsched.engines.server import despite_cancellation
 from aprilsched.engines.sglang.control import ServerControl
 from aprilsched.engines.sglang.probe import probe
-from aprilsched.engines.sglang.wire import ChunkAssembler, generate_body
+from aprilsched.engines.sglang.wire import ChunkAssembler
 from aprilsched.engines.stream import empty_chunk
 from aprilsched.errors import (
     ConfigError,
@@ -167,15 +165,17 @@ class SGLangInProcessEngine(ServerControl):
         limits: HttpLimits | None = None,
         first_version: int = 0,
     ) -> None:
-        if stream_interval < 1:
-            raise ConfigError(f"stream_interval is {stream_interval}; give 1 token or more.")
         self._source = source
-        self._stream_interval = stream_interval
         self._generations: dict[str, _Generation] = {}
         self._application = _Application()
         self._watching: asyncio.Task[None] | None = None
-        limits = limits or HttpLimits()
-        super().__init__(_NAME, self._application, limits, first_version=first_version)
+        super().__init__(
+            _NAME,
+            self._application,
+            limits or HttpLimits(),
+            stream_interval=stream_interval,
+            first_version=first_version,
+        )
 
     def __repr__(self) -> str:
         return f"SGLangInProcessEngine({self._source!r})"
@@ -204,12 +204,8 @@ class SGLangInProcessEngine(ServerControl):
         self._groups.clear()
         inside = await self._source.inside()
         self._application.attach(inside)
-        self._facts = await probe(
-            self.name,
-            self._application,
-            self._limits.control_timeout,
-            vocab_size=inside.manager.model_config.vocab_size,
-        )
+        known = inside.manager.model_config.vocab_size
+        self._facts = await probe(self._questions, vocab_size=known)
         await self._forget_releases_of_prior_run()
         self._watching = asyncio.create_task(self._watch(inside), name="SGLang's processes")
 
@@ -229,9 +225,7 @@ class SGLangInProcessEngine(ServerControl):
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
         """Stream one response; see :meth:`aprilsched.engines.base.Engine.generate`."""
         self._check_request(request)
-        interval = self._stream_interval if self.facts.stream_interval else None
-        body = generate_body(request, stream_interval=interval, priority=self.capabilities.priority)
-        generation = self._application.generate(body)
+        generation = self._application.generate(self._body(request))
         self._generations[request.request_id] = generation
         assembler = ChunkAssembler(self.name, request, first_version=self._first_version)
         finished = False
@@ -292,7 +286,9 @@ class _Inside:
         for message in _WARNINGS:
             warnings.filterwarnings("ignore", message)
         self.generate_input: Callable[..., Any] = structs.GenerateReqInput
-        self.application: _Asgi = server.app
+        httpx: Any = importlib.import_module("httpx")  # SGLang has it for its own clients.
+        transport = httpx.ASGITransport(app=server.app)
+        self._client = httpx.AsyncClient(transport=transport, base_url="http://sglang")
         server.set_global_state(
             server._GlobalState(
                 tokenizer_manager=self.manager,
@@ -304,6 +300,15 @@ class _Inside:
         self.manager.server_status = managers.ServerStatus.Up
         self._pids = frozenset[int](engine.get_all_child_pids())
         self._children = [p for p in multiprocessing.active_children() if p.pid in self._pids]
+
+    async def answer(self, method: str, path: str, body: bytes) -> Answer:
+        """What the application answers; an exception is an answer with status 500, as over HTTP."""
+        try:
+            json = {"Content-Type": "application/json"}
+            answer = await self._client.request(method, f"/{path}", content=body, headers=json)
+        except Exception as error:
+            return Answer(_FAILED, f"{type(error).__name__}: {error}".encode())
+        return Answer(answer.status_code, answer.content)
 
     def run(self, work: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
         """Run `work` in SGLang's loop."""
@@ -461,12 +466,6 @@ def _kill_children_of_this_thread() -> None:
 
 # --- calls and streams across the two loops ----------------------------------------------------
 
-_Message: TypeAlias = MutableMapping[str, Any]
-_Asgi: TypeAlias = Callable[
-    [_Message, Callable[[], Awaitable[_Message]], Callable[[_Message], Awaitable[None]]],
-    Awaitable[None],
-]
-
 
 class _Application:
     """SGLang's HTTP application, called without a connection."""
@@ -496,12 +495,13 @@ class _Application:
         accept: tuple[int, ...] = (200,),
         repeatable: bool = True,
         admin: bool = True,
+        query: Mapping[str, str] | None = None,
         at_most: int | None = None,
     ) -> Answer:
         """Make one control call; see :class:`~aprilsched.engines.sglang.wire.ControlCalls`."""
         inside, lost = self._require_attached()
         data = b"" if body is None else msgspec.json.encode(body)
-        work = inside.run(_answer(inside.application, method, path, data))
+        work = inside.run(inside.answer(method, path, data))
         await asyncio.wait((work, lost), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         if lost.done() and not work.done():
             raise EngineError(_NAME, lost.result())
@@ -527,46 +527,6 @@ class _Application:
         if self._lost.done():
             raise EngineUnreachable(_NAME, self._lost.result())
         return self._inside, self._lost
-
-
-async def _answer(application: _Asgi, method: str, path: str, body: bytes) -> Answer:
-    """What the application answers; an exception is an answer with status 500, as over HTTP."""
-    status, parts = _FAILED, list[bytes]()
-    asked = False
-
-    async def receive() -> _Message:
-        nonlocal asked
-        if asked:  # The next message would say that the client hung up.
-            await asyncio.Event().wait()
-        asked = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    async def send(message: _Message) -> None:
-        nonlocal status
-        if message["type"] == "http.response.start":
-            status = message["status"]
-        else:
-            parts.append(message.get("body", b""))
-
-    scope: _Message = {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "scheme": "http",
-        "method": method,
-        "path": f"/{path}",
-        "raw_path": f"/{path}".encode(),
-        "root_path": "",
-        "query_string": b"",
-        "headers": [(b"content-type", b"application/json")],
-        "client": None,
-        "server": None,
-    }
-    try:
-        await application(scope, receive, send)
-    except Exception as error:
-        return Answer(_FAILED, f"{type(error).__name__}: {error}".encode())
-    return Answer(status, b"".join(parts))
 
 
 class _Generation:

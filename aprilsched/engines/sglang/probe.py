@@ -10,23 +10,16 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from aprilsched.engines import server
 from aprilsched.engines.base import Capabilities, EngineLoad
-from aprilsched.engines.http import ControlCalls
-from aprilsched.engines.server import Facts, Over, read_series, release
-from aprilsched.engines.sglang.wire import Labelled, ModelInfo, OpenApi, ServerInfo, ServerProcess
+from aprilsched.engines.server import Facts, Over, Questions, read_series, release
+from aprilsched.engines.sglang.wire import ModelInfo, OpenApi, ServerInfo, ServerProcess
 from aprilsched.errors import EngineProtocolError, EngineRejected
-
-T = TypeVar("T")
 
 SPANS_SINCE = (0, 5, 19)
 """First release that reports `weight_versions`."""
 WAITING_SINCE = (0, 5, 21)
 """First release that flushes the cache while requests wait in a pause, where older ones answer
 400, and the first known to release memory meanwhile; 0.5.17 dies of it."""
-STREAM_INTERVAL_SINCE = (0, 5, 0)
-"""First release known to accept `stream_interval` as a sampling parameter; an older one fails the
-request because it does not know the name."""
 
 _SHORT_OF = 4
 """Number of tokens by which SGLang's longest input is shorter than its context and KV pool allow.
@@ -40,8 +33,6 @@ class ServerFacts(Facts):
 
     Attributes:
         incremental: whether streams carry only new tokens; None where the server does not say.
-        stream_interval: whether a request may set its stream interval.
-        torch_empty_cache: whether continue_generation has this parameter.
         update_sessions: whether tensors are refused outside of begin and end (0.5.21).
         pipelined: whether the layers are spread over several pipeline stages.
         metrics: whether the server runs with --enable-metrics.
@@ -51,8 +42,6 @@ class ServerFacts(Facts):
     """
 
     incremental: bool | None
-    stream_interval: bool
-    torch_empty_cache: bool
     update_sessions: bool
     pipelined: bool
     metrics: bool
@@ -60,31 +49,7 @@ class ServerFacts(Facts):
     request_fields: frozenset[str] = frozenset()
 
 
-def decode(engine: str, what: str, body: bytes, kind: type[T]) -> T:
-    """Decode `body` as a `kind`, or raise an error that names the call."""
-    return server.decode(engine, what, body, kind, program="SGLang")
-
-
-async def weight_label(engine: str, transport: ControlCalls, timeout: float) -> str:  # noqa: ASYNC109
-    """Ask for the label of the weights that the server has now."""
-    answer = await transport.call("GET", "model_info", timeout=timeout, admin=False)
-    label = decode(engine, "/model_info", answer.body, ModelInfo).weight_version
-    if label is None:
-        # Older servers have an endpoint for the label, which /model_info lacks.
-        answer = await transport.call("GET", "get_weight_version", timeout=timeout, admin=False)
-        label = decode(engine, "/get_weight_version", answer.body, Labelled).weight_version
-    if label is None:
-        raise EngineProtocolError(engine, "does not tell its weight_version; use a newer SGLang.")
-    return label
-
-
-async def probe(
-    engine: str,
-    transport: ControlCalls,
-    timeout: float,  # noqa: ASYNC109
-    *,
-    vocab_size: int | None = None,
-) -> ServerFacts:
+async def probe(asked: Questions, *, vocab_size: int | None = None) -> ServerFacts:
     """Ask a server what it is; refuse one that is not SGLang or does not accept our key.
 
     The server is not asked for its `vocab_size` where the caller knows it.
@@ -93,28 +58,25 @@ async def probe(
         EngineProtocolError: if it does not answer like an SGLang server that generates.
         EngineRejected: if the server wants a key that we do not have.
     """
-    model = await _model_info(engine, transport, timeout)
-    answer = await transport.call("GET", "server_info", timeout=timeout, admin=False)
-    info = decode(engine, "/server_info", answer.body, ServerInfo)
-    process = decode(engine, "/server_info", answer.body, ServerProcess)
+    model = await _model_info(asked)
+    answer = await asked.ask("server_info")
+    info = asked.read("server_info", answer, ServerInfo)
     # Control calls may want another key than these two calls, and a wrong key must show now and
     # not at the first pause. Only an abort of an unknown request has no effect.
-    await transport.call("POST", "abort_request", {"rid": _UNKNOWN_REQUEST}, timeout=timeout)
-    found = release(info.version)
-    schema = await _schema(engine, transport, timeout)
+    unknown = {"rid": _UNKNOWN_REQUEST}
+    await asked.server.call("POST", "abort_request", unknown, timeout=asked.timeout)
+    schema = await _schema(asked)
     return ServerFacts(
         model_path=model.model_path,
-        label=await weight_label(engine, transport, timeout),
+        label=model.weight_version,
         capabilities=_capabilities(model, info, schema),
-        vocab_size=vocab_size or await _vocab_size(engine, transport, timeout),
+        vocab_size=vocab_size or await _vocab_size(asked),
         incremental=info.incremental_streaming_output,
-        stream_interval=found >= STREAM_INTERVAL_SINCE,
-        torch_empty_cache="torch_empty_cache" in schema.properties("ContinueGenerationReqInput"),
         update_sessions="/begin_weight_update" in schema.paths,
         pipelined=(info.pp_size or 1) > 1,
         metrics=bool(info.enable_metrics),
         shares_bodies=info.schedule_policy != "routing-key",
-        process=process,
+        process=asked.read("server_info", answer, ServerProcess),
         context_tokens=(
             None if info.max_req_input_len is None else info.max_req_input_len + _SHORT_OF
         ),
@@ -122,26 +84,20 @@ async def probe(
     )
 
 
-async def server_process(engine: str, transport: ControlCalls, timeout: float) -> ServerProcess:  # noqa: ASYNC109
-    """Ask for what distinguishes the process that answers now from others."""
-    answer = await transport.call("GET", "server_info", timeout=timeout, admin=False)
-    return decode(engine, "/server_info", answer.body, ServerProcess)
-
-
-async def _model_info(engine: str, transport: ControlCalls, timeout: float) -> ModelInfo:  # noqa: ASYNC109
+async def _model_info(asked: Questions) -> ModelInfo:
     try:
-        answer = await transport.call("GET", "model_info", timeout=timeout, admin=False)
+        model = await asked.get("model_info", ModelInfo)
     except EngineRejected as error:
         if error.status in (401, 403):
             raise
         raise EngineProtocolError(
-            engine,
+            asked.engine,
             f"does not answer /model_info like SGLang (HTTP {error.status}); give the URL of an "
             "SGLang server, or vllm+http://… for one of vLLM.",
         ) from error
-    model = decode(engine, "/model_info", answer.body, ModelInfo)
     if not model.is_generation:
-        raise EngineProtocolError(engine, "serves a model that does not generate; use another.")
+        why = "serves a model that does not generate; use another."
+        raise EngineProtocolError(asked.engine, why)
     return model
 
 
@@ -182,42 +138,33 @@ def _capabilities(model: ModelInfo, info: ServerInfo, schema: OpenApi) -> Capabi
     )
 
 
-async def _schema(engine: str, transport: ControlCalls, timeout: float) -> OpenApi:  # noqa: ASYNC109
+async def _schema(asked: Questions) -> OpenApi:
     """The server's OpenAPI schema; an empty one where it publishes none."""
     try:
-        answer = await transport.call("GET", "openapi.json", timeout=timeout, admin=False)
+        return await asked.get("openapi.json", OpenApi)
     except EngineRejected:
         return OpenApi()
-    return decode(engine, "/openapi.json", answer.body, OpenApi)
 
 
-async def _vocab_size(engine: str, transport: ControlCalls, timeout: float) -> int | None:  # noqa: ASYNC109
+async def _vocab_size(asked: Questions) -> int | None:
     """The model's vocabulary size, which SGLang reports only in a refusal.
 
     A bias on an impossible id is refused before the request reaches the scheduler, so nothing
     is generated. A paused server is not asked, because it would hold the request instead.
     """
-    ready = await transport.call(
-        "GET", "ready", timeout=timeout, accept=(200, 404, 503), admin=False
-    )
+    ready = await asked.ask("ready", accept=(200, 404, 503))
     if ready.status != 200:
         return None
     params = {"max_new_tokens": 1, "logit_bias": {str(2**31 - 1): 0.0}}
-    answer = await transport.call(
-        "POST",
-        "generate",
-        {"input_ids": [0], "sampling_params": params},
-        timeout=timeout,
-        accept=(200, 400, 500),
-        admin=False,
-    )
+    body = {"input_ids": [0], "sampling_params": params}
+    answer = await asked.ask("generate", body, accept=(200, 400, 500))
     match = re.search(rb"\[0, (\d{1,9})\]", answer.body) if answer.status == 400 else None
     return None if match is None else int(match.group(1)) + 1
 
 
 # --- loads ---------------------------------------------------------------------------------------
 
-# The load of one server, from GET /v1/loads (older servers: /get_load) and from /metrics.
+# The load of one server, from GET /v1/loads and from /metrics.
 #
 # SGLang's figures have pitfalls (seen on 0.5.21): it publishes them every 15 decode steps and never
 # in a pause, so each answer carries its age; throughput and hit rate stay 0 unless the server runs
@@ -227,7 +174,6 @@ _T = TypeVar("_T", int, float)
 
 _ANSWER_BYTES = 2**20
 _SERIES_BYTES = 2**22
-_NOT_FOUND = 404
 _MICROSECONDS = 1e-6
 _REQUESTS, _STEP_MICROSECONDS, _TOKENS = 1, 2, 5
 """Indices in decode_moments, which holds sums over decode steps of 1, b, us, b * b, b * us and
@@ -259,55 +205,22 @@ class Loads(msgspec.Struct, frozen=True):
     timestamp: datetime | None = None
 
 
-class OlderLoad(msgspec.Struct, frozen=True):
-    """One rank in /get_load."""
-
-    num_reqs: Count
-    num_waiting_reqs: Count
-    num_tokens: Count | None = None
-
-
-async def read_load(
-    engine: str,
-    transport: ControlCalls,
-    timeout: float,  # noqa: ASYNC109 - of each of the calls, retries included
-    *,
-    enabled: bool,
-    metrics: bool,
-) -> EngineLoad:
+async def read_load(asked: Questions, *, enabled: bool, metrics: bool) -> EngineLoad:
     """Ask a server for its load.
 
     Args:
-        engine: name of the engine, for errors.
-        transport: the connections to the server.
-        timeout: seconds for each of the calls, retries included.
+        asked: asks it.
         enabled: whether the server runs with --enable-metrics.
         metrics: whether to ask for the gauges of its metrics endpoint too.
 
     Raises:
         EngineError: if the server does not report its load.
     """
-    answer = await transport.call(
-        "GET",
-        "v1/loads",
-        timeout=timeout,
-        accept=(200, _NOT_FOUND),
-        admin=False,
-        at_most=_ANSWER_BYTES,
-    )
-    if answer.status == _NOT_FOUND:
-        answer = await transport.call(
-            "GET", "get_load", timeout=timeout, admin=False, at_most=_ANSWER_BYTES
-        )
-        load = older_load_of(decode(engine, "/get_load", answer.body, list[OlderLoad]))
-    else:
-        load = load_of(decode(engine, "/v1/loads", answer.body, Loads), enabled=enabled)
+    load = load_of(await asked.get("v1/loads", Loads, at_most=_ANSWER_BYTES), enabled=enabled)
     if not (metrics and enabled):
         return load
-    text = await transport.call(
-        "GET", "metrics", timeout=timeout, admin=False, at_most=_SERIES_BYTES
-    )
-    return replace(load, series=read_series(text.body, SERIES, program="sglang"))
+    page = await asked.ask("metrics", at_most=_SERIES_BYTES)
+    return replace(load, series=read_series(page.body, SERIES, program="sglang"))
 
 
 def load_of(answer: Loads, *, enabled: bool) -> EngineLoad:
@@ -330,16 +243,6 @@ def load_of(answer: Loads, *, enabled: bool) -> EngineLoad:
         tokens_per_s=_sum(rank.gen_throughput for rank in ranks) if enabled else None,
         cache_hit_rate=_mean([rank.cache_hit_rate for rank in ranks]) if enabled else None,
         age_s=_age(answer),
-    )
-
-
-def older_load_of(ranks: Sequence[OlderLoad]) -> EngineLoad:
-    """Sum up the ranks of an older server's answer, which has fewer figures."""
-    queued = sum(rank.num_waiting_reqs for rank in ranks)
-    return EngineLoad(
-        running=max(0, sum(rank.num_reqs for rank in ranks) - queued),
-        queued=queued,
-        kv_tokens=_sum(rank.num_tokens for rank in ranks),
     )
 
 

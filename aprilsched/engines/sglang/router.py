@@ -14,7 +14,7 @@ remembered. Only the policy consistent_hashing reads the header.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 
@@ -22,11 +22,10 @@ import aiohttp
 import msgspec
 
 from aprilsched.engines.base import GenerationRequest
-from aprilsched.engines.fleet import ListedMembers, PolledFleet
+from aprilsched.engines.fleet import PolledFleet
 from aprilsched.engines.http import HttpLimits, ServerAddress, Transport, engine_error, quote
-from aprilsched.engines.server import HungUp, despite_cancellation
+from aprilsched.engines.server import HungUp, Questions, despite_cancellation
 from aprilsched.engines.sglang.http_engine import SGLangEngine
-from aprilsched.engines.sglang.probe import decode
 from aprilsched.engines.sglang.wire import generate_body
 from aprilsched.errors import (
     ConfigError,
@@ -73,26 +72,23 @@ class Roster:
         address = ServerAddress.parse(url)
         self.url = address.url
         self.name = f"router {address.name}"
-        self._timeout = limits.control_timeout
         self._transport = Transport(
             self.name, self.url, admin_key=None, api_key=api_key, limits=limits
         )
-        self._running: asyncio.Task[list[Worker]] | None = None
-        self._next: asyncio.Task[list[Worker]] | None = None
+        self._asked = Questions(self.name, "SGLang", self._transport, limits.control_timeout)
+        self._asking = asyncio.Lock()
+        self._listings = 0
+        """Number of listings that have begun."""
+        self._found: Sequence[Worker] | EngineError | None = None
+        """What the latest one has found; None while it goes on."""
 
     async def open(self) -> None:
         """Make the connections; nothing is sent."""
-        self._running = self._next = None
+        self._asking = asyncio.Lock()  # An older one may be bound to an earlier loop.
         await self._transport.open()
 
     async def close(self) -> None:
-        """Drop the connections."""
-        tasks = [task for task in (self._next, self._running) if task is not None]
-        self._running = self._next = None
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        """Drop the connections; a listing that goes on fails."""
         await self._transport.close()
 
     async def workers(self) -> Sequence[Worker]:
@@ -102,14 +98,19 @@ class Roster:
             EngineError: if the router does not answer.
             EngineProtocolError: if a worker is not an HTTP server that generates by itself.
         """
-        if self._next is None:
-            self._next = asyncio.create_task(self._list(self._running))
-            self._next.add_done_callback(_retrieve_error)
-        listing = self._next
-        await asyncio.wait([listing])
-        if listing.cancelled():
-            raise EngineError(self.name, "was closed while it was asked for its workers.")
-        return listing.result()
+        before = self._listings
+        async with self._asking:
+            if self._listings == before or self._found is None:
+                self._found = None
+                await asyncio.sleep(0)  # All who ask in this turn of the loop share the listing.
+                self._listings += 1
+                try:
+                    self._found = await self._ask()
+                except EngineError as error:  # All who wait for this listing get it.
+                    self._found = error
+            if isinstance(self._found, EngineError):
+                raise self._found
+            return self._found
 
     async def position(self, url: str) -> int | None:
         """The position of a worker among the healthy ones now; None if it is not one of them."""
@@ -134,7 +135,7 @@ class Roster:
                 "POST",
                 "generate",
                 {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}},
-                timeout=self._timeout,
+                timeout=self._asked.timeout,
                 accept=(200, 400, 500, 503),
                 repeatable=False,
                 admin=False,
@@ -145,24 +146,15 @@ class Roster:
         if answer.status != 503 or b"no_available_workers" not in answer.body:
             raise wrong
 
-    async def _list(self, before: asyncio.Task[list[Worker]] | None) -> list[Worker]:
-        if before is not None:
-            await asyncio.wait([before])
-        self._running, self._next = self._next, None
-        return await self._ask()
-
     async def _ask(self) -> list[Worker]:
         try:
-            answer = await self._transport.call(
-                "GET", "workers", timeout=self._timeout, admin=False
-            )
+            workers = (await self._asked.get("workers", _Listing)).workers
         except EngineRejected as error:
             if error.status != 404:
                 raise
             raise EngineProtocolError(
                 self.name, "has no GET /workers; give the URL of an sglang-router of 0.3 or later."
             ) from error
-        workers = decode(self.name, "/workers", answer.body, _Listing).workers
         if len(workers) > _MAX_WORKERS:
             raise EngineProtocolError(
                 self.name, f"lists {len(workers)} workers; use a router of at most {_MAX_WORKERS}."
@@ -188,12 +180,6 @@ class Roster:
             ) from error
 
 
-def _retrieve_error(task: asyncio.Task[list[Worker]]) -> None:
-    """Mark the error of a listing as seen, since all of its waiters may have gone."""
-    if not task.cancelled():
-        task.exception()
-
-
 # --- routed engine -------------------------------------------------------------------------------
 
 # One worker of a router: generations go through the router, control calls go to the worker.
@@ -209,7 +195,6 @@ def _retrieve_error(task: asyncio.Task[list[Worker]]) -> None:
 # - A worker that the router does not consider healthy counts as unreachable; it was sent nothing.
 
 ROUTING_KEY = "x-smg-routing-key"
-_BAD_REQUEST = 400
 _SERVER_ERROR = 500
 _NO_WORKER = "no_available_workers"
 
@@ -378,11 +363,10 @@ class RoutedEngine(SGLangEngine):
             | {f"{media.kind}_data" for media in request.media}
         )
         if lost:
-            raise EngineRejected(
-                self.name,
-                f"the {self._roster.name} does not pass on the parameters "
-                f"{', '.join(lost)}; leave them out, or use SGLangFleet without the router.",
-                status=_BAD_REQUEST,
+            raise self._refused(
+                request,
+                f"has {', '.join(lost)}, which the {self._roster.name} does not pass on; leave "
+                "that out, or use SGLangFleet without the router.",
             )
 
 
@@ -446,10 +430,9 @@ class SGLangRouterFleet(PolledFleet[RoutedEngine]):
                     "found them.",
                 )
             await self._roster.check_pins()
-            self._members = ListedMembers(
-                [self._engine(worker.url) for worker in _unique(workers)], self._model_path
-            )
-            await self._members.open()
+            # The router lists a worker of several models several times.
+            urls = {ServerAddress.parse(worker.url).name: worker.url for worker in workers}
+            await self._open_all(map(self._engine, urls.values()))
         except BaseException:
             await self._roster.close()
             raise
@@ -459,30 +442,15 @@ class SGLangRouterFleet(PolledFleet[RoutedEngine]):
         await super().close()
         await self._roster.close()
 
-    async def _look(self) -> None:
-        """Take in the workers that the router lists now.
-
-        An unhealthy worker that is still listed has not left. An empty list changes nothing: the
-        router has just been started.
-        """
-        try:
-            workers = await self._roster.workers()
-        except EngineError as error:
-            self._members.warn_once(self._roster.name, str(error))
-            return
+    async def _list(self) -> Mapping[str, Callable[[], RoutedEngine] | None]:
+        """An unhealthy worker that is still listed has not left. An empty list changes nothing: the
+        router has just been started."""
+        workers = await self._roster.workers()
         if not workers:
-            self._members.warn_once(self._roster.name, f"the {self._roster.name} lists no worker.")
-            return
-        self._members.fine(self._roster.name)
-        listed = {ServerAddress.parse(worker.url).name: worker for worker in workers}
-        await self._members.follow(
-            {
-                name: partial(self._engine, worker.url) if worker.is_healthy else None
-                for name, worker in listed.items()
-            }
-        )
-
-
-def _unique(workers: Sequence[Worker]) -> list[Worker]:
-    """Drop duplicates: the router lists a worker of several models several times."""
-    return list({ServerAddress.parse(worker.url).name: worker for worker in workers}.values())
+            raise EngineUnreachable(self._roster.name, "lists no worker.")
+        return {
+            ServerAddress.parse(worker.url).name: partial(self._engine, worker.url)
+            if worker.is_healthy
+            else None
+            for worker in workers
+        }

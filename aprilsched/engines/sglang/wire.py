@@ -20,6 +20,7 @@ from aprilsched.engines.base import Chunk, GenerationRequest
 from aprilsched.engines.http import UNREADABLE, quote
 from aprilsched.engines.stream import (
     Count,
+    ErrorBody,
     LabelSpan,
     Logprob,
     Name,
@@ -70,13 +71,6 @@ class MetaInfo(msgspec.Struct, frozen=True):
     output_top_logprobs: list[list[Likely]] | None = None
 
 
-class ErrorBody(msgspec.Struct, frozen=True):
-    """An error inside a stream, after the HTTP status 200."""
-
-    message: str = ""
-    code: int | None = None
-
-
 class StreamEvent(msgspec.Struct, frozen=True):
     """One event of a streamed answer: tokens, or the error that ends it."""
 
@@ -86,20 +80,14 @@ class StreamEvent(msgspec.Struct, frozen=True):
     index: Count = 0
 
 
-class Labelled(msgspec.Struct, frozen=True):
-    """Answer to GET /get_weight_version of older servers."""
-
-    weight_version: Name | None = None
-
-
 class ModelInfo(msgspec.Struct, frozen=True):
     """Answer to GET /model_info."""
 
     model_path: Name
+    weight_version: Name
     is_generation: bool = True
     has_image_understanding: bool | None = None
     has_audio_understanding: bool | None = None
-    weight_version: Name | None = None
 
 
 class InternalState(msgspec.Struct, frozen=True):

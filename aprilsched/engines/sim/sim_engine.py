@@ -43,87 +43,10 @@ from aprilsched.errors import (
 )
 from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
 from aprilsched.types import MEDIA
-
-
-class Adapters:
-    """The adapters of one engine; its methods belong to one loop."""
-
-    def __init__(self, name: str, batcher: Batcher) -> None:
-        self._name = name
-        self._batcher = batcher
-        self._lock = asyncio.Lock()
-        self._unloading: tuple[str, asyncio.Future[None]] | None = None
-
-    async def load(self, adapter: str, key: int) -> None:
-        """Serve `adapter` with the weights key `key` from now on.
-
-        Raises:
-            EngineRejected: (400) if the name is loaded already, as in SGLang.
-        """
-        async with self._lock:
-            if adapter in self._batcher.adapters:
-                why = f"adapter {adapter!r} is already loaded; unload it first."
-                raise EngineRejected(self._name, why, status=400)
-            self._batcher.adapters[adapter] = key or 1
-
-    async def unload(self, adapter: str) -> bool:
-        """Refuse new requests of `adapter` and wait for its last one; False if it is unknown."""
-        async with self._lock:
-            if self._batcher.adapters.pop(adapter, None) is None:
-                return False
-            if self._batcher.samples_with(adapter):
-                ended = asyncio.get_running_loop().create_future()
-                self._unloading = adapter, ended
-                try:
-                    await ended
-                finally:
-                    self._unloading = None
-            return True
-
-    def complete_unload(self) -> None:
-        """Complete a pending unload if no request samples with its adapter any more."""
-        if self._unloading is not None:
-            adapter, ended = self._unloading
-            if not ended.done() and not self._batcher.samples_with(adapter):
-                ended.set_result(None)
-
-    def fail_unload(self, error: EngineError) -> None:
-        """Fail a pending unload: the engine is lost, so the last request will not end."""
-        if self._unloading is not None and not self._unloading[1].done():
-            self._unloading[1].set_exception(error)
-
+from aprilsched.weights.publisher import Takers
 
 TAGS = ("kv_cache", "weights", "cuda_graph")
 """The parts of the memory that can be released."""
-
-
-class Memory:
-    """The parts of one engine's memory; each method returns why it refuses, or None."""
-
-    def __init__(self) -> None:
-        self.released: frozenset[str] = frozenset()
-
-    def release(self, tags: Sequence[str]) -> str | None:
-        """Release the parts `tags`."""
-        if unknown := sorted(set(tags) - set(TAGS)):
-            return f"memory has no part {unknown[0]!r}; release some of {', '.join(TAGS)}."
-        if twice := sorted(self.released & set(tags)):
-            return f"{twice[0]} is released already; release each part once."
-        self.released |= set(tags)
-        return None
-
-    def wake(self, tags: Sequence[str]) -> str | None:
-        """Take the parts `tags` back."""
-        if awake := sorted(set(tags) - self.released):
-            return f"{awake[0]!r} was not released; wake only what was."
-        self.released -= set(tags)
-        return None
-
-    def lacks(self, *needed: str) -> str | None:
-        """Say whether a part that is `needed` is released; without arguments, any part."""
-        if missing := sorted(self.released & set(needed or TAGS)):
-            return f"its {missing[0]} is released; wake it first."
-        return None
 
 
 # --- engine --------------------------------------------------------------------------------------
@@ -164,11 +87,13 @@ class SimEngine:
         self._pause_seconds = pause_seconds
         self._pacer = Pacer(name, time_scale)
         self._batcher = Batcher(self._config)
-        self._adapters = Adapters(name, self._batcher)
-        self._memory = Memory()
+        self._released: frozenset[str] = frozenset()
+        """The parts of the memory that are released."""
         self._streams: dict[str, asyncio.Queue[Chunk | EngineError]] = {}
         self._orphans: set[str] = set()
-        self._control = asyncio.Lock()
+        self._control, self._unloading = asyncio.Lock(), asyncio.Lock()
+        self._advanced = asyncio.Event()
+        """Modelled time has advanced, so a request may have ended."""
         self._expects_weights = False
         self._process = self._opened = 0
         """Number of restarts: until now, and until the engine was last opened."""
@@ -213,7 +138,9 @@ class SimEngine:
     def _start(self) -> None:
         if self._pacer.started:
             return
-        self._control = asyncio.Lock()  # An older lock may be bound to an earlier loop.
+        # Older ones may be bound to an earlier loop.
+        self._control, self._unloading = asyncio.Lock(), asyncio.Lock()
+        self._advanced = asyncio.Event()
         self._pacer.start()
         self._schedule()
 
@@ -240,8 +167,7 @@ class SimEngine:
     async def restart(self) -> None:
         """Start again after :meth:`crash`: empty, not paused, with the weights of version 0."""
         self._batcher = Batcher(self._config)
-        self._adapters = Adapters(self._name, self._batcher)
-        self._memory = Memory()
+        self._released = frozenset()
         self._expects_weights = False
         self._orphans.clear()
         self._process += 1
@@ -259,7 +185,7 @@ class SimEngine:
         for stream in self._streams.values():
             stream.put_nowait(EngineProtocolError(self._name, why))
         self._streams.clear()
-        self._adapters.fail_unload(EngineProtocolError(self._name, why))
+        self._advanced.set()
 
     # -- requests ---------------------------------------------------------------------------
 
@@ -378,7 +304,7 @@ class SimEngine:
         """
         async with self._control:
             now = self._pacer.now()
-            self._refuse(self._memory.lacks(), 409)
+            self._check_awake()
             self._batcher.resume(now)
             for request_id in self._orphans:
                 self._batcher.abort(request_id, now)
@@ -400,7 +326,7 @@ class SimEngine:
         """
         async with self._control:
             self._pacer.now()
-            self._refuse(self._memory.lacks("weights"), 409)
+            self._check_awake("weights")
             await self._pacer.sleep(self._refit_seconds)
             self._pump()
             if not self._batcher.refit(version, weights_key):
@@ -471,7 +397,13 @@ class SimEngine:
             if self._batcher.paused != "retract":
                 why = "memory is released only under a pause; pause with retract first."
                 raise EngineRejected(self._name, why, status=409)
-            self._refuse(self._memory.release(tags), 400)
+            if unknown := sorted(set(tags) - set(TAGS)):
+                why = f"memory has no part {unknown[0]!r}; release some of {', '.join(TAGS)}."
+                raise EngineRejected(self._name, why, status=400)
+            if twice := sorted(self._released.intersection(tags)):
+                why = f"{twice[0]} is released already; release each part once."
+                raise EngineRejected(self._name, why, status=400)
+            self._released |= set(tags)
             if "kv_cache" in tags:
                 self._batcher.flush()
 
@@ -483,16 +415,21 @@ class SimEngine:
         """
         async with self._control:
             self._pump()
-            self._refuse(self._memory.wake(tags), 400)
+            if awake := sorted(set(tags) - self._released):
+                why = f"{awake[0]!r} was not released; wake only what was."
+                raise EngineRejected(self._name, why, status=400)
+            self._released -= set(tags)
 
     async def released(self) -> frozenset[str]:
         """The tags whose memory is released now."""
         self._pacer.now()
-        return self._memory.released
+        return self._released
 
-    def _refuse(self, why: str | None, status: int) -> None:
-        if why is not None:
-            raise EngineRejected(self._name, why, status=status)
+    def _check_awake(self, *needed: str) -> None:
+        """Refuse a call while a part that it needs is released; without arguments, any part."""
+        if missing := sorted(self._released.intersection(needed or TAGS)):
+            why = f"its {missing[0]} is released; wake it first."
+            raise EngineRejected(self._name, why, status=409)
 
     # -- adapters ---------------------------------------------------------------------------
 
@@ -511,12 +448,21 @@ class SimEngine:
             EngineRejected: (400) if the name is loaded already.
         """
         self._pacer.now()
-        await self._adapters.load(name, key)
+        async with self._unloading:
+            if name in self._batcher.adapters:
+                why = f"adapter {name!r} is already loaded; unload it first."
+                raise EngineRejected(self._name, why, status=400)
+            self._batcher.adapters[name] = key or 1
 
     async def unload_adapter(self, name: str) -> None:
         """Remove an adapter after its last request has ended; an unknown one is ignored."""
         self._pump()
-        await self._adapters.unload(name)
+        async with self._unloading:
+            self._batcher.adapters.pop(name, None)
+            while self._batcher.samples_with(name):
+                self._advanced.clear()
+                await self._advanced.wait()
+                self._pacer.now()
 
     # -- time -------------------------------------------------------------------------------
 
@@ -528,7 +474,7 @@ class SimEngine:
                 stream.put_nowait(chunk)
                 if chunk.finish is not None:
                     del self._streams[request_id]
-        self._adapters.complete_unload()
+        self._advanced.set()
         self._schedule()
 
     def _schedule(self) -> None:
@@ -617,6 +563,7 @@ class SimFleet:
         refit_seconds: float = 0.0,
         pause_seconds: float = PAUSE_SECONDS,
         stream_at_pause: bool = True,
+        prefix_cache: bool = False,
     ) -> None:
         if engines < 1:
             raise ConfigError(f"engines is {engines}; a fleet needs at least 1.")
@@ -628,6 +575,7 @@ class SimFleet:
             vocab_size=vocab_size,
             eos_token_id=eos_token_id,
             stream_at_pause=stream_at_pause,
+            prefix_cache=prefix_cache,
         )
         self.config = config
         self._engines = tuple(
@@ -680,19 +628,10 @@ class _KeyPublisher:
         self, version: int, engines: Sequence[Engine]
     ) -> Mapping[str, Exception | None]:
         """Bring `version` to all `engines` in parallel; one that is not simulated is refused."""
+        takers: Takers[SimEngine] = Takers(engines, SimEngine, "take simulated weights")
         key = self._weights_key(version)
-        results = await asyncio.gather(*(self._try(engine, version, key) for engine in engines))
-        return {engine.name: result for engine, result in zip(engines, results, strict=True)}
-
-    async def _try(self, engine: Engine, version: int, key: int) -> Exception | None:
-        if not isinstance(engine, SimEngine):
-            why = f"{type(self).__name__} publishes only to SimEngine."
-            return EngineRejected(engine.name, why, status=501)
-        try:
-            await self._give(engine, version, key)
-        except EngineError as error:
-            return error
-        return None
+        await takers.each(lambda engine: self._give(engine, version, key))
+        return takers.outcomes
 
     async def _give(self, engine: SimEngine, version: int, key: int) -> None:
         raise NotImplementedError

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from aprilsched.engines.stream import version_number
 from aprilsched.engines.vllm.server_info import (
     LOADING,
     ServerFacts,
-    decode,
     paused,
     probe,
     read_load,
@@ -58,6 +58,7 @@ class VLLMEngine(HttpEngine[ServerFacts]):
         ConfigError: if `url`, a key or `stream_interval` cannot be used.
     """
 
+    _program = "vLLM"
     _loaded: str | None = None
     """The folder of the weights that the server has, where it is known."""
     _transfer: int | None = None
@@ -66,7 +67,7 @@ class VLLMEngine(HttpEngine[ServerFacts]):
     """What of the server's memory is away: its cache comes back later than it is asked for."""
 
     async def _probe(self) -> ServerFacts:
-        facts = await probe(self.name, self._transport, self._limits.control_timeout)
+        facts = await probe(self._questions)
         if self._facts is None or self._facts.process != facts.process:
             self._released = self._asleep = frozenset()
             self._loaded = None if version_number(facts.label) else facts.model_path
@@ -79,34 +80,24 @@ class VLLMEngine(HttpEngine[ServerFacts]):
         super()._check_request(request)
         sampling = request.sampling
         if sampling.request or sampling.keep:
-            raise EngineRejected(
-                self.name,
-                f"request {request.request_id} asks for fields of a request or an answer, which "
-                "are carried to SGLang alone; leave request and keep out.",
-                status=_BAD_REQUEST,
+            raise self._refused(
+                request,
+                "asks for fields of a request or an answer, which are carried to SGLang alone; "
+                "leave request and keep out.",
             )
         if request.media and not self.capabilities.media:
-            raise EngineRejected(
-                self.name,
-                f"request {request.request_id} has media, and the model understands none; leave "
-                "media out.",
-                status=_BAD_REQUEST,
+            raise self._refused(
+                request, "has media, and the model understands none; leave media out."
             )
         if ignored := sorted(_OF_SGLANG & sampling.extra.keys()):
-            raise EngineRejected(
-                self.name,
-                f"request {request.request_id} has {', '.join(ignored)}, in SGLang's name, which "
-                "vLLM ignores; leave it out.",
-                status=_BAD_REQUEST,
-            )
+            why = f"has {', '.join(ignored)}, in SGLang's name, which vLLM ignores; leave it out."
+            raise self._refused(request, why)
         temperature = request.sampling.temperature
         if temperature not in (0, 1) and not self.facts.logprobs_mode.startswith("processed"):
-            raise EngineRejected(
-                self.name,
-                f"request {request.request_id} has the temperature {temperature:g}, and the "
-                "server gives logprobs from before the temperature; start it with "
-                "--logprobs-mode processed_logprobs.",
-                status=_BAD_REQUEST,
+            raise self._refused(
+                request,
+                f"has the temperature {temperature:g}, and the server gives logprobs from before "
+                "the temperature; start it with --logprobs-mode processed_logprobs.",
             )
 
     def _post(self, request: GenerationRequest) -> tuple[str, dict[str, Any]]:
@@ -124,12 +115,12 @@ class VLLMEngine(HttpEngine[ServerFacts]):
 
     async def is_paused(self) -> bool | None:
         """Whether the server is paused."""
-        return await paused(self.name, self._transport, self._limits.control_timeout)
+        return await paused(self._questions)
 
     async def load(self, *, metrics: bool = False) -> EngineLoad:
         """Ask for the server's load; see :class:`~aprilsched.engines.base.ReportsLoad`."""
-        timeout = min(_LOAD_SECONDS, self._limits.control_timeout)
-        return await read_load(self.facts, self.name, self._transport, timeout, metrics=metrics)
+        asked = replace(self._questions, timeout=min(_LOAD_SECONDS, self._limits.control_timeout))
+        return await read_load(asked, self.facts, metrics=metrics)
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop decoding. The mode is always sent: vLLM's default aborts every request."""
@@ -139,7 +130,7 @@ class VLLMEngine(HttpEngine[ServerFacts]):
     async def flush(self) -> None:
         """Drop all cached KV, also that of requests which a pause in place had kept."""
         answer = await self._ask("reset_prefix_cache", {"reset_running_requests": "true"})
-        if not decode(self.name, "/reset_prefix_cache", answer.body, dict[str, Any])["success"]:
+        if not self._questions.read("reset_prefix_cache", answer, dict[str, Any])["success"]:
             raise self._conflict("did not drop its cached KV, which something still uses.")
 
     async def resume(self) -> None:
@@ -175,13 +166,13 @@ class VLLMEngine(HttpEngine[ServerFacts]):
     # --- weights -------------------------------------------------------------------------------
 
     async def ask_label(self) -> str:
-        label = await weight_label(self.name, self._transport, self._limits.control_timeout)
+        label = await weight_label(self._questions)
         if label == LOADING and not self._open_update:
             self._open_update = "an update of another client"
         return label
 
     async def _ask_process(self) -> object:
-        return await server_process(self._transport, self._limits.control_timeout)
+        return await server_process(self._questions)
 
     async def set_label(self, label: str) -> None:
         await self._control("update_weight_version", {"new_version": label})

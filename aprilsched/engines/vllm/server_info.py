@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
 
 import msgspec
 
-from aprilsched.engines import server
 from aprilsched.engines.base import Capabilities, EngineLoad
-from aprilsched.engines.http import Answer, Transport
-from aprilsched.engines.server import Facts, Over, read_series, release
+from aprilsched.engines.server import Facts, Over, Questions, read_series, release
 from aprilsched.engines.stream import Count, Name
 from aprilsched.errors import EngineError, EngineProtocolError, EngineRejected
 from aprilsched.types import MEDIA
-
-T = TypeVar("T")
 
 SINCE = (0, 32, 0)
 """First release whose pause, labels and spans were tried."""
@@ -107,12 +103,7 @@ class ServerFacts(Facts):
     device: str
 
 
-def decode(engine: str, what: str, body: bytes, kind: type[T]) -> T:
-    """Decode `body` as a `kind`, or raise an error that names the call."""
-    return server.decode(engine, what, body, kind, program="vLLM")
-
-
-async def probe(engine: str, transport: Transport, timeout: float) -> ServerFacts:  # noqa: ASYNC109
+async def probe(asked: Questions) -> ServerFacts:
     """Ask a server what it is; refuse one whose responses could not be paused, aborted and scored.
 
     Raises:
@@ -120,30 +111,30 @@ async def probe(engine: str, transport: Transport, timeout: float) -> ServerFact
             not fit; the message says what to change.
         EngineRejected: if the server wants a key that we do not have.
     """
-    answer = await _asked(transport, "version", timeout)
-    if answer.status == _NOT_FOUND:
+    version = await asked.ask("version", accept=(200, _NOT_FOUND))
+    if version.status == _NOT_FOUND:
         raise EngineProtocolError(
-            engine, "does not answer /version like vLLM; give the URL of a vLLM server."
+            asked.engine, "does not answer /version like vLLM; give the URL of a vLLM server."
         )
-    version = decode(engine, "/version", answer.body, _Version).version
-    if release(version) < SINCE:
-        raise EngineProtocolError(engine, f"is vLLM {version}; use vLLM 0.32 or later.")
-    info = await _server_info(engine, transport, max(timeout, _FIRST_SECONDS))
+    found = asked.read("version", version, _Version).version
+    if release(found) < SINCE:
+        raise EngineProtocolError(asked.engine, f"is vLLM {found}; use vLLM 0.32 or later.")
+    info = await _server_info(replace(asked, timeout=max(asked.timeout, _FIRST_SECONDS)))
     config = info.vllm_config
     parallel, model = config.parallel_config, config.model_config
     if parallel.api_processes > 1:
         raise EngineProtocolError(
-            engine,
+            asked.engine,
             f"is served by {parallel.api_processes} processes, and an abort reaches only one of "
             "them; start it with --api-server-count 1.",
         )
     if not model.logprobs_mode.endswith("_logprobs"):
         raise EngineProtocolError(
-            engine,
+            asked.engine,
             f"gives {model.logprobs_mode} in the place of logprobs; start it with "
             "--logprobs-mode processed_logprobs.",
         )
-    label = await weight_label(engine, transport, timeout)
+    label = await weight_label(asked)
     ranks, tokens = parallel.data_parallel_size, config.cache_config.kv_cache_size_tokens
     companions = {
         "routed_experts": config.aux_output_config.enable_return_routed_experts,
@@ -167,66 +158,51 @@ async def probe(engine: str, transport: Transport, timeout: float) -> ServerFact
             and bool(info.vllm_env.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING")),
             companions=frozenset(name for name, able in companions.items() if able),
             media=frozenset(MEDIA if model.multimodal_config else ()),
-            server=f"vLLM {version}",
+            server=f"vLLM {found}",
         ),
-        vocab_size=await _vocab_size(engine, transport, timeout),
-        process=await server_process(transport, timeout),
+        vocab_size=await _vocab_size(asked),
+        process=await server_process(asked),
         context_tokens=model.max_model_len,
         logprobs_mode=model.logprobs_mode,
         device=config.device_config.device,
     )
 
 
-async def _server_info(engine: str, transport: Transport, timeout: float) -> ServerInfo:  # noqa: ASYNC109
+async def _server_info(asked: Questions) -> ServerInfo:
     """Ask for the server's configuration."""
-    answer = await _asked(transport, "server_info", timeout, query={"config_format": "json"})
+    wanted = {"config_format": "json"}
+    answer = await asked.ask("server_info", accept=(200, _NOT_FOUND), query=wanted)
     if answer.status == _NOT_FOUND:
         raise EngineProtocolError(
-            engine,
+            asked.engine,
             "has no control calls, so it can be neither paused nor refitted; start it with "
             "VLLM_SERVER_DEV_MODE=1.",
         )
-    return decode(engine, "/server_info", answer.body, ServerInfo)
+    return asked.read("server_info", answer, ServerInfo)
 
 
-async def server_process(transport: Transport, timeout: float) -> str | None:  # noqa: ASYNC109
+async def server_process(asked: Questions) -> str | None:
     """Ask when the process that answers was started; None where the system does not tell."""
-    page = await _metrics(transport, timeout)
+    page = await _metrics(asked)
     match = re.search(rb"^process_start_time_seconds ([0-9.e+]{1,32})$", page, re.MULTILINE)
     return None if match is None else match[1].decode()
 
 
-async def _metrics(transport: Transport, timeout: float) -> bytes:  # noqa: ASYNC109
-    answer = await transport.call(
-        "GET", "metrics", timeout=timeout, admin=False, at_most=_SERIES_BYTES
-    )
-    return answer.body
+async def _metrics(asked: Questions) -> bytes:
+    return (await asked.ask("metrics", at_most=_SERIES_BYTES)).body
 
 
-async def weight_label(engine: str, transport: Transport, timeout: float) -> str:  # noqa: ASYNC109
+async def weight_label(asked: Questions) -> str:
     """Ask for the label of the weights that the server has now."""
-    answer = await transport.call("GET", "weight_info", timeout=timeout, admin=False)
-    return decode(engine, "/weight_info", answer.body, _WeightInfo).weight_version
+    return (await asked.get("weight_info", _WeightInfo)).weight_version
 
 
-async def paused(engine: str, transport: Transport, timeout: float) -> bool:  # noqa: ASYNC109
+async def paused(asked: Questions) -> bool:
     """Ask whether the server is paused, by whomever."""
-    answer = await transport.call("GET", "is_paused", timeout=timeout, admin=False)
-    return decode(engine, "/is_paused", answer.body, _Paused).is_paused
+    return (await asked.get("is_paused", _Paused)).is_paused
 
 
-async def _asked(
-    transport: Transport,
-    path: str,
-    timeout: float,  # noqa: ASYNC109
-    query: Mapping[str, str] | None = None,
-) -> Answer:
-    return await transport.call(
-        "GET", path, timeout=timeout, accept=(200, _NOT_FOUND), admin=False, query=query
-    )
-
-
-async def _vocab_size(engine: str, transport: Transport, timeout: float) -> int | None:  # noqa: ASYNC109
+async def _vocab_size(asked: Questions) -> int | None:
     """The model's vocabulary size, which vLLM tells only in a refusal.
 
     A bias on an impossible id is refused before the request reaches the scheduler, so nothing
@@ -234,17 +210,11 @@ async def _vocab_size(engine: str, transport: Transport, timeout: float) -> int 
     """
     # A server with --return-sampling-mask refuses requests without top_k before it looks further.
     params = {"max_tokens": 1, "top_k": 1, "logit_bias": {str(_TOO_LARGE): 0.0}}
-    answer = await transport.call(
-        "POST",
-        "inference/v1/generate",
-        {"token_ids": [0], "sampling_params": params},
-        timeout=timeout,
-        accept=(200, 400, _NOT_FOUND),
-        admin=False,
-    )
+    body = {"token_ids": [0], "sampling_params": params}
+    answer = await asked.ask("inference/v1/generate", body, accept=(200, 400, _NOT_FOUND))
     if answer.status == _NOT_FOUND:
         raise EngineProtocolError(
-            engine,
+            asked.engine,
             "has no /inference/v1/generate; start it with --tokens-only, or with "
             "--enable-scale-out where text is needed too.",
         )
@@ -267,14 +237,7 @@ _COUNTERS: Mapping[str, Over] = {
 }
 
 
-async def read_load(
-    facts: ServerFacts,
-    engine: str,
-    transport: Transport,
-    timeout: float,  # noqa: ASYNC109
-    *,
-    metrics: bool,
-) -> EngineLoad:
+async def read_load(asked: Questions, facts: ServerFacts, *, metrics: bool) -> EngineLoad:
     """Ask a server for its load, which it tells on its page of metrics only.
 
     vLLM counts no seconds of steps, so ``decode_seconds`` and ``prefill_seconds`` are None.
@@ -283,15 +246,17 @@ async def read_load(
         EngineError: if the server does not report its load.
     """
     try:
-        page = await _metrics(transport, timeout)
+        page = await _metrics(asked)
     except EngineRejected as error:
-        raise EngineError(engine, f"does not report its load ({error}).") from error
+        raise EngineError(asked.engine, f"does not report its load ({error}).") from error
     found = read_series(page, {**SERIES, **_COUNTERS}, program="vllm")
     if "num_requests_running" not in found or "num_requests_waiting" not in found:
-        raise EngineError(engine, "does not report its load; start it without --disable-log-stats.")
+        raise EngineError(
+            asked.engine, "does not report its load; start it without --disable-log-stats."
+        )
     capacity, usage = facts.capabilities.kv_tokens, found.get("kv_cache_usage_perc")
     generated = found.get("generation_tokens_total")
-    asked = found.get("prefix_cache_queries_total")
+    looked_up = found.get("prefix_cache_queries_total")
     return EngineLoad(
         running=int(found["num_requests_running"]),
         queued=int(found["num_requests_waiting"]),
@@ -299,6 +264,6 @@ async def read_load(
         kv_tokens=None if capacity is None or usage is None else round(usage * capacity),
         kv_capacity=capacity,
         generated=None if generated is None else int(generated),
-        cache_hit_rate=found.get("prefix_cache_hits_total", 0.0) / asked if asked else None,
+        cache_hit_rate=found.get("prefix_cache_hits_total", 0.0) / looked_up if looked_up else None,
         series={name: found[name] for name in SERIES if name in found} if metrics else {},
     )

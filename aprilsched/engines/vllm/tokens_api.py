@@ -22,6 +22,7 @@ from aprilsched.engines.base import Chunk, GenerationRequest
 from aprilsched.engines.http import UNREADABLE, quote
 from aprilsched.engines.stream import (
     Count,
+    ErrorBody,
     LabelSpan,
     Logprob,
     Name,
@@ -76,13 +77,6 @@ class Usage(msgspec.Struct, frozen=True):
     """`prompt_tokens` counts media as the tokens that their placeholders became."""
 
     prompt_tokens: Count
-
-
-class ErrorBody(msgspec.Struct, frozen=True):
-    """An error inside a stream, after the HTTP status 200: that a prompt is too long, for one."""
-
-    message: str = ""
-    code: int | None = None
 
 
 class StreamEvent(msgspec.Struct, frozen=True):
