@@ -11,6 +11,7 @@ import pytest
 import tomli_w
 import tyro
 
+from aprilsched import SimFleet
 from aprilsched.cli.arguments import SchedulerFlags, config_of_flags, flags_of
 from aprilsched.config import (
     Dispatch,
@@ -38,7 +39,8 @@ from aprilsched.runs.config_file import (
     read_settings,
     table_of,
 )
-from aprilsched.runs.settings import RunSettings
+from aprilsched.runs.settings import RunSettings, SimSettings
+from aprilsched.runs.setup import prepare
 
 CONFIGS: list[dict[str, Any]] = [
     {},
@@ -203,3 +205,11 @@ def test_a_policy_by_name_takes_settings_by_their_paths() -> None:
         assert config.refill == Pool(together=4, until=until)
         assert config.dispatch == Dispatch(order="shortest")
         assert config.policies.staleness == Staleness(1)
+
+
+def test_the_embedded_engines_of_a_run_have_its_settings():
+    sim = SimSettings(max_running=3, kv_tokens=4_000, stream_interval=5, prefix_cache=True)
+    fleet = prepare(RunSettings(sim=sim)).fleet
+    assert isinstance(fleet, SimFleet)
+    for name in ("max_running", "kv_tokens", "stream_interval", "prefix_cache"):
+        assert getattr(fleet.config, name) == getattr(sim, name)
