@@ -26,7 +26,7 @@ from aprilsched.core.lengths.observed import ObservedLengths
 from aprilsched.core.messages.commands import Plan
 from aprilsched.core.policies.placement import Placement
 from aprilsched.core.policies.refill import LengthBuckets, Pool, Refill, TailBatching, Wave
-from aprilsched.core.policies.schedule import FixedRatio, Forecast, Pace, Schedule
+from aprilsched.core.policies.schedule import Forecast, Pace, Schedule
 from aprilsched.core.policies.straggler import BEHAVIOURS
 from aprilsched.planning.apart import FleetTrial
 from aprilsched.planning.rolling import RollingTrial
@@ -359,7 +359,7 @@ def _least_near(outcomes: Mapping[int, Outcome]) -> float:
 
 def _waits(schedule: Schedule) -> bool:
     """Whether each batch waits for every response to any prompts."""
-    return schedule.refill == Wave() and schedule.over_provision == FixedRatio(ratio=1.0)
+    return schedule.refill == Wave() and schedule.over_provision == 1
 
 
 def _tried(
@@ -503,7 +503,7 @@ def candidates(setting: Setting, space: Space) -> list[Schedule]:
             refills = _in_turn(setting, space)
         found += [
             Schedule(
-                over_provision=FixedRatio(ratio=ratio),
+                over_provision=ratio,
                 refill=refill,
                 pace=pace,
                 placement=space.placement,
@@ -556,7 +556,7 @@ def in_words(schedule: Schedule) -> str:
     """The schedule in words."""
     pace = f", {schedule.pace} pace" if schedule.pace is not None else ""
     placed = "" if schedule.placement is None else f", {_PLACED[schedule.placement]}"
-    return schedule.refill.told(schedule.over_provision.told) + pace + placed
+    return schedule.refill.told(f"{schedule.over_provision:g}") + pace + placed
 
 
 # --- bias ----------------------------------------------------------------------------------------

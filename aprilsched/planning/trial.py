@@ -120,7 +120,7 @@ class Trial:
         self._group_size = setting.group_size
         self._stop_at, self._usual = setting.full_at, setting.usual_group
         self._batch_groups = self._stop_at.batch_groups(self._usual)
-        self._target = schedule.over_provision.target_groups(self._batch_groups)
+        self._target = schedule.target_groups(self._batch_groups)
         self._store = Store(schedule.refill, setting) if schedule.refill.defers else None
         self._rows, self._again = drawn.rows, drawn.again
         self._remembered = drawn.remembered if self._store else []

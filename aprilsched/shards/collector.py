@@ -523,7 +523,7 @@ class Collector:
         plan = self._plan
         usual = self._stop.usual_group(self.prompts.usual_size, lambda: None)
         plan.usual_group = plan.usual_group if usual is None else usual
-        plan.target_groups = plan.schedule.over_provision.target_groups(self._batch_groups)
+        plan.target_groups = plan.schedule.target_groups(self._batch_groups)
 
     # --- groups that are ready -----------------------------------------------------------------
 

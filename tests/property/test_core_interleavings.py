@@ -37,7 +37,7 @@ from aprilsched.core.config import MemberRule, PaceRule, RewardScope
 from aprilsched.core.messages import events as ev
 from aprilsched.core.policies.placement import Placement, ResumeOrder
 from aprilsched.core.policies.refill import LengthBuckets, Pool, Refill, TailBatching, Wave
-from aprilsched.core.policies.schedule import FixedRatio, Pace, Schedule
+from aprilsched.core.policies.schedule import Pace, Schedule
 from aprilsched.core.policies.staleness import StalenessRule
 from aprilsched.core.policies.straggler import BEHAVIOURS, StragglerRule
 from aprilsched.core.state.records import GENERATING
@@ -278,7 +278,7 @@ class Interleavings(RuleBasedStateMachine):
         if self.driver.config.may_defer:
             refills += [LengthBuckets(store=2.5), LengthBuckets(store=2.5, mixed=0.5)] * 2
         refill = refills[choice % len(refills)]
-        ratio = FixedRatio(ratio=1.0 + choice % 3 / 2)
+        ratio = 1.0 + choice % 3 / 2
         if refill is None:
             self.driver.feed(ev.Planned(schedule=None))
             return
