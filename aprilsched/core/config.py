@@ -16,9 +16,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal, TypeAlias
 
+from aprilsched.bounds import AT_LEAST_0, AT_LEAST_1, Bound, check_settings
 from aprilsched.checks import suggesting
 from aprilsched.companions import Companion
-from aprilsched.core.policies.bounds import AT_LEAST_0, AT_LEAST_1, Bound, check_settings
 from aprilsched.core.policies.kinds import REFILLS, RefillRule, StopUnit
 from aprilsched.core.policies.placement import Placement, ResumeOrder
 from aprilsched.core.policies.refill import Refill, Wave

@@ -14,12 +14,13 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
-from numbers import Integral, Real
-from typing import Any, Protocol, cast, runtime_checkable
+from numbers import Integral
+from typing import Annotated, Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from aprilsched.bounds import NOT_NEGATIVE, check_settings
 from aprilsched.checks import checked, typed
 from aprilsched.core.config import Caller, SchedulerConfig
 from aprilsched.core.messages import commands as do
@@ -292,15 +293,13 @@ class Costs:
         ConfigError: if one is negative, or no number.
     """
 
-    pause_seconds: float = 2e-3
-    refit_seconds: float = 0.0
-    train_seconds: float = 0.0
-    reward_seconds: float = 0.0
+    pause_seconds: Annotated[float, NOT_NEGATIVE] = 2e-3
+    refit_seconds: Annotated[float, NOT_NEGATIVE] = 0.0
+    train_seconds: Annotated[float, NOT_NEGATIVE] = 0.0
+    reward_seconds: Annotated[float, NOT_NEGATIVE] = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("pause_seconds", "refit_seconds", "train_seconds", "reward_seconds"):
-            if checked(name, getattr(self, name), Real) < 0:
-                raise ConfigError(f"{name} is a time; give 0 or more.")
+        check_settings(self)
 
 
 # --- simulation ----------------------------------------------------------------------------------

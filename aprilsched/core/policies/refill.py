@@ -20,9 +20,9 @@ from typing import Annotated, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from aprilsched.bounds import AT_LEAST_0, AT_LEAST_1, SHARE, SHARE_OR_0
 from aprilsched.checks import suggesting
 from aprilsched.core.lengths.laws import Levels, LogLaw, rest_of_groups
-from aprilsched.core.policies.bounds import AT_LEAST_0, AT_LEAST_1, SHARE, SHARE_OR_0
 
 
 # Not frozen, because it is made at most events of a run, and a frozen one takes thrice as long.

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, TypeAlias
 
+from aprilsched.bounds import ABOVE_0, SHARE_OR_0, Bound
 from aprilsched.checks import suggesting
-from aprilsched.core.policies.bounds import ABOVE_0, SHARE_OR_0, Bound
 from aprilsched.core.policies.placement import Placement
 from aprilsched.core.policies.refill import LengthBuckets, Refill, Wave
 

@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Protocol
 
+from aprilsched.bounds import AT_LEAST_1
 from aprilsched.checks import suggesting
-from aprilsched.core.policies.bounds import AT_LEAST_1
 
 
 class GroupSize(Protocol):
