@@ -277,7 +277,7 @@ class RolloutScheduler(FleetScheduler):
 
     def hold(self, *, held: bool) -> None:
         """Pause the engines with the requests inside them, or let them generate again."""
-        self._feed(ev.HoldRequested() if held else ev.HoldEnded())
+        self._feed(ev.HoldChanged(held=held))
 
     async def checkpoint(self, path: Path | str, *, acknowledge: bool = True) -> None:
         """Write the scheduler's state to one file, for the trainer's own checkpoint.

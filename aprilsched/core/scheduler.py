@@ -86,8 +86,7 @@ HANDLERS: dict[type, Callable[[SchedulerState, Any], None]] = {
     ev.PartsFollow: refit.on_parts_follow,
     ev.SleepRequested: refit.on_sleep_requested,
     ev.WakeRequested: refit.on_wake_requested,
-    ev.HoldRequested: engines.on_hold_requested,
-    ev.HoldEnded: engines.on_hold_ended,
+    ev.HoldChanged: engines.on_hold_changed,
     ev.GroupWithdrawn: _of(_group, drop.on_group_withdrawn),
     # The schedule and the prompts that new groups are made of.
     ev.Planned: replan.on_planned,

@@ -258,7 +258,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(ends=st.booleans())
     def hold(self, ends: bool) -> None:
-        self.driver.feed(ev.HoldEnded() if ends else ev.HoldRequested())
+        self.driver.feed(ev.HoldChanged(held=not ends))
 
     @precondition(lambda self: self.driver.state.in_flight.groups)
     @rule(choice=st.integers(0, 99))
@@ -526,7 +526,7 @@ class Interleavings(RuleBasedStateMachine):
         driver.supply = driver.given
         if driver.state.fleet.sleep is not None and not driver.state.fleet.sleep.waking:
             driver.feed(ev.WakeRequested())
-        driver.feed(ev.HoldEnded())
+        driver.feed(ev.HoldChanged(held=False))
         self._mend()
         driver.takes = True
         if driver.state.delivery.offer is not None:
