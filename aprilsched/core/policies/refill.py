@@ -286,9 +286,7 @@ def _start(
     runs: NDArray[np.bool_], among: NDArray[np.bool_], most: int, ages: NDArray[np.int64]
 ) -> None:
     """Let the oldest groups `among` those that do not run be run, until `most` groups run."""
-    waiting = np.flatnonzero(among & ~runs)
-    oldest = waiting[np.argsort(-ages[waiting], kind="stable")]
-    runs[oldest[: max(0, most - np.count_nonzero(runs))]] = True
+    runs |= _oldest(among & ~runs, ages, max(0, most - int(np.count_nonzero(runs))))
 
 
 # --- length buckets ------------------------------------------------------------------------------
