@@ -63,6 +63,9 @@ small share of the fleet is expected to do worse than the whole: a quarter of 16
 half of them by less than chance."""
 
 
+_GROUPS_OF_A_BATCH = 48
+"""Groups that are drawn for each group of a batch, so that a trial's counted batches use none
+twice."""
 _MOST_GAPS = 8.0
 """Number of gaps of a response in a trial; more of them are tried out as so many longer ones. A
 choice with three gaps takes six times as much CPU as one without."""
@@ -175,7 +178,7 @@ class Planner:
         # How many times an engine of the run has one of these.
         thinner = 1.0 if rolling or uneven or restarts else share * engines / command.engines
         lengths = observed.draw_groups(
-            _groups_needed(batch_groups),
+            _GROUPS_OF_A_BATCH * batch_groups,
             group_size=command.group_size,
             open_groups=command.open,
             most=command.most_tokens,
@@ -445,11 +448,6 @@ def _batches(batch_groups: int, lengths: NDArray[np.int64]) -> int:
 def _shared(observed: ObservedLengths) -> float:
     shared = observed.shared_log_variance()
     return 0.5 if shared is None else shared
-
-
-def _groups_needed(batch_groups: int) -> int:
-    """Number of groups with which a trial's counted batches use no group twice."""
-    return 48 * batch_groups
 
 
 RATIOS = (1.0, 1.0625, 1.125, 1.25, 1.375, 1.5, 1.625, 1.75, 2.0, 2.25, 2.5, 2.75, 3.0)
