@@ -133,7 +133,7 @@ class Collector:
         self._stop, self._staleness = policies.stop, policies.staleness
         self._plan = Plan(
             Schedule(over_provision=policies.over_provision, refill=policies.refill),
-            usual_group=float(config.group_size),
+            usual_group=self._stop.amount / config.batch_groups,
             wave_pending=False,
         )
         self.posts = [Post(name=name, slot=place) for place, name in enumerate(names)]

@@ -183,16 +183,12 @@ def first_schedule(*, may_defer: bool, pace: Pace | None = None, waits: bool = F
         waits: every batch must wait for all groups that it runs, because what they have at an
             update is thrown away.
     """
-    if waits:
-        return Schedule(
-            over_provision=1.0,
-            refill=LengthBuckets(store=4.0, probe_after=0.97) if may_defer else Wave(),
-            pace=pace,
-            why="nothing is known of the lengths yet, and no token may be stale: wait for all",
-        )
+    buckets = LengthBuckets(store=4.0, probe_after=0.97) if waits else LengthBuckets()
     return Schedule(
-        over_provision=FIRST_RATIO,
-        refill=LengthBuckets() if may_defer else Wave(),
+        over_provision=1.0 if waits else FIRST_RATIO,
+        refill=buckets if may_defer else Wave(),
         pace=pace,
-        why="nothing is known of the lengths yet: half a batch more than needed",
+        why="nothing is known of the lengths yet, and no token may be stale: wait for all"
+        if waits
+        else "nothing is known of the lengths yet: half a batch more than needed",
     )
