@@ -312,6 +312,8 @@ class Costs:
 NEVER = 1 << 30
 """A stream interval with which chunks come only when a response ends or is paused. This changes no
 decision and makes a run twice as fast, except with rolling refits."""
+TIMED = SimConfig(make_tokens=False, stream_interval=NEVER)
+"""Engines of which only the time is modelled."""
 _OFTEN = 128
 """The largest stream interval with rolling refits, in tokens."""
 
@@ -361,11 +363,9 @@ def checked_count(name: str, value: int, *, least: int) -> None:
 
 
 def _models(
-    engine: SimConfig | Sequence[SimConfig] | None, engines: int, config: SchedulerConfig
+    engine: SimConfig | Sequence[SimConfig], engines: int, config: SchedulerConfig
 ) -> list[SimConfig]:
     """The settings of each engine, with chunks as often as `config` needs them."""
-    if engine is None:
-        engine = SimConfig(make_tokens=False, stream_interval=NEVER)
     models = [engine] * engines if isinstance(engine, SimConfig) else engine
     sequence = isinstance(cast("Any", models), Sequence)
     if not sequence or not all(isinstance(cast("Any", model), SimConfig) for model in models):
@@ -417,7 +417,7 @@ class Simulation:
         prompts: Iterable[Prompt],
         *,
         engines: int = 1,
-        engine: SimConfig | Sequence[SimConfig] | None = None,
+        engine: SimConfig | Sequence[SimConfig] = TIMED,
         costs: Costs | None = None,
         batches: int = 40,
         update_every: int = 1,
