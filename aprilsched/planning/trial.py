@@ -36,20 +36,17 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from aprilsched.core.lengths.laws import Levels, LogLaw, normal_quantile, observed_logs
-from aprilsched.core.lengths.observed import hashed_uniforms, resampled
+from aprilsched.core.lengths.observed import hashed_uniforms, padded, resampled
 from aprilsched.core.policies.refill import OpenGroups, Pool, PoolView, Refill
 from aprilsched.core.policies.schedule import Schedule
 from aprilsched.core.policies.staleness import Staleness, StalenessRule
 from aprilsched.planning.setting import Outcome, Setting
 from aprilsched.timing.model import StepTimeModel
-
-T = TypeVar("T", bound=np.generic)
 
 RESERVE_SHARE = 0.098
 """Share of the tokens still to come for which admission leaves room: the lower bound of SGLang's
@@ -984,8 +981,8 @@ class Store:
         groups = self.groups
         since = [-1 if g.first_run is None else batch - g.first_run for g in groups]
         view = OpenGroups(
-            tokens=_table([group.have for group in groups], 0, np.int64),
-            finished=_table([group.finished for group in groups], True, np.bool_),
+            tokens=padded([group.have for group in groups], 0, np.int64),
+            finished=padded([group.finished for group in groups], True, np.bool_),
             sizes=np.array([len(group.lengths) for group in groups], dtype=np.int64),
             ages=np.array([batch - group.opened for group in groups], dtype=np.int64),
             since_first_run=np.array(since, dtype=np.int64),
@@ -1074,12 +1071,3 @@ def _remembered(setting: Setting) -> list[tuple[float, float]]:
 
 def _rows(lengths: NDArray[np.int64]) -> list[list[int]]:
     return [[length for length in row if length] for row in lengths.tolist()]
-
-
-def _table(rows: Sequence[Sequence[int]], fill: int, kind: type[T]) -> NDArray[T]:
-    """An array [groups, largest group], with `fill` where a smaller group has no member."""
-    size = max(map(len, rows), default=0)
-    table = np.full((len(rows), size), fill, dtype=kind)
-    for place, row in enumerate(rows):
-        table[place, : len(row)] = row
-    return table
