@@ -15,7 +15,7 @@ from aprilsched.core.config import (
 )
 from aprilsched.core.policies.kinds import RefillRule, StopUnit
 from aprilsched.core.policies.refill import LengthBuckets, Pool, Refill, TailBatching, Wave
-from aprilsched.core.policies.schedule import FixedRatio, Objective, OverProvision
+from aprilsched.core.policies.schedule import Objective
 from aprilsched.core.policies.staleness import Staleness
 from aprilsched.core.policies.stop import Groups, Samples, Stop, Tokens
 from aprilsched.core.policies.straggler import Prices, StragglerRule
@@ -23,13 +23,11 @@ from aprilsched.types import SamplingParams
 
 __all__ = [
     "Dispatch",
-    "FixedRatio",
     "Groups",
     "Health",
     "KVAfterRefit",
     "LengthBuckets",
     "Objective",
-    "OverProvision",
     "Pace",
     "PaceRule",
     "Policies",

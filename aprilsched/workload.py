@@ -36,17 +36,26 @@ from functools import lru_cache
 from itertools import count as count_up
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self, TypeAlias, cast
+from typing import Annotated, Any, Literal, Protocol, Self, TypeAlias, cast
 
 import numpy as np
 from numpy.random import Generator, Philox
 from numpy.typing import NDArray
 
+from aprilsched.bounds import (
+    AT_LEAST_0,
+    AT_LEAST_1,
+    NOT_NEGATIVE,
+    POSITIVE,
+    Bound,
+    check_settings,
+)
 from aprilsched.checks import checked, typed
 from aprilsched.errors import ConfigError
 from aprilsched.types import Prompt, SamplingParams
 
 LengthLaw: TypeAlias = Literal["lognormal", "log_t"]
+_SHARE = Bound(least=0, most=1, words="0 to 1")
 _GRID = 1 << 16
 """The longest cap up to which a law's distribution function is asked at each length; beyond it, it
 is asked at so many."""
@@ -71,12 +80,11 @@ class Law(Protocol):
 class Lognormal:
     """Lengths whose logarithm is normal: `median` in tokens, `sigma` of the natural logarithm."""
 
-    median: float = 700.0
-    sigma: float = 0.9
+    median: Annotated[float, POSITIVE] = 700.0
+    sigma: Annotated[float, POSITIVE] = 0.9
 
     def __post_init__(self) -> None:
-        for name in ("median", "sigma"):
-            _above_zero(name, getattr(self, name))
+        check_settings(self)
 
     def cdf(self, lengths: NDArray[np.float64]) -> NDArray[np.float64]:
         """See :class:`Law`."""
@@ -88,12 +96,11 @@ class Pareto:
     """Lengths from `least` tokens on, of which a share ``(least / n)**alpha`` is longer than n. The
     mean without a cap is infinite for an `alpha` up to 1."""
 
-    least: float = 200.0
-    alpha: float = 1.5
+    least: Annotated[float, POSITIVE] = 200.0
+    alpha: Annotated[float, POSITIVE] = 1.5
 
     def __post_init__(self) -> None:
-        for name in ("least", "alpha"):
-            _above_zero(name, getattr(self, name))
+        check_settings(self)
 
     def cdf(self, lengths: NDArray[np.float64]) -> NDArray[np.float64]:
         """See :class:`Law`."""
@@ -239,43 +246,24 @@ class LongTailWorkload:
         ConfigError: if a parameter is out of its range.
     """
 
-    median: float = 700.0
-    sigma: float = 0.9
-    cap: int = 6000
-    within_group: float = 0.5
-    prompt_tokens: int = 8
-    vocab_size: int = 32_000
+    median: Annotated[float, POSITIVE] = 700.0
+    sigma: Annotated[float, NOT_NEGATIVE] = 0.9
+    cap: Annotated[int, AT_LEAST_1] = 6000
+    within_group: Annotated[float, _SHARE] = 0.5
+    prompt_tokens: Annotated[int, AT_LEAST_1] = 8
+    vocab_size: Annotated[int, Bound(least=2, words="2 or more")] = 32_000
     law: LengthLaw | Law | Callable[[int], Law] = "lognormal"
-    dof: float = 4.0
-    seed: int = 0
-    group_size: int = 8
-    count: int | None = None
-    epoch_prompts: int | None = None
-    drift: float = 0.0
+    dof: Annotated[float, Bound(above=2, below=math.inf, words="a number above 2")] = 4.0
+    seed: Annotated[int, Bound(least=0, below=2**64, words="0 to 2**64 - 1")] = 0
+    group_size: Annotated[int, AT_LEAST_1] = 8
+    count: Annotated[int, AT_LEAST_0] | None = None
+    epoch_prompts: Annotated[int, AT_LEAST_1] | None = None
+    drift: Annotated[float, _SHARE] = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("cap", "prompt_tokens", "vocab_size", "seed", "group_size"):
-            checked(name, getattr(self, name), Integral)
-        for name in ("count", "epoch_prompts"):
-            if getattr(self, name) is not None:
-                checked(name, getattr(self, name), Integral)
-        for name in ("sigma", "within_group", "dof", "drift"):
-            checked(name, getattr(self, name), Real)
-        _above_zero("median", self.median)
-        _check(self.sigma >= 0, f"sigma is {self.sigma}; give 0 or more.")
-        _check(self.cap >= 1, f"cap is {self.cap}; give at least 1 token.")
-        _check(0 <= self.within_group <= 1, f"within_group is {self.within_group}; give 0 to 1.")
-        _check(self.prompt_tokens >= 1, f"prompt_tokens is {self.prompt_tokens}; give at least 1.")
-        _check(self.vocab_size >= 2, f"vocab_size is {self.vocab_size}; give at least 2.")
         if isinstance(self.law, type) or not callable(self.law):
             _check_law(self.law, "law")
-        _check(self.dof > 2, f"dof is {self.dof}; give a number above 2.")
-        _check(0 <= self.seed < 2**64, f"seed is {self.seed}; give 0 to 2**64 - 1.")
-        _check(self.group_size >= 1, f"group_size is {self.group_size}; give at least 1.")
-        epoch = self.epoch_prompts
-        _check(epoch is None or epoch >= 1, f"epoch_prompts is {epoch}; give 1 or more, or None.")
-        _check(0 <= self.drift <= 1, f"drift is {self.drift}; give 0 to 1.")
-        _check(self.count is None or self.count >= 0, f"count is {self.count}; give 0 or more.")
+        check_settings(self)
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], *, seed: int, group_size: int) -> Self:
@@ -423,10 +411,6 @@ class LongTailWorkload:
 def _check(holds: bool, message: str) -> None:
     if not holds:
         raise ConfigError(message)
-
-
-def _above_zero(name: str, value: float) -> None:
-    _check(checked(name, value, Real) > 0, f"{name} is {value}; give a number above 0.")
 
 
 def _check_law(law: Any, name: str) -> None:

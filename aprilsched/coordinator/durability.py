@@ -213,24 +213,19 @@ class Durability(Part):
         if self._store is None:
             return
         self._feed(PartsFollow())
-        done, _ = await asyncio.wait([self._saved()], timeout=_SAFE_S)
-        if not done:
-            log.warning(
-                "the store has not taken the beginning of an update within %g s; if the process "
-                "is killed before the update has ended, use new servers, or update first",
-                _SAFE_S,
-            )
+        await _taken(
+            self._saved(),
+            "the store has not taken the beginning of an update within %g s; if the process is "
+            "killed before the update has ended, use new servers, or update first",
+        )
 
     async def safe(self) -> None:
         """Wait until the store has saved the last update, at most :data:`_SAFE_S`."""
-        if self._safe is None:
-            return
-        done, _ = await asyncio.wait([self._safe], timeout=_SAFE_S)
-        if not done:
-            log.warning(
+        if self._safe is not None:
+            await _taken(
+                self._safe,
                 "the store has not taken the last update within %g s; until it has, a restart may "
                 "deliver batches again that were acknowledged",
-                _SAFE_S,
             )
 
     def trained_on(self) -> tuple[int, ...]:
@@ -377,6 +372,12 @@ def _resumed(state: SchedulerState) -> str:
         f"at version {state.weights.versions.trainer}; "
         f"{len(state.delivery.redelivery)} batches are delivered again"
     )
+
+
+async def _taken(saved: asyncio.Future[None], late: str) -> None:
+    done, _ = await asyncio.wait([saved], timeout=_SAFE_S)
+    if not done:
+        log.warning(late, _SAFE_S)
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

@@ -20,6 +20,7 @@ import numpy as np
 
 from aprilsched.companions import Companion, CompanionRows
 from aprilsched.coordinator.prompts import check_media
+from aprilsched.coordinator.tasks import fail_future
 from aprilsched.core.messages.commands import ResolveTurn, context_mark
 from aprilsched.core.messages.events import EpisodeWaits, TurnKept, TurnRequested, TurnWithdrawn
 from aprilsched.errors import EpisodeError
@@ -273,7 +274,7 @@ class Turn:
         if self._answer is not None:
             answer = self._answer
             self._withdraw()
-            _fail(answer, _ENDED)
+            fail_future(answer, EpisodeError(_ENDED))
         await self._returned()
         # An episode may give up every turn and then return, for example with the reward for a
         # response that took too long. Without these tokens its rollout would have none, and its
@@ -284,8 +285,8 @@ class Turn:
     def end(self) -> None:
         """Fail all open calls, because the rollout has ended or its group was dropped."""
         self._ended = True
-        _fail(self._answer, _ENDED)
-        _fail(self._back, _ENDED)
+        fail_future(self._answer, EpisodeError(_ENDED))
+        fail_future(self._back, EpisodeError(_ENDED))
         self._answer = None
 
     def _withdraw(self) -> None:
@@ -312,10 +313,3 @@ class Episode(Protocol):
     a :class:`~aprilsched.types.Score`."""
 
     def __call__(self, turn: Turn, prompt: Prompt, /) -> Awaitable[float | Score | None]: ...
-
-
-def _fail(future: asyncio.Future[TurnOutput] | None, why: str) -> None:
-    if future is not None and not future.done():
-        future.set_exception(EpisodeError(why))
-        # Marks the error as retrieved, because perhaps nothing awaits the future.
-        future.exception()

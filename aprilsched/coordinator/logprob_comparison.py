@@ -8,8 +8,8 @@ like off-policyness, and no bound on staleness makes it smaller.
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -49,38 +49,28 @@ async def compared(batch: Batch, logprobs: object) -> LogprobComparison:
     return comparison.result()
 
 
-@dataclass(slots=True, eq=False)
-class _Sum:
-    """Differences of some tokens, added up."""
-
-    tokens: int = 0
-    total: float = 0.0
-    k3: float = 0.0
-    largest: float = 0.0
-    beyond: int = 0
-
-    def add(self, differences: NDArray[np.float64]) -> None:
-        if not differences.size:
-            return
-        magnitudes = np.abs(differences)
-        limited = np.clip(differences, -_LARGEST, _LARGEST)
-        self.tokens += differences.size
-        self.total += float(differences.sum())
+def _plus(before: LogprobDifferences, differences: NDArray[np.float64]) -> LogprobDifferences:
+    """What is known of some tokens, with the differences of further ones."""
+    if not differences.size:
+        return before
+    magnitudes = np.abs(differences)
+    limited = np.clip(differences, -_LARGEST, _LARGEST)
+    return LogprobDifferences(
+        tokens=before.tokens + differences.size,
+        total=before.total + float(differences.sum()),
         # Near 0 exp(d) - 1 - d would be a difference of almost equal numbers.
-        self.k3 += float((np.expm1(limited) - limited).sum())
-        self.largest = max(self.largest, float(magnitudes.max()))
-        self.beyond += int(np.count_nonzero(magnitudes > BOUND))
-
-    def result(self) -> LogprobDifferences:
-        return LogprobDifferences(**asdict(self))
+        k3=before.k3 + float((np.expm1(limited) - limited).sum()),
+        largest=max(before.largest, float(magnitudes.max())),
+        beyond=before.beyond + int(np.count_nonzero(magnitudes > BOUND)),
+    )
 
 
 class _Comparison:
     def __init__(self, batch: Batch) -> None:
         self._batch = batch
-        self._by_engine: dict[str, _Sum] = {}
-        self._by_position: list[_Sum] = []
-        self._by_age = [_Sum() for _ in range(AGES)]
+        self._by_engine = defaultdict[str, LogprobDifferences](LogprobDifferences)
+        self._by_position: list[LogprobDifferences] = []
+        self._by_age = [LogprobDifferences()] * AGES
         self._skipped = 0
         self._not_finite = 0
 
@@ -101,9 +91,11 @@ class _Comparison:
                 self._skipped += int(np.count_nonzero(usable[start:end]))
                 continue
             here = differences[start:end][usable[start:end]]
-            self._by_age[min(age, AGES - 1)].add(here)
+            place = min(age, AGES - 1)
+            self._by_age[place] = _plus(self._by_age[place], here)
             if age == 0:
-                self._by_engine.setdefault(str(segment.engine), _Sum()).add(here)
+                name = str(segment.engine)
+                self._by_engine[name] = _plus(self._by_engine[name], here)
                 self._add_by_position(differences, usable, start, end)
 
     def _add_by_position(
@@ -112,17 +104,18 @@ class _Comparison:
         for place in range((start + 1).bit_length() - 1, end.bit_length()):
             first, last = max(start, (1 << place) - 1), min(end, (2 << place) - 1)
             while len(self._by_position) <= place:
-                self._by_position.append(_Sum())
-            self._by_position[place].add(differences[first:last][usable[first:last]])
+                self._by_position.append(LogprobDifferences())
+            here = differences[first:last][usable[first:last]]
+            self._by_position[place] = _plus(self._by_position[place], here)
 
     def result(self) -> LogprobComparison:
         return LogprobComparison(
             batch=self._batch.index,
             version=self._batch.version,
             bound=BOUND,
-            by_engine={name: each.result() for name, each in sorted(self._by_engine.items())},
-            by_position=tuple(each.result() for each in self._by_position),
-            by_age=tuple(each.result() for each in self._by_age),
+            by_engine=dict(sorted(self._by_engine.items())),
+            by_position=tuple(self._by_position),
+            by_age=tuple(self._by_age),
             skipped=self._skipped,
             not_finite=self._not_finite,
         )

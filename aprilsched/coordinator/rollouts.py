@@ -8,7 +8,7 @@ from collections.abc import AsyncIterable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
-from typing import Literal, Self, cast
+from typing import Literal, Self
 
 from aprilsched.coordinator.episodes import Episode
 from aprilsched.coordinator.live_bias import BiasNow
@@ -91,7 +91,6 @@ class RolloutScheduler(FleetScheduler):
                 "an episode may have used tools before it loses a race of responses, so "
                 "TailBatching(responses=...) is refused with an episode function; leave it 1."
             )
-        per_group = reward_scope == "group"
         work = Work(
             prompts=PromptSource(
                 prompts,
@@ -99,8 +98,8 @@ class RolloutScheduler(FleetScheduler):
                 refill=refill,
                 companions=self.config.policies.companions,
             ),
-            reward=None if per_group else cast("Reward | None", reward),
-            group_reward=cast("GroupReward | None", reward) if per_group else None,
+            reward=reward,
+            scope=reward_scope,
             accept=accept,
             episode=episode,
             feed=self._feed,
@@ -277,7 +276,7 @@ class RolloutScheduler(FleetScheduler):
 
     def hold(self, *, held: bool) -> None:
         """Pause the engines with the requests inside them, or let them generate again."""
-        self._feed(ev.HoldRequested() if held else ev.HoldEnded())
+        self._feed(ev.HoldChanged(held=held))
 
     async def checkpoint(self, path: Path | str, *, acknowledge: bool = True) -> None:
         """Write the scheduler's state to one file, for the trainer's own checkpoint.

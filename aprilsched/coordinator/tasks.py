@@ -173,7 +173,8 @@ class Waits:
         """Done when it is known whether the trainer has taken the offer; None while no offer is on
         its way."""
         self._batch: asyncio.Future[None] | None = None
-        self._update: asyncio.Future[UpdateFinished] | None = None
+        self.update: asyncio.Future[UpdateFinished] | None = None
+        """The wait for the latest update, even if its caller was cancelled."""
         self._evaluations: dict[int, asyncio.Future[Batch]] = {}
         self._sleep: asyncio.Future[None] | None = None
         self._failure: BaseException | None = None
@@ -238,8 +239,8 @@ class Waits:
         return self.offer
 
     def for_update(self) -> asyncio.Future[UpdateFinished]:
-        self._update = self._check().create_future()
-        return self._update
+        self.update = self._check().create_future()
+        return self.update
 
     def for_sleep(self) -> asyncio.Future[None]:
         """A future that is done when the engines are asleep, or are awake again."""
@@ -250,11 +251,6 @@ class Waits:
         future: asyncio.Future[Batch] = self._check().create_future()
         self._evaluations[evaluation_id] = future
         return future
-
-    @property
-    def update(self) -> asyncio.Future[UpdateFinished] | None:
-        """Future of the latest update, even if its caller was cancelled."""
-        return self._update
 
     def raise_failure(self) -> None:
         if self._failure is not None:
@@ -273,8 +269,8 @@ class Waits:
         self.offer = None
 
     def finish_update(self, command: UpdateFinished) -> None:
-        if self._update is not None and not self._update.done():
-            self._update.set_result(command)
+        if self.update is not None and not self.update.done():
+            self.update.set_result(command)
 
     def finish_sleep(self, _: SleepBegun | SleepEnded) -> None:
         if self._sleep is not None and not self._sleep.done():
@@ -293,13 +289,13 @@ class Waits:
         """Raise `error` in the calls that wait for these; later calls work again."""
         futures = [self._evaluations.pop(evaluation, None) for evaluation in evaluations]
         for future in (self._batch if batch else None, *futures):
-            _fail(future, error)
+            fail_future(future, error)
 
     def fail(self, error: BaseException) -> None:
         """Raise `error` in every call that waits now or later, because the session has ended."""
         self._failure = self._failure or error
-        for future in (self._batch, self._update, self._sleep, *self._evaluations.values()):
-            _fail(future, error)
+        for future in (self._batch, self.update, self._sleep, *self._evaluations.values()):
+            fail_future(future, error)
         self.end_hand_over()
 
     def _check(self) -> asyncio.AbstractEventLoop:
@@ -307,7 +303,8 @@ class Waits:
         return asyncio.get_running_loop()
 
 
-def _fail(future: asyncio.Future[Any] | None, error: BaseException) -> None:
+def fail_future(future: asyncio.Future[Any] | None, error: BaseException) -> None:
+    """Let what waits for the future end with the error, if it still waits."""
     if future is not None and not future.done():
         future.set_exception(error)
         # Marks the error as retrieved, because a cancelled waiter does not look at it.

@@ -18,6 +18,7 @@ from aprilsched.companions import of_prompt
 from aprilsched.coordinator.episodes import Episode, Turn
 from aprilsched.coordinator.prompts import PromptSource
 from aprilsched.coordinator.tasks import Tasks
+from aprilsched.core.config import RewardScope
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
 from aprilsched.core.messages import facts
@@ -62,16 +63,16 @@ class Work:
         self,
         *,
         prompts: PromptSource,
-        reward: Reward | None,
-        group_reward: GroupReward | None,
+        reward: Reward | GroupReward | None,
+        scope: RewardScope,
         accept: Accept | None,
         episode: Episode | None,
         feed: Callable[[ev.Event], None],
     ) -> None:
-        if reward is not None:
+        if reward is not None and scope == "group":
+            check_callable('reward with reward_scope="group"', reward, "group")
+        elif reward is not None:
             check_callable("reward", reward, "rollout", "prompt")
-        if group_reward is not None:
-            check_callable('reward with reward_scope="group"', group_reward, "group")
         if accept is not None:
             check_callable("accept", accept, "group")
         if episode is not None:
@@ -79,7 +80,6 @@ class Work:
         self._failures = Failures()
         self._prompts = prompts
         self._reward = reward
-        self._group_reward = group_reward
         self._accept = accept
         self._episode = episode
         self._feed = feed
@@ -150,7 +150,7 @@ class Work:
             scores = _scores(rewards, len(group.rollouts))
             return ev.GroupRewarded(group_id=group.group_id, scores=scores)
 
-        work = self._ask(_REWARD, self._group_reward, group.group_id, scored, group)
+        work = self._ask(_REWARD, self._reward, group.group_id, scored, group)
         self._tasks.start(("group", group.group_id), work)
 
     def filter(self, command: do.Filter) -> None:

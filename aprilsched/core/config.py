@@ -16,17 +16,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal, TypeAlias
 
+from aprilsched.bounds import AT_LEAST_0, AT_LEAST_1, Bound, check_settings
 from aprilsched.checks import suggesting
 from aprilsched.companions import Companion
-from aprilsched.core.policies.bounds import AT_LEAST_0, AT_LEAST_1, Bound, check_settings
 from aprilsched.core.policies.kinds import REFILLS, RefillRule, StopUnit
 from aprilsched.core.policies.placement import Placement, ResumeOrder
 from aprilsched.core.policies.refill import Refill, Wave
 from aprilsched.core.policies.schedule import (
     RATIO,
-    FixedRatio,
     Objective,
-    OverProvision,
     Pace,
     Schedule,
 )
@@ -166,7 +164,7 @@ class Policies:
     """
 
     stop: Stop
-    over_provision: OverProvision | None
+    over_provision: float | None
     refill: Refill
     staleness: Staleness
     companions: tuple[Companion, ...] = ()
@@ -189,7 +187,7 @@ class SchedulerConfig:
     """What fills a batch: "groups" is `batch_groups` groups; Samples(256) is whole groups with at
     least 256 rollouts together, and Tokens(100_000) those with so many response tokens. "samples"
     is as many rollouts as `batch_groups` groups have."""
-    over_provision: Annotated[float, RATIO] | Literal["auto"] | OverProvision = 1.5
+    over_provision: Annotated[float, RATIO] | Literal["auto"] = 1.5
     """Ratio of groups kept open to groups in a batch; 1 waits for every last response. "auto"
     chooses the ratio and the refill rule during the run: the least stale schedule within 1 % of
     the best by `objective`, for the lengths seen so far and the time model of the
@@ -271,14 +269,9 @@ class SchedulerConfig:
     def policies(self) -> Policies:
         """The policies that the settings name."""
         ratio = self.over_provision
-        over_provision = None
-        if isinstance(ratio, OverProvision):
-            over_provision = ratio
-        elif not isinstance(ratio, str):
-            over_provision = FixedRatio(ratio)
         return Policies(
             stop=self._stop(),
-            over_provision=over_provision,
+            over_provision=None if isinstance(ratio, str) else float(ratio),
             refill=self.refill if isinstance(self.refill, Refill) else REFILLS[self.refill](),
             staleness=self._staleness(),
             companions=tuple(map(Companion.of, self.companions)),
@@ -354,7 +347,7 @@ class SchedulerConfig:
         # What is held back when it is complete would be thrown away at the next update.
         keeps = refill.defers and not refill.held_batches
         waits = keeps or isinstance(refill, Wave)
-        return waits and schedule.over_provision == FixedRatio(1.0)
+        return waits and schedule.over_provision == 1
 
     @property
     def _settles(self) -> bool:

@@ -12,13 +12,14 @@ versions of a rollout have one length; nothing is open on an engine that is not 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from aprilsched.core.config import Caller, SchedulerConfig
 from aprilsched.core.invariants import check
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
 from aprilsched.core.messages import facts
+from aprilsched.core.state.records import GroupRecord, RequestRecord, RolloutRecord
 from aprilsched.core.state.saved import Saved
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.steps import (
@@ -39,6 +40,36 @@ from aprilsched.core.steps import (
 )
 from aprilsched.core.steps.resume import restore
 
+T = TypeVar("T")
+
+
+def _rollout(state: SchedulerState, event: Any) -> RolloutRecord | None:
+    return state.in_flight.rollouts.get(event.rollout_id)
+
+
+def _group(state: SchedulerState, event: Any) -> GroupRecord | None:
+    return state.in_flight.groups.get(event.group_id)
+
+
+def _attempt(state: SchedulerState, event: Any) -> RequestRecord | None:
+    return state.in_flight.attempt(event.request_id, event.attempt)
+
+
+def _of(
+    find: Callable[[SchedulerState, Any], T | None],
+    handle: Callable[[SchedulerState, T, Any], None],
+) -> Callable[[SchedulerState, Any], None]:
+    """A handler for events about what `find` finds. News of what has left in the meantime, such as
+    a dropped group, comes too late and says nothing."""
+
+    def handle_if_there(state: SchedulerState, event: Any) -> None:
+        subject = find(state, event)
+        if subject is not None:
+            handle(state, subject, event)
+
+    return handle_if_there
+
+
 HANDLERS: dict[type, Callable[[SchedulerState, Any], None]] = {
     # The trainer: batches, evaluations, updates, sleep.
     ev.Opened: engines.on_opened,
@@ -55,29 +86,28 @@ HANDLERS: dict[type, Callable[[SchedulerState, Any], None]] = {
     ev.PartsFollow: refit.on_parts_follow,
     ev.SleepRequested: refit.on_sleep_requested,
     ev.WakeRequested: refit.on_wake_requested,
-    ev.HoldRequested: engines.on_hold_requested,
-    ev.HoldEnded: engines.on_hold_ended,
-    ev.GroupWithdrawn: drop.on_group_withdrawn,
+    ev.HoldChanged: engines.on_hold_changed,
+    ev.GroupWithdrawn: _of(_group, drop.on_group_withdrawn),
     # The schedule and the prompts that new groups are made of.
     ev.Planned: replan.on_planned,
     ev.PromptsArrived: launch.on_prompts_arrived,
     # Requests.
-    ev.Progress: requests.on_progress,
-    ev.Finished: requests.on_finished,
-    ev.Interrupted: requests.on_interrupted,
-    ev.Failed: requests.on_failed,
+    ev.Progress: _of(_attempt, requests.on_progress),
+    ev.Finished: _of(_attempt, requests.on_finished),
+    ev.Interrupted: _of(_attempt, requests.on_interrupted),
+    ev.Failed: _of(_attempt, requests.on_failed),
     # Episodes, rewards and the user's filter.
-    ev.TurnRequested: turns.on_turn_requested,
-    ev.TurnWithdrawn: turns.on_turn_withdrawn,
-    ev.TurnKept: turns.on_turn_kept,
-    ev.EpisodeWaits: turns.on_episode_waits,
-    ev.EpisodeFinished: turns.on_episode_finished,
-    ev.EpisodeFailed: members.on_episode_failed,
+    ev.TurnRequested: _of(_rollout, turns.on_turn_requested),
+    ev.TurnWithdrawn: _of(_rollout, turns.on_turn_withdrawn),
+    ev.TurnKept: _of(_rollout, turns.on_turn_kept),
+    ev.EpisodeWaits: _of(_rollout, turns.on_episode_waits),
+    ev.EpisodeFinished: _of(_rollout, turns.on_episode_finished),
+    ev.EpisodeFailed: _of(_rollout, members.on_episode_failed),
     ev.TeardownFailed: members.on_teardown_failed,
-    ev.Rewarded: turns.on_rewarded,
-    ev.GroupRewarded: turns.on_group_rewarded,
-    ev.RewardFailed: members.on_reward_failed,
-    ev.Filtered: turns.on_filtered,
+    ev.Rewarded: _of(_rollout, turns.on_rewarded),
+    ev.GroupRewarded: _of(_group, turns.on_group_rewarded),
+    ev.RewardFailed: _of(_group, members.on_reward_failed),
+    ev.Filtered: _of(_group, turns.on_filtered),
     # Answers of engines to control calls.
     ev.Paused: engines.on_paused,
     ev.Flushed: engines.on_flushed,

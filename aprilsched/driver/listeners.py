@@ -65,6 +65,8 @@ class Listeners:
         """Chunks for those that take many at once."""
         self._release_at = -math.inf
         self._began: float | None = None
+        self._detached: set[int] = set()
+        """Those that have raised, by their identity."""
         self._seconds: dict[int, float] = {}
         """Seconds that each listener spent in long calls, by its id."""
         self._named: set[int] = set()
@@ -105,6 +107,8 @@ class Listeners:
             self._began = now
         before = time.perf_counter()
         for listener, call in calls:
+            if id(listener) in self._detached:
+                continue
             try:
                 call(what, now)
             except (InvariantViolation, KeyboardInterrupt):
@@ -117,11 +121,7 @@ class Listeners:
             before = after
 
     def _detach(self, listener: AnyListener, error: Exception) -> None:
-        self._on_facts = _without(self._on_facts, listener)
-        self._on_chunk = _without(self._on_chunk, listener)
-        self._on_tokens = _without(self._on_tokens, listener)
-        self._on_event = _without(self._on_event, listener)
-        self._on_command = _without(self._on_command, listener)
+        self._detached.add(id(listener))
         log.error(
             "the listener %s raised and is told nothing more, the run goes on: %r",
             _name(listener),
@@ -141,10 +141,6 @@ class Listeners:
                 _name(listener),
                 total,
             )
-
-
-def _without(calls: _Calls, listener: AnyListener) -> _Calls:
-    return tuple(each for each in calls if each[0] is not listener)
 
 
 def _ours(listener: AnyListener) -> bool:

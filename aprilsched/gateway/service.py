@@ -94,7 +94,7 @@ class _Rollouts(RolloutScheduler):
 
     def hold(self, *, held: bool) -> None:
         """Pause the engines with the requests inside them, or let them generate again."""
-        self._feed(ev.HoldRequested() if held else ev.HoldEnded())
+        self._feed(ev.HoldChanged(held=held))
 
     @property
     def store_error(self) -> str | None:

@@ -8,10 +8,10 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, ClassVar
 
+from aprilsched.bounds import AT_LEAST_0, AT_LEAST_1, check_settings
 from aprilsched.checks import request_fields
 from aprilsched.companions import KINDS, Companion, top_logprobs
 from aprilsched.core.config import Dispatch, Retries, SchedulerConfig
-from aprilsched.core.policies.bounds import AT_LEAST_0, AT_LEAST_1, check_settings
 from aprilsched.core.policies.refill import PoolView, Refill
 from aprilsched.core.policies.staleness import Staleness
 from aprilsched.core.policies.stop import Groups, GroupSize

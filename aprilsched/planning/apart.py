@@ -13,7 +13,6 @@ one.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import deque
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from operator import attrgetter
 from aprilsched.core.policies.placement import Places
 from aprilsched.core.policies.schedule import Schedule
 from aprilsched.planning.setting import Setting
-from aprilsched.planning.trial import RESERVE_SHARE, Drawn, Running, Trial
+from aprilsched.planning.trial import DecodeBatch, Drawn, Running, Trial
 
 _DUE = attrgetter("due")
 
@@ -60,7 +59,7 @@ class FleetTrial(Trial):
             for engine in self._engines:
                 self._follow(engine)
                 for running in engine.running.values():
-                    self._note_on(engine, running)
+                    engine.note(running, engine.version)
                 if self._store is not None or not self._setting.keeps_kv:
                     engine.waiting.extend(engine.clear())
                 if self._store is not None:
@@ -83,7 +82,7 @@ class FleetTrial(Trial):
                 self._fill(engine)
 
     def _send_queue(self, takers: Sequence[Engine]) -> None:
-        sent = [Running(0, member, group) for group, member in self._queue]
+        sent = [Running(0, member, group, group.lengths[member]) for group, member in self._queue]
         self._queue.clear()
         for running in sent:
             self._tickets += 1
@@ -120,11 +119,7 @@ class FleetTrial(Trial):
             if not engine.fits(context, left):
                 break
             engine.waiting.popleft()
-            running.end = engine.step + left
-            engine.running[running.ticket] = running
-            heapq.heappush(engine.ends, (running.end, running.ticket))
-            engine.sum_of_ends += running.end
-            engine.kv += context
+            engine.begin(running)
             tokens += context
         if tokens:
             engine.at = max(engine.at, self.now)
@@ -138,7 +133,7 @@ class FleetTrial(Trial):
         if not engine.running:
             engine.due = math.inf
             return
-        engine.steps = self._room_on(engine, engine.next_end() - engine.step)
+        engine.steps = engine.room(engine.put_back)
         running, kv = len(engine.running), round(engine.kv)
         engine.due = engine.at + self._decoding.seconds(running, kv, engine.steps)
 
@@ -160,76 +155,34 @@ class FleetTrial(Trial):
         reads = steps * engine.kv + tokens * (steps - 1) / 2
         work = self._token_seconds * tokens + self._setting.model.t2 * reads
         self._bound += work / len(self._engines)
-        engine.step += steps
+        ends = engine.advance(steps)
         engine.steps -= steps
-        engine.kv += tokens
         self._peak = max(self._peak, engine.kv * len(self._engines))
-        while engine.ends and engine.ends[0][0] <= engine.step:
-            end, ticket = heapq.heappop(engine.ends)
-            if engine.ends_at(ticket, end):
-                ended = engine.running.pop(ticket)
-                del self._running[ticket]
-                ended.group.finish(ended.member, engine.version)
-                self._leave_engine(engine, ended)
-                self._complete(ended.group)
-
-    def _room_on(self, engine: Engine, steps: int) -> int:
-        """Bound the steps by the room in an engine's pool, as :meth:`Trial._room_for` does."""
-        while len(engine.running) > 1 and engine.pool - engine.kv < len(engine.running):
-            _, running = engine.running.popitem()
-            self._note_on(engine, running)
-            self._leave_engine(engine, running)
-            engine.waiting.append(running)
-            steps = engine.next_end() - engine.step
-        if engine.pool == math.inf:
-            return steps
-        return min(steps, max(1, int(engine.pool - engine.kv) // len(engine.running)))
-
-    def _note_on(self, engine: Engine, running: Running) -> None:
-        tokens = running.length - (running.end - engine.step)
-        running.group.note(running.member, tokens, engine.version)
-
-    def _leave_engine(self, engine: Engine, running: Running) -> None:
-        engine.kv -= self._setting.prompt_tokens + running.group.have[running.member]
-        engine.sum_of_ends -= running.end
+        for ended in ends:
+            del self._running[ended.ticket]
+            ended.group.finish(ended.member, engine.version)
+            engine.leave(ended)
+            self._complete(ended.group)
 
 
-class Engine:
+class Engine(DecodeBatch):
     """One engine with its responses."""
 
-    __slots__ = (
-        "at",
-        "due",
-        "ends",
-        "kv",
-        "loads",
-        "name",
-        "pool",
-        "running",
-        "step",
-        "steps",
-        "sum_of_ends",
-        "version",
-        "waiting",
-    )
+    __slots__ = ("at", "due", "loads", "name", "steps", "version", "waiting")
 
     def __init__(self, name: str, setting: Setting) -> None:
+        pool = math.inf if setting.kv_tokens is None else float(setting.kv_tokens)
+        super().__init__(pool, setting.prompt_tokens)
         self.name = name
-        self.pool = math.inf if setting.kv_tokens is None else float(setting.kv_tokens)
         self.version = 0
         self.loads: int | None = None
         """The version that it loads at the moment."""
         self.at = 0.0
         """The time up to which its steps are counted, in seconds."""
-        self.step = 0
         self.steps = 0
         """Number of steps to the next end of a response."""
         self.due = math.inf
         """The time of that end, or of the end of its refit."""
-        self.kv = 0.0
-        self.running: dict[int, Running] = {}
-        self.ends: list[tuple[int, int]] = []
-        self.sum_of_ends = 0
         self.waiting: deque[Running] = deque()
         """Responses that wait for a place, or for room in the pool."""
 
@@ -237,28 +190,11 @@ class Engine:
     def open(self) -> int:
         return len(self.running) + len(self.waiting)
 
-    def fits(self, context: float, left: int) -> bool:
-        """Whether one more fits, with a share of all tokens still to come."""
-        if self.pool == math.inf or not self.running:
-            return True
-        to_come = self.sum_of_ends - len(self.running) * self.step + left
-        return self.kv + context + 1 + RESERVE_SHARE * to_come <= self.pool
+    def put_back(self, running: Running) -> None:
+        self.note(running, self.version)
+        self.leave(running)
+        self.waiting.append(running)
 
     def clear(self) -> list[Running]:
-        """Take what decodes off the engine, and return it."""
-        decoded = list(self.running.values())
-        self.running.clear()
-        self.ends.clear()
-        self.kv, self.sum_of_ends, self.due = 0.0, 0, math.inf
-        return decoded
-
-    def next_end(self) -> int:
-        """The last step of the response that ends first."""
-        while not self.ends_at(self.ends[0][1], self.ends[0][0]):
-            heapq.heappop(self.ends)
-        return self.ends[0][0]
-
-    def ends_at(self, ticket: int, step: int) -> bool:
-        """Whether this response ends here; one that was preempted ends later than was noted."""
-        running = self.running.get(ticket)
-        return running is not None and running.end == step
+        self.due = math.inf
+        return super().clear()

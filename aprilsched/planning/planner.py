@@ -26,7 +26,7 @@ from aprilsched.core.lengths.observed import ObservedLengths
 from aprilsched.core.messages.commands import Plan
 from aprilsched.core.policies.placement import Placement
 from aprilsched.core.policies.refill import LengthBuckets, Pool, Refill, TailBatching, Wave
-from aprilsched.core.policies.schedule import FixedRatio, Forecast, Pace, Schedule
+from aprilsched.core.policies.schedule import Forecast, Pace, Schedule
 from aprilsched.core.policies.straggler import BEHAVIOURS
 from aprilsched.planning.apart import FleetTrial
 from aprilsched.planning.rolling import RollingTrial
@@ -63,6 +63,9 @@ small share of the fleet is expected to do worse than the whole: a quarter of 16
 half of them by less than chance."""
 
 
+_GROUPS_OF_A_BATCH = 48
+"""Groups that are drawn for each group of a batch, so that a trial's counted batches use none
+twice."""
 _MOST_GAPS = 8.0
 """Number of gaps of a response in a trial; more of them are tried out as so many longer ones. A
 choice with three gaps takes six times as much CPU as one without."""
@@ -175,7 +178,7 @@ class Planner:
         # How many times an engine of the run has one of these.
         thinner = 1.0 if rolling or uneven or restarts else share * engines / command.engines
         lengths = observed.draw_groups(
-            _groups_needed(batch_groups),
+            _GROUPS_OF_A_BATCH * batch_groups,
             group_size=command.group_size,
             open_groups=command.open,
             most=command.most_tokens,
@@ -359,7 +362,7 @@ def _least_near(outcomes: Mapping[int, Outcome]) -> float:
 
 def _waits(schedule: Schedule) -> bool:
     """Whether each batch waits for every response to any prompts."""
-    return schedule.refill == Wave() and schedule.over_provision == FixedRatio(ratio=1.0)
+    return schedule.refill == Wave() and schedule.over_provision == 1
 
 
 def _tried(
@@ -447,11 +450,6 @@ def _shared(observed: ObservedLengths) -> float:
     return 0.5 if shared is None else shared
 
 
-def _groups_needed(batch_groups: int) -> int:
-    """Number of groups with which a trial's counted batches use no group twice."""
-    return 48 * batch_groups
-
-
 RATIOS = (1.0, 1.0625, 1.125, 1.25, 1.375, 1.5, 1.625, 1.75, 2.0, 2.25, 2.5, 2.75, 3.0)
 _POOL_RATIOS = (0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0)
 _POOL_UNTIL = (0.25, 1.0)
@@ -503,7 +501,7 @@ def candidates(setting: Setting, space: Space) -> list[Schedule]:
             refills = _in_turn(setting, space)
         found += [
             Schedule(
-                over_provision=FixedRatio(ratio=ratio),
+                over_provision=ratio,
                 refill=refill,
                 pace=pace,
                 placement=space.placement,
@@ -556,7 +554,7 @@ def in_words(schedule: Schedule) -> str:
     """The schedule in words."""
     pace = f", {schedule.pace} pace" if schedule.pace is not None else ""
     placed = "" if schedule.placement is None else f", {_PLACED[schedule.placement]}"
-    return schedule.refill.told(schedule.over_provision.told) + pace + placed
+    return schedule.refill.told(f"{schedule.over_provision:g}") + pace + placed
 
 
 # --- bias ----------------------------------------------------------------------------------------

@@ -107,7 +107,7 @@ class RollingTrial(FleetTrial):
         engines.remove(freed)
         self._follow(freed)
         for running in freed.running.values():
-            self._note_on(freed, running)
+            freed.note(running, freed.version)
         moved = [*freed.clear(), *freed.waiting]
         freed.waiting.clear()
         self._send(moved, engines)

@@ -34,22 +34,19 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from aprilsched.core.lengths.laws import Levels, LogLaw, normal_quantile, observed_logs
-from aprilsched.core.lengths.observed import hashed_uniforms, resampled
+from aprilsched.core.lengths.observed import hashed_uniforms, padded, resampled
 from aprilsched.core.policies.refill import OpenGroups, Pool, PoolView, Refill
 from aprilsched.core.policies.schedule import Schedule
 from aprilsched.core.policies.staleness import Staleness, StalenessRule
 from aprilsched.planning.setting import Outcome, Setting
 from aprilsched.timing.model import StepTimeModel
-
-T = TypeVar("T", bound=np.generic)
 
 RESERVE_SHARE = 0.098
 """Share of the tokens still to come for which admission leaves room: the lower bound of SGLang's
@@ -120,27 +117,24 @@ class Trial:
         self._group_size = setting.group_size
         self._stop_at, self._usual = setting.full_at, setting.usual_group
         self._batch_groups = self._stop_at.batch_groups(self._usual)
-        self._target = schedule.over_provision.target_groups(self._batch_groups)
+        self._target = schedule.target_groups(self._batch_groups)
         self._store = Store(schedule.refill, setting) if schedule.refill.defers else None
         self._rows, self._again = drawn.rows, drawn.again
         self._remembered = drawn.remembered if self._store else []
         self._next = 0
         self._limit = setting.max_running * setting.engines
         pool = setting.kv_tokens
-        self._pool = math.inf if pool is None else float(pool * setting.engines)
+        whole = math.inf if pool is None else float(pool * setting.engines)
+        self._decoded = DecodeBatch(whole, setting.prompt_tokens)
+        """What decodes on all engines together."""
         self.now = 0.0
-        self._step = 0
-        self._kv = 0.0
         self._peak = 0.0
         self._token_seconds = setting.model.token_seconds(setting.max_running)
         self._decoding = Decoding(setting.model)
         self._bound = 0.0
         """T_bound of the generated tokens; see StepTimeModel.bound_seconds."""
-        self._running: dict[int, Running] = {}
+        self._running = self._decoded.running
         """The running responses by ticket, in the order of admission."""
-        self._ends: list[tuple[int, int]] = []
-        """Heap of (last step, ticket); entries of preempted responses are ignored."""
-        self._sum_of_ends = 0
         self._queue: deque[tuple[TrialGroup, int]] = deque()
         self._ready = CompleteGroups()
         shares = drawn.accepted
@@ -374,17 +368,14 @@ class Trial:
             heapq.heapify(self._away)
             return
         for running in self._running.values():
-            self._note(running)
+            self._decoded.note(running, self._batches)
         if self._store is not None:
             self._queue.clear()
         elif self._setting.keeps_kv:
             return
         else:
             self._queue.extend((r.group, r.member) for r in self._running.values())
-        self._running.clear()
-        self._ends.clear()
-        self._kv = 0.0
-        self._sum_of_ends = 0
+        self._decoded.clear()
 
     def _throw_away(self, store: Store) -> None:
         """Let the groups begin again that would be too stale for the next batch."""
@@ -411,10 +402,6 @@ class Trial:
                 store.begin_again(group)
                 self._away = [each for each in self._away if each[2].group is not group]
                 heapq.heapify(self._away)
-
-    def _note(self, running: Running) -> None:
-        group, member = running.group, running.member
-        group.note(member, running.goal - (running.end - self._step), self._batches)
 
     def _launch(self) -> None:
         """Open the groups that the refill rule asks for, as far as the bound on staleness and a
@@ -494,29 +481,23 @@ class Trial:
         """Start waiting members, first come, first served, as far as there is room. With `alone`,
         each has a place since another one has left it, so an engine that has several times as
         many prefills as many times."""
-        queue, running, prompt = self._queue, self._running, self._setting.prompt_tokens
-        room = self._limit - len(running)
+        queue, decoded, prompt = self._queue, self._decoded, self._setting.prompt_tokens
+        room = self._limit - len(self._running)
         if not queue or room <= 0:
             return
-        tokens, groups, ends, ticket = 0.0, set[int](), self._ends, self._tickets
-        endless, episodes, step = self._pool == math.inf, self._episodes, self._step
+        tokens, groups, episodes = 0.0, set[int](), self._episodes
         while queue and room:
             group, member = queue[0]
             have = group.have[member]
             goal = group.goal(member) if episodes else group.lengths[member]
-            if not (endless or self._fits(prompt + have, goal - have)):
+            if not decoded.fits(prompt + have, goal - have):
                 break
             queue.popleft()
-            ticket += 1
+            self._tickets += 1
             room -= 1
-            end = step + goal - have
-            running[ticket] = Running(end, member, group, 0, goal)
-            heapq.heappush(ends, (end, ticket))
-            self._sum_of_ends += end
-            self._kv += prompt + have
+            decoded.begin(Running(self._tickets, member, group, goal))
             tokens += prompt + have
             groups.add(id(group))
-        self._tickets = ticket
         if groups:
             # The members of a group run on one engine, and the others do not wait for its prefill.
             engines = min(self._setting.engines, len(groups))
@@ -524,13 +505,6 @@ class Trial:
             if alone:
                 seconds += (self._setting.thinner - 1) * self._setting.model.prefill_pass
             self.now += seconds * engines / self._setting.engines
-
-    def _fits(self, context: float, left: int) -> bool:
-        """Whether one more fits, with a share of all tokens still to come."""
-        if self._pool == math.inf or not self._running:
-            return True
-        to_come = self._sum_of_ends - len(self._running) * self._step + left
-        return self._kv + context + 1 + RESERVE_SHARE * to_come <= self._pool
 
     def _advance(self, until: float = math.inf) -> None:
         """Decode to the next end of a response, and end the responses that end there. It ends
@@ -541,51 +515,34 @@ class Trial:
                 self.now = max(self.now, until)
                 self._come_back()
                 return
-        steps = self._room_for(self._next_end() - self._step)
-        running, ends, engines = len(self._running), self._ends, self._setting.engines
+        decoded = self._decoded
+        steps = decoded.room(self._put_back)
+        running, engines = len(self._running), self._setting.engines
         # Fewer responses than engines, as in the tail of a batch, run on as many engines. Spread
         # over all of them, their contexts would be read in no time: waiting on 32 engines was
         # expected to be a third faster than it is.
         busy = min(running, engines)
-        batch, kv, tokens = round(running / busy), round(self._kv / busy), steps * running
+        batch, kv, tokens = round(running / busy), round(decoded.kv / busy), steps * running
         seconds = self._decoding.seconds(batch, kv, steps)
         if until < self.now + seconds:
             steps = min(steps, self._setting.model.steps_within(batch, kv, until - self.now) + 1)
             seconds, tokens = self._decoding.seconds(batch, kv, steps), steps * running
         self.now += seconds
-        reads = steps * self._kv + tokens * (steps - 1) / 2
+        reads = steps * decoded.kv + tokens * (steps - 1) / 2
         self._bound += (self._token_seconds * tokens + self._setting.model.t2 * reads) / engines
-        self._step += steps
-        self._kv += tokens
-        self._peak = max(self._peak, self._kv)
-        while ends and ends[0][0] <= self._step:
-            ended = self._running.pop(heapq.heappop(ends)[1], None)
-            if ended is not None:
-                self._finish(ended)
+        ends = decoded.advance(steps)
+        self._peak = max(self._peak, decoded.kv)
+        for ended in ends:
+            self._finish(ended)
         if self._away:
             self._come_back()
         elif self._queue:
             self._admit(alone=True)
 
-    def _next_end(self) -> int:
-        while self._ends[0][1] not in self._running:
-            heapq.heappop(self._ends)
-        return self._ends[0][0]
-
-    def _room_for(self, steps: int) -> int:
-        """Bound the steps by the room in the pool.
-
-        The response that was admitted last is preempted until there is room for one step.
-        """
-        if self._pool == math.inf:
-            return steps
-        while len(self._running) > 1 and self._pool - self._kv < len(self._running):
-            _, running = self._running.popitem()
-            self._note(running)
-            self._leave(running)
-            self._queue.append((running.group, running.member))
-            steps = self._next_end() - self._step
-        return min(steps, max(1, int(self._pool - self._kv) // len(self._running)))
+    def _put_back(self, running: Running) -> None:
+        self._decoded.note(running, self._batches)
+        self._decoded.leave(running)
+        self._queue.append((running.group, running.member))
 
     def _finish(self, running: Running) -> None:
         if self._episodes:
@@ -593,13 +550,13 @@ class Trial:
             if times is not None:
                 group, member = running.group, running.member
                 group.note(member, running.goal, self._batches)
-                self._leave(running)
+                self._decoded.leave(running)
                 self._tickets += 1
                 back = self.now + times.of(group.row, member, running.goal)
                 heapq.heappush(self._away, (back, self._tickets, running))
                 return
         running.group.finish(running.member, self._batches)
-        self._leave(running)
+        self._decoded.leave(running)
         self._complete(running.group)
 
     def _come_back(self) -> None:
@@ -637,10 +594,6 @@ class Trial:
                 self._ready.add(group)
             if self._store is not None:
                 self._store.groups.remove(group)
-
-    def _leave(self, running: Running) -> None:
-        self._kv -= self._setting.prompt_tokens + running.group.have[running.member]
-        self._sum_of_ends -= running.end
 
 
 @dataclass(slots=True)
@@ -735,10 +688,8 @@ class Running:
 
     __slots__ = ("end", "goal", "group", "member", "ticket")
 
-    def __init__(
-        self, end: int, member: int, group: TrialGroup, ticket: int = 0, goal: int = 0
-    ) -> None:
-        self.end = end
+    def __init__(self, ticket: int, member: int, group: TrialGroup, goal: int) -> None:
+        self.end = 0
         self.goal = goal
         """Number of its tokens at that step: those of the turn, and of the turns before it."""
         self.member = member
@@ -748,6 +699,89 @@ class Running:
     @property
     def length(self) -> int:
         return self.group.lengths[self.member]
+
+
+class DecodeBatch:
+    """The responses that decode together, with their KV in one pool.
+
+    Args:
+        pool: the size of the pool in tokens; infinite if it is not known.
+        prompt: the number of tokens of a prompt.
+    """
+
+    __slots__ = ("_ends", "kv", "pool", "prompt", "running", "step", "sum_of_ends")
+
+    def __init__(self, pool: float, prompt: float) -> None:
+        self.pool, self.prompt = pool, prompt
+        self.step = 0
+        self.kv = 0.0
+        self.running: dict[int, Running] = {}
+        self._ends: list[tuple[int, int]] = []
+        """Heap of (last step, ticket); entries of preempted responses are ignored."""
+        self.sum_of_ends = 0
+
+    def fits(self, context: float, left: int) -> bool:
+        """Whether one more fits, with a share of all tokens still to come."""
+        if self.pool == math.inf or not self.running:
+            return True
+        to_come = self.sum_of_ends - len(self.running) * self.step + left
+        return self.kv + context + 1 + RESERVE_SHARE * to_come <= self.pool
+
+    def begin(self, running: Running) -> None:
+        have = running.group.have[running.member]
+        running.end = self.step + running.goal - have
+        self.running[running.ticket] = running
+        heapq.heappush(self._ends, (running.end, running.ticket))
+        self.sum_of_ends += running.end
+        self.kv += self.prompt + have
+
+    def note(self, running: Running, batch: int) -> None:
+        """Note the tokens that it has now, the new ones under the version `batch`."""
+        tokens = running.goal - (running.end - self.step)
+        running.group.note(running.member, tokens, batch)
+
+    def leave(self, running: Running) -> None:
+        """Take the KV of a response, whose tokens are noted, out of the pool."""
+        self.kv -= self.prompt + running.group.have[running.member]
+        self.sum_of_ends -= running.end
+
+    def room(self, put_back: Callable[[Running], None]) -> int:
+        """Number of steps to the next end of a response, as far as there is room in the pool.
+
+        The response that was admitted last is put back until there is room for one step.
+        """
+        while len(self.running) > 1 and self.pool - self.kv < len(self.running):
+            put_back(self.running.popitem()[1])
+        while not self._ends_at(*self._ends[0]):
+            heapq.heappop(self._ends)
+        steps = self._ends[0][0] - self.step
+        if self.pool == math.inf:
+            return steps
+        return min(steps, max(1, int(self.pool - self.kv) // len(self.running)))
+
+    def advance(self, steps: int) -> list[Running]:
+        """Decode some steps; returns the responses that end with the last one."""
+        self.step += steps
+        self.kv += steps * len(self.running)
+        ended: list[Running] = []
+        while self._ends and self._ends[0][0] <= self.step:
+            end, ticket = heapq.heappop(self._ends)
+            if self._ends_at(end, ticket):
+                ended.append(self.running.pop(ticket))
+        return ended
+
+    def _ends_at(self, step: int, ticket: int) -> bool:
+        """Whether this response ends here; one that was preempted ends later than was noted."""
+        running = self.running.get(ticket)
+        return running is not None and running.end == step
+
+    def clear(self) -> list[Running]:
+        """Take out what decodes, and return it."""
+        decoded = list(self.running.values())
+        self.running.clear()
+        self._ends.clear()
+        self.kv, self.sum_of_ends = 0.0, 0
+        return decoded
 
 
 class TrialGroup:
@@ -947,8 +981,8 @@ class Store:
         groups = self.groups
         since = [-1 if g.first_run is None else batch - g.first_run for g in groups]
         view = OpenGroups(
-            tokens=_table([group.have for group in groups], 0, np.int64),
-            finished=_table([group.finished for group in groups], True, np.bool_),
+            tokens=padded([group.have for group in groups], 0, np.int64),
+            finished=padded([group.finished for group in groups], True, np.bool_),
             sizes=np.array([len(group.lengths) for group in groups], dtype=np.int64),
             ages=np.array([batch - group.opened for group in groups], dtype=np.int64),
             since_first_run=np.array(since, dtype=np.int64),
@@ -1037,12 +1071,3 @@ def _remembered(setting: Setting) -> list[tuple[float, float]]:
 
 def _rows(lengths: NDArray[np.int64]) -> list[list[int]]:
     return [[length for length in row if length] for row in lengths.tolist()]
-
-
-def _table(rows: Sequence[Sequence[int]], fill: int, kind: type[T]) -> NDArray[T]:
-    """An array [groups, largest group], with `fill` where a smaller group has no member."""
-    size = max(map(len, rows), default=0)
-    table = np.full((len(rows), size), fill, dtype=kind)
-    for place, row in enumerate(rows):
-        table[place, : len(row)] = row
-    return table

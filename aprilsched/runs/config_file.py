@@ -18,7 +18,7 @@ import msgspec
 
 from aprilsched.checks import nearest
 from aprilsched.config import SamplingParams, SchedulerConfig, Staleness
-from aprilsched.core.policies.kinds import OVER_PROVISIONS, REFILLS, STOPS
+from aprilsched.core.policies.kinds import REFILLS, STOPS
 from aprilsched.errors import ConfigError
 from aprilsched.presets import PRESETS
 from aprilsched.runs.settings import RunSettings
@@ -125,19 +125,15 @@ def _settings(content: Mapping[str, Any]) -> RunSettings:
 
 POLICIES: Mapping[str, Mapping[str, type[Any]]] = {
     "stop": STOPS,
-    "over_provision": OVER_PROVISIONS,
     "refill": REFILLS,
     "max_staleness": {"": Staleness},
 }
 """The settings that are policies, with the classes of each by the name in its table's `rule`. The
 setting with one class has no such name; its `rule` is a field like others."""
 
-SHORT: Mapping[str, str] = {
-    "over_provision": "ratio",
-    "max_staleness": "bound",
-}
-"""The field of a policy that its shorthand sets; for the others the shorthand is the rule's name.
-A ratio is a number, and a name in its place is that of a rule."""
+SHORT: Mapping[str, str] = {"max_staleness": "bound"}
+"""The field of a policy that its shorthand sets; for the others the shorthand is the rule's
+name."""
 
 
 def table_of(config: SchedulerConfig) -> dict[str, Any]:
@@ -146,10 +142,6 @@ def table_of(config: SchedulerConfig) -> dict[str, Any]:
     found = plain(config)
     found["stop"] = "groups" if policies.stop.name == "groups" else _named(policies.stop)
     found["refill"] = _named(policies.refill)
-    if policies.over_provision is not None:
-        found["over_provision"] = _named(policies.over_provision)
-        if policies.over_provision.name == "fixed":
-            found["over_provision"] = found["over_provision"]["ratio"]
     if policies.staleness.bound is not None:
         found["max_staleness"] = plain(policies.staleness)
     else:
@@ -258,11 +250,7 @@ def _named(policy: Any) -> Any:
 
 def _opened(name: str, value: Any) -> dict[str, Any]:
     """The shorthand of a policy as a table."""
-    if value is None:
-        return {}
-    if name == "over_provision" and not isinstance(value, str):
-        return {"rule": "fixed", "ratio": value}
-    return {"rule" if name == "over_provision" else SHORT.get(name, "rule"): value}
+    return {} if value is None else {SHORT.get(name, "rule"): value}
 
 
 def _policy(name: str, table: Mapping[str, Any], path: str) -> Any:

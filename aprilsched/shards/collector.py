@@ -133,7 +133,7 @@ class Collector:
         self._stop, self._staleness = policies.stop, policies.staleness
         self._plan = Plan(
             Schedule(over_provision=policies.over_provision, refill=policies.refill),
-            usual_group=float(config.group_size),
+            usual_group=self._stop.amount / config.batch_groups,
             wave_pending=False,
         )
         self.posts = [Post(name=name, slot=place) for place, name in enumerate(names)]
@@ -523,7 +523,7 @@ class Collector:
         plan = self._plan
         usual = self._stop.usual_group(self.prompts.usual_size, lambda: None)
         plan.usual_group = plan.usual_group if usual is None else usual
-        plan.target_groups = plan.schedule.over_provision.target_groups(self._batch_groups)
+        plan.target_groups = plan.schedule.target_groups(self._batch_groups)
 
     # --- groups that are ready -----------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.errors import PromptsExhausted
 from aprilsched.planning import Planner
 from aprilsched.simulation.virtual import (
-    NEVER,
+    TIMED,
     Costs,
     Simulation,
     checked_config,
@@ -165,7 +165,7 @@ def simulate(
     config: SchedulerConfig | None = None,
     *,
     engines: int = 1,
-    engine: SimConfig | Sequence[SimConfig] | None = None,
+    engine: SimConfig | Sequence[SimConfig] = TIMED,
     costs: Costs | None = None,
     batches: int = 60,
     update_every: int = 1,
@@ -227,8 +227,6 @@ def simulate(
         mean = workload.mean_length()
         if (warning := workload.cap_warning()) is not None:
             log.warning("%s", warning)
-    if engine is None:
-        engine = SimConfig(make_tokens=False, stream_interval=NEVER)
     bound = None
     if isinstance(engine, SimConfig):  # No bound is known of engines that differ.
         seconds, most = engine.timing.bound_seconds, engine.max_running

@@ -14,12 +14,13 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
-from numbers import Integral, Real
-from typing import Any, Protocol, cast, runtime_checkable
+from numbers import Integral
+from typing import Annotated, Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from aprilsched.bounds import NOT_NEGATIVE, check_settings
 from aprilsched.checks import checked, typed
 from aprilsched.core.config import Caller, SchedulerConfig
 from aprilsched.core.messages import commands as do
@@ -292,15 +293,13 @@ class Costs:
         ConfigError: if one is negative, or no number.
     """
 
-    pause_seconds: float = 2e-3
-    refit_seconds: float = 0.0
-    train_seconds: float = 0.0
-    reward_seconds: float = 0.0
+    pause_seconds: Annotated[float, NOT_NEGATIVE] = 2e-3
+    refit_seconds: Annotated[float, NOT_NEGATIVE] = 0.0
+    train_seconds: Annotated[float, NOT_NEGATIVE] = 0.0
+    reward_seconds: Annotated[float, NOT_NEGATIVE] = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("pause_seconds", "refit_seconds", "train_seconds", "reward_seconds"):
-            if checked(name, getattr(self, name), Real) < 0:
-                raise ConfigError(f"{name} is a time; give 0 or more.")
+        check_settings(self)
 
 
 # --- simulation ----------------------------------------------------------------------------------
@@ -313,6 +312,8 @@ class Costs:
 NEVER = 1 << 30
 """A stream interval with which chunks come only when a response ends or is paused. This changes no
 decision and makes a run twice as fast, except with rolling refits."""
+TIMED = SimConfig(make_tokens=False, stream_interval=NEVER)
+"""Engines of which only the time is modelled."""
 _OFTEN = 128
 """The largest stream interval with rolling refits, in tokens."""
 
@@ -362,11 +363,9 @@ def checked_count(name: str, value: int, *, least: int) -> None:
 
 
 def _models(
-    engine: SimConfig | Sequence[SimConfig] | None, engines: int, config: SchedulerConfig
+    engine: SimConfig | Sequence[SimConfig], engines: int, config: SchedulerConfig
 ) -> list[SimConfig]:
     """The settings of each engine, with chunks as often as `config` needs them."""
-    if engine is None:
-        engine = SimConfig(make_tokens=False, stream_interval=NEVER)
     models = [engine] * engines if isinstance(engine, SimConfig) else engine
     sequence = isinstance(cast("Any", models), Sequence)
     if not sequence or not all(isinstance(cast("Any", model), SimConfig) for model in models):
@@ -418,7 +417,7 @@ class Simulation:
         prompts: Iterable[Prompt],
         *,
         engines: int = 1,
-        engine: SimConfig | Sequence[SimConfig] | None = None,
+        engine: SimConfig | Sequence[SimConfig] = TIMED,
         costs: Costs | None = None,
         batches: int = 40,
         update_every: int = 1,

@@ -18,10 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aprilsched.companions import Rows
-from aprilsched.core.policies.kinds import OVER_PROVISIONS, REFILLS
+from aprilsched.core.policies.kinds import REFILLS
 from aprilsched.core.policies.placement import Placement
-from aprilsched.core.policies.refill import Refill
-from aprilsched.core.policies.schedule import Forecast, OverProvision, Pace, Schedule
+from aprilsched.core.policies.schedule import Forecast, Pace, Schedule
 from aprilsched.core.state.saved import SavedGroup, SavedMember
 from aprilsched.errors import ConfigError
 from aprilsched.types import Media, Prompt, SamplingParams
@@ -215,7 +214,7 @@ class _Group(msgspec.Struct, array_like=True):
 
 
 class _Schedule(msgspec.Struct, array_like=True):
-    over_provision: tuple[str, dict[str, Any]]
+    over_provision: float
     refill: tuple[str, dict[str, Any]]
     why: str
     forecast: Forecast | None = None
@@ -386,8 +385,8 @@ def schedule_record(schedule: Schedule) -> bytes:
     """Encode a schedule: the names of its rules, and their settings."""
     return encode(
         _Schedule(
-            over_provision=_settings_of(schedule.over_provision),
-            refill=_settings_of(schedule.refill),
+            over_provision=schedule.over_provision,
+            refill=(schedule.refill.name, msgspec.to_builtins(schedule.refill)),
             why=schedule.why,
             forecast=schedule.forecast,
             pace=schedule.pace,
@@ -399,20 +398,14 @@ def schedule_record(schedule: Schedule) -> bytes:
 def schedule_from(body: bytes) -> Schedule | None:
     """Decode the schedule in `body`; None if it has a rule that this version does not know."""
     record = decode(body, _Schedule)
-    (ratio, ratio_settings), (refill, refill_settings) = record.over_provision, record.refill
-    over_provision = OVER_PROVISIONS.get(ratio)
-    refills = REFILLS.get(refill)
-    if over_provision is None or refills is None:
+    name, settings = record.refill
+    if name not in REFILLS:
         return None
     return Schedule(
-        over_provision=msgspec.convert(ratio_settings, type=over_provision),
-        refill=msgspec.convert(refill_settings, type=refills),
+        over_provision=record.over_provision,
+        refill=msgspec.convert(settings, type=REFILLS[name]),
         forecast=record.forecast,
         why=record.why,
         pace=record.pace,
         placement=record.placement,
     )
-
-
-def _settings_of(rule: OverProvision | Refill) -> tuple[str, dict[str, Any]]:
-    return rule.name, msgspec.to_builtins(rule)

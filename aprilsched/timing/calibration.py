@@ -5,16 +5,16 @@ Terms beyond the linear ones are chosen by cross-validation, the fewest first.
 
 from __future__ import annotations
 
-import math
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from itertools import compress
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
+from aprilsched.bounds import check_settings
 from aprilsched.errors import ConfigError
 from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel, share_of_experts
 from aprilsched.timing.online import robust
@@ -305,10 +305,6 @@ def _buckets(values: Floats, error: Floats, edges: Sequence[int]) -> tuple[Bucke
 #
 # Invariant: a model that was written is read back equal, to the last bit.
 
-_WHOLE = ("prefill_chunk", "wide_from")
-_POSITIVE = ("prefill_rate", "prefill_chunk")
-_NEEDED = ("t0", "t1", "t2", "prefill_pass", "prefill_rate")
-
 
 def model_toml(model: StepTimeModel, comments: tuple[str, ...] = ()) -> str:
     """The text of the file; each of the `comments` is a line at its beginning."""
@@ -344,24 +340,13 @@ def load_model(path: Path) -> StepTimeModel:
     table = content.get("timing")
     if not isinstance(table, dict):
         raise ConfigError(f"{path} has no table [timing]; write a model with calibrate --out.")
-    return _model_of(path, cast(dict[str, object], table))
-
-
-def _model_of(path: Path, table: Mapping[str, object]) -> StepTimeModel:
+    given = cast(dict[str, Any], table)
     known = [field.name for field in fields(StepTimeModel)]
-    if unknown := [name for name in table if name not in known]:
+    if unknown := [name for name in given if name not in known]:
         raise ConfigError(f"{path} has {unknown[0]!r}, which is not a field of a model; remove it.")
-    if missing := [name for name in _NEEDED if name not in table]:
+    needed = [field.name for field in fields(StepTimeModel) if field.default is MISSING]
+    if missing := [name for name in needed if name not in given]:
         raise ConfigError(f"{path} has no {missing[0]}; add it.")
-    return StepTimeModel(**{name: _value(path, name, value) for name, value in table.items()})  # type: ignore[arg-type]
-
-
-def _value(path: Path, name: str, value: object) -> float | int:
-    whole = name in _WHOLE
-    if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
-        kind = "whole number" if whole else "number"
-        raise ConfigError(f"{path} has {name} = {value!r}; give a {kind}.")
-    if not math.isfinite(value) or value < 0 or (name in _POSITIVE and value == 0):
-        least = "above 0" if name in _POSITIVE else "of 0 or more"
-        raise ConfigError(f"{path} has {name} = {value!r}; give a number {least}.")
-    return value if whole else float(value)
+    model = StepTimeModel(**given)
+    check_settings(model, f"{path}: ")
+    return model

@@ -21,10 +21,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import overload
+from typing import Annotated, overload
 
 import numpy as np
 from numpy.typing import NDArray
+
+from aprilsched.bounds import AT_LEAST_0, AT_LEAST_1, NOT_NEGATIVE, POSITIVE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,17 +48,17 @@ class StepTimeModel:
         expert_share: share of the experts that one sequence uses: 1/16 for 8 of 128.
     """
 
-    t0: float
-    t1: float
-    t2: float
-    prefill_pass: float
-    prefill_rate: float
-    prefill_chunk: int = 8192
-    wide_from: int = 0
-    t0_wide: float = 0.0
-    fill: float = 0.0
-    t0_experts: float = 0.0
-    expert_share: float = 0.0
+    t0: Annotated[float, NOT_NEGATIVE]
+    t1: Annotated[float, NOT_NEGATIVE]
+    t2: Annotated[float, NOT_NEGATIVE]
+    prefill_pass: Annotated[float, NOT_NEGATIVE]
+    prefill_rate: Annotated[float, POSITIVE]
+    prefill_chunk: Annotated[int, AT_LEAST_1] = 8192
+    wide_from: Annotated[int, AT_LEAST_0] = 0
+    t0_wide: Annotated[float, NOT_NEGATIVE] = 0.0
+    fill: Annotated[float, NOT_NEGATIVE] = 0.0
+    t0_experts: Annotated[float, NOT_NEGATIVE] = 0.0
+    expert_share: Annotated[float, NOT_NEGATIVE] = 0.0
 
     def step_seconds(self, batch: float, kv: float) -> float:
         """Seconds of one step; the arguments may be means over several steps."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import islice
 from pathlib import Path
 from typing import TextIO, TypeAlias
@@ -84,16 +84,9 @@ class Windows:
 
     def where(self, chosen: NDArray[np.bool_] | NDArray[np.intp]) -> Windows:
         """The windows that `chosen` selects: a mask, or indices, which may repeat."""
-        return Windows(
-            engine=self.engine[chosen],
-            running=self.running[chosen],
-            kv=self.kv[chosen],
-            seconds=self.seconds[chosen],
-            passes=self.passes[chosen],
-            prefilled=self.prefilled[chosen],
-            change=self.change[chosen],
-            steps=self.steps,
-        )
+        columns = {field.name: getattr(self, field.name) for field in fields(self)}
+        steps = columns.pop("steps")
+        return Windows(steps=steps, **{name: column[chosen] for name, column in columns.items()})
 
 
 def windows_of(lines: Sequence[LogLine], *, steps: int = 40) -> Windows:

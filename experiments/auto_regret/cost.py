@@ -24,7 +24,7 @@ from aprilsched import LongTailWorkload, SchedulerConfig
 from aprilsched.core.lengths.observed import GroupLengths
 from aprilsched.core.messages.commands import Plan
 from aprilsched.core.policies.refill import Wave
-from aprilsched.core.policies.schedule import FixedRatio, Schedule
+from aprilsched.core.policies.schedule import Schedule
 from aprilsched.planning import Planner
 
 BATCHES = 9
@@ -87,7 +87,7 @@ def choice(name: str) -> dict[str, Any]:
         ended=ended,
         open=(),
         engines=engines,
-        current=Schedule(over_provision=FixedRatio(ratio=1.5), refill=Wave()),
+        current=Schedule(over_provision=1.5, refill=Wave()),
         **given,
     )
     before, began = _peak_mb(), time.process_time()

@@ -19,7 +19,7 @@ from unittest.mock import patch
 from aprilsched import LongTailWorkload, SchedulerConfig
 from aprilsched.config import LengthBuckets, Pool, Wave
 from aprilsched.core.policies.refill import Refill
-from aprilsched.core.policies.schedule import FixedRatio, Schedule
+from aprilsched.core.policies.schedule import Schedule
 from aprilsched.engines.sim import SimConfig
 from aprilsched.planning import Planner, planner
 from aprilsched.planning.planner import Bias
@@ -57,7 +57,7 @@ class Recorded(Bias):
 def recorded(rule: str, seed: int, batches: int) -> Batches:
     """The batches of a run under one schedule on engines that are slower than forecast."""
     refill, ratio = RULES[rule]
-    only = Schedule(over_provision=FixedRatio(ratio=ratio), refill=refill)
+    only = Schedule(over_provision=ratio, refill=refill)
     own = Planner(MODEL, inline=True)
     own.bias = bias = Recorded()
     with patch.object(planner, "candidates", return_value=[only]):

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from aprilsched.core.lengths.laws import LogLaw, rest_of_groups
 from aprilsched.core.policies.refill import LengthBuckets, Refill, Wave, window
-from aprilsched.core.policies.schedule import FixedRatio, Schedule
+from aprilsched.core.policies.schedule import Schedule
 from aprilsched.planning import trial
 from aprilsched.planning.setting import Setting
 from aprilsched.planning.trial import Store, TrialGroup
@@ -148,7 +148,7 @@ def stores(variant: Variant, earlier: dict[bytes, list[int]]) -> Generator[None]
 def buckets(groups: int, variant: Variant, **settings: int) -> Callable[[int], tuple[float, float]]:
     """Efficiency and off-policy share by seed, for so many groups in flight."""
     rule = replace(LengthBuckets(), **settings)
-    schedule = Schedule(over_provision=FixedRatio(ratio=groups / _GROUPS), refill=rule)
+    schedule = Schedule(over_provision=groups / _GROUPS, refill=rule)
 
     def tried(seed: int) -> tuple[float, float]:
         made, earlier = setting(seed)
@@ -170,7 +170,7 @@ def sorted_waiting(block: int) -> Callable[[int], tuple[float, float]]:
             [first + np.argsort(longest[first : first + size]) for first in range(0, _ROWS, size)]
         )
         whole = replace(made, lengths=made.lengths[order], burn_in=0)
-        schedule = Schedule(over_provision=FixedRatio(ratio=1.0), refill=Wave())
+        schedule = Schedule(over_provision=1.0, refill=Wave())
         outcome = trial.try_out(schedule, whole)
         return outcome.efficiency, outcome.off_policy_share
 
@@ -183,7 +183,7 @@ def free_prefill(refill: Refill, ratio: float) -> Callable[[int], tuple[float, f
     def tried(seed: int) -> tuple[float, float]:
         made, _ = setting(seed)
         model = replace(made.model, prefill_pass=0.0, prefill_rate=float("inf"))
-        schedule = Schedule(over_provision=FixedRatio(ratio=ratio), refill=refill)
+        schedule = Schedule(over_provision=ratio, refill=refill)
         outcome = trial.try_out(schedule, replace(made, model=model))
         return outcome.efficiency, outcome.off_policy_share
 
@@ -192,7 +192,7 @@ def free_prefill(refill: Refill, ratio: float) -> Callable[[int], tuple[float, f
 
 def waves(ratio: float) -> Callable[[int], tuple[float, float]]:
     def tried(seed: int) -> tuple[float, float]:
-        schedule = Schedule(over_provision=FixedRatio(ratio=ratio), refill=Wave())
+        schedule = Schedule(over_provision=ratio, refill=Wave())
         outcome = trial.try_out(schedule, setting(seed)[0])
         return outcome.efficiency, outcome.off_policy_share
 

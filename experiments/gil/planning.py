@@ -27,7 +27,7 @@ from aprilsched.coordinator.replanning import planned_apart
 from aprilsched.core.lengths.observed import GroupLengths
 from aprilsched.core.messages.commands import Plan
 from aprilsched.core.policies.refill import Wave
-from aprilsched.core.policies.schedule import FixedRatio, Schedule
+from aprilsched.core.policies.schedule import Schedule
 from aprilsched.planning import Planner
 from experiments.library import arguments, machine, say, write
 
@@ -61,7 +61,7 @@ def command() -> Plan:
         prompt_tokens=256.0,
         engines=1,
         kv_tokens=None,
-        current=Schedule(over_provision=FixedRatio(ratio=1.5), refill=Wave()),
+        current=Schedule(over_provision=1.5, refill=Wave()),
     )
 
 

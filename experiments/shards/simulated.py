@@ -104,7 +104,7 @@ class _Shard:
         self.reporter.step = orders.step
         if orders.held != self.held:
             self.held = orders.held
-            self.feed(ev.HoldRequested() if orders.held else ev.HoldEnded())
+            self.feed(ev.HoldChanged(held=orders.held))
         if orders.prompts:
             self.feed(ev.PromptsArrived(prompts=orders.prompts, partial=True))
 

@@ -37,7 +37,7 @@ from aprilsched.core.config import MemberRule, PaceRule, RewardScope
 from aprilsched.core.messages import events as ev
 from aprilsched.core.policies.placement import Placement, ResumeOrder
 from aprilsched.core.policies.refill import LengthBuckets, Pool, Refill, TailBatching, Wave
-from aprilsched.core.policies.schedule import FixedRatio, Pace, Schedule
+from aprilsched.core.policies.schedule import Pace, Schedule
 from aprilsched.core.policies.staleness import StalenessRule
 from aprilsched.core.policies.straggler import BEHAVIOURS, StragglerRule
 from aprilsched.core.state.records import GENERATING
@@ -258,7 +258,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(ends=st.booleans())
     def hold(self, ends: bool) -> None:
-        self.driver.feed(ev.HoldEnded() if ends else ev.HoldRequested())
+        self.driver.feed(ev.HoldChanged(held=not ends))
 
     @precondition(lambda self: self.driver.state.in_flight.groups)
     @rule(choice=st.integers(0, 99))
@@ -278,7 +278,7 @@ class Interleavings(RuleBasedStateMachine):
         if self.driver.config.may_defer:
             refills += [LengthBuckets(store=2.5), LengthBuckets(store=2.5, mixed=0.5)] * 2
         refill = refills[choice % len(refills)]
-        ratio = FixedRatio(ratio=1.0 + choice % 3 / 2)
+        ratio = 1.0 + choice % 3 / 2
         if refill is None:
             self.driver.feed(ev.Planned(schedule=None))
             return
@@ -526,7 +526,7 @@ class Interleavings(RuleBasedStateMachine):
         driver.supply = driver.given
         if driver.state.fleet.sleep is not None and not driver.state.fleet.sleep.waking:
             driver.feed(ev.WakeRequested())
-        driver.feed(ev.HoldEnded())
+        driver.feed(ev.HoldChanged(held=False))
         self._mend()
         driver.takes = True
         if driver.state.delivery.offer is not None:

@@ -80,6 +80,7 @@ _RULES: dict[str, Rule] = {
     "errors": rule(others=frozenset(), pure=True),
     # It looks up how aprilsched was installed.
     "extras": rule("errors", others=frozenset()),
+    "bounds": rule("errors", others=frozenset(), pure=True),
     "checks": rule("errors", others=NUMPY, pure=True),
     "companions": rule("errors", others=NUMPY, pure=True),
     "types": rule(
@@ -88,11 +89,13 @@ _RULES: dict[str, Rule] = {
     "sampling": rule("checks errors types", others=NUMPY),
     "tensors": rule("companions extras", others=NUMPY),
     "corrections": rule("errors", others=NUMPY),
-    "timing.model": rule(others=NUMPY, pure=True),
-    "workload": rule("checks errors types", others=NUMPY),
+    "timing.model": rule("bounds errors", others=NUMPY, pure=True),
+    "workload": rule("bounds checks errors types", others=NUMPY),
     # Inside the core the nouns are below and the verbs above.
     "core.lengths": rule("core.lengths errors types", others=NUMPY, pure=True),
-    "core.policies": rule("checks core.lengths core.policies errors", others=NUMPY, pure=True),
+    "core.policies": rule(
+        "bounds checks core.lengths core.policies errors", others=NUMPY, pure=True
+    ),
     "core.messages": rule(
         "companions core.lengths core.messages core.policies errors types",
         others=NUMPY | {"msgspec"},
@@ -109,7 +112,7 @@ _RULES: dict[str, Rule] = {
         others=NUMPY | {"msgspec"},
         pure=True,
     ),
-    "core": rule("checks companions core errors types", others=NUMPY, pure=True),
+    "core": rule("bounds checks companions core errors types", others=NUMPY, pure=True),
     "config": rule("core.config core.policies errors types", others=NUMPY, pure=True),
     "loop_thread": rule(others=frozenset()),
     "presets": rule("config", others=frozenset(), pure=True),
@@ -160,7 +163,7 @@ _RULES: dict[str, Rule] = {
         "telemetry timing types workload",
         others=DEPENDENCIES | PLOTS,
     ),
-    "timing": rule("errors timing", others=NUMPY),
+    "timing": rule("bounds errors timing", others=NUMPY),
     "driver": rule("core driver engines.base errors telemetry.base types"),
     # Both shells tell the planner how its forecasts came true, and measure batches for that.
     "driver.forecasts": rule("core planning telemetry.base telemetry.batch_figures"),
@@ -173,8 +176,8 @@ _RULES: dict[str, Rule] = {
     "planning": rule("core planning timing.model", others=NUMPY, pure=True),
     # The second shell: the coordinator's loop, and modelled engines instead of real ones.
     "simulation": rule(
-        "checks config core driver engines.base engines.sim errors planning simulation telemetry "
-        "timing.model types",
+        "bounds checks config core driver engines.base engines.sim errors planning simulation "
+        "telemetry timing.model types",
     ),
     # What came of it, in the figures and pictures of a real run.
     "simulation.results": rule(
@@ -207,7 +210,7 @@ _RULES: dict[str, Rule] = {
     # A front of the coordinator, as a trainer is.
     # The version in the answers.
     "gateway": rule(
-        "__version__ chat checks companions coordinator core engines errors extras gateway "
+        "__version__ bounds chat checks companions coordinator core engines errors extras gateway "
         "sampling serving store telemetry types weights",
     ),
     # Several schedulers as one, in front of the coordinator as a trainer is.

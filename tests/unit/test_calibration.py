@@ -213,9 +213,9 @@ def test_a_model_is_read_back_equal(tmp_path: Path, model: StepTimeModel) -> Non
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"t2": "t2 = -1e-9"}, "t2 = -1e-09; give a number of 0 or more"),
-        ({"t0": "t0 = true"}, "give a number"),
-        ({"t0": "t0 = nan"}, "of 0 or more"),
+        ({"t2": "t2 = -1e-9"}, "t2 is -1e-09; give a finite number, 0 or more"),
+        ({"t0": "t0 = true"}, "t0 is True; give a finite number, 0"),
+        ({"t0": "t0 = nan"}, "t0 is nan; give a finite number"),
         ({"prefill_rate": "prefill_rate = 0"}, "above 0"),
         ({"prefill_chunk": "prefill_chunk = 1.5"}, "whole number"),
         ({"t1": ""}, "has no t1"),

@@ -12,7 +12,6 @@ import pytest
 from aprilsched import config
 from aprilsched.config import (
     Dispatch,
-    FixedRatio,
     Groups,
     Health,
     LengthBuckets,
@@ -41,7 +40,7 @@ from tests.support.driver import Driver
         ({"refill": "buckets"}, {"refill": LengthBuckets(store=5.0, probes=1, oldest=16)}),
         ({"stop": "groups"}, {"stop": Groups(32)}),
         ({"stop": "samples", "group_size": 4}, {"stop": Samples(128), "group_size": 4}),
-        ({"over_provision": 2}, {"over_provision": FixedRatio(2)}),
+        ({"over_provision": 2}, {"over_provision": 2}),
         ({"max_staleness": 2}, {"max_staleness": Staleness(2, rule="mask")}),
     ],
 )

@@ -15,7 +15,6 @@ from aprilsched import SimFleet
 from aprilsched.cli.arguments import SchedulerFlags, config_of_flags, flags_of
 from aprilsched.config import (
     Dispatch,
-    FixedRatio,
     Health,
     LengthBuckets,
     Objective,
@@ -45,7 +44,7 @@ from aprilsched.runs.setup import prepare
 CONFIGS: list[dict[str, Any]] = [
     {},
     {"over_provision": "auto", "objective": Objective(usefulness_age=inf, distance_price=0.2)},
-    {"over_provision": FixedRatio(2.5), "refill": Pool(together=2, until=0.5)},
+    {"over_provision": 2.5, "refill": Pool(together=2, until=0.5)},
     {"stop": Tokens(3000)},
     {"refill": LengthBuckets(store=3.0, probes=2, oldest=6), "stop": Samples(30)},
     {"refill": "pool", "stop": "samples"},
@@ -132,7 +131,7 @@ def test_flags_override_a_file_and_keep_what_belongs_to_the_same_policy() -> Non
 
 
 def test_every_setting_has_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
-    shorthands = {"over_provision.ratio", "max_staleness.bound"}
+    shorthands = {"max_staleness.bound"}
     with pytest.raises(SystemExit):
         flags("--help")
     shown = capsys.readouterr().out
@@ -162,8 +161,8 @@ def test_every_setting_has_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
             "refill.rule is 'rounds'; choose one of wave, pool, buckets, tail.",
         ),
         (
-            {"over_provision": {"rule": "auto", "target": 0.5}},
-            "over_provision.rule is 'auto'; choose one of fixed.",
+            {"over_provision": {"ratio": 1.5}},
+            "over_provision is {'ratio': 1.5}; choose one of auto, a ratio from 1",
         ),
         ({"refill": {"rule": "pool", "until": 1.4}}, "refill.until is 1.4; give a share above 0"),
         ({"retries": {"attempts": 0}}, "retries.attempts is 0; give 1 or more."),

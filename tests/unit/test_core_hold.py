@@ -15,17 +15,17 @@ def modes(driver: Driver) -> set[Mode]:
 
 
 def hold(driver: Driver) -> None:
-    driver.feed(ev.HoldRequested())
+    driver.feed(ev.HoldChanged(held=True))
     driver.settle()
 
 
 def test_a_hold_pauses_with_the_requests_inside_and_its_end_continues():
     driver = Driver(config(), engines=("a",))
-    assert names(driver.feed(ev.HoldRequested())) == ["Pause"]
+    assert names(driver.feed(ev.HoldChanged(held=True))) == ["Pause"]
     assert names(driver.feed(ev.Paused(engine="a"))) == []
     assert len(driver.sends) == 8, "the requests stay inside"
-    assert driver.feed(ev.HoldRequested()) == [], "a second hold changes nothing"
-    assert names(driver.feed(ev.HoldEnded())) == ["Continue"]
+    assert driver.feed(ev.HoldChanged(held=True)) == [], "a second hold changes nothing"
+    assert names(driver.feed(ev.HoldChanged(held=False))) == ["Continue"]
 
 
 def test_nothing_is_sent_during_a_hold():
@@ -35,7 +35,7 @@ def test_nothing_is_sent_during_a_hold():
     driver.finish(driver.attempts()[0], 3)
     driver.finish(driver.attempts()[0], 3)
     assert len(driver.sent) == sent
-    driver.feed(ev.HoldEnded())
+    driver.feed(ev.HoldChanged(held=False))
     driver.settle()
     driver.request_batch()
     assert modes(driver) == {Mode.RUNNING}
@@ -47,7 +47,7 @@ def test_an_update_in_a_hold_is_carried_out_and_the_engines_stay_paused():
     driver.update()
     assert driver.state.weights.versions.trainer == 1
     assert modes(driver) == {Mode.PAUSED}
-    driver.feed(ev.HoldEnded())
+    driver.feed(ev.HoldChanged(held=False))
     driver.settle()
     assert modes(driver) == {Mode.RUNNING}
 
@@ -55,7 +55,7 @@ def test_an_update_in_a_hold_is_carried_out_and_the_engines_stay_paused():
 def test_a_hold_during_an_update_lasts_beyond_it():
     driver = Driver(config())
     driver.feed(ev.UpdateRequested(version=1))
-    driver.feed(ev.HoldRequested())
+    driver.feed(ev.HoldChanged(held=True))
     driver.settle()
     assert (driver.state.weights.versions.trainer, modes(driver)) == (1, {Mode.PAUSED})
 

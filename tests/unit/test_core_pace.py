@@ -8,7 +8,7 @@ from aprilsched.config import LengthBuckets, Pool, SchedulerConfig
 from aprilsched.core.messages import events as ev
 from aprilsched.core.messages.facts import Fact, RunOpened, ScheduleChanged, ScheduleRefused
 from aprilsched.core.policies.refill import Refill, Wave
-from aprilsched.core.policies.schedule import FixedRatio, Pace, Schedule
+from aprilsched.core.policies.schedule import Pace, Schedule
 from aprilsched.core.state.engine_health import Durations
 from aprilsched.errors import ConfigError
 from aprilsched.presets import PRESETS
@@ -32,9 +32,7 @@ def config(**changes: object) -> SchedulerConfig:
 def schedule(
     pace: Pace | None, *, ratio: float = 2.0, refill: Refill | None = None, why: str = "told"
 ) -> Schedule:
-    return Schedule(
-        over_provision=FixedRatio(ratio=ratio), refill=refill or Wave(), pace=pace, why=why
-    )
+    return Schedule(over_provision=ratio, refill=refill or Wave(), pace=pace, why=why)
 
 
 class Told:

@@ -7,7 +7,7 @@ import pytest
 from aprilsched.config import LengthBuckets, Pool, Samples, SchedulerConfig, Staleness, Tokens
 from aprilsched.core.messages.events import Filtered
 from aprilsched.core.policies.refill import Wave
-from aprilsched.core.policies.schedule import FixedRatio, Schedule
+from aprilsched.core.policies.schedule import Schedule
 from aprilsched.planning import Planner
 from aprilsched.planning.trial import try_out
 from tests.support.driver import Driver
@@ -252,4 +252,4 @@ def test_a_schedule_is_planned_for_the_batch_that_stops(stop: dict[str, object])
     assert plan.batch_groups == driver.state.batch_groups
     setting = Planner().setting(plan, driver.config)
     assert setting.full_at == driver.config.policies.stop
-    assert try_out(Schedule(over_provision=FixedRatio(ratio=1.5), refill=Wave()), setting)
+    assert try_out(Schedule(over_provision=1.5, refill=Wave()), setting)

@@ -22,11 +22,6 @@ def test_the_steps_by_hand():
     assert SMALL.survival_at([0, 1, 2.5, 4, 5, 9]) == pytest.approx([1, 5 / 6, 2 / 3, 4 / 9, 0, 0])
 
 
-def test_greenwood_by_hand():
-    terms = np.cumsum([1 / (6 * 5), 1 / (5 * 4), 1 / (3 * 2)])
-    assert SMALL.variance == pytest.approx([*(SMALL.survival[:3] ** 2 * terms), 0])
-
-
 def test_means_by_hand():
     mean = 1 + 5 / 6 + 2 / 3 + 2 * 4 / 9
     assert SMALL.mean() == pytest.approx(mean)
@@ -146,7 +141,7 @@ def test_a_completed_law_is_the_same_up_to_where_responses_were_seen():
     assert (np.diff(whole.lengths) > 0).all()
     assert (np.diff(whole.survival) < 0).all()
     assert (whole.tail, whole.end, whole.survival[-1]) == (0, whole.lengths[-1], 0)
-    assert len(whole.variance) == len(whole.at_risk) == len(whole.lengths)
+    assert len(whole.at_risk) == len(whole.lengths)
     assert whole.end <= 4000
     assert law.completed(1480).end == 1480
     assert law.completed(1).end == law.longest[0] + 1, "ten have more tokens already"

@@ -17,7 +17,7 @@ from aprilsched.core.lengths.laws import LogLaw, rest_of_groups
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
 from aprilsched.core.policies.refill import LengthBuckets, PoolView, Wave, stratified, window
-from aprilsched.core.policies.schedule import FixedRatio, Schedule
+from aprilsched.core.policies.schedule import Schedule
 from aprilsched.core.state.ledger import Reason
 from aprilsched.core.state.records import GENERATING
 from aprilsched.errors import ConfigError
@@ -484,15 +484,13 @@ def test_what_ended_while_it_was_called_back_counts_for_the_next_bucket() -> Non
 def test_what_runs_when_length_buckets_begin_goes_on_and_is_counted() -> None:
     """Three groups stayed in the engines under waves, and five open groups should run."""
     driver = Driver(SchedulerConfig(batch_groups=2, group_size=2, over_provision="auto"))
-    waves = Schedule(over_provision=FixedRatio(ratio=2.5), refill=Wave())
+    waves = Schedule(over_provision=2.5, refill=Wave())
     driver.feed(ev.Planned(schedule=waves))
     driver.request_batch()
     carried = driver.group_ids()[2:]
     fill(driver)
     assert driver.group_ids() == carried
-    buckets = Schedule(
-        over_provision=FixedRatio(ratio=2.5), refill=LengthBuckets(store=5.0, probes=0)
-    )
+    buckets = Schedule(over_provision=2.5, refill=LengthBuckets(store=5.0, probes=0))
     driver.feed(ev.Planned(schedule=buckets))
     driver.update()
     driver.request_batch()

@@ -20,7 +20,7 @@ from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
 from aprilsched.core.policies.placement import Placement
 from aprilsched.core.policies.refill import LengthBuckets, Pool, Refill, TailBatching, Wave
-from aprilsched.core.policies.schedule import FixedRatio, Forecast, Objective, Pace, Schedule
+from aprilsched.core.policies.schedule import Forecast, Objective, Pace, Schedule
 from aprilsched.core.state.engine_health import CallerTimes
 from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.planning import Planner
@@ -59,7 +59,7 @@ def config(**changes: object) -> SchedulerConfig:
 
 
 def schedule(ratio: float, refill: Refill | None = None) -> Schedule:
-    return Schedule(over_provision=FixedRatio(ratio=ratio), refill=refill or Wave())
+    return Schedule(over_provision=ratio, refill=refill or Wave())
 
 
 # --- when ----------------------------------------------------------------------------------------
@@ -1166,7 +1166,7 @@ def test_without_stale_tokens_auto_beats_waiting_and_says_by_how_much() -> None:
     command = structs.replace(plan(POOR), ended=ended, group_size=8)
     best = Planner().plan(command, settings)
     assert isinstance(best.refill, LengthBuckets)
-    assert best.over_provision == FixedRatio(1.0)
+    assert best.over_provision == 1.0
     assert best.forecast is not None
     assert best.forecast.off_policy_share == 0
     assert "useful work against waiting for any prompts" in best.why
@@ -1262,7 +1262,7 @@ def test_groups_are_divided_over_engines_unless_their_prompts_are_long(
 def test_slower_engines_take_longer_where_the_trainer_does_not(
     train_seconds: float, ratio: float
 ) -> None:
-    schedule = Schedule(over_provision=FixedRatio(ratio=1.5), refill=Wave())
+    schedule = Schedule(over_provision=1.5, refill=Wave())
     equal = setting(pace="asynchronous", train_seconds=train_seconds)
     usual = try_out(schedule, equal)
     slower = try_out(schedule, equal.faster(0.8)).in_work_of(0.8)
@@ -1276,6 +1276,6 @@ def test_slower_engines_take_longer_where_the_trainer_does_not(
 def test_a_trial_says_whether_the_engines_decide_how_long_a_step_is(
     train_seconds: float, driven: float
 ) -> None:
-    schedule = Schedule(over_provision=FixedRatio(ratio=1.5), refill=Wave())
+    schedule = Schedule(over_provision=1.5, refill=Wave())
     found = try_out(schedule, setting(pace="asynchronous", train_seconds=train_seconds))
     assert found.driven_seconds == pytest.approx(driven * found.step_seconds, abs=1e-9)

@@ -23,7 +23,7 @@ from aprilsched.coordinator.tasks import Shell, Tasks
 from aprilsched.core.messages.commands import Plan
 from aprilsched.core.messages.events import Event, Planned
 from aprilsched.core.policies.refill import Wave
-from aprilsched.core.policies.schedule import FixedRatio, Schedule
+from aprilsched.core.policies.schedule import Schedule
 from aprilsched.planning import Planner
 from tests.support.planners import Broken, Dying, Exiting, Hanging, Telling, Unreadable
 from tests.unit.test_planning import plan
@@ -34,7 +34,7 @@ LONG_S = 300.0
 
 
 def command() -> Plan:
-    current = Schedule(over_provision=FixedRatio(ratio=1.5), refill=Wave())
+    current = Schedule(over_provision=1.5, refill=Wave())
     return structs.replace(plan(current), ended=plan(current).ended[:40])
 
 

@@ -18,7 +18,7 @@ from aprilsched.coordinator.opening import check_engines, examine
 from aprilsched.core.messages import events as ev
 from aprilsched.core.policies.placement import Place, Places, ResumeOrder, place_of
 from aprilsched.core.policies.refill import Pool, PoolView
-from aprilsched.core.policies.schedule import FixedRatio
+from aprilsched.core.policies.schedule import Schedule
 from aprilsched.core.policies.stop import Groups, Samples, Stop, Tokens
 from aprilsched.core.policies.straggler import (
     BEHAVIOURS,
@@ -161,7 +161,7 @@ def test_places_are_those_of_a_plain_search(
 def test_a_ratio_is_rounded_up_but_not_by_rounding_errors(
     ratio: float, batch_groups: int, groups: int
 ) -> None:
-    assert FixedRatio(ratio=ratio).target_groups(batch_groups) == groups
+    assert Schedule(over_provision=ratio, refill=Pool()).target_groups(batch_groups) == groups
 
 
 # --- resume --------------------------------------------------------------------------------------

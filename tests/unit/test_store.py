@@ -29,7 +29,7 @@ from aprilsched import Media, MemoryStore, Prompt, SamplingParams, SqliteStore
 from aprilsched.core.lengths.observed import GroupLengths, Remembered
 from aprilsched.core.messages import events as ev
 from aprilsched.core.policies.refill import LengthBuckets, Pool, Refill, Wave
-from aprilsched.core.policies.schedule import FixedRatio, Forecast, Schedule
+from aprilsched.core.policies.schedule import Forecast, Schedule
 from aprilsched.core.state.ledger import Entry, Reason
 from aprilsched.core.state.saved import (
     GroupState,
@@ -790,11 +790,10 @@ def test_metadata_that_is_no_dict_or_holds_itself_is_refused():
 
 @pytest.mark.parametrize("refill", [Wave(), Pool(together=3), LengthBuckets(store=2.5, probes=2)])
 def test_a_schedule_is_the_same_after_the_way_through_bytes(refill: Refill):
-    ratio = FixedRatio(ratio=1.7)
     forecast = Forecast(
         step_seconds=12.5, efficiency=0.7, off_policy_share=0.4, mean_age=1.5, explained=(2.0, 1.5)
     )
-    schedule = Schedule(over_provision=ratio, refill=refill, forecast=forecast, why="because")
+    schedule = Schedule(over_provision=1.7, refill=refill, forecast=forecast, why="because")
     assert schedule_from(schedule_record(schedule)) == schedule
 
 

@@ -233,8 +233,8 @@ def wrong(value: Any) -> Any:
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda: Pareto(0, 1), "least is 0; give a number above 0"),
-        (lambda: Pareto(alpha=wrong("1")), "alpha is '1' (str); give a finite number"),
+        (lambda: Pareto(0, 1), "least is 0; give a finite number above 0"),
+        (lambda: Pareto(alpha=wrong("1")), "alpha is '1'; give a finite number above 0"),
         (lambda: Lognormal(1, 0), "sigma is 0; give"),
         (lambda: Empirical(()), "there are no lengths"),
         (lambda: Empirical((0,)), "a length is below 1"),
@@ -254,9 +254,9 @@ def wrong(value: Any) -> Any:
         (lambda: drawn(law=Changing()), "give a law that is immutable"),
         (lambda: drawn(law=tokens_of), "law(0) is 10 (int); give lognormal"),
         (lambda: drawn(law=name_of), "law(0) is 'law 0'; give lognormal"),
-        (lambda: drawn(cap=100.0), "cap is 100.0 (float); give a whole number"),
-        (lambda: drawn(count=2.0), "count is 2.0 (float); give a whole number"),
-        (lambda: drawn(sigma="1"), "sigma is '1' (str); give a finite number"),
+        (lambda: drawn(cap=100.0), "cap is 100.0; give a whole number, 1 or more"),
+        (lambda: drawn(count=2.0), "count is 2.0; choose one of a whole number, 0 or more, None"),
+        (lambda: drawn(sigma="1"), "sigma is '1'; give a finite number, 0 or more"),
     ],
 )
 def test_a_law_that_is_none_is_refused(make: Callable[[], object], sentence: str) -> None:

@@ -25,7 +25,7 @@ from aprilsched.coordinator.replanning import StepTimes
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
 from aprilsched.core.policies.refill import Wave
-from aprilsched.core.policies.schedule import FixedRatio, Objective, Schedule
+from aprilsched.core.policies.schedule import Objective, Schedule
 from aprilsched.core.policies.straggler import BEHAVIOURS
 from aprilsched.engines.sim import SimConfig
 from aprilsched.errors import ConfigError, PromptsExhausted
@@ -98,7 +98,7 @@ def test_the_planner_knows_the_length_of_prompts_when_nothing_is_in_flight() -> 
 
         def plan(self, command: do.Plan, config: SchedulerConfig) -> Schedule:
             self.told.append((command.prompt_tokens, len(command.open)))
-            return Schedule(over_provision=FixedRatio(ratio=1.0), refill=Wave(), why="as told")
+            return Schedule(over_provision=1.0, refill=Wave(), why="as told")
 
     planner = Waiting()
     lengths = LongTailWorkload(median=60, cap=600, group_size=4, prompt_tokens=321, seed=3)

@@ -13,7 +13,7 @@ from aprilsched import LongTailWorkload, SchedulerConfig
 from aprilsched.config import LengthBuckets, Pool, TailBatching
 from aprilsched.core.messages import facts as of
 from aprilsched.core.policies.refill import Refill, Wave
-from aprilsched.core.policies.schedule import FixedRatio, Forecast, Schedule
+from aprilsched.core.policies.schedule import Forecast, Schedule
 from aprilsched.engines.sim import SimConfig
 from aprilsched.planning import Planner, planner
 from aprilsched.planning.planner import Bias
@@ -75,7 +75,7 @@ def choosing(
 def test_forecasts_of_slower_engines_converge_to_what_happens(
     refill: Refill, straggler: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    only = Schedule(over_provision=FixedRatio(ratio=1.5), refill=refill)
+    only = Schedule(over_provision=1.5, refill=refill)
     own, bias = choosing(only, Planner(MODEL, inline=True), monkeypatch)
     choices = Choices(bias)
     Simulation(
@@ -98,7 +98,7 @@ def test_a_batch_that_is_all_but_complete_at_its_start_did_not_hang(
 ) -> None:
     """Every second one is, where two waves end together. Most of its time was left out, and engines
     were taken for up to 9 % faster than the run says."""
-    only = Schedule(over_provision=FixedRatio(ratio=2.0), refill=Wave())
+    only = Schedule(over_provision=2.0, refill=Wave())
     own, bias = choosing(only, Planner(inline=True), monkeypatch)
     choices = Choices(bias)
     Simulation(
@@ -125,7 +125,7 @@ def test_what_other_lengths_explain_is_no_error_of_the_forecast(
 ) -> None:
     """After a jump of the lengths, engines as modelled were taken for 37 % faster and for 11 %
     slower, and beside a trainer of 10 s for 32 % slower."""
-    only = Schedule(over_provision=FixedRatio(ratio=1.5), refill=Wave())
+    only = Schedule(over_provision=1.5, refill=Wave())
     own, bias = choosing(only, Planner(inline=True), monkeypatch)
     choices, median = Choices(bias), 600 / math.sqrt(factor)
     before, after = (
@@ -160,7 +160,7 @@ def test_tokens_that_are_thrown_away_are_no_work(
 ) -> None:
     """With them the engines of tail batching were taken to be a quarter faster than they are."""
     ratio = 1.25 if isinstance(refill, TailBatching) else 1.0
-    only = Schedule(over_provision=FixedRatio(ratio=ratio), refill=refill)
+    only = Schedule(over_provision=ratio, refill=refill)
     own, bias = choosing(only, Planner(inline=True), monkeypatch)
     run = Simulation(
         SchedulerConfig(batch_groups=16, over_provision="auto", max_staleness=0),

@@ -46,7 +46,7 @@ class Setting:
         self.name = fleet.engines[0].name
 
     def released(self) -> frozenset[str]:
-        return self.engine._memory.released
+        return self.engine._released
 
     async def leaves(self) -> None:
         before = self.rollouts.state.fleet.control.of(self.name)

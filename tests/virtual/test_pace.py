@@ -23,7 +23,7 @@ from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
 from aprilsched.core.messages.facts import ScheduleChanged
 from aprilsched.core.policies.refill import Pool, Refill, Wave
-from aprilsched.core.policies.schedule import FixedRatio, Pace, Schedule
+from aprilsched.core.policies.schedule import Pace, Schedule
 from aprilsched.core.policies.straggler import BEHAVIOURS
 from aprilsched.engines.sim import run_virtual
 from aprilsched.planning import Planner
@@ -56,9 +56,7 @@ class Switching(Planner):
 
     def next(self) -> Schedule:
         pace = next(self._paces)
-        return Schedule(
-            over_provision=FixedRatio(ratio=1.5), refill=self._refill, pace=pace, why=pace
-        )
+        return Schedule(over_provision=1.5, refill=self._refill, pace=pace, why=pace)
 
 
 class Watching(Checking):

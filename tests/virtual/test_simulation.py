@@ -261,8 +261,8 @@ def test_recipes_are_compared_on_the_same_lengths(capsys: pytest.CaptureFixture[
         ({"workload": 7}, "the workload is 7 (int); give prompts"),
         ({"workload": LongTailWorkload}, "give prompts, such as LongTailWorkload()."),
         ({"workload": [[1, 2]]}, "the workload gave [1, 2] (list); let it give a Prompt each."),
-        ({"train_seconds": "one"}, "train_seconds is 'one' (str); give a finite number."),
-        ({"train_seconds": -1.0}, "train_seconds is a time; give 0 or more."),
+        ({"train_seconds": "one"}, "train_seconds is 'one'; give a finite number, 0 or more."),
+        ({"train_seconds": -1.0}, "train_seconds is -1.0; give a finite number, 0 or more."),
     ],
     ids=lambda each: each if isinstance(each, str) else "",
 )

@@ -41,10 +41,10 @@ from aprilsched.core.messages.events import Event
 from aprilsched.core.messages.facts import BatchDelivered, Fact, GroupLaunched
 from aprilsched.core.state.records import group_lengths
 from aprilsched.engines.sim import run_virtual
-from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.presets import PRESETS
 from aprilsched.simulation import Simulation
 from aprilsched.simulation.results import remainder
+from aprilsched.simulation.virtual import TIMED
 from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.summary import Summary
 from experiments.bias.equivalence import Equivalence, equivalence
@@ -470,7 +470,7 @@ def drawn_again(preset: str, responses: float = 1.0) -> tuple[Again, RunSummary]
         prompts = replace(prompts, group_size=config.policies.refill.launched(GROUP))
     listener, summary = Again(prompts), Summary(trainer_waits=True)
     # What is thrown away in the middle of a batch is censored where it was reported last.
-    engine = SimConfig(make_tokens=False, stream_interval=4) if responses > 1 else None
+    engine = replace(TIMED, stream_interval=4) if responses > 1 else TIMED
     simulation = Simulation(
         config, prompts, engine=engine, batches=100, listeners=[listener, summary]
     )

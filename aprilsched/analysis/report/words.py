@@ -94,7 +94,7 @@ def _batches(scheduler: Mapping[str, Any], summary: RunSummary) -> str:
 
 
 def _policy(scheduler: Mapping[str, Any]) -> str:
-    ratio, _ = _rule(scheduler.get("over_provision"))
+    ratio = scheduler.get("over_provision")
     refill, settings = _rule(scheduler.get("refill"))
     if ratio == "auto":
         return "Policy: the scheduler chooses how much to start, and when, while the run goes on."

@@ -50,9 +50,6 @@ class KaplanMeier:
     Attributes:
         lengths: int64 [m].
         survival: float64 [m], P(L > lengths).
-        variance: float64 [m], Greenwood's variance of `survival`: S**2 * sum d / (n * (n - d)). It
-            takes responses as independent, so it is too small if the responses of a group have
-            similar lengths.
         at_risk: int64 [m], number of responses that were observed at `lengths`, those that ended
             there included.
         observations: number of responses that were used, unfinished ones included.
@@ -64,7 +61,6 @@ class KaplanMeier:
 
     lengths: NDArray[np.int64]
     survival: NDArray[np.float64]
-    variance: NDArray[np.float64]
     at_risk: NDArray[np.int64]
     observations: int
     tail: float
@@ -154,7 +150,6 @@ class KaplanMeier:
             self,
             lengths=np.concatenate((lengths, more)),
             survival=np.append(survival, tail * (1 - np.cumsum(counts) / _TAIL_STEPS)),
-            variance=np.append(self.variance[:known], np.full(len(more), self.variance[known - 1])),
             at_risk=np.append(self.at_risk[:known], np.zeros(len(more), dtype=np.int64)),
             tail=0.0,
             end=int(more[-1]),
@@ -214,13 +209,10 @@ def kaplan_meier(
     )
     alive = at_risk > ends
     survival = np.where(alive, np.cumprod(1 - ends / at_risk), 0.0).astype(np.float64)
-    terms = np.divide(ends, at_risk * (at_risk - ends), out=np.zeros(len(times)), where=alive)
-    greenwood: NDArray[np.float64] = survival**2 * np.cumsum(terms)
     tail = float(survival[-1]) if len(times) else 1.0
     return KaplanMeier(
         lengths=times,
         survival=survival,
-        variance=greenwood,
         at_risk=at_risk,
         observations=len(seen),
         tail=tail,

@@ -7,7 +7,7 @@ import heapq
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,8 @@ from aprilsched.core.lengths.laws import (
 )
 
 # The lengths of one group so far, which all estimates of lengths take as their input.
+
+T = TypeVar("T", bound=np.generic)
 
 NEVER = 2**62
 """A number of tokens that no response has."""
@@ -68,6 +70,18 @@ def pooled(groups: Sequence[GroupLengths]) -> tuple[NDArray[np.int64], NDArray[n
         np.concatenate([group.tokens for group in groups]),
         np.concatenate([group.finished for group in groups]),
     )
+
+
+def padded(
+    rows: Sequence[Sequence[int] | NDArray[Any]], fill: int, kind: type[T], size: int | None = None
+) -> NDArray[T]:
+    """Rows of different lengths as one array, filled up with `fill`, or cut, to the longest one or
+    to `size`."""
+    size = max(map(len, rows), default=0) if size is None else size
+    table = np.full((len(rows), size), fill, dtype=kind)
+    for place, row in enumerate(rows):
+        table[place, : len(row)] = row[:size]
+    return table
 
 
 def entry_after(tokens: NDArray[np.int64], finished: NDArray[np.bool_]) -> NDArray[np.int64]:
@@ -251,8 +265,6 @@ def _name(key: object) -> str | int | None:
 
 # --- observed ------------------------------------------------------------------------------------
 
-T = TypeVar("T", bound=np.generic)
-
 DEFAULT_WINDOW = 4096
 """Number of responses that are kept: 16 batches of 32 groups of 8. This is enough for a 99th
 percentile, and few enough to follow a drift."""
@@ -359,8 +371,8 @@ class ObservedLengths:
             law = law.completed(most)
         places = resampled(len(cohort), count, seed=seed)
         size = group_size or max(len(group.tokens) for group in cohort)
-        tokens = np.stack([_row(group.tokens, size, 0) for group in cohort])[places]
-        finished = np.stack([_row(group.finished, size, True) for group in cohort])[places]
+        tokens = padded([group.tokens for group in cohort], 0, np.int64, size)[places]
+        finished = padded([group.finished for group in cohort], True, np.bool_, size)[places]
         drawn = law.residual_quantile(hashed_uniforms(tokens.shape, seed=seed + 1), tokens)
         lengths: NDArray[np.int64] = np.where(finished, tokens, drawn)
         unknown = (tokens == 0) & ~finished
@@ -408,13 +420,6 @@ class ObservedLengths:
             if ended.any():
                 return kaplan_meier(first, ~ended)
         return kaplan_meier(tokens, ~finished)
-
-
-def _row(values: NDArray[T], size: int, fill: int) -> NDArray[T]:
-    """The first `size` values, with `fill` after the last one of a smaller group."""
-    row = np.full(size, fill, dtype=values.dtype)
-    row[: len(values)] = values[:size]
-    return row
 
 
 _WEYL = np.uint64(0x9E3779B97F4A7C15)

@@ -206,13 +206,11 @@ class WakeRequested(Event, frozen=True):
     """The trainer gives the engines' memory back."""
 
 
-class HoldRequested(Event, frozen=True):
-    """The trainer wants the engines to be paused until :class:`HoldEnded`. Requests wait inside
-    them, and updates are carried out meanwhile. A second request changes nothing."""
+class HoldChanged(Event, frozen=True):
+    """The trainer wants the engines to be paused (`held`), with requests waiting inside them, or to
+    generate again. Updates are carried out meanwhile. Saying it twice changes nothing."""
 
-
-class HoldEnded(Event, frozen=True):
-    """The trainer wants the engines to generate again."""
+    held: bool
 
 
 class GroupWithdrawn(Event, frozen=True):

@@ -11,7 +11,6 @@ from types import MappingProxyType
 from typing import Literal, TypeAlias
 
 from aprilsched.core.policies.refill import LengthBuckets, Pool, Refill, TailBatching, Wave
-from aprilsched.core.policies.schedule import FixedRatio, OverProvision
 from aprilsched.core.policies.stop import Groups, Samples, Stop, Tokens
 
 RefillRule: TypeAlias = Literal["wave", "pool", "buckets", "tail"]
@@ -20,9 +19,6 @@ StopUnit: TypeAlias = Literal["groups", "samples", "tokens"]
 
 REFILLS: Mapping[str, type[Refill]] = MappingProxyType(
     {kind.name: kind for kind in (Wave, Pool, LengthBuckets, TailBatching)}
-)
-OVER_PROVISIONS: Mapping[str, type[OverProvision]] = MappingProxyType(
-    {kind.name: kind for kind in (FixedRatio,)}
 )
 STOPS: Mapping[str, type[Stop]] = MappingProxyType(
     {kind.name: kind for kind in (Groups, Samples, Tokens)}

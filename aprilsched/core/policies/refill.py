@@ -20,9 +20,9 @@ from typing import Annotated, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from aprilsched.bounds import AT_LEAST_0, AT_LEAST_1, SHARE, SHARE_OR_0
 from aprilsched.checks import suggesting
 from aprilsched.core.lengths.laws import Levels, LogLaw, rest_of_groups
-from aprilsched.core.policies.bounds import AT_LEAST_0, AT_LEAST_1, SHARE, SHARE_OR_0
 
 
 # Not frozen, because it is made at most events of a run, and a frozen one takes thrice as long.
@@ -286,9 +286,7 @@ def _start(
     runs: NDArray[np.bool_], among: NDArray[np.bool_], most: int, ages: NDArray[np.int64]
 ) -> None:
     """Let the oldest groups `among` those that do not run be run, until `most` groups run."""
-    waiting = np.flatnonzero(among & ~runs)
-    oldest = waiting[np.argsort(-ages[waiting], kind="stable")]
-    runs[oldest[: max(0, most - np.count_nonzero(runs))]] = True
+    runs |= _oldest(among & ~runs, ages, max(0, most - int(np.count_nonzero(runs))))
 
 
 # --- length buckets ------------------------------------------------------------------------------

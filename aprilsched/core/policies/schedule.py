@@ -3,56 +3,17 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
+from aprilsched.bounds import ABOVE_0, SHARE_OR_0, Bound
 from aprilsched.checks import suggesting
-from aprilsched.core.policies.bounds import ABOVE_0, SHARE_OR_0, Bound
 from aprilsched.core.policies.placement import Placement
 from aprilsched.core.policies.refill import LengthBuckets, Refill, Wave
 
-# How many groups to keep open for a batch: the over-provision ratio.
-
 RATIO = Bound(least=1, most=64, words="a ratio from 1 (wait for all) to 64")
-
-
-class OverProvision(ABC):
-    """A rule for the number of open groups. A rule is a frozen dataclass of its settings."""
-
-    __slots__ = ()
-
-    name: ClassVar[str]
-
-    @abstractmethod
-    def target_groups(self, batch_groups: int) -> int:
-        """Groups to have open (generating, or ready and undelivered) for the next batch, which
-        takes `batch_groups` of them."""
-
-    @property
-    @abstractmethod
-    def told(self) -> str:
-        """How many batches of groups are kept open, in words."""
-
-
-@suggesting()
-@dataclass(frozen=True, slots=True)
-class FixedRatio(OverProvision):
-    """A constant ratio rho = C / N (APRIL's over-sampling; 2 in its paper)."""
-
-    name: ClassVar[str] = "fixed"
-
-    ratio: Annotated[float, RATIO]
-    """Ratio of groups kept open to groups in a batch."""
-
-    def target_groups(self, batch_groups: int) -> int:
-        # Guards against 1.1 * 10 = 11.000000000000002 rounding up to 12.
-        return math.ceil(self.ratio * batch_groups - 1e-9)
-
-    @property
-    def told(self) -> str:
-        return f"{self.ratio:g}"
+"""The over-provision ratio rho = C / N (APRIL's over-sampling; 2 in its paper)."""
 
 
 # --- objective -----------------------------------------------------------------------------------
@@ -189,12 +150,18 @@ class Schedule:
         why: the reason of the choice, as one sentence.
     """
 
-    over_provision: OverProvision
+    over_provision: float
     refill: Refill
     pace: Pace | None = None
     placement: Placement | None = None
     forecast: Forecast | None = None
     why: str = ""
+
+    def target_groups(self, batch_groups: int) -> int:
+        """Groups to have open (generating, or ready and undelivered) for the next batch, which
+        takes `batch_groups` of them."""
+        # Guards against 1.1 * 10 = 11.000000000000002 rounding up to 12.
+        return math.ceil(self.over_provision * batch_groups - 1e-9)
 
     def same_as(self, other: Schedule) -> bool:
         """Whether both have the same policies, whatever is expected of them."""
@@ -216,16 +183,12 @@ def first_schedule(*, may_defer: bool, pace: Pace | None = None, waits: bool = F
         waits: every batch must wait for all groups that it runs, because what they have at an
             update is thrown away.
     """
-    if waits:
-        return Schedule(
-            over_provision=FixedRatio(ratio=1.0),
-            refill=LengthBuckets(store=4.0, probe_after=0.97) if may_defer else Wave(),
-            pace=pace,
-            why="nothing is known of the lengths yet, and no token may be stale: wait for all",
-        )
+    buckets = LengthBuckets(store=4.0, probe_after=0.97) if waits else LengthBuckets()
     return Schedule(
-        over_provision=FixedRatio(ratio=FIRST_RATIO),
-        refill=LengthBuckets() if may_defer else Wave(),
+        over_provision=1.0 if waits else FIRST_RATIO,
+        refill=buckets if may_defer else Wave(),
         pace=pace,
-        why="nothing is known of the lengths yet: half a batch more than needed",
+        why="nothing is known of the lengths yet, and no token may be stale: wait for all"
+        if waits
+        else "nothing is known of the lengths yet: half a batch more than needed",
     )

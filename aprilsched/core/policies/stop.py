@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Protocol
 
+from aprilsched.bounds import AT_LEAST_1
 from aprilsched.checks import suggesting
-from aprilsched.core.policies.bounds import AT_LEAST_1
 
 
 class GroupSize(Protocol):
@@ -112,17 +112,8 @@ class Groups(Stop):
     def usual_group(self, group_size: float, group_tokens: Callable[[], float | None]) -> float:
         return 1.0
 
-    def batch_groups(self, usual: float) -> int:
-        return self.amount
-
-    def as_groups(self, held: Held, usual: float) -> int:
-        return len(held)
-
     def held(self, held: Held) -> int:
         return len(held)
-
-    def enough(self, held: Held, *, batches: float = 1) -> bool:
-        return len(held) >= batches * self.amount
 
     def measure(self, group: GroupSize) -> int:
         return 1

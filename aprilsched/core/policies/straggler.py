@@ -30,8 +30,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Literal, TypeAlias
 
+from aprilsched.bounds import ABOVE_0, AT_LEAST_0
 from aprilsched.checks import suggesting
-from aprilsched.core.policies.bounds import ABOVE_0, AT_LEAST_0
 
 StragglerRule: TypeAlias = Literal["retract", "in_place", "abort", "run", "choose"]
 

@@ -246,12 +246,7 @@ class Expectations:
 
     def remaining(self, request: RequestRecord) -> float:
         """Expected number of tokens to the end of the response; 0 while no length is known."""
-        law = self._fresh_law()
-        if law is None:
-            return 0.0
-        stretch = self._stretch(request.rollout.group)
-        so_far = len(request.rollout.log)
-        return stretch * float(law.residual_mean(so_far / stretch))
+        return 0.0 if self._fresh_law() is None else float(self.work([request])[0])
 
     def work(self, requests: Sequence[RequestRecord]) -> NDArray[np.float64]:
         """Expected number of tokens to the end of each response, float64 [n], as

@@ -16,6 +16,7 @@ from aprilsched.core.lengths.observed import GroupLengths, Remembered
 from aprilsched.core.state.ledger import Entry
 from aprilsched.core.state.records import DeliveredBatch, GroupRecord, RolloutRecord
 from aprilsched.core.state.saved import TokenPage
+from aprilsched.core.state.token_log import grown
 from aprilsched.types import Float32Array, Int32Array
 
 _ROOM = 1 << 12
@@ -54,7 +55,9 @@ class PageBuilder:
         begin, count = self._size, len(ids)
         end = begin + count
         if end > len(self._ids):
-            self._grow(end)
+            room = max(end, 2 * len(self._ids))
+            self._ids = grown(self._ids, room, begin)
+            self._logprobs = grown(self._logprobs, room, begin)
         self._ids[begin:end] = ids
         self._logprobs[begin:end] = logprobs
         self._size = end
@@ -92,14 +95,6 @@ class PageBuilder:
 
     def _table(self) -> Int32Array:
         return np.array(self._slices, dtype=np.int32).reshape(-1, 6)
-
-    def _grow(self, needed: int) -> None:
-        room = max(needed, 2 * len(self._ids))
-        ids, logprobs = self._ids, self._logprobs
-        self._ids = np.empty(room, dtype=np.int32)
-        self._logprobs = np.empty(room, dtype=np.float32)
-        self._ids[: self._size] = ids[: self._size]
-        self._logprobs[: self._size] = logprobs[: self._size]
 
 
 class Journal:

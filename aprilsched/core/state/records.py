@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aprilsched.companions import CompanionLog
-from aprilsched.core.lengths.observed import GroupLengths
+from aprilsched.core.lengths.observed import GroupLengths, padded
 from aprilsched.core.state.ledger import Reason
 from aprilsched.core.state.token_log import Path, TokenLog
 from aprilsched.errors import InvariantViolation
@@ -95,18 +95,6 @@ MOVES: dict[tuple[State, Move], State] = {
     # From every state but the two last ones.
     **{(state, Move.DROP): State.DROPPED for state in State if state not in TERMINAL},
 }
-
-
-def after(state: State, move: Move) -> State:
-    """The state that `move` leads to.
-
-    Raises:
-        InvariantViolation: if the table has no such move.
-    """
-    try:
-        return MOVES[state, move]
-    except KeyError:
-        raise InvariantViolation(f"a {state} rollout cannot {move}") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,8 +258,14 @@ class RolloutRecord:
     """Saved tokens of the rollout are void: the next snapshot saves all of its tokens again."""
 
     def move(self, move: Move) -> None:
-        """Make a move of the life-cycle table."""
-        self.state = after(self.state, move)
+        """Make a move of the life-cycle table.
+
+        Raises:
+            InvariantViolation: if the table has no such move.
+        """
+        if (self.state, move) not in MOVES:
+            raise InvariantViolation(f"a {self.state} rollout cannot {move}")
+        self.state = MOVES[self.state, move]
 
     def attach(self, score: Score) -> None:
         """Take a reward with its parts and info. Those of the episode stay where the score of the
@@ -436,11 +430,6 @@ def group_lengths(record: GroupRecord) -> GroupLengths:
 def member_tokens(groups: Sequence[GroupRecord]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """The tokens of each member so far, int64 [G, g], and whether it has finished, bool [G, g].
     Where a smaller group has no member, it is 0 and True."""
-    size = max((len(group.members) for group in groups), default=0)
-    tokens = np.zeros((len(groups), size), dtype=np.int64)
-    finished = np.ones((len(groups), size), dtype=np.bool_)
-    for row, group in enumerate(groups):
-        for column, member in enumerate(group.members):
-            tokens[row, column] = len(member.log)
-            finished[row, column] = member.state not in GENERATING
-    return tokens, finished
+    tokens = [[len(member.log) for member in group.members] for group in groups]
+    finished = [[member.state not in GENERATING for member in g.members] for g in groups]
+    return padded(tokens, 0, np.int64), padded(finished, True, np.bool_)

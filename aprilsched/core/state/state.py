@@ -435,6 +435,11 @@ class SchedulerState:
         return 0 if self.delivery.offer is None else len(self.delivery.offer.groups)
 
     @property
+    def open_groups(self) -> int:
+        """Number of training groups of which something is still to be generated."""
+        return self.in_flight.training - len(self.in_flight.ready) - self.offered_groups
+
+    @property
     def begun(self) -> int:
         """Number of batches before the one in work: those that were taken and the one that is
         offered."""
@@ -460,8 +465,7 @@ class SchedulerState:
     def held_batches(self) -> float:
         """Number of batches of complete groups that are held back now. Nothing is held where no
         group generates any more, because no other would come."""
-        generating = self.in_flight.training - len(self.in_flight.ready) - self.offered_groups
-        return self.plan.schedule.refill.held_batches if generating > 0 else 0.0
+        return self.plan.schedule.refill.held_batches if self.open_groups > 0 else 0.0
 
     @property
     def spare_groups(self) -> int:

@@ -183,11 +183,7 @@ class TokenLog:
         # Copied, because the next tokens would overwrite the array, which may belong to others.
         self._ids = self._ids[: self._size].copy()
         self._logprobs = self._logprobs[: self._size].copy()
-        kept: list[_Run] = []
-        for run in self._runs:
-            if self._size > (kept[-1].end if kept else 0):
-                kept.append(_Run(min(run.end, self._size), run.version, run.engine))
-        self._runs = kept
+        self._runs = self._runs_before(self._size)
 
     @property
     def token_ids(self) -> Int32Array:
@@ -212,12 +208,7 @@ class TokenLog:
     def append(self, ids: Int32Array, logprobs: Float32Array, *, version: int, engine: str) -> None:
         """Add tokens that `engine` sampled, under `version` as far as is known now."""
         self._extend(ids, logprobs)
-        last = self._runs[-1] if self._runs else None
-        if last is not None and last.version == version and last.engine == engine:
-            # Nearly every chunk continues the last run, so it costs no further call.
-            last.end = self._size
-        else:
-            self._mark(version, engine)
+        self._mark(version, engine)
 
     def append_environment(self, ids: Int32Array) -> None:
         """Add tokens of the environment, which no policy sampled."""
@@ -318,14 +309,7 @@ class TokenLog:
             return
         if len(spans) == 1 and self._last_is(start, spans[0].version, engine):
             return
-        kept: list[_Run] = []
-        begin = 0
-        for run in self._runs:
-            if begin >= start:
-                break
-            kept.append(_Run(min(run.end, start), run.version, run.engine))
-            begin = run.end
-        self._runs = kept
+        self._runs = self._runs_before(start)
         for span in spans:
             end = min(start + span.end, self._size)
             if end > self.covered:
@@ -336,13 +320,8 @@ class TokenLog:
     def versions(self) -> Int32Array:
         """The version of each token, int32 [T]; -1 for tokens of the environment."""
         out = np.empty(self._size, dtype=np.int32)
-        if len(self._runs) == 1:
-            out.fill(self._runs[0].version)
-            return out
-        begin = 0
-        for run in self._runs:
+        for begin, run in self._parts():
             out[begin : run.end] = run.version
-            begin = run.end
         return out
 
     def logprobs(self) -> Float32Array:
@@ -351,40 +330,27 @@ class TokenLog:
 
     def sampled(self) -> BoolArray:
         """Whether a policy sampled each token, bool [T]; False for tokens of the environment."""
-        for run in self._runs:
-            if run.version == NO_VERSION:
-                return self.versions() != NO_VERSION
-        out = np.empty(self._size, dtype=np.bool_)
-        out.fill(True)
-        return out
+        return self.versions() != NO_VERSION
 
     def segments(self) -> tuple[Segment, ...]:
         """The runs in the form that users get."""
-        out: list[Segment] = []
-        begin = 0
-        for run in self._runs:
-            out.append(Segment(start=begin, end=run.end, version=run.version, engine=run.engine))
-            begin = run.end
-        return tuple(out)
+        return tuple(
+            [
+                Segment(start=begin, end=run.end, version=run.version, engine=run.engine)
+                for begin, run in self._parts()
+            ]
+        )
 
     @property
     def sampled_tokens(self) -> int:
         """Number of tokens that a policy sampled."""
-        count = begin = 0
-        for run in self._runs:
-            if run.version != NO_VERSION:
-                count += run.end - begin
-            begin = run.end
-        return count
+        parts = self._parts()
+        return sum([run.end - begin for begin, run in parts if run.version != NO_VERSION])
 
     @property
     def oldest_version(self) -> int | None:
         """The oldest version among the sampled tokens; None if there are none."""
-        oldest: int | None = None
-        for run in self._runs:
-            if run.version != NO_VERSION and (oldest is None or run.version < oldest):
-                oldest = run.version
-        return oldest
+        return min([r.version for r in self._runs if r.version != NO_VERSION], default=None)
 
     @property
     def mixed(self) -> bool:
@@ -403,11 +369,20 @@ class TokenLog:
         size = self._size + len(ids)
         if size > len(self._ids):
             room = max(size, int(len(self._ids) * _GROWTH), _FIRST_ROOM)
-            self._ids = _grown(self._ids, room, self._size)
-            self._logprobs = _grown(self._logprobs, room, self._size)
+            self._ids = grown(self._ids, room, self._size)
+            self._logprobs = grown(self._logprobs, room, self._size)
         self._ids[self._size : size] = ids
         self._logprobs[self._size : size] = logprobs
         self._size = size
+
+    def _parts(self) -> list[tuple[int, _Run]]:
+        """Where each run begins, and the run."""
+        return list(zip([0, *[run.end for run in self._runs]], self._runs, strict=False))
+
+    def _runs_before(self, end: int) -> list[_Run]:
+        """The runs of the tokens before `end`."""
+        parts = self._parts()
+        return [_Run(min(r.end, end), r.version, r.engine) for begin, r in parts if begin < end]
 
     def _last_is(self, start: int, version: int, engine: str) -> bool:
         """Whether the last run has all tokens from `start` on, with this version and engine."""
@@ -470,7 +445,8 @@ def _along(array: NDArray[_T], path: Path) -> NDArray[_T]:
     return np.concatenate([array[:0], *[array[a:b] for a, b in path]])
 
 
-def _grown(array: np.ndarray, room: int, used: int) -> np.ndarray:
-    grown = np.empty(room, dtype=array.dtype)
-    grown[:used] = array[:used]
-    return grown
+def grown(array: np.ndarray, room: int, used: int) -> np.ndarray:
+    """An array of `room` places with the first `used` of `array`."""
+    larger = np.empty(room, dtype=array.dtype)
+    larger[:used] = array[:used]
+    return larger

@@ -500,8 +500,7 @@ def retarget(state: SchedulerState) -> None:
     """Decide how many groups are kept open for the next batch, which begins now, or again in the
     middle of a batch, because it may take more or fewer groups than was estimated."""
     state.plan.usual_group = _usual_group(state)
-    over_provision = state.plan.schedule.over_provision
-    state.plan.target_groups = over_provision.target_groups(state.batch_groups)
+    state.plan.target_groups = state.plan.schedule.target_groups(state.batch_groups)
 
 
 def _usual_group(state: SchedulerState) -> float:

@@ -193,15 +193,19 @@ def _awaited(state: SchedulerState) -> bool:
 
 
 def _quiet(state: SchedulerState) -> list[EngineControl]:
-    """The engines that take requests and that nobody would have noticed to be restarted."""
+    """The engines that take requests and may have been restarted without anybody noticing. They
+    would answer with the weights that they were first started with, as if nothing had happened."""
     index = state.fleet.index
+    # What has answered since they were asked is not asked again: the answers of a large fleet take
+    # longer than the quiet time, so it would be asked for ever, and nothing would be sent.
+    since = math.inf if state.fleet.asking_since is None else state.fleet.asking_since
     idle = [
         control
         for kind, controls in index.kinds.items()
         if kind.idle and kind.mode is Mode.RUNNING and not kind.leaves
         for control in controls.values()
         if control.doubt or state.now - control.version_seen_at > _QUIET_S
-        if _may_have_restarted(state, control)
+        if control.doubt or control.version_seen_at < since
     ]
     idle += [
         control
@@ -260,21 +264,6 @@ def _worth_asking_for(
     others.sort(key=lambda control: control.name in avoid)
     missing = max(0, len(waiting) - spare - len(asked))
     return asked + others[:missing]
-
-
-def _may_have_restarted(state: SchedulerState, control: EngineControl) -> bool:
-    """Whether the engine may have been restarted without anybody noticing.
-
-    It would answer with the weights that it was first started with, as if nothing had happened.
-    """
-    if control.doubt:
-        return True
-    since = state.fleet.asking_since
-    if since is not None and control.version_seen_at >= since:
-        # It has answered. Asked again because the answers of a large fleet take longer than the
-        # quiet time, the engines would be asked for ever, and nothing would be sent.
-        return False
-    return not state.in_flight.open[control.name] and state.now - control.version_seen_at > _QUIET_S
 
 
 def _send(state: SchedulerState, request: RequestRecord, engine: str) -> None:

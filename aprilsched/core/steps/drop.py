@@ -94,10 +94,9 @@ def discard(
     )
 
 
-def on_group_withdrawn(state: SchedulerState, event: ev.GroupWithdrawn) -> None:
+def on_group_withdrawn(state: SchedulerState, group: GroupRecord, event: ev.GroupWithdrawn) -> None:
     """Drop a group that nobody wants any more, unless its batch is with the trainer."""
-    group = state.in_flight.groups.get(event.group_id)
-    if group is None or group.evaluation_id is not None or group.offered:
+    if group.evaluation_id is not None or group.offered:
         return
     offer = state.delivery.offer
     part = () if offer is None else (each.group_id for each in offer.batch.groups)

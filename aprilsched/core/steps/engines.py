@@ -138,12 +138,8 @@ def on_continued(state: SchedulerState, event: ev.Continued) -> None:
             state.fleet.health.of(event.engine).pending_prefill += request.pending_prefill
 
 
-def on_hold_requested(state: SchedulerState, _: ev.HoldRequested) -> None:
-    state.fleet.held = True
-
-
-def on_hold_ended(state: SchedulerState, _: ev.HoldEnded) -> None:
-    state.fleet.held = False
+def on_hold_changed(state: SchedulerState, event: ev.HoldChanged) -> None:
+    state.fleet.held = event.held
 
 
 def on_control_failed(state: SchedulerState, event: ev.ControlFailed) -> None:

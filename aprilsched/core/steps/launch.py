@@ -191,7 +191,7 @@ def _pool_view(state: SchedulerState) -> PoolView:
         batch_groups=state.batch_groups,
         group_size=state.prompts.usual_size,
         target_groups=state.plan.target_groups,
-        open_groups=_open_groups(state),
+        open_groups=state.open_groups,
         ready_groups=state.ready_groups,
         in_flight=in_flight.generating,
         put_aside=_put_aside(state),
@@ -199,10 +199,6 @@ def _pool_view(state: SchedulerState) -> PoolView:
         batch_open=not full(state),
         asynchronous=state.asynchronous or awaits_scores(state),
     )
-
-
-def _open_groups(state: SchedulerState) -> int:
-    return state.in_flight.training - len(state.in_flight.ready) - state.offered_groups
 
 
 def _put_aside(state: SchedulerState) -> int:

@@ -77,10 +77,9 @@ def _complete(state: SchedulerState, group: GroupRecord, *, was_complete: bool) 
         ask_for_rewards(state, group)
 
 
-def on_episode_failed(state: SchedulerState, event: ev.EpisodeFailed) -> None:
-    rollout = state.in_flight.rollouts.get(event.rollout_id)
-    if rollout is None:
-        return
+def on_episode_failed(
+    state: SchedulerState, rollout: RolloutRecord, event: ev.EpisodeFailed
+) -> None:
     if event.lost:
         lose_member(state, rollout, Reason.EPISODE_FAILED, event.cause)
     else:
@@ -92,10 +91,7 @@ def on_teardown_failed(state: SchedulerState, event: ev.TeardownFailed) -> None:
     state.tell(facts.TeardownFailed(rollout_id=event.rollout_id, cause=event.cause))
 
 
-def on_reward_failed(state: SchedulerState, event: ev.RewardFailed) -> None:
-    group = state.in_flight.groups.get(event.group_id)
-    if group is None:
-        return
+def on_reward_failed(state: SchedulerState, group: GroupRecord, event: ev.RewardFailed) -> None:
     rollout = None if event.lost is None else state.in_flight.rollouts.get(event.lost)
     if rollout is None or rollout.state is not State.SCORING:
         drop(state, group, Reason.REWARD_FAILED, event.cause)

@@ -19,7 +19,6 @@ that do not report it. Where requests wait, as many move as wait there, and none
 from __future__ import annotations
 
 from aprilsched.core.messages import events as ev
-from aprilsched.core.state.records import RequestRecord
 from aprilsched.core.state.state import PoolReport, SchedulerState
 from aprilsched.core.steps.batch import training_runs
 from aprilsched.core.steps.drop import abort
@@ -68,7 +67,7 @@ def migrate(state: SchedulerState) -> None:
     crowded, state.fleet.crowded = state.fleet.crowded, set()
     if not crowded or not training_runs(state):
         return
-    rooms: dict[str, float] | None = None
+    prices, rooms = state.config.prices, None
     for engine in sorted(crowded):
         control = state.fleet.control.engines.get(engine)
         if control is None or control.kv_tokens is None:
@@ -90,7 +89,9 @@ def migrate(state: SchedulerState) -> None:
             if request.moved or not request.rollout.group.in_training:
                 continue
             rest = float(state.expectations.work([request])[0])
-            if not _pays(state, request, rest):
+            # It moves only if prefilling its context takes less time than decoding the rest.
+            prefill = request.rollout.computed_tokens / prices.prefill_tokens_per_s
+            if prefill >= rest * prices.step_seconds:
                 continue
             # Most looks move nothing, and this one looks at every engine.
             rooms = _rooms(state) if rooms is None else rooms
@@ -139,11 +140,3 @@ def _rooms(state: SchedulerState) -> dict[str, float]:
         elif request.destination in rooms:
             rooms[request.destination] -= request.rollout.computed_tokens
     return rooms
-
-
-def _pays(state: SchedulerState, request: RequestRecord, rest: float) -> bool:
-    """Whether prefilling the context elsewhere takes less time than decoding the rest does."""
-    prices = state.config.prices
-    return (
-        request.rollout.computed_tokens / prices.prefill_tokens_per_s < rest * prices.step_seconds
-    )

@@ -22,10 +22,7 @@ _MOST_FAILURES = 3
 """Failed attempts in a row, without one that went well, after which an engine is lost."""
 
 
-def on_progress(state: SchedulerState, event: ev.Progress) -> None:
-    request = state.in_flight.attempt(event.request_id, event.attempt)
-    if request is None:
-        return
+def on_progress(state: SchedulerState, request: RequestRecord, event: ev.Progress) -> None:
     if event.prompt_tokens is not None:
         arrived = len(request.rollout.log) - request.attempt_start
         sent = request.rollout.context_tokens - arrived
@@ -105,10 +102,7 @@ def _note_newer_version(state: SchedulerState, request: RequestRecord) -> None:
             state.weights.update.met.discard(request.request_id)
 
 
-def on_finished(state: SchedulerState, event: ev.Finished) -> None:
-    request = state.in_flight.attempt(event.request_id, event.attempt)
-    if request is None:
-        return
+def on_finished(state: SchedulerState, request: RequestRecord, event: ev.Finished) -> None:
     control = state.fleet.control.engines[request.engine]
     control.consecutive_failures, control.version_seen_at = 0, state.now
     state.fleet.health.tokens_arrived(request.engine, 0)
@@ -126,15 +120,13 @@ def on_finished(state: SchedulerState, event: ev.Finished) -> None:
     end_turn(state, request)
 
 
-def on_interrupted(state: SchedulerState, event: ev.Interrupted) -> None:
-    request = state.in_flight.attempt(event.request_id, event.attempt)
-    if request is not None:
-        if request.gained:
-            request.failures, request.avoid = 0, frozenset()
-        foreign = _close(state, request, "interrupted", event)
-        take_back(state, request)
-        if foreign is not None:
-            disown(state, request, foreign)
+def on_interrupted(state: SchedulerState, request: RequestRecord, event: ev.Interrupted) -> None:
+    if request.gained:
+        request.failures, request.avoid = 0, frozenset()
+    foreign = _close(state, request, "interrupted", event)
+    take_back(state, request)
+    if foreign is not None:
+        disown(state, request, foreign)
 
 
 def _close(
@@ -159,10 +151,7 @@ def _close(
     return foreign_version(state, request, [span.version for span in spans or ()])
 
 
-def on_failed(state: SchedulerState, event: ev.Failed) -> None:
-    request = state.in_flight.attempt(event.request_id, event.attempt)
-    if request is None:
-        return
+def on_failed(state: SchedulerState, request: RequestRecord, event: ev.Failed) -> None:
     engine, rollout = request.engine, request.rollout
     state.note_work(engine)
     state.in_flight.close_attempt(request, None)

@@ -34,6 +34,7 @@ from aprilsched.core.state.records import (
     State,
 )
 from aprilsched.core.state.saved import (
+    GroupState,
     RolloutState,
     RunState,
     Saved,
@@ -189,28 +190,30 @@ def _restore_schedule(state: SchedulerState, schedule: Schedule | None) -> None:
 
 def _members(saved: Saved, group: SavedGroup) -> list[SavedMember]:
     """The members of a group without those that lost a race and have left it."""
-    now = saved.group_states.get(group.group_id)
-    left = () if now is None else now.left
+    left = _now(saved, group).left
     return [member for member in group.members if member.rollout_id not in left]
 
 
+def _now(saved: Saved, group: SavedGroup) -> GroupState:
+    """What has become of the group since it was launched."""
+    return saved.group_states.get(group.group_id) or GroupState(group_id=group.group_id)
+
+
 def _group(state: SchedulerState, saved: Saved, group: SavedGroup) -> GroupRecord:
-    now = saved.group_states.get(group.group_id)
-    left = () if now is None else now.left
+    now = _now(saved, group)
     record = GroupRecord(
         group_id=group.group_id,
         prompt=group.prompt,
         opened=group.opened,
         again=group.again,
-        accepted=None if now is None else now.accepted,
-        first_run=None if now is None else now.first_run,
-        left=left,
+        accepted=now.accepted,
+        first_run=now.first_run,
+        left=now.left,
         lost=group.lost,
     )
     for member in _members(saved, group):
-        known = saved.rollouts.get(member.rollout_id)
-        if known is None:
-            known = RolloutState(rollout_id=member.rollout_id, group_id=group.group_id)
+        new = RolloutState(rollout_id=member.rollout_id, group_id=group.group_id)
+        known = saved.rollouts.get(member.rollout_id, new)
         tokens = saved.tokens.get(member.rollout_id, SavedTokens())
         rollout = _rollout(state, record, member, known, tokens)
         size = len(rollout.log)
@@ -238,7 +241,7 @@ def _group(state: SchedulerState, saved: Saved, group: SavedGroup) -> GroupRecor
         record.members.append(rollout)
     record.size = len(record.members) if group.size is None else group.size
     record.unfinished = sum(member.state in GENERATING for member in record.members)
-    if left and record.complete:
+    if now.left and record.complete:
         record.members.sort(key=lambda member: member.index)
     return record
 

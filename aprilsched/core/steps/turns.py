@@ -90,10 +90,9 @@ def take_back(state: SchedulerState, request: RequestRecord) -> None:
         state.in_flight.requeue(request)
 
 
-def on_turn_requested(state: SchedulerState, event: ev.TurnRequested) -> None:
-    rollout = state.in_flight.rollouts.get(event.rollout_id)
-    if rollout is None:
-        return
+def on_turn_requested(
+    state: SchedulerState, rollout: RolloutRecord, event: ev.TurnRequested
+) -> None:
     _drop_undecided(state, rollout)
     turn, begin = _known_turn(state, rollout, event)
     before = len(rollout.log)
@@ -133,9 +132,8 @@ def _tell_begun(state: SchedulerState, rollout: RolloutRecord, before: int) -> N
     )
 
 
-def on_turn_withdrawn(state: SchedulerState, event: ev.TurnWithdrawn) -> None:
-    rollout = state.in_flight.rollouts.get(event.rollout_id)
-    if rollout is None or rollout.state is State.RETURNING:
+def on_turn_withdrawn(state: SchedulerState, rollout: RolloutRecord, _: ev.TurnWithdrawn) -> None:
+    if rollout.state is State.RETURNING:
         return
     if rollout.state is State.THINKING:
         _withdraw_answered(state, rollout)
@@ -155,15 +153,13 @@ def on_turn_withdrawn(state: SchedulerState, event: ev.TurnWithdrawn) -> None:
     _hand_back(state, rollout, request.output_start)
 
 
-def on_episode_waits(state: SchedulerState, event: ev.EpisodeWaits) -> None:
-    rollout = state.in_flight.rollouts.get(event.rollout_id)
-    if rollout is not None and rollout.state is State.THINKING:
+def on_episode_waits(state: SchedulerState, rollout: RolloutRecord, event: ev.EpisodeWaits) -> None:
+    if rollout.state is State.THINKING:
         state.tell(facts.EpisodeWaiting(rollout_id=event.rollout_id, what=event.what))
 
 
-def on_turn_kept(state: SchedulerState, event: ev.TurnKept) -> None:
-    rollout = state.in_flight.rollouts.get(event.rollout_id)
-    if rollout is None or rollout.undecided is None:
+def on_turn_kept(state: SchedulerState, rollout: RolloutRecord, _: ev.TurnKept) -> None:
+    if rollout.undecided is None:
         return
     begin, rollout.undecided = rollout.undecided, None
     rollout.turns += 1
@@ -176,10 +172,9 @@ def on_turn_kept(state: SchedulerState, event: ev.TurnKept) -> None:
         state.in_flight.journal.change(rollout)
 
 
-def on_episode_finished(state: SchedulerState, event: ev.EpisodeFinished) -> None:
-    rollout = state.in_flight.rollouts.get(event.rollout_id)
-    if rollout is None:
-        return
+def on_episode_finished(
+    state: SchedulerState, rollout: RolloutRecord, event: ev.EpisodeFinished
+) -> None:
     _drop_undecided(state, rollout)
     if rollout.replay is not None and event.keeps_known:
         keep_rest(state, rollout)
@@ -330,27 +325,19 @@ def _end_race(state: SchedulerState, group: GroupRecord) -> None:
     drop(state, losers, Reason.OUTRACED, "enough other responses of its prompt were complete")
 
 
-def on_rewarded(state: SchedulerState, event: ev.Rewarded) -> None:
-    rollout = state.in_flight.rollouts.get(event.rollout_id)
-    if rollout is not None:
-        rollout.attach(event.score)
-        _score(state, rollout)
+def on_rewarded(state: SchedulerState, rollout: RolloutRecord, event: ev.Rewarded) -> None:
+    rollout.attach(event.score)
+    _score(state, rollout)
 
 
-def on_group_rewarded(state: SchedulerState, event: ev.GroupRewarded) -> None:
-    group = state.in_flight.groups.get(event.group_id)
-    if group is None:
-        return
+def on_group_rewarded(state: SchedulerState, group: GroupRecord, event: ev.GroupRewarded) -> None:
     for rollout, score in zip(group.members, event.scores, strict=True):
         if rollout.state is State.SCORING:
             rollout.attach(score)
             _score(state, rollout)
 
 
-def on_filtered(state: SchedulerState, event: ev.Filtered) -> None:
-    group = state.in_flight.groups.get(event.group_id)
-    if group is None:
-        return
+def on_filtered(state: SchedulerState, group: GroupRecord, event: ev.Filtered) -> None:
     state.calls.verdicts.append((group.tokens, event.accepted))
     if event.accepted:
         _accept(state, group)

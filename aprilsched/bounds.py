@@ -7,6 +7,7 @@ so no range or choice is written down a second time.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from numbers import Integral, Real
@@ -41,6 +42,8 @@ class Bound:
 AT_LEAST_0 = Bound(least=0, words="0 or more")
 AT_LEAST_1 = Bound(least=1, words="1 or more")
 ABOVE_0 = Bound(above=0, words="a number above 0")
+NOT_NEGATIVE = Bound(least=0, below=math.inf, words="a finite number, 0 or more")
+POSITIVE = Bound(above=0, below=math.inf, words="a finite number above 0")
 SHARE = Bound(above=0, most=1, words="a share above 0 and at most 1")
 SHARE_OR_0 = Bound(least=0, below=1, words="a share below 1, or 0")
 
