@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -187,3 +188,14 @@ def test_the_rest_of_a_group_is_known_before_its_first_token() -> None:
     assert other is not None
     remaining = driver.state.expectations.remaining
     assert remaining(request) < 0.3 * remaining(other)
+
+
+def test_a_single_group_is_no_sample_of_a_law() -> None:
+    """A shard delivers one by one: each had asked for the lengths of all that are in flight."""
+
+    def flight() -> Iterator[Any]:
+        raise AssertionError("it asks for all groups in flight")
+        yield
+
+    group: Any = object()
+    assert Expectations().distances([group], flight()) is None
