@@ -83,19 +83,8 @@ async def embedded(tmp_path: Path) -> AsyncIterator[Adapting]:
     await engine.close()
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
-        pytest.param(
-            check,
-            id=check.__name__,
-            # They wait for a long response, and the embedded engine has them in short.
-            marks=[pytest.mark.long]
-            * (check.__name__ in ("unloading_ends_no_request", "loading_pauses_nothing")),
-        )
-        for check in ADAPTER_CHECKS
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("check", ADAPTER_CHECKS, ids=lambda check: check.__name__)
 async def test_sglang(real: Adapting, check: AdapterCheck) -> None:
     """The real server keeps it."""
     await check(real)
@@ -107,6 +96,7 @@ async def test_sim(embedded: Adapting, check: AdapterCheck) -> None:
     await check(embedded)
 
 
+@pytest.mark.long
 async def test_logprobs_are_those_of_the_merged_weights(
     real: Adapting, adapters: tuple[object, tuple[Path, Path]], tmp_path: Path
 ) -> None:
@@ -127,6 +117,7 @@ def _write(model: Path, adapter: Path, merged: Path, seed: int) -> tuple[Path, P
     return adapter, merged
 
 
+@pytest.mark.long
 async def test_rollouts_are_of_the_adapters_they_were_sent_under(
     lora_server: CpuServer,
     adapters: tuple[tuple[Path, Path], tuple[Path, Path]],

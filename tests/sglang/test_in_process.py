@@ -22,6 +22,7 @@ def test_it_keeps_the_contract_of_an_engine(models: tuple[Path, Path], check: Ch
     run("contract", check.__name__, *models)
 
 
+@pytest.mark.long
 def test_it_takes_weights_from_the_memory_of_this_process(models: tuple[Path, Path]) -> None:
     run("tensors", *models)
 

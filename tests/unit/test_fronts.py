@@ -48,6 +48,7 @@ ONE_SHARED = "leaving it leaves the actor as it is"
 IN_ACTOR = "its prompts are made in the actor"
 AS_SHARDS = "the same scheduler as `blocking shards`, of which each has its actors"
 ALL_AT_ONCE = "weights get into all shards at once, so there is no such block"
+TOGETHER = ("ray", "blocking shards", "ray shards")
 GROUPS = {
     "in this process": ("asyncio", "blocking", "shards", "blocking shards"),
     "with asyncio": ("asyncio", "actor", "shards"),
@@ -114,8 +115,8 @@ def ray_shards(cluster: None) -> Iterator[Any]:
 
 @pytest.fixture(
     params=[
-        # Each of them boots actors of its own, which takes as long as all other fronts together.
-        pytest.param(front, id=front.name, marks=[pytest.mark.long] * (front.name == "ray shards"))
+        # They are two of the others together. `ray shards` boots actors for each test.
+        pytest.param(front, id=front.name, marks=[pytest.mark.long] * (front.name in TOGETHER))
         for front in FRONTS
     ]
 )

@@ -483,7 +483,7 @@ def modelled(kv_tokens: int) -> SimConfig:
         pytest.param("retract", {"over_provision": 2.0}, marks=pytest.mark.long),
         ("retract", {"over_provision": 1.25, "refill": "pool"}),
         ("retract", {"over_provision": 1.625, "refill": "buckets"}),
-        ("in_place", {"over_provision": 1.25}),
+        pytest.param("in_place", {"over_provision": 1.25}, marks=pytest.mark.long),
         pytest.param("in_place", {"over_provision": 2.0}, marks=pytest.mark.long),
         pytest.param(
             "in_place", {"over_provision": 1.25, "refill": "pool"}, marks=pytest.mark.long
@@ -491,7 +491,9 @@ def modelled(kv_tokens: int) -> SimConfig:
         pytest.param("run", {"over_provision": 1.25}, marks=pytest.mark.long),
         pytest.param("retract", {"over_provision": 1.5, "kv": 100_000}, marks=pytest.mark.long),
         pytest.param("in_place", {"over_provision": 1.25, "kv": 100_000}, marks=pytest.mark.long),
-        ("retract", {"over_provision": 1.5, "stop": Tokens(250_000)}),
+        pytest.param(
+            "retract", {"over_provision": 1.5, "stop": Tokens(250_000)}, marks=pytest.mark.long
+        ),
         pytest.param(
             "retract", {"over_provision": 1.5, "stop": Samples(100)}, marks=pytest.mark.long
         ),
@@ -598,7 +600,7 @@ AHEAD = {"pace": "asynchronous", "over_provision": 1.5}
         (HALF, {"over_provision": 1.5, "refill": "buckets"}, 0.04),
         (SHORT, {**AHEAD, "refill": "pool"}, 0.01),
         (SHORT | REWARDS, {"over_provision": 2.0}, 0.01),
-        (TOOLS, {"over_provision": 1.0}, 0.01),
+        pytest.param(TOOLS, {"over_provision": 1.0}, 0.01, marks=pytest.mark.long),
         pytest.param(
             TOOLS, {"over_provision": 1.5, "refill": "buckets"}, 0.04, marks=pytest.mark.long
         ),
@@ -863,7 +865,7 @@ def chosen(straggler: str) -> Schedule:
     return best
 
 
-@pytest.mark.parametrize("straggler", ["retract", "in_place"])
+@pytest.mark.parametrize("straggler", [pytest.param("retract", marks=pytest.mark.long), "in_place"])
 def test_no_candidate_is_better_by_more_than_the_tolerance_nor_much_fresher_and_as_good(
     straggler: str,
 ) -> None:
