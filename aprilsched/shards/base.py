@@ -55,12 +55,15 @@ class Complete:
     def __len__(self) -> int:
         return self.groups
 
-    def __add__(self, other: Complete) -> Complete:
-        return Complete(
-            groups=self.groups + other.groups,
-            samples=self.samples + other.samples,
-            tokens=self.tokens + other.tokens,
-        )
+    @classmethod
+    def sum(cls, parts: Iterable[Complete]) -> Complete:
+        """All of them together."""
+        groups = samples = tokens = 0
+        for part in parts:
+            groups += part.groups
+            samples += part.samples
+            tokens += part.tokens
+        return cls(groups=groups, samples=samples, tokens=tokens)
 
 
 NOTHING = Complete()

@@ -309,9 +309,14 @@ class Collector:
         """Whether a shard has the version of the run."""
         return post.version == self.version
 
-    def must_hold(self, post: Post) -> bool:
-        """Whether this shard holds: with all of them, or because its version is another one."""
-        return self.held or not (self.updating or self.takes_part(post))
+    def must_hold(self, post: Post, *, held: bool | None = None) -> bool:
+        """Whether this shard holds: with all of them, or because its version is another one.
+
+        Who asks for each shard gives :attr:`held`, which is a sum over all of them.
+        """
+        if not (self.updating or self.takes_part(post)):
+            return True
+        return self.held if held is None else held
 
     # --- shards --------------------------------------------------------------------------------
 
@@ -383,7 +388,7 @@ class Collector:
             self.evicted.append(arrived.group)
             return
         self._ready.append(arrived)
-        self._ready_size += size
+        self._ready_size = Complete.sum((self._ready_size, size))
 
     def _kept(self) -> Iterable[_Arrived]:
         """The groups that have arrived and are not taken."""
@@ -501,7 +506,7 @@ class Collector:
 
     def _merged(self) -> Complete:
         """What is complete, here and in the shards."""
-        return sum((post.complete for post in self._working()), self._ready_size)
+        return Complete.sum((self._ready_size, *(post.complete for post in self._working())))
 
     def _view(self) -> PoolView:
         merged = self._merged()
@@ -529,7 +534,7 @@ class Collector:
 
     def _keep(self, groups: list[_Arrived]) -> None:
         self._ready = groups
-        self._ready_size = sum((each.size for each in groups), NOTHING)
+        self._ready_size = Complete.sum(each.size for each in groups)
 
     def _evict(self) -> None:
         stale = [each for each in self._ready if self._too_stale(each)]

@@ -900,9 +900,11 @@ class ShardedScheduler(AsyncScheduler):
             collector.prompts.fetching = True
             self._tell_facts(of.PromptsRequested(count=missing))
             self._start(self._fetch(missing))
+        held = collector.held
         for member in self._members:
             post = member.post
-            news = post.prompts or post.received or member.held != collector.must_hold(post)
+            holds = collector.must_hold(post, held=held)
+            news = post.prompts or post.received or member.held != holds
             if member.open and news:
                 member.due.set()
 

@@ -253,8 +253,9 @@ class ShardedSimulation:
             prompts = tuple(islice(self._prompts, missing))
             collector.arrived(prompts, last=len(prompts) < missing, partial=False)
             collector.give()
+        all_hold = collector.held
         for shard in self.shards:
-            post, held = shard.post, collector.must_hold(shard.post)
+            post, held = shard.post, collector.must_hold(shard.post, held=all_hold)
             if not post.prompts and held == self._told.get(id(shard), False):
                 continue
             self._told[id(shard)] = held
