@@ -112,8 +112,19 @@ class Groups(Stop):
     def usual_group(self, group_size: float, group_tokens: Callable[[], float | None]) -> float:
         return 1.0
 
+    # The same as those of the base, which calls `held` and `usual_group`, at most events of a run.
+
+    def batch_groups(self, usual: float) -> int:
+        return self.amount
+
+    def as_groups(self, held: Held, usual: float) -> int:
+        return len(held)
+
     def held(self, held: Held) -> int:
         return len(held)
+
+    def enough(self, held: Held, *, batches: float = 1) -> bool:
+        return len(held) >= batches * self.amount
 
     def measure(self, group: GroupSize) -> int:
         return 1

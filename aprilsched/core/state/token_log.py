@@ -208,7 +208,12 @@ class TokenLog:
     def append(self, ids: Int32Array, logprobs: Float32Array, *, version: int, engine: str) -> None:
         """Add tokens that `engine` sampled, under `version` as far as is known now."""
         self._extend(ids, logprobs)
-        self._mark(version, engine)
+        last = self._runs[-1] if self._runs else None
+        if last is not None and last.version == version and last.engine == engine:
+            # Nearly every chunk continues the last run, so it costs no further call.
+            last.end = self._size
+        else:
+            self._mark(version, engine)
 
     def append_environment(self, ids: Int32Array) -> None:
         """Add tokens of the environment, which no policy sampled."""
@@ -320,8 +325,13 @@ class TokenLog:
     def versions(self) -> Int32Array:
         """The version of each token, int32 [T]; -1 for tokens of the environment."""
         out = np.empty(self._size, dtype=np.int32)
-        for begin, run in self._parts():
+        if len(self._runs) == 1:
+            out.fill(self._runs[0].version)
+            return out
+        begin = 0
+        for run in self._runs:
             out[begin : run.end] = run.version
+            begin = run.end
         return out
 
     def logprobs(self) -> Float32Array:
@@ -330,7 +340,12 @@ class TokenLog:
 
     def sampled(self) -> BoolArray:
         """Whether a policy sampled each token, bool [T]; False for tokens of the environment."""
-        return self.versions() != NO_VERSION
+        for run in self._runs:
+            if run.version == NO_VERSION:
+                return self.versions() != NO_VERSION
+        out = np.empty(self._size, dtype=np.bool_)
+        out.fill(True)
+        return out
 
     def segments(self) -> tuple[Segment, ...]:
         """The runs in the form that users get."""
@@ -344,13 +359,21 @@ class TokenLog:
     @property
     def sampled_tokens(self) -> int:
         """Number of tokens that a policy sampled."""
-        parts = self._parts()
-        return sum([run.end - begin for begin, run in parts if run.version != NO_VERSION])
+        count = begin = 0
+        for run in self._runs:
+            if run.version != NO_VERSION:
+                count += run.end - begin
+            begin = run.end
+        return count
 
     @property
     def oldest_version(self) -> int | None:
         """The oldest version among the sampled tokens; None if there are none."""
-        return min([r.version for r in self._runs if r.version != NO_VERSION], default=None)
+        oldest: int | None = None
+        for run in self._runs:
+            if run.version != NO_VERSION and (oldest is None or run.version < oldest):
+                oldest = run.version
+        return oldest
 
     @property
     def mixed(self) -> bool:
