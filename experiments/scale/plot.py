@@ -72,7 +72,7 @@ def draw(runs: list[dict[str, Any]], path: Path) -> None:
         (speed, "Efficiency", "T_bound / T"),
     ):
         axes.set_xscale("log", base=2)
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
         axes.legend()
         finish(axes, title=title, x="engines", y=label)
     save(figure, path)
