@@ -16,6 +16,7 @@ import asyncio
 import errno
 import socket
 from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, Protocol, cast
 from weakref import WeakValueDictionary
@@ -492,7 +493,7 @@ class Transport:
 
     def stream(
         self, path: str, body: dict[str, Any], *, headers: Mapping[str, str] | None = None
-    ) -> aiohttp.client._RequestContextManager:  # pyright: ignore[reportPrivateUsage]
+    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         """POST a request for tokens to `path`, as a context manager over the open response.
 
         It goes over the pool of generations, with the API key.

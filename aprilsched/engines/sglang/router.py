@@ -300,8 +300,7 @@ class RoutedEngine(SGLangEngine):
         body = generate_body(request, stream_interval=None)
         response = None
         try:
-            response = await self._through.stream("generate", body, headers=headers)
-            async with response:
+            async with self._through.stream("generate", body, headers=headers) as response:
                 await self._check_answer(request, response, position)
                 yield response
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
