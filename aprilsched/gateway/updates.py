@@ -23,14 +23,11 @@ from aprilsched.engines.base import (
 )
 from aprilsched.errors import ConfigError, EngineRejected, RefitError
 from aprilsched.serving import BroadcastBody, JoinBody
+from aprilsched.weights.disk import DiskEngine
 from aprilsched.weights.publisher import Takers, call_each
 
 _NOT_THERE = 409
 """Status for an engine that lacks what a call needs."""
-
-
-class _Reader(Engine, RefitFromDisk, Protocol):
-    """An engine that loads a directory."""
 
 
 @runtime_checkable
@@ -61,7 +58,7 @@ class FromDisk:
         self, version: int, engines: Sequence[Engine]
     ) -> Mapping[str, Exception | None]:
         """Load the directory into all engines, in parallel."""
-        takers: Takers[_Reader] = Takers(
+        takers: Takers[DiskEngine] = Takers(
             engines, RefitFromDisk, "load weights from a disk", "send them in buckets"
         )
         await takers.each(lambda engine: engine.update_from_disk(self._path, version))

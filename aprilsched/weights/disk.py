@@ -142,7 +142,7 @@ def _sync(path: Path) -> None:
 # --- disk ----------------------------------------------------------------------------------------
 
 
-class _Reader(Engine, RefitFromDisk, Protocol):
+class DiskEngine(Engine, RefitFromDisk, Protocol):
     """An engine to which this publisher can publish."""
 
 
@@ -219,7 +219,7 @@ class DiskPublisher:
         self._in_use.append(version)
         try:
             await self._versions.check(path)
-            takers: Takers[_Reader] = Takers(engines, RefitFromDisk, "load weights from a disk")
+            takers: Takers[DiskEngine] = Takers(engines, RefitFromDisk, "load weights from a disk")
             await takers.each(lambda engine: engine.update_from_disk(path, version))
         finally:
             self._in_use.remove(version)

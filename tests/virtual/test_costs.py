@@ -7,6 +7,7 @@ experiments/scale has the times.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from itertools import islice
 from types import FrameType
 from typing import Any
@@ -32,6 +33,26 @@ POLICIES: dict[str, dict[str, Any]] = {
 AT_LENGTH = ("rolling", "finish", "length", "few at once")
 
 
+class Counted:
+    """Counts how often a function is called, and the calls of functions that are made meanwhile."""
+
+    times = made = 0
+
+    def of(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*arguments: Any) -> Any:
+            self.times += 1
+            sys.setprofile(self._count)
+            try:
+                return function(*arguments)
+            finally:
+                sys.setprofile(None)
+
+        return counted
+
+    def _count(self, _frame: FrameType, what: str, _: object) -> None:
+        self.made += what in ("call", "c_call")
+
+
 def calls(name: str, *, engines: int, in_flight: int) -> float:
     """Calls of functions in the core for each rollout that is delivered after the first batches."""
     settings = dict(POLICIES[name])
@@ -46,25 +67,17 @@ def calls(name: str, *, engines: int, in_flight: int) -> float:
         costs=Costs(train_seconds=2),
     )
     core = simulation._loop.core  # pyright: ignore[reportPrivateUsage]
-    handle, counters = core.handle, simulation.state.in_flight.counters
-    made = 0
+    counted, counters = Counted(), simulation.state.in_flight.counters
+    handle = counted.of(core.handle)
     marks: list[tuple[int, int]] = []
 
-    def count(_frame: FrameType, what: str, _: object) -> None:
-        nonlocal made
-        made += what in ("call", "c_call")
-
-    def counted(event: Event, now: float) -> list[Command]:
-        sys.setprofile(count)
-        try:
-            commands = handle(event, now)
-        finally:
-            sys.setprofile(None)
+    def marking(event: Event, now: float) -> list[Command]:
+        commands = handle(event, now)
         if not marks or counters.delivered > marks[-1][0]:
-            marks.append((counters.delivered, made))
+            marks.append((counters.delivered, counted.made))
         return commands
 
-    core.handle = counted
+    core.handle = marking
     simulation.run()
     (before, begin), (after, end) = marks[3], marks[-1]
     return (end - begin) / (after - before)
@@ -83,28 +96,14 @@ def test_a_rollout_costs_the_same_in_a_large_fleet(name: str) -> None:
 
 def calls_of_collector(shards: int, monkeypatch: pytest.MonkeyPatch) -> float:
     """Calls of functions for each time that the collector of a simulated run acts."""
-    acts = made = 0
-    act = ShardedSimulation._act  # pyright: ignore[reportPrivateUsage]
-
-    def count(_frame: FrameType, what: str, _: object) -> None:
-        nonlocal made
-        made += what in ("call", "c_call")
-
-    def counted(self: ShardedSimulation) -> None:
-        nonlocal acts
-        acts += 1
-        sys.setprofile(count)
-        try:
-            act(self)
-        finally:
-            sys.setprofile(None)
-
-    monkeypatch.setattr(ShardedSimulation, "_act", counted)
+    counted = Counted()
+    act = counted.of(ShardedSimulation._act)  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(ShardedSimulation, "_act", act)
     config = SchedulerConfig(batch_groups=64, group_size=2, over_provision=2)
     prompts = list(islice(LongTailWorkload(), 64 * 5))
     ShardedSimulation(config, prompts, shards=shards, engines=64, batches=3).run()
     monkeypatch.undo()
-    return made / acts
+    return counted.made / counted.times
 
 
 def test_what_the_collector_does_grows_no_faster_than_the_shards(monkeypatch: pytest.MonkeyPatch):

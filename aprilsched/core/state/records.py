@@ -263,9 +263,10 @@ class RolloutRecord:
         Raises:
             InvariantViolation: if the table has no such move.
         """
-        if (self.state, move) not in MOVES:
+        state = MOVES.get((self.state, move))
+        if state is None:
             raise InvariantViolation(f"a {self.state} rollout cannot {move}")
-        self.state = MOVES[self.state, move]
+        self.state = state
 
     def attach(self, score: Score) -> None:
         """Take a reward with its parts and info. Those of the episode stay where the score of the
