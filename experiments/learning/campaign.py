@@ -75,6 +75,8 @@ ARMS: dict[str, tuple[Change, bool]] = {
     "april-streamed": (preset("april", straggler="abort"), True),
 }
 """Settings of each arm, and whether its trainer takes groups from a stream."""
+SPACING = 2 / 3
+"""So much of the evaluations' number lies before a share of the time, as a power of it."""
 GATHERED = {"streamed-ready", "april-streamed"}
 """Streamed arms whose trainer trains on all groups that are ready together, up to --micro of them,
 instead of one after the other."""
@@ -267,7 +269,10 @@ class Server:
 
 
 class Checkpoints(train.Log):
-    """The run's log, which also keeps the weights at fixed times of the run's own clock."""
+    """The run's log, which also keeps the weights at fixed times of the run's own clock.
+
+    They lie closer together at the beginning, where the reward rises fastest.
+    """
 
     def __init__(
         self, options: argparse.Namespace, trainer: train.Trainer, write: Callable[..., object]
@@ -275,12 +280,17 @@ class Checkpoints(train.Log):
         super().__init__(options, prints=False)
         self._trainer, self._write_model = trainer, write
         self.folder = options.out / "checkpoints"
-        self._every = options.seconds / options.evaluations
+        self._options = options
+
+    def _due(self) -> int:
+        """How many times have come."""
+        share = self.seconds / self._options.seconds
+        return int(self._options.evaluations * share**SPACING)
 
     def update(self, number: int, found: Any, **times: float) -> None:
-        before = self.seconds
+        before = self._due()
         super().update(number, found, **times)
-        if before // self._every != self.seconds // self._every:
+        if self._due() != before:
             self._write_model(self._trainer.model, self.folder / str(number))
 
 
