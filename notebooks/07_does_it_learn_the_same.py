@@ -70,14 +70,15 @@ display(figure)
 # %% [markdown]
 # ## A larger policy, with experts
 #
-# [experiments/learning_moe](../experiments/learning_moe) trains a mixture of experts and a dense policy, of 31 million parameters each, on a task with a heavier tail. A broken line is an arm whose trainer does not replay the engine's routing. On the right is how far the ratio of the rarest thousandth of tokens is from 1, by age.
+# [experiments/learning_moe](../experiments/learning_moe) trains a mixture of experts and a dense policy, of 31 million parameters each, on a task with a heavier tail. A broken line is an arm whose trainer does not replay the engine's routing. In the middle is how far the ratio of the rarest thousandth of tokens is from 1, by age. On the right is the spread of the ratio over the updates of longer runs, with responses of at most 1,024 tokens: two of the five runs of auto with KV kept fell apart.
 
 # %%
 larger = tables.result()
-figure = new_figure(12, 4.5)
-left, right = figure.subplots(1, 2)
+figure = new_figure(16, 4.5)
+left, middle, right = figure.subplots(1, 3)
 tables.curves(left)
-tables.tails(right, larger)
+tables.tails(middle, larger)
+tables.spreads(right)
 display(figure)
 for kind in ("moe", "dense"):
     for arm, row in larger[kind]["arms"].items():

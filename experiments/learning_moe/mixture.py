@@ -32,7 +32,7 @@ import campaign  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import train  # noqa: E402
-from policy import with_every_expert, write  # noqa: E402
+from policy import LONGEST, with_every_expert, write  # noqa: E402
 from replay import replay  # noqa: E402
 from task import problems, question, score  # noqa: E402
 from torch.nn.utils.rnn import pad_sequence  # noqa: E402
@@ -265,7 +265,8 @@ def main() -> None:
     parser.add_argument("--kind", default="moe")
     parser.add_argument("--lr", type=float, default=1.5e-4)
     given, rest = parser.parse_known_args()
-    sys.argv[1:] = rest
+    # What is given later counts. Without this a stretch ran with the campaign's own limit.
+    sys.argv[1:] = ["--cap", str(LONGEST), *rest]
     if given.kind != "dense":
         sys.argv.append("--server-flag=--enable-return-routed-experts")
     campaign.main(study(given.kind, given.lr))

@@ -47,6 +47,12 @@ LAST = 2
 PROBLEMS, DRAWS = 512, 1000
 UPDATES = 22
 """Updates that every arm has made, at which they are compared too."""
+KINDS = {"moe": "The mixture", "dense": "The dense policy",
+         "moe1024": "The mixture, at most 1,024 tokens"}  # fmt: skip
+FALLEN = 0.2
+"""A run whose last reward is so much below its best one has fallen apart."""
+SPAN = 10
+"""Updates over which the spread of the ratio is told."""
 Cell = dict[str, Any]
 
 
@@ -80,16 +86,24 @@ def levels(found: Sequence[Cell]) -> list[float]:
     return [first + share * (last - first) for share in SHARES]
 
 
+def fallen(held: Sequence[float]) -> bool:
+    """Whether a run of these held-out rewards has fallen apart."""
+    return max(held) - held[-1] > FALLEN
+
+
 def learned(cell: Cell, held: Sequence[float] | None, targets: Sequence[float]) -> dict[str, float]:
     """What follows from the evaluations of a cell, or from others, `held`, at the same places."""
     evaluated = cell["evaluations"]
     held = [each["held_out"] for each in evaluated] if held is None else held
-    found: dict[str, float] = {}
+    found = {"end": float(np.mean(held[-LAST:]))}
+    if fallen(held):
+        # A level was reached before the run fell apart.
+        held = held[: int(np.argmax(held)) + 1]
+        evaluated = evaluated[: len(held)]
     for key, name in (("seconds", "seconds"), ("update", "updates")):
         at = [each[key] for each in evaluated]
         for number, target in enumerate(targets):
             found[f"{name}_to_{number}"] = reached(held, at, target)
-    found["end"] = float(np.mean(held[-LAST:]))
     updates = [each["update"] for each in evaluated]
     found["after_updates"] = float(np.interp(UPDATES, updates, rising(held)))
     return found
@@ -132,7 +146,12 @@ def _told(mean: float, drawn: np.ndarray) -> dict[str, float]:
 
 
 def table(found: Sequence[Cell]) -> dict[str, Any]:
-    """The figures of each arm of one policy, and its levels."""
+    """The figures of each arm of one policy, and its levels.
+
+    A stretch begins with weights of its own, so one without waiting has no levels and is left out.
+    """
+    known = {cell["stretch"] for cell in found if cell["arm"] == "waiting"}
+    found = [cell for cell in found if cell["stretch"] in known]
     targets = levels(found)
     by_arm: dict[str, list[Cell]] = defaultdict(list)
     for cell in found:
@@ -207,6 +226,28 @@ def ratios(found: Sequence[Cell]) -> list[dict[str, Any]]:
     return rows
 
 
+# --- stability -----------------------------------------------------------------------------------
+
+
+def stability(found: Sequence[Cell]) -> list[dict[str, Any]]:
+    """Whether each run fell apart: the spread of its ratios, and its reward at best and last."""
+    rows = []
+    for cell in found:
+        updates = cell["updates"]
+        held = [each["held_out"] for each in cell["evaluations"]]
+        spread = [line["ratio_sd"] for line in updates]
+        aged = sum(line["age"] * line["tokens"] for line in updates[3:])
+        rows.append({
+            "arm": cell["arm"], "seed": cell["seed"], "stretch": cell["stretch"],
+            "updates": len(updates),
+            "age": aged / sum(line["tokens"] for line in updates[3:]),
+            "spread": [float(np.median(spread[at : at + SPAN]))
+                       for at in range(SPAN, len(spread) - SPAN // 2, SPAN)],
+            "best": max(held), "last": held[-1],
+        })  # fmt: skip
+    return rows
+
+
 # --- checks, tables and the picture --------------------------------------------------------------
 
 
@@ -230,22 +271,27 @@ def checks(found: Sequence[Cell]) -> list[str]:
 
 
 def result() -> dict[str, Any]:
-    """Everything that README.md and the notebook say."""
+    """Everything that README.md and the notebook say; None is a time that is not reached."""
     found = cells()
     kinds = sorted({cell["policy"] for cell in found})
     by_kind = {kind: [cell for cell in found if cell["policy"] == kind] for kind in kinds}
     everything = {
-        kind: table(own) | {"ratios": ratios(own)} for kind, own in by_kind.items()
+        kind: table(own) | {"ratios": ratios(own), "stability": stability(own)}
+        for kind, own in by_kind.items()
     } | {
         "wrong": checks(found),
         "resumed": [f"{c['policy']} {c['arm']} {c['seed']}" for c in found if c["resumed"]],
     }  # fmt: skip
-    return json.loads(json.dumps(everything), parse_float=lambda text: float(f"{float(text):.4g}"))
+    return json.loads(
+        json.dumps(everything),
+        parse_float=lambda text: float(f"{float(text):.4g}"),
+        parse_constant=lambda _: None,
+    )
 
 
-def _cell(value: dict[str, float], digits: str) -> str:
+def _cell(value: dict[str, float | None], digits: str) -> str:
     mean, low, high = (
-        f"{value[key]:{digits}}" if np.isfinite(value[key]) else "not reached"
+        "not reached" if (told := value[key]) is None else f"{told:{digits}}"
         for key in ("mean", "low", "high")
     )
     return mean if low == high else f"{mean} ({low} to {high})"
@@ -276,13 +322,14 @@ AGES = (0, 1, 2, 4, 6)
 
 def _tail(row: dict[str, Any], kind: str) -> str:
     told = f"{row['tail']:.3f}"
-    return f"{told}, {100 * row['layers']:.1f} %" if kind == "moe" else told
+    return told if kind == "dense" else f"{told}, {100 * row['layers']:.1f} %"
 
 
 def markdown(everything: dict[str, Any]) -> str:
-    """The tables of README.md: one of the arms for each policy, and one of the ratios."""
+    """The tables of README.md: one of the arms for each policy, one of the ratios, and one of the
+    stability of each run."""
     parts: list[str] = []
-    for kind in ("moe", "dense"):
+    for kind in KINDS:
         arms = everything[kind]["arms"]
         lines = ["| | " + " | ".join(NAMES[arm] for arm in arms) + " |"]
         lines.append("|---" * (1 + len(arms)) + "|")
@@ -303,9 +350,25 @@ def markdown(everything: dict[str, Any]) -> str:
             found = [by_key.get((arm, keys, routing, age)) for age in AGES]
             told = ["" if row is None else _tail(row, kind) for row in found]
             which = {"own": "the trainer's", "replayed": "replayed"}[routing]
-            cells_of_row = [f"{kind}, {NAMES[arm]}", which if kind == "moe" else "",
+            cells_of_row = [f"{kind}, {NAMES[arm]}", "" if kind == "dense" else which,
                             "own" if keys == "all" else keys, *told]  # fmt: skip
             lines.append("| " + " | ".join(cells_of_row) + " |")
+    parts.append("\n".join(lines))
+    spans = range(SPAN, 7 * SPAN, 2 * SPAN)
+    head = [f"sd of the ratio, updates {at + 1} to {at + SPAN}" for at in spans]
+    lines = ["| policy, arm, seed | updates | age | " + " | ".join(head) + " | last | best "
+             "held-out | last |", "|---" * (len(head) + 6) + "|"]  # fmt: skip
+    for kind in KINDS:
+        for row in everything[kind]["stability"]:
+            spread = row["spread"]
+            told = [f"{spread[at // SPAN - 1]:.3f}" if at // SPAN <= len(spread) else ""
+                    for at in spans]  # fmt: skip
+            machine = ", machine b" * (row["stretch"] == "b")
+            lines.append("| " + " | ".join([
+                f"{kind}, {NAMES[row['arm']]}, {row['seed']}{machine}",
+                str(row["updates"]), f"{row['age']:.1f}", *told, f"{spread[-1]:.3f}",
+                f"{row['best']:.3f}", f"{row['last']:.3f}",
+            ]) + " |")  # fmt: skip
     parts.append("\n".join(lines))
     return "\n\n".join(parts)
 
@@ -346,6 +409,34 @@ def tails(axes: Any, found: dict[str, Any]) -> None:
     axes.legend(frameon=False, fontsize=8)
 
 
+def spreads(axes: Any) -> None:
+    """The spread of the ratios of the last updates in each run with at most 1,024 tokens, up to a
+    cross where the reward has fallen to half of its best."""
+    named: set[str] = set()
+    for cell in cells():
+        if cell["policy"] != "moe1024":
+            continue
+        arm, updates = cell["arm"], cell["updates"]
+        held = [each["held_out"] for each in cell["evaluations"]]
+        best = np.maximum.accumulate([line["reward"] for line in updates])
+        fell = [at for at, line in enumerate(updates)
+                if fallen(held) and line["reward"] < best[at] / 2]  # fmt: skip
+        until = fell[0] + 1 if fell else len(updates)
+        spread = [
+            np.median([line["ratio_sd"] for line in updates[max(0, at - SPAN) : at]])
+            for at in range(1, until + 1)
+        ]
+        axes.plot(range(1, until + 1), spread, "--" if arm.endswith("-own") else "-",
+                  color=COLOURS[arm], linewidth=1.5,
+                  label=None if arm in named else NAMES[arm])  # fmt: skip
+        if fell:
+            axes.plot(until, spread[-1], "x", markersize=9, markeredgewidth=2, color=COLOURS[arm])
+        named.add(arm)
+    axes.set(yscale="log", xlabel="updates, at most 1,024 tokens",
+             ylabel=f"sd of the ratio, median of {SPAN} updates")  # fmt: skip
+    axes.legend(frameon=False, loc="upper right", fontsize=8)
+
+
 FEWEST = 10_000
 """Tokens below which the tail of a class is not told."""
 
@@ -362,10 +453,11 @@ def main() -> None:
     (HERE / "result.json").write_text(json.dumps(found, indent=1) + "\n")
     print(markdown(found))
     print("wrong:", found["wrong"], "resumed:", found["resumed"])
-    figure = new_figure(12, 4.6)
-    left, right = figure.subplots(1, 2)
+    figure = new_figure(16, 4.6)
+    left, middle, right = figure.subplots(1, 3)
     curves(left)
-    tails(right, found)
+    tails(middle, found)
+    spreads(right)
     save(figure, HERE / "learning_moe.png")
 
 
