@@ -33,6 +33,9 @@ class Dialogues:
     """Context and received tokens of a turn that the episode gave up and whose request ended."""
     wholes: dict[int, list[Int32Array]] = field(default_factory=dict[int, list[Int32Array]])
     """Context and output of each turn that the episode has seen, also before a restart."""
+    unseen: list[tuple[int, Int32Array]] = field(default_factory=list[tuple[int, Int32Array]])
+    """Rollouts and turns that were seen and given up since the last snapshot. A restart from it
+    brings the turns back, whether the episode asks for them again or not."""
     branched: set[int] = field(default_factory=set[int])
     """Episodes that have left their context."""
 
@@ -65,6 +68,9 @@ class Dialogues:
     def clear(self) -> None:
         for known in (self.thinking, self.asking, self.withdrawn, self.answered, self.partial):
             known.clear()
+        for rollout_id, whole in self.unseen:
+            self.wholes[rollout_id].append(whole)
+        self.unseen.clear()
         self.turns.clear()
         self.branched.clear()
 
@@ -79,7 +85,7 @@ class Dialogues:
         else:
             del self.thinking[rollout_id]
             self.withdrawn[rollout_id] = self.answered.pop(rollout_id)
-            self.wholes[rollout_id].pop()
+            self.unseen.append((rollout_id, self.wholes[rollout_id].pop()))
             self.turns[rollout_id] -= 1
         return ev.TurnWithdrawn(rollout_id=rollout_id)
 

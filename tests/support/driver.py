@@ -308,6 +308,7 @@ class Driver:
         if self.store is not None:
             self.store.save(take_changes(self.state), durable=True)
             self.kept_evaluations = dict(self.evaluations)
+            self.dialogues.unseen.clear()
 
     def restart(self, versions: Sequence[int | None] = ()) -> None:
         """The process dies, and a new one continues with the store's content.

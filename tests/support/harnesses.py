@@ -9,6 +9,7 @@ the tools of the policy's answers until one has no call.
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import AsyncIterable, Awaitable, Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,12 @@ from aprilsched.sessions import Session
 from aprilsched.types import Float32Array, Int32Array
 
 __all__ = ["HARNESSES", "Harness", "Tool", "anthropic_sdk", "pydantic_ai", "scripted"]
+
+# They are slow to import, so the agents do it. An agent that cannot is started again and again, and
+# its test would wait until its time limit.
+for _name in ("anthropic", "openai", "pydantic_ai"):
+    if importlib.util.find_spec(_name) is None:
+        raise ImportError(f"the tests of agents need {_name}: run make venv")
 
 SYSTEM = "Use the tools."
 Tool = Callable[..., Awaitable[str]]
