@@ -124,7 +124,7 @@ test-long: $(TEST_STAMP) $(BROWSER_READY) $(SGLANG_READY) $(VLLM_READY) ## The t
 
 # The trainers that are read from a checkout of their own are tested where a variable names it.
 test-trainers: $(TEST_STAMP) $(SGLANG_READY) test-areal test-verl test-vllm-trainers ## The tests of all trainers; SLIME_ROOT and MILES_ROOT name checkouts.
-	$(SERVERS) $(BIN)/python -m pytest -n $(WORKERS) $(TRAINER_TESTS) $(ARGS)
+	$(SERVERS) $(BIN)/python -m pytest -n $(WORKERS) -m 'long or not long' $(TRAINER_TESTS) $(ARGS)
 
 # AREAL_ROOT may name a checkout in the place of the package. tests/unit/test_areal.py runs in .venv
 # too, with stand-ins.

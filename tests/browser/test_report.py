@@ -237,6 +237,7 @@ def test_what_episodes_did_is_drawn_and_can_be_read(
         assert set(page.evaluate(inks)) == {"rgb(0, 0, 0)", "rgb(255, 255, 255)"}
 
 
+@pytest.mark.long
 def test_the_theme_is_switched_in_page_and_charts(
     browser: Browser, folders: tuple[Path, Path], tmp_path: Path
 ):

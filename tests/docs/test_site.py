@@ -78,6 +78,7 @@ def page(site: Path, name: str) -> str:
     return unescape((site / f"{name}.html").read_text(encoding="utf-8"))
 
 
+@pytest.mark.long
 def test_every_page_is_in_the_site(site: Path):
     pages = {
         path.relative_to(ROOT / "docs").with_suffix("").as_posix()
@@ -88,6 +89,7 @@ def test_every_page_is_in_the_site(site: Path):
     assert not [name for name in pages if not (site / f"{name}.html").exists()]
 
 
+@pytest.mark.long
 def test_nothing_is_fetched_when_a_page_is_read(site: Path):
     fetched = re.compile(r"""<(?:script|img|link|iframe)\b[^>]*\b(?:src|href)=["'](?:https?:)?//""")
     pages = list(site.rglob("*.html"))
@@ -98,6 +100,7 @@ def test_nothing_is_fetched_when_a_page_is_read(site: Path):
     assert not [style for style in styles if re.search(r"url\(['\"]?(?:https?:)?//", style)]
 
 
+@pytest.mark.long
 def test_the_drawing_on_the_page_has_every_legal_move_and_no_other(site: Path):
     edge = r'data-from="(\w+)" data-move="(\w+)" data-to="(\w+)"'
     drawn = re.findall(edge, page(site, "concepts"))
@@ -247,6 +250,7 @@ def test_every_metric_and_every_sampled_figure_is_there():
     assert found == {(source, name) for source, names in SAMPLED.items() for name in names}
 
 
+@pytest.mark.long
 def test_every_public_name_is_in_the_reference(site: Path):
     pages = [path.read_text(encoding="utf-8") for path in (site / "reference/api").glob("*.html")]
     named = set(re.findall(r'id="aprilsched\.(\w+)"', "".join(pages)))
@@ -260,6 +264,7 @@ def test_every_extra_is_in_the_quick_start():
     assert not [extra for extra in extras if f"`{extra}`" not in table]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_s_help_is_the_same_each_time(name: str, site: Path):
     text = help_of(name)

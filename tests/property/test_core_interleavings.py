@@ -767,7 +767,7 @@ class Interleavings(RuleBasedStateMachine):
 
 STEPS: Counter[str] = Counter()
 EXAMPLES = 100
-LENGTHS = [2_000, pytest.param(100_000, marks=pytest.mark.long)]
+LENGTHS = [1_000, pytest.param(100_000, marks=pytest.mark.long)]
 """Steps that a machine makes at least."""
 
 

@@ -19,10 +19,12 @@ from tests.sglang.helpers import settled
 from tests.sglang.recorded import Recorder, check_greedy, long_tail
 from tests.sglang.server import CpuServer
 
+pytestmark = pytest.mark.long
+
 STEPS = 5
 
 
-@pytest.mark.parametrize("straggler", ["retract", pytest.param("abort", marks=pytest.mark.long)])
+@pytest.mark.parametrize("straggler", ["retract", "abort"])
 async def test_stragglers_sleep_through_a_training_step_and_end_on_the_new_weights(
     clean_server: CpuServer, models: tuple[Path, Path], tmp_path: Path, straggler: StragglerRule
 ):

@@ -48,11 +48,8 @@ async def _equal_to_uninterrupted(url: str, rollouts: list[Rollout]) -> None:
         assert rollout.token_ids.tolist() == reference.ids
 
 
-RULES = [
-    "retract",
-    pytest.param("in_place", marks=pytest.mark.long),
-    pytest.param("abort", marks=pytest.mark.long),
-]
+pytestmark = pytest.mark.long
+RULES = ["retract", "in_place", "abort"]
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -68,7 +65,6 @@ async def test_greedy_tokens_of_interrupted_rollouts_equal_the_uninterrupted(
     await _equal_to_uninterrupted(clean_pair[0].url, interrupted)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("rule", RULES)
 async def test_a_continuation_on_the_other_server_gives_the_same_greedy_tokens(
     clean_pair: tuple[CpuServer, CpuServer], models: tuple[Path, Path], rule: StragglerRule

@@ -27,6 +27,7 @@ def test_it_takes_weights_from_the_memory_of_this_process(models: tuple[Path, Pa
     run("tensors", *models)
 
 
+@pytest.mark.long
 def test_tokens_have_the_versions_of_the_weights_that_sampled_them(
     models: tuple[Path, Path], tmp_path: Path
 ) -> None:

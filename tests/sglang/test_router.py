@@ -29,8 +29,6 @@ from aprilsched.testing.contract import (
     Stream,
     Subject,
     greedy,
-    requests_of_one_turn_end_each_by_itself,
-    spans_tell_the_version_of_every_token,
     until,
     whole,
 )
@@ -43,7 +41,6 @@ from tests.sglang.server import CpuServer
 
 Pair = tuple[CpuServer, CpuServer]
 POLL = 0.1
-IN_SHORT = (requests_of_one_turn_end_each_by_itself, spans_tell_the_version_of_every_token)
 
 
 @pytest.fixture(scope="module")
@@ -74,14 +71,8 @@ async def fleet(router: SGLangRouter) -> AsyncIterator[SGLangRouterFleet]:
     await opened.close()
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
-        # test_contract.py has all in short, for a server that is reached directly.
-        pytest.param(check, id=check.__name__, marks=[pytest.mark.long] * (check not in IN_SHORT))
-        for check in ALL_CHECKS
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("check", ALL_CHECKS, ids=lambda check: check.__name__)
 async def test_a_routed_engine_keeps_the_contract(
     fleet: SGLangRouterFleet, clean_pair: Pair, models: tuple[Path, Path], check: Check
 ) -> None:
@@ -111,6 +102,7 @@ async def test_each_worker_is_an_engine_and_gets_its_own_requests(
         await settled(server.url)
 
 
+@pytest.mark.long
 async def test_a_routed_response_equals_the_direct_one(
     fleet: SGLangRouterFleet, clean_pair: Pair
 ) -> None:
@@ -180,6 +172,7 @@ async def test_what_the_router_would_leave_out_is_refused(fleet: SGLangRouterFle
     )
 
 
+@pytest.mark.long
 async def test_workers_that_leave_and_join_are_seen(
     fleet: SGLangRouterFleet, router: SGLangRouter, clean_pair: Pair
 ) -> None:
@@ -205,6 +198,7 @@ async def test_workers_that_leave_and_join_are_seen(
         assert len(await whole(joined, greedy(20))) == 20
 
 
+@pytest.mark.long
 async def test_a_request_that_may_have_gone_astray_fails_and_decodes_nowhere(
     fleet: SGLangRouterFleet,
     router: SGLangRouter,
@@ -231,6 +225,7 @@ async def test_a_request_that_may_have_gone_astray_fails_and_decodes_nowhere(
         await settled(server.url)
 
 
+@pytest.mark.long
 async def test_a_fleet_takes_in_a_server_and_lets_it_go(clean_pair: Pair) -> None:
     """Engines join and leave a fleet without a router too."""
     urls = [server.url for server in clean_pair]
@@ -282,6 +277,7 @@ async def test_batches_through_the_router_with_a_refit_between(
         await settled(server.url)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("policy", ["round_robin", "cache_aware", "manual"])
 async def test_a_router_that_pins_nothing_is_refused(
     clean_pair: Pair, tmp_path: Path, policy: str

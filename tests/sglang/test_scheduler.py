@@ -43,9 +43,8 @@ KINDS: dict[str, tuple[StragglerRule, dict[str, object]]] = {
 
 
 def kinds(*names: str) -> list[Any]:
-    """The names as parameters. The first two rules are those of most users, the others are long."""
-    short = ("retract", "in_place")
-    return [pytest.param(name, marks=[pytest.mark.long] * (name not in short)) for name in names]
+    """The names as parameters; all but the usual rule are long."""
+    return [pytest.param(name, marks=[pytest.mark.long] * (name != "retract")) for name in names]
 
 
 TRIES = 5

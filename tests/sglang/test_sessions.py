@@ -39,6 +39,7 @@ from tests.support.tiny_tokenizer import (
     calling_tokenizer,
 )
 
+pytestmark = pytest.mark.long
 TOKENS = 150
 
 
@@ -119,7 +120,6 @@ def proven_versions(
     return versions
 
 
-@pytest.mark.long
 async def test_frameworks_call_the_tools_of_a_random_policy(
     clean_server: CpuServer, models: tuple[Path, Path], tmp_path: Path
 ):

@@ -26,10 +26,13 @@ from tests.sglang.server import CpuServer
 from tests.support.slime_loop import Loop, arguments, numbers, write_prompts
 from tests.support.slime_stand_in import trainer_modules
 
-pytestmark = pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")),
-    reason="could not import 'torch' or 'transformers'",
-)
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(
+        any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")),
+        reason="could not import 'torch' or 'transformers'",
+    ),
+]
 
 CALLS = {
     "slime": ("aprilsched.integrations.slime.generate_rollout", {}),
@@ -139,7 +142,7 @@ class Run:
             assert np.abs(rollout.logprobs - wrong).max() > 100 * TOLERANCE
 
 
-@pytest.fixture(params=["slime", pytest.param("miles", marks=pytest.mark.long)])
+@pytest.fixture(params=["slime", "miles"])
 def run(
     request: pytest.FixtureRequest,
     clean_pair: tuple[CpuServer, CpuServer],

@@ -188,6 +188,7 @@ async def test_torchrls_own_synchronization_leaves_keys_of_old_weights(
     assert np.abs(theirs.logprobs - right.logprobs).max() > 0.1
 
 
+@pytest.mark.long
 async def test_the_example_trains(
     torch: Any,
     clean_server: CpuServer,

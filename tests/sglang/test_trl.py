@@ -178,6 +178,7 @@ def test_a_streamed_trainer_begins_while_the_last_response_of_its_batch_is_to_co
         assert any(not torch.equal(tensor, after[name]) for name, tensor in before.items())
 
 
+@pytest.mark.long
 def test_the_example_trains(
     torch: Any,
     clean_server: CpuServer,

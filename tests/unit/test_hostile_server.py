@@ -216,11 +216,13 @@ ENDLESS = {
 @pytest.mark.parametrize(
     ("path", "answer"),
     [
-        # It takes long until interim answers are cut off, and each path does it in the same way.
-        pytest.param(path, answer, id=f"{name}-{path}", marks=[pytest.mark.long] * later)
+        # It takes long until interim answers are cut off, and test_an_endless_answer_is_cut_off
+        # has one.
+        pytest.param(
+            path, answer, id=f"{name}-{path}", marks=[pytest.mark.long] * (name == "interim")
+        )
         for name, answer in ENDLESS.items()
-        for place, path in enumerate(PROBES)
-        for later in [int(name == "interim" and place > 0)]
+        for path in PROBES
     ],
 )
 async def test_an_endless_control_answer_is_cut_off(path: str, answer: Answer) -> None:

@@ -131,7 +131,7 @@ def test_a_burst_of_clients_is_accepted_while_the_loop_is_busy():
         pytest.param(json.dumps("x" * 1000).encode(), "", 413, id="plain and too large"),
         pytest.param(gzip.compress(json.dumps("x" * 900).encode()), "gzip", 200, id="gzip"),
         pytest.param(zlib.compress(json.dumps("x" * 900).encode()), "deflate", 200, id="deflate"),
-        pytest.param(gzip.compress(bytes(2**28)), "gzip", 413, id="bomb"),
+        pytest.param(gzip.compress(bytes(2**24)), "gzip", 413, id="bomb"),
         pytest.param(gzip.compress(b'"xyz"')[:-9], "gzip", 400, id="cut"),
         pytest.param(b'"xyz"', "gzip", 400, id="no gzip"),
         pytest.param(b'"xyz"', "br", 400, id="unknown coding"),

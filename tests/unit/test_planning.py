@@ -45,6 +45,8 @@ from aprilsched.types import Group, Prompt, Score
 from aprilsched.workload import LongTailWorkload
 from tests.support.driver import Driver
 
+at_length = partial(pytest.param, marks=pytest.mark.long)
+
 
 def config(**changes: object) -> SchedulerConfig:
     """Automatic over-provisioning with KV that stays, so it begins with waves of one and a half
@@ -479,24 +481,18 @@ def modelled(kv_tokens: int) -> SimConfig:
 @pytest.mark.parametrize(
     ("straggler", "changes"),
     [
-        pytest.param("retract", {"over_provision": 1.25}, marks=pytest.mark.long),
-        pytest.param("retract", {"over_provision": 2.0}, marks=pytest.mark.long),
+        at_length("retract", {"over_provision": 1.25}),
+        at_length("retract", {"over_provision": 2.0}),
         ("retract", {"over_provision": 1.25, "refill": "pool"}),
         ("retract", {"over_provision": 1.625, "refill": "buckets"}),
-        pytest.param("in_place", {"over_provision": 1.25}, marks=pytest.mark.long),
-        pytest.param("in_place", {"over_provision": 2.0}, marks=pytest.mark.long),
-        pytest.param(
-            "in_place", {"over_provision": 1.25, "refill": "pool"}, marks=pytest.mark.long
-        ),
-        pytest.param("run", {"over_provision": 1.25}, marks=pytest.mark.long),
-        pytest.param("retract", {"over_provision": 1.5, "kv": 100_000}, marks=pytest.mark.long),
-        pytest.param("in_place", {"over_provision": 1.25, "kv": 100_000}, marks=pytest.mark.long),
-        pytest.param(
-            "retract", {"over_provision": 1.5, "stop": Tokens(250_000)}, marks=pytest.mark.long
-        ),
-        pytest.param(
-            "retract", {"over_provision": 1.5, "stop": Samples(100)}, marks=pytest.mark.long
-        ),
+        at_length("in_place", {"over_provision": 1.25}),
+        at_length("in_place", {"over_provision": 2.0}),
+        at_length("in_place", {"over_provision": 1.25, "refill": "pool"}),
+        at_length("run", {"over_provision": 1.25}),
+        at_length("retract", {"over_provision": 1.5, "kv": 100_000}),
+        at_length("in_place", {"over_provision": 1.25, "kv": 100_000}),
+        at_length("retract", {"over_provision": 1.5, "stop": Tokens(250_000)}),
+        at_length("retract", {"over_provision": 1.5, "stop": Samples(100)}),
     ],
     ids=str,
 )
@@ -520,9 +516,9 @@ def test_a_trial_does_what_the_simulation_does(straggler: str, changes: dict[str
     [
         ({"over_provision": 1.0}, 0.005),
         ({"over_provision": 1.0, "dispatch": Dispatch(placement="spread")}, 0.02),
-        ({"over_provision": 1.5, "straggler": "in_place"}, 0.01),
+        at_length({"over_provision": 1.5, "straggler": "in_place"}, 0.01),
         ({"over_provision": 1.5, "pace": "asynchronous", "kv": 20_000}, 0.03),
-        pytest.param({"over_provision": 1.25, "straggler": "run"}, 0.02, marks=pytest.mark.long),
+        at_length({"over_provision": 1.25, "straggler": "run"}, 0.02),
     ],
     ids=str,
 )
@@ -542,26 +538,15 @@ def test_a_trial_knows_which_engine_has_a_group(changes: dict[str, Any], near: f
     ("train_seconds", "streamed", "changes"),
     [
         (20.0, False, {"over_provision": 1.25}),
-        (20.0, True, {"over_provision": 1.25}),
-        pytest.param(
-            20.0, False, {"over_provision": 1.0, "pace": "asynchronous"}, marks=pytest.mark.long
-        ),
+        at_length(20.0, True, {"over_provision": 1.25}),
+        at_length(20.0, False, {"over_provision": 1.0, "pace": "asynchronous"}),
         (20.0, False, {"refill": Pool(together=1), "max_staleness": 4, "pace": "asynchronous"}),
         (5.0, False, {"over_provision": 2.0, "refill": "pool", "pace": "asynchronous"}),
-        pytest.param(
-            20.0,
-            True,
-            {"over_provision": 1.0, "refill": "pool", "pace": "asynchronous"},
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            20.0, True, {"over_provision": 1.0, "pace": "asynchronous"}, marks=pytest.mark.long
-        ),
-        (60.0, False, {"refill": "pool", "pace": "asynchronous", "straggler": "in_place"}),
-        pytest.param(
-            5.0, False, {"over_provision": 1.5, "straggler": "run"}, marks=pytest.mark.long
-        ),
-        (5.0, False, {"over_provision": 1.5, "pace": "asynchronous", "straggler": "run"}),
+        at_length(20.0, True, {"over_provision": 1.0, "refill": "pool", "pace": "asynchronous"}),
+        at_length(20.0, True, {"over_provision": 1.0, "pace": "asynchronous"}),
+        at_length(60.0, False, {"refill": "pool", "pace": "asynchronous", "straggler": "in_place"}),
+        at_length(5.0, False, {"over_provision": 1.5, "straggler": "run"}),
+        at_length(5.0, False, {"over_provision": 1.5, "pace": "asynchronous", "straggler": "run"}),
     ],
     ids=str,
 )
@@ -593,21 +578,17 @@ AHEAD = {"pace": "asynchronous", "over_provision": 1.5}
     ("caller", "changes", "near"),
     [
         (REWARDS, {"over_provision": 1.0}, 0.01),
-        (SLOW_REWARDS, {"over_provision": 2.0, "refill": Pool(together=4)}, 0.01),
-        (REWARDS, {"over_provision": 2.0, "straggler": "in_place"}, 0.01),
+        at_length(SLOW_REWARDS, {"over_provision": 2.0, "refill": Pool(together=4)}, 0.01),
+        at_length(REWARDS, {"over_provision": 2.0, "straggler": "in_place"}, 0.01),
         (REWARDS, {**AHEAD, "refill": "pool"}, 0.01),
-        (REWARDS, {**AHEAD, "refit": "rolling", "straggler": "run"}, 0.03),
-        (HALF, {"over_provision": 1.5, "refill": "buckets"}, 0.04),
+        at_length(REWARDS, {**AHEAD, "refit": "rolling", "straggler": "run"}, 0.03),
+        at_length(HALF, {"over_provision": 1.5, "refill": "buckets"}, 0.04),
         (SHORT, {**AHEAD, "refill": "pool"}, 0.01),
-        (SHORT | REWARDS, {"over_provision": 2.0}, 0.01),
-        pytest.param(TOOLS, {"over_provision": 1.0}, 0.01, marks=pytest.mark.long),
-        pytest.param(
-            TOOLS, {"over_provision": 1.5, "refill": "buckets"}, 0.04, marks=pytest.mark.long
-        ),
-        pytest.param(TOOLS, {**AHEAD, "refill": "pool"}, 0.01, marks=pytest.mark.long),
-        pytest.param(
-            TOOLS, {"over_provision": 1.5, "straggler": "run"}, 0.01, marks=pytest.mark.long
-        ),
+        at_length(SHORT | REWARDS, {"over_provision": 2.0}, 0.01),
+        at_length(TOOLS, {"over_provision": 1.0}, 0.01),
+        at_length(TOOLS, {"over_provision": 1.5, "refill": "buckets"}, 0.04),
+        at_length(TOOLS, {**AHEAD, "refill": "pool"}, 0.01),
+        at_length(TOOLS, {"over_provision": 1.5, "straggler": "run"}, 0.01),
     ],
     ids=str,
 )
@@ -628,17 +609,9 @@ def test_a_trial_knows_rewards_filters_and_tools(
     ("engines", "train_seconds", "changes", "near"),
     [
         (1, 0.0, {"over_provision": 1.5, "refill": "pool", "kv": 100_000}, 0.02),
-        pytest.param(
-            4, 0.0, {"over_provision": 1.5, "refill": "pool"}, 0.04, marks=pytest.mark.long
-        ),
-        pytest.param(4, 20.0, {"over_provision": 1.0}, 0.005, marks=pytest.mark.long),
-        pytest.param(
-            16,
-            5.0,
-            {"over_provision": 1.25, "refill": "pool", "max_staleness": 4},
-            0.04,
-            marks=pytest.mark.long,
-        ),
+        at_length(4, 0.0, {"over_provision": 1.5, "refill": "pool"}, 0.04),
+        at_length(4, 20.0, {"over_provision": 1.0}, 0.005),
+        at_length(16, 5.0, {"over_provision": 1.25, "refill": "pool", "max_staleness": 4}, 0.04),
     ],
     ids=str,
 )
@@ -865,7 +838,7 @@ def chosen(straggler: str) -> Schedule:
     return best
 
 
-@pytest.mark.parametrize("straggler", [pytest.param("retract", marks=pytest.mark.long), "in_place"])
+@pytest.mark.parametrize("straggler", [at_length("retract"), "in_place"])
 def test_no_candidate_is_better_by_more_than_the_tolerance_nor_much_fresher_and_as_good(
     straggler: str,
 ) -> None:
@@ -914,7 +887,7 @@ def test_a_schedule_that_is_as_good_stays() -> None:
     assert again.why != best.why, "what is expected of it is told again"
 
 
-@pytest.mark.parametrize("straggler", [pytest.param("retract", marks=pytest.mark.long), "in_place"])
+@pytest.mark.parametrize("straggler", [at_length("retract"), "in_place"])
 def test_a_full_kv_pool_is_a_cost_and_no_limit(straggler: str) -> None:
     """A schedule that overflows the pool by a little may still be the fastest."""
     settings = rules(straggler=straggler)
@@ -1181,7 +1154,7 @@ def _outcome(planner: Planner, command: do.Plan, settings: SchedulerConfig) -> O
 
 @pytest.mark.parametrize(
     "preset",
-    ["on_policy", *(pytest.param(p, marks=pytest.mark.long) for p in ("sync", "rollpacker"))],
+    ["on_policy", *(at_length(p) for p in ("sync", "rollpacker"))],
 )
 def test_a_trial_throws_away_what_the_simulation_throws_away(preset: str) -> None:
     """In both, a prompt that begins again has other lengths, which only agree in their law."""

@@ -57,6 +57,7 @@ def assert_logs_are_kept(folder: Path, logs: Iterable[tuple[str, ...]]) -> None:
     assert len(list(folder.iterdir())) == 4
 
 
+@pytest.mark.long
 async def test_servers_are_started_again_whatever_ends(cluster: None, tmp_path: Path):
     """The process of one server is killed, then the actor of the other."""
     config = SchedulerConfig(batch_groups=4, group_size=2, over_provision=2.0, straggler="abort")
@@ -97,6 +98,7 @@ async def test_servers_are_started_again_whatever_ends(cluster: None, tmp_path: 
     await until(lambda: not any(runs(process) for process in last))
 
 
+@pytest.mark.long
 def test_a_server_that_does_not_start_says_why(cluster: None, tmp_path: Path):
     arguments = ["--api-key", KEY, f"--admin-api-key={KEY}2"]
     says = "import sys; print('no such model;', *sys.argv); sys.exit(3)"
@@ -123,6 +125,7 @@ def test_a_server_that_does_not_start_says_why(cluster: None, tmp_path: Path):
         pass
 
 
+@pytest.mark.long
 def test_servers_that_cannot_be_placed_are_refused_and_leave_their_names_to_others(
     cluster: None, tmp_path: Path
 ):

@@ -27,6 +27,7 @@ ray = pytest.importorskip("ray")
 
 from aprilsched.ray import FromTrainer, RayShard  # noqa: E402
 
+pytestmark = pytest.mark.long
 COUNT = 24
 
 
@@ -73,8 +74,8 @@ def keys(batches: list[Batch]) -> list[Any]:
     ("from_trainer", "how"),
     [
         (True, signal.SIGKILL),
-        pytest.param(False, signal.SIGKILL, marks=pytest.mark.long),
-        pytest.param(True, signal.SIGSTOP, marks=pytest.mark.long),
+        (False, signal.SIGKILL),
+        (True, signal.SIGSTOP),
     ],
 )
 async def test_a_shard_whose_actor_is_killed_is_replaced(

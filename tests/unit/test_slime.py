@@ -971,7 +971,11 @@ def check_made(groups: list[list[Any]]) -> None:
 
 @pytest.mark.parametrize(
     ("trainer", "form"),
-    [("slime", "two_turns"), ("miles", "two_turns"), ("miles", "told_of_input")],
+    [
+        ("slime", "two_turns"),
+        pytest.param("miles", "two_turns", marks=pytest.mark.long),
+        ("miles", "told_of_input"),
+    ],
     indirect=["trainer"],
 )
 def test_a_function_of_the_user_generates_and_goes_on_after_updates_and_a_restart(

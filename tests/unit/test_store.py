@@ -570,6 +570,7 @@ def test_a_checkpoint_is_one_file_and_reading_leaves_it_alone(path: Path, tmp_pa
 # --- growth ------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "seed", [pytest.param(seed, marks=[pytest.mark.long] * (seed > 0)) for seed in range(4)]
 )

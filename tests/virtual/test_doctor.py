@@ -248,7 +248,13 @@ async def test_a_refit_is_proved_and_taken_back(server: SimServer, two: tuple[Pa
     assert "'default'" in found["left as found"].seen
 
 
-@pytest.mark.parametrize("label", ["0", "1"], ids=["its own weights", "the other weights"])
+@pytest.mark.parametrize(
+    "label",
+    [
+        pytest.param("0", id="its own weights"),
+        pytest.param("1", id="the other weights", marks=pytest.mark.long),
+    ],
+)
 async def test_an_interrupted_refit_is_taken_back(
     server: SimServer, two: tuple[Path, Path], label: str
 ):

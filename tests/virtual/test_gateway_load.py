@@ -5,12 +5,16 @@ from __future__ import annotations
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+import pytest
+
 from aprilsched import SGLangFleet
 from aprilsched.gateway import Gateway, GatewaySettings
 from aprilsched.testing.contract import until
 from experiments.gateway_load.clients import running, trouble
 from tests.support.sim_http import INTERVAL, served
 from tests.support.tiny_tokenizer import bytes_tokenizer
+
+pytestmark = pytest.mark.long
 
 
 async def test_clients_who_come_and_go_get_whole_answers_and_leave_nothing(tmp_path: Path):

@@ -35,6 +35,7 @@ async def command(*arguments: str) -> tuple[int | None, str, str]:
     return process.returncode, out.decode(), err.decode()
 
 
+@pytest.mark.long
 async def test_run_drives_a_server_and_updates_it(
     clean_server: VLLMServer, models: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -83,7 +84,8 @@ async def test_a_server_under_the_wrong_name_is_refused_in_one_sentence(
         assert errors.count("\n") == 1
 
 
-@pytest.mark.parametrize("refits", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("refits", [False, True])
 async def test_the_doctor_fails_no_check_and_leaves_the_server_as_it_was(
     clean_server: VLLMServer, models: tuple[Path, Path], refits: bool
 ) -> None:

@@ -150,6 +150,7 @@ async def test_weights_that_a_killed_client_was_loading_are_inconsistent(
         await other.close()
 
 
+@pytest.mark.long
 async def test_a_processed_logprob_is_that_of_the_sampled_distribution(
     clean_pair: tuple[VLLMServer, VLLMServer],
     models: tuple[Path, Path],

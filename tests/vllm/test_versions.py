@@ -20,12 +20,10 @@ from tests.sglang.recorded import TOLERANCE, Recorder, long_tail
 from tests.vllm.held import KINDS, differences, fleet, run_and_check
 from tests.vllm.server import VLLMServer
 
-LONG = ("in_place", "abort", "run", "choose", "rolling")
+pytestmark = pytest.mark.long
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.long] * (kind in LONG)) for kind in KINDS]
-)
+@pytest.mark.parametrize("kind", KINDS)
 async def test_every_token_is_of_the_version_that_it_was_given(
     clean_pair: tuple[VLLMServer, VLLMServer],
     models: tuple[Path, Path],
@@ -54,7 +52,6 @@ class Killer(Recorder):
             self.victim.kill()
 
 
-@pytest.mark.long
 async def test_a_server_that_is_killed_three_times_costs_nothing(
     clean_server: VLLMServer,
     models: tuple[Path, Path],
