@@ -291,7 +291,13 @@ class Checkpoints(train.Log):
         before = self._due()
         super().update(number, found, **times)
         if self._due() != before:
-            self._write_model(self._trainer.model, self.folder / str(number))
+            # A run that was killed while it wrote went on and evaluated half of the weights.
+            unfinished = self.folder.with_name("unfinished")
+            self._write_model(self._trainer.model, unfinished)
+            self.folder.mkdir(exist_ok=True)
+            finished = self.folder / str(number)
+            shutil.rmtree(finished, ignore_errors=True)  # of an update that is made again
+            unfinished.rename(finished)
 
 
 class Schedules:
