@@ -183,7 +183,6 @@ class InFlight:
         """Begin a rollout's next turn; `input_ids` is its whole context, and `media` all of its
         media, or None for the prompt's. With `output_start`, the output from there on is known
         already."""
-        known = rollout.context_tokens
         if not rollout.answered:
             if not len(rollout.log) and any(e.held for e in rollout.log.companions.values()):
                 # Rows of another prompt, without a token. Those that were saved are void: a resumed
@@ -192,7 +191,7 @@ class InFlight:
                 rollout.rewritten = True
                 self.journal.change(rollout)
             rollout.prompt_ids = input_ids
-        elif output_start is None and len(input_ids) > known:
+        elif output_start is None and len(input_ids) > (known := rollout.context_tokens):
             added = input_ids[known:]
             self.journal.expect_rows(rollout)
             rollout.log.append_environment(added)

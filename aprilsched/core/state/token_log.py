@@ -212,13 +212,14 @@ class TokenLog:
         if last is not None and last.version == version and last.engine == engine:
             # Nearly every chunk continues the last run, so it costs no further call.
             last.end = self._size
-        else:
-            self._mark(version, engine)
+        elif len(ids):
+            self._runs.append(_Run(self._size, version, engine))
 
     def append_environment(self, ids: Int32Array) -> None:
         """Add tokens of the environment, which no policy sampled."""
         self._extend(ids, np.zeros(len(ids), dtype=np.float32))
-        self._mark(NO_VERSION, None)
+        if len(ids):
+            self._mark_to(self._size, NO_VERSION, None)
         for each in self.companions.values():
             if each.companion.per == "token":
                 each.fill(self.path_tokens)
@@ -349,12 +350,12 @@ class TokenLog:
 
     def segments(self) -> tuple[Segment, ...]:
         """The runs in the form that users get."""
-        return tuple(
-            [
-                Segment(start=begin, end=run.end, version=run.version, engine=run.engine)
-                for begin, run in self._parts()
-            ]
-        )
+        found: list[Segment] = []
+        begin = 0
+        for run in self._runs:
+            found.append(Segment(start=begin, end=run.end, version=run.version, engine=run.engine))
+            begin = run.end
+        return tuple(found)
 
     @property
     def sampled_tokens(self) -> int:
@@ -398,13 +399,10 @@ class TokenLog:
         self._logprobs[self._size : size] = logprobs
         self._size = size
 
-    def _parts(self) -> list[tuple[int, _Run]]:
-        """Where each run begins, and the run."""
-        return list(zip([0, *[run.end for run in self._runs]], self._runs, strict=False))
-
     def _runs_before(self, end: int) -> list[_Run]:
         """The runs of the tokens before `end`."""
-        parts = self._parts()
+        starts = [0, *[run.end for run in self._runs]]
+        parts = zip(starts, self._runs, strict=False)
         return [_Run(min(r.end, end), r.version, r.engine) for begin, r in parts if begin < end]
 
     def _last_is(self, start: int, version: int, engine: str) -> bool:
@@ -412,10 +410,6 @@ class TokenLog:
         run = self._runs[-1]
         begin = self._runs[-2].end if len(self._runs) > 1 else 0
         return begin <= start and run.version == version and run.engine == engine
-
-    def _mark(self, version: int, engine: str | None) -> None:
-        if self._size > self.covered:
-            self._mark_to(self._size, version, engine)
 
     def _mark_to(self, end: int, version: int, engine: str | None) -> None:
         last = self._runs[-1] if self._runs else None
