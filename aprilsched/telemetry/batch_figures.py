@@ -172,8 +172,7 @@ class BatchTime(DispatchingListener):
 
     def __init__(self, *, trainer_waits: bool) -> None:
         super().__init__()
-        self.seconds = self.of_trainer = self.trainer_seconds = 0.0
-        self.delivered_at = 0.0
+        self.seconds = self.of_trainer = self.trainer_seconds = self.delivered_at = 0.0
         self._trainer_waits = trainer_waits
         self._began = False
         self._trainer = 0.0
@@ -182,8 +181,8 @@ class BatchTime(DispatchingListener):
         """Since when the trainer has the last batch, and nothing else happens."""
         self._handlers = {
             of.RunOpened: self._opened,
-            of.BatchRequested: self._busy,
-            of.UpdateBegun: self._busy,
+            of.BatchRequested: lambda _: self._stop_idling(),
+            of.UpdateBegun: lambda _: self._stop_idling(),
             of.UpdateFinished: self._idle,
             of.BatchDelivered: self._delivered,
             of.ScheduleChanged: self._schedule_changed,
@@ -196,9 +195,6 @@ class BatchTime(DispatchingListener):
             self._began = True
             self.delivered_at = self._now
         self._idle_since = self._now
-
-    def _busy(self, _: of.BatchRequested | of.UpdateBegun) -> None:
-        self._stop_idling()
 
     def _idle(self, _: of.UpdateFinished) -> None:
         self._idle_since = self._now
