@@ -315,8 +315,7 @@ def token_array(ids: Sequence[int] | Int32Array, what: str) -> Int32Array:
     return frozen
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class VersionSpan:
+class VersionSpan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Tokens ``start`` to ``end`` (exclusive) of a request's output were sampled by ``version``."""
 
     version: int
@@ -324,8 +323,7 @@ class VersionSpan:
     end: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Segment:
+class Segment(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Response tokens ``start`` to ``end``, of one policy version and from one engine.
 
     Tokens that an environment added are a segment of their own, with ``version`` -1 and

@@ -365,7 +365,7 @@ class Durability(Part):
 
 def _resumed(state: SchedulerState) -> str:
     in_flight = state.in_flight
-    tokens = sum(len(rollout.log) for rollout in in_flight.rollouts.values())
+    tokens = sum(rollout.log.size for rollout in in_flight.rollouts.values())
     return (
         f"continues after {in_flight.counters.batches} batches with "
         f"{len(in_flight.rollouts)} rollouts of {tokens:,} tokens in flight, "

@@ -148,8 +148,8 @@ def _queue(state: SchedulerState) -> Iterator[str]:
 def _rollout(state: SchedulerState, rollout: RolloutRecord) -> Iterator[str]:
     name = f"rollout {rollout.rollout_id}"
     log, request = rollout.log, rollout.request
-    if log.covered != len(log):
-        yield f"{name}: versions cover {log.covered} of {len(log)} tokens"
+    if log.covered != log.size:
+        yield f"{name}: versions cover {log.covered} of {log.size} tokens"
     yield from _branches(rollout, name)
     if rollout.undecided is not None and rollout.state is not State.THINKING:
         yield f"{name} is {rollout.state} and its last turn is undecided"
@@ -166,7 +166,7 @@ def _rollout(state: SchedulerState, rollout: RolloutRecord) -> Iterator[str]:
 
 
 def _branches(rollout: RolloutRecord, name: str) -> Iterator[str]:
-    size = len(rollout.log)
+    size = rollout.log.size
     paths = [branch.path for branch in rollout.all_branches()]
     if joined(paths) != (((0, size),) if size else ()):
         yield f"{name}: its branches have {joined(paths)} of {size} tokens"

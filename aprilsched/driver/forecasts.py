@@ -22,7 +22,7 @@ from aprilsched.core.policies.schedule import Forecast
 from aprilsched.core.state.ledger import Reason
 from aprilsched.planning import Planner
 from aprilsched.telemetry.base import TokenChunks
-from aprilsched.telemetry.batch_figures import BatchMeter
+from aprilsched.telemetry.batch_figures import BatchTime
 
 _SETTLING = 2
 """Number of batches that do not count after another schedule began."""
@@ -33,12 +33,12 @@ class ForecastErrors:
 
     Args:
         planner: its ``bias`` is told of each batch.
-        trainer_waits: as in :class:`~aprilsched.telemetry.batch_figures.BatchMeter`.
+        trainer_waits: as in :class:`~aprilsched.telemetry.batch_figures.BatchTime`.
     """
 
     def __init__(self, planner: Planner, *, trainer_waits: bool) -> None:
         self._planner = planner
-        self._meter = BatchMeter(trainer_waits=trainer_waits)
+        self._time = BatchTime(trainer_waits=trainer_waits)
         self._engines: set[str] = set()
         self._context: dict[int, int] = {}
         """Number of context tokens of each open attempt, by request."""
@@ -58,7 +58,7 @@ class ForecastErrors:
 
     def on_facts(self, facts: Sequence[Fact], now: float) -> None:
         for fact in facts:
-            self._meter.hear(fact, now)
+            self._time.hear(fact, now)
             match fact:
                 case of.AttemptSent():
                     self._context[fact.request_id] = fact.tokens
@@ -134,12 +134,12 @@ class ForecastErrors:
             self._delivered = again, rule, seconds
 
     def _deliver(self) -> None:
-        forecast, measured = self._forecast, self._meter.latest
+        forecast = self._forecast
         self._delivered = None
         if self._left_out:
             self._left_out -= 1
-        elif forecast is not None and measured is not None:
-            self._delivered = forecast, self._rule, measured.seconds
+        elif forecast is not None:
+            self._delivered = forecast, self._rule, self._time.seconds
 
     def _compare(self) -> None:
         """Compare the batch before, now that the tokens that came with the pause are known."""

@@ -107,7 +107,7 @@ class Listeners:
             self._began = now
         before = time.perf_counter()
         for listener, call in calls:
-            if id(listener) in self._detached:
+            if self._detached and id(listener) in self._detached:
                 continue
             try:
                 call(what, now)

@@ -443,7 +443,7 @@ class Responses:
         if record is not None:
             (response.member,) = record.members
             log = response.member.log
-            if len(log):
+            if log.size:
                 response.arrive(log.token_ids.tolist(), log.logprobs().tolist())
         if response.unwanted:
             # The core takes this after the event that it is handling now.

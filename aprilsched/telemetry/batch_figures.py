@@ -128,7 +128,7 @@ def measure(
         rewards=_reward_means(rollouts, set() if parts is None else parts),
         forecast=outcome,
         rollout_seconds={
-            part: math.fsum(clock.seconds[part] for clock in clocks if clock is not None)
+            part: math.fsum([clock.seconds[part] for clock in clocks if clock is not None])
             for part in ROLLOUT_PARTS
         },
         turns=[
@@ -155,45 +155,96 @@ def _reward_means(
     return {name: mean_of(values) for name, values in found.items()}
 
 
-class BatchMeter(DispatchingListener):
-    """Listens to a run and measures each batch, without the trainer's own time.
+class BatchTime(DispatchingListener):
+    """Takes the time of each batch, without the trainer's own.
 
     Args:
         trainer_waits: whether the engines are paused while the trainer trains (synchronous pace),
             at first; a schedule of the other pace changes it. Then the trainer's time does not
             count as the schedule's.
+
+    Attributes:
+        seconds: the time of the batch that was delivered last, without the trainer's.
+        of_trainer: the trainer's time before that batch.
+        trainer_seconds: the trainer's own time, over all batches.
+        delivered_at: when that batch was delivered; before the first, when the run began.
+    """
+
+    def __init__(self, *, trainer_waits: bool) -> None:
+        super().__init__()
+        self.seconds = self.of_trainer = self.trainer_seconds = self.delivered_at = 0.0
+        self._trainer_waits = trainer_waits
+        self._began = False
+        self._trainer = 0.0
+        """Seconds of the trainer since the last delivery."""
+        self._idle_since: float | None = None
+        """Since when the trainer has the last batch, and nothing else happens."""
+        self._handlers = {
+            of.RunOpened: self._opened,
+            of.BatchRequested: lambda _: self._stop_idling(),
+            of.UpdateBegun: lambda _: self._stop_idling(),
+            of.UpdateFinished: self._idle,
+            of.BatchDelivered: self._delivered,
+            of.ScheduleChanged: self._schedule_changed,
+        }
+
+    def _opened(self, _: of.RunOpened) -> None:
+        if self._began:
+            self._stop_idling()
+        else:
+            self._began = True
+            self.delivered_at = self._now
+        self._idle_since = self._now
+
+    def _idle(self, _: of.UpdateFinished) -> None:
+        self._idle_since = self._now
+
+    def _delivered(self, fact: of.BatchDelivered) -> None:
+        self._idle_since = self._now
+        if not fact.again:
+            self.seconds = self._now - self.delivered_at - self._trainer
+            self.of_trainer, self._trainer = self._trainer, 0.0
+            self.delivered_at = self._now
+
+    def _schedule_changed(self, fact: of.ScheduleChanged) -> None:
+        if fact.pace is not None:
+            idle = self._idle_since is not None
+            self._stop_idling()
+            self._trainer_waits = fact.pace == "synchronous"
+            self._idle_since = self._now if idle else None
+
+    def _stop_idling(self) -> None:
+        if self._idle_since is not None and self._trainer_waits:
+            self._trainer += self._now - self._idle_since
+            self.trainer_seconds += self._now - self._idle_since
+        self._idle_since = None
+
+
+class BatchMeter(RolloutTime):
+    """Listens to a run and measures each batch.
+
+    Args:
+        trainer_waits: as in :class:`BatchTime`.
         bound: gives T_bound of a batch in seconds; None if no step-time model is known.
 
     Attributes:
         recent: the batches that were delivered last.
-        trainer_seconds: the trainer's own time, over all batches.
+        time: the time of the batches.
     """
 
     def __init__(self, *, trainer_waits: bool, bound: Bound | None = None) -> None:
         super().__init__()
         self.recent: deque[Measured] = deque(maxlen=RECENT_BATCHES)
-        self.trainer_seconds = 0.0
-        self._trainer_waits = trainer_waits
+        self.time = BatchTime(trainer_waits=trainer_waits)
         self._bound = bound
         self._parts: set[str] = set()
         """Names of the parts of rewards that are counted."""
-        self._began = False
-        self._delivered_at = 0.0
-        self._trainer = 0.0
-        """Seconds of the trainer since the last delivery."""
         self._schedule = of.ScheduleChanged(schedule="")
         """The schedule in force."""
         self._expected = self._schedule
         """The schedule that was in force when the batch in work began."""
-        self._idle_since: float | None = None
-        """Since when the trainer has the last batch, and nothing else happens."""
-        self.rollouts = RolloutTime()
-        """The time of the rollouts in flight."""
-        self._handlers = dict.fromkeys(self.rollouts.kinds, self._clocked) | {
+        self._handlers |= dict.fromkeys(self.time.kinds, self._timed) | {
             of.RunOpened: self._opened,
-            of.BatchRequested: self._busy,
-            of.UpdateBegun: self._busy,
-            of.UpdateFinished: self._idle,
             of.BatchDelivered: self._delivered,
             of.ScheduleChanged: self._schedule_changed,
         }
@@ -203,59 +254,35 @@ class BatchMeter(DispatchingListener):
         """The batch that was delivered last; None before the first."""
         return self.recent[-1] if self.recent else None
 
+    def _timed(self, fact: of.Fact) -> None:
+        self.time.hear(fact, self._now)
+
     def _delivered(self, fact: of.BatchDelivered) -> None:
+        self._timed(fact)
         if fact.again:
-            self._idle(fact)
             return
-        now = self._now
         measured = measure(
             fact,
-            seconds=now - self._delivered_at - self._trainer,
-            trainer_seconds=self._trainer,
+            seconds=self.time.seconds,
+            trainer_seconds=self.time.of_trainer,
             bound=self._bound,
             parts=self._parts,
             forecast=self._expected.forecast,
             schedule=self._expected.schedule,
-            clocks=self.rollouts.take(fact.rollouts, now),
+            clocks=self.take(fact.rollouts, self._now),
         )
         self._expected = self._schedule
-        self._trainer = 0.0
-        self._delivered_at = self._idle_since = now
         self.recent.append(measured)
 
     def _schedule_changed(self, fact: of.ScheduleChanged) -> None:
         self._schedule = fact
-        if self.recent and self._now == self._delivered_at:
+        if self.recent and self._now == self.time.delivered_at:
             # It was chosen at the end of the batch before, in no time.
             self._expected = fact
-        if fact.pace is not None:
-            idle = self._idle_since is not None
-            self._stop_idling()
-            self._trainer_waits = fact.pace == "synchronous"
-            self._idle_since = self._now if idle else None
-
-    def _clocked(self, fact: of.Fact) -> None:
-        self.rollouts.hear(fact, self._now)
+        self._timed(fact)
 
     def _opened(self, fact: of.RunOpened) -> None:
-        self._clocked(fact)
+        super()._opened(fact)
         # What a prior run expected of the batch in work took no account of its end.
         self._expected = of.ScheduleChanged(schedule="")
-        if self._began:
-            self._stop_idling()
-        else:
-            self._began = True
-            self._delivered_at = self._now
-        self._idle_since = self._now
-
-    def _busy(self, _: of.BatchRequested | of.UpdateBegun) -> None:
-        self._stop_idling()
-
-    def _idle(self, _: of.UpdateFinished | of.BatchDelivered) -> None:
-        self._idle_since = self._now
-
-    def _stop_idling(self) -> None:
-        if self._idle_since is not None and self._trainer_waits:
-            self._trainer += self._now - self._idle_since
-            self.trainer_seconds += self._now - self._idle_since
-        self._idle_since = None
+        self._timed(fact)

@@ -75,7 +75,7 @@ class LiveFigures:
     @property
     def rollouts(self) -> Mapping[int, RolloutClock]:
         """What each rollout in flight is at, by its id."""
-        return self._meter.rollouts.rollouts
+        return self._meter.rollouts
 
     def advance(self) -> float:
         """Count the engines' time up to now; returns the time now. Call it with the lock held."""

@@ -53,7 +53,7 @@ class RolloutClock:
     since: float
     part: RolloutPart = "queue"
     seconds: dict[RolloutPart, float] = field(
-        default_factory=lambda: dict.fromkeys(ROLLOUT_PARTS, 0.0)
+        default_factory=dict.fromkeys(ROLLOUT_PARTS, 0.0).copy
     )
     episode: bool = False
     session: tuple[int, int] | None = None
@@ -128,24 +128,23 @@ class RolloutTime(DispatchingListener):
         for rollout_id in self._groups.get(group_id, ()):
             self._enter(rollout_id, part)
 
-    def _opened(self, _: of.RunOpened) -> None:
+    def _opened(self, fact: of.RunOpened) -> None:
         # What the prior run had in flight is gone, except for what is launched as restored.
         for held in (self.rollouts, self._groups, self._on, self._engines, self._stopped):
             held.clear()
 
     def _launched(self, fact: of.GroupLaunched) -> None:
         self._groups[fact.group_id] = fact.rollout_ids
-        for place, rollout_id in enumerate(fact.rollout_ids):
-            self._launch(rollout_id)
-            if fact.restored is not None and fact.restored.finished[place]:
-                self._enter(rollout_id, "batch")
+        for rollout_id in fact.rollout_ids:
+            self.rollouts[rollout_id] = RolloutClock(since=self._now)
+        if fact.restored is not None:
+            for rollout_id, finished in zip(fact.rollout_ids, fact.restored.finished, strict=True):
+                if finished:
+                    self._enter(rollout_id, "batch")
 
     def _member_launched(self, fact: of.MemberLaunched) -> None:
         self._groups[fact.group_id] = (*self._groups.get(fact.group_id, ()), fact.rollout_id)
-        self._launch(fact.rollout_id)
-
-    def _launch(self, rollout_id: int) -> None:
-        self.rollouts[rollout_id] = RolloutClock(since=self._now)
+        self.rollouts[fact.rollout_id] = RolloutClock(since=self._now)
 
     def _episode_started(self, fact: of.EpisodeStarted) -> None:
         self._enter(fact.rollout_id, "tools")
@@ -175,10 +174,11 @@ class RolloutTime(DispatchingListener):
 
     def _scored(self, fact: of.RolloutScored) -> None:
         self._enter(fact.rollout_id, "batch")
-        clock, told = self.rollouts.get(fact.rollout_id), fact.info.get("session")
-        # The entry is the caller's own if a score has one of that name.
-        if clock is not None and isinstance(told, Mapping) and {"drift", "branches"} <= told.keys():
-            clock.session = told["drift"], told["branches"]
+        if "session" in fact.info and fact.rollout_id in self.rollouts:
+            told = fact.info["session"]
+            # The entry is the caller's own if a score has one of that name.
+            if isinstance(told, Mapping) and {"drift", "branches"} <= told.keys():
+                self.rollouts[fact.rollout_id].session = told["drift"], told["branches"]
 
     def _forget(self, group_id: int, rollout_ids: Iterable[int]) -> None:
         gone = set(rollout_ids)

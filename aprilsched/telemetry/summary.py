@@ -112,7 +112,7 @@ class Summary(DispatchingListener):
         }
 
     def on_facts(self, facts: Sequence[Fact], now: float) -> None:
-        told = [self._as_first(f) if isinstance(f, BatchDelivered) else f for f in facts]
+        told = [self._as_first(f) if type(f) is BatchDelivered else f for f in facts]
         self.meter.on_facts(told, now)
         super().on_facts(told, now)
 
@@ -183,7 +183,7 @@ class Summary(DispatchingListener):
     def _seconds(self) -> SecondsFigures:
         return SecondsFigures(
             wall=self._now - (self._now if self._began is None else self._began),
-            trainer=self.meter.trainer_seconds,
+            trainer=self.meter.time.trainer_seconds,
             pause=self._pauses.total(self._now) / max(1, self._engines),
             update=self._updates.total(self._now),
         )

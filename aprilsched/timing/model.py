@@ -66,8 +66,9 @@ class StepTimeModel:
 
     def decode_seconds(self, batch: int, kv: int, steps: int) -> float:
         """Seconds of `steps` steps of `batch` sequences; the first step reads `kv` tokens."""
-        growth = self._read_seconds(batch) * batch * (steps * (steps - 1) / 2)
-        return steps * self.step_seconds(batch, kv) + growth
+        read = self._read_seconds(batch)
+        growth = read * batch * (steps * (steps - 1) / 2)
+        return steps * (self._work_seconds(batch) + read * kv) + growth
 
     def steps_within(self, batch: int, kv: int, seconds: float) -> int:
         """The largest number of whole steps that take at most `seconds`."""

@@ -22,11 +22,11 @@ import importlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol
 
 from aprilsched.engines.base import Engine, RefitFromSockets
 from aprilsched.errors import ConfigError, RefitError
-from aprilsched.weights.publisher import call_each, check_weights, in_daemon, in_thread, to_the_end
+from aprilsched.weights.publisher import Takers, check_weights, in_daemon, in_thread, to_the_end
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -125,15 +125,23 @@ class CheckpointEnginePublisher:
         if self._server is None:
             raise ConfigError(f"version {version} is not prepared; await prepare() before.")
         self._refuse_stuck()
-        update = _Update(version, [_reader(engine) for engine in engines])
+        readers: Takers[_Reader] = Takers(
+            engines,
+            RefitFromSockets,
+            "read from a checkpoint-engine, which would wait for it for ever",
+        )
+        for error in readers.outcomes.values():
+            if error is not None:
+                raise error
+        update = _Update(version, readers)
         try:
             await to_the_end(self._run(self._server, update))
         except _ServerFailed as failed:
-            if not any(update.outcomes.values()):
+            if not any(readers.outcomes.values()):
                 raise RefitError(
                     f"The parameter server did not bring version {version} in ({failed.cause})."
                 ) from failed.cause
-        return update.outcomes
+        return readers.outcomes
 
     def _prepare(self) -> None:
         self._refuse_stuck()
@@ -188,15 +196,6 @@ class _Reader(Engine, RefitFromSockets, Protocol):
     """An engine to which this publisher can publish."""
 
 
-def _reader(engine: Engine) -> _Reader:
-    if not isinstance(engine, RefitFromSockets):
-        raise ConfigError(
-            f"{engine.name} does not read from a checkpoint-engine, which would wait for it for "
-            "ever; use another publisher."
-        )
-    return cast(_Reader, engine)
-
-
 class _ServerFailed(Exception):
     def __init__(self, cause: BaseException) -> None:
         super().__init__(str(cause))
@@ -204,20 +203,17 @@ class _ServerFailed(Exception):
 
 
 class _Update:
-    """The update to one version: the engines to call, and their results."""
+    """The update to one version: the engines to call, and whether all have answered."""
 
-    def __init__(self, version: int, engines: Sequence[_Reader]) -> None:
+    def __init__(self, version: int, readers: Takers[_Reader]) -> None:
         self._version = version
-        self._engines = engines
-        self.outcomes: dict[str, Exception | None] = {engine.name: None for engine in engines}
+        self._readers = readers
         self.answered = asyncio.Event()
 
     async def call(self, paths: SocketPaths) -> None:
         """Send each engine the sockets of all GPUs; each of its ranks picks its own."""
         handles = dict(paths)
-        self.outcomes |= await call_each(
-            self._engines, lambda engine: engine.update_from_sockets(handles, self._version)
-        )
+        await self._readers.each(lambda engine: engine.update_from_sockets(handles, self._version))
         self.answered.set()
 
 

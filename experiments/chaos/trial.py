@@ -870,7 +870,7 @@ class _Life:
                 f"{engine.name in self.trial.fleet.down}"
             )
         lines += [
-            f"rollout {r.rollout_id} of group {r.group.group_id}: {r.state}, {len(r.log)} tokens, "
+            f"rollout {r.rollout_id} of group {r.group.group_id}: {r.state}, {r.log.size} tokens, "
             f"eligible {r.eligible}, evaluation {r.group.evaluation_id}, request {r.request}"[:300]
             for r in itertools.islice(in_flight.rollouts.values(), 20)
         ]

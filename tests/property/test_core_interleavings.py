@@ -711,7 +711,7 @@ class Interleavings(RuleBasedStateMachine):
         assert set(run.rollouts) == set(in_flight.rollouts)
         for rollout_id, rollout in run.rollouts.items():
             record = in_flight.rollouts[rollout_id]
-            assert rollout.sampled + rollout.environment == len(record.log)
+            assert rollout.sampled + rollout.environment == record.log.size
             assert rollout.sampled == record.log.sampled_tokens
             assert rollout.finished == (record.state not in GENERATING)
         assert len(run.growing) == sum(group.unfinished for group in in_flight.groups.values())

@@ -174,7 +174,7 @@ def test_responses_are_carried_over_the_trainers_own_updates_and_over_a_restart(
         partial = {
             rollout.rollout_id: rollout.log.token_ids.tolist()
             for rollout in run.state.in_flight.rollouts.values()
-            if rollout.state is State.QUEUED and len(rollout.log)
+            if rollout.state is State.QUEUED and rollout.log.size
         }
     run.end()
     version = run.version + 1

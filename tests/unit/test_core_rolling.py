@@ -140,7 +140,7 @@ def test_an_engine_that_should_take_over_is_lost_and_the_other_one_stays():
     driver.interrupt(next(iter(driver.aborts)))
     assert {driver.sends[key].engine for key in driver.attempts()} == {"a"}
     assert not driver.state.in_flight.ledger.tokens[Reason.VERSION_LOST]
-    assert all(len(rollout.log) == 2 for rollout in kept)
+    assert all(rollout.log.size == 2 for rollout in kept)
 
 
 def test_moved_responses_are_recomputed_once_and_end_under_their_version():
@@ -317,7 +317,7 @@ def test_a_rollout_that_met_a_restarted_engine_begins_again_and_is_not_mixed():
     driver.finish(key, 2, spans=tuple(spans))
     rollout = driver.state.in_flight.rollouts[rollout_id]
     assert "a" in driver.state.fleet.control.standby
-    assert len(rollout.log) == 0
+    assert rollout.log.size == 0
     assert driver.state.in_flight.ledger.tokens[Reason.VERSION_LOST] == 4
 
 

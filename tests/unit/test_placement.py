@@ -139,7 +139,7 @@ def test_a_request_that_waits_for_room_moves_to_an_engine_that_has_it(migrates: 
         return
     (moved,) = driver.aborts
     request = driver.state.in_flight.requests[moved[0]]
-    assert not len(request.rollout.log)
+    assert not request.rollout.log.size
     driver.settle()
     assert request.engine == "b"
     assert request.attempt == 2
@@ -160,7 +160,7 @@ def test_a_request_keeps_its_tokens_moves_once_and_is_computed_again_once() -> N
     request = in_flight.requests[moved[0]]
     driver.settle()
     assert request.engine == "b"
-    assert len(request.rollout.log) == 38
+    assert request.rollout.log.size == 38
     assert driver.sent[-1].input_ids.tolist()[:2] == [1, 2]
     assert len(driver.sent[-1].input_ids) == 40
     again = next(key for key in driver.attempts() if key[0] == request.request_id)

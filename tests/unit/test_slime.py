@@ -708,7 +708,7 @@ def test_an_evaluation_between_two_steps_carries_the_training_rollouts_over(
     datasets = [dataset(folder, "one"), dataset(folder, "two", temperature=1.0)]
     loop = begun(eval_datasets=datasets)
     taken = train(loop, 2)
-    carried = {rollout.rollout_id: len(rollout.log) for rollout in in_flight().rollouts.values()}
+    carried = {rollout.rollout_id: rollout.log.size for rollout in in_flight().rollouts.values()}
     loop.args.custom_rm_path = f"{HERE}.eval_reward"
     result = loop.evaluate(1)
     assert isinstance(result, trainer.base_types.RolloutFnEvalOutput)
@@ -723,7 +723,7 @@ def test_an_evaluation_between_two_steps_carries_the_training_rollouts_over(
             assert sample.response_length <= 30
     greedy = [sample.tokens for sample in result.data["one"]["samples"]]
     assert greedy[::2] == greedy[1::2]
-    now = {rollout.rollout_id: len(rollout.log) for rollout in in_flight().rollouts.values()}
+    now = {rollout.rollout_id: rollout.log.size for rollout in in_flight().rollouts.values()}
     assert carried == {number: now[number] for number in carried}, "they have waited"
     taken += train(loop, 3, begin=2)
     once(taken)

@@ -595,8 +595,8 @@ def test_the_file_does_not_grow_with_the_run(
         connection = store._connection  # pyright: ignore[reportPrivateUsage]
         assert connection is not None
         (stored,) = connection.execute("SELECT sum(length(token_ids)) / 4 FROM tokens").fetchone()
-        live = sum(len(r.log) for r in driver.state.in_flight.rollouts.values()) + sum(
-            len(m.log)
+        live = sum(r.log.size for r in driver.state.in_flight.rollouts.values()) + sum(
+            m.log.size
             for b in driver.state.delivery.unacknowledged.values()
             for g in b.groups
             for m in g.members

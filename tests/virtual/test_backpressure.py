@@ -52,7 +52,7 @@ class Watching:
         self.events += 1
         if self.events % 20 == 0:
             check(self.scheduler.state)
-            self.tokens = max(self.tokens, sum(len(rollout.log) for rollout in held.values()))
+            self.tokens = max(self.tokens, sum(rollout.log.size for rollout in held.values()))
             self.tasks = max(self.tasks, len(asyncio.all_tasks()))
 
     def on_command(self, command: Command, now: float) -> None:

@@ -275,13 +275,13 @@ async def test_rows_of_a_prompt_that_was_given_up_do_not_come_back_from_the_stor
         members = rollouts.state.in_flight.rollouts.values()
         given_up = [each.log.companions["routed_experts"].held for each in members]
         assert max(given_up) > 600
-        assert not any(len(each.log) for each in members)
+        assert not any(each.log.size for each in members)
         await rollouts.update_weights(SimPublisher())
         updated.set()
         await asyncio.sleep(2)
         await rollouts.update_weights(SimPublisher())  # the responses come back, with their rows
         await asyncio.sleep(0.1)
-        assert all(1 < len(each.log) < 600 for each in members)
+        assert all(1 < each.log.size < 600 for each in members)
         kept = copy.deepcopy(store)
     async with RolloutScheduler(SimFleet(1), workload(), store=kept, **named) as rollouts:
         await rollouts.update_weights(SimPublisher(), version=3)

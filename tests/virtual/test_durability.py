@@ -184,7 +184,7 @@ async def test_what_was_finished_is_not_generated_again(tmp_path: Path):
         await request
     killed = SqliteStore(tmp_path / "killed", inline=True)
     async with scheduler(killed, listeners=[second]) as rollouts:
-        held = {r: len(m.log) for r, m in rollouts.state.in_flight.rollouts.items()}
+        held = {r: m.log.size for r, m in rollouts.state.in_flight.rollouts.items()}
         await rollouts.next_batch()
     ended = {r for r, at in first.finished.items() if at < begun + killed_at - 1.01 * interval}
     assert len(ended) > 5
@@ -691,7 +691,7 @@ async def test_a_lost_fleet_ends_the_scheduler_and_not_the_run(monkeypatch: pyte
             monkeypatch.setattr(engine, "open", gone)
         with pytest.raises(FleetLost, match="none came back"):
             await waiting
-        held = {r.rollout_id: len(r.log) for r in rollouts.state.in_flight.rollouts.values()}
+        held = {r.rollout_id: r.log.size for r in rollouts.state.in_flight.rollouts.values()}
     saved = store.open()
     assert saved is not None
     assert {r: len(t.token_ids) for r, t in saved.tokens.items() if r in held} == {

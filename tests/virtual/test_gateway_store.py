@@ -97,7 +97,7 @@ async def test_a_response_that_was_complete_is_there_until_it_is_read(
         await first.stream(LONG, rid="mine").reach(INTERVAL)
     async with gateway(server, tmp_path / "store") as second:
         (member,) = second.state.in_flight.rollouts.values()
-        await until(lambda: len(member.log) == LONG and not second.state.in_flight.groups)
+        await until(lambda: member.log.size == LONG and not second.state.in_flight.groups)
     async with gateway(server, tmp_path / "store") as third:
         status, whole = await third.raw.post("/generate", asked(LONG, rid="mine"))
         assert (status, len(whole["output_ids"])) == (200, LONG)

@@ -630,7 +630,7 @@ def _delivered(rollout: Rollout, key: str | int | None, *, tokens: bool) -> Deli
     """A rollout as one sequence: after its own tokens come those that each branch has alone."""
     segments: list[tuple[int, int, int, str | None]] = []
     sequences = (rollout, *rollout.branches)
-    sampled = size = 0
+    sampled = trained = size = 0
     for each in sequences:
         for part in each.segments:
             start, end = max(part.start, each.shared), part.end
@@ -641,6 +641,7 @@ def _delivered(rollout: Rollout, key: str | int | None, *, tokens: bool) -> Deli
             # Tokens of the environment are known by the version of their segment.
             if part.version != NO_VERSION:
                 sampled += end - start
+        trained += int(np.count_nonzero(each.loss_mask))
         size += len(each) - each.shared
     return DeliveredRollout(
         rollout_id=rollout.rollout_id,
@@ -652,7 +653,7 @@ def _delivered(rollout: Rollout, key: str | int | None, *, tokens: bool) -> Deli
         reward=rollout.reward,
         reward_parts=dict(rollout.reward_parts),
         turns=rollout.turns,
-        masked=sampled - sum([int(np.count_nonzero(each.loss_mask)) for each in sequences]),
+        masked=sampled - trained,
         versions_exact=rollout.versions_exact,
         stale_keys=rollout.stale_keys,
         companions={

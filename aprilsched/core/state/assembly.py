@@ -135,7 +135,7 @@ def launched(
     if restored:
         members = record.members
         lengths = facts.RestoredLengths(
-            tokens=tuple(len(m.log) for m in members),
+            tokens=tuple(m.log.size for m in members),
             sampled=tuple(m.log.sampled_tokens for m in members),
             finished=tuple(m.state not in GENERATING for m in members),
         )

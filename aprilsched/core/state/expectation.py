@@ -257,7 +257,7 @@ class Expectations:
         groups = {r.rollout.group.group_id: r.rollout.group for r in requests}
         stretches = {group_id: self._stretch(group) for group_id, group in groups.items()}
         stretch = np.array([stretches[r.rollout.group.group_id] for r in requests])
-        so_far = np.array([len(r.rollout.log) for r in requests], dtype=np.float64)
+        so_far = np.array([r.rollout.log.size for r in requests], dtype=np.float64)
         return stretch * law.residual_mean(so_far / stretch)
 
     def distances(
@@ -289,12 +289,12 @@ class Expectations:
         if law is None:
             return 0.0
         stretch = self._stretch(request.rollout.group)
-        so_far = len(request.rollout.log)
+        so_far = request.rollout.log.size
         now, then = law.survival_at(np.array([so_far, so_far + tokens]) / stretch)
         return float(1 - then / now) if now > 0 else 1.0
 
     def _stretch(self, group: GroupRecord) -> float:
-        finished = [len(m.log) for m in group.members if m.state not in GENERATING]
+        finished = [m.log.size for m in group.members if m.state not in GENERATING]
         key = group.prompt.key
         if key is not None and self.memory.knows(key):
             return self._stretch_remembered(group, finished)

@@ -183,16 +183,16 @@ class InFlight:
         """Begin a rollout's next turn; `input_ids` is its whole context, and `media` all of its
         media, or None for the prompt's. With `output_start`, the output from there on is known
         already."""
-        known = rollout.context_tokens
         if not rollout.answered:
-            if not len(rollout.log) and any(e.held for e in rollout.log.companions.values()):
+            log = rollout.log
+            if log.companions and not log.size and any(e.held for e in log.companions.values()):
                 # Rows of another prompt, without a token. Those that were saved are void: a resumed
                 # run would take them for the rows of this prompt.
-                rollout.log.truncate(0, prompt=0)
+                log.truncate(0, prompt=0)
                 rollout.rewritten = True
                 self.journal.change(rollout)
             rollout.prompt_ids = input_ids
-        elif output_start is None and len(input_ids) > known:
+        elif output_start is None and len(input_ids) > (known := rollout.context_tokens):
             added = input_ids[known:]
             self.journal.expect_rows(rollout)
             rollout.log.append_environment(added)
@@ -203,7 +203,7 @@ class InFlight:
             rollout=rollout,
             sampling=sampling,
             media=media,
-            output_start=len(rollout.log) if output_start is None else output_start,
+            output_start=rollout.log.size if output_start is None else output_start,
         )
         rollout.request = request
         self.requests[request.request_id] = request
@@ -262,7 +262,7 @@ class InFlight:
         context = rollout.context_tokens + request.media_tokens
         request.pending_prefill = context if request.attempt else 0
         request.attempt += 1
-        request.attempt_start = len(rollout.log)
+        request.attempt_start = rollout.log.size
         request.engine = engine
         request.destination = ""
         request.version = request.sent_version = version
@@ -316,7 +316,7 @@ class InFlight:
         # An engine reports the version of its base model, which says nothing of adapters.
         if spans and request.adapter is None:
             log.assign(request.attempt_start, spans, engine=request.engine)
-        elif request.crossed and len(log) > request.attempt_start:
+        elif request.crossed and log.size > request.attempt_start:
             log.exact = False
         if rows is not None:
             self.journal.expect_rows(request.rollout)

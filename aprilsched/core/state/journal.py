@@ -152,7 +152,7 @@ class Journal:
     ) -> None:
         """Note tokens that were just appended to the rollout's log."""
         if self.active and len(ids) and rollout.group.in_training:
-            start = len(rollout.log) - len(ids)
+            start = rollout.log.size - len(ids)
             self.arrived.add(rollout, start, ids, logprobs, version, engine)
 
     def expect_rows(self, rollout: RolloutRecord) -> None:

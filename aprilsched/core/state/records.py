@@ -164,12 +164,12 @@ class RequestRecord:
     @property
     def generated(self) -> int:
         """Tokens of the request's output so far."""
-        return len(self.rollout.log) - self.output_start
+        return self.rollout.log.size - self.output_start
 
     @property
     def gained(self) -> bool:
         """Whether the latest attempt has brought new tokens."""
-        return len(self.rollout.log) > self.attempt_start
+        return self.rollout.log.size > self.attempt_start
 
     @property
     def remaining(self) -> int:
@@ -234,12 +234,13 @@ class RolloutRecord:
     eligible: bool = True
     """The rollout may generate now; otherwise it is deferred until its group is chosen."""
     reward: float | None = None
-    reward_parts: dict[str, float] = field(default_factory=dict[str, float])
-    info: dict[str, Any] = field(default_factory=dict[str, Any])
+    # Literals, because `dict[str, float]()` takes ten times as long: it tries to note its types.
+    reward_parts: dict[str, float] = field(default_factory=lambda: {})
+    info: dict[str, Any] = field(default_factory=lambda: {})
     finish_reason: FinishReason = "length"
-    answered: list[Answered] = field(default_factory=list[Answered])
+    answered: list[Answered] = field(default_factory=lambda: [])
     """The turns that an episode was given, in the order of their output."""
-    branches: list[Branch] = field(default_factory=list[Branch])
+    branches: list[Branch] = field(default_factory=lambda: [])
     """The branches, of which each began where its context left all others; empty for one. That of
     the branch at work is as it was when another one was at work."""
     branch: int = 0
@@ -263,10 +264,10 @@ class RolloutRecord:
         Raises:
             InvariantViolation: if the table has no such move.
         """
-        state = MOVES.get((self.state, move))
-        if state is None:
-            raise InvariantViolation(f"a {self.state} rollout cannot {move}")
-        self.state = state
+        try:
+            self.state = MOVES[self.state, move]
+        except KeyError:
+            raise InvariantViolation(f"a {self.state} rollout cannot {move}") from None
 
     def attach(self, score: Score) -> None:
         """Take a reward with its parts and info. Those of the episode stay where the score of the
@@ -302,7 +303,7 @@ class RolloutRecord:
     @property
     def carried(self) -> bool:
         """Whether the rollout was sent before. Carried rollouts go before those that were not."""
-        return len(self.log) > 0 or (self.request is not None and self.request.attempt > 0)
+        return self.log.size > 0 or (self.request is not None and self.request.attempt > 0)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -366,13 +367,13 @@ class GroupRecord:
     @property
     def oldest_version(self) -> int | None:
         """The oldest version among all tokens of the group."""
-        versions = (member.log.oldest_version for member in self.members)
-        return min((v for v in versions if v is not None), default=None)
+        versions = [member.log.oldest_version for member in self.members]
+        return min([v for v in versions if v is not None], default=None)
 
     @property
     def tokens(self) -> int:
         """Response tokens of all members."""
-        return sum(len(member.log) for member in self.members)
+        return sum([member.log.size for member in self.members])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -422,7 +423,7 @@ def group_lengths(record: GroupRecord) -> GroupLengths:
         # A response that ended without a token counts as one of length 1, because the law of
         # lengths begins there.
         tokens=np.array(
-            [max(len(m.log), m.state not in GENERATING) for m in record.members], dtype=np.int64
+            [max(m.log.size, m.state not in GENERATING) for m in record.members], dtype=np.int64
         ),
         finished=np.array([m.state not in GENERATING for m in record.members], dtype=np.bool_),
     )
@@ -431,6 +432,6 @@ def group_lengths(record: GroupRecord) -> GroupLengths:
 def member_tokens(groups: Sequence[GroupRecord]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """The tokens of each member so far, int64 [G, g], and whether it has finished, bool [G, g].
     Where a smaller group has no member, it is 0 and True."""
-    tokens = [[len(member.log) for member in group.members] for group in groups]
+    tokens = [[member.log.size for member in group.members] for group in groups]
     finished = [[member.state not in GENERATING for member in g.members] for g in groups]
     return padded(tokens, 0, np.int64), padded(finished, True, np.bool_)

@@ -465,7 +465,8 @@ class SchedulerState:
     def held_batches(self) -> float:
         """Number of batches of complete groups that are held back now. Nothing is held where no
         group generates any more, because no other would come."""
-        return self.plan.schedule.refill.held_batches if self.open_groups > 0 else 0.0
+        held = self.plan.schedule.refill.held_batches
+        return held if held and self.open_groups > 0 else 0.0
 
     @property
     def spare_groups(self) -> int:

@@ -61,17 +61,18 @@ class TokenLog:
         "_logprobs",
         "_runs",
         "_shift",
-        "_size",
         "answers",
         "companions",
         "exact",
+        "size",
         "stale_keys",
     )
 
     def __init__(self) -> None:
         self._ids = _NO_IDS
         self._logprobs = _NO_LOGPROBS
-        self._size = 0
+        self.size = 0
+        """Number of response tokens, of all branches."""
         self._runs: list[_Run] = []
         self._before: Path = ()
         """The path of the branch at work, up to its last part."""
@@ -86,9 +87,6 @@ class TokenLog:
         self.answers: tuple[Answer, ...] = ()
         """What else they answered to the attempts, and is kept."""
 
-    def __len__(self) -> int:
-        return self._size
-
     # --- paths -----------------------------------------------------------------------------------
 
     @property
@@ -100,19 +98,19 @@ class TokenLog:
     @property
     def open_path(self) -> Path:
         """The same, with its last part also where that has no token yet."""
-        return (*self._before, (self._shift + _length(self._before), self._size))
+        return (*self._before, (self._shift + _length(self._before), self.size))
 
     @property
     def path_tokens(self) -> int:
         """Number of response tokens of the branch at work."""
-        return self._size - self._shift
+        return self.size - self._shift
 
     def go_on(self, path: Path) -> None:
         """Let the branch with this path be at work: what comes is added to it."""
-        if path and path[-1][1] == self._size:
+        if path and path[-1][1] == self.size:
             path, begin = path[:-1], path[-1][0]
         else:
-            begin = self._size
+            begin = self.size
         self._before = path
         self._shift = begin - _length(path)
 
@@ -167,41 +165,41 @@ class TokenLog:
 
     def since(self, start: int) -> tuple[Int32Array, Float32Array]:
         """Ids and logprobs from `start` on: views, valid until the next token is added."""
-        return self._ids[start : self._size], self._logprobs[start : self._size]
+        return self._ids[start : self.size], self._logprobs[start : self.size]
 
     def truncate(self, size: int, *, prompt: int) -> None:
         """Forget all tokens after the first `size`, of a response after `prompt` tokens."""
         path = clipped(self.path, size)
-        self._size = min(self._size, size)
+        self.size = min(self.size, size)
         self.go_on(path)
-        self.answers = tuple([each for each in self.answers if each.start < self._size])
+        self.answers = tuple([each for each in self.answers if each.start < self.size])
         for each in self.companions.values():
             # A response that begins again may have another prompt.
             tokens = self.path_tokens
             context = prompt + tokens - 1 if tokens else 0
             each.truncate(context if each.companion.per == "context" else tokens, tokens)
         # Copied, because the next tokens would overwrite the array, which may belong to others.
-        self._ids = self._ids[: self._size].copy()
-        self._logprobs = self._logprobs[: self._size].copy()
-        self._runs = self._runs_before(self._size)
+        self._ids = self._ids[: self.size].copy()
+        self._logprobs = self._logprobs[: self.size].copy()
+        self._runs = self._runs_before(self.size)
 
     @property
     def token_ids(self) -> Int32Array:
         """A copy of the ids, int32 [T]."""
-        return self._ids[: self._size].copy()
+        return self._ids[: self.size].copy()
 
     def after(self, ids: Int32Array) -> Int32Array:
         """int32 [len(ids) + T]: `ids` and then the tokens of the branch at work; `ids` itself while
         there are no tokens."""
         if not self._shift:
-            return np.concatenate((ids, self._ids[: self._size])) if self._size else ids
+            return np.concatenate((ids, self._ids[: self.size])) if self.size else ids
         return np.concatenate((ids, self.along(self.path)))
 
     def tail(self, start: int) -> tuple[Int32Array, Float32Array, Int32Array]:
         """Copies of ids, logprobs and versions from `start` on."""
         return (
-            self._ids[start : self._size].copy(),
-            self._logprobs[start : self._size].copy(),
+            self._ids[start : self.size].copy(),
+            self._logprobs[start : self.size].copy(),
             self.versions()[start:],
         )
 
@@ -211,14 +209,15 @@ class TokenLog:
         last = self._runs[-1] if self._runs else None
         if last is not None and last.version == version and last.engine == engine:
             # Nearly every chunk continues the last run, so it costs no further call.
-            last.end = self._size
-        else:
-            self._mark(version, engine)
+            last.end = self.size
+        elif len(ids):
+            self._runs.append(_Run(self.size, version, engine))
 
     def append_environment(self, ids: Int32Array) -> None:
         """Add tokens of the environment, which no policy sampled."""
         self._extend(ids, np.zeros(len(ids), dtype=np.float32))
-        self._mark(NO_VERSION, None)
+        if len(ids):
+            self._mark_to(self.size, NO_VERSION, None)
         for each in self.companions.values():
             if each.companion.per == "token":
                 each.fill(self.path_tokens)
@@ -297,7 +296,7 @@ class TokenLog:
         branch at work, or of those before `end` in the log."""
         if not self.companions:
             return {}
-        sampled = _along(self.sampled(), clipped(self.path, self._size if end is None else end))
+        sampled = _along(self.sampled(), clipped(self.path, self.size if end is None else end))
         return {
             name: each.whole(prompt=prompt, sampled=sampled)
             for name, each in self.companions.items()
@@ -310,21 +309,21 @@ class TokenLog:
         can cut the last tokens off, and they may have zero length. Tokens beyond the last span get
         its version.
         """
-        if start >= self._size or not spans:
+        if start >= self.size or not spans:
             return
         if len(spans) == 1 and self._last_is(start, spans[0].version, engine):
             return
         self._runs = self._runs_before(start)
         for span in spans:
-            end = min(start + span.end, self._size)
+            end = min(start + span.end, self.size)
             if end > self.covered:
                 self._mark_to(end, span.version, engine)
-        if self.covered < self._size:
-            self._mark_to(self._size, spans[-1].version, engine)
+        if self.covered < self.size:
+            self._mark_to(self.size, spans[-1].version, engine)
 
     def versions(self) -> Int32Array:
         """The version of each token, int32 [T]; -1 for tokens of the environment."""
-        out = np.empty(self._size, dtype=np.int32)
+        out = np.empty(self.size, dtype=np.int32)
         if len(self._runs) == 1:
             out.fill(self._runs[0].version)
             return out
@@ -336,25 +335,25 @@ class TokenLog:
 
     def logprobs(self) -> Float32Array:
         """A copy of the logprobs, float32 [T]."""
-        return self._logprobs[: self._size].copy()
+        return self._logprobs[: self.size].copy()
 
     def sampled(self) -> BoolArray:
         """Whether a policy sampled each token, bool [T]; False for tokens of the environment."""
         for run in self._runs:
             if run.version == NO_VERSION:
                 return self.versions() != NO_VERSION
-        out = np.empty(self._size, dtype=np.bool_)
+        out = np.empty(self.size, dtype=np.bool_)
         out.fill(True)
         return out
 
     def segments(self) -> tuple[Segment, ...]:
         """The runs in the form that users get."""
-        return tuple(
-            [
-                Segment(start=begin, end=run.end, version=run.version, engine=run.engine)
-                for begin, run in self._parts()
-            ]
-        )
+        found: list[Segment] = []
+        begin = 0
+        for run in self._runs:
+            found.append(Segment(start=begin, end=run.end, version=run.version, engine=run.engine))
+            begin = run.end
+        return tuple(found)
 
     @property
     def sampled_tokens(self) -> int:
@@ -386,25 +385,22 @@ class TokenLog:
         return self._runs[-1].end if self._runs else 0
 
     def _extend(self, ids: Int32Array, logprobs: Float32Array) -> None:
-        if not self._size and len(ids) >= _FIRST_ROOM:
-            self._ids, self._logprobs, self._size = ids, logprobs, len(ids)
+        if not self.size and len(ids) >= _FIRST_ROOM:
+            self._ids, self._logprobs, self.size = ids, logprobs, len(ids)
             return
-        size = self._size + len(ids)
+        size = self.size + len(ids)
         if size > len(self._ids):
             room = max(size, int(len(self._ids) * _GROWTH), _FIRST_ROOM)
-            self._ids = grown(self._ids, room, self._size)
-            self._logprobs = grown(self._logprobs, room, self._size)
-        self._ids[self._size : size] = ids
-        self._logprobs[self._size : size] = logprobs
-        self._size = size
-
-    def _parts(self) -> list[tuple[int, _Run]]:
-        """Where each run begins, and the run."""
-        return list(zip([0, *[run.end for run in self._runs]], self._runs, strict=False))
+            self._ids = grown(self._ids, room, self.size)
+            self._logprobs = grown(self._logprobs, room, self.size)
+        self._ids[self.size : size] = ids
+        self._logprobs[self.size : size] = logprobs
+        self.size = size
 
     def _runs_before(self, end: int) -> list[_Run]:
         """The runs of the tokens before `end`."""
-        parts = self._parts()
+        starts = [0, *[run.end for run in self._runs]]
+        parts = zip(starts, self._runs, strict=False)
         return [_Run(min(r.end, end), r.version, r.engine) for begin, r in parts if begin < end]
 
     def _last_is(self, start: int, version: int, engine: str) -> bool:
@@ -412,10 +408,6 @@ class TokenLog:
         run = self._runs[-1]
         begin = self._runs[-2].end if len(self._runs) > 1 else 0
         return begin <= start and run.version == version and run.engine == engine
-
-    def _mark(self, version: int, engine: str | None) -> None:
-        if self._size > self.covered:
-            self._mark_to(self._size, version, engine)
 
     def _mark_to(self, end: int, version: int, engine: str | None) -> None:
         last = self._runs[-1] if self._runs else None

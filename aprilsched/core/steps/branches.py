@@ -148,11 +148,11 @@ def _keep(
         rollout.prompt_ids = kept[rollout.branch].prompt_ids
         rest.companions = kept[rollout.branch].companions
         rest.go_on(kept[rollout.branch].path)
-    rest.truncate(len(rest), prompt=len(rollout.prompt_ids))
+    rest.truncate(rest.size, prompt=len(rollout.prompt_ids))
     # Rows are saved by the numbers of their branches.
     rollout.rewritten = rollout.rewritten or bool(log.companions)
     sampled = log.sampled_tokens - rest.sampled_tokens
-    discard(state, rollout, sampled, len(log) - len(rest) - sampled, reason)
+    discard(state, rollout, sampled, log.size - rest.size - sampled, reason)
     state.in_flight.journal.change(rollout)
 
 

@@ -115,7 +115,7 @@ def _take_engine(
     if state.placement != "length":
         return free.take(prefer=prefer, slack=slack, avoid=request.avoid)
     # The members of a group that have as many tokens are expected to need as many.
-    alike = request.rollout.group.group_id, len(request.rollout.log)
+    alike = request.rollout.group.group_id, request.rollout.log.size
     if alike not in works:
         works[alike] = float(state.expectations.work([request])[0])
     avoid = request.avoid

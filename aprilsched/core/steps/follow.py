@@ -127,7 +127,10 @@ def foreign_version(
     """The first of the `versions` that the attempt cannot have been sampled under; None if there is
     none."""
     oldest, newest = _possible(state, request)
-    return next((version for version in versions if not oldest <= version <= newest), None)
+    for version in versions:
+        if not oldest <= version <= newest:
+            return version
+    return None
 
 
 def disown(state: SchedulerState, request: RequestRecord, version: int) -> None:

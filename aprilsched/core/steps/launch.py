@@ -131,10 +131,10 @@ def launch(state: SchedulerState) -> None:
 
 
 def _may_launch(state: SchedulerState) -> bool:
-    if not state.asynchronous and not (state.collecting and awaits_scores(state)):
-        return state.collecting
-    config = state.config
-    return not state.stop.enough(state.in_flight.ready, batches=config.ready_batches)
+    collecting = state.collecting
+    if not (state.asynchronous or (collecting and awaits_scores(state))):
+        return collecting
+    return not state.stop.enough(state.in_flight.ready, batches=state.config.ready_batches)
 
 
 def _count(state: SchedulerState) -> int:

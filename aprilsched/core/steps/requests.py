@@ -24,7 +24,7 @@ _MOST_FAILURES = 3
 
 def on_progress(state: SchedulerState, request: RequestRecord, event: ev.Progress) -> None:
     if event.prompt_tokens is not None:
-        arrived = len(request.rollout.log) - request.attempt_start
+        arrived = request.rollout.log.size - request.attempt_start
         sent = request.rollout.context_tokens - arrived
         state.in_flight.expand(request, max(0, event.prompt_tokens - sent))
     counters = state.in_flight.counters

@@ -216,7 +216,7 @@ def _group(state: SchedulerState, saved: Saved, group: SavedGroup) -> GroupRecor
         known = saved.rollouts.get(member.rollout_id, new)
         tokens = saved.tokens.get(member.rollout_id, SavedTokens())
         rollout = _rollout(state, record, member, known, tokens)
-        size = len(rollout.log)
+        size = rollout.log.size
         rollout.log.answers = tuple([each for each in known.answers if each.start <= size])
         state.in_flight.carry_companions(rollout)
         if known.branches:
@@ -248,7 +248,7 @@ def _group(state: SchedulerState, saved: Saved, group: SavedGroup) -> GroupRecor
 
 def _restore_branches(rollout: RolloutRecord, known: RolloutState) -> None:
     """Give a rollout its branches again, without their rows."""
-    log, size = rollout.log, len(rollout.log)
+    log, size = rollout.log, rollout.log.size
     prompts: list[Int32Array] = []
     for number, saved in enumerate(known.branches):
         own = np.array(saved.prompt_ids, dtype=np.int32) if saved.of is None else prompts[saved.of]
@@ -337,10 +337,10 @@ def _rollout(
 
 def _begin_again(record: RolloutRecord, request: SavedRequest | None) -> None:
     record.state = State.THINKING
-    record.answered = [turn for turn in record.answered if turn[1] <= len(record.log)]
+    record.answered = [turn for turn in record.answered if turn[1] <= record.log.size]
     record.turns = 0
     partial = None if request is None else request.output_start
-    if partial is not None and partial > len(record.log):
+    if partial is not None and partial > record.log.size:
         partial = None
     record.replay = Replay(known=len(record.answered), partial=partial)
 
@@ -354,7 +354,7 @@ def _request(
         rollout=rollout,
         sampling=rollout.sampling,
         output_start=0,
-        attempt=1 if len(rollout.log) else 0,
+        attempt=1 if rollout.log.size else 0,
     )
     if known is not None:
         request.sampling, request.output_start = known.sampling, known.output_start

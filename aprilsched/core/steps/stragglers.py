@@ -60,7 +60,7 @@ def _prune(state: SchedulerState) -> None:
     while run_on:
         request_id, (attempt, limit) = next(reversed(run_on.items()))
         request = state.in_flight.attempt(request_id, attempt)
-        if request is not None and len(request.rollout.log) < limit:
+        if request is not None and request.rollout.log.size < limit:
             break
         run_on.popitem()
     calling_back = state.stragglers.calling_back
@@ -87,7 +87,7 @@ def _decide(state: SchedulerState, stragglers: list[RequestRecord]) -> None:
         if decision.call_back:
             _call_back(state, request)
         elif decision.run_on:
-            limit = len(request.rollout.log) + decision.run_on
+            limit = request.rollout.log.size + decision.run_on
             state.stragglers.run_on[request.request_id] = (request.attempt, limit)
 
 

@@ -72,7 +72,7 @@ def end_turn(state: SchedulerState, request: RequestRecord) -> None:
 
 
 def _note_answered(rollout: RolloutRecord, begin: int) -> None:
-    rollout.answered.append((begin, len(rollout.log), rollout.finish_reason, rollout.branch))
+    rollout.answered.append((begin, rollout.log.size, rollout.finish_reason, rollout.branch))
     if rollout.replay is not None:
         rollout.replay.asked.append(len(rollout.answered) - 1)
 
@@ -95,7 +95,7 @@ def on_turn_requested(
 ) -> None:
     _drop_undecided(state, rollout)
     turn, begin = _known_turn(state, rollout, event)
-    before = len(rollout.log)
+    before = rollout.log.size
     if turn is not None:
         _tell_begun(state, rollout, before)
         rollout.turns += 1
@@ -127,7 +127,7 @@ def _tell_begun(state: SchedulerState, rollout: RolloutRecord, before: int) -> N
         facts.TurnBegun(
             rollout_id=rollout.rollout_id,
             prompt_tokens=len(rollout.prompt_ids),
-            environment=max(0, len(rollout.log) - before),
+            environment=max(0, rollout.log.size - before),
         )
     )
 
@@ -218,7 +218,7 @@ def _hand_back(state: SchedulerState, rollout: RolloutRecord, begin: int) -> Non
     """Answer a withdrawn turn, whose request is back. The episode decides whether its tokens
     stay."""
     rollout.undecided = begin
-    _resolve(state, rollout, begin, len(rollout.log), rollout.finish_reason, withdrawn=True)
+    _resolve(state, rollout, begin, rollout.log.size, rollout.finish_reason, withdrawn=True)
 
 
 def _drop_undecided(state: SchedulerState, rollout: RolloutRecord) -> None:
@@ -460,7 +460,7 @@ def leave_one(state: SchedulerState, rollout: RolloutRecord, begin: int, limit: 
     process ended between the last token of a request and its end, or because the episode asks for
     fewer tokens this time.
     """
-    if len(rollout.log) - begin >= limit:
+    if rollout.log.size - begin >= limit:
         truncate(state, rollout, begin + limit - 1, Reason.RESTARTED)
 
 
@@ -473,9 +473,9 @@ def truncate_to_answered(state: SchedulerState, rollout: RolloutRecord, reason: 
 def truncate(state: SchedulerState, rollout: RolloutRecord, size: int, reason: Reason) -> None:
     """Discard all tokens after the first `size`, and count them."""
     log = rollout.log
-    if len(log) == size:
+    if log.size == size:
         return
     sampled = int((log.versions()[size:] != NO_VERSION).sum())
-    environment = len(log) - size - sampled
+    environment = log.size - size - sampled
     log.truncate(size, prompt=len(rollout.prompt_ids))
     discard(state, rollout, sampled, environment, reason)

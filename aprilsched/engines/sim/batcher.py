@@ -276,12 +276,14 @@ class Batcher:
     # -- work -------------------------------------------------------------------------------
 
     def _plan_decode(self, now: float) -> _Decode | None:
-        if not len(self._batch):
+        batch = len(self._batch)
+        if not batch:
             return None
         wanted = 1 if self._aborting else self._batch.next_due() - self._batch.steps
-        while not (steps := self._pool.room_for_steps(len(self._batch), wanted)):
+        while not (steps := self._pool.room_for_steps(batch, wanted)):
             self._preempt()
-        seconds = self.config.timing.decode_seconds(len(self._batch), self._pool.running, steps)
+            batch -= 1
+        seconds = self.config.timing.decode_seconds(batch, self._pool.running, steps)
         return _Decode(now, now + seconds, steps)
 
     def _complete_decode(self, work: _Decode) -> None:

@@ -32,11 +32,11 @@ class KvPool:
 
     @property
     def used(self) -> int:
-        return self.running + self._in_pass + self._kept
+        return self._kv_tokens - self.free
 
     @property
     def free(self) -> int:
-        return self._kv_tokens - self.used
+        return self._kv_tokens - self.running - self._in_pass - self._kept
 
     def queue(self, sequence: Sequence) -> None:
         """Put a request at the end of the queue, or before those of a higher rank."""
@@ -65,7 +65,8 @@ class KvPool:
             return picks
         while self.waiting and budget and len(picks) < places:
             sequence = self.waiting[0]
-            need = sequence.context + 1 - sequence.cached
+            context = sequence.context
+            need = context + 1 - sequence.cached
             # The exact reserve needs every running request, so it is computed only near the limit.
             if self.free - need < (len(running) + len(picks) + 1) * _RESERVE_MOST:
                 members = [s.limit - (steps - s.joined) for s in running]
@@ -75,8 +76,8 @@ class KvPool:
                     break
             self.waiting.popleft()
             self._kept -= sequence.cached
-            self._in_pass += sequence.context + 1
-            take = min(sequence.context - sequence.cached, budget)
+            self._in_pass += context + 1
+            take = min(context - sequence.cached, budget)
             budget -= take
             picks.append((sequence, take))
         return picks

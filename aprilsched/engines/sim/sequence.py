@@ -98,12 +98,10 @@ class Sequence:
     finish_at: int = 0
     stopped: bool = False
     aborting: bool = False
-    tokens: list[Int32Array] = field(default_factory=list[Int32Array])
-    unsent: list[tuple[Int32Array, Float32Array]] = field(
-        default_factory=list[tuple[Int32Array, Float32Array]]
-    )
-    changes: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    passes: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    tokens: list[Int32Array] = field(init=False)
+    unsent: list[tuple[Int32Array, Float32Array]] = field(init=False)
+    changes: list[tuple[int, int]] = field(init=False)
+    passes: list[tuple[int, int]] = field(init=False)
     """Where the positions end whose latest pass was under one weights key, and that key, if the
     request asks for companions of the context."""
 
@@ -113,6 +111,7 @@ class Sequence:
         self.limit = sampling.max_new_tokens
         self.min_new = sampling.min_new_tokens
         self.state = ContextState(hash=0, last=0, length=0, seed=self.seed)
+        self.tokens, self.unsent, self.changes, self.passes = [], [], [], []
 
     @property
     def context(self) -> int:
