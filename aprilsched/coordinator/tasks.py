@@ -27,7 +27,8 @@ TaskKey: TypeAlias = str | tuple[Any, ...]
 
 class Tasks:
     """The tasks of a group by key. A task that raises ends the group, as in asyncio.TaskGroup.
-    Before :meth:`run_in` there is no group, and nothing that is started runs."""
+    Before :meth:`run_in` there is no group, and nothing that is started runs; nor does it when the
+    group ends."""
 
     def __init__(self) -> None:
         self._group: asyncio.TaskGroup | None = None
@@ -57,7 +58,13 @@ class Tasks:
         if other is not None and other is not asyncio.current_task() and not other.done():
             work.close()
             raise InvariantViolation(f"a task named {key} runs already")
-        task = self._group.create_task(work)
+        try:
+            task = self._group.create_task(work)
+        except RuntimeError:
+            # A task has failed, and the owner has not run since. A trainer that asked for an update
+            # in between got asyncio's words instead of the error that ends the session.
+            work.close()
+            return
         self._tasks[key] = task
         task.add_done_callback(lambda ended: self._end(key, ended))
 
@@ -76,12 +83,7 @@ class Tasks:
         if self._ending or self._group is None:
             return
         self._ending = True
-        work = _raise(error)
-        try:
-            self._group.create_task(work)
-        except RuntimeError:
-            # The group has ended already.
-            work.close()
+        self.start("failure", _raise(error))
 
     def cancel(self, keys: Iterable[TaskKey]) -> None:
         for key in keys:

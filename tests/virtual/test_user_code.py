@@ -405,6 +405,28 @@ async def test_a_key_that_is_in_use_is_not_given_twice():
             tasks.start("one", asyncio.sleep(0))
 
 
+async def test_what_begins_while_the_tasks_end_is_left_out():
+    """A trainer's call may come between the failure of a task and the end of its group."""
+    tasks, late = Tasks(), asyncio.Event()
+
+    async def work() -> None:
+        late.set()
+
+    async def fails() -> None:
+        async with asyncio.TaskGroup() as group:
+            tasks.run_in(group)
+            tasks.fail(ValueError("it broke"))
+            try:
+                await asyncio.sleep(10)
+            finally:
+                tasks.start("late", work())
+
+    with pytest.raises(ExceptionGroup) as raised:
+        await fails()
+    assert [str(error) for error in raised.value.exceptions] == ["it broke"]
+    assert not late.is_set()
+
+
 # --- prompts ---------------------------------------------------------------------------------
 
 
