@@ -13,8 +13,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import structs
 
 from aprilsched.chat.tokenizer import Detokenizer
 from aprilsched.companions import TOP
@@ -178,7 +180,7 @@ class Reading:
         """The versions of the tokens that were read; known at the end."""
         end = len(self.token_ids)
         return [
-            replace(each, end=min(each.end, end))
+            structs.replace(each, end=min(each.end, end))
             for each in self.response.segments
             if each.start < end
         ]

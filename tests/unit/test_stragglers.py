@@ -53,7 +53,7 @@ def limits(driver: Driver) -> set[int]:
     """The number of tokens that each straggler may still generate."""
     requests = driver.state.in_flight.requests
     return {
-        limit - len(requests[request_id].rollout.log)
+        limit - requests[request_id].rollout.log.size
         for request_id, (_, limit) in driver.state.stragglers.run_on.items()
     }
 

@@ -506,7 +506,7 @@ async def test_an_answer_that_was_heard_and_saved_in_part_is_text_afterwards(
         session = await sessions.next()
         await harness.step(session, 30)
         step = asyncio.ensure_future(harness.step(session, 30))
-        while len(rollouts.state.in_flight.rollouts[int(session.id)].log) < 60:  # noqa: ASYNC110
+        while rollouts.state.in_flight.rollouts[int(session.id)].log.size < 60:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         await asyncio.sleep(0.02)
         killed = left_behind(store, tmp_path / "killed")
