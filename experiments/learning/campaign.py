@@ -68,6 +68,7 @@ ARMS: dict[str, tuple[Change, bool]] = {
     "areal": (preset("areal", straggler="abort"), False),
     "auto": (preset("auto", straggler="abort"), False),
     "auto-kept": (preset("auto", straggler="in_place"), False),
+    "auto-kept-4": (preset("auto", straggler="in_place", max_staleness=4), False),
     "april-kept": (preset("april", straggler="in_place"), False),
     "rollpacker": (preset("rollpacker", straggler="abort"), False),
     "on-policy": (preset("on_policy", straggler="abort"), False),

@@ -30,11 +30,12 @@ NAMES = {
     "waiting": "waiting", "april": "APRIL, recompute", "april-kept": "APRIL, KV kept",
     "april-kept-own": "APRIL, KV kept, own routing", "areal": "AReaL, recompute",
     "auto": "auto, recompute", "auto-kept": "auto, KV kept",
-    "auto-kept-own": "auto, KV kept, own routing",
+    "auto-kept-own": "auto, KV kept, own routing", "auto-kept-4": "auto, KV kept, ages up to 4",
 }  # fmt: skip
 COLOURS = {
     "waiting": GREY, "april": "#999933", "april-kept": PALETTE[1], "april-kept-own": PALETTE[3],
     "areal": PALETTE[0], "auto": PALETTE[2], "auto-kept": PALETTE[5], "auto-kept-own": "#882255",
+    "auto-kept-4": "#44aa99",
 }  # fmt: skip
 EDGES = np.geomspace(1e-3, 10, 49)
 """The classes of |ln ratio|, as in mixture.py."""
