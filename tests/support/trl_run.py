@@ -225,8 +225,8 @@ def train_and_resume(
     last: int,
 ) -> None:
     """Train until step `ended`, go on from the checkpoint of step `saved` in another trainer until
-    step `last`, and hold every token to its version. How many responses an update interrupts depends
-    on how busy the machine is."""
+    step `last`, and hold every token to its version. How many responses an update interrupts
+    depends on how busy the machine is."""
     first = begin(steps=ended, save_steps=saved)
     first.trainer.train()
     second = begin(steps=last, save_steps=saved)
