@@ -48,8 +48,8 @@ LAST = 2
 PROBLEMS, DRAWS = 512, 1000
 UPDATES = 22
 """Updates that every arm has made, at which they are compared too."""
-KINDS = {"moe": "The mixture", "dense": "The dense policy",
-         "moe1024": "The mixture, at most 1,024 tokens"}  # fmt: skip
+KINDS = ("moe", "dense", "moe1024")
+"""The policies; the last one's responses have at most 1,024 tokens."""
 FALLEN = 0.2
 """A run whose last reward is so much below its best one has fallen apart."""
 SPAN = 10
