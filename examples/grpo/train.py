@@ -124,6 +124,8 @@ def token_losses(
 class Trainer:
     """The policy, its optimizer, and what is saved of them."""
 
+    token_losses = staticmethod(token_losses)
+
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -165,7 +167,7 @@ class Trainer:
         counts = x.loss_mask.to(self.device)
         with torch.set_grad_enabled(bool(advantages.any())):
             logprobs = self.logprobs(x.input_ids.to(self.device), x.position_ids.to(self.device))
-        losses, proximal = token_losses(
+        losses, proximal = self.token_losses(
             logprobs, sampled, versions, advantages, counts,
             version=part.version, max_staleness=self.options.max_staleness,
         )  # fmt: skip

@@ -5,8 +5,9 @@
 # What it starts goes on when a call ends. The next call with the same lists only waits and copies,
 # and one with another list begins it when the first one is done. LAST is the Unix time by which
 # everything is over, and CODE the commit for the results. REFIT=1 times refits from GPU 1 at the
-# end of GPU 0's cells. With AGAIN=1 cells in raw/ are measured again. On a machine without a GPU,
-# CPU is the Python of a server that runs there.
+# end of GPU 0's cells. With AGAIN=1 cells in raw/ are measured again. Where something else runs on
+# the other GPUs, LISTS is the number of all lists, of which these are the first. On a machine without
+# a GPU, CPU is the Python of a server that runs there.
 set -uo pipefail
 until=$(($(date +%s) + $1)) out=$2
 shift 2
@@ -18,7 +19,7 @@ if [ -z "${CPU:-}" ]; then
   . "$code/experiments/h200/environment.sh"
   gpu=$(nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1)
 fi
-each=$(($(nproc --all) / $#)) place=0
+each=$(($(nproc --all) / ${LISTS:-$#})) place=0
 for list in "$@"; do
   gpus=${list%%=*} cells=${list#*=} name=${list%%[,=]*} first=$((place * each))
   place=$((place + 1))

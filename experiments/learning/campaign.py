@@ -69,13 +69,16 @@ ARMS: dict[str, tuple[Change, bool]] = {
     "auto": (preset("auto", straggler="abort"), False),
     "auto-kept": (preset("auto", straggler="in_place"), False),
     "auto-kept-4": (preset("auto", straggler="in_place", max_staleness=4), False),
+    "auto-kept-clip": (preset("auto", straggler="in_place"), False),
+    "auto-kept-half": (preset("auto", straggler="in_place"), False),
     "april-kept": (preset("april", straggler="in_place"), False),
     "rollpacker": (preset("rollpacker", straggler="abort"), False),
     "on-policy": (preset("on_policy", straggler="abort"), False),
     "streamed-ready": (preset("sync", straggler="abort"), True),
     "april-streamed": (preset("april", straggler="abort"), True),
 }
-"""Settings of each arm, and whether its trainer takes groups from a stream."""
+"""Settings of each arm, and whether its trainer takes groups from a stream. What else "clip" and
+"half" mean, experiments/learning_moe says."""
 SPACING = 2 / 3
 """So much of the evaluations' number lies before a share of the time, as a power of it."""
 GATHERED = {"streamed-ready", "april-streamed"}
@@ -99,8 +102,8 @@ class Study:
     """Writes a model's weights and config.json into a folder."""
     measured: Callable[[Any], dict[str, Any]] = lambda trainer: {}
     """What else is to be kept of a trainer whose cell is done."""
-    arguments: Sequence[str] = ()
-    """Of the trainer, besides those of the campaign."""
+    arguments: Callable[[str], Sequence[str]] = lambda arm: ()
+    """Of the arm's trainer, besides those of the campaign."""
 
     def reward(self, rollout: Rollout, prompt: Prompt) -> float:
         numbers, target = prompt.metadata["problem"]
@@ -372,7 +375,7 @@ def run(
         "--cap", str(given.cap), "--max-staleness", str(given.max_staleness),
         "--stream" if streamed else "--no-stream", "--micro", str(given.micro),
         "--evaluate-every", "0", "--seconds", str(seconds), "--seed", str(seed),
-        *study.arguments,
+        *study.arguments(arm),
     ])  # fmt: skip
     options.evaluations = given.evaluations
     folder.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,8 @@ mixture of experts, or a dense policy of the same size, on the task of task.py.
 
 The arguments are those of experiments/learning/campaign.py. The trainer of a mixture replays the
 routing under which each token was sampled. An arm whose name ends in "-own" has the same rows,
-looks at them, and trains with its own routing.
+looks at them, and trains with its own routing. One whose name ends in "-half" has half the rate,
+and one with "-clip" has PPO's clip around the policy that sampled each token, without weights.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from torch.nn.utils.rnn import pad_sequence  # noqa: E402
 
 from aprilsched import Batch, Prompt, SchedulerConfig  # noqa: E402
 from aprilsched.companions import routed_experts  # noqa: E402
+from aprilsched.corrections import age_mask, clipped_loss  # noqa: E402
 
 PADDED = 49_152
 """Most tokens of a forward pass, with padding."""
@@ -59,12 +61,14 @@ class LargerTrainer(train.Trainer):
     experts than the engine's did.
     """
 
-    def __init__(self, options: argparse.Namespace, *, replays: bool) -> None:
+    def __init__(self, options: argparse.Namespace, *, replays: bool, clips: bool = False) -> None:
         self._states = [options.out / f"trainer-{number}.bin" for number in range(2)]
         self._known = options.out / "trainer.json"
         super().__init__(options)
         with_every_expert(self.model)
         self._replays = replays
+        if clips:
+            self.token_losses = clipped_around_sampled
         self._rows: torch.Tensor | None = None
         self._path = options.out / "ratios.jsonl"
         self._seconds = {"save": 0.0, "measure": 0.0}
@@ -225,6 +229,22 @@ class LargerTrainer(train.Trainer):
         return {"measured": found, "trainer_s": self._seconds}
 
 
+def clipped_around_sampled(
+    logprobs: torch.Tensor,
+    sampled: torch.Tensor,
+    versions: torch.Tensor,
+    advantages: torch.Tensor,
+    counts: torch.Tensor,
+    *,
+    version: int,
+    max_staleness: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """PPO's loss of each token, however old it is, in the place of the trainer's decoupled one."""
+    mask = age_mask(versions, counts, version=version, max_staleness=max_staleness)
+    low, high = train.CLIP
+    return clipped_loss(logprobs, sampled, advantages, mask, clip_low=low, clip_high=high), sampled
+
+
 def prompts(seed: int, *, held_out: bool = False) -> Iterator[Prompt]:
     source = problems(seed, held_out=held_out)
     # Drawn before the clock runs: on a GPU whoever asks for them waits for the trainer's kernels.
@@ -250,13 +270,15 @@ def study(kind: str, rate: float) -> campaign.Study:
         return replace(given, companions=(rows,))
 
     return campaign.Study(
-        trainer=lambda options, arm: LargerTrainer(options, replays=not arm.endswith(campaign.OWN)),
+        trainer=lambda options, arm: LargerTrainer(
+            options, replays=not arm.endswith(campaign.OWN), clips=arm.endswith("-clip")
+        ),
         prompts=prompts,
         score=score,
         configured=configured,
         write=write,
         measured=LargerTrainer.measured,
-        arguments=("--lr", str(rate)),
+        arguments=lambda arm: ("--lr", str(rate / 2 if arm.endswith("-half") else rate)),
     )
 
 

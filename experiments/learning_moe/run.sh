@@ -6,7 +6,9 @@
 # while the servers start. What it starts goes on when a call ends: the next call with the same lists
 # only waits and copies, and one with another list begins it when the first one is done. A list whose
 # trainer dies is begun again, and its cell goes on. LAST is the Unix time by which everything is
-# over, CODE the commit for the results, MORE further arguments of mixture.py. KILLS=GPU kills the trainer of that GPU after half of the call, once.
+# over, CODE the commit for the results, MORE further arguments of mixture.py. KILLS=GPU kills the
+# trainer of that GPU after half of the call, once. Where something else runs on the other GPUs,
+# LISTS is the number of all lists, of which these are the last.
 set -uo pipefail
 began=$(date +%s) until=$(($(date +%s) + $1)) out=$2
 shift 2
@@ -18,7 +20,8 @@ export PYTHONPATH=$PYTHONPATH:$code/experiments/learning_moe
 here=$code/experiments/learning_moe
 echo "unpacked after $(($(date +%s) - began)) s"
 [ -e "$work/last" ] && [ -z "${LAST:-}" ] || echo "${LAST:-$until}" > "$work/last"
-each=$(($(nproc --all) / $#)) place=0
+lists=${LISTS:-$#}
+each=$(($(nproc --all) / lists)) place=$((lists - $#))
 for list in "$@"; do
   name=${list%%=*} cells=${list#*=} gpu=${list%%:*} first=$((place * each))
   kind=${name#*:}

@@ -11,12 +11,14 @@ from __future__ import annotations
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pytest
 import torch
 
-__all__ = ["VOCABULARY", "on_cpu", "tokenizer", "write_model"]
+if TYPE_CHECKING:
+    import pytest
+
+__all__ = ["VOCABULARY", "kernel", "on_cpu", "tokenizer", "write_model"]
 
 VOCABULARY = 512
 _SPECIAL = ["<eos>", "<bos>", "<pad>", "<user>", "<assistant>"]
@@ -73,9 +75,13 @@ def on_cpu(patch: pytest.MonkeyPatch) -> None:
     """Replace the calls of TRL that need a GPU."""
     from trl.experimental.async_grpo import async_grpo_trainer, packing
 
-    kernel = SimpleNamespace(flash_attn_varlen_func=_attention)
-    patch.setattr(packing, "_flash_attn", lambda: kernel)
+    patch.setattr(packing, "_flash_attn", kernel)
     patch.setattr(async_grpo_trainer, "get_peak_flops_per_device", lambda accelerator, dtype: None)
+
+
+def kernel() -> Any:
+    """In the place of FlashAttention-3 from the hub."""
+    return SimpleNamespace(flash_attn_varlen_func=_attention)
 
 
 def _attention(
@@ -96,7 +102,8 @@ def _attention(
     assert window_size == (-1, -1)
     parts = []
     for (q0, q1), (k0, k1) in zip(_spans(begins_q), _spans(begins_k), strict=True):
-        seen = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool).tril(k1 - k0 - (q1 - q0))
+        seen = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool, device=query.device)
+        seen = seen.tril(k1 - k0 - (q1 - q0))
         part = torch.nn.functional.scaled_dot_product_attention(
             *(
                 x[a:b].transpose(0, 1)

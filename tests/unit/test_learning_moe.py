@@ -74,9 +74,9 @@ def test_no_numbers_are_both_held_out_and_trained_on(study: Any):
     assert not found[0] & found[1]
 
 
-def _trainer(study: Any, folder: Path, *, replays: bool) -> Any:
+def _trainer(study: Any, folder: Path, *, replays: bool, clips: bool = False) -> Any:
     options = argparse.Namespace(model=str(folder / "policy"), out=folder, lr=1e-3, max_staleness=4)
-    trainer = study.mixture.LargerTrainer(options, replays=replays)
+    trainer = study.mixture.LargerTrainer(options, replays=replays, clips=clips)
     trainer.model.to("cpu")
     trainer.device = "cpu"
     return trainer
@@ -155,3 +155,19 @@ def test_the_trainer_replays_measures_and_goes_on(study: Any, tmp_path: Path):
         assert torch.equal(mine, theirs)
     lines = (tmp_path / "ratios.jsonl").read_text().splitlines()
     assert [json.loads(line)["update"] for line in lines] == [2, 2, 3, 3]
+
+
+def test_the_clip_around_the_sampling_policy_stops_what_has_moved(study: Any, tmp_path: Path):
+    study.policy.write(study.policy.fresh("moe-tiny", 0), tmp_path / "policy")
+    clipped = _trainer(study, tmp_path, replays=False, clips=True)
+    decoupled = _trainer(study, tmp_path, replays=False)
+    # Tokens of age 1 that are 1.5 times as probable now, and one that is as probable as it was.
+    sampled, counts = torch.full((4,), -2.0), torch.ones(4, dtype=torch.bool)
+    for trainer, moves in ((clipped, [False, False, False, True]), (decoupled, [True] * 4)):
+        now = torch.tensor([-1.6, -1.6, -1.6, -2.0], requires_grad=True)
+        losses, _ = trainer.token_losses(
+            now, sampled, torch.ones(4, dtype=torch.int32), torch.ones(4), counts,
+            version=2, max_staleness=4,
+        )  # fmt: skip
+        losses.sum().backward()
+        assert (now.grad != 0).tolist() == moves
