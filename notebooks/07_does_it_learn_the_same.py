@@ -70,21 +70,22 @@ display(figure)
 # %% [markdown]
 # ## A larger policy, with experts
 #
-# [experiments/learning_moe](../experiments/learning_moe) trains a mixture of experts and a dense policy, of 31 million parameters each, on a task with a heavier tail. A broken line is an arm whose trainer does not replay the engine's routing. In the middle is how far the ratio of the rarest thousandth of tokens is from 1, by age. On the right is the spread of the ratio over the updates of longer runs, with responses of at most 1,024 tokens: two of the five runs of auto with KV kept fell apart.
+# [experiments/learning_moe](../experiments/learning_moe) trains a mixture of experts and a dense policy, of 31 million parameters each, on a task with a heavier tail. A broken line is an arm whose trainer does not replay the engine's routing. Above on the right is how far the ratio of the rarest thousandth of tokens is from 1, by age. Below is the spread of the ratio over the updates, with responses of at most 3,072 tokens, and of at most 1,024, where two of the five runs of auto with KV kept fell apart.
 
 # %%
 larger = tables.result()
-figure = new_figure(16, 4.5)
-left, middle, right = figure.subplots(1, 3)
-tables.curves(left)
-tables.tails(middle, larger)
-tables.spreads(right)
+figure = new_figure(13, 9)
+(first, second), (third, fourth) = figure.subplots(2, 2)
+tables.curves(first)
+tables.tails(second, larger)
+tables.spreads(third, "moe")
+tables.spreads(fourth)
 display(figure)
-for kind in ("moe", "dense"):
-    for arm, row in larger[kind]["arms"].items():
+for name in ("moe-d", "moe-a", "dense-a"):
+    for arm, row in larger[name]["arms"].items():
         share = row["seconds_to_1_of_waiting"]
         print(
-            f"{kind:6}{tables.NAMES[arm]:29} middle level in {share['mean']:.2f} of waiting's time "
+            f"{name:8}{tables.NAMES[arm]:29} middle level in {share['mean']:.2f} of waiting's time "
             f"({share['low']:.2f} to {share['high']:.2f})   after {tables.UPDATES} updates "
             f"{row['after_updates']['mean']:.3f}   age {row['age']['mean']:.1f}"
         )
@@ -126,7 +127,10 @@ fell = [row["fell"] for row in large["corrected"]["rows"]]
 assert sum(row["fell"] for row in large["uncorrected"]["rows"]) == 0
 assert fell[1:] == sorted(fell[1:]) == [1, 3, 4, 4, 4]
 assert not larger["wrong"]
-mixture, dense = (larger[kind]["arms"] for kind in ("moe", "dense"))
+new, mixture, dense = (larger[name]["arms"] for name in ("moe-d", "moe-a", "dense-a"))
+assert 0.34 < new["auto-kept"]["seconds_to_1_of_waiting"]["mean"] < 0.38
+assert new["auto-kept"]["end"]["mean"] > new["waiting"]["end"]["mean"]
+assert new["auto-kept-clip"]["ratio_sd"]["mean"] < new["auto-kept"]["ratio_sd"]["mean"]
 assert 0.40 < mixture["auto-kept-own"]["seconds_to_1_of_waiting"]["mean"] < 0.45
 assert 0.40 < dense["auto-kept"]["seconds_to_1_of_waiting"]["mean"] < 0.45
 assert mixture["auto-kept-own"]["seconds_to_1_of_april"]["mean"] < 0.70
@@ -134,9 +138,9 @@ for arms_of in (mixture, dense):
     low = max(row["after_updates"]["low"] for row in arms_of.values())
     assert low < min(row["after_updates"]["high"] for row in arms_of.values())
 routings = [
-    tables.by_age(larger["moe"]["ratios"], "auto-kept-own", kind) for kind in ("own", "replayed")
+    tables.by_age(larger["moe"]["ratios"], "auto-kept", kind) for kind in ("own", "replayed")
 ]
 assert all(abs(routings[1][age] / tail - 1) < 0.06 for age, tail in routings[0].items())
 
 # %% [markdown]
-# **Answer.** It learns the same from the same number of updates, and the run that carries is there sooner: auto with KV kept in half of waiting's time and sooner than APRIL, auto with recompute in three fifths, as APRIL. The first planner, whose trials ran in the trainer's process, was slower in both. Without a stale token tail batching saves a fifth of the time. Tokens that are one or two updates old are as good as fresh ones, with corrections and without. Older ones need decoupled PPO, with which no cost can be seen up to an age of 16 at this learning rate; PPO's clip alone loses a third at an age of 4 and half beyond. With three times the learning rate it is the other way round: decoupled PPO with an interpolated proximal policy learns and then falls apart on old tokens, and the clip holds. This is one small policy on one task, with one to three seeds for each arm, on two machines of one kind. On a larger policy and a task with a heavier tail auto with KV kept needs about 0.42 of waiting's time for a mixture of experts and 0.44 for a dense policy, and two thirds of APRIL's, with one seed and runs that end before their plateau. Replayed routing changes nothing there.
+# **Answer.** It learns the same from the same number of updates, and the run that carries is there sooner: auto with KV kept in half of waiting's time and sooner than APRIL, auto with recompute in three fifths, as APRIL. The first planner, whose trials ran in the trainer's process, was slower in both. Without a stale token tail batching saves a fifth of the time. Tokens that are one or two updates old are as good as fresh ones, with corrections and without. Older ones need decoupled PPO, with which no cost can be seen up to an age of 16 at this learning rate; PPO's clip alone loses a third at an age of 4 and half beyond. With three times the learning rate it is the other way round: decoupled PPO with an interpolated proximal policy learns and then falls apart on old tokens, and the clip holds. This is one small policy on one task, with one to three seeds for each arm, on two machines of one kind. On a larger policy and a task with a heavier tail auto with KV kept needs 0.36 and 0.42 of waiting's time for a mixture of experts and 0.44 for a dense policy, and two thirds to four fifths of APRIL's, and ends no lower than waiting. Replayed routing changes nothing there, and the clip keeps its ratios as close to 1 as those of the dense policy at no cost.

@@ -60,6 +60,8 @@ MACHINES = {
     "fifth machine, experts": ("steps-11", "steps-12", "steps-13", "steps-15"),
     "sixth machine, 4B": ("steps-16", "steps-19"),
     "sixth machine, experts": ("steps-17", "steps-18"),
+    "seventh machine, 4B": ("steps-20",),
+    "seventh machine, experts": ("steps-21",),
 }
 """Logs of servers, in raw/, that have the same step times."""
 ALIKE = ("waiting", "april", "april-kept", "auto-default", "auto-kept-default")
@@ -67,6 +69,7 @@ ALIKE = ("waiting", "april", "april-kept", "auto-default", "auto-kept-default")
 AGAINST = {"april": "waiting", "april-kept": "waiting", "auto-default": "april",
            "auto-kept-default": "april-kept"}  # fmt: skip
 """What each of them is compared with."""
+SEEDS = ("", ":s1", ":s2")
 SIXTH = (
     ("auto-kept-default:0:0.25:single", "auto-kept-default:0:0.25"),
     ("auto-kept-default:0:0.25:single:s1", "auto-kept-default:0:0.25:s1"),
@@ -84,7 +87,7 @@ Rows = Sequence[dict[str, Any]]
 
 
 def lines(name: str) -> list[dict[str, Any]]:
-    """Everything that cells.py wrote on the first five machines, or on the sixth."""
+    """Everything that cells.py wrote on all machines but the sixth, or on the sixth."""
     return [json.loads(line) for line in (HERE / "raw" / name).read_text().splitlines()]
 
 
@@ -372,7 +375,7 @@ def titled(name: str) -> str:
     title = f"{NAMES[cell.schedule]}, trainer {cell.train_seconds:g} s"
     title += ", full size" if cell.scale == 1 else ""
     title += f", {VARIANTS[cell.variant]}" if cell.variant else ""
-    return title + (", other prompts" if cell.seed else "")
+    return title + (f", seed {cell.seed}" if cell.seed else "")
 
 
 def splits(everything: dict[str, Any]) -> str:
@@ -390,7 +393,8 @@ def splits(everything: dict[str, Any]) -> str:
 def is_alike(name: str) -> bool:
     """Whether a cell belongs to the table of like against like."""
     cell = Cell.of(name)
-    return cell.scale == 1 and not cell.trainer and cell.schedule in ALIKE
+    shown = cell.scale == 1 and not cell.trainer and cell.schedule in ALIKE
+    return shown and cell.variant in ("", "moe")
 
 
 def alike(everything: dict[str, Any]) -> str:
@@ -401,7 +405,7 @@ def alike(everything: dict[str, Any]) -> str:
     text = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     rows = {row["cell"]: row for row in everything["cells"]}
     for variant, shape in (("", "Qwen3-4B"), (":moe", "Qwen3-30B-A3B")):
-        for seed in ("", ":s1"):
+        for seed in SEEDS:
             for name in ALIKE:
                 row = rows.get(f"{name}:0:1{variant}{seed}")
                 if row is None:
@@ -410,7 +414,7 @@ def alike(everything: dict[str, Any]) -> str:
                 other = rows.get(f"{AGAINST.get(name)}:0:1{variant}{seed}")
                 same = other is not None and row["machine"] == other["machine"]
                 where = "" if row["machine"] == "fifth machine" else f" ({row['machine']})"
-                where += ", other prompts" if seed else ""
+                where += f", seed {seed[2:]}" if seed else ""
                 said = ""
                 if told:
                     said = f"{told['step_seconds']:.1f} s, {share(told['efficiency'])}"

@@ -31,11 +31,12 @@ NAMES = {
     "april-kept-own": "APRIL, KV kept, own routing", "areal": "AReaL, recompute",
     "auto": "auto, recompute", "auto-kept": "auto, KV kept",
     "auto-kept-own": "auto, KV kept, own routing", "auto-kept-4": "auto, KV kept, ages up to 4",
+    "auto-kept-half": "auto, KV kept, half the rate", "auto-kept-clip": "auto, KV kept, clip",
 }  # fmt: skip
 COLOURS = {
     "waiting": GREY, "april": "#999933", "april-kept": PALETTE[1], "april-kept-own": PALETTE[3],
     "areal": PALETTE[0], "auto": PALETTE[2], "auto-kept": PALETTE[5], "auto-kept-own": "#882255",
-    "auto-kept-4": "#44aa99",
+    "auto-kept-4": "#44aa99", "auto-kept-half": "#88ccee", "auto-kept-clip": "#332288",
 }  # fmt: skip
 EDGES = np.geomspace(1e-3, 10, 49)
 """The classes of |ln ratio|, as in mixture.py."""
@@ -50,6 +51,8 @@ UPDATES = 22
 """Updates that every arm has made, at which they are compared too."""
 KINDS = ("moe", "dense", "moe1024")
 """The policies; the last one's responses have at most 1,024 tokens."""
+TABLES = ("moe-d", "moe-a", "dense-a", "moe1024-c")
+"""The policies by their stretches, since each began with weights of its own, and has its levels."""
 FALLEN = 0.2
 """A run whose last reward is so much below its best one has fallen apart."""
 SPAN = 10
@@ -78,10 +81,8 @@ def cells() -> list[Cell]:
 
 
 def levels(found: Sequence[Cell]) -> list[float]:
-    """The three levels of a policy, from its waiting cells; out of reach without any."""
+    """The three levels of a policy, from its waiting cells."""
     waiting = [cell for cell in found if cell["arm"] == "waiting"]
-    if not waiting:
-        return [float("inf")] * len(SHARES)
     first = float(np.mean([cell["evaluations"][0]["held_out"] for cell in waiting]))
     last = float(np.mean([learned(cell, None, [])["end"] for cell in waiting]))
     return [first + share * (last - first) for share in SHARES]
@@ -147,12 +148,7 @@ def _told(mean: float, drawn: np.ndarray) -> dict[str, float]:
 
 
 def table(found: Sequence[Cell]) -> dict[str, Any]:
-    """The figures of each arm of one policy, and its levels.
-
-    A stretch begins with weights of its own, so one without waiting has no levels and is left out.
-    """
-    known = {cell["stretch"] for cell in found if cell["arm"] == "waiting"}
-    found = [cell for cell in found if cell["stretch"] in known]
+    """The figures of each arm of one policy in one stretch, and its levels."""
     targets = levels(found)
     by_arm: dict[str, list[Cell]] = defaultdict(list)
     for cell in found:
@@ -277,8 +273,10 @@ def result() -> dict[str, Any]:
     kinds = sorted({cell["policy"] for cell in found})
     by_kind = {kind: [cell for cell in found if cell["policy"] == kind] for kind in kinds}
     everything = {
-        kind: table(own) | {"ratios": ratios(own), "stability": stability(own)}
-        for kind, own in by_kind.items()
+        kind: {"ratios": ratios(own), "stability": stability(own)} for kind, own in by_kind.items()
+    } | {
+        name: table([c for c in found if f"{c['policy']}-{c['stretch']}" == name])
+        for name in TABLES
     } | {
         "wrong": checks(found),
         "resumed": [f"{c['policy']} {c['arm']} {c['seed']}" for c in found if c["resumed"]],
@@ -330,8 +328,8 @@ def markdown(everything: dict[str, Any]) -> str:
     """The tables of README.md: one of the arms for each policy, one of the ratios, and one of the
     stability of each run."""
     parts: list[str] = []
-    for kind in KINDS:
-        arms = everything[kind]["arms"]
+    for name in TABLES:
+        arms = everything[name]["arms"]
         lines = ["| | " + " | ".join(NAMES[arm] for arm in arms) + " |"]
         lines.append("|---" * (1 + len(arms)) + "|")
         lines.append("| seeds | " + " | ".join(str(arms[arm]["seeds"]) for arm in arms) + " |")
@@ -357,16 +355,15 @@ def markdown(everything: dict[str, Any]) -> str:
     parts.append("\n".join(lines))
     spans = range(SPAN, 7 * SPAN, 2 * SPAN)
     head = [f"sd of the ratio, updates {at + 1} to {at + SPAN}" for at in spans]
-    lines = ["| policy, arm, seed | updates | age | " + " | ".join(head) + " | last | best "
+    lines = ["| policy, arm, seed, stretch | updates | age | " + " | ".join(head) + " | last | best "
              "held-out | last |", "|---" * (len(head) + 6) + "|"]  # fmt: skip
     for kind in KINDS:
         for row in everything[kind]["stability"]:
             spread = row["spread"]
             told = [f"{spread[at // SPAN - 1]:.3f}" if at // SPAN <= len(spread) else ""
                     for at in spans]  # fmt: skip
-            machine = ", machine b" * (row["stretch"] == "b")
             lines.append("| " + " | ".join([
-                f"{kind}, {NAMES[row['arm']]}, {row['seed']}{machine}",
+                f"{kind}, {NAMES[row['arm']]}, {row['seed']}, {row['stretch']}",
                 str(row["updates"]), f"{row['age']:.1f}", *told, f"{spread[-1]:.3f}",
                 f"{row['best']:.3f}", f"{row['last']:.3f}",
             ]) + " |")  # fmt: skip
@@ -374,9 +371,10 @@ def markdown(everything: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def curves(axes: Any, kind: str = "moe") -> None:
-    """Held-out reward over the wall clock: the mean of each arm, and each evaluation."""
-    own = [cell for cell in cells() if cell["policy"] == kind]
+def curves(axes: Any, name: str = "moe-d") -> None:
+    """Held-out reward over the wall clock of one policy in one stretch: the mean of each arm, and
+    each evaluation."""
+    own = [cell for cell in cells() if f"{cell['policy']}-{cell['stretch']}" == name]
     for arm, colour in COLOURS.items():
         found = [cell["evaluations"] for cell in own if cell["arm"] == arm]
         if not found:
@@ -399,8 +397,11 @@ def curves(axes: Any, kind: str = "moe") -> None:
 def tails(axes: Any, found: dict[str, Any]) -> None:
     """The tail of the ratio by age, of auto with KV kept."""
     for kind, arm, routing, label, style, colour in (
-        ("moe", "auto-kept-own", "own", "mixture, the trainer's routing", "o-", PALETTE[1]),
-        ("moe", "auto-kept-own", "replayed", "mixture, replayed routing", "x--", PALETTE[5]),
+        ("moe", "auto-kept", "own", "mixture, the trainer's routing", "o-", PALETTE[1]),
+        ("moe", "auto-kept", "replayed", "mixture, replayed routing", "x--", PALETTE[5]),
+        ("moe", "auto-kept-clip", "replayed", "mixture, clip", "o-", COLOURS["auto-kept-clip"]),
+        ("moe", "auto-kept-half", "replayed", "mixture, half the rate", "o-",
+         COLOURS["auto-kept-half"]),
         ("dense", "auto-kept", "own", "dense", "o-", GREY),
     ):  # fmt: skip
         rows = by_age(found[kind]["ratios"], arm, routing)
@@ -410,12 +411,12 @@ def tails(axes: Any, found: dict[str, Any]) -> None:
     axes.legend(frameon=False, fontsize=8)
 
 
-def spreads(axes: Any) -> None:
-    """The spread of the ratios of the last updates in each run with at most 1,024 tokens, up to a
-    cross where the reward has fallen to half of its best."""
+def spreads(axes: Any, kind: str = "moe1024") -> None:
+    """The spread of the ratios of the last updates in each run of a policy, up to a cross where the
+    reward has fallen to half of its best."""
     named: set[str] = set()
     for cell in cells():
-        if cell["policy"] != "moe1024":
+        if cell["policy"] != kind:
             continue
         arm, updates = cell["arm"], cell["updates"]
         held = [each["held_out"] for each in cell["evaluations"]]
@@ -433,7 +434,8 @@ def spreads(axes: Any) -> None:
         if fell:
             axes.plot(until, spread[-1], "x", markersize=9, markeredgewidth=2, color=COLOURS[arm])
         named.add(arm)
-    axes.set(yscale="log", xlabel="updates, at most 1,024 tokens",
+    cap = "1,024" if kind == "moe1024" else "3,072"
+    axes.set(yscale="log", ylim=(5e-3, 10), xlabel=f"updates, at most {cap} tokens",
              ylabel=f"sd of the ratio, median of {SPAN} updates")  # fmt: skip
     axes.legend(frameon=False, loc="upper right", fontsize=8)
 
@@ -454,11 +456,12 @@ def main() -> None:
     (HERE / "result.json").write_text(json.dumps(found, indent=1) + "\n")
     print(markdown(found))
     print("wrong:", found["wrong"], "resumed:", found["resumed"])
-    figure = new_figure(16, 4.6)
-    left, middle, right = figure.subplots(1, 3)
-    curves(left)
-    tails(middle, found)
-    spreads(right)
+    figure = new_figure(14, 9.5)
+    (first, second), (third, fourth) = figure.subplots(2, 2)
+    curves(first)
+    tails(second, found)
+    spreads(third, "moe")
+    spreads(fourth)
     save(figure, HERE / "learning_moe.png")
 
 

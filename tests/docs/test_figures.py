@@ -39,7 +39,7 @@ def step_ratios(*, whole: bool) -> list[float]:
     """Simulated over measured mean steps of the cells in full size, or of the others."""
     cells = [cell for cell in result("h200/result.json")["cells"]
              if "predicted_step_s" in cell and "moe" not in cell["cell"]]  # fmt: skip
-    chosen = [cell for cell in cells if (cell["cell"].split(":")[2:] == ["1"]) is whole]
+    chosen = [cell for cell in cells if (cell["cell"].split(":")[2] == "1") is whole]
     return [cell["predicted_step_s"] / cell["step_s"] for cell in chosen]
 
 
@@ -56,7 +56,8 @@ def experts() -> list[Any]:
     cells = [cell for cell in result("h200/result.json")["cells"] if "moe" in cell["cell"]]
     ratios = {cell["cell"]: cell["predicted_step_s"] / cell["step_s"] - 1 for cell in cells}
     far = {name: ratio for name, ratio in ratios.items() if abs(ratio) > 0.05}
-    names = ("auto-kept-default:0:1:moe", "auto-default:0:1:moe", "waiting:0:1:moe")
+    names = ("auto-kept-default:0:1:moe", "auto-kept-default:0:1:moe:s2", "auto-default:0:1:moe",
+             "waiting:0:1:moe")  # fmt: skip
     assert set(far) == set(names)
     return [len(cells) - len(far), len(cells), *(f"{100 * abs(far[name]):.0f}" for name in names)]
 
@@ -103,13 +104,17 @@ FIGURES: list[tuple[str, str, Callable[[], Sequence[Any]]]] = [
     (
         "README.md",
         r"delivers ([\d.]+) times the tokens of APRIL's schedule on the mixture of experts with KV "
-        r"kept \(([\d.]+) times with other prompts\), ([\d.]+) times with recompute, and ([\d.]+) "
-        r"times on the dense model",
+        r"kept \(([\d.]+) and ([\d.]+) times with two other sets of prompts\), ([\d.]+) times with "
+        r"recompute, and ([\d.]+) times on the dense model with KV kept \(([\d.]+) and ([\d.]+) "
+        r"times\)",
         lambda: [
             times("april-kept:0:1:moe", "auto-kept-default:0:1:moe"),
             times("april-kept:0:1:moe:s1", "auto-kept-default:0:1:moe:s1"),
+            times("april-kept:0:1:moe:s2", "auto-kept-default:0:1:moe:s2"),
             times("april:0:1:moe", "auto-default:0:1:moe"),
             times("april-kept:0:1", "auto-kept-default:0:1"),
+            times("april-kept:0:1:s1", "auto-kept-default:0:1:s1"),
+            times("april-kept:0:1:s2", "auto-kept-default:0:1:s2"),
         ],
     ),
     *(
@@ -138,12 +143,13 @@ FIGURES: list[tuple[str, str, Callable[[], Sequence[Any]]]] = [
     ),
     (
         "docs/index.md",
-        r"delivers ([\d.]+) times the tokens of APRIL's on a mixture of experts \(([\d.]+) times "
-        r"with other prompts\), of ([\d.]+) instead of ([\d.]+) versions of age, and ([\d.]+) "
+        r"delivers ([\d.]+) times the tokens of APRIL's on a mixture of experts \(([\d.]+) and "
+        r"([\d.]+) times with other prompts\), of ([\d.]+) instead of ([\d.]+) versions of age, and ([\d.]+) "
         r"times on a dense",
         lambda: [
             times("april-kept:0:1:moe", "auto-kept-default:0:1:moe"),
             times("april-kept:0:1:moe:s1", "auto-kept-default:0:1:moe:s1"),
+            times("april-kept:0:1:moe:s2", "auto-kept-default:0:1:moe:s2"),
             f"{h200('auto-kept-default:0:1:moe', 'age'):.1f}",
             f"{h200('april-kept:0:1:moe', 'age'):.1f}",
             times("april-kept:0:1", "auto-kept-default:0:1"),
@@ -162,7 +168,7 @@ FIGURES: list[tuple[str, str, Callable[[], Sequence[Any]]]] = [
     *(
         (
             page,
-            r"On a mixture of experts it was so in (\d) of (\d) cells, (\d+) and (\d+) % too short "
+            r"On a mixture of experts it was so in (\d) of (\d) cells, (\d+), (\d+) and (\d+) % too short "
             r"under auto, and (\d+) % too long while waiting",
             experts,
         )
@@ -202,10 +208,14 @@ FIGURES: list[tuple[str, str, Callable[[], Sequence[Any]]]] = [
             lambda kind=kind, arm=arm: larger(kind, arm),
         )
         for words, policy, kind, arm in (
-            ("APRIL, recompute", "mixture", "moe", "april"),
-            ("APRIL, KV kept", "mixture", "moe", "april-kept"),
-            ("auto, KV kept", "mixture", "moe", "auto-kept-own"),
-            ("auto, KV kept", "dense", "dense", "auto-kept"),
+            ("APRIL, recompute", "mixture", "moe-d", "april"),
+            ("APRIL, KV kept", "mixture", "moe-d", "april-kept"),
+            ("AReaL's recipe", "mixture", "moe-d", "areal"),
+            ("auto, KV kept", "mixture", "moe-d", "auto-kept"),
+            ("auto, KV kept, `max_staleness=4`", "mixture", "moe-d", "auto-kept-4"),
+            ("auto, KV kept, clip", "mixture", "moe-d", "auto-kept-clip"),
+            ("auto, KV kept, half the rate", "mixture", "moe-d", "auto-kept-half"),
+            ("auto, KV kept", "dense", "dense-a", "auto-kept"),
         )
     ),
     (
