@@ -112,6 +112,7 @@ class FleetTrial(Trial):
     def _fill(self, engine: Engine) -> None:
         """Let waiting responses of an engine begin, as far as there is room."""
         tokens, setting = 0.0, self._setting
+        engine.begin_pass()
         while engine.waiting and len(engine.running) < setting.max_running:
             running = engine.waiting[0]
             have = running.group.have[running.member]
@@ -171,8 +172,7 @@ class Engine(DecodeBatch):
     __slots__ = ("at", "due", "loads", "name", "steps", "version", "waiting")
 
     def __init__(self, name: str, setting: Setting) -> None:
-        pool = math.inf if setting.kv_tokens is None else float(setting.kv_tokens)
-        super().__init__(pool, setting.prompt_tokens)
+        super().__init__(setting)
         self.name = name
         self.version = 0
         self.loads: int | None = None

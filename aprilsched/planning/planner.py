@@ -194,6 +194,7 @@ class Planner:
             max_running=max(1, round(self.max_running / thinner)),
             kv_tokens=None if kv is None else int(kv / command.engines / thinner),
             prompt_tokens=command.prompt_tokens,
+            spare_tokens=command.spare_tokens,
             keeps_kv=config.cached_kv == "keep",
             runs_out=BEHAVIOURS[config.straggler].called_back == "never",
             max_staleness=staleness.bound,

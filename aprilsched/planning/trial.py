@@ -46,11 +46,8 @@ from aprilsched.core.policies.refill import OpenGroups, Pool, PoolView, Refill
 from aprilsched.core.policies.schedule import Schedule
 from aprilsched.core.policies.staleness import Staleness, StalenessRule
 from aprilsched.planning.setting import Outcome, Setting
-from aprilsched.timing.model import StepTimeModel
+from aprilsched.timing.model import RESERVE_CLIP, RESERVE_SHARE, StepTimeModel
 
-RESERVE_SHARE = 0.098
-"""Share of the tokens still to come for which admission leaves room: the lower bound of SGLang's
-new_token_ratio (0.7 * 0.14)."""
 _QUANTILES = (0.16, -1.53, 0.89, -0.49, 1.53, -0.16, 0.49, -0.89)
 """Eight quantiles of the normal law, with mean 0 and a standard deviation of 0.95."""
 
@@ -123,9 +120,7 @@ class Trial:
         self._remembered = drawn.remembered if self._store else []
         self._next = 0
         self._limit = setting.max_running * setting.engines
-        pool = setting.kv_tokens
-        whole = math.inf if pool is None else float(pool * setting.engines)
-        self._decoded = DecodeBatch(whole, setting.prompt_tokens)
+        self._decoded = DecodeBatch(setting, setting.engines)
         """What decodes on all engines together."""
         self.now = 0.0
         self._peak = 0.0
@@ -486,6 +481,7 @@ class Trial:
         if not queue or room <= 0:
             return
         tokens, groups, episodes = 0.0, set[int](), self._episodes
+        decoded.begin_pass()
         while queue and room:
             group, member = queue[0]
             have = group.have[member]
@@ -705,14 +701,23 @@ class DecodeBatch:
     """The responses that decode together, with their KV in one pool.
 
     Args:
-        pool: the size of the pool in tokens; infinite if it is not known.
-        prompt: the number of tokens of a prompt.
+        setting: the conditions.
+        engines: number of engines whose pools these are together.
     """
 
-    __slots__ = ("_ends", "kv", "pool", "prompt", "running", "step", "sum_of_ends")
+    __slots__ = ("_chunk", "_ends", "_full_at", "_joined", "_read", "_spare", "kv", "pool",
+                 "prompt", "running", "step", "sum_of_ends")  # fmt: skip
 
-    def __init__(self, pool: float, prompt: float) -> None:
-        self.pool, self.prompt = pool, prompt
+    def __init__(self, setting: Setting, engines: int = 1) -> None:
+        tokens = setting.kv_tokens
+        self.pool = math.inf if tokens is None else float(tokens * engines)
+        """In tokens; infinite if it is not known."""
+        self.prompt, self._spare = setting.prompt_tokens, setting.spare_tokens
+        self._chunk = setting.model.prefill_chunk * engines
+        self._read = self._joined = 0.0
+        """Tokens that the present pass reads, and for which its responses need room besides."""
+        self._full_at = 0
+        """Number of running responses at which one did not fit; 0 for none."""
         self.step = 0
         self.kv = 0.0
         self.running: dict[int, Running] = {}
@@ -720,16 +725,35 @@ class DecodeBatch:
         """Heap of (last step, ticket); entries of preempted responses are ignored."""
         self.sum_of_ends = 0
 
+    def begin_pass(self) -> None:
+        """Begin a prefill pass: those of the pass before count as running ones."""
+        self._read = self._joined = 0.0
+
     def fits(self, context: float, left: int) -> bool:
-        """Whether one more fits, with a share of all tokens still to come."""
-        if self.pool == math.inf or not self.running:
+        """Whether one more fits by SGLang's rule (:class:`~aprilsched.engines.sim.cache.KvPool`),
+        with all that it and the others of its pass may still get, and a share of what those may
+        that run."""
+        count = len(self.running)
+        if self.pool == math.inf or not count:
             return True
-        to_come = self.sum_of_ends - len(self.running) * self.step + left
-        return self.kv + context + 1 + RESERVE_SHARE * to_come <= self.pool
+        if 0 < self._full_at <= count:
+            return False
+        to_come = self.sum_of_ends - count * (self.step - self._spare)
+        reserve = RESERVE_SHARE * min(to_come, count * RESERVE_CLIP) + self._joined
+        fits = self.kv + context + 1 + self._to_come(left) + reserve <= self.pool
+        self._full_at = 0 if fits else count
+        return fits
+
+    def _to_come(self, left: int) -> float:
+        return min(left + self._spare, RESERVE_CLIP)
 
     def begin(self, running: Running) -> None:
         have = running.group.have[running.member]
         running.end = self.step + running.goal - have
+        self._read += self.prompt + have
+        self._joined += (1 - RESERVE_SHARE) * self._to_come(running.goal - have)
+        if self._read >= self._chunk:
+            self.begin_pass()
         self.running[running.ticket] = running
         heapq.heappush(self._ends, (running.end, running.ticket))
         self.sum_of_ends += running.end

@@ -3,9 +3,9 @@
     python experiments/h200/analysis.py
 
 `raw/models.json` has the step times of each machine, which `analysis.py --fit` fits to the logs of
-its servers. Intervals are from the 5th to the 95th percentile of 10,000 bootstrap samples of the
-counted batches, drawn in blocks of four that follow each other, because a batch depends on the last
-one.
+its servers, and `simulated.json` what the simulator says with them (`analysis.py --simulate`).
+Intervals are from the 5th to the 95th percentile of 10,000 bootstrap samples of the counted
+batches, drawn in blocks of four that follow each other, because a batch depends on the last one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 from predict import cells as all_cells  # noqa: E402
-from schedules import EXPERTS, MAX_RUNNING, MODEL, VARIANTS, Cell, figures  # noqa: E402
+from schedules import EXPERTS, MAX_RUNNING, MODEL, VARIANTS, Cell, figures, simulated  # noqa: E402
 
 from aprilsched.timing import StepTimeModel  # noqa: E402
 from aprilsched.timing.calibration import fit  # noqa: E402
@@ -354,9 +354,13 @@ def model_errors() -> dict[str, Any]:
 
 def result() -> dict[str, Any]:
     """Everything that README.md says."""
-    runs = found()
+    runs, since = found(), HERE / "simulated.json"
+    again = json.loads(since.read_text()) if since.exists() else {}
     everything = {
-        "cells": table(runs),
+        "cells": [
+            row | ({"simulated_s": again[row["cell"]]} if row["cell"] in again else {})
+            for row in table(runs)
+        ],
         "missing": [name for name in all_cells() if name not in runs
                     and name.split(":")[0] not in OTHERS],
         "windows_predicted_over_measured": model_errors(),
@@ -399,8 +403,8 @@ def is_alike(name: str) -> bool:
 
 def alike(everything: dict[str, Any]) -> str:
     """The table of README.md of schedules in full size without a trainer."""
-    head = ["schedule", "batches", "step, s", "expected", "tokens/s", "compared", "generated",
-            "of the bound", "off-policy", "age, oldest", "mean length",
+    head = ["schedule", "batches", "step, s", "expected", "simulated since", "tokens/s", "compared",
+            "generated", "of the bound", "off-policy", "age, oldest", "mean length",
             "the planner's own forecast"]  # fmt: skip
     text = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     rows = {row["cell"]: row for row in everything["cells"]}
@@ -423,13 +427,26 @@ def alike(everything: dict[str, Any]) -> str:
                 text.append(
                     f"| {shape}, {NAMES[name]}{where} "
                     f"| {row['counted']} | {row['step_s']:.1f} ({low:.1f} to {high:.1f}) "
-                    f"| {row['predicted_step_s']:.1f} | {row['tokens_s']:,.0f} "
+                    f"| {row['predicted_step_s']:.1f} "
+                    f"| {format(row['simulated_s'], '.1f') if 'simulated_s' in row else ''} "
+                    f"| {row['tokens_s']:,.0f} "
                     f"| {times(row, other) if same else ''} "
                     f"| {format(row['generated_s'], ',.0f') if 'generated_s' in row else ''} "
                     f"| {share(row['own_generated'])} | {share(row['off_policy'])} "
                     f"| {row['age']:.1f}, {row['oldest']} | {row['mean_length']:.0f} | {said} |"
                 )
     return "\n".join(text)
+
+
+def simulate() -> dict[str, float]:
+    """The simulator's mean step of each cell of that table with the step times of its machine."""
+    told: dict[str, float] = {}
+    for name, line in found().items():
+        model = own_models().get(line["log"][0]) if line.get("log") else None
+        if is_alike(name) and model is not None:
+            told[name] = round(simulated(Cell.of(name), model)["step_s"], 2)
+            print(name, told[name], flush=True)
+    return told
 
 
 def sixth(everything: dict[str, Any]) -> str:
@@ -546,9 +563,13 @@ def picture(everything: dict[str, Any], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fit", action="store_true", help="fit the machines' step times again")
-    if parser.parse_args().fit:
+    parser.add_argument("--simulate", action="store_true", help="simulate with them again")
+    options = parser.parse_args()
+    if options.fit:
         text = json.dumps(fitted(), indent=1) + "\n"
         (HERE / "raw" / "models.json").write_text(text)
+    if options.simulate:
+        (HERE / "simulated.json").write_text(json.dumps(simulate(), indent=1) + "\n")
     everything = result()
     (HERE / "result.json").write_text(json.dumps(everything, indent=1) + "\n")
     print(alike(everything))

@@ -202,7 +202,7 @@ async def drive(cell: Cell, urls: list[str], meter: Meter, until: float) -> None
     limits = HttpLimits(max_connections=4096 if cell.variant == "single" else 0)
     async with RolloutScheduler(
         SGLangFleet(urls, stream_interval=64, limits=limits), cell.workload, config=cell.config,
-        planner=cell.planner(inline=False), listeners=[meter],
+        planner=cell.planner(), listeners=[meter],
     ) as rollouts:  # fmt: skip
         async with asyncio.timeout(until - time.time()):
             for _ in range(cell.batches):

@@ -197,10 +197,9 @@ class Cell:
             vocab_size=512,
         )
 
-    def planner(self, *, inline: bool) -> Planner:
+    def planner(self, known: StepTimeModel | None = None) -> Planner:
         """The planner of a simulation knows the model; that of a run learns it."""
-        model = self.model if inline else MODEL
-        return Planner(model, max_running=MAX_RUNNING, inline=inline)
+        return Planner(known or MODEL, max_running=MAX_RUNNING, inline=known is not None)
 
 
 def _paced() -> bool:
@@ -289,18 +288,19 @@ def figures(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     }
 
 
-def simulated(cell: Cell) -> dict[str, Any]:
-    """What the simulator says of a cell, on its own prompts."""
-    meter = Meter(cell)
+def simulated(cell: Cell, model: StepTimeModel | None = None) -> dict[str, Any]:
+    """What the simulator says of a cell, on its own prompts, with the step times that were known
+    before or others."""
+    meter, model = Meter(cell), model or cell.model
     engine = SimConfig(
-        timing=cell.model, max_running=MAX_RUNNING, kv_tokens=KV_TOKENS, make_tokens=False,
+        timing=model, max_running=MAX_RUNNING, kv_tokens=KV_TOKENS, make_tokens=False,
         stream_interval=NEVER,
     )  # fmt: skip
     simulation = Simulation(
         cell.config, cell.workload, engine=engine, engines=cell.engines, batches=cell.batches,
         streamed=cell.streamed,
         costs=Costs(train_seconds=cell.train_seconds, refit_seconds=REFIT_SECONDS),
-        planner=cell.planner(inline=True), listeners=[meter],
+        planner=cell.planner(model), listeners=[meter],
     )  # fmt: skip
     with rare_collections():
         simulation.run()

@@ -355,8 +355,8 @@ def markdown(everything: dict[str, Any]) -> str:
     parts.append("\n".join(lines))
     spans = range(SPAN, 7 * SPAN, 2 * SPAN)
     head = [f"sd of the ratio, updates {at + 1} to {at + SPAN}" for at in spans]
-    lines = ["| policy, arm, seed, stretch | updates | age | " + " | ".join(head) + " | last | best "
-             "held-out | last |", "|---" * (len(head) + 6) + "|"]  # fmt: skip
+    lines = ["| policy, arm, seed, stretch | updates | age | " + " | ".join(head)
+             + " | last | best held-out | last |", "|---" * (len(head) + 6) + "|"]  # fmt: skip
     for kind in KINDS:
         for row in everything[kind]["stability"]:
             spread = row["spread"]

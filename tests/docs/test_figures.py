@@ -144,8 +144,8 @@ FIGURES: list[tuple[str, str, Callable[[], Sequence[Any]]]] = [
     (
         "docs/index.md",
         r"delivers ([\d.]+) times the tokens of APRIL's on a mixture of experts \(([\d.]+) and "
-        r"([\d.]+) times with other prompts\), of ([\d.]+) instead of ([\d.]+) versions of age, and ([\d.]+) "
-        r"times on a dense",
+        r"([\d.]+) times with other prompts\), of ([\d.]+) instead of ([\d.]+) versions of age, "
+        r"and ([\d.]+) times on a dense",
         lambda: [
             times("april-kept:0:1:moe", "auto-kept-default:0:1:moe"),
             times("april-kept:0:1:moe:s1", "auto-kept-default:0:1:moe:s1"),
@@ -168,8 +168,8 @@ FIGURES: list[tuple[str, str, Callable[[], Sequence[Any]]]] = [
     *(
         (
             page,
-            r"On a mixture of experts it was so in (\d) of (\d) cells, (\d+), (\d+) and (\d+) % too short "
-            r"under auto, and (\d+) % too long while waiting",
+            r"On a mixture of experts it was so in (\d) of (\d) cells, (\d+), (\d+) and (\d+) % "
+            r"too short under auto, and (\d+) % too long while waiting",
             experts,
         )
         for page in ("docs/limits.md", "docs/faq.md")

@@ -100,7 +100,8 @@ def test_a_long_context_is_prefilled_in_chunks() -> None:
 
 def test_an_overflowing_pool_sends_the_newest_back_and_changes_no_token() -> None:
     driver = Driver(SimConfig(kv_tokens=700))
-    for name in "abc":
+    for at, name in enumerate("abc"):
+        driver.until(0.1 * at)
         driver.submit(request(name, 500, prompt=20))
     driver.settle()
     counters = driver.batcher.counters
@@ -112,6 +113,24 @@ def test_an_overflowing_pool_sends_the_newest_back_and_changes_no_token() -> Non
         roomy.settle()
         assert np.array_equal(driver.outcomes[name].ids, roomy.outcomes[name].ids)
     assert driver.outcomes["a"].ended_at == min(o.ended_at or 0 for o in driver.outcomes.values())
+
+
+def test_a_pass_has_room_for_all_that_its_requests_may_generate() -> None:
+    """Behind it requests count with a tenth of that, but none is admitted before fewer run."""
+    driver = Driver(SimConfig(kv_tokens=1000))
+    for name in "abc":
+        driver.submit(request(name, 400))
+    driver.until(0.2)
+    assert (driver.batcher.running, driver.batcher.waiting) == (2, 1)
+    driver.settle()
+    ended = {name: outcome.ended_at or 0.0 for name, outcome in driver.outcomes.items()}
+    assert ended["c"] > ended["a"] + T.decode_seconds(1, 5, 390)
+    later = Driver(SimConfig(kv_tokens=1000))
+    for at, name in enumerate("abc"):
+        later.until(0.1 * at)
+        later.submit(request(name, 400))
+    later.until(0.3)
+    assert (later.batcher.running, later.batcher.waiting) == (3, 0)
 
 
 # -- stop tokens ----------------------------------------------------------------------------

@@ -203,6 +203,8 @@ class Plan(Command, frozen=True, eq=False):
         ended: lengths of the groups that have ended and were launched last.
         open: lengths so far of the groups that are being generated.
         prompt_tokens: the mean length of the prompts of the last responses.
+        spare_tokens: the mean number of tokens that these responses could have had beyond their
+            ends.
         engines: the number of engines in use.
         kv_tokens: the tokens that all their KV pools hold; None if an engine does not report it.
         current: the schedule in force.
@@ -241,6 +243,7 @@ class Plan(Command, frozen=True, eq=False):
     current: Schedule
     paces: tuple[Pace, ...] = ()
     places: bool = False
+    spare_tokens: float = 0.0
     train_seconds: float | None = None
     train_spread: float = 0.0
     train_early: float = 0.0

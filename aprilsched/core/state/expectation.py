@@ -134,6 +134,8 @@ class Expectations:
         """The mean length of the prompts of the last responses; None before the first group has
         ended. What is in flight does not say it: after a batch that was waited for, that is
         nothing."""
+        self.spare_tokens = 0.0
+        """The mean number of tokens by which these responses ended before their limits."""
         self._prompts = 0
         """Number of responses behind it, up to as many as lengths are kept of."""
         self._version = version
@@ -176,11 +178,15 @@ class Expectations:
         self._limit = max(self._limit, tokens)
 
     def note_prompts(self, group: GroupRecord) -> None:
-        """Note the lengths of the prompts in a group: episodes may have different ones."""
-        tokens = [len(member.prompt_ids) for member in group.members]
-        before = self.prompt_tokens or 0.0
-        self._prompts = min(self._prompts + len(tokens), DEFAULT_WINDOW)
-        self.prompt_tokens = before + sum(n - before for n in tokens) / self._prompts
+        """Note the lengths of the prompts in a group, since episodes may have different ones, and
+        what its responses leave of their limits."""
+        members, prompts, spare = group.members, self.prompt_tokens or 0.0, self.spare_tokens
+        self._prompts = min(self._prompts + len(members), DEFAULT_WINDOW)
+        more = sum(len(member.prompt_ids) - prompts for member in members)
+        self.prompt_tokens = prompts + more / self._prompts
+        ended = (member for member in members if member.state not in GENERATING)
+        left = (member.sampling.max_new_tokens - member.log.size for member in ended)
+        self.spare_tokens = spare + sum(max(0, tokens) - spare for tokens in left) / self._prompts
 
     def log_law(self) -> LogLaw:
         """The law of log lengths, for :mod:`~aprilsched.core.lengths.laws`."""

@@ -114,6 +114,7 @@ def plan(state: SchedulerState) -> None:
             ended=tuple(ended),
             open=tuple(open_groups),
             prompt_tokens=prompt_tokens,
+            spare_tokens=state.expectations.spare_tokens,
             engines=len(state.fleet.control.engines),
             kv_tokens=state.fleet.control.kv_tokens,
             current=state.plan.schedule,

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection
-from collections.abc import Sequence as SequenceOf
 
 from aprilsched.engines.base import GenerationRequest
 from aprilsched.engines.sim.sequence import Sequence
 from aprilsched.engines.sim.settings import SimConfig
+from aprilsched.timing.model import RESERVE_CLIP, RESERVE_SHARE
 
-RESERVE_SHARE = 0.098
-"""Share of the tokens still to come that admission keeps free for running requests: the lower
-bound of SGLang's new_token_ratio (0.7 * 0.14)."""
-RESERVE_CLIP = 4096
-"""Upper bound of SGLang's estimate of a request's remaining tokens."""
 _RESERVE_MOST = RESERVE_SHARE * RESERVE_CLIP
 
 
@@ -27,6 +22,10 @@ class KvPool:
         self._in_pass = 0
         self._kept = 0
         self._kv_tokens = config.kv_tokens
+        self._full_at = 0
+        """Number of running requests at which there was no room for the next one; 0 for none. As in
+        SGLang it is tried again only when fewer run, and not when a pass has ended, after which the
+        pass's own requests need less room."""
         self._chunk = config.timing.prefill_chunk
         self._by_rank = config.priority
 
@@ -57,22 +56,28 @@ class KvPool:
 
         First come, first served: up to `places` requests and one chunk of tokens; a context
         longer than the rest of the chunk is computed in part. The step counter `steps` gives the
-        progress of the `running` requests.
+        progress of the `running` requests. As in SGLang (PrefillAdder.add_one_req) there must be
+        room for all that the requests of the pass may still generate, up to RESERVE_CLIP tokens
+        each, and for RESERVE_SHARE of what the running ones may. With that share for both, a full
+        pool took its requests in passes of 17, where a server's had 6.
         """
         picks: list[tuple[Sequence, int]] = []
-        budget = self._chunk
-        if not self.waiting or places < 1:
+        budget, to_come = self._chunk, 0
+        if not self.waiting or places < 1 or 0 < self._full_at <= len(running):
             return picks
+        self._full_at = 0
         while self.waiting and budget and len(picks) < places:
             sequence = self.waiting[0]
             context = sequence.context
             need = context + 1 - sequence.cached
+            to_come += min(sequence.limit - sequence.out, RESERVE_CLIP)
+            if running or picks:
+                need += to_come
             # The exact reserve needs every running request, so it is computed only near the limit.
-            if self.free - need < (len(running) + len(picks) + 1) * _RESERVE_MOST:
-                members = [s.limit - (steps - s.joined) for s in running]
-                members += [s.limit - s.out for s, _ in picks]
-                reserve = _reserve(members, sequence.limit - sequence.out)
-                if not self._make_room(need + reserve, sequence):
+            if self.free - need < len(running) * _RESERVE_MOST:
+                left = sum(min(s.limit - (steps - s.joined), RESERVE_CLIP) for s in running)
+                if not self._make_room(need + round(RESERVE_SHARE * left), sequence):
+                    self._full_at = len(running) + len(picks)
                     break
             self.waiting.popleft()
             self._kept -= sequence.cached
@@ -135,13 +140,6 @@ class KvPool:
                 tokens -= victim.cached
                 self._kept -= victim.cached
                 victim.drop_kv()
-
-
-def _reserve(members: SequenceOf[int], newcomer: int) -> int:
-    """Number of tokens to keep free, from the tokens still to come; 0 for a lone request."""
-    if not members:
-        return 0
-    return round(RESERVE_SHARE * sum(min(n, RESERVE_CLIP) for n in (*members, newcomer)))
 
 
 class PrefixCache:
