@@ -144,6 +144,7 @@ def _info(engine: Engine, version: int | None) -> EngineInfo:
         holds_stragglers=able.release_while_paused,
         keeps_weights=able.keeps_released_weights,
         kv_tokens=able.kv_tokens,
+        reserves=able.reserves,
         max_running=able.max_running_requests,
     )
 

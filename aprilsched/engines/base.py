@@ -62,6 +62,8 @@ class Capabilities:
     """The KV cache can be flushed between pause(retract) and continue."""
     max_running_requests: int | None = None
     kv_tokens: int | None = None
+    reserves: bool = False
+    """A request waits until there is room for all that it may still generate."""
     ranks: int = 1
     """Number of processes that hold a part of the weights: tensor times pipeline parallel."""
     release_while_paused: bool = False

@@ -35,7 +35,8 @@ class Setting:
         kv_tokens: size of one engine's KV pool; None if unlimited. Requests that do not fit wait,
             or are preempted and recomputed.
         prompt_tokens: mean prompt length.
-        spare_tokens: mean number of tokens that a response could have had beyond its end.
+        spare_tokens: mean number of tokens that a response could have had beyond its end, for
+            which its engine keeps room; None if it keeps none for what a response may still get.
         keeps_kv: whether a refit keeps the KV; otherwise every request in flight is recomputed.
         runs_out: whether every response in flight runs to its end before a refit, for which nothing
             new is started (``straggler="run"``); otherwise a refit interrupts it.
@@ -88,7 +89,7 @@ class Setting:
     max_running: int = 512
     kv_tokens: int | None = None
     prompt_tokens: float = 0.0
-    spare_tokens: float = 0.0
+    spare_tokens: float | None = 0.0
     keeps_kv: bool = False
     runs_out: bool = False
     max_staleness: int | None = None

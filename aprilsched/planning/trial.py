@@ -730,22 +730,24 @@ class DecodeBatch:
         self._read = self._joined = 0.0
 
     def fits(self, context: float, left: int) -> bool:
-        """Whether one more fits by SGLang's rule (:class:`~aprilsched.engines.sim.cache.KvPool`),
-        with all that it and the others of its pass may still get, and a share of what those may
-        that run."""
+        """Whether one more fits. Engines that keep room do so by SGLang's rule
+        (:class:`~aprilsched.engines.sim.cache.KvPool`): for all that it and the others of its pass
+        may still get, and a share of what those may that run."""
         count = len(self.running)
         if self.pool == math.inf or not count:
             return True
         if 0 < self._full_at <= count:
             return False
-        to_come = self.sum_of_ends - count * (self.step - self._spare)
-        reserve = RESERVE_SHARE * min(to_come, count * RESERVE_CLIP) + self._joined
-        fits = self.kv + context + 1 + self._to_come(left) + reserve <= self.pool
+        need = self.kv + context + 1 + self._joined + self._to_come(left)
+        if self._spare is not None:
+            to_come = self.sum_of_ends - count * (self.step - self._spare)
+            need += RESERVE_SHARE * min(to_come, count * RESERVE_CLIP)
+        fits = need <= self.pool
         self._full_at = 0 if fits else count
         return fits
 
     def _to_come(self, left: int) -> float:
-        return min(left + self._spare, RESERVE_CLIP)
+        return 0.0 if self._spare is None else min(left + self._spare, RESERVE_CLIP)
 
     def begin(self, running: Running) -> None:
         have = running.group.have[running.member]

@@ -153,8 +153,12 @@ def test_a_plan_has_all_that_is_known() -> None:
     assert sorted(group.tokens.tolist() for group in plan.ended) == [[7, 7], [9, 9]]
     assert [group.tokens.tolist() for group in plan.open] == [[4, 6]]
     assert (plan.engines, plan.kv_tokens, plan.prompt_tokens) == (2, None, 2.0)
-    limit = driver.state.config.sampling.max_new_tokens
-    assert plan.spare_tokens == pytest.approx(limit - 8)
+    spare = driver.state.config.sampling.max_new_tokens - 8
+    assert driver.state.expectations.spare_tokens == pytest.approx(spare)
+    assert plan.spare_tokens is None  # These engines keep no room.
+    for control in driver.state.fleet.control.engines.values():
+        control.reserves = True
+    assert driver.state.fleet.control.reserves
     assert plan.current == driver.state.plan.schedule
 
 
@@ -822,6 +826,7 @@ def plan(
         ended=ended,
         open=(),
         prompt_tokens=8.0,
+        spare_tokens=0.0,
         engines=engines,
         kv_tokens=kv_tokens,
         current=current,
@@ -919,6 +924,9 @@ def test_a_smaller_pool_makes_every_schedule_slower(keeps_kv: bool) -> None:
         # An engine keeps room for what a request may generate, whether it will or not.
         asked = setting(kv_tokens=30_000, keeps_kv=keeps_kv, spare_tokens=3000.0)
         assert try_out(candidate, asked).efficiency < 0.95 * speeds[1]
+        # vLLM keeps none, and preempts instead.
+        filled = setting(kv_tokens=30_000, keeps_kv=keeps_kv, spare_tokens=None)
+        assert 0.9 < try_out(candidate, filled).efficiency / speeds[1] < 1.01
 
 
 @pytest.mark.parametrize("bound", [0, 1, 2])

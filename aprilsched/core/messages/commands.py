@@ -204,7 +204,7 @@ class Plan(Command, frozen=True, eq=False):
         open: lengths so far of the groups that are being generated.
         prompt_tokens: the mean length of the prompts of the last responses.
         spare_tokens: the mean number of tokens that these responses could have had beyond their
-            ends.
+            ends; None where the engines keep no room for what requests may generate.
         engines: the number of engines in use.
         kv_tokens: the tokens that all their KV pools hold; None if an engine does not report it.
         current: the schedule in force.
@@ -243,7 +243,7 @@ class Plan(Command, frozen=True, eq=False):
     current: Schedule
     paces: tuple[Pace, ...] = ()
     places: bool = False
-    spare_tokens: float = 0.0
+    spare_tokens: float | None = None
     train_seconds: float | None = None
     train_spread: float = 0.0
     train_early: float = 0.0

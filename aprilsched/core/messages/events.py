@@ -46,6 +46,7 @@ class EngineInfo:
         holds_stragglers: it can release memory while requests wait in a pause.
         keeps_weights: weights that it released come back as they were.
         kv_tokens: the size of its KV pool, in tokens; None if it does not report it.
+        reserves: a request waits until there is room for all that it may still generate.
         max_running: the number of requests that it runs at the same time; None if it does not
             report it.
     """
@@ -55,6 +56,7 @@ class EngineInfo:
     holds_stragglers: bool = False
     keeps_weights: bool = False
     kv_tokens: int | None = None
+    reserves: bool = False
     max_running: int | None = None
 
 

@@ -120,6 +120,8 @@ class EngineControl:
     """The version of its full model, to which any adapter belongs."""
     kv_tokens: int | None = None
     """The number of tokens that its KV pool holds; None if it does not report it."""
+    reserves: bool = False
+    """A request waits until there is room for all that it may still generate."""
     catching_up: bool = False
     """It is being brought to the fleet's version alone: it is on standby, or it is in use with an
     older version and gets no more requests (rolling refits)."""
@@ -180,6 +182,7 @@ class FleetControl:
             holds_stragglers=engine.holds_stragglers,
             base=engine.version or 0,
             kv_tokens=engine.kv_tokens,
+            reserves=engine.reserves,
             version_seen_at=now,
         )
         (self.standby if standby else self.engines)[engine.name] = control
@@ -239,6 +242,11 @@ class FleetControl:
                 return None
             total += control.kv_tokens
         return total or None
+
+    @property
+    def reserves(self) -> bool:
+        """Whether any engine in use keeps room for what requests may still generate."""
+        return any(control.reserves for control in self.engines.values())
 
     def runs(self, engine: str) -> bool:
         """Whether a request may be sent to the engine now."""

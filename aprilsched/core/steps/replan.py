@@ -71,8 +71,8 @@ def plan(state: SchedulerState) -> None:
     batches = state.in_flight.counters.batches
     if not state.config.automatic or state.plan.requested or batches == state.plan.checked_at:
         return
-    prompt_tokens = state.expectations.prompt_tokens
-    if not state.fleet.control.engines or prompt_tokens is None:
+    prompt_tokens, control = state.expectations.prompt_tokens, state.fleet.control
+    if not control.engines or prompt_tokens is None:
         return
     state.plan.checked_at = batches
     groups = _begun(state)
@@ -114,9 +114,9 @@ def plan(state: SchedulerState) -> None:
             ended=tuple(ended),
             open=tuple(open_groups),
             prompt_tokens=prompt_tokens,
-            spare_tokens=state.expectations.spare_tokens,
-            engines=len(state.fleet.control.engines),
-            kv_tokens=state.fleet.control.kv_tokens,
+            spare_tokens=state.expectations.spare_tokens if control.reserves else None,
+            engines=len(control.engines),
+            kv_tokens=control.kv_tokens,
             current=state.plan.schedule,
             paces=_paces(state),
             places=_places(state),

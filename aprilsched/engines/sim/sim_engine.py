@@ -109,6 +109,7 @@ class SimEngine:
             flush_while_paused=True,
             max_running_requests=self._config.max_running,
             kv_tokens=self._config.kv_tokens,
+            reserves=True,
             release_while_paused=True,
             keeps_released_weights=True,
             adapters=True,
