@@ -74,7 +74,7 @@ display(figure)
 
 # %%
 larger = tables.result()
-figure = new_figure(13, 9)
+figure = new_figure(10, 7)
 (first, second), (third, fourth) = figure.subplots(2, 2)
 tables.curves(first)
 tables.tails(second, larger)
