@@ -494,6 +494,7 @@ class Simulation:
                 name=name,
                 version=0,
                 kv_tokens=e.batcher.config.kv_tokens,
+                reserves=True,
                 max_running=e.batcher.config.max_running,
             )
             for name, e in self.engines.items()

@@ -162,6 +162,22 @@ def test_a_plan_has_all_that_is_known() -> None:
     assert plan.current == driver.state.plan.schedule
 
 
+def test_simulated_engines_are_tried_out_with_the_room_that_they_keep() -> None:
+    """A simulation that did not say that they keep any was expected to be a seventh faster."""
+
+    class Noted(Planner):
+        def setting(self, *given: Any, **more: Any) -> Setting:
+            tried_on.append(super().setting(*given, **more))
+            return tried_on[-1]
+
+    tried_on: list[Setting] = []
+    settings = config(batch_groups=4, group_size=4, over_provision="auto")
+    Simulation(settings, WORKLOAD, batches=3, engine=modelled(30_000),
+               planner=Noted(inline=True)).run()  # fmt: skip
+    assert tried_on
+    assert {each.spare_tokens for each in tried_on} == {0.0}
+
+
 def test_a_plan_has_the_times_of_rewards_and_what_is_accepted() -> None:
     """A group's time runs from the end of its last response, with the verdict in it. A shorter
     group is accepted here, and a longer one refused."""
