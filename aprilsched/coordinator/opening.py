@@ -21,6 +21,7 @@ import numpy as np
 from aprilsched.companions import TOP
 from aprilsched.config import SchedulerConfig
 from aprilsched.core.messages.events import EngineInfo, Opened
+from aprilsched.driver.loop import joining
 from aprilsched.engines.base import Chunk, Engine, GenerationRequest, HasAddress, ReportsLoad
 from aprilsched.errors import ConfigError, EngineError, EngineProtocolError, InconsistentWeights
 from aprilsched.types import SamplingParams
@@ -64,7 +65,8 @@ async def check_engines(
             raise failure
     return Opened(
         engines=tuple(
-            _info(engine, version) for engine, version in zip(engines, versions, strict=True)
+            joining(engine.name, engine.capabilities, version)
+            for engine, version in zip(engines, versions, strict=True)
         )
     )
 
@@ -79,7 +81,7 @@ async def examine(engine: Engine, config: SchedulerConfig, fleet: Iterable[Engin
     _check_engine(engine, config, fleet)
     version = await check(engine)
     await _flush(engine, config)
-    return _info(engine, version)
+    return joining(engine.name, engine.capabilities, version)
 
 
 async def _flush(engine: Engine, config: SchedulerConfig) -> None:
@@ -134,19 +136,6 @@ def _check_engine(engine: Engine, config: SchedulerConfig, fleet: Iterable[Engin
 
 def _program(engine: Engine) -> str:
     return engine.capabilities.server.partition(" ")[0]
-
-
-def _info(engine: Engine, version: int | None) -> EngineInfo:
-    able = engine.capabilities
-    return EngineInfo(
-        name=engine.name,
-        version=version,
-        holds_stragglers=able.release_while_paused,
-        keeps_weights=able.keeps_released_weights,
-        kv_tokens=able.kv_tokens,
-        reserves=able.reserves,
-        max_running=able.max_running_requests,
-    )
 
 
 # --- sharing -------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import Any
 
 from aprilsched.core.messages.commands import Command
 from aprilsched.core.messages.events import (
+    EngineInfo,
     Event,
     Finished,
     Interrupted,
@@ -23,7 +24,7 @@ from aprilsched.core.messages.events import (
 from aprilsched.core.messages.facts import by_delivery
 from aprilsched.core.scheduler import Scheduler
 from aprilsched.driver.listeners import Listeners
-from aprilsched.engines.base import Chunk
+from aprilsched.engines.base import Capabilities, Chunk
 from aprilsched.telemetry.base import AnyListener
 
 Perform = Callable[[Any], None]
@@ -115,6 +116,20 @@ class EventLoop:
 # --- chunks --------------------------------------------------------------------------------------
 
 # Turns the chunks that an engine streams into events for the core; both shells use it.
+
+
+def joining(name: str, able: Capabilities, version: int | None) -> EngineInfo:
+    """What the core is told of an engine that joins. A simulation that told it something else than
+    a run had trials without the room that engines keep."""
+    return EngineInfo(
+        name=name,
+        version=version,
+        holds_stragglers=able.release_while_paused,
+        keeps_weights=able.keeps_released_weights,
+        kv_tokens=able.kv_tokens,
+        reserves=able.reserves,
+        max_running=able.max_running_requests,
+    )
 
 
 def progress(chunk: Chunk, request_id: int, attempt: int) -> Progress | None:

@@ -30,7 +30,7 @@ from aprilsched.core.messages.facts import Fact, GroupLaunched
 from aprilsched.core.scheduler import Scheduler
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.driver.forecasts import ForecastErrors
-from aprilsched.driver.loop import EventLoop, ending, progress
+from aprilsched.driver.loop import EventLoop, ending, joining, progress
 from aprilsched.engines.base import Chunk, GenerationRequest
 from aprilsched.engines.sim.batcher import Batcher
 from aprilsched.engines.sim.settings import SimConfig
@@ -490,14 +490,8 @@ class Simulation:
         """
         feed = self._loop.feed
         infos = (
-            ev.EngineInfo(
-                name=name,
-                version=0,
-                kv_tokens=e.batcher.config.kv_tokens,
-                reserves=True,
-                max_running=e.batcher.config.max_running,
-            )
-            for name, e in self.engines.items()
+            joining(name, each.batcher.config.capabilities, 0)
+            for name, each in self.engines.items()
         )
         feed(ev.Opened(engines=tuple(infos)))
         self.trainer.begin()

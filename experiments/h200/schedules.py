@@ -288,16 +288,19 @@ def figures(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     }
 
 
-def simulated(cell: Cell, model: StepTimeModel | None = None) -> dict[str, Any]:
+def simulated(
+    cell: Cell, model: StepTimeModel | None = None, batches: int | None = None
+) -> dict[str, Any]:
     """What the simulator says of a cell, on its own prompts, with the step times that were known
-    before or others."""
+    before or others, and in its own number of batches or another."""
     meter, model = Meter(cell), model or cell.model
     engine = SimConfig(
         timing=model, max_running=MAX_RUNNING, kv_tokens=KV_TOKENS, make_tokens=False,
         stream_interval=NEVER,
     )  # fmt: skip
     simulation = Simulation(
-        cell.config, cell.workload, engine=engine, engines=cell.engines, batches=cell.batches,
+        cell.config, cell.workload, engine=engine, engines=cell.engines,
+        batches=batches or cell.batches,
         streamed=cell.streamed,
         costs=Costs(train_seconds=cell.train_seconds, refit_seconds=REFIT_SECONDS),
         planner=cell.planner(model), listeners=[meter],

@@ -17,11 +17,9 @@ from unittest.mock import patch
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "h200"))
 
-from schedules import KV_TOKENS, MAX_RUNNING, REFIT_SECONDS, Cell, Meter, figures  # noqa: E402
+from schedules import Cell, simulated  # noqa: E402
 
-from aprilsched.engines.sim import SimConfig  # noqa: E402
 from aprilsched.planning.trial import DecodeBatch  # noqa: E402
-from aprilsched.simulation import NEVER, Costs, Simulation, rare_collections  # noqa: E402
 from aprilsched.timing import StepTimeModel  # noqa: E402
 from aprilsched.timing.model import RESERVE_SHARE  # noqa: E402
 
@@ -38,19 +36,9 @@ def tenth_for_all(batch: DecodeBatch, context: float, left: int) -> bool:
 
 
 def run(cell: Cell, model: StepTimeModel) -> dict[str, Any]:
-    meter = Meter(cell)
-    engine = SimConfig(timing=model, max_running=MAX_RUNNING, kv_tokens=KV_TOKENS,
-                       make_tokens=False, stream_interval=NEVER)  # fmt: skip
-    simulation = Simulation(
-        cell.config, cell.workload, engine=engine, engines=1, batches=BATCHES,
-        costs=Costs(refit_seconds=REFIT_SECONDS), planner=cell.planner(model), listeners=[meter],
-    )  # fmt: skip
-    with rare_collections():
-        simulation.run()
-    found = figures(meter.rows()[cell.burn_in :])
-    return {name: round(found[name], 3) for name in ("generated_s", "off_policy", "age")} | {
-        "schedule": meter.chosen[-1]["schedule"]
-    }
+    found = simulated(cell, model, BATCHES)
+    kept = {name: round(found[name], 3) for name in ("generated_s", "off_policy", "age")}
+    return kept | {"schedule": found["schedule"]}
 
 
 def main() -> None:

@@ -40,7 +40,7 @@ from torch.nn.utils.rnn import pad_sequence  # noqa: E402
 
 from aprilsched import Batch, Prompt, SchedulerConfig  # noqa: E402
 from aprilsched.companions import routed_experts  # noqa: E402
-from aprilsched.corrections import age_mask, clipped_loss  # noqa: E402
+from aprilsched.corrections import age_mask  # noqa: E402
 
 PADDED = 49_152
 """Most tokens of a forward pass, with padding."""
@@ -235,14 +235,15 @@ def clipped_around_sampled(
     versions: torch.Tensor,
     advantages: torch.Tensor,
     counts: torch.Tensor,
-    *,
-    version: int,
-    max_staleness: int,
+    **given: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """PPO's loss of each token, however old it is, in the place of the trainer's decoupled one."""
-    mask = age_mask(versions, counts, version=version, max_staleness=max_staleness)
-    low, high = train.CLIP
-    return clipped_loss(logprobs, sampled, advantages, mask, clip_low=low, clip_high=high), sampled
+    """PPO's loss of each token, however old it is: the trainer's decoupled one, as if every token
+    were of the version that the step begins with."""
+    claimed, counts = (
+        torch.full_like(versions, given["version"]),
+        age_mask(versions, counts, **given),
+    )
+    return train.token_losses(logprobs, sampled, claimed, advantages, counts, **given)
 
 
 def prompts(seed: int, *, held_out: bool = False) -> Iterator[Prompt]:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from aprilsched.companions import KINDS
+from aprilsched.engines.base import Capabilities
 from aprilsched.engines.sim.toy_model import ToyModel
 from aprilsched.errors import ConfigError
 from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
+from aprilsched.types import MEDIA
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +60,24 @@ class SimConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)}; give at least 1.")
         if self.vocab_size < 2:
             raise ConfigError(f"vocab_size is {self.vocab_size}; give at least 2.")
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What such an engine says of itself."""
+        return Capabilities(
+            version_spans=True,
+            flush_while_paused=True,
+            max_running_requests=self.max_running,
+            kv_tokens=self.kv_tokens,
+            reserves=True,
+            release_while_paused=True,
+            keeps_released_weights=True,
+            adapters=True,
+            companions=frozenset(KINDS),
+            media=frozenset(MEDIA),
+            priority=int(self.priority),
+            server="aprilsched simulated engine",
+        )
 
 
 @dataclass(kw_only=True, slots=True)

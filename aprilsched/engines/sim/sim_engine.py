@@ -20,7 +20,6 @@ import zlib
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
 
-from aprilsched.companions import KINDS
 from aprilsched.engines.base import (
     Capabilities,
     Chunk,
@@ -42,7 +41,6 @@ from aprilsched.errors import (
     InconsistentWeights,
 )
 from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
-from aprilsched.types import MEDIA
 from aprilsched.weights.publisher import Takers
 
 TAGS = ("kv_cache", "weights", "cuda_graph")
@@ -104,20 +102,7 @@ class SimEngine:
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(
-            version_spans=True,
-            flush_while_paused=True,
-            max_running_requests=self._config.max_running,
-            kv_tokens=self._config.kv_tokens,
-            reserves=True,
-            release_while_paused=True,
-            keeps_released_weights=True,
-            adapters=True,
-            companions=frozenset(KINDS),
-            media=frozenset(MEDIA),
-            priority=int(self._config.priority),
-            server="aprilsched simulated engine",
-        )
+        return self._config.capabilities
 
     @property
     def counters(self) -> Counters:
