@@ -32,7 +32,6 @@ from aprilsched.types import (
     Score,
     Segment,
 )
-from aprilsched.weights.checkpoint_engine import CheckpointEnginePublisher
 from aprilsched.weights.disk import DiskPublisher, LoraPublisher
 from aprilsched.weights.distributed import DistributedPublisher
 from aprilsched.weights.external import ExternalWeights, Handshake
@@ -47,7 +46,6 @@ __all__ = [
     "Answer",
     "AprilschedError",
     "Batch",
-    "CheckpointEnginePublisher",
     "DiskPublisher",
     "DistributedPublisher",
     "ExternalWeights",
