@@ -40,15 +40,13 @@ from aprilsched.engines.base import Fleet
 from aprilsched.errors import ConfigError, PromptsExhausted, SchedulerClosed, closed_meanwhile
 from aprilsched.loop_thread import LoopThread
 from aprilsched.planning import Planner
-from aprilsched.shards.base import Shard
-from aprilsched.shards.scheduler import ShardedScheduler as AsyncShardedScheduler
 from aprilsched.store import Store
 from aprilsched.telemetry.base import AnyListener
 from aprilsched.telemetry.figures import AlignmentFigures
 from aprilsched.types import Batch, Prompt, Receipt
 from aprilsched.weights.publisher import WeightPublisher
 
-__all__ = ["RolloutScheduler", "ShardedScheduler"]
+__all__ = ["RolloutScheduler"]
 
 T = TypeVar("T")
 
@@ -395,30 +393,6 @@ class RolloutScheduler(BlockingScheduler):
         """Release the engines' memory; see :meth:`aprilsched.RolloutScheduler.asleep`."""
         with self._entered(self._fleet_scheduler.asleep(tags=tags)):
             yield
-
-
-class ShardedScheduler(BlockingScheduler):
-    """The blocking form of :class:`aprilsched.shards.ShardedScheduler`, which describes the
-    arguments.
-
-    The state, the bias, and the blocks in which engines sleep or the trainer loads weights itself
-    are those of one scheduler, and shards have no such thing together.
-    """
-
-    def __init__(
-        self,
-        shards: Sequence[Shard],
-        prompts: Iterable[Prompt] | AsyncIterable[Prompt],
-        *,
-        config: SchedulerConfig | None = None,
-        listeners: Sequence[AnyListener] = (),
-        folder: Path | str | None = None,
-    ) -> None:
-        self._use(
-            AsyncShardedScheduler(
-                shards, prompts, config=config, listeners=listeners, folder=folder
-            )
-        )
 
 
 @dataclass(slots=True, eq=False)

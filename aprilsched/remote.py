@@ -1,5 +1,4 @@
-"""A scheduler, or a shard, that runs in another process: what both sides have, whatever connects
-them.
+"""A scheduler in another process: what both sides have, whatever connects them.
 
 A :class:`Caller` waits for the answers of an :class:`Answering` side. :class:`RemoteScheduler` is
 the trainer's side of a scheduler. It has the methods of the asyncio scheduler, and makes a call or
@@ -114,7 +113,6 @@ class FromTrainer:
 
         An engine that cannot be opened does not take the version. It is tried again at the next.
         """
-        # Shards of one run ask for it at the same time.
         async with self._opening:
             if isinstance(self._fleet, ListedFleet):
                 engines = await self._fleet.listed()

@@ -62,7 +62,6 @@ nitpick_ignore_regex = [
     (r"py:class", r"aprilsched\.testing\.faults\.(kinds\.Fault|script\.Fired)"),
     (r"py:class", r"aprilsched\.telemetry\.sampling\.sampler\.HasEngines"),
     (r"py:class", r"aprilsched\.telemetry\.engine_time\.Recording"),
-    (r"py:class", r"aprilsched\.shards\.base\..*"),
     (r"py:class", r"aprilsched\.(chat\.tokenizer\.ModelTokenizer|sessions\.history\.Question)"),
     (r"py:class", r"Served"),
     (r"py:class", r"aprilsched\.analysis\.lengths_of_run\.RecordedCosts"),

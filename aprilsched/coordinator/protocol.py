@@ -1,7 +1,7 @@
 """The trainer's protocol: what a trainer, or a front that stands for one, may ask of a scheduler.
 
-:class:`AsyncScheduler` is implemented by the asyncio scheduler, by the shards' and by the sides of
-a scheduler in another process or actor. The blocking forms need nothing beyond it.
+:class:`AsyncScheduler` is implemented by the asyncio scheduler and by the trainer's side of a
+scheduler in another process or actor. The blocking forms need nothing beyond it.
 
 Invariant: a batch counts as delivered when :meth:`AsyncScheduler.take` is called. Until then it
 stays offered, however often the wait for it is cancelled or times out.
@@ -47,7 +47,7 @@ class AsyncScheduler(ABC):
         Raises:
             PromptsExhausted: when the prompts have ended and everything was delivered, but for
                 groups that failed.
-            FleetLost: when no engine, or no shard, is left and none comes back within
+            FleetLost: when no engine is left and none comes back within
                 `health.fleet_wait_s`.
             RefitError: when the remaining engines do not have the fleet's weights; an update
                 repairs this.

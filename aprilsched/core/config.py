@@ -132,7 +132,7 @@ class Health:
     """An engine is lost if none of its open requests gets a token for so many seconds. Pauses do
     not count, and prompts without an answer add one second for 4,000 tokens. An engine that
     prefills more slowly, or that needs longer between two chunks of a stream, needs a larger
-    value. A shard that says nothing for a quarter of that, and at least 5 seconds, is lost."""
+    value."""
     slow_share: Annotated[float, _BELOW_1] = 0.2
     """An engine is lost if it generates less for each request than this share of its own usual
     rate and of the other engines' rate; 0 for never."""

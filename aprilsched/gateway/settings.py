@@ -12,7 +12,7 @@ from aprilsched.bounds import AT_LEAST_0, AT_LEAST_1, check_settings
 from aprilsched.checks import request_fields
 from aprilsched.companions import KINDS, Companion, top_logprobs
 from aprilsched.core.config import Dispatch, Retries, SchedulerConfig
-from aprilsched.core.policies.refill import PoolView, Refill
+from aprilsched.core.policies.refill import OnDemand
 from aprilsched.core.policies.staleness import Staleness
 from aprilsched.core.policies.stop import Groups, GroupSize
 from aprilsched.errors import ConfigError
@@ -25,22 +25,6 @@ TOP_FIELD = "top_logprobs_num"
 """SGLang's name for the number of likely tokens."""
 MEDIA_FIELDS: Mapping[str, MediaKind] = {f"{kind}_data": kind for kind in MEDIA}
 """The kind of media in each field of a request that has some."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OnDemand(Refill):
-    """Starts every prompt that is there: the clients decide how many there are."""
-
-    name: ClassVar[str] = "on_demand"
-
-    limit: Annotated[int, AT_LEAST_1]
-    """Largest number of rollouts in flight."""
-
-    def launches(self, view: PoolView) -> int:
-        return max(0, self.limit - view.in_flight)
-
-    def told(self, ratio: str) -> str:
-        return f"what clients ask for, at most {self.limit} rollouts at a time"
 
 
 @dataclass(frozen=True, slots=True)

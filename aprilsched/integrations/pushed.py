@@ -23,8 +23,8 @@ from aprilsched.core.messages.facts import (
     GroupLaunched,
     PromptRefused,
 )
+from aprilsched.core.policies.refill import OnDemand
 from aprilsched.errors import RefitError
-from aprilsched.shards.base import EveryPrompt
 from aprilsched.types import Batch
 
 NOT_TOKENIZED = np.zeros(1, dtype=np.int32)
@@ -43,7 +43,7 @@ def as_pushed(config: SchedulerConfig, **changes: Any) -> SchedulerConfig:
         config,
         batch_groups=1,
         over_provision=1.0,
-        refill=EveryPrompt(),
+        refill=OnDemand(),
         pace="asynchronous",
         **changes,
     )

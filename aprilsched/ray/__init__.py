@@ -5,7 +5,6 @@
   it is not.
 - :class:`SGLangServers` starts SGLang servers as actors, on GPUs of their own, and restarts them.
 - :class:`RayFleet` is a fleet of the SGLang servers of any Ray actors.
-- :class:`RayShard` is one of several schedulers that a trainer uses as one, in an actor of its own.
 - :class:`FromTrainer` runs a publisher in the trainer's process, where the tensors are.
 
 Invariant: the death of any actor, and of the trainer, loses no rollout and delivers none twice, if
@@ -19,14 +18,12 @@ from aprilsched.ray.scheduler import (
     stop_scheduler,
 )
 from aprilsched.ray.servers import RayFleet, SGLangServers
-from aprilsched.ray.shards import RayShard
 from aprilsched.remote import FromTrainer
 
 __all__ = [
     "ActorScheduler",
     "FromTrainer",
     "RayFleet",
-    "RayShard",
     "RolloutScheduler",
     "SGLangServers",
     "start_scheduler",

@@ -11,10 +11,8 @@ import signal
 import threading
 from collections.abc import Generator, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import replace
 from pathlib import Path
 
-from aprilsched.analysis.rebuild import rebuilt_summary
 from aprilsched.analysis.run import readable
 from aprilsched.coordinator import RolloutScheduler
 from aprilsched.core.messages.facts import Fact
@@ -23,7 +21,6 @@ from aprilsched.engines.sim import SimConfig
 from aprilsched.errors import AprilschedError, ConfigError, PromptsExhausted, RunFolderError
 from aprilsched.extras import extra
 from aprilsched.runs.config_file import as_toml
-from aprilsched.runs.settings import RunSettings
 from aprilsched.runs.setup import Setup, live_figures_of, run_on_clock, summary_of
 from aprilsched.runs.showing import Screen
 from aprilsched.simulation import Costs, Simulation, SimulationResult, rare_collections
@@ -31,7 +28,6 @@ from aprilsched.simulation.results import Measuring, remainder
 from aprilsched.store.in_memory import Store
 from aprilsched.telemetry.base import AnyListener
 from aprilsched.telemetry.event_log import EventLog
-from aprilsched.telemetry.event_log.merging import merge_logs
 from aprilsched.telemetry.event_log.reading import replay
 from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.live_figures import LiveFigures
@@ -451,38 +447,3 @@ def _simulation(setup: Setup, costs: Costs | None, listeners: list[AnyListener])
         planner=setup.planner,
         listeners=listeners,
     )
-
-
-# --- the run folder of a run in shards ------------------------------------------------------------
-
-# Makes one run folder of that of a run in shards, for the report and everything else.
-
-
-def merged_run(
-    folder: Path | str, out: Path | str, settings: RunSettings | None = None
-) -> RunSummary:
-    """Write the run folder `out` with one event log, one summary and one config.toml for the run in
-    shards that wrote `folder`.
-
-    ``aprilsched report OUT``, the notebooks and every other reader of a run folder take it.
-
-    Args:
-        folder: the folder that was given to :class:`~aprilsched.shards.ShardedScheduler`.
-        out: a folder that does not exist or is empty.
-        settings: the settings of the run, for config.toml: how it was scheduled, the addresses of
-            the engines, the prompts.
-
-    Returns:
-        The summary of the run.
-
-    Raises:
-        RunFolderError: if `folder` has no run in shards, or if `out` is taken or cannot be written.
-    """
-    source, target = Path(folder), RunFolder(Path(out))
-    target.create(as_toml(settings or RunSettings()))
-    with readable(source):
-        merge_logs(source, target.events)
-        # The log has ended, so its figures are those of the run.
-        summary = replace(rebuilt_summary(target.path), error=None)
-    target.write_summary(summary)
-    return summary

@@ -37,15 +37,10 @@ _HIGHEST_PORT = 65_535
 
 
 class MetricsCollector(Collector):
-    """Reads `metrics` at each scrape: those of one run, or those of each shard of a run by its
-    name, which becomes the first label."""
+    """Reads the metrics of a run at each scrape."""
 
-    def __init__(self, metrics: Metrics | Mapping[str, Metrics]) -> None:
-        single = isinstance(metrics, Metrics)
-        self._labels = () if single else ("shard",)
-        self._metrics: Mapping[tuple[str, ...], Metrics] = (
-            {(): metrics} if single else {(shard,): each for shard, each in metrics.items()}
-        )
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
 
     def describe(self) -> Iterator[Metric]:
         """The metrics without values; a registry uses their names to find conflicts."""
@@ -53,13 +48,12 @@ class MetricsCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         families = self._families()
-        for labels, metrics in self._metrics.items():
-            scrape = metrics.scrape()
-            for name, values in scrape.values.items():
-                for more, value in values.items():
-                    families[name].add_metric((*labels, *more), float(value))
-            for name, held in scrape.histograms.items():
-                families[name].add_metric(labels, held.counts, held.sum)
+        scrape = self._metrics.scrape()
+        for name, values in scrape.values.items():
+            for labels, value in values.items():
+                families[name].add_metric(labels, float(value))
+        for name, held in scrape.histograms.items():
+            families[name].add_metric((), held.counts, held.sum)
         yield from families.values()
 
     def _families(self) -> dict[str, Any]:
@@ -67,8 +61,7 @@ class MetricsCollector(Collector):
         return {name: self._empty(each) for name, each in FIGURES.items() if each.exposed}
 
     def _empty(self, figure: Figure) -> Metric:
-        labels = (*self._labels, *figure.labels)
-        return _FAMILIES[figure.kind](figure.metric, figure.help, labels=labels)
+        return _FAMILIES[figure.kind](figure.metric, figure.help, labels=figure.labels)
 
 
 _FAMILIES: Mapping[Kind, Callable[..., Metric]] = {
@@ -78,13 +71,13 @@ _FAMILIES: Mapping[Kind, Callable[..., Metric]] = {
 }
 
 
-def exposition(metrics: Metrics | Mapping[str, Metrics]) -> tuple[bytes, str]:
+def exposition(metrics: Metrics) -> tuple[bytes, str]:
     """The present metrics and those of the process in Prometheus' text form, and its content type,
     for a server that is there already."""
     return generate_latest(_registry(metrics)), CONTENT_TYPE_LATEST
 
 
-def _registry(metrics: Metrics | Mapping[str, Metrics]) -> CollectorRegistry:
+def _registry(metrics: Metrics) -> CollectorRegistry:
     registry = CollectorRegistry()
     registry.register(MetricsCollector(metrics))
     ProcessCollector(registry=registry)
@@ -105,16 +98,13 @@ class MetricsServer:
 
 
 @contextmanager
-def serve_metrics(
-    metrics: Metrics | Mapping[str, Metrics], port: int, host: str = "127.0.0.1"
-) -> Generator[MetricsServer]:
+def serve_metrics(metrics: Metrics, port: int, host: str = "127.0.0.1") -> Generator[MetricsServer]:
     """Serve `metrics` while the block runs.
 
     There is no authentication, so the default `host` is the loopback interface of this machine.
 
     Args:
-        metrics: the metrics of a run; or those of the shards of a run by their names, which every
-            metric then has as its label ``shard``.
+        metrics: the metrics of a run.
         port: the port; 0 takes a free one.
 
     Raises:

@@ -3,7 +3,6 @@
 python experiments/chaos/run.py engines --seeds 0:1000 --jobs 2
 python experiments/chaos/run.py engines --seeds 17 --verbose
 python experiments/chaos/run.py servers --seeds 0:500
-python experiments/chaos/run.py shards --seeds 0:1000
 python experiments/chaos/run.py kills --kills 50 --groups 500
 python experiments/chaos/run.py real --seeds 0:40
 python experiments/chaos/run.py sessions --seeds 0:3
@@ -27,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from experiments.chaos import agents, servers, shards, trial
+from experiments.chaos import agents, servers, trial
 from experiments.chaos.history import Outcome
 from experiments.chaos.mix import KINDS, Mix
 from experiments.library import arguments, pooled, seeds
@@ -62,9 +61,7 @@ def runner(options: argparse.Namespace) -> Callable[..., Outcome]:
         from experiments.chaos import kills, real
 
         return partial((kills if options.part == "kills" else real).run, options=options)
-    if options.part == "servers":
-        return partial(servers.run, companions=options.companions)
-    return shards.run
+    return partial(servers.run, companions=options.companions)
 
 
 def one(task: tuple[int, argparse.Namespace]) -> dict[str, Any]:
@@ -139,9 +136,7 @@ def written(found: dict[str, Any]) -> str:
 
 def options_of(arguments_given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = arguments(__doc__)
-    parser.add_argument(
-        "part", choices=["engines", "servers", "shards", "sessions", "kills", "real"]
-    )
+    parser.add_argument("part", choices=["engines", "servers", "sessions", "kills", "real"])
     parser.add_argument(
         "--seeds", type=seeds, default=range(1), help="FIRST:LAST, the last one not included"
     )

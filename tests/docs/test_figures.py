@@ -235,7 +235,6 @@ FIGURES: list[tuple[str, str, Callable[[], Sequence[Any]]]] = [
             for figure in (f"{run['tokens']:,}", f"{run['largest'] * 1e5:.1f}")
         ],
     ),
-    ("docs/shards.md", r"on one core for ([\d.]+) to ([\d.]+) million tokens a second", one_core),
     ("docs/scale.md", r"64, the default .* ([\d.]+) to ([\d.]+) million", one_core),
 ]
 

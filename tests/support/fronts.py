@@ -21,7 +21,6 @@ from typing import Any
 from aprilsched import Batch, blocking, process
 from aprilsched.errors import PromptsExhausted
 from aprilsched.loop_thread import LoopThread
-from aprilsched.shards import LocalShard, ShardedScheduler
 from tests.support import in_a_process
 from tests.support.interrupting import raise_interrupt
 
@@ -175,24 +174,8 @@ def _blocking(parts: Parts, *arguments: Any, **named: Any) -> Any:
     return blocking.RolloutScheduler(made.pop("fleet"), made.pop("prompts"), **made)
 
 
-def _sharded(shard: Any, of: Any, parts: Parts, *arguments: Any, **named: Any) -> Any:
-    make = partial(in_a_process.shard_of, parts, *arguments, **named)
-    whole = parts(*arguments, **named)
-    return of([shard(name, make) for name in ("a", "b")], whole["prompts"], config=whole["config"])
-
-
 def _asyncio(parts: Parts, *arguments: Any, **named: Any) -> OnLoop:
     return OnLoop(in_a_process.made(parts, *arguments, **named))
-
-
-def _asyncio_shards(*arguments: Any, **named: Any) -> OnLoop:
-    return OnLoop(_sharded(LocalShard, ShardedScheduler, *arguments, **named))
-
-
-def _ray_shard(name: str, make: Any) -> Any:
-    from aprilsched.ray import RayShard
-
-    return RayShard(name, make, num_cpus=0)
 
 
 ACTOR = "rollouts"
@@ -226,9 +209,6 @@ FRONTS = (
     Front("process", partial(process.RolloutScheduler, in_a_process.made)),
     Front("actor", _actor, actors=True),
     Front("ray", _ray, actors=True),
-    Front("shards", _asyncio_shards),
-    Front("blocking shards", partial(_sharded, LocalShard, blocking.ShardedScheduler)),
-    Front("ray shards", partial(_sharded, _ray_shard, blocking.ShardedScheduler), actors=True),
 )
 
 

@@ -34,7 +34,6 @@ from aprilsched import (
 )
 from aprilsched.config import Retries
 from aprilsched.engines.base import Engine
-from aprilsched.shards import ShardParts
 from tests.support.companions import EXPERTS, MASK
 
 __all__ = [
@@ -52,7 +51,6 @@ __all__ = [
     "raising",
     "secretive",
     "served",
-    "shard_of",
     "simple",
     "slow_parts",
     "wrong",
@@ -128,13 +126,6 @@ def raised_parts() -> dict[str, Any]:
 def made(make: Callable[..., dict[str, Any]], *arguments: Any, **named: Any) -> RolloutScheduler:
     """The scheduler of these parts."""
     return RolloutScheduler(**make(*arguments, **named))
-
-
-def shard_of(make: Callable[..., dict[str, Any]], *arguments: Any, **named: Any) -> ShardParts:
-    """A shard of these parts, but for what all shards have together."""
-    own = make(*arguments, **named)
-    del own["prompts"], own["config"]
-    return ShardParts(**own)
 
 
 def simple(count: int | None = None, **changes: Any) -> RolloutScheduler:

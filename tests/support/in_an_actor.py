@@ -16,7 +16,6 @@ import numpy as np
 from aprilsched import (
     DiskPublisher,
     Prompt,
-    Rollout,
     RolloutScheduler,
     SamplingParams,
     SchedulerConfig,
@@ -24,7 +23,6 @@ from aprilsched import (
     SqliteStore,
 )
 from aprilsched.engines.base import Engine
-from aprilsched.shards import ShardParts
 
 __all__ = [
     "LONG",
@@ -33,7 +31,6 @@ __all__ = [
     "fatal_store",
     "restoring",
     "served",
-    "shard_of",
     "unmade",
 ]
 
@@ -45,15 +42,6 @@ def endless(tokens: int = 3) -> Iterator[Prompt]:
     for key in itertools.count():
         ids = np.full(tokens, key % 100 + 5, dtype=np.int32)
         yield Prompt(input_ids=ids, key=key)
-
-
-def shard_of(url: str, store: Path) -> ShardParts:
-    """A shard that generates on a server with a small vocabulary."""
-
-    async def reward(rollout: Rollout, prompt: Prompt) -> float:
-        return float(len(rollout))
-
-    return ShardParts(fleet=SGLangFleet([url]), reward=reward, store=SqliteStore(store))
 
 
 def served(

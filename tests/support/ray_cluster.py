@@ -23,8 +23,7 @@ def _offline() -> Generator[Any]:
         # Ray would write a token into the home folder.
         patch.setenv("RAY_AUTH_MODE", "disabled")
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
-        # With Ray's 15 an actor took 90 s to start, and a shard said nothing for 15 s, on a machine
-        # that other tests filled.
+        # With Ray's 15 an actor takes up to 90 s to start on a machine that other tests fill.
         patch.setenv("RAY_worker_niceness", "0")
         try:
             yield ray

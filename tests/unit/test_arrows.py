@@ -26,7 +26,7 @@ NUMPY = frozenset({"numpy"})
 PLOTS = frozenset({"matplotlib", "plotly", "polars"})
 # fmt: off
 LAZY = PLOTS | frozenset({
-    "checkpoint_engine", "datasets", "jinja2", "looptime", "omegaconf", "openrlhf", "opentelemetry",
+    "datasets", "jinja2", "looptime", "omegaconf", "openrlhf", "opentelemetry",
     "prometheus_client", "pynvml", "pytest", "ray", "rich", "safetensors", "sglang", "skyrl",
     "tensorboard", "tensordict", "tokenizers", "tomli_w", "torch", "torchrl", "trackio",
     "transfer_queue", "transformers", "trl", "tyro", "verl", "vllm", "wandb",
@@ -212,11 +212,6 @@ _RULES: dict[str, Rule] = {
     "gateway": rule(
         "__version__ bounds chat checks companions coordinator core engines errors extras gateway "
         "sampling serving store telemetry types weights",
-    ),
-    # Several schedulers as one, in front of the coordinator as a trainer is.
-    "shards": rule(
-        "coordinator core driver engines.base errors shards store telemetry types "
-        "weights.external weights.publisher",
     ),
     "runs": replace(EVERYTHING, others=CLI),
     "integrations": EVERYTHING,

@@ -9,7 +9,6 @@ from aprilsched.config import Dispatch, SchedulerConfig
 from aprilsched.core.messages import events as ev
 from aprilsched.core.policies.kinds import RefillRule
 from aprilsched.core.state.ledger import Reason
-from aprilsched.shards.base import qualified
 from aprilsched.types import NO_VERSION, BranchRule, Int32Array, Prompt, Score
 from tests.support.driver import Driver
 
@@ -126,15 +125,6 @@ def test_tokens_that_branches_share_are_trained_once():
     assert tensors.rewards.tolist() == [0.5] * 3
     assert int(tensors.loss_mask.sum()) == 10
     assert batch.tokens == 12
-
-
-def test_branches_of_a_shard_have_the_ids_of_their_rollout():
-    (group,) = branched("all").batches[0].groups
-    (rollout,) = qualified(group, group.prompt, slot=2, shard="left").rollouts
-    assert len(rollout.branches) == 2
-    for each in rollout.branches:
-        assert (each.rollout_id, each.group_id) == (rollout.rollout_id, rollout.group_id)
-        assert {s.engine for s in each.segments} <= {"left/a", "left/b", None}
 
 
 # --- places ------------------------------------------------------------------------------------

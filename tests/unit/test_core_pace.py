@@ -12,7 +12,6 @@ from aprilsched.core.policies.schedule import Pace, Schedule
 from aprilsched.core.state.engine_health import Durations
 from aprilsched.errors import ConfigError
 from aprilsched.presets import PRESETS
-from aprilsched.shards.base import check_shardable
 from aprilsched.store import MemoryStore
 from aprilsched.store.codec import schedule_from, schedule_record
 from tests.support.driver import Driver, prompts
@@ -84,11 +83,6 @@ def test_settings_with_which_no_pace_can_be_chosen_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=why):
         config(**changes)
-
-
-def test_shards_refuse_it_with_the_schedule_that_it_belongs_to() -> None:
-    with pytest.raises(ConfigError, match='over_provision="auto" learns from every open response'):
-        check_shardable(config())
 
 
 @pytest.mark.parametrize(

@@ -46,46 +46,34 @@ ITS_OWN = "the trainer makes it, and gets the error itself"
 NO_ASYNCIO = "asyncio has timeouts of its own"
 ONE_SHARED = "leaving it leaves the actor as it is"
 IN_ACTOR = "its prompts are made in the actor"
-AS_SHARDS = "the same scheduler as `blocking shards`, of which each has its actors"
-ALL_AT_ONCE = "weights get into all shards at once, so there is no such block"
-TOGETHER = ("ray", "blocking shards", "ray shards")
+TOGETHER = ("ray",)
 GROUPS = {
-    "in this process": ("asyncio", "blocking", "shards", "blocking shards"),
-    "with asyncio": ("asyncio", "actor", "shards"),
+    "in this process": ("asyncio", "blocking"),
+    "with asyncio": ("asyncio", "actor"),
     "of an actor": ("actor", "ray"),
-    "of shards": ("shards", "blocking shards", "ray shards"),
 }
 LACKS = {
-    "the_trainer_loads_weights_in_a_block": {"of shards": ALL_AT_ONCE},
     "a_timeout_that_is_no_duration_is_refused": {"with asyncio": NO_ASYNCIO},
     "a_store_changes_nothing_of_it": {
         "of an actor": "the tests of actors that die have a store",
-        "ray shards": AS_SHARDS,
     },
     "a_forked_process_is_told_that_the_scheduler_is_not_there": {
         "of an actor": "Ray itself does not work in a forked process",
-        "shards": "nothing asks it, but for `blocking shards`",
     },
     "what_was_acknowledged_does_not_come_again": {
         "of an actor": "the tests of actors that die have it, with their stores",
-        "of shards": "a checkpoint of shards acknowledges everything",
     },
-    "the_trainer_pushes_prompts": {"of an actor": IN_ACTOR, "ray shards": AS_SHARDS},
+    "the_trainer_pushes_prompts": {"of an actor": IN_ACTOR},
     "an_interrupt_while_it_opens": {
         "of an actor": ONE_SHARED,
-        "ray shards": AS_SHARDS,
     },
-    "a_run_goes_on_from_a_checkpoint": {"ray shards": "their stores are files, see their tests"},
     "errors_of_the_users_function_arrive": {
         "in this process": ITS_OWN,
-        "ray shards": "see what cannot be opened in the tests of shards",
     },
     "what_cannot_be_sent_is_refused": {"in this process": HERE},
     "a_death_ends_every_call": {
         "in this process": HERE,
-        "ray shards": "another actor takes its place, see the tests of shards in actors",
     },
-    "close_ends_a_call_in_each_phase": {"ray shards": AS_SHARDS},
 }
 """Which front has no such promise, and why."""
 
@@ -105,17 +93,9 @@ def actor(cluster: None) -> None:
     fronts.start_actor(fronts.ACTOR, in_a_process.parts)
 
 
-@pytest.fixture(scope="module")
-def ray_shards(cluster: None) -> Iterator[Any]:
-    """Shards in actors that no test closes, or kills."""
-    make = next(front.make for front in FRONTS if front.name == "ray shards")
-    with make(in_a_process.parts) as rollouts:
-        yield rollouts
-
-
 @pytest.fixture(
     params=[
-        # They are two of the others together. `ray shards` boots actors for each test.
+        # It is two of the others together.
         pytest.param(front, id=front.name, marks=[pytest.mark.long] * (front.name in TOGETHER))
         for front in FRONTS
     ]
@@ -135,8 +115,6 @@ def nothing_is_left(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[None]:
     """No process, no thread and no file outlives a scheduler."""
-    if "rollouts" in request.fixturenames and "ray shards" in request.node.name:
-        request.getfixturevalue("ray_shards")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = set(threading.enumerate())
     yield
@@ -149,9 +127,6 @@ def nothing_is_left(
 @pytest.fixture
 def rollouts(front: Front, request: pytest.FixtureRequest) -> Iterator[Any]:
     """An open front with prompts that do not end. It may have delivered batches before."""
-    if front.name == "ray shards":
-        yield request.getfixturevalue("ray_shards")
-        return
     if front.actors:
         request.getfixturevalue("actor")
     # With threads, so that offers and updates come at once. Calls that are to end early must wait.
@@ -473,8 +448,7 @@ def test_a_publisher_that_raises_is_named(front: Front, rollouts: Any):
     base = rollouts.version
     with pytest.raises(RefitError, match="No space left") as raised:
         rollouts.update_weights(in_a_process.Raising())
-    if front.name not in GROUPS["of shards"]:  # which have one for each
-        assert isinstance(raised.value.__cause__, OSError)
+    assert isinstance(raised.value.__cause__, OSError)
     assert rollouts.update_weights(SimPublisher()).version == rollouts.version > base
     assert rollouts.next_batch().version == rollouts.version
 
@@ -495,9 +469,8 @@ def test_what_cannot_be_sent_is_refused(front: Front, rollouts: Any):
     publishers: list[Any] = [Handshake()]
     if not front.actors:  # Ray sends functions
         publishers.append(SimPublisher(lambda version: 0))
-    refused = RefitError if front.name == "ray shards" else ConfigError
     for publisher in publishers:
-        with pytest.raises(refused, match=r"as FromTrainer\(publisher, fleet\)"):
+        with pytest.raises(ConfigError, match=r"as FromTrainer\(publisher, fleet\)"):
             rollouts.update_weights(publisher)
     assert rollouts.version == version
     check([before, rollouts.next_batch()])

@@ -17,7 +17,6 @@ import aprilsched
 from aprilsched.analysis.report.report_data import ReportData
 from aprilsched.cli.replay import ReplayReport
 from aprilsched.runs.showing import Comparison
-from aprilsched.shards import collector
 from aprilsched.store.file import APPLICATION, SCRIPTS
 from aprilsched.telemetry import run_folder
 from aprilsched.telemetry.event_log.reading import FORMAT_VERSION
@@ -156,7 +155,6 @@ def test_the_page_of_file_formats_has_the_versions_of_the_code():
     versions = {
         "a store": len(SCRIPTS),
         "a checkpoint": len(SCRIPTS),
-        "collector": collector.FORMAT_VERSION,
         "events.jsonl": FORMAT_VERSION,
         "samples.jsonl": SAMPLES_VERSION,
         "summary.json": schema(RunSummary),

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from experiments.chaos import agents, servers, shards
+from experiments.chaos import agents, servers
 from experiments.chaos.history import Outcome
 from experiments.chaos.mix import Mix
 from experiments.chaos.trial import run
@@ -51,16 +51,11 @@ def test_nothing_is_lost_wrong_or_hangs_under_chaos(first: int, companions: bool
 @pytest.mark.parametrize(
     ("part", "first"),
     [
-        (shards.run, 0),
-        *(
-            pytest.param(shards.run, n, marks=pytest.mark.long)
-            for n in range(10, 300, SEEDS_AT_ONCE)
-        ),
-        pytest.param(servers.run, 0, marks=pytest.mark.long),
-        pytest.param(partial(servers.run, companions=True), 0, marks=pytest.mark.long),
+        (servers.run, 0),
+        (partial(servers.run, companions=True), 0),
     ],
 )
-def test_faults_of_shards_and_servers_lose_nothing_and_keep_no_call(
+def test_faults_of_servers_lose_nothing_and_keep_no_call(
     part: Callable[[int], Outcome], first: int
 ):
     outcomes = map(part, range(first, first + SEEDS_AT_ONCE))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from itertools import islice
 from types import FrameType
 from typing import Any
 
@@ -20,7 +19,6 @@ from aprilsched.core.messages.events import Event
 from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.simulation import Costs, Simulation
 from aprilsched.workload import LongTailWorkload
-from experiments.shards.simulated import ShardedSimulation
 
 ROLLING: dict[str, Any] = {"pace": "asynchronous", "straggler": "run", "refit": "rolling"}
 POLICIES: dict[str, dict[str, Any]] = {
@@ -92,21 +90,3 @@ def test_a_rollout_costs_the_same_in_a_large_fleet(name: str) -> None:
     # As many on each engine, but for the first: an update calls each engine some times.
     for engines, in_flight in ((16, 1_024), (128, 2_048)):
         assert calls(name, engines=engines, in_flight=in_flight) < 1.3 * cost, (engines, in_flight)
-
-
-def calls_of_collector(shards: int, monkeypatch: pytest.MonkeyPatch) -> float:
-    """Calls of functions for each time that the collector of a simulated run acts."""
-    counted = Counted()
-    act = counted.of(ShardedSimulation._act)  # pyright: ignore[reportPrivateUsage]
-    monkeypatch.setattr(ShardedSimulation, "_act", act)
-    config = SchedulerConfig(batch_groups=64, group_size=2, over_provision=2)
-    prompts = list(islice(LongTailWorkload(), 64 * 5))
-    ShardedSimulation(config, prompts, shards=shards, engines=64, batches=3).run()
-    monkeypatch.undo()
-    return counted.made / counted.times
-
-
-def test_what_the_collector_does_grows_no_faster_than_the_shards(monkeypatch: pytest.MonkeyPatch):
-    """It had summed over all of them for each: 7 times as much for 4 times as many."""
-    few, many = (calls_of_collector(shards, monkeypatch) for shards in (16, 64))
-    assert many < 4 * few

@@ -616,7 +616,7 @@ def _transient(run: RunReport) -> str:
 
 def distances(runs: Sequence[RunReport]) -> list[Chart]:
     """Draw the distance of each batch's lengths from the drawn law, with what is expected of a
-    batch drawn at random. There is no chart where no batch has it, as of a run in shards."""
+    batch drawn at random. There is no chart if no batch has it."""
     series: list[Series] = []
     said: list[str] = []
     for run in runs:

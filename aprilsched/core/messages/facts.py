@@ -121,7 +121,7 @@ class BatchDelivered(Fact, frozen=True):
     """The trainer has taken the batch. `again`: it was delivered before the run was resumed,
     too. `distance`: Kolmogorov's distance of its lengths from the law that all lengths are drawn
     from, as it was known then; `iid_distance`: the one expected of as many groups drawn at random.
-    None where they are not known, as in a batch of several shards."""
+    None if unknown."""
 
     batch: int
     version: int
@@ -548,26 +548,6 @@ class UpdateWanted(Order, frozen=True):
     base: int | None = None
     """The version of the full model that the fleet's adapters belong to; None if its weights are no
     adapter."""
-
-
-# --- shards ------------------------------------------------------------------------------------
-
-
-class ShardOpened(Fact, frozen=True):
-    """A shard takes part, for the `opening`-th time. `slot` is its part of the ids of the run, and
-    `version` the policy version of its engines."""
-
-    shard: str
-    slot: int
-    opening: int
-    version: int
-
-
-class ShardLost(Fact, frozen=True):
-    """A shard has ended, and is opened again."""
-
-    shard: str
-    cause: str
 
 
 # --- updates and sleep -------------------------------------------------------------------------

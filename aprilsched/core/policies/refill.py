@@ -24,6 +24,8 @@ from aprilsched.bounds import AT_LEAST_0, AT_LEAST_1, SHARE, SHARE_OR_0
 from aprilsched.checks import suggesting
 from aprilsched.core.lengths.laws import Levels, LogLaw, rest_of_groups
 
+_UNBOUNDED = 2**31 - 1
+
 
 # Not frozen, because it is made at most events of a run, and a frozen one takes thrice as long.
 @dataclass(kw_only=True, slots=True)
@@ -236,6 +238,22 @@ class Pool(Refill):
 
 
 @suggesting()
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OnDemand(Refill):
+    """Starts every prompt that is there: the trainer or the clients decide how many there are."""
+
+    name: ClassVar[str] = "on_demand"
+
+    limit: Annotated[int, AT_LEAST_1] = _UNBOUNDED
+    """Largest number of rollouts in flight."""
+
+    def launches(self, view: PoolView) -> int:
+        return max(0, self.limit - view.in_flight)
+
+    def told(self, ratio: str) -> str:
+        return f"what is asked for, at most {self.limit} rollouts at a time"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TailBatching(Refill):
     """Lets groups race for their batch, and gathers the losers in batches without a race. The

@@ -277,7 +277,7 @@ class Expectations:
             delivered: the groups of the batch.
             flight: all groups in flight. Incomplete ones with tokens are censored observations.
         """
-        # A shard delivers single groups; asking all groups in flight for each made it quadratic.
+        # A stream delivers single groups; asking all groups in flight for each is quadratic.
         if len(delivered) < 2:
             return None
         groups = [group_lengths(group) for group in flight if not group.complete]

@@ -169,8 +169,7 @@ def admitted(
     batches_since_update: int,
     wanted: bool,
 ) -> int:
-    """How many of the `count` groups that the refill rule asks for the staleness gate admits. The
-    collector of shards asks this too."""
+    """How many of the `count` groups that the refill rule asks for the staleness gate admits."""
     if count:
         admissible = staleness.admissible(
             batch_groups=view.batch_groups,
