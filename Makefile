@@ -189,7 +189,7 @@ sbom: .venv-release/.stamp ## Write the bill of materials of dist's wheel and wh
 	@ls dist/*.whl > /dev/null 2>&1 || { echo "dist has no wheel; run make dist first." >&2; exit 1; }
 	$(PYTHON) -m venv --clear --without-pip dist/.sbom
 	$(RELEASE)python $(subst -m pip,-m pip --python dist/.sbom/bin/python,$(INSTALL)) -c constraints.txt \
-		"$$(echo dist/*.whl)[gateway,metrics,otel,plots,report]"
+		"$$(echo dist/*.whl)[gateway,metrics,plots,report]"
 	$(RELEASE)cyclonedx-py environment --pyproject pyproject.toml --mc-type library \
 		--output-reproducible --sv 1.6 --of JSON -o dist/sbom.cdx.json dist/.sbom/bin/python
 	@rm -rf dist/.sbom

@@ -19,7 +19,6 @@ from aprilsched.core.messages.facts import Fact
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.engines.sim import SimConfig
 from aprilsched.errors import AprilschedError, ConfigError, PromptsExhausted, RunFolderError
-from aprilsched.extras import extra
 from aprilsched.runs.config_file import as_toml
 from aprilsched.runs.setup import Setup, live_figures_of, run_on_clock, summary_of
 from aprilsched.runs.showing import Screen
@@ -36,7 +35,6 @@ from aprilsched.telemetry.run_folder import CONFIG, EVENTS, RunFolder
 from aprilsched.telemetry.sampling import Sampler
 from aprilsched.telemetry.summary import Remainder, Summary
 from aprilsched.telemetry.trackers import StepTracker, begin_writer, tracker_names
-from aprilsched.telemetry.worker import QueuedListener
 from aprilsched.types import Batch
 
 
@@ -353,21 +351,7 @@ def exporters(setup: Setup, folder: Path, figures: LiveFigures) -> Generator[lis
         for name in tracker_names(settings.track):
             writer = begin_writer(name, folder, as_toml(settings))
             listeners.append(stack.enter_context(StepTracker(writer, figures)))
-        if settings.otel:
-            listeners.append(_spans(setup, folder, stack))
         yield listeners
-
-
-def _spans(setup: Setup, folder: Path, stack: ExitStack) -> AnyListener:
-    with extra("otel"):
-        from aprilsched.telemetry.spans import Spans, epoch_of_monotonic, otlp_tracer
-    spans = Spans(
-        stack.enter_context(otlp_tracer()),
-        epoch_ns=None if setup.clock == "virtual" else epoch_of_monotonic(),
-        attributes={"aprilsched.clock": setup.clock, "aprilsched.run.name": folder.name},
-    )
-    stack.enter_context(spans)
-    return stack.enter_context(QueuedListener(spans, kinds=spans.kinds))
 
 
 # --- virtual time ---------------------------------------------------------------------------------

@@ -142,8 +142,6 @@ class RunSettings:
     track: Annotated[str, COMMAS] = ""
     """Trackers that get the figures of each batch, with commas between them: tensorboard, trackio,
     wandb."""
-    otel: bool = False
-    """Send spans to the OpenTelemetry collector that OTEL_EXPORTER_OTLP_ENDPOINT names."""
     admin_key_env: str | None = None
     """Name of the environment variable that holds the servers' admin API key."""
     api_key_env: str | None = None

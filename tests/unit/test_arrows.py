@@ -26,7 +26,7 @@ NUMPY = frozenset({"numpy"})
 PLOTS = frozenset({"matplotlib", "plotly", "polars"})
 # fmt: off
 LAZY = PLOTS | frozenset({
-    "datasets", "jinja2", "looptime", "omegaconf", "openrlhf", "opentelemetry",
+    "datasets", "jinja2", "looptime", "omegaconf", "openrlhf",
     "prometheus_client", "pynvml", "pytest", "ray", "rich", "safetensors", "sglang", "skyrl",
     "tensorboard", "tensordict", "tokenizers", "tomli_w", "torch", "torchrl", "trackio",
     "transfer_queue", "transformers", "trl", "tyro", "verl", "vllm", "wandb",
@@ -152,7 +152,6 @@ _RULES: dict[str, Rule] = {
         "errors extras telemetry",
         others=frozenset({"prometheus_client"}),
     ),
-    "telemetry.spans": rule("core extras telemetry types", others=frozenset({"opentelemetry"})),
     "telemetry.trackers": rule(
         "core.messages errors extras telemetry",
         others=frozenset({"tensorboard", "trackio", "wandb"}),

@@ -6,11 +6,9 @@ import json
 import re
 import socket
 import sys
-import threading
 import urllib.request
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -34,31 +32,6 @@ def free_port() -> int:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         return taken.getsockname()[1]
-
-
-@contextmanager
-def collector() -> Generator[tuple[str, list[bytes]]]:
-    """A server that takes spans over OTLP; gives its address and the received requests."""
-    bodies: list[bytes] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            assert self.path == "/v1/traces"
-            bodies.append(self.rfile.read(int(self.headers["Content-Length"])))
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}", bodies
-        finally:
-            server.shutdown()
-            thread.join()
 
 
 def test_metrics_are_served_while_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -109,33 +82,6 @@ def test_the_tracker_s_figures_are_the_summary_s(tmp_path: Path):
         assert values == pytest.approx(expected, rel=1e-6), name
 
 
-def test_spans_go_to_the_collector_that_the_environment_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
-
-    service: Any = trace_service_pb2
-    with collector() as (url, bodies):
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
-        monkeypatch.setenv("OTEL_SERVICE_NAME", "rollouts")
-        assert run(tmp_path, "--otel") == 0
-    spans: list[str] = []
-    services: set[str] = set()
-    for body in bodies:
-        for resource in service.ExportTraceServiceRequest.FromString(body).resource_spans:
-            services |= {
-                attribute.value.string_value
-                for attribute in resource.resource.attributes
-                if attribute.key == "service.name"
-            }
-            spans += [span.name for scope in resource.scope_spans for span in scope.spans]
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert services == {"rollouts"}
-    assert spans.count("aprilsched.run") == 1
-    assert spans.count("aprilsched.update") == 3
-    assert spans.count("aprilsched.rollout") == summary["rollouts"]["launched"]
-
-
 def test_a_port_that_is_taken_refuses_the_run_and_leaves_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -163,7 +109,6 @@ def test_a_run_that_is_refused_leaves_no_tracker_s_files(
     [
         ("prometheus_client", ["--metrics-port", "1"], "metrics"),
         ("wandb", ["--track", "wandb"], "wandb"),
-        ("opentelemetry.sdk.trace", ["--otel"], "otel"),
     ],
 )
 def test_a_missing_package_is_named_with_its_extra(
