@@ -13,9 +13,12 @@ from aprilsched.coordinator import (
     Turn,
     TurnOutput,
 )
-from aprilsched.engines.sglang.http_engine import SGLangFleet, SGLangListedFleet
+from aprilsched.engines.sglang.http_engine import (
+    SGLangFleet,
+    SGLangListedFleet,
+    workers_of_router,
+)
 from aprilsched.engines.sglang.in_process import SGLangInProcessFleet
-from aprilsched.engines.sglang.router import SGLangRouterFleet
 from aprilsched.engines.sim import SimFleet, SimPublisher
 from aprilsched.engines.vllm.engine import VLLMFleet, VLLMListedFleet
 from aprilsched.errors import AprilschedError, MemberLost
@@ -65,7 +68,6 @@ __all__ = [
     "SGLangFleet",
     "SGLangInProcessFleet",
     "SGLangListedFleet",
-    "SGLangRouterFleet",
     "SamplingParams",
     "SchedulerConfig",
     "Score",
@@ -81,4 +83,5 @@ __all__ = [
     "VLLMPublisher",
     "__version__",
     "sampling_params",
+    "workers_of_router",
 ]

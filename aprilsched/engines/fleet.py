@@ -280,70 +280,7 @@ class UrlFleet(HttpFleet[EngineT]):
                 yield change
 
 
-class PolledFleet(HttpFleet[EngineT]):
-    """A fleet that follows a list which somebody else keeps; the base of those that do.
-
-    Args:
-        model_path: refuse servers that serve another model; None accepts any one model.
-        poll_s: seconds between two looks at the list.
-
-    Raises:
-        ConfigError: if `poll_s` is not above 0.
-    """
-
-    def __init__(self, model_path: str | None, poll_s: float) -> None:
-        if not poll_s > 0:
-            raise ConfigError(f"poll_s is {poll_s}; give a number of seconds above 0.")
-        super().__init__(model_path)
-        self._poll_s = poll_s
-        self._missing: dict[str, int] = {}
-        """Number of lists in a row in which an engine was missing, by engine."""
-
-    async def watch(self) -> AsyncGenerator[FleetChange, None]:
-        """Yield the servers that have come into the list or are missing in it.
-
-        See :class:`aprilsched.engines.base.WatchesMembership`.
-        """
-        while True:
-            await asyncio.sleep(self._poll_s)
-            await self._look()
-            change = self._take()
-            if change is not None:
-                yield change
-
-    async def _open_all(self, engines: Iterable[EngineT]) -> None:
-        self._missing = {}
-        await super()._open_all(engines)
-
-    async def _list(self) -> Mapping[str, Callable[[], EngineT] | None]:
-        """What makes the engine of each listed server, by name; None for one that must not join.
-
-        Raises:
-            Exception: if there is no list, or an empty one.
-        """
-        raise NotImplementedError
-
-    async def _look(self) -> None:
-        """Take in what is listed now, and let go what was missing in two lists in a row."""
-        try:
-            listed = await self._list()
-        except Exception as error:  # The run goes on with the servers that it has.
-            what = str(error) if isinstance(error, EngineError) else repr(error)
-            self._warn_once("", f"listing the servers failed: {what}")
-            return
-        self._fine("")
-        for name, engine in listed.items():
-            if engine is not None and name not in self._engines:
-                await self._try_join(engine())
-        for engine in self.engines:
-            times = 0 if engine.name in listed else self._missing.get(engine.name, 0) + 1
-            self._missing[engine.name] = times
-            if times >= _LISTINGS_UNTIL_GONE and len(self.engines) > 1:
-                del self._missing[engine.name]
-                self._leave(engine.name)
-
-
-class ListedFleet(PolledFleet[EngineT]):
+class ListedFleet(HttpFleet[EngineT]):
     """The servers that a function lists, as they come and go.
 
     The function is asked when the fleet is opened, and again every `poll_s` seconds. A server that
@@ -371,9 +308,14 @@ class ListedFleet(PolledFleet[EngineT]):
         poll_s: float = 5.0,
         **settings: Unpack[ServerSettings],
     ) -> None:
-        super().__init__(model_path, poll_s)
+        if not poll_s > 0:
+            raise ConfigError(f"poll_s is {poll_s}; give a number of seconds above 0.")
+        super().__init__(model_path)
+        self._poll_s = poll_s
         self._list_urls = list_urls
         self._engine = partial(self._engine_type, **settings)
+        self._missing: dict[str, int] = {}
+        """Number of lists in a row in which an engine was missing, by engine."""
         self._apart: dict[str, EngineT] = {}
         """Engines of :meth:`listed`, by name."""
 
@@ -387,7 +329,20 @@ class ListedFleet(PolledFleet[EngineT]):
                 they began with.
             Exception: any exception of the function that lists the servers.
         """
-        await self._open_all([engine() for engine in (await self._list()).values()])
+        self._missing = {}
+        await self._open_all([self._engine(url) for url in (await self._list()).values()])
+
+    async def watch(self) -> AsyncGenerator[FleetChange, None]:
+        """Yield the servers that have come into the list or are missing in it.
+
+        See :class:`aprilsched.engines.base.WatchesMembership`.
+        """
+        while True:
+            await asyncio.sleep(self._poll_s)
+            await self._look()
+            change = self._take()
+            if change is not None:
+                yield change
 
     async def listed(self) -> Sequence[EngineT]:
         """Ask for the list; returns an engine for each server of it, which the caller opens and
@@ -399,11 +354,31 @@ class ListedFleet(PolledFleet[EngineT]):
         }
         return tuple(self._apart.values())
 
-    async def _list(self) -> Mapping[str, Callable[[], EngineT]]:
+    async def _list(self) -> Mapping[str, str]:
+        """The URL of each listed server, by name."""
         urls = await self._list_urls()
         if not urls:
             raise EngineUnreachable("the list of servers", "is empty; start the servers first.")
-        return {ServerAddress.parse(url).name: partial(self._engine, url) for url in urls}
+        return {ServerAddress.parse(url).name: url for url in urls}
+
+    async def _look(self) -> None:
+        """Take in what is listed now, and let go what was missing in two lists in a row."""
+        try:
+            listed = await self._list()
+        except Exception as error:  # The run goes on with the servers that it has.
+            what = str(error) if isinstance(error, EngineError) else repr(error)
+            self._warn_once("", f"listing the servers failed: {what}")
+            return
+        self._fine("")
+        for name, url in listed.items():
+            if name not in self._engines:
+                await self._try_join(self._engine(url))
+        for engine in self.engines:
+            times = 0 if engine.name in listed else self._missing.get(engine.name, 0) + 1
+            self._missing[engine.name] = times
+            if times >= _LISTINGS_UNTIL_GONE and len(self.engines) > 1:
+                del self._missing[engine.name]
+                self._leave(engine.name)
 
 
 def _no_answer(error: BaseException | None) -> bool:

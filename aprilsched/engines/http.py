@@ -492,7 +492,7 @@ class Transport:
                 await session.close()
 
     def stream(
-        self, path: str, body: dict[str, Any], *, headers: Mapping[str, str] | None = None
+        self, path: str, body: dict[str, Any]
     ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         """POST a request for tokens to `path`, as a context manager over the open response.
 
@@ -509,7 +509,6 @@ class Transport:
         return self._require_open(self._streams).post(
             self._url / path,
             data=data,
-            headers=headers,
             allow_redirects=False,
         )
 

@@ -17,10 +17,15 @@ from typing import Any
 
 import pytest
 
-from aprilsched import RolloutScheduler, SGLangFleet, serving
+from aprilsched import (
+    RolloutScheduler,
+    SGLangFleet,
+    SGLangListedFleet,
+    serving,
+    workers_of_router,
+)
 from aprilsched.cli.serve_sim import ServeSimCommand
 from aprilsched.engines.sglang import SGLangEngine
-from aprilsched.engines.sglang.router import SGLangRouterFleet
 from aprilsched.gateway import reading, server
 from aprilsched.runs.settings import RunSettings
 from aprilsched.runs.setup import prepare
@@ -255,12 +260,12 @@ def test_no_repr_shows_a_key(monkeypatch: pytest.MonkeyPatch):
     url = "http://127.0.0.1:30000"
     fleets = (
         SGLangFleet([url, f"{url}/a"], admin_key=ADMIN_KEY, api_key=API_KEY),
-        SGLangRouterFleet(url, admin_key=ADMIN_KEY, api_key=API_KEY),
+        SGLangListedFleet(workers_of_router(url, api_key=API_KEY), admin_key=ADMIN_KEY),
     )
     engine = SGLangEngine(url, admin_key=ADMIN_KEY, api_key=API_KEY)
     schedulers = [RolloutScheduler(fleet, []) for fleet in fleets]
     found = list(ours(*schedulers, engine, settings, prepare(settings)))
-    assert {"RolloutScheduler", "SGLangEngine", "Transport", "Setup", "Roster"} <= {
+    assert {"RolloutScheduler", "SGLangEngine", "Transport", "Setup"} <= {
         type(thing).__name__ for thing in found
     }
     for thing in found:

@@ -22,14 +22,10 @@ from hypothesis import example, given, note, settings
 from hypothesis import strategies as st
 
 from aprilsched.engines.base import Chunk, GenerationRequest
-from aprilsched.engines.http import Allowance, Answer, HttpLimits, UnfinishedEvents, rejection
+from aprilsched.engines.http import Allowance, Answer, UnfinishedEvents, rejection
 from aprilsched.engines.server import decode, release
 from aprilsched.engines.sglang.probe import (
     _capabilities,  # pyright: ignore[reportPrivateUsage]
-)
-from aprilsched.engines.sglang.router import (
-    Roster,
-    _Listing,  # pyright: ignore[reportPrivateUsage]
 )
 from aprilsched.engines.sglang.wire import (
     ChunkAssembler,
@@ -164,11 +160,6 @@ ANSWERS: list[tuple[Any, type[Any], Use]] = [
         lambda answer: None,
     ),
     (
-        {"workers": [{"url": "http://10.0.0.1:30000", "is_healthy": True, "load": 3}]},
-        _Listing,
-        lambda listing: _workers(listing),
-    ),
-    (
         {"error": {"message": "Duplicate request ID", "code": 400}},
         dict,
         lambda body: None,
@@ -188,12 +179,6 @@ def _facts(info: ServerInfo) -> None:
 
 def _strings(found: Any) -> None:
     assert all(isinstance(name, str) for name in found)
-
-
-def _workers(listing: Any) -> None:
-    roster = Roster("http://10.0.0.1:1", api_key=None, limits=HttpLimits())
-    for worker in listing.workers:
-        roster._check(worker)  # pyright: ignore[reportPrivateUsage]
 
 
 async def _read(recorded: Recorded, pieces: list[bytes], chunks: list[Chunk]) -> None:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
+
+import msgspec
 
 from aprilsched.engines.base import GenerationRequest
 from aprilsched.engines.fleet import ListedFleet, UrlFleet
+from aprilsched.engines.http import HttpLimits, ServerAddress, Transport
+from aprilsched.engines.server import Questions
 from aprilsched.engines.sglang.control import ServerControl
 from aprilsched.engines.sglang.probe import ServerFacts, probe
 from aprilsched.engines.sglang.together import SharingEngine
@@ -94,3 +99,41 @@ class SGLangListedFleet(ListedFleet[SGLangEngine]):
     """
 
     _engine_type = SGLangEngine
+
+
+class _Worker(msgspec.Struct, frozen=True):
+    url: str
+
+
+class _Workers(msgspec.Struct, frozen=True):
+    workers: list[_Worker]
+
+
+def workers_of_router(
+    url: str, *, api_key: str | None = None
+) -> Callable[[], Awaitable[Sequence[str]]]:
+    """Return the `list_urls` of a :class:`SGLangListedFleet` whose servers an SGLang router lists.
+
+    Requests and control calls go to the workers directly, so the router needs no special policy.
+    Workers that the router calls unhealthy are included, because a paused server looks unhealthy.
+
+    Args:
+        url: URL of an sglang-router, as ``http://host:port``.
+        api_key: the router's ``--api-key``.
+
+    Raises:
+        ConfigError: if `url` or `api_key` cannot be used.
+    """
+    address, limits = ServerAddress.parse(url), HttpLimits()
+    name = f"router {address.name}"
+    router = Transport(name, address.url, admin_key=None, api_key=api_key, limits=limits)
+    questions = Questions(name, "SGLang", router, limits.control_timeout)
+
+    async def list_urls() -> Sequence[str]:
+        await router.open()
+        try:
+            return [worker.url for worker in (await questions.get("workers", _Workers)).workers]
+        finally:
+            await router.close()
+
+    return list_urls

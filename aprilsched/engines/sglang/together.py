@@ -73,8 +73,6 @@ class _Body:
 class SharingEngine(HttpEngine[ServerFacts]):
     """A server whose requests share bodies."""
 
-    _shares = True
-
     def _bind_to_loop(self) -> None:
         super()._bind_to_loop()
         self._asked: list[_Member] = []
@@ -106,8 +104,7 @@ class SharingEngine(HttpEngine[ServerFacts]):
 
     def _may_share(self, request: GenerationRequest) -> bool:
         return (
-            self._shares
-            and self.facts.shares_bodies
+            self.facts.shares_bodies
             # A bound on connections bounds the requests in flight.
             and self._limits.max_connections == 0
             and not (request.media or request.sampling.request)
