@@ -588,7 +588,7 @@ eight batches that went as forecast, whatever the scatter, two of four engines a
 were never taken account of beside a trainer of 20 s, and steps took 25 s."""
 _PRIOR_OF_A_RULE = 16.0
 """Number of batches, that went as the factor for all says, with which a rule's factor begins. With
-8 or 32, forecasts in experiments/forecasts are no better."""
+8 or 32, forecasts are no better (ADR 20)."""
 _MEMORY, _MOST_TOLD = 32.0, 256
 """Number of batches after which a batch counts for 1/e, and after which it is forgotten."""
 _LATEST = 0.5

@@ -28,8 +28,8 @@ from aprilsched.runs.settings import RunSettings
 from aprilsched.sessions import Session, Sessions
 from aprilsched.telemetry.event_log.writing import EventLog
 from aprilsched.telemetry.run_folder import RunFolder
-from experiments.report_opening.long_log import write_long_run
 from tests.support.browser import DESKTOP, PHONE, ColorScheme, OpenPage, opened
+from tests.support.long_log import write_long_run
 from tests.support.reported import with_reports
 from tests.support.tiny_tokenizer import bytes_tokenizer
 

@@ -66,10 +66,6 @@ def frontier(kv: str, name: str, figure: str = "efficiency") -> float:
     return next(row for row in result("frontier/result.json")[kv] if row["name"] == name)[figure]
 
 
-def vllm_versions() -> dict[str, Any]:
-    return result("vllm_versions/result.json")
-
-
 def one_core() -> list[str]:
     """Tokens a second that one core decides on, in millions, in events of 64 tokens."""
     rows = [row for row in result("one_core/result.json")["first"] if row["event_tokens"] == 64]
@@ -217,23 +213,6 @@ FIGURES: list[tuple[str, str, Callable[[], Sequence[Any]]]] = [
             ("auto, KV kept, half the rate", "mixture", "moe-d", "auto-kept-half"),
             ("auto, KV kept", "dense", "dense-a", "auto-kept"),
         )
-    ),
-    (
-        "docs/engines.md",
-        r"([\d,]+) tokens under the weights of six models in turn, each within ([\d.]+) ·",
-        lambda: [
-            f"{sum(run['tokens'] for run in vllm_versions().values()):,}",
-            f"{max(run['largest'] for run in vllm_versions().values()) * 1e5:.1f}",
-        ],
-    ),
-    (
-        "docs/engines.md",
-        r"\n".join([r"\| .* \| 320 \| \d+ \| \d+ \| ([\d,]+) \| ([\d.]+) \|"] * 6),
-        lambda: [
-            figure
-            for run in vllm_versions().values()
-            for figure in (f"{run['tokens']:,}", f"{run['largest'] * 1e5:.1f}")
-        ],
     ),
     ("docs/scale.md", r"64, the default .* ([\d.]+) to ([\d.]+) million", one_core),
 ]

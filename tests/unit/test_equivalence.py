@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from experiments.bias.equivalence import Margins, equivalence
+from tests.support.equivalence import Margins, equivalence
 
 CAP = 600
 Batches = list[NDArray[np.int64]]

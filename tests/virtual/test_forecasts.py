@@ -20,8 +20,11 @@ from aprilsched.planning.planner import Bias
 from aprilsched.simulation import NEVER, Costs, Simulation
 from aprilsched.telemetry.batch_figures import BatchMeter
 from aprilsched.telemetry.figures import Figures, Measured
+from aprilsched.timing.model import H200_QWEN3_4B as MODEL
 from aprilsched.timing.model import StepTimeModel
-from experiments.forecasts.benchmark import MODEL, SLOW
+
+SLOW = MODEL.at_speed(1 / 1.08)
+"""Engines for which everything takes longer than the planner's model says."""
 
 
 class Recorded(Bias):

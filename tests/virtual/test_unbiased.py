@@ -47,7 +47,7 @@ from aprilsched.simulation.results import remainder
 from aprilsched.simulation.virtual import TIMED
 from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.summary import Summary
-from experiments.bias.equivalence import Equivalence, equivalence
+from tests.support.equivalence import Equivalence, equivalence
 from tests.support.observations import delivered_lengths, lengths_by_batch
 from tests.support.transients import Transient, live_transient, realised_transient
 
