@@ -65,7 +65,6 @@ COMMANDS: dict[str, str] = {
     "calibrate": "fit the step-time model of a server to its own log",
     "doctor": "probe live servers: capabilities and hazards, pass, warn or fail",
     "gateway": "serve one address in front of servers, through pauses and failures",
-    "replay": "replay a recorded run under other scheduling policies, in virtual time",
     "report": "write one HTML page about a run, or about two side by side",
     "run": "drive batches of rollouts on the embedded engine or on SGLang servers",
     "serve-sim": "serve the embedded engine behind SGLang's own HTTP API, for tests",

@@ -268,7 +268,7 @@ class LongTailWorkload:
     @classmethod
     def of(cls, settings: Mapping[str, Any], *, seed: int, group_size: int) -> Self:
         """The workload of settings as a file or flags have them: the parameters above by name, of
-        which None is not given, and `lengths`, a file whose lengths are the law.
+        which None is not given, and `lengths`, a file of lengths or their :class:`Empirical` law.
 
         Raises:
             ConfigError: if a parameter is out of its range, or the file cannot be read.
@@ -278,7 +278,7 @@ class LongTailWorkload:
         if path is not None:
             if "law" in given:
                 raise ConfigError("law and lengths both say how long responses are; give one.")
-            law = Empirical.read(path)
+            law = path if isinstance(path, Empirical) else Empirical.read(path)
             given = {"cap": law.lengths[-1]} | given | {"law": law}
         return cls(seed=seed, group_size=group_size, **given)
 

@@ -64,7 +64,6 @@ nitpick_ignore_regex = [
     (r"py:class", r"aprilsched\.telemetry\.engine_time\.Recording"),
     (r"py:class", r"aprilsched\.(chat\.tokenizer\.ModelTokenizer|sessions\.history\.Question)"),
     (r"py:class", r"Served"),
-    (r"py:class", r"aprilsched\.analysis\.lengths_of_run\.RecordedCosts"),
     (r"py:data", r"FIELDS"),
     # Type variables, and types that the signature of a dataclass breaks at their commas.
     (r"py:class", r"aprilsched\..*\._?[CT]"),

@@ -70,7 +70,6 @@ __all__ = [
     "staleness",
     "staleness_by_length",
     "timeline",
-    "what_if",
     "where_time_goes",
 ]
 
@@ -638,13 +637,11 @@ def bias_by_batch(
 
 # --- plans ---------------------------------------------------------------------------------------
 
-# Draws policies as points and bars: the frontier of speed and staleness, and the results of
-# replays.
+# Draws policies as points: the frontier of speed and staleness.
 
 
 class Figures(Protocol):
-    """The figures of a policy that are drawn; rows of ``aprilsched simulate`` and ``replay`` have
-    them."""
+    """The figures of a policy that are drawn; rows of ``aprilsched simulate`` have them."""
 
     @property
     def policy(self) -> str: ...
@@ -682,40 +679,6 @@ def frontier(
     _draw_plane(axes, title=title)
     if name:
         axes.legend(frameon=False, fontsize=10, loc="lower right")
-    return figure
-
-
-def what_if(
-    recorded: Figures,
-    replayed: Sequence[Figures],
-    *,
-    run: Figures | None = None,
-    title: str = "",
-) -> Figure:
-    """Draw the seconds of a step of a run, as recorded and as replayed under other policies.
-
-    Args:
-        run: a run under the policy of the last replay, which the replay has not used.
-    """
-    rows: list[tuple[str, Figures, str]] = [("the run as it was", recorded, GREY)]
-    rows += [(f"replayed: {row.policy}", row, PALETTE[0]) for row in replayed]
-    if run is not None:
-        rows.append((f"run: {run.policy}", run, PALETTE[2]))
-    figure = new_figure(9, 1.2 + 0.5 * len(rows))
-    axes = figure.subplots()
-    seconds = [row.step_s or 0.0 for _, row, _ in rows]
-    drawn = axes.barh(
-        [name for name, _, _ in rows], seconds, color=[colour for _, _, colour in rows], height=0.66
-    )
-    labels = [
-        f"{value:.1f} s"
-        + ("" if row.off_policy_share is None else f", {row.off_policy_share:.0%} off-policy")
-        for value, (_, row, _) in zip(seconds, rows, strict=True)
-    ]
-    axes.bar_label(drawn, labels=labels, padding=5, fontsize=11)
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.3 * max([*seconds, 1e-9]))
-    finish(axes, title=title, x="seconds of a step, with the trainer's", y="")
     return figure
 
 

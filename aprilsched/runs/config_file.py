@@ -297,9 +297,6 @@ def _made(kind: type[Any], table: Mapping[str, Any], path: str) -> Any:
 
 Preset: TypeAlias = Callable[[SchedulerConfig], SchedulerConfig]
 
-RECORDED = "recorded"
-"""Name of the policy of a replay that is the run's own settings."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:
@@ -385,39 +382,3 @@ def _value(text: str) -> Any:
         except ValueError:
             continue
     return {"true": True, "false": False, "none": None}.get(text.lower(), text)
-
-
-def variants(names: str, run: SchedulerConfig) -> Sequence[tuple[Policy, SchedulerConfig]]:
-    """The policies of a replay, with their settings: the run's own, and then those in `names`.
-
-    Presets keep the settings that they do not decide (group size, stragglers, sampling and others)
-    as the run had them. ``recorded:over_provision=1.5`` is the run with another ratio.
-
-    Raises:
-        ConfigError: if a policy is unknown, is named twice, or has another group size.
-    """
-
-    def recorded(_: SchedulerConfig) -> SchedulerConfig:
-        """Its own settings but for what is named."""
-        return run
-
-    defaults = SchedulerConfig()
-    # What a preset may decide begins with its default, and everything else with the run's value.
-    base = replace(
-        run,
-        max_staleness=defaults.max_staleness,
-        over_provision=defaults.over_provision,
-        pace=defaults.pace,
-        refill=defaults.refill,
-        dispatch=replace(run.dispatch, order=defaults.dispatch.order),
-    )
-    others = [name for name in names.split(",") if name.strip() != RECORDED]
-    policies = chosen(",".join([RECORDED, *others]), {**PRESETS, RECORDED: recorded})
-    found = [(policy, policy.apply(base)) for policy in policies]
-    for policy, config in found:
-        if config.group_size != run.group_size:
-            raise ConfigError(
-                f"{policy.name} has another group size than the record, whose group size is "
-                f"{run.group_size}; leave group_size out."
-            )
-    return found

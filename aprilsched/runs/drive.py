@@ -1,5 +1,5 @@
 """Drives a run through the real coordinator (``aprilsched run``), with the listeners that export
-it, or in virtual time (``simulate`` and ``replay``).
+it, or in virtual time (``simulate``).
 
 Invariant: when the run folder was made, summary.json is written into it, however the run ends.
 """

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import tyro
 
+from aprilsched.analysis.lengths_of_run import known_lengths, law_of
 from aprilsched.config import SamplingParams, SchedulerConfig
 from aprilsched.errors import ConfigError
 from aprilsched.telemetry.trackers import tracker_names
@@ -20,6 +23,7 @@ from aprilsched.workload import Empirical, LengthLaw, LongTailWorkload
 CAP = 6000
 COMMAS = "a list with commas"
 """Marks a setting whose text is a list with commas. Its flag takes a list too."""
+_MAX_QUANTILES = 100_000
 VOCABULARY = 32_000
 """Number of token ids of the built-in workload, if neither the user nor a server gives another."""
 
@@ -41,8 +45,8 @@ class WorkloadSettings:
     """Law of the log length: "lognormal" is a normal law, which it is if not given, and "log_t" has
     a heavier tail."""
     lengths: str | None = None
-    """A file of lengths in tokens, each as likely as the others, in the place of `law`, `median`
-    and `sigma`."""
+    """A file of lengths in tokens, each equally likely, or a run folder whose responses give the
+    distribution. Replaces `law`, `median` and `sigma`."""
     dof: float = 4.0
     """Degrees of freedom, for law "log_t"."""
     prompt_tokens: int = 8
@@ -62,7 +66,8 @@ class WorkloadSettings:
         Raises:
             ConfigError: if a parameter is out of its range, or `lengths` cannot be read.
         """
-        return LongTailWorkload.of(_values(self), seed=seed, group_size=group_size)
+        values = _values(self) | {"lengths": self._empirical()}
+        return LongTailWorkload.of(values, seed=seed, group_size=group_size)
 
     @property
     def longest(self) -> int:
@@ -71,7 +76,22 @@ class WorkloadSettings:
         Raises:
             ConfigError: if `lengths` cannot be read.
         """
-        return CAP if self.lengths is None else Empirical.read(self.lengths).lengths[-1]
+        law = self._empirical()
+        return CAP if law is None else law.lengths[-1]
+
+    def _empirical(self) -> Empirical | None:
+        """The distribution that `lengths` names. In a run folder unfinished responses are censored
+        (Kaplan and Meier)."""
+        if self.lengths is None:
+            return None
+        if not Path(self.lengths).is_dir():
+            return Empirical.read(self.lengths)
+        groups = known_lengths(Path(self.lengths))
+        if not groups:
+            raise ConfigError(f"lengths must be a run with responses, got {self.lengths}.")
+        law = law_of(groups)
+        count = min(law.observations, _MAX_QUANTILES)
+        return Empirical(tuple(law.quantile((np.arange(count) + 0.5) / count).tolist()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

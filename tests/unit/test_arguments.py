@@ -36,7 +36,7 @@ def _lists() -> Iterator[tuple[str, str, bool]]:
 
 def _value_of(command: str, flag: str, *given: str) -> Any:
     # What has no default is given too.
-    needed = {"replay": ["RUN"], "gateway": ["--engine", "http://127.0.0.1:1"]}.get(command, [])
+    needed = {"gateway": ["--engine", "http://127.0.0.1:1"]}.get(command, [])
     needed = [] if flag in needed else needed
     found = parsed(_kind(command), [*needed, *given], f"aprilsched {command}")
     name, _, inner = flag.removeprefix("--").replace("-", "_").rpartition(".")
@@ -68,12 +68,6 @@ def test_no_flag_of_a_list_is_left_out(command: str, capsys: pytest.CaptureFixtu
     assert shown == {f for f, commas in known.items() if not commas} - {"--urls", "--runs"}
 
 
-def test_a_folder_may_follow_a_list_with_commas() -> None:
-    assert _value_of("replay", "--policy", "--policy", "sync,auto") == "sync,auto"
-    found = parsed(_kind("replay"), ["--policy", "sync,auto", "RUN"], "aprilsched replay")
-    assert (found.policy, str(found.run)) == ("sync,auto", "RUN")
-
-
 SENTENCES = {
     "run --enginee x": "--enginee is no option of aprilsched run; did you mean --engine?",
     "run --batches x": "--batches is 'x'; give a whole number.",
@@ -85,7 +79,6 @@ SENTENCES = {
     "run --sampling.stop-token-ids 1 x": "--sampling.stop-token-ids is '1 x'; give a whole number.",
     "run --max_staleness=1.5": "--max-staleness is '1.5'; give a whole number.",
     "gateway": "--engine is missing; aprilsched gateway --help says what it is.",
-    "replay": "PATH is missing; aprilsched replay --help says what it is.",
     "serve-sim --port": "--port has no value; give one.",
 } | {
     f"gateway --engine http://a:1 {flags}": said

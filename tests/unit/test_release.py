@@ -15,7 +15,6 @@ from packaging.specifiers import SpecifierSet
 
 import aprilsched
 from aprilsched.analysis.report.report_data import ReportData
-from aprilsched.cli.replay import ReplayReport
 from aprilsched.runs.showing import Comparison
 from aprilsched.store.file import APPLICATION, SCRIPTS
 from aprilsched.telemetry import run_folder
@@ -159,7 +158,6 @@ def test_the_page_of_file_formats_has_the_versions_of_the_code():
         "samples.jsonl": SAMPLES_VERSION,
         "summary.json": schema(RunSummary),
         "comparison.json": schema(Comparison),
-        "aprilsched replay --json": schema(ReplayReport),
         "aprilsched report --json": schema(ReportData),
     }
     page = text("docs/formats.md")

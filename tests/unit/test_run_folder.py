@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from aprilsched.analysis.lengths_of_run import read_record
+from aprilsched.analysis.lengths_of_run import known_lengths
 from aprilsched.analysis.report.gather import run_report
 from aprilsched.analysis.run import read_run
 from aprilsched.analysis.samples import read_samples
@@ -86,7 +86,7 @@ def test_json_is_written_whole(tmp_path: Path):
 
 BEGUN = '{"t":0,"fact":"LogBegun","version":%d,"new":1}\n'
 RESUMED = '{"t":1,"fact":"LogResumed","version":%d,"incarnation":2,"batches":0}\n'
-OF_LOGS = (read_run, read_record, run_report, write_trace, RunFolder.resume, follow)
+OF_LOGS = (read_run, known_lengths, run_report, write_trace, RunFolder.resume, follow)
 LOGS = (BEGUN % 9, BEGUN % 1 + RESUMED % 9)
 SUMMARY = '{"schema":9,"clock":["another form"]}'
 SAMPLES = (
@@ -95,7 +95,7 @@ SAMPLES = (
 )
 NEWER = [
     *[("events.jsonl", log, read) for log in LOGS for read in OF_LOGS],
-    *[("summary.json", SUMMARY, read) for read in (read_run, read_record, run_report)],
+    *[("summary.json", SUMMARY, read) for read in (read_run, run_report)],
     *[("samples.jsonl", samples, read_samples) for samples in SAMPLES],
 ]
 

@@ -272,8 +272,7 @@ def test_simulate_compares_and_draws(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_simulate_takes_a_file_of_lengths(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """Its longest is the cap, the run's own folder is rebuilt and replayed with it, and another law
-    beside it is refused."""
+    """The longest is the cap, the run's folder is rebuilt with it, and another law is refused."""
     file = tmp_path / "lengths.txt"
     file.write_text("40\n55, 70\n900\n")
     shape = ["--batches", "4", "--batch-groups", "2", "--group-size", "4", "--quiet"]
@@ -285,12 +284,28 @@ def test_simulate_takes_a_file_of_lengths(tmp_path: Path, capsys: pytest.Capture
     (out / "sync" / "summary.json").unlink()
     mean = read_run(out / "sync").summary.bias.workload_mean_length
     assert mean == pytest.approx((40 + 55 + 70 + 900) / 4, rel=0.02)
-    file.rename(tmp_path / "elsewhere.txt")
-    assert read_run(out / "sync").summary.bias.workload_mean_length is None
-    assert main(["replay", str(out / "sync"), "--policy", "recorded", "--quiet"]) == 0
     capsys.readouterr()
     assert main([*command, "--out", str(tmp_path / "p"), "--law", "log_t"]) == 2
     assert "law and lengths both say how long responses are" in capsys.readouterr().err
+    file.rename(tmp_path / "elsewhere.txt")
+    assert read_run(out / "sync").summary.bias.workload_mean_length is None
+
+
+def test_simulate_takes_the_lengths_of_a_run(tmp_path: Path):
+    """Responses that a run did not finish are censored, so they count as longer."""
+    shape = ["--batches", "3", "--batch-groups", "2", "--group-size", "4", "--quiet", "--json"]
+    file, first, second = tmp_path / "lengths.txt", tmp_path / "first", tmp_path / "second"
+    file.write_text("40 55 70 900")
+    lengths = ["--lengths", str(file), "--out", str(first)]
+    assert main(["simulate", "--policy", "april", *shape, *lengths]) == 0
+    lengths = ["--lengths", str(first / "april"), "--out", str(second)]
+    assert main(["simulate", "--policy", "sync", *shape, *lengths]) == 0
+    found = {r.tokens for d in read_run(second / "sync").deliveries for r in d.rollouts}
+    assert found <= {40, 55, 70, 900}
+    assert 900 in found
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert main(["simulate", "--lengths", str(empty), "--out", str(tmp_path / "third")]) == 2
 
 
 def test_simulate_prints_a_list_of_objects(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

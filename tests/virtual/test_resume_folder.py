@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from aprilsched.__main__ import main
-from aprilsched.analysis.lengths_of_run import read_record
+from aprilsched.analysis.lengths_of_run import known_lengths
 from aprilsched.analysis.rebuild import rebuilt_summary
 from aprilsched.analysis.run import read_run
 from aprilsched.config import SchedulerConfig, Staleness
@@ -174,7 +174,7 @@ def test_a_run_that_died_goes_on(tmp_path: Path, pace: str, rule: StalenessRule)
         assert after.error is None
         assert after.seconds.wall >= before.seconds.wall
         assert after.batches > before.batches
-        launched = read_record(left / "run").groups
+        launched = known_lengths(left / "run")
         assert rule == "evict" or len(launched) * 4 == after.rollouts.launched
 
 
