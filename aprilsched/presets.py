@@ -143,9 +143,8 @@ def auto(config: SchedulerConfig) -> SchedulerConfig:
     Known cost: 2 to 16 s of CPU for each choice, of which there are four in the first 27 batches.
     It needs a step-time model of the engines.
     """
-    # Weights that somebody else loads are followed on a pace that never continues their engines,
-    # and rolling refits have one pace only.
-    pace = config.pace if config.follow_weights or config.refit == "rolling" else "auto"
+    # Weights that the trainer loads itself are followed on a pace that never continues its engines.
+    pace = config.pace if config.follow_weights else "auto"
     return replace(config, over_provision="auto", pace=pace)
 
 

@@ -266,8 +266,6 @@ class Planning(Part):
     def __init__(self, shell: Shell, planner: Planner) -> None:
         super().__init__(shell)
         self._planner = planner
-        self._apart = True
-        """Whether choices are made in a process of their own, and not in a thread."""
 
     def plan(self, command: Plan) -> None:
         if self._planner.inline:
@@ -276,26 +274,11 @@ class Planning(Part):
             self._tasks.start(("planning", command), self._plan(command))
 
     async def _plan(self, command: Plan) -> None:
-        planned = await self._planned_apart(command) if self._apart else None
-        if planned is None:
-            planned = await asyncio.to_thread(self._planned_here, command)
-        self._feed(planned)
-
-    async def _planned_apart(self, command: Plan) -> Planned | None:
-        """The choice of a process of its own; None if there can be none."""
         try:
             schedule = await planned_apart(self._planner, command, self._config)
-            return _planned(schedule, command)
-        except NoProcess as reason:
-            self._apart = False
-            log.warning(
-                "schedules are chosen in a thread, which takes Python's lock from the trainer for "
-                "seconds, and not in a process of their own: %s",
-                reason,
-            )
-            return None
+            self._feed(_planned(schedule, command))
         except Exception as error:
-            return _failed(error)
+            self._feed(_failed(error))
 
     def _planned_here(self, command: Plan) -> Planned:
         try:
@@ -381,7 +364,9 @@ async def planned_apart(planner: Planner, command: Plan, config: SchedulerConfig
     try:
         order = pickle.dumps((planner, command, config))
     except Exception as error:
-        raise NoProcess(f"pickle cannot take it ({error})") from error
+        raise NoProcess(
+            f"the planner must be picklable ({error}); define its class in a module."
+        ) from error
     process = _Process()
     try:
         answer = await asyncio.to_thread(process.ask, order)
@@ -397,7 +382,9 @@ async def planned_apart(planner: Planner, command: Plan, config: SchedulerConfig
         ) from error
     match kind:
         case "unreadable":
-            raise NoProcess(f"its process cannot read it ({rest[0]})")
+            raise NoProcess(
+                f"its process cannot import the planner ({rest[0]}); define it in a module."
+            )
         case "raised":
             raise _RaisedThere(*rest)
         case _:

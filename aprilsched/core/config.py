@@ -446,6 +446,11 @@ class SchedulerConfig:
                 f'pace="{self.pace}" with straggler="{self.straggler}" does not; set '
                 'pace="asynchronous" and straggler="run".'
             )
+        if self.automatic:
+            raise ConfigError(
+                'over_provision="auto" is tried out with refits of all engines together, so it is '
+                'refused with refit="rolling"; set a ratio.'
+            )
         if self.follow_weights:
             raise ConfigError(
                 'refit="rolling" brings every version to the engines itself, so '

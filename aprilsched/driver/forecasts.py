@@ -50,8 +50,7 @@ class ForecastErrors:
         self._dropped: tuple[int, tuple[of.DroppedRollout, ...]] | None = None
         """The group that was dropped last, and its rollouts."""
         self._forecast: Forecast | None = None
-        self._rule = ""
-        self._delivered: tuple[Forecast, str, float] | None = None
+        self._delivered: tuple[Forecast, float] | None = None
         """The forecast of the batch that was delivered, its rule, and its seconds."""
         self._left_out = 0
         """Number of deliveries that do not count."""
@@ -116,7 +115,7 @@ class ForecastErrors:
         before, forecast = self._forecast, fact.forecast
         if forecast is not None and before is not None and forecast != before:
             self._explain(forecast)
-        self._forecast, self._rule = forecast, fact.refill
+        self._forecast = forecast
         if not fact.kept:
             self._leave_out(_SETTLING)
 
@@ -125,13 +124,13 @@ class ForecastErrors:
         work, time = forecast.explained
         self._planner.bias.explain(work, time, batches=forecast.batches)
         if self._delivered is not None:
-            before, rule, seconds = self._delivered
+            before, seconds = self._delivered
             again = replace(
                 before,
                 efficiency=before.efficiency * work / time,
                 step_seconds=before.step_seconds * time,
             )
-            self._delivered = again, rule, seconds
+            self._delivered = again, seconds
 
     def _deliver(self) -> None:
         forecast = self._forecast
@@ -139,7 +138,7 @@ class ForecastErrors:
         if self._left_out:
             self._left_out -= 1
         elif forecast is not None:
-            self._delivered = forecast, self._rule, self._time.seconds
+            self._delivered = forecast, self._time.seconds
 
     def _compare(self) -> None:
         """Compare the batch before, now that the tokens that came with the pause are known."""
@@ -147,7 +146,7 @@ class ForecastErrors:
         self._tokens, self._reads = 0, 0.0
         if self._delivered is None or not self._engines:
             return
-        forecast, rule, seconds = self._delivered
+        forecast, seconds = self._delivered
         self._delivered = None
         model, engines = self._planner.model, len(self._engines)
         token_s = model.token_seconds(self._planner.max_running) / engines
@@ -161,4 +160,4 @@ class ForecastErrors:
         time = seconds / (forecast.step_seconds * forecast.correction)
         if hidden:
             work = min(max(work, time), 1.0) if time < 1 else 1.0
-        self._planner.bias.observe(rule, work=work, time=time)
+        self._planner.bias.observe(work=work, time=time)

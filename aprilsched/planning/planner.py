@@ -13,7 +13,7 @@ cost, which the trials include.
 from __future__ import annotations
 
 import math
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -28,8 +28,6 @@ from aprilsched.core.policies.placement import Placement
 from aprilsched.core.policies.refill import LengthBuckets, Pool, Refill, TailBatching, Wave
 from aprilsched.core.policies.schedule import Forecast, Pace, Schedule
 from aprilsched.core.policies.straggler import BEHAVIOURS
-from aprilsched.planning.apart import FleetTrial
-from aprilsched.planning.rolling import RollingTrial
 from aprilsched.planning.setting import Outcome, Setting
 from aprilsched.planning.trial import Drawn, Trial
 from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel, share_of_experts
@@ -49,18 +47,18 @@ _BRIEF, _LEAST_BRIEF = 6, 3
 _MAY_RISE = 0.05
 """Largest distance from the best in the brief trial at which the real best may be."""
 _MOST_GROUPS = 128
-"""A larger batch is tried out as an equal share of it on fewer engines, where it matters which
-engine has which response, or where each batch waits for its longest one."""
+"""A larger batch is tried out as an equal share of it on fewer engines, if each batch waits for its
+longest response."""
 _LEAST_GROUPS = 32
-"""Where it does not, a batch of more groups and of more than `_ROLLOUTS` is tried out as an equal
-share of it, on a share of an engine too. As many rollouts in more batches scatter less, because
-fewer of them are before the count begins."""
+"""Otherwise a batch of more groups and of more than `_ROLLOUTS` is tried out as an equal share of
+it, on a share of an engine too. As many rollouts in more batches scatter less, because fewer of
+them are before the count begins."""
 _LEAST_RESPONSES = 16
 """Number of the longest responses that a share of an engine has room for."""
-_MOST_GROUPS_ROLLING = 256
-"""The same with rolling refits. Old versions hold a number of engines and not a share of them, so a
-small share of the fleet is expected to do worse than the whole: a quarter of 16 engines by 5 %,
-half of them by less than chance."""
+_MOST_CACHE_GAIN = 1.1
+"""Gain from prefilling each prompt once, above which groups stay on one engine. Groups of long
+responses on one engine make engines uneven, which took 8 % of the speed of waiting with four
+engines."""
 
 
 _GROUPS_OF_A_BATCH = 48
@@ -96,8 +94,8 @@ class Planner:
             real clock this would block the event loop for seconds.
 
     Without `inline` a running scheduler calls :meth:`plan` in another process, on a copy that
-    pickle makes, so what a subclass changes in itself there is lost. A subclass that pickle cannot
-    take, or that is defined in a script's main module, is called in a thread.
+    pickle makes, so what a subclass changes in itself there is lost. A subclass must be defined in
+    a module that can be imported, and not in a script or a notebook.
     """
 
     def __init__(
@@ -115,68 +113,37 @@ class Planner:
 
     def plan(self, command: Plan, config: SchedulerConfig) -> Schedule:
         """The schedule to follow, with its expected outcome; it may be the one in force."""
-        several = command.places and command.engines > 1
-        setting = self.setting(command, config, "spread" if several else "prefix")
+        setting = self.setting(command, config)
         space = Space(
             may_defer=config.may_defer,
             tail=isinstance(config.policies.refill, TailBatching) and config.may_defer,
             paces=command.paces,
-            placement="spread" if several else None,
+            placement="spread" if command.places and command.engines > 1 else None,
         )
         schedules = candidates(setting, space)
         known = math.ceil((len(command.ended) + len(command.open)) / command.batch_groups)
         bias = copy(self.bias)
-        explained = _explained(command.current, setting, bias)
+        explained = _explained(command.current, setting, bias.factor())
         bias.explain(*explained, batches=known)
-        tried = trials(setting, schedules, current=command.current, bias=bias)
-        best = choose(tried, config.objective.tolerance)
-        if several and _with_cache(best, setting) > 1 + config.objective.tolerance:
-            # Prompts are long enough that to prefill them once may be worth uneven engines. These
-            # are not faster than engines that share the work evenly.
-            schedules = [
-                replace(each.schedule, placement="prefix")
-                for each in tried
-                if each.outcome.value * _with_cache(each, setting) >= best.outcome.value
-            ]
-            setting = self.setting(command, config, "prefix")
-            together = trials(setting, schedules, current=command.current, bias=bias)
-            tried += [_together_worth(each, setting) for each in together]
-            best = choose(tried, config.objective.tolerance)
+        tried = trials(setting, schedules, current=command.current, factor=bias.factor())
+        tolerance = config.objective.tolerance
+        best = choose(tried, tolerance)
         now = next((t for t in tried if t.schedule.same_as(command.current)), None)
-        if now is not None and _may_stay(now, best, tried, config.objective.tolerance):
+        if now is not None and _may_stay(now, best, tried, tolerance):
             best = now
+        if space.placement is not None and _cache_gain(best, setting) > _MOST_CACHE_GAIN:
+            best = replace(best, schedule=replace(best.schedule, placement="prefix"))
         return best.told(explained=explained, batches=known)
 
-    def setting(
-        self, command: Plan, config: SchedulerConfig, placement: Placement = "prefix"
-    ) -> Setting:
-        """The conditions in which candidates are tried out; `placement` is that of candidates that
-        name none, if the configuration says none either."""
+    def setting(self, command: Plan, config: SchedulerConfig) -> Setting:
+        """The conditions in which candidates are tried out."""
         stop, staleness = config.policies.stop, config.policies.staleness
-        if config.dispatch.placement != "auto":
-            placement = config.dispatch.placement
         observed = ObservedLengths(window=10**9)
         for group in command.ended:
             observed.add_group(group)
-        size = max(len(group.tokens) for group in command.ended)
-        restarts, rolling = staleness.rule == "restart", config.refit == "rolling"
-        waits = command.gap_seconds or command.end_seconds
-        uneven = placement == "prefix" and command.engines > 1 and size > 1 and not waits
-        if rolling or uneven or restarts:
-            least = _MOST_GROUPS_ROLLING if rolling else _MOST_GROUPS
-            share = max(1.0, min(command.engines, command.batch_groups // least))
-        else:
-            longest = max(int(group.tokens.max()) for group in command.ended)
-            share = command.batch_groups / max(_LEAST_GROUPS, _ROLLOUTS / size)
-            room = self.max_running * command.engines / _LEAST_RESPONSES
-            if command.kv_tokens is not None:
-                least = _LEAST_RESPONSES * (command.prompt_tokens + longest)
-                room = min(room, command.kv_tokens / least)
-            share = max(1.0, min(share, room))
-        batch_groups = math.ceil(command.batch_groups / share - 1e-9)
-        engines = max(1, round(command.engines / share))
-        # How many times an engine of the run has one of these.
-        thinner = 1.0 if rolling or uneven or restarts else share * engines / command.engines
+        restarts = staleness.rule == "restart"
+        scale = Scale.of_run(command, self.max_running, whole_engines=restarts)
+        batch_groups = math.ceil(command.batch_groups / scale.share - 1e-9)
         lengths = observed.draw_groups(
             _GROUPS_OF_A_BATCH * batch_groups,
             group_size=command.group_size,
@@ -187,12 +154,12 @@ class Planner:
         return Setting(
             lengths=lengths,
             batch_groups=batch_groups,
-            engines=engines,
-            share=command.engines * thinner / engines,
+            engines=scale.engines,
+            share=command.engines * scale.thinner / scale.engines,
             fleet=command.engines,
-            model=_share_of(self.model, thinner),
-            max_running=max(1, round(self.max_running / thinner)),
-            kv_tokens=None if kv is None else int(kv / command.engines / thinner),
+            model=_share_of(self.model, scale.thinner),
+            max_running=max(1, round(self.max_running / scale.thinner)),
+            kv_tokens=None if kv is None else int(kv / command.engines / scale.thinner),
             prompt_tokens=command.prompt_tokens,
             spare_tokens=command.spare_tokens,
             keeps_kv=config.cached_kv == "keep",
@@ -212,18 +179,102 @@ class Planner:
             if gaps
             else (),
             end_times=command.end_seconds,
-            placement=placement,
-            rolling=rolling,
-            prices=config.prices,
             objective=config.objective,
             iid_distance=observed.iid_distance(batch_groups) or 0.0,
             remembered=min(max(command.remembered, 0.0), 0.99),
             # There are few candidates without stale tokens, and they differ by a few percent.
             batches=80 if restarts else _batches(batch_groups, lengths),
             shared=_shared(observed),
-            stop=replace(stop, amount=math.ceil(stop.amount / share - 1e-9)),
+            stop=replace(stop, amount=math.ceil(stop.amount / scale.share - 1e-9)),
             takes_over=True,
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scale:
+    """A trial of a smaller fleet that behaves like the whole one.
+
+    Attributes:
+        share: groups in a batch of the run, for each group in a batch of the trial.
+        engines: engines of the trial.
+        thinner: size of an engine of the run, for the size of one of the trial.
+    """
+
+    share: float
+    engines: int
+    thinner: float
+
+    @classmethod
+    def of_run(cls, command: Plan, max_running: int, *, whole_engines: bool) -> Scale:
+        """The smallest trial of the run that `command` describes. With `whole_engines` only their
+        number shrinks."""
+        if whole_engines:
+            share = max(1.0, min(command.engines, command.batch_groups // _MOST_GROUPS))
+        else:
+            size = max(len(group.tokens) for group in command.ended)
+            longest = max(int(group.tokens.max()) for group in command.ended)
+            share = command.batch_groups / max(_LEAST_GROUPS, _ROLLOUTS / size)
+            room = max_running * command.engines / _LEAST_RESPONSES
+            if command.kv_tokens is not None:
+                least = _LEAST_RESPONSES * (command.prompt_tokens + longest)
+                room = min(room, command.kv_tokens / least)
+            share = max(1.0, min(share, room))
+        engines = max(1, round(command.engines / share))
+        thinner = 1.0 if whole_engines else share * engines / command.engines
+        return cls(share=share, engines=engines, thinner=thinner)
+
+
+class Halving:
+    """Outcomes of brief trials, and of full ones of the candidates near the best.
+
+    Args:
+        setting: the conditions, in which engines work `factor` times as fast as they are modelled.
+        several: the candidates, which are named by their places.
+    """
+
+    def __init__(self, setting: Setting, several: Sequence[Schedule], factor: float) -> None:
+        self.brief: dict[int, Outcome] = {}
+        self.full: dict[int, Outcome] = {}
+        self._setting, self._several, self._factor = setting, several, factor
+        self._drawn = Drawn.of(setting)
+        self._brief_batches = min(_BRIEF, max(_LEAST_BRIEF, setting.batches // 4))
+        self._running: dict[int, Trial] = {}
+        """Brief trials that may go on. The others begin again if they go on after all."""
+
+    @property
+    def least_near(self) -> float:
+        """The least value of a brief trial whose candidate may be the best."""
+        return _least_near(self.brief)
+
+    def try_briefly(self, places: Iterable[int]) -> None:
+        """Give the candidates at `places` a brief trial, unless they have had one, or would not be
+        near the best if their engines never waited."""
+        for place in places:
+            most = _most(self._several[place], self._setting) * self._factor
+            if place not in self.brief and most >= self.least_near:
+                trial = Trial(self._several[place], self._setting, self._drawn)
+                outcome = trial.outcome(self._brief_batches).in_work_of(self._factor)
+                if outcome.value >= self.least_near:
+                    self._running[place] = trial
+                self.brief[place] = outcome
+
+    def try_fully(self, places: Iterable[int]) -> None:
+        """Give the candidates at `places` a full trial, unless they have had one."""
+        for place in places:
+            if place not in self.full:
+                trial = self._running.pop(place, None)
+                trial = trial or Trial(self._several[place], self._setting, self._drawn)
+                outcome = trial.outcome(self._setting.batches)
+                self.full[place] = outcome.in_work_of(self._factor)
+
+    def near(self) -> list[int]:
+        """Candidates near the best, within the bound so far, that have had no full trial."""
+        allowed = {p: self.brief[p] for p in sorted(self.brief) if self._may_be_allowed(p)}
+        least = _least_near(allowed)
+        return [p for p, each in allowed.items() if each.value >= least and p not in self.full]
+
+    def _may_be_allowed(self, place: int) -> bool:
+        return _allowed(self.full.get(place, self.brief[place]))
 
 
 def trials(
@@ -231,112 +282,75 @@ def trials(
     several: Sequence[Schedule],
     *,
     current: Schedule | None = None,
-    bias: Bias | None = None,
+    factor: float = 1.0,
 ) -> list[Tried]:
     """Try `several` candidates out, and write the expected outcome into their schedules, corrected
-    by `bias`.
+    by `factor`.
 
     Every fourth ratio of each refill rule gets a brief trial, or every second one where groups are
     deferred, which scatters more, and so do those between them that are beside one near the best.
-    A candidate that would not be near the best if its engines never waited is not tried. Of all
-    these, those near the best, and `current`, go on to a longer trial. If that exceeds a bound, the
-    next best takes the candidate's place.
+    Of all these, those near the best, and `current`, go on to a full trial. If that exceeds a
+    bound, the next best takes the candidate's place.
     """
-    bias = bias or Bias()
-    factors = [bias.factor(schedule.refill.name) for schedule in several]
-    drawn, few = Drawn.of(setting), min(_BRIEF, max(_LEAST_BRIEF, setting.batches // 4))
-    first: dict[int, Outcome] = {}
-    running: dict[int, Trial] = {}
-    """Those that may go on. The others begin again if they go on after all."""
-
-    def outcome(place: int, batches: int) -> Outcome:
-        schedule, factor = several[place], factors[place]
-        trial = running.pop(place, None)
-        if trial is None:
-            trial = kind_of(schedule, setting)(schedule, setting.faster(factor), drawn)
-        found = trial.outcome(batches).in_work_of(factor)
-        if batches == few and found.value >= _least_near(first):
-            running[place] = trial
-        return found
-
-    def brief(places: Iterable[int]) -> None:
-        for place in places:
-            most = _most(several[place], setting.faster(factors[place])) * factors[place]
-            if place not in first and most >= _least_near(first):
-                first[place] = outcome(place, few)
-
+    halving = Halving(setting.faster(factor), several, factor)
     rules: dict[tuple[Refill, Pace | None], list[int]] = {}
     for place, schedule in enumerate(several):
         rules.setdefault((schedule.refill, schedule.pace), []).append(place)
     # Beside a slow trainer those that do not wait for it tell that the others need no trial.
     ratios = [rules[rule] for rule in sorted(rules, key=lambda rule: rule[1] == "synchronous")]
-    brief(p for places in ratios for p in places[:: 2 if several[places[0]].refill.defers else 4])
-    for stride, least in ((2, (1 - _MAY_RISE) * _least_near(first)), (1, _least_near(first))):
-        brief(
-            place
-            for places in ratios
-            for index, place in enumerate(places)
-            if index % (2 * stride) == stride
-            and any(
-                first[beside].value >= least
-                for beside in places[index - stride : index + stride + 1 : 2 * stride]
-                if beside in first
-            )
-        )
-    brief(p for p, each in enumerate(several) if current is not None and each.same_as(current))
-    longer: dict[int, Outcome] = {}
-    while near := _near(first, longer):
-        longer.update((place, outcome(place, setting.batches)) for place in near)
-    for place in sorted(first):
+    for places in ratios:
+        halving.try_briefly(places[:: 2 if several[places[0]].refill.defers else 4])
+    for stride, tolerance in ((2, _MAY_RISE), (1, 0.0)):
+        least = (1 - tolerance) * halving.least_near
+        for places in ratios:
+            halving.try_briefly(_between(places, stride, halving.brief, least))
+    now = [p for p, each in enumerate(several) if current is not None and each.same_as(current)]
+    halving.try_briefly(now)
+    while near := halving.near():
+        halving.try_fully(near)
+    if halving.full:
         # The schedule in force needs an equally long trial, or it would be replaced by chance.
-        now = current is not None and several[place].same_as(current)
-        if longer and now and place not in longer:
-            longer[place] = outcome(place, setting.batches)
-    waiting = next((place for place in sorted(first) if _waits(several[place])), None)
-    if setting.restarts and waiting is not None and waiting not in longer:
-        longer[waiting] = outcome(waiting, setting.batches)
-    plain = longer.get(waiting) if setting.restarts and waiting is not None else None
+        halving.try_fully(place for place in now if place in halving.brief)
+    waiting = next((place for place in sorted(halving.brief) if _waits(several[place])), None)
+    plain = None
+    if setting.restarts and waiting is not None:
+        halving.try_fully([waiting])
+        plain = halving.full[waiting]
+    outcomes = halving.full or halving.brief
     return [
-        _tried(several[place], longer.get(place, first[place]), setting, factors[place], plain)
-        for place in sorted(first)
-        if place in longer or not longer
+        _tried(several[place], outcomes[place], setting, factor, plain)
+        for place in sorted(outcomes)
     ]
 
 
-def kind_of(schedule: Schedule, setting: Setting) -> type[Trial]:
-    """The kind of trial. Groups that are divided over the engines give each an equal share."""
-    if setting.rolling:
-        return RollingTrial
-    together = (schedule.placement or setting.placement) == "prefix" and setting.group_size > 1
-    apart = together and setting.engines > 1 and not (setting.gap_times or setting.end_times)
-    return FleetTrial if apart else Trial
+def _between(
+    places: Sequence[int], stride: int, tried: Mapping[int, Outcome], least: float
+) -> Iterable[int]:
+    """Places half-way between those that are `2 * stride` apart, beside one worth `least`."""
+    for index in range(stride, len(places), 2 * stride):
+        beside = places[index - stride : index + stride + 1 : 2 * stride]
+        if any(tried[each].value >= least for each in beside if each in tried):
+            yield places[index]
 
 
-def _explained(current: Schedule, setting: Setting, bias: Bias) -> tuple[float, float]:
+def _explained(current: Schedule, setting: Setting, factor: float) -> tuple[float, float]:
     """Work and time of a batch that are expected of the schedule in force with what is known now,
     over those of its own forecast, both without a correction."""
-    before, factor = current.forecast, bias.factor(current.refill.name)
+    before = current.forecast
     if before is None:
         return 1.0, 1.0
-    trial = kind_of(current, setting)(current, setting.faster(factor))
-    now = trial.outcome(setting.batches)
+    now = Trial(current, setting.faster(factor)).outcome(setting.batches)
     longer = now.step_seconds / before.step_seconds
     # T_bound of the trial is that of engines that are faster by the factor.
     work = 1.0 if before.hidden else longer * now.efficiency * factor / before.efficiency
     return work, longer * factor / before.correction
 
 
-def _with_cache(tried: Tried, setting: Setting) -> float:
-    """How many times the value has that a schedule has with each group on one engine, if each
-    prompt is prefilled once there."""
+def _cache_gain(tried: Tried, setting: Setting) -> float:
+    """How many times as fast a schedule is if each prompt is prefilled once, on one engine."""
     outcome = tried.outcome
     seconds = setting.prefill_of_divided(outcome.mean_age)
     return 1 + seconds / (outcome.step_seconds + outcome.trainer_seconds)
-
-
-def _together_worth(tried: Tried, setting: Setting) -> Tried:
-    value = tried.outcome.value * _with_cache(tried, setting)
-    return replace(tried, outcome=replace(tried.outcome, value=value))
 
 
 def _most(schedule: Schedule, setting: Setting) -> float:
@@ -346,13 +360,6 @@ def _most(schedule: Schedule, setting: Setting) -> float:
     ahead = (schedule.pace or setting.pace) == "asynchronous"
     busy = max(work, training) if ahead else work + training
     return work / (busy + setting.refit_seconds)
-
-
-def _near(first: Mapping[int, Outcome], longer: Mapping[int, Outcome]) -> list[int]:
-    """Indices of candidates near the best, within the bound so far, and not yet tried longer."""
-    allowed = {p: first[p] for p in sorted(first) if _allowed(longer.get(p, first[p]))}
-    least = _least_near(allowed)
-    return [p for p, outcome in allowed.items() if outcome.value >= least and p not in longer]
 
 
 def _least_near(outcomes: Mapping[int, Outcome]) -> float:
@@ -538,9 +545,7 @@ def _ahead(setting: Setting) -> list[tuple[float, Refill]]:
 
 
 def _together(setting: Setting) -> int:
-    # With rolling refits new groups go to the engines of the newest version, which are some of all.
     engines = setting.fleet or setting.engines
-    engines = math.ceil(engines / 4) if setting.rolling else engines
     return min(_TOGETHER * engines, round(setting.batch_groups * setting.share))
 
 
@@ -574,9 +579,9 @@ def in_words(schedule: Schedule) -> str:
 # that. Where lengths became four times as long under refits of 2 s, engines as modelled were taken
 # for 37 to 59 % faster than they are.
 #
-# The estimate is one factor for all schedules, and one for each refill rule that begins at it. The
-# more the batches scatter, the more of them it takes to leave 1. A factor for all cannot change a
-# choice, unless a trainer hides slow engines, and those of the rules only do so on much evidence.
+# The more the batches scatter, the more of them it takes to leave 1. One factor for all schedules
+# cannot change a choice, unless a trainer hides slow engines. Factors for single refill rules only
+# did so on much evidence, and are gone.
 
 _LASTING = 0.05
 """Standard deviation of what lasts, before anything is known. With a step-time model that is fitted
@@ -586,9 +591,6 @@ _SCATTER = 0.2
 an H200 have it. Engines that are slow in every batch are known after a few: with the weight of
 eight batches that went as forecast, whatever the scatter, two of four engines at half of the speed
 were never taken account of beside a trainer of 20 s, and steps took 25 s."""
-_PRIOR_OF_A_RULE = 16.0
-"""Number of batches, that went as the factor for all says, with which a rule's factor begins. With
-8 or 32, forecasts are no better (ADR 20)."""
 _MEMORY, _MOST_TOLD = 32.0, 256
 """Number of batches after which a batch counts for 1/e, and after which it is forgotten."""
 _LATEST = 0.5
@@ -613,6 +615,11 @@ class _Sums:
         self.time = kept * self.time + time
         self.squares = kept * self.squares + work**2 / time
 
+    def factor(self) -> float:
+        """Work over time, with a prior of batches that went as they were forecast."""
+        prior = self.weight_of_prior()
+        return (self.work + prior) / (self.time + prior)
+
     def weight_of_prior(self) -> float:
         """Number of batches that went as they were forecast with which the factor begins: the
         variance of single batches over that of what lasts (empirical Bayes)."""
@@ -621,46 +628,38 @@ class _Sums:
 
 
 class Bias:
-    """Factors by which forecasts of efficiency are multiplied."""
+    """A factor by which forecasts of efficiency are multiplied."""
 
     def __init__(self) -> None:
-        self._told: deque[tuple[str, float, float]] = deque(maxlen=_MOST_TOLD)
-        """Refill rule, work and time of each batch."""
+        self._told: deque[tuple[float, float]] = deque(maxlen=_MOST_TOLD)
+        """Work and time of each batch."""
         self._since = 0
         """Number of batches since the last choice."""
 
-    def observe(self, rule: str, *, work: float, time: float) -> None:
-        """Add a batch under a schedule with this refill rule.
+    def observe(self, *, work: float, time: float) -> None:
+        """Add a batch.
 
         Args:
             work: work done in the batch, over the work that was forecast for a batch.
             time: seconds of the batch, over the seconds that were forecast, without a correction.
         """
         if work >= 0 and time > 0:
-            self._told.append((rule, work, time))
+            self._told.append((work, time))
             self._since += 1
 
     def explain(self, work: float, time: float, *, batches: int) -> None:
-        """Compare the batches since the last choice with a new forecast of their schedule. It
-        expects so many times the `work` and the `time` of a batch that the one before did, because
-        lengths are others than was known then. It is of the last `batches`."""
+        """Rescale the batches since the last choice to a new forecast of their schedule, which uses
+        newer length estimates: `work` and `time` of a batch over those of the former forecast. The
+        new one covers the last `batches`."""
         told, since = list(self._told), min(self._since, batches)
         first = len(told) - since
-        told[first:] = [(rule, each / work, took / time) for rule, each, took in told[first:]]
+        told[first:] = [(each / work, took / time) for each, took in told[first:]]
         self._told, self._since = deque(told, maxlen=_MOST_TOLD), 0
 
-    def factor(self, rule: str) -> float:
-        """The factor for a schedule with this refill rule; 1 where nothing is known."""
-        of_all, rules = _Sums(), defaultdict[str, _Sums](_Sums)
-        for other, work, time in self._told:
-            expected = work / _factor(of_all, rules[other])
-            time = min(time, expected + _LATEST * max(expected, 1.0))
-            of_all.add(work, time)
-            rules[other].add(work, time)
-        return _factor(of_all, rules[rule])
-
-
-def _factor(of_all: _Sums, own: _Sums) -> float:
-    prior = of_all.weight_of_prior()
-    known = (of_all.work + prior) / (of_all.time + prior)
-    return (own.work + _PRIOR_OF_A_RULE * known) / (own.time + _PRIOR_OF_A_RULE)
+    def factor(self) -> float:
+        """The factor; 1 if nothing is known."""
+        sums = _Sums()
+        for work, time in self._told:
+            expected = work / sums.factor()
+            sums.add(work, min(time, expected + _LATEST * max(expected, 1.0)))
+        return sums.factor()

@@ -8,10 +8,8 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.core.policies.placement import Placement
 from aprilsched.core.policies.schedule import Objective, Pace
 from aprilsched.core.policies.stop import Groups, Stop
-from aprilsched.core.policies.straggler import Prices
 from aprilsched.timing.model import StepTimeModel
 
 Amount = TypeVar("Amount", float, NDArray[np.float64])
@@ -52,11 +50,6 @@ class Setting:
         train_spread: standard deviation of these times, in seconds.
         refit_seconds: mean time from the trainer's request for an update until all engines have it,
             with the pause.
-        placement: whether the members of a group run on one engine ("prefix") or are divided over
-            the engines.
-        rolling: whether each engine takes new weights alone (``refit="rolling"``). Then
-            `refit_seconds` is the time of one engine.
-        prices: what it costs to move responses between engines, with rolling refits.
         train_early: share of `train_seconds` for which the trainer trains before it has the last
             group of a batch that it takes group by group, for an equal time on each of the others
             as soon as it has the group; 0 where it takes whole batches.
@@ -66,7 +59,6 @@ class Setting:
             is accepted, and the share of the longer ones.
         gaps: mean number of gaps between the turns of a response, which divide its tokens evenly.
             In a gap it holds no place in an engine; afterwards its context is prefilled again.
-            Trials of rolling refits leave this out.
         gap_times: equally likely times of such a gap, in seconds.
         end_times: equally likely times from the last turn of a response until it is complete.
         objective: what is wanted of a schedule.
@@ -99,9 +91,6 @@ class Setting:
     train_seconds: float = 0.0
     train_spread: float = 0.0
     refit_seconds: float = 0.0
-    placement: Placement = "prefix"
-    rolling: bool = False
-    prices: Prices = field(default_factory=Prices)
     train_early: float = 0.0
     reward_times: tuple[float, ...] = ()
     accepted: tuple[float, float, float] = (0.0, 1.0, 1.0)

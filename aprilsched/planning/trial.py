@@ -821,7 +821,6 @@ class TrialGroup:
         "first_run",
         "gaps",
         "have",
-        "home",
         "lengths",
         "level",
         "opened",
@@ -841,8 +840,6 @@ class TrialGroup:
         self.have = [0] * len(lengths)
         self.finished = [False] * len(lengths)
         self.unfinished = len(lengths)
-        self.home = ""
-        """The engine that had one of its members last, where engines are told apart."""
         self.opened = opened
         """Index of the batch in which the group was opened."""
         self.first_run: int | None = None

@@ -30,7 +30,6 @@ from aprilsched.planning.planner import (
     candidates,
     choose,
     in_words,
-    kind_of,
     trials,
 )
 from aprilsched.planning.setting import Outcome, Setting
@@ -444,8 +443,6 @@ def simulated_and_tried(
         pace=settings.pace,
         keeps_kv=settings.straggler == "in_place",
         runs_out=settings.straggler == "run",
-        rolling=settings.refit == "rolling",
-        placement="spread" if settings.dispatch.placement == "spread" else "prefix",
         max_staleness=policies.staleness.bound,
         stop=policies.stop,
         kv_tokens=kv,
@@ -468,7 +465,7 @@ def simulated_and_tried(
         off_policy_share=float((ages > 0).mean()),
         mean_age=float(ages.mean()),
     )
-    return measured, kind_of(tried, tried_on)(tried, tried_on).outcome(counted - burn_in)
+    return measured, Trial(tried, tried_on).outcome(counted - burn_in)
 
 
 def accepting(shares: tuple[float, float, float], groups: int) -> Callable[[Group], bool]:
@@ -536,21 +533,15 @@ def test_a_trial_does_what_the_simulation_does(straggler: str, changes: dict[str
 @pytest.mark.parametrize(
     ("changes", "near"),
     [
-        ({"over_provision": 1.0}, 0.005),
-        ({"over_provision": 1.0, "dispatch": Dispatch(placement="spread")}, 0.02),
-        at_length({"over_provision": 1.5, "straggler": "in_place"}, 0.01),
-        ({"over_provision": 1.5, "straggler": "in_place", "kv": 20_000}, 0.02),
-        at_length({"over_provision": 1.25, "straggler": "run"}, 0.02),
+        ({"over_provision": 1.0}, 0.02),
+        at_length({"over_provision": 1.5, "straggler": "in_place"}, 0.02),
+        at_length({"over_provision": 1.25, "straggler": "run"}, 0.03),
     ],
     ids=str,
 )
-def test_a_trial_knows_which_engine_has_a_group(changes: dict[str, Any], near: float) -> None:
-    """With groups on one engine, waiting takes 8 % longer here than with engines that share the
-    work evenly."""
-    changes = dict(changes)
-    kv = changes.pop("kv", None)
-    settings = SchedulerConfig(batch_groups=8, **changes)
-    measured, outcome = simulated_and_tried(settings, 16, 5, kv=kv, engines=4, refit_seconds=1.0)
+def test_a_trial_of_several_engines_divides_groups(changes: dict[str, Any], near: float) -> None:
+    settings = SchedulerConfig(batch_groups=8, dispatch=Dispatch(placement="spread"), **changes)
+    measured, outcome = simulated_and_tried(settings, 16, 5, engines=4, refit_seconds=1.0)
     assert outcome.step_seconds == pytest.approx(measured.step_seconds, rel=near)
     assert outcome.efficiency == pytest.approx(measured.efficiency, rel=near)
     assert outcome.mean_age == pytest.approx(measured.mean_age, abs=5 * near)
@@ -603,7 +594,6 @@ AHEAD = {"pace": "asynchronous", "over_provision": 1.5}
         at_length(SLOW_REWARDS, {"over_provision": 2.0, "refill": Pool(together=4)}, 0.01),
         at_length(REWARDS, {"over_provision": 2.0, "straggler": "in_place"}, 0.01),
         (REWARDS, {**AHEAD, "refill": "pool"}, 0.01),
-        at_length(REWARDS, {**AHEAD, "refit": "rolling", "straggler": "run"}, 0.03),
         at_length(HALF, {"over_provision": 1.5, "refill": "buckets"}, 0.04),
         (SHORT, {**AHEAD, "refill": "pool"}, 0.01),
         at_length(SHORT | REWARDS, {"over_provision": 2.0}, 0.01),
@@ -625,34 +615,6 @@ def test_a_trial_knows_rewards_filters_and_tools(
     step_seconds = outcome.step_seconds + outcome.trainer_seconds
     assert step_seconds == pytest.approx(measured.step_seconds, rel=near)
     assert outcome.mean_age == pytest.approx(measured.mean_age, abs=0.02 + 4 * near)
-
-
-@pytest.mark.parametrize(
-    ("engines", "train_seconds", "changes", "near"),
-    [
-        (1, 0.0, {"over_provision": 1.5, "refill": "pool", "kv": 100_000}, 0.02),
-        at_length(4, 0.0, {"over_provision": 1.5, "refill": "pool"}, 0.04),
-        at_length(4, 20.0, {"over_provision": 1.0}, 0.005),
-        at_length(16, 5.0, {"over_provision": 1.25, "refill": "pool", "max_staleness": 4}, 0.04),
-    ],
-    ids=str,
-)
-def test_a_trial_of_rolling_refits_does_what_the_simulation_does(
-    engines: int, train_seconds: float, changes: dict[str, Any], near: float
-) -> None:
-    """On several engines one response more or less decides which engine is freed when, so both are
-    different runs with the same means."""
-    changes = dict(changes)
-    kv = changes.pop("kv", 1_000_000)
-    settings = SchedulerConfig(
-        batch_groups=32, refit="rolling", pace="asynchronous", straggler="run", **changes
-    )
-    measured, outcome = simulated_and_tried(
-        settings, 22, 8, kv=kv, engines=engines, train_seconds=train_seconds, refit_seconds=1.0
-    )
-    assert outcome.step_seconds == pytest.approx(measured.step_seconds, rel=near)
-    assert outcome.mean_age == pytest.approx(measured.mean_age, abs=5 * near)
-    assert outcome.off_policy_share == pytest.approx(measured.off_policy_share, abs=0.02)
 
 
 def test_the_trainers_times_scatter_around_their_mean_in_a_trial() -> None:
@@ -1010,22 +972,19 @@ def test_length_buckets_are_not_chosen_where_nothing_can_be_deferred(
 
 
 @pytest.mark.parametrize(
-    ("batch_groups", "engines", "placement", "scaled"),
+    ("batch_groups", "engines", "scaled"),
     [
-        (128, 4, "prefix", (128, 4, 1000)),
-        (256, 8, "prefix", (128, 4, 1000)),
-        (64, 1, "prefix", (64, 1, 1000)),
-        (256, 1, "prefix", (64, 1, 250)),
-        (256, 8, "spread", (64, 2, 1000)),
-        (1000, 4, "spread", (64, 1, 256)),
+        (64, 1, (64, 1, 1000)),
+        (256, 1, (64, 1, 250)),
+        (256, 8, (64, 2, 1000)),
+        (1000, 4, (64, 1, 256)),
     ],
 )
 def test_a_large_batch_is_tried_out_as_an_equal_share_of_it(
-    batch_groups: int, engines: int, placement: Placement, scaled: tuple[int, int, int]
+    batch_groups: int, engines: int, scaled: tuple[int, int, int]
 ) -> None:
-    """A share of one engine too, unless each engine is tried for itself."""
     command = plan(POOR, engines=engines, kv_tokens=10**6 * engines, batch_groups=batch_groups)
-    tried_on = Planner().setting(command, rules(batch_groups=batch_groups), placement)
+    tried_on = Planner().setting(command, rules(batch_groups=batch_groups))
     found = tried_on.batch_groups, tried_on.engines, round((tried_on.kv_tokens or 0) / 1000)
     assert found == scaled
     assert tried_on.share == batch_groups / scaled[0]
@@ -1091,16 +1050,6 @@ def test_many_gaps_are_tried_out_as_fewer_of_the_same_time(gaps: float, tried_on
     found = Planner().setting(command, rules())
     assert found.gaps == tried_on
     assert sum(found.gap_times) * found.gaps == sum(command.gap_seconds) * gaps
-
-
-def test_with_rolling_refits_a_smaller_share_is_too_small() -> None:
-    command = plan(POOR, engines=16, batch_groups=512)
-    settings = rules(
-        batch_groups=512, refit="rolling", pace="asynchronous", straggler="run", refill="pool"
-    )
-    tried_on = Planner().setting(command, settings)
-    assert tried_on.rolling
-    assert (tried_on.batch_groups, tried_on.engines) == (256, 8)
 
 
 def test_unfinished_groups_are_evidence_too() -> None:

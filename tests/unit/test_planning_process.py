@@ -90,8 +90,8 @@ async def test_one_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_p
         await planned_apart(Hanging(tmp_path / "pid"), command(), CONFIG)
 
 
-async def planned_by(planner: Planner, count: int = 1) -> list[Planned]:
-    """What the shell tells the core about choices, one after the other."""
+async def planned_by(planner: Planner) -> list[Planned]:
+    """What the shell reports to the core about one choice."""
     planned: list[Planned] = []
     came = asyncio.Event()
 
@@ -104,10 +104,8 @@ async def planned_by(planner: Planner, count: int = 1) -> list[Planned]:
     planning = Planning(shell, planner)
     async with asyncio.timeout(LONG_S), asyncio.TaskGroup() as group:
         shell.tasks.run_in(group)
-        for _ in range(count):
-            planning.plan(command())
-            await came.wait()
-            came.clear()
+        planning.plan(command())
+        await came.wait()
     return planned
 
 
@@ -123,22 +121,23 @@ class _Lambda(Planner):
 
 
 @pytest.mark.parametrize("kind", [_Lambda, Unreadable])
-async def test_a_planner_that_no_other_process_can_have_chooses_in_a_thread(
+async def test_a_planner_that_no_other_process_can_have_is_reported(
     kind: type[Planner], caplog: pytest.LogCaptureFixture
 ) -> None:
-    planned = await planned_by(kind(), 2)
-    assert [p.schedule.why for p in planned if p.schedule] == [str(os.getpid())] * 2
-    assert sum("chosen in a thread" in r.getMessage() for r in caplog.records) == 1
+    (planned,) = await planned_by(kind())
+    assert planned.schedule is None
+    assert "in a module" in planned.cause
+    assert "the current one stays in use" in caplog.text
 
 
 @pytest.mark.parametrize("python", ["/no/such/python", "/bin/true"])
-async def test_where_no_process_can_be_started_a_thread_chooses(
+async def test_the_schedule_stays_if_no_process_can_be_started(
     python: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("multiprocessing.spawn._python_exe", os.fsencode(python))
     (planned,) = await planned_by(Planner())
-    assert planned.schedule is not None
-    assert planned.schedule.forecast is not None
+    assert planned.schedule is None
+    assert "process" in planned.cause
 
 
 # --- it ends -------------------------------------------------------------------------------------

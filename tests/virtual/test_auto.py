@@ -318,20 +318,6 @@ def test_a_preset_runs(name: str) -> None:
     assert simulation.state.in_flight.counters.delivered == 5 * 8 * 4
 
 
-def test_the_preset_auto_keeps_the_pace_that_rolling_refits_need() -> None:
-    settings = PRESETS["auto"](
-        config(batch_groups=8, refit="rolling", pace="asynchronous", straggler="run")
-    )
-    assert settings.pace == "asynchronous"
-    simulation = Simulation(
-        settings, workload(), engines=3, engine=SimConfig(make_tokens=False), batches=5
-    )
-    simulation.run()
-    counters = simulation.state.in_flight.counters
-    assert counters.delivered == 5 * 8 * 4
-    assert simulation.state.plan.schedule.forecast is not None
-
-
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_policy_on_the_command_line_is_its_preset(name: str) -> None:
     (policy,) = chosen(name)

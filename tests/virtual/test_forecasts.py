@@ -34,8 +34,8 @@ class Recorded(Bias):
         super().__init__()
         self.told: list[tuple[float, float]] = []
 
-    def observe(self, rule: str, *, work: float, time: float) -> None:
-        super().observe(rule, work=work, time=time)
+    def observe(self, *, work: float, time: float) -> None:
+        super().observe(work=work, time=time)
         self.told.append((work, time))
 
 
@@ -212,7 +212,7 @@ def test_what_is_generated_while_the_trainer_trains_says_nothing_of_the_engines(
     assert made[-1].driven < 0.5
     assert made[-1].step_seconds == pytest.approx(10, rel=0.02)
     assert all(work == pytest.approx(time, rel=0.02) for work, time in bias.told)
-    assert bias.factor("wave") == pytest.approx(1, abs=0.02)
+    assert bias.factor() == pytest.approx(1, abs=0.02)
 
 
 @pytest.mark.long
@@ -221,7 +221,7 @@ def test_steps_that_take_longer_than_the_trainer_tell_of_slower_engines() -> Non
     assert (made[1].driven, made[1].correction) == (0, 1), "they were expected to be fast"
     assert sum(steps) > 10.5 * len(steps)
     assert made[-1].correction < 0.9
-    assert bias.factor("wave") < made[-1].correction
+    assert bias.factor() < made[-1].correction
 
 
 # --- the figures of batches ----------------------------------------------------------------------
@@ -305,13 +305,13 @@ def test_a_forecast_of_a_process_that_has_ended_is_not_held_against_its_batch() 
 def test_a_batch_that_hung_hardly_counts() -> None:
     bias = Bias()
     for _ in range(10):
-        bias.observe("wave", work=1.0, time=1.0)
-    bias.observe("wave", work=1.0, time=1000.0)
-    assert bias.factor("wave") > 0.95
+        bias.observe(work=1.0, time=1.0)
+    bias.observe(work=1.0, time=1000.0)
+    assert bias.factor() > 0.95
 
 
 @pytest.mark.parametrize(("work", "time"), [(1.0, 0.0), (-1.0, 1.0), (1.0, -1.0)])
 def test_a_batch_without_time_does_not_count(work: float, time: float) -> None:
     bias = Bias()
-    bias.observe("wave", work=work, time=time)
-    assert bias.factor("wave") == 1
+    bias.observe(work=work, time=time)
+    assert bias.factor() == 1
