@@ -54,6 +54,14 @@ async def check_engines(
             f"the engines have different policy versions ({found}); restart them, or load one "
             "version into all of them before scheduling."
         )
+    if tiered := [e.name for e in engines if e.capabilities.kv_tier != "none"]:
+        log.warning(
+            "%d engines may keep KV through a flush (%s%s): each request gets a cache key of its "
+            "engine's weights, and no response waits inside an engine while KV is recomputed",
+            len(tiered),
+            ", ".join(tiered[:_SHOWN]),
+            ", …" if len(tiered) > _SHOWN else "",
+        )
     # Before the first pause, which stops the requests of others, and after which SGLang's figures
     # are old.
     await say_who_is_there(engines)
@@ -127,6 +135,12 @@ def _check_engine(engine: Engine, config: SchedulerConfig, fleet: Iterable[Engin
                 f"{engine.name} ({able.server}) does not return {companion.name}; {how}, or leave "
                 "it out of companions."
             )
+    if able.kv_tier == "unkeyed" and config.cached_kv != "keep":
+        raise ConfigError(
+            f"{engine.name} ({able.server}) keeps KV through a flush and shares it among requests "
+            "of all cache keys, so tokens would attend to keys of older weights; start it without "
+            "a storage for KV, or with SGLang 0.5.23 or a connector of vLLM that heeds cache_salt."
+        )
     if behaviour.needs_flush_while_paused(config.cached_kv) and not able.flush_while_paused:
         raise ConfigError(
             f"{engine.name} ({able.server}) cannot flush its cache between pause and continue, so "
@@ -150,6 +164,8 @@ def _program(engine: Engine) -> str:
 
 log = logging.getLogger("aprilsched")
 
+_SHOWN = 3
+"""Number of engines that a warning names."""
 _AGAIN_S = 1.0
 """Seconds until an engine is asked again. SGLang's figures are some steps old, and SGLang aborts
 the requests of a killed client within this time."""

@@ -13,7 +13,7 @@ the table ``[scheduler.retries]``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, Literal, TypeAlias
 
 from aprilsched.bounds import AT_LEAST_0, AT_LEAST_1, Bound, check_settings
@@ -303,14 +303,7 @@ class SchedulerConfig:
         behaviour = BEHAVIOURS[self.straggler]
         recomputes = behaviour.waits_inside and self.cached_kv == "recompute"
         if recomputes and any(Companion.of(each).per == "context" for each in self.companions):
-            told = BEHAVIOURS["abort"].told
-            return replace(
-                behaviour,
-                told=told,
-                waits_inside=False,
-                waits_asleep=False,
-                called_back="always",
-            )
+            return behaviour.called_back_first()
         return behaviour
 
     @property

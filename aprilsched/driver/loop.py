@@ -129,6 +129,7 @@ def joining(name: str, able: Capabilities, version: int | None) -> EngineInfo:
         kv_tokens=able.kv_tokens,
         reserves=able.reserves,
         max_running=able.max_running_requests,
+        stores_kv=able.kv_tier != "none",
     )
 
 

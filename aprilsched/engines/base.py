@@ -72,6 +72,10 @@ class Capabilities:
     """Released weights come back unchanged (a copy on the CPU, or they are not really freed)."""
     adapters: bool = False
     """Several LoRA adapters can be served at a time."""
+    kv_tier: Literal["none", "keyed", "unkeyed"] = "none"
+    """Whether cached KV may survive a flush, in files or a store of several servers, and whether
+    requests of another `cache_key` then find it. "keyed" (they do not) also if the server does not
+    show whether it has such a tier."""
     companions: frozenset[str] = frozenset()
     """The names of the companions that it returns when a request asks for them."""
     media: frozenset[str] = frozenset()
@@ -210,6 +214,8 @@ class Engine(Protocol):
 
     async def flush(self) -> None:
         """Drop all cached KV, so that no token attends to keys of older weights.
+
+        A tier that is ``Capabilities.kv_tier`` may keep it for requests of an equal `cache_key`.
 
         It is allowed only while the engine is paused with "retract", and only where
         ``Capabilities.flush_while_paused`` is True.

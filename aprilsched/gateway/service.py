@@ -314,6 +314,8 @@ class Service:
             "skip_tokenizer_init": not self.texts.there,
             "tp_size": ranks_of(self.takers) or 1,
             "enable_lora": False,
+            # The KV of its engines is its own matter.
+            "enable_hierarchical_cache": False,
             **self._room(),
             "random_seed": self.random_seed,
             "version": ".".join(min(found, key=lambda parts: [int(part) for part in parts])),

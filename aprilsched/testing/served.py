@@ -228,6 +228,7 @@ class ServedEngine:
             "enable_return_routed_experts": True,
             "enable_return_indexer_topk": True,
             "enable_priority_scheduling": config.priority,
+            "enable_hierarchical_cache": config.tier is not None,
             "schedule_low_priority_values_first": True,
             "enable_metrics": False,
             "enable_memory_saver": False,

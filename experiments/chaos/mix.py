@@ -24,6 +24,7 @@ from aprilsched.config import (
     Tokens,
 )
 from aprilsched.engines.sim import SimConfig
+from aprilsched.engines.sim.toy_model import KvTier
 from aprilsched.timing.model import H200_QWEN3_4B
 from experiments.chaos.truth import COMPANIONS, TruthModel
 
@@ -87,6 +88,12 @@ another one goes on. other_settings: it does so with other settings. streams: gr
 one by one, and some of these batches end early by next_batch() or an update.
 """
 
+TIERED = 0.4
+"""Share of the seeds whose engines have a tier of cached KV that survives flushes and restarts, and
+the trainer's process too. All engines share it."""
+PAGE = 2
+"""Tokens of a page of it; prompts are short."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Mix:
@@ -133,6 +140,7 @@ class Mix:
         if self.settings["max_staleness"] is not None:
             said.append(self.settings["staleness_rule"])
         said += [f"{self.engines} engines", f"store {self.store}", f"reward {self.reward}"]
+        said += ["KV tier"] * (self.machine.tier is not None)
         return ", ".join(said + ["accept"] * self.accepts + ["episodes"] * self.episodes)
 
     def config(self) -> SchedulerConfig:
@@ -178,6 +186,8 @@ class Mix:
         if only is not None:
             drawn = {kind: kind in only for kind in KINDS}
         kinds = frozenset(kind for kind, on in drawn.items() if on and kind not in without)
+        # From a generator of its own, so that each seed keeps everything else.
+        tiered = random.Random(f"{seed}/tier").random() < TIERED
         draw = random.Random(f"{seed}/mix")
         machine = SimConfig(
             # 25 tokens/s for each response: timeouts and bounds of the scheduler take few tokens.
@@ -187,6 +197,7 @@ class Mix:
             stream_interval=draw.choice([1, 8, 16, 64]),
             vocab_size=512,
             stream_at_pause=draw.random() < 0.5,
+            tier=KvTier(page=PAGE) if tiered else None,
             model=TruthModel,
         )
         return Mix(

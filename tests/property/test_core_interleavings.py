@@ -85,6 +85,7 @@ class Interleavings(RuleBasedStateMachine):
         supply=st.sampled_from([3, 17, 10_000]),
         holds=st.booleans(),
         keeps=st.booleans(),
+        stores=st.booleans(),
         adapters=st.booleans(),
         episodes=st.booleans(),
         automatic=st.booleans(),
@@ -113,6 +114,7 @@ class Interleavings(RuleBasedStateMachine):
         supply: int,
         holds: bool,
         keeps: bool,
+        stores: bool,
         adapters: bool,
         episodes: bool,
         automatic: bool,
@@ -179,6 +181,7 @@ class Interleavings(RuleBasedStateMachine):
             engines=("a", "b", "c"),
             holds_stragglers=holds,
             keeps_weights=keeps,
+            stores_kv=stores,
             store=MemoryStore() if self.saves else None,
             takes=takes,
         )

@@ -74,6 +74,10 @@ def _loaded() -> Callable[[Sequence[str]], None]:
         if "--enable-return-routed-experts" in arguments:
             stand_ins.unpin()
             stand_ins.unregister()
+        if "--enable-hierarchical-cache" in arguments:
+            stand_ins.unpin()
+            stand_ins.unregister()
+            stand_ins.copy_kv()
         run_server(prepare_server_args(list(arguments)))
 
     return run

@@ -1,8 +1,9 @@
 """Replaces what SGLang needs of a GPU on a machine without one: two modules, and pinned memory.
 
 Call :func:`install` before sglang or transformers' models are imported, :func:`fork` and
-:func:`doze` before a server boots, :func:`unpin` before one with LoRA does, and that and
-:func:`unregister` before one that returns routed experts does.
+:func:`doze` before a server boots, :func:`unpin` before one with LoRA does, that and
+:func:`unregister` before one that returns routed experts does, and all of these and
+:func:`copy_kv` before one with a hierarchical cache does.
 """
 
 # pyright: basic, reportMissingImports=false
@@ -12,10 +13,10 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["doze", "fork", "install", "unpin", "unregister"]
+__all__ = ["copy_kv", "doze", "fork", "install", "unpin", "unregister"]
 
 _PAUSED_MILLISECONDS = 20
 _VLLM_OPERATORS = ("rms_norm", "fused_add_rms_norm", "rotary_embedding", "awq_dequantize")
@@ -63,6 +64,24 @@ def unregister() -> None:
     from sglang.srt.mem_cache.pool_host import common
 
     common._cuda_host_register = lambda *_, **__: None
+
+
+def copy_kv() -> None:
+    """Let SGLang copy KV between its pools by torch, in the place of a kernel for GPUs."""
+    from sglang.srt.mem_cache.pool_host import mha
+
+    def copy(
+        *,
+        src_layers: Sequence[Any],
+        dst_layers: Sequence[Any],
+        src_indices: Any,
+        dst_indices: Any,
+        page_size: int,
+    ) -> None:
+        for source, target in zip(src_layers, dst_layers, strict=True):
+            target[dst_indices] = source[src_indices]
+
+    mha.transfer_kv_direct = copy
 
 
 def fork() -> None:

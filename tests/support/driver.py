@@ -166,6 +166,8 @@ class Driver:
     """Keys of the source's prompts, in turn."""
     kv_tokens: int | None = None
     """Size of each engine's KV pool."""
+    stores_kv: bool = False
+    """Whether cached KV may survive the engines' flush."""
     bad: bool = False
     """Whether some prompts of the source cannot be used."""
     dries: bool = False
@@ -204,6 +206,7 @@ class Driver:
             holds_stragglers=self.holds_stragglers,
             keeps_weights=self.keeps_weights,
             kv_tokens=self.kv_tokens,
+            stores_kv=self.stores_kv,
         )
 
     @property

@@ -53,14 +53,14 @@ def test_adapter_and_cache_key_are_sent_only_where_there_is_one():
 
 def test_apart_gives_every_version_a_cache_of_its_own_and_flushes_nothing():
     driver = Driver(config(straggler="abort", kv_after_refit="apart"), engines=("a",))
-    assert {send.cache_version for send in driver.sends.values()} == {0}
+    assert {send.cache_key for send in driver.sends.values()} == {"0-1"}
     driver.feed(ev.UpdateRequested(version=1))
     for key in driver.attempts():
         driver.interrupt(key)
     assert [type(driver.answer_control()).__name__] == ["Pause"]
     assert driver.refits, "no flush in between"
     driver.settle()
-    assert {send.cache_version for send in driver.sends.values()} == {1}
+    assert {send.cache_key for send in driver.sends.values()} == {"1-2"}
 
 
 def test_fields_media_and_priority_are_at_the_top_of_the_body():

@@ -40,8 +40,8 @@ class Send(Command, frozen=True, eq=False, gc=False):
     Attributes:
         input_ids: the prompt and all tokens known so far, int32 [n].
         adapter: the version of the LoRA adapter to sample with; None for the model itself.
-        cache_version: cached KV is shared only among requests with the same value; None shares
-            with all.
+        cache_key: cached KV is shared only among requests of this run with the same value; None
+            shares with all.
         companions: what the engine is to return beside the tokens, with the first position of the
             context whose row is missing.
         media: those of the prompt; their placeholders in `input_ids` are not expanded.
@@ -56,7 +56,7 @@ class Send(Command, frozen=True, eq=False, gc=False):
     input_ids: Int32Array
     sampling: SamplingParams
     adapter: int | None = None
-    cache_version: int | None = None
+    cache_key: str | None = None
     companions: tuple[tuple[Companion, int], ...] = ()
     media: tuple[Media, ...] = ()
     rank: int = 0

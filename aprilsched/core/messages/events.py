@@ -49,6 +49,7 @@ class EngineInfo:
         reserves: a request waits until there is room for all that it may still generate.
         max_running: the number of requests that it runs at the same time; None if it does not
             report it.
+        stores_kv: cached KV may survive its flush.
     """
 
     name: str
@@ -58,6 +59,7 @@ class EngineInfo:
     kv_tokens: int | None = None
     reserves: bool = False
     max_running: int | None = None
+    stores_kv: bool = False
 
 
 # --- the trainer -----------------------------------------------------------------------------

@@ -399,7 +399,7 @@ class AttemptSent(Fact, frozen=True):
     tokens: int
     max_new_tokens: int
     adapter: int | None = None
-    cache_version: int | None = None
+    cache_key: str | None = None
     input_ids: list[int] | None = None
 
 

@@ -26,7 +26,7 @@ that attends to stale keys has a price too.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Annotated, Literal, TypeAlias
 
@@ -135,6 +135,16 @@ class Behaviour:
         weights computed. "in_place" is for requests that wait inside and keep their KV.
         """
         return "in_place" if self.waits_inside and kv != "recompute" else "retract"
+
+    def called_back_first(self) -> Behaviour:
+        """The behaviour with which no request waits inside an engine."""
+        return replace(
+            self,
+            told=BEHAVIOURS["abort"].told,
+            waits_inside=False,
+            waits_asleep=False,
+            called_back="always",
+        )
 
     @property
     def needs_spans(self) -> bool:

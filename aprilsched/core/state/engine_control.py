@@ -122,6 +122,8 @@ class EngineControl:
     """The number of tokens that its KV pool holds; None if it does not report it."""
     reserves: bool = False
     """A request waits until there is room for all that it may still generate."""
+    stores_kv: bool = False
+    """Cached KV may survive its flush."""
     catching_up: bool = False
     """It is being brought to the fleet's version alone: it is on standby, or it is in use with an
     older version and gets no more requests (rolling refits)."""
@@ -183,6 +185,7 @@ class FleetControl:
             base=engine.version or 0,
             kv_tokens=engine.kv_tokens,
             reserves=engine.reserves,
+            stores_kv=engine.stores_kv,
             version_seen_at=now,
         )
         (self.standby if standby else self.engines)[engine.name] = control

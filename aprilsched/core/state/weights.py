@@ -25,6 +25,10 @@ class PolicyVersionTracker:
     def __init__(self, changed: dict[str, None]) -> None:
         self.trainer = 0
         self.engines: dict[str, int] = {}
+        self.loads: dict[str, int] = {}
+        """For each engine in use, the number of times that any engine came into use or took
+        weights, at the last time that this one did."""
+        self._loads = 0
         self._engines_of: Counter[int] = Counter()
         """Number of engines that have each version."""
         self._changed = changed
@@ -38,8 +42,10 @@ class PolicyVersionTracker:
                 del self._engines_of[before]
         if version is None:
             self.engines.pop(engine, None)
+            self.loads.pop(engine, None)
         else:
-            self.engines[engine] = version
+            self._loads += 1
+            self.engines[engine], self.loads[engine] = version, self._loads
             self._engines_of[version] += 1
         self._changed[engine] = None
 

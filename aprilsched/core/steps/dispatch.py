@@ -266,8 +266,20 @@ def _worth_asking_for(
     return asked + others[:missing]
 
 
+def _cache_key(state: SchedulerState, engine: str) -> str | None:
+    """The key of the KV that a request to the engine may find; None if all of it.
+
+    It is of one load of weights into one engine and not only of a version: a restarted server or
+    another client may have computed KV with other weights under the same version before that shows.
+    """
+    versions, stores = state.weights.versions, state.fleet.control.engines[engine].stores_kv
+    if state.cached_kv == "apart" or (state.cached_kv == "recompute" and stores):
+        return f"{versions.engines[engine]}-{versions.loads[engine]}"
+    return "kept" if stores else None
+
+
 def _send(state: SchedulerState, request: RequestRecord, engine: str) -> None:
-    version = state.weights.versions.engines[engine]
+    version, key = state.weights.versions.engines[engine], _cache_key(state, engine)
     rank = rank_of(
         state.config.dispatch.order,
         training=request.rollout.group.evaluation_id is None,
@@ -290,7 +302,7 @@ def _send(state: SchedulerState, request: RequestRecord, engine: str) -> None:
             tokens=len(context),
             max_new_tokens=sampling.max_new_tokens,
             adapter=state.weights.adapter,
-            cache_version=version if state.cached_kv == "apart" else None,
+            cache_key=key,
             input_ids=context.tolist() if state.tells_tokens else None,
         )
     )
@@ -305,7 +317,7 @@ def _send(state: SchedulerState, request: RequestRecord, engine: str) -> None:
             input_ids=context,
             sampling=sampling,
             adapter=state.weights.adapter,
-            cache_version=version if state.cached_kv == "apart" else None,
+            cache_key=key,
             companions=tuple(
                 [(each.companion, each.held) for each in rollout.log.companions.values()]
             ),

@@ -45,8 +45,7 @@ def on_opened(state: SchedulerState, event: ev.Opened) -> None:
         current = engine.version == state.weights.versions.trainer and state.weights.adapter is None
         finishes = not current and _finishes_rollouts(state, engine.version)
         standby = not (current or finishes)
-        state.fleet.control.join(engine, standby=standby, now=state.now)
-        state.fleet.health.join(engine.name, engine.max_running, state.now)
+        _join(state, engine, standby=standby)
         if not standby:
             state.weights.versions.note(engine.name, engine.version)
     if state.resumed:
@@ -92,12 +91,19 @@ def on_engine_joined(state: SchedulerState, event: ev.EngineJoined) -> None:
         state.weights.update.answers.pop(engine.name, None)
     current = engine.version == state.weights.versions.trainer and state.weights.adapter is None
     standby = not current or bool(refitting)
-    state.fleet.control.join(engine, standby=True, now=state.now)
+    _join(state, engine, standby=True)
     state.tell(facts.EngineJoined(info=engine))
-    state.fleet.health.join(engine.name, engine.max_running, state.now)
     note_join(state, engine.name)
     if not standby:
         promote(state, engine.name)
+
+
+def _join(state: SchedulerState, engine: ev.EngineInfo, *, standby: bool) -> None:
+    state.fleet.control.join(engine, standby=standby, now=state.now)
+    state.fleet.health.join(engine.name, engine.max_running, state.now)
+    if engine.stores_kv and state.cached_kv == "recompute" and state.behaviour.waits_inside:
+        # A request that waits inside keeps its cache key, and would find older keys under it.
+        state.behaviour = state.behaviour.called_back_first()
 
 
 def promote(state: SchedulerState, engine: str) -> None:

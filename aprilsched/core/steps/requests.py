@@ -62,6 +62,8 @@ def on_progress(state: SchedulerState, request: RequestRecord, event: ev.Progres
         _note_reported_version(state, request, foreign)
     elif not same:
         _note_newer_version(state, request)
+    if not same or request.version != request.sent_version:
+        _note_mixed_keys(state, request)
     state.in_flight.arrive(request, event.token_ids, event.logprobs, event.rows)
     if state.config.dispatch.migrate:
         note_crowding(state, request.engine)
@@ -73,6 +75,15 @@ def on_progress(state: SchedulerState, request: RequestRecord, event: ev.Progres
         _count_engine_failure(state, refusal.engine, why, sent=refusal.sent)
     if foreign is not None:
         disown(state, request, foreign)
+
+
+def _note_mixed_keys(state: SchedulerState, request: RequestRecord) -> None:
+    """Note that the engine sampled under another version than the one that the cache key of the
+    attempt names. A tier that survives flushes may have given it keys of both."""
+    log, control = request.rollout.log, state.fleet.control.engines[request.engine]
+    if control.stores_kv and request.adapter is None and not log.stale_keys:
+        log.stale_keys = True
+        state.in_flight.journal.change(request.rollout)
 
 
 def _note_reported_version(state: SchedulerState, request: RequestRecord, label: int) -> None:
@@ -138,6 +149,8 @@ def _close(
     """Close an attempt that came back. Returns the first version in its spans that it cannot have
     been sampled under; None if there is none."""
     spans = event.spans
+    if any(span.version != request.sent_version for span in spans or ()):
+        _note_mixed_keys(state, request)
     state.note_work(request.engine)
     state.in_flight.close_attempt(request, spans, event.rows, event.answer)
     told = None if spans is None else tuple([(s.version, s.start, s.end) for s in spans])

@@ -76,16 +76,27 @@ class ServerControl(Control[ServerFacts]):
     async def resume(self) -> None:
         """Continue after a pause; refused while any of the server's memory is released."""
         self._check_awake()
+        await self._continue()
+
+    async def _continue(self) -> None:
         await self._control("continue_generation", {"torch_empty_cache": False})
 
     async def flush(self) -> None:
-        """Drop all cached KV; ask again at "busy", since a pause may not have taken effect yet."""
+        """Drop all cached KV; ask again at "busy", since a pause may not have taken effect yet.
+
+        A hierarchical cache is also busy while it copies KV, and ends no copy in a pause (0.5.23).
+        Such a server continues between two attempts.
+        """
         refused = ""
 
         async def attempt() -> Answer:
             nonlocal refused
+            if refused and self.facts.tiered:
+                await self.pause("retract")
             answer = await self._control("flush_cache", accept=(200, _BUSY))
             refused = quote(answer.body[:_MESSAGE_BYTES].decode("utf-8", "replace"))
+            if answer.status == _BUSY and self.facts.tiered:
+                await self._continue()
             return answer
 
         again = AsyncRetrying(
@@ -108,6 +119,9 @@ class ServerControl(Control[ServerFacts]):
         return self._released
 
     async def _release(self, tags: Sequence[str]) -> None:
+        if self.facts.tiered and not self._released:
+            # A server that still copies KV dies of the release, and a flush waits for the copies.
+            await self.flush()
         await self._call_memory("release_memory_occupation", tags)
 
     async def _wake(self, tags: Sequence[str]) -> None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -20,6 +20,10 @@ SPANS_SINCE = (0, 5, 19)
 WAITING_SINCE = (0, 5, 21)
 """First release that flushes the cache while requests wait in a pause, where older ones answer
 400, and the first known to release memory meanwhile; 0.5.17 dies of it."""
+
+KEYED_SINCE = (0, 5, 23)
+"""First release known to keep KV of other cache keys apart in its storage (SGLang 38577); in older
+ones, and in FlexKV, keys separate the KV in the server's own memory alone."""
 
 _SHORT_OF = 4
 """Number of tokens by which SGLang's longest input is shorter than its context and KV pool allow.
@@ -36,6 +40,7 @@ class ServerFacts(Facts):
         update_sessions: whether tensors are refused outside of begin and end (0.5.21).
         pipelined: whether the layers are spread over several pipeline stages.
         metrics: whether the server runs with --enable-metrics.
+        tiered: whether it says that it caches KV outside of the GPU's memory too.
         shares_bodies: whether a body may ask for several responses. With --schedule-policy
             routing-key none does, because their routing keys would be lost.
         request_fields: the fields of a request that it knows; empty where it does not say.
@@ -45,6 +50,7 @@ class ServerFacts(Facts):
     update_sessions: bool
     pipelined: bool
     metrics: bool
+    tiered: bool
     shares_bodies: bool
     request_fields: frozenset[str] = frozenset()
 
@@ -75,6 +81,7 @@ async def probe(asked: Questions, *, vocab_size: int | None = None) -> ServerFac
         update_sessions="/begin_weight_update" in schema.paths,
         pipelined=(info.pp_size or 1) > 1,
         metrics=bool(info.enable_metrics),
+        tiered=bool(info.enable_hierarchical_cache) or info.stores_kv,
         shares_bodies=info.schedule_policy != "routing-key",
         process=asked.read("server_info", answer, ServerProcess),
         context_tokens=(
@@ -132,11 +139,21 @@ def _capabilities(model: ModelInfo, info: ServerInfo, schema: OpenApi) -> Capabi
         release_while_paused=found >= WAITING_SINCE,
         keeps_released_weights=not info.enable_memory_saver or bool(info.enable_weights_cpu_backup),
         adapters=bool(info.enable_lora),
+        kv_tier=_kv_tier(info, found),
         companions=frozenset(name for name, able in companions.items() if able),
         media=frozenset(kind for kind, able in media.items() if able is not False),
         priority=sign if info.enable_priority_scheduling else 0,
         server=f"SGLang {info.version or '(unknown version)'}",
     )
+
+
+def _kv_tier(info: ServerInfo, found: tuple[int, ...]) -> Literal["none", "keyed", "unkeyed"]:
+    if info.stores_kv and (found < KEYED_SINCE or info.enable_flexkv):
+        return "unkeyed"
+    # A storage can be attached to a hierarchical cache at any time, which /server_info does not
+    # show (0.5.23), so one without a storage counts too.
+    shown = info.stores_kv or info.enable_hierarchical_cache is not False
+    return "keyed" if shown else "none"
 
 
 async def _schema(asked: Questions) -> OpenApi:

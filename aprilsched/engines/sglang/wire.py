@@ -123,9 +123,30 @@ class ServerInfo(msgspec.Struct, frozen=True):
     enable_return_routed_experts: bool | None = None
     enable_return_indexer_topk: bool | None = None
     enable_priority_scheduling: bool | None = None
+    enable_hierarchical_cache: bool | None = None
+    hicache_storage_backend: Name | None = None
+    disaggregation_decode_enable_offload_kvcache: bool | None = None
+    enable_lmcache: bool | None = None
+    enable_flexkv: bool | None = None
+    enable_unified_cache_external_linker: bool | None = None
+    unified_cache_external_linker_config: Any = None
     schedule_policy: Name | None = None
     schedule_low_priority_values_first: bool | None = None
     internal_states: list[InternalState] = []
+
+    @property
+    def stores_kv(self) -> bool:
+        """Whether it says that it keeps KV where a flush does not reach."""
+        return any(
+            (
+                self.hicache_storage_backend,
+                self.disaggregation_decode_enable_offload_kvcache,
+                self.enable_lmcache,
+                self.enable_flexkv,
+                self.enable_unified_cache_external_linker,
+                self.unified_cache_external_linker_config,
+            )
+        )
 
 
 class Schema(msgspec.Struct, frozen=True):

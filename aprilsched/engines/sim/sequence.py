@@ -223,6 +223,7 @@ class Output:
 
     def __init__(self, config: SimConfig) -> None:
         self._model = config.model(config.vocab_size) if config.make_tokens else None
+        self._tier = config.tier
         self._eos = frozenset(() if config.eos_token_id is None else (config.eos_token_id,))
         self._chunks: list[tuple[str, Chunk]] = []
 
@@ -245,7 +246,12 @@ class Output:
             ids = sequence.context_ids()
             last = end == len(ids)
             state = sequence.state
-            state.hash = self._model.absorb(state.hash, ids[start : end - 1 if last else end], key)
+            fresh = ids[start : end - 1 if last else end]
+            if self._tier is None or start:
+                state.hash = self._model.absorb(state.hash, fresh, key)
+            else:
+                under = f"{sequence.request.cache_key} {sequence.adapter}"
+                state.hash = self._tier.absorb(self._model, fresh, key, found_under=under)
             if last:
                 state.last, state.length = int(ids[-1]), len(ids)
             sequence.forward(end - 1 if last else end, key)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from aprilsched.companions import KINDS
 from aprilsched.engines.base import Capabilities
-from aprilsched.engines.sim.toy_model import ToyModel
+from aprilsched.engines.sim.toy_model import KvTier, ToyModel
 from aprilsched.errors import ConfigError
 from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
 from aprilsched.types import MEDIA
@@ -34,6 +34,7 @@ class SimConfig:
         make_tokens: False for pure timing: all token ids and logprobs are 0, and stop tokens
             never occur.
         rows: shape of the rows of each companion of the context that the test server returns.
+        tier: keeps KV through flushes and restarts, for all engines that have it.
         model: makes the toy model from the size of its vocabulary. With a model of its own a test
             can see which weights sampled each token, whatever the engine reports.
 
@@ -52,6 +53,7 @@ class SimConfig:
     priority: bool = False
     make_tokens: bool = True
     rows: tuple[int, ...] = (3, 2)
+    tier: KvTier | None = None
     model: Callable[[int], ToyModel] = ToyModel
 
     def __post_init__(self) -> None:
@@ -73,6 +75,7 @@ class SimConfig:
             release_while_paused=True,
             keeps_released_weights=True,
             adapters=True,
+            kv_tier="none" if self.tier is None else "keyed",
             companions=frozenset(KINDS),
             media=frozenset(MEDIA),
             priority=int(self.priority),

@@ -19,6 +19,7 @@ Invariants:
 
 from __future__ import annotations
 
+import hashlib
 import math
 import zlib
 from collections.abc import Sequence
@@ -195,6 +196,42 @@ class ToyModel:
             # These are copies: one response as a view would keep the whole block alive.
             results[i] = (tokens[row, :count].copy(), logprobs[row, :count].copy())
         return results
+
+
+class KvTier:
+    """Cached KV that survives flushes and restarts; engines with the same object share it.
+
+    Like SGLang's storage it keeps whole pages of contexts, apart by cache key and adapter, and the
+    KV that was computed first for a page stays.
+
+    Args:
+        page: number of tokens of a page.
+    """
+
+    def __init__(self, page: int = 16) -> None:
+        self._page = page
+        self._states: dict[bytes, int] = {}
+        """The hash of a context up to the end of each page."""
+
+    def absorb(self, model: ToyModel, tokens: Int32Array, key: int, *, found_under: str) -> int:
+        """The hash of a context that begins with `tokens` (int32 [n]).
+
+        KV that is there under the name `found_under` is used. The rest is computed under the
+        weights `key`, and kept under that name.
+        """
+        state, done, finding = 0, 0, True
+        name = found_under.encode()
+        for end in range(self._page, len(tokens) + 1, self._page):
+            name = hashlib.blake2b(name + tokens[done:end].tobytes(), digest_size=16).digest()
+            known = self._states.get(name) if finding else None
+            finding = known is not None
+            if known is None:
+                state = model.absorb(state, tokens[done:end], key)
+                self._states.setdefault(name, state)
+            else:
+                state = known
+            done = end
+        return model.absorb(state, tokens[done:], key)
 
 
 _NOTHING: tuple[Int32Array, Float32Array] = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -21,6 +21,15 @@ LOADING = "aprilsched-loading"
 """Label of weights that are being loaded. A label of its own, because the load and the label of its
 version are two calls: whoever asks between them must not take the new weights for the old ones."""
 
+_KEYED = frozenset(
+    {
+        *("OffloadingConnector", "SimpleCPUOffloadConnector", "MooncakeStoreConnector"),
+        *("LMCacheMPConnector", "NixlConnector", "NixlPullConnector", "NixlPushConnector"),
+        *("MooncakeConnector", "MoRIIOConnector", "HiSparseConnector"),
+    }
+)
+"""Connectors that keep KV of other salts apart, or keep none (read in the source of 0.32). Others
+find KV by its tokens alone, such as HF3FSKVConnector, or are not part of vLLM."""
 _NOT_FOUND = 404
 _TOO_LARGE = 2**31 - 1
 _SERIES_BYTES = 2**22
@@ -61,6 +70,19 @@ class _Device(msgspec.Struct, frozen=True):
     device: Name = ""
 
 
+class _Transfer(msgspec.Struct, frozen=True):
+    kv_connector: Name | None = None
+    kv_connector_extra_config: dict[str, Any] = {}
+
+    @property
+    def is_keyed(self) -> bool:
+        """Whether its connectors, several or one, find KV by vLLM's hashes, which have the salt."""
+        several = self.kv_connector_extra_config.get("connectors", ())
+        if self.kv_connector == "MultiConnector":
+            return all(each.get("kv_connector") in _KEYED for each in several)
+        return self.kv_connector in _KEYED
+
+
 class _Config(msgspec.Struct, frozen=True):
     model_config: _Model
     cache_config: _Cache
@@ -68,6 +90,7 @@ class _Config(msgspec.Struct, frozen=True):
     scheduler_config: _Scheduler
     device_config: _Device = _Device()
     lora_config: dict[str, Any] | None = None
+    kv_transfer_config: _Transfer | msgspec.UnsetType | None = msgspec.UNSET
     aux_output_config: _Aux = _Aux()
 
 
@@ -156,6 +179,7 @@ async def probe(asked: Questions) -> ServerFacts:
             keeps_released_weights=True,
             adapters=config.lora_config is not None
             and bool(info.vllm_env.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING")),
+            kv_tier=_kv_tier(config.kv_transfer_config),
             companions=frozenset(name for name, able in companions.items() if able),
             media=frozenset(MEDIA if model.multimodal_config else ()),
             server=f"vLLM {found}",
@@ -166,6 +190,14 @@ async def probe(asked: Questions) -> ServerFacts:
         logprobs_mode=model.logprobs_mode,
         device=config.device_config.device,
     )
+
+
+def _kv_tier(
+    transfer: _Transfer | msgspec.UnsetType | None,
+) -> Literal["none", "keyed", "unkeyed"]:
+    if transfer is None or (transfer is not msgspec.UNSET and transfer.kv_connector is None):
+        return "none"
+    return "keyed" if transfer is msgspec.UNSET or transfer.is_keyed else "unkeyed"
 
 
 async def _server_info(asked: Questions) -> ServerInfo:
