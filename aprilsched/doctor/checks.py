@@ -28,7 +28,7 @@ from aprilsched.doctor.findings import (
     passed,
     warned,
 )
-from aprilsched.doctor.proofs import REFIT_SECONDS, proof
+from aprilsched.doctor.proofs import REFIT_SECONDS, TIER_ACTION, kv_tier, proof
 from aprilsched.doctor.scenarios import (
     LEFT_SECONDS,
     SAW_NOTHING,
@@ -409,6 +409,8 @@ async def flush(server: Server) -> Verdict:
     seen = f"flush_cache answers {status} after a retract"
     if status == 200:
         return passed(seen)
+    if server.facts.tiered:
+        return warned(f"{seen}, because it still copied KV; the scheduler lets it end its copies")
     return failed(seen, f'{NO_STRAGGLERS} with kv_after_refit="apart"')
 
 
@@ -477,7 +479,10 @@ async def abort_in_place(server: Server) -> Verdict:
 # server or kill it, so what it says of itself is judged.
 
 
-@check("cache keys", 'sends a key for each version with kv_after_refit="apart"')
+@check(
+    "cache keys",
+    'sends a key for each version with kv_after_refit="apart", and where KV may survive a flush',
+)
 async def cache_keys(server: Server) -> Verdict:
     """With a key for each version, new requests never use old KV that was not flushed."""
     _, again, other = await server.seen(cached)
@@ -485,6 +490,12 @@ async def cache_keys(server: Server) -> Verdict:
     if other:
         return failed(seen, 'do not use kv_after_refit="apart"')
     return passed(seen) if again else warned(f"{seen}: it shares no cache, so keys do not show")
+
+
+@check("KV tier", TIER_ACTION)
+async def tier(server: Server) -> Verdict:
+    """A storage for KV survives a flush, and gives later requests keys of older weights."""
+    return kv_tier(server.facts.capabilities)
 
 
 @check(

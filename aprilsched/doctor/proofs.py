@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from aprilsched.companions import Companion
 from aprilsched.doctor.findings import LeftOut, Verdict, failed, passed, warned
-from aprilsched.engines.base import GenerationRequest
+from aprilsched.engines.base import Capabilities, GenerationRequest
 from aprilsched.engines.server import despite_cancellation
 from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.engines.stream import version_number
@@ -39,6 +39,23 @@ _DIFFERENCE = 1e-3
 prefix is cached."""
 NOT_ASKED = warned("not tried: it changes the weights; examine an idle server with --refit FOLDER")
 """What is said of a refit that nobody has asked for, or that would change weights of others."""
+
+TIER_ACTION = (
+    "sends a key of the engine's weights with each request there, and lets no response wait inside "
+    "while KV is recomputed"
+)
+
+
+def kv_tier(able: Capabilities) -> Verdict:
+    """Whether KV may survive a flush of a server that can do what `able` has."""
+    if able.kv_tier == "none":
+        return passed("no KV survives a flush")
+    if able.kv_tier == "keyed":
+        return warned("KV may survive a flush, and only requests with its cache key find it")
+    return failed(
+        "KV survives a flush, and requests find it under any cache key",
+        'start it without a storage for KV, or use kv_after_refit="keep"',
+    )
 
 
 @asynccontextmanager

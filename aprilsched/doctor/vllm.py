@@ -24,7 +24,16 @@ from aprilsched.doctor.findings import (
     passed,
     warned,
 )
-from aprilsched.doctor.proofs import NOT_ASKED, REFIT_SECONDS, proof, prove, reading, whole
+from aprilsched.doctor.proofs import (
+    NOT_ASKED,
+    REFIT_SECONDS,
+    TIER_ACTION,
+    kv_tier,
+    proof,
+    prove,
+    reading,
+    whole,
+)
 from aprilsched.engines.base import PauseMode
 from aprilsched.engines.http import HttpLimits
 from aprilsched.engines.server import release
@@ -170,6 +179,12 @@ async def _paused(server: _Server, mode: PauseMode) -> Verdict:
     if stream.ids != reference.ids:
         return warned("the stream continued with other tokens than without a pause")
     return passed("no token arrived meanwhile, and the stream continued with the same tokens")
+
+
+@check("KV tier", TIER_ACTION)
+async def tier(server: _Server) -> Verdict:
+    """A connector's store may survive a flush, and give later requests keys of older weights."""
+    return kv_tier(server.engine.capabilities)
 
 
 @check("tied embeddings", "cannot see it: checksums are those of the new weights")

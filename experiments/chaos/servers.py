@@ -344,7 +344,8 @@ class _Run:
             self.figures["rows"] += int(companion.exact.sum())
             self.figures["rows_of_another_pass"] += int((~companion.exact).sum())
         # Where keys are kept, those of later versions have them of several.
-        known = len(set(truth.tolist())) == 1 or self.config.straggler in RECOMPUTES
+        recomputes = self.config.straggler in RECOMPUTES or self.config.cached_kv == "recompute"
+        known = len(set(truth.tolist())) == 1 or recomputes
         # What a run that keeps them has in a tier is found by later requests too.
         kept = self.config.cached_kv == "keep" and self.mix.machine.tier is not None
         known = known and not (kept or rollout.stale_keys)

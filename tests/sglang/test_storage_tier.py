@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from aprilsched import Prompt, SamplingParams
+from aprilsched.core.messages.facts import EngineLost
 from aprilsched.core.policies.straggler import StragglerRule
 from tests.sglang.helpers import reset
 from tests.sglang.recorded import TOLERANCE, Run, crossing, record, scores
@@ -74,6 +75,8 @@ async def test_no_token_attends_to_stored_keys_of_older_weights(
 ) -> None:
     await reset(tiered.url, models[0])
     run = await record([tiered.url], models, rule, prompts=prompts(60), batches=4)
+    # A flush that no copy of KV lets through costs the engine.
+    assert not any(isinstance(command, EngineLost) for command in run.recorder.commands)
     assert all(r.versions_exact and not r.stale_keys for r in run.rollouts)
     assert rule == "run" or crossing(run)
     assert worst(run, models, tmp_path) < TOLERANCE

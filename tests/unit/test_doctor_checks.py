@@ -35,6 +35,7 @@ class Unavailable(Server):
             update_sessions=sessions,
             pipelined=False,
             metrics=False,
+            tiered=False,
             shares_bodies=True,
             process=ServerProcess(),
         )

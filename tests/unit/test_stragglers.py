@@ -260,7 +260,7 @@ def test_short_contexts_are_called_back_and_long_ones_stay_in_place() -> None:
     driver.request_batch()
     again = [driver.sends[key] for key in driver.attempts(short)]
     assert {len(send.input_ids) for send in again} == {2 + 1}
-    assert {send.cache_key for send in again} == {"1-2"}
+    assert {send.cache_key for send in again} == {"1-4"}
 
 
 def test_the_kv_of_what_recomputes_is_not_weighed() -> None:
