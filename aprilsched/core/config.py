@@ -221,9 +221,10 @@ class SchedulerConfig:
     """Number of complete batches that are kept for a slow trainer before no new groups are
     started, on the asynchronous pace."""
     kv_after_refit: KVAfterRefit = "auto"
-    """What happens to KV that older weights computed: "recompute" flushes it, "keep" lets later
-    tokens attend to stale keys, and "apart" uses a cache key for each version, for servers that
-    cannot flush, so that new requests never meet older keys. "auto" keeps it for "in_place" and
+    """What happens to KV that older weights computed: "recompute" flushes it (with a cache key for
+    each version too where it may survive that), "keep" lets later tokens attend to stale keys, and
+    "apart" uses a cache key for each version, for servers that cannot flush, so that new requests
+    never meet older keys. "auto" keeps it for "in_place" and
     recomputes it for the other straggler rules."""
     refit: RefitRule = "together"
     """"together" brings a new version to all engines in one pause of the fleet. "rolling" brings it
