@@ -396,8 +396,8 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             :class:`Score` with parts.
         info: facts about the rollout from the same :class:`Score`; JSON's types only.
         stale_keys: True if an engine kept the rollout's KV across a refit, or may have found it in
-            a storage, and sampled tokens after it. These tokens attend to keys that older weights computed, so their logprobs
-            belong to no single version, although `versions` names one.
+            a storage, and sampled tokens after it. These tokens attend to keys that older weights
+            computed, so their logprobs belong to no single version, although `versions` names one.
         companions: what the engines returned beside the tokens, by name, if
             ``SchedulerConfig.companions`` asks for it.
         answers: what else the engines answered, for each attempt that brought something of what

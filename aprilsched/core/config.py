@@ -224,8 +224,8 @@ class SchedulerConfig:
     """What happens to KV that older weights computed: "recompute" flushes it (with a cache key for
     each version too where it may survive that), "keep" lets later tokens attend to stale keys, and
     "apart" uses a cache key for each version, for servers that cannot flush, so that new requests
-    never meet older keys. "auto" keeps it for "in_place" and
-    recomputes it for the other straggler rules."""
+    never meet older keys. "auto" keeps it for "in_place" and recomputes it for the other straggler
+    rules."""
     refit: RefitRule = "together"
     """"together" brings a new version to all engines in one pause of the fleet. "rolling" brings it
     to each engine when that has no responses of an older version any more, while the others go on

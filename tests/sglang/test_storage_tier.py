@@ -11,6 +11,7 @@ import pytest
 from aprilsched import Prompt, SamplingParams
 from aprilsched.core.messages.facts import EngineLost
 from aprilsched.core.policies.straggler import StragglerRule
+from aprilsched.doctor import examine
 from tests.sglang.helpers import reset
 from tests.sglang.recorded import TOLERANCE, Run, crossing, record, scores
 from tests.sglang.server import CpuServer
@@ -80,3 +81,11 @@ async def test_no_token_attends_to_stored_keys_of_older_weights(
     assert all(r.versions_exact and not r.stale_keys for r in run.rollouts)
     assert rule == "run" or crossing(run)
     assert worst(run, models, tmp_path) < TOLERANCE
+
+
+async def test_doctor_reports_the_tier(tiered: TieredServer, models: tuple[Path, Path]) -> None:
+    await reset(tiered.url, models[0])
+    found = {finding.check: finding for finding in await examine(tiered.url)}
+    assert found["KV tier"].status == "warn"
+    assert "may survive a flush" in found["KV tier"].seen
+    assert not {name for name, finding in found.items() if finding.status == "fail"}

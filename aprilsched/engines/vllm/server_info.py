@@ -70,16 +70,19 @@ class _Device(msgspec.Struct, frozen=True):
     device: Name = ""
 
 
+class _Several(msgspec.Struct, frozen=True):
+    connectors: list[_Transfer] = []
+
+
 class _Transfer(msgspec.Struct, frozen=True):
     kv_connector: Name | None = None
-    kv_connector_extra_config: dict[str, Any] = {}
+    kv_connector_extra_config: _Several = _Several()
 
     @property
     def is_keyed(self) -> bool:
-        """Whether its connectors, several or one, find KV by vLLM's hashes, which have the salt."""
-        several = self.kv_connector_extra_config.get("connectors", ())
+        """Whether its connectors, several or one, are among :data:`_KEYED`."""
         if self.kv_connector == "MultiConnector":
-            return all(each.get("kv_connector") in _KEYED for each in several)
+            return all(each.is_keyed for each in self.kv_connector_extra_config.connectors)
         return self.kv_connector in _KEYED
 
 
