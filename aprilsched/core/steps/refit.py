@@ -409,7 +409,8 @@ def _leads_astray(state: SchedulerState, update: Update, took: frozenset[str]) -
 def _publish(state: SchedulerState, update: Update, took: frozenset[str]) -> None:
     """Make the version the fleet's, and note it for every engine that took it."""
     old = state.weights.versions.trainer
-    for engine in took & state.fleet.control.engines.keys():
+    # In the order of names: the cache keys are numbered, and a run must repeat exactly.
+    for engine in sorted(took & state.fleet.control.engines.keys()):
         state.weights.versions.note(engine, update.version)
         control = state.fleet.control.engines[engine]
         control.version_seen_at, control.doubt = state.now, ""
@@ -429,7 +430,7 @@ def _publish(state: SchedulerState, update: Update, took: frozenset[str]) -> Non
         # Before an engine comes into use with it: its full model is still the one from before, and
         # would be taken for a model of this version, which no later adapter belongs to.
         state.weights.adapter = update.version
-    for engine in took & state.fleet.control.standby.keys():
+    for engine in sorted(took & state.fleet.control.standby.keys()):
         promote(state, engine)
     if update.adapter:
         for engine in took:
