@@ -193,7 +193,7 @@ class Turn:
 
         Raises:
             ConfigError: if `input_ids`, `sampling` or `media` cannot be used.
-            TurnRefused: if the engines refuse the request; the rollout is as it was before the call.
+            TurnRefused: if the engines refuse it; the rollout is as it was before the call.
             EpisodeError: if the context does not continue the previous turn, if a turn is being
                 generated already, or if the rollout has ended.
         """

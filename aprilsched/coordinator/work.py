@@ -108,7 +108,7 @@ class Work:
         """Tell the episode function which rollouts start now, those of a resumed run included."""
         if isinstance(self._episode, FollowsRun):
             keys = self._tasks.of_kind(("episode",))
-            self._episode.run_opened([rollout_id for _, rollout_id in keys])
+            self._episode.run_opened([int(key[1]) for key in keys])
 
     def say_closed(self, *, stored: bool) -> None:
         """Tell it that the scheduler closes, and whether a store has its rollouts."""

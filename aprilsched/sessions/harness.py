@@ -119,6 +119,7 @@ class Session:
         key: str,
         tokenizer: ModelTokenizer,
         limits: Limits,
+        remote_images: bool = False,
     ) -> None:
         self.id = str(turn.rollout_id)
         self.url, self.key = url, key
@@ -127,6 +128,7 @@ class Session:
         self.turns = self.tokens = 0
         self.limits = limits
         self.check: Callable[[Int32Array], object] | None = None
+        self._remote_images = remote_images
         self._turn = turn
         self._made = turn.sampling
         """Parameters of the latest request."""
@@ -281,6 +283,12 @@ class Session:
     ) -> Reply:
         if self.check is not None:
             self.check(question.ids)
+        for each in question.media if not self._remote_images else ():
+            if not str(each.source).startswith("data:"):
+                raise ConfigError(
+                    f"the URL of an image must begin with data:, got {str(each.source)[:40]!r}; "
+                    "Sessions(remote_images=True) lets engines fetch others."
+                )
         sampling = self._turn.sampling
         most = sampling.max_new_tokens
         limits = self.limits
@@ -383,8 +391,8 @@ class Session:
         self._taken.set()
 
     def give_back(self) -> bool:
-        """Undo :meth:`take`. Returns False if it has ended, or its harness has asked for something, so
-        that no other launcher may take it."""
+        """Undo :meth:`take`. Returns False if no other launcher may take it: it has ended, or its
+        harness has asked for something."""
         if not self._fresh or self.over:
             return False
         self._taken.clear()
@@ -475,6 +483,8 @@ class Sessions:
         port: port to listen at; 0 for any free one. A harness that shall find its session again
             after a restart needs a fixed one.
         public_url: how harnesses reach the address, if not as the address says.
+        remote_images: whether requests may name images by http and https URLs. The engines fetch
+            them, so an agent could read what only their network can reach.
         secret: what keys are made of, or the file that it is kept in, which is made if it is not
             there. A run that shall be resumed needs the same one again; None makes a new one.
 
@@ -496,6 +506,7 @@ class Sessions:
         host: str = "127.0.0.1",
         port: int = 0,
         public_url: str | None = None,
+        remote_images: bool = False,
         secret: bytes | Path | None = None,
     ) -> None:
         if not isinstance(tokenizer, ModelTokenizer):
@@ -508,6 +519,7 @@ class Sessions:
         self._limits = limits or Limits()
         self._listener = Listener(host, port)
         self._public_url = public_url
+        self._remote_images = remote_images
         self._keys = Keys(_secret_of(secret))
         self.launcher_key = self._keys.launcher
         self._sessions: dict[str, Session] = {}
@@ -593,6 +605,7 @@ class Sessions:
             key=self._keys.of(name),
             tokenizer=self.tokenizer,
             limits=self._limits,
+            remote_images=self._remote_images,
         )
         turn.branches = self._branches
         # A harness outside had its answers, and after a restart perhaps only says how it ended.
