@@ -57,10 +57,10 @@ def test_a_refused_turn_has_an_error_and_its_episode_goes_on():
     )
     driver.feed(ev.BatchRequested())
     for started in driver.episodes_started:
-        rollout_id = started.rollout_id
-        driver.feed(ev.TurnRequested(rollout_id=rollout_id, input_ids=ids(1, 2)))
+        driver.feed(ev.TurnRequested(rollout_id=started.rollout_id, input_ids=ids(1, 2)))
         driver.progress(driver.attempts()[0], 1, first=10)
         driver.finish(driver.attempts()[0], 0)
+    rollout_id = driver.episodes_started[-1].rollout_id
     context = ids(1, 2, 10, *range(50, 80))
     driver.feed(ev.TurnRequested(rollout_id=rollout_id, input_ids=context))
     driver.progress(driver.attempts()[0], 2)
