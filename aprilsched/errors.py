@@ -17,6 +17,7 @@
     ├── RunEnded               no further batch comes; it counts what was delivered and failed
     │   ├── RunGivenUp         too many groups failed, or none was delivered
     │   └── PromptsExhausted   the prompts have ended, as they should
+    ├── TurnRefused            the engines refuse one turn of an episode, which may go on
     ├── EpisodeError           an episode used its turn in a way that cannot be recorded
     ├── MemberLost             raised by user code: its rollout is lost, and its group may go on
     ├── CallbackError          the caller's code raised CancelledError, StopIteration or the like
@@ -55,6 +56,7 @@ __all__ = [
     "RunGivenUp",
     "SchedulerClosed",
     "StoreError",
+    "TurnRefused",
 ]
 
 
@@ -145,6 +147,14 @@ class RunGivenUp(RunEnded):
 class PromptsExhausted(RunEnded):
     """The prompts have ended, and what did not fail was delivered; `async for` ends without this
     error."""
+
+
+class TurnRefused(AprilschedError):
+    """The engines refuse the request of a turn, such as a context that is too long.
+
+    The rollout is as it was before the turn, and the episode may ask for another one. If it raises
+    instead, its rollout is lost, and ``retries.member`` decides what becomes of its group.
+    """
 
 
 class EpisodeError(AprilschedError):

@@ -42,6 +42,9 @@ FINISHED_S = 0.5
 """Seconds after which finished rollouts are saved at the latest."""
 _AGAIN_S = 10.0
 """Seconds until the next try after a failed write."""
+_REST = 4.0
+"""Pause between two saves for answers, in durations of a save. Each has all tokens that arrived
+since the last one, so the store would have no other work than many small ones."""
 _CLOSE_S = 30.0
 """Seconds that closing waits for the store at most."""
 
@@ -51,6 +54,8 @@ class _Write:
     snapshot: Snapshot
     durable: bool
     then: Callable[[], None] | None
+    waiting: list[asyncio.Future[None]]
+    begun: float
 
 
 class Durability(Part):
@@ -80,7 +85,13 @@ class Durability(Part):
         self._queue: deque[_Write] = deque()
         self._waiting = asyncio.Event()
         self._writing: asyncio.Future[None] | None = None
+        self._writes = 0
+        """Snapshots that the store has not taken yet."""
         self._soon = False
+        self._closed = False
+        self._answers: list[asyncio.Future[None]] = []
+        """What waits for the next save."""
+        self._rest_until = 0.0
         self._full_next = False
         self._saved_at = 0.0
         self._failed_at = 0.0
@@ -169,6 +180,8 @@ class Durability(Part):
         except AprilschedError as error:
             log.error("the store could not be closed: %s", error)
         finally:
+            self._closed = True
+            _release(self._answers)
             if self._thread is not None:
                 self._thread.shutdown(wait=False)
 
@@ -255,6 +268,25 @@ class Durability(Part):
             # Not at once, because further events may belong to the one that is being handled.
             asyncio.get_running_loop().call_soon(self._save)
 
+    async def saved(self) -> None:
+        """Wait until everything up to now survives the end of the process.
+
+        Without a store, or while it fails, this returns at once. Calls that wait at the same time
+        share a save.
+        """
+        if self._store is None or self._closed:
+            return
+        waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._answers.append(waiting)
+        self._save_answers()
+        await waiting
+
+    def _save_answers(self) -> None:
+        """Save for what waits, unless a write is under way: the next one follows it."""
+        if self._answers and not (self._soon or self._writes):
+            self._soon = True
+            asyncio.get_running_loop().call_at(self._rest_until, self._save)
+
     async def checkpoint(self, path: Path, *, acknowledge: bool) -> None:
         """See :meth:`RolloutScheduler.checkpoint`."""
         batches = self.trained_on() if acknowledge else ()
@@ -283,9 +315,12 @@ class Durability(Part):
         last: bool = False,
     ) -> None:
         self._soon = False
+        if self._closed:
+            return
         if self.error is not None and not last and _now() < self._failed_at + _AGAIN_S:
             # The journal would grow without bound. The next snapshot is a full one.
             self._core.state.in_flight.journal.clear()
+            _release(self._answers)
             if then is not None:
                 then()
             return
@@ -293,7 +328,9 @@ class Durability(Part):
         state = self._core.state
         snapshot = take_full(state) if self._full_next else take_changes(state)
         self._full_next = False
-        write = _Write(snapshot, durable, then)
+        write = _Write(snapshot, durable, then, self._answers, self._saved_at)
+        self._answers = []
+        self._writes += 1
         if self._thread is None:
             self._finish(write, self._attempt(write))
         else:
@@ -354,8 +391,12 @@ class Durability(Part):
         elif self.error is not None:
             log.warning("the run is saved again")
         self.error = error
+        self._writes -= 1
+        self._rest_until = _now() + _REST * (_now() - write.begun)
         if write.then is not None:
             write.then()
+        _release(write.waiting)
+        self._save_answers()
 
     async def _call(self, work: Callable[[], T]) -> T:
         if self._thread is None:
@@ -372,6 +413,13 @@ def _resumed(state: SchedulerState) -> str:
         f"at version {state.weights.versions.trainer}; "
         f"{len(state.delivery.redelivery)} batches are delivered again"
     )
+
+
+def _release(waiting: list[asyncio.Future[None]]) -> None:
+    for future in waiting:
+        if not future.done():
+            future.set_result(None)
+    waiting.clear()
 
 
 async def _taken(saved: asyncio.Future[None], late: str) -> None:

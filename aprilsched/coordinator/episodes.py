@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from aprilsched.coordinator.prompts import check_media
 from aprilsched.coordinator.tasks import fail_future
 from aprilsched.core.messages.commands import ResolveTurn, context_mark
 from aprilsched.core.messages.events import EpisodeWaits, TurnKept, TurnRequested, TurnWithdrawn
-from aprilsched.errors import EpisodeError
+from aprilsched.errors import EpisodeError, TurnRefused
 from aprilsched.sampling import check_sampling
 from aprilsched.types import (
     BranchRule,
@@ -73,7 +73,9 @@ class Turn:
             before it returns. Tokens of the others are in the ledger (``other_branch``).
         keeps_known: whether turns that are known from before the run was resumed stay in the
             rollout though the episode has not asked for them again. An episode that runs again says
-            something else then; one whose program lives elsewhere had its answers.
+            something else then; one whose program lives elsewhere had its answers. With a store it
+            gets each answer only when the store has it, so none is missing after a restart.
+        recorded: set when the scheduler knows how the episode has ended.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class Turn:
         companions: Sequence[Companion] = (),
         known: Collection[tuple[int, int]] = (),
         begun: tuple[int, int] | None = None,
+        saved: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self.index = index
         self.rollout_id = rollout_id
@@ -95,6 +98,7 @@ class Turn:
         self._branched = False
         """Whether a call may have left the context of the one before."""
         self._tell = tell
+        self._saved = saved
         self._companions = companions
         self._context: Int32Array | None = None
         self._asked: Int32Array | None = None
@@ -107,6 +111,9 @@ class Turn:
         self.ending: list[Callable[[], object]] = []
         """Functions to call when the episode has ended, in the order in which it registered
         them."""
+        self.refusal: TurnRefused | None = None
+        """Why the latest turn was refused; None if it was not."""
+        self.recorded = asyncio.Event()
         self.over = False
         """All of these were called, so no further one may come."""
 
@@ -143,6 +150,11 @@ class Turn:
         """Number of its turns that are known from before the run was resumed, in whole or in
         part."""
         return len(self._known) + (self._begun is not None)
+
+    @property
+    def empty(self) -> bool:
+        """Whether its rollout has no turn."""
+        return self._context is None and not (self.keeps_known and self._known)
 
     def knows(self, input_ids: Sequence[int] | Int32Array, *, whole: bool = False) -> bool:
         """Whether a turn after this context is known from before the run was resumed, in whole or,
@@ -181,6 +193,7 @@ class Turn:
 
         Raises:
             ConfigError: if `input_ids`, `sampling` or `media` cannot be used.
+            TurnRefused: if the engines refuse it; the rollout is as it was before the call.
             EpisodeError: if the context does not continue the previous turn, if a turn is being
                 generated already, or if the rollout has ended.
         """
@@ -213,13 +226,26 @@ class Turn:
         )
         try:
             output = await answer
+            if self.keeps_known:
+                await self.saved()
         except (asyncio.CancelledError, GeneratorExit):
             if self._answer is answer:
                 self._withdraw()
             raise
-        self._answer = None
+        except TurnRefused as error:
+            self._answer, self.refusal = None, error
+            raise
+        if self._answer is not answer:
+            raise EpisodeError(_ENDED)  # While it was saved.
+        self._answer = self.refusal = None
         self._context = np.concatenate((ids, output.token_ids))
         return output
+
+    async def saved(self) -> None:
+        """Wait until the store, if there is one, has the rollout as it is now, so that it survives
+        the end of the process. A program that lives elsewhere may then act on it."""
+        if self._saved is not None:
+            await self._saved()
 
     async def partial(self) -> TurnOutput:
         """Wait until a cancelled :meth:`generate` has ended, and return the tokens that arrived.
@@ -254,7 +280,9 @@ class Turn:
     def resolve(self, command: ResolveTurn) -> None:
         """Take the whole turn from the scheduler, or the tokens of a turn that was given up."""
         future = self._back if command.withdrawn else self._answer
-        if future is not None and not future.done():
+        if command.refused:
+            fail_future(future, TurnRefused(f"the engine refuses this request: {command.refused}"))
+        elif future is not None and not future.done():
             future.set_result(
                 TurnOutput(
                     token_ids=command.token_ids,
@@ -306,6 +334,20 @@ class Turn:
             raise EpisodeError(_ENDED)
         if self._answer is not None:
             raise EpisodeError("a turn is being generated already; await it first.")
+
+
+@runtime_checkable
+class FollowsRun(Protocol):
+    """An episode function that follows its scheduler."""
+
+    def run_opened(self, rollouts: Collection[int]) -> None:
+        """Note that the scheduler is open, and is about to call it for these rollouts; those of a
+        resumed run are among them."""
+        ...
+
+    def run_closed(self, *, goes_on: bool) -> None:
+        """Note that the scheduler closes, and whether another one may go on with its rollouts."""
+        ...
 
 
 class Episode(Protocol):

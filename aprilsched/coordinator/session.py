@@ -231,7 +231,11 @@ class Session:
                 self._start()
                 self.feed(opened)
                 ready.set_result(None)
-                await self._stopping.wait()
+                self._work.say_opened()
+                try:
+                    await self._stopping.wait()
+                finally:
+                    self._work.say_closed(stored=self.durability.stored)
                 self._loop.stop()
                 # A pause must not arrive after the last continue, and an engine must not be opened
                 # again while it is being closed.
@@ -280,7 +284,7 @@ class Session:
             self._tasks.start("version watch", self._version_watch.run())
         if self.config.dispatch.migrate:
             self._tasks.start("load watch", self._load_watch.run())
-        self._work.start(self._tasks)
+        self._work.start(self._tasks, self.durability.saved)
         self.durability.start()
 
     async def _send_ticks(self) -> None:

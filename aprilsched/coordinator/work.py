@@ -11,11 +11,11 @@ import logging
 import re
 import reprlib
 from collections import deque
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Awaitable, Callable, Mapping, Set
 from typing import Any, SupportsFloat, SupportsIndex, TypeVar, cast
 
 from aprilsched.companions import of_prompt
-from aprilsched.coordinator.episodes import Episode, Turn
+from aprilsched.coordinator.episodes import Episode, FollowsRun, Turn
 from aprilsched.coordinator.prompts import PromptSource
 from aprilsched.coordinator.tasks import Tasks
 from aprilsched.core.config import RewardScope
@@ -88,11 +88,12 @@ class Work:
         """Has threads of its own, because rewards may block all of theirs."""
         self._turns: dict[int, Turn] = {}
         self._tasks = Tasks()
+        self._saved: Callable[[], Awaitable[None]] | None = None
         self._asked: deque[int] = deque()
         self._reads = asyncio.Event()
 
-    def start(self, tasks: Tasks) -> None:
-        self._tasks = tasks
+    def start(self, tasks: Tasks, saved: Callable[[], Awaitable[None]]) -> None:
+        self._tasks, self._saved = tasks, saved
         tasks.start("prompts", called("the source of prompts", self._read))
 
     def must_be_storable(self) -> None:
@@ -102,6 +103,17 @@ class Work:
     def pass_over(self, count: int) -> None:
         """Skip the first `count` prompts, because the run launched them before it was resumed."""
         self._prompts.pass_over(count)
+
+    def say_opened(self) -> None:
+        """Tell the episode function which rollouts start now, those of a resumed run included."""
+        if isinstance(self._episode, FollowsRun):
+            keys = self._tasks.of_kind(("episode",))
+            self._episode.run_opened([int(key[1]) for key in keys])
+
+    def say_closed(self, *, stored: bool) -> None:
+        """Tell it that the scheduler closes, and whether a store has its rollouts."""
+        if isinstance(self._episode, FollowsRun):
+            self._episode.run_closed(goes_on=stored)
 
     def stop(self) -> None:
         """Fail the open turns of all episodes, because the scheduler ends."""
@@ -125,6 +137,10 @@ class Work:
         turn = self._turns.get(command.rollout_id)
         if turn is not None:
             turn.resolve(command)
+        if command.refused:
+            self._note_failure(
+                f"rollout {command.rollout_id}", "goes on after a refused turn", command.refused
+            )
 
     def score(self, command: do.ScoreRollout) -> None:
         rollout = command.rollout
@@ -235,12 +251,14 @@ class Work:
             companions=asked,
             known=command.known,
             begun=command.begun,
+            saved=self._saved,
         )
         self._turns[rollout_id] = turn
         try:
             await self._drive(turn, command)
         finally:
             # Neither a cancellation nor the end of the scheduler interrupts it.
+            turn.recorded.set()
             if turn.ending:
                 await to_the_end(self._tear_down(turn, rollout_id))
             turn.over = True
@@ -254,6 +272,8 @@ class Work:
             reward = await called(_EPISODE, self._episode, turn, command.prompt)
             score = None if reward is None else _score(reward)
             await turn.settle()
+            if turn.refusal is not None and turn.empty:
+                raise turn.refusal
             ending = ev.EpisodeFinished(
                 rollout_id=rollout_id,
                 score=score,
@@ -262,7 +282,8 @@ class Work:
             )
         except Exception as error:
             cause = self._failures.note(_EPISODE, self._episode, error)
-            lost = isinstance(error, MemberLost)
+            # A program that a refused turn ends is no worse than one that says so.
+            lost = isinstance(error, MemberLost) or turn.refusal is not None
             ending = ev.EpisodeFailed(rollout_id=rollout_id, cause=cause, lost=lost)
         finally:
             turn.end()

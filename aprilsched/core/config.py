@@ -106,9 +106,9 @@ class Retries:
     engine is lost. After them its rollout is lost."""
     member: MemberRule = "again"
     """What happens to a group when one of its rollouts is lost, because its attempts are used up or
-    user code raises MemberLost: "again" generates that member again, "shrink" delivers the group
-    without it, and "drop_group" drops the group. A group that races uses a spare member first,
-    except with "drop_group"."""
+    user code raises MemberLost or TurnRefused: "again" generates that member again, "shrink"
+    delivers the group without it, and "drop_group" drops the group. A group that races uses a spare
+    member first, except with "drop_group"."""
     regenerations: Annotated[int, AT_LEAST_0] = 2
     """Number of times that one member of a group may be generated or scored again. After them its
     group is dropped."""

@@ -367,15 +367,13 @@ class Control(Generic[FactsT]):
         largest = int(request.input_ids.max(initial=0))
         if vocab is not None and largest >= vocab:
             raise self._refused(
-                request,
                 f"holds token id {largest}, and the model knows {vocab}; tokenize the prompt with "
                 "this model's tokenizer.",
             )
 
-    def _refused(self, request: GenerationRequest, why: str) -> EngineRejected:
+    def _refused(self, why: str) -> EngineRejected:
         """The error of a request that the server does not get."""
-        what = f"request {request.request_id} {why}"
-        return EngineRejected(self.name, what, status=_BAD_REQUEST)
+        return EngineRejected(self.name, f"the request {why}", status=_BAD_REQUEST)
 
     def _conflict(self, why: str) -> EngineRejected:
         return EngineRejected(self.name, why, status=_CONFLICT)

@@ -156,8 +156,8 @@ class ResponseReader:
         return EngineProtocolError(self.engine, f"request {self.request_id}: {what}.")
 
     def _rejected(self, message: str, status: int | None) -> EngineRejected:
-        text = f"request {self.request_id}: {quote(message)}"
-        return EngineRejected(self.engine, text, status=status or 400)
+        # Without the id of the request, so that refusals of one kind have one cause.
+        return EngineRejected(self.engine, quote(message), status=status or 400)
 
 
 def empty_chunk(*, spans_known: bool) -> Chunk:

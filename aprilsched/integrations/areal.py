@@ -111,7 +111,7 @@ class RolloutEngine:
         tokenizer: for agents, the folder of the model's tokenizer; by default the `tokenizer_path`
             of `config`.
         sessions: for agents, arguments of :class:`~aprilsched.sessions.Sessions`: branches, limits
-            (a mapping), host, port and public_url.
+            (a mapping), host, port, public_url and remote_images.
 
     Attributes:
         settings: the scheduler's settings with what `config` and `gconfig` say.

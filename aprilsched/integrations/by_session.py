@@ -93,7 +93,7 @@ class BySession:
                 await self._sessions.__aexit__()
 
 
-_SETTINGS = {"branches", "limits", "host", "port", "public_url"}
+_SETTINGS = {"branches", "limits", "host", "port", "public_url", "remote_images"}
 
 
 # --- functions of slime's and miles' users --------------------------------------------------------

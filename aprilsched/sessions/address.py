@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Awaitable
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from aprilsched.errors import AprilschedError, ConfigError, EpisodeError
+from aprilsched.errors import AprilschedError, ConfigError, EpisodeError, TurnRefused
 from aprilsched.serving import (
     STREAM_HEADERS,
     Bodies,
     Refusal,
     Refused,
+    Unavailable,
     as_json,
     decode,
     expect_later,
@@ -40,6 +41,11 @@ _PING_S = 10.0
 """Seconds after which a stream that has nothing to tell is kept open by an empty event."""
 _LONGEST_WAIT_S = 60.0
 _GONE = 410
+_RETRY_S = 5
+"""Seconds after which a client that gets 503 may ask again. OpenAI's client obeys it."""
+_BROKEN_S = 5.0
+"""Seconds in which a reset of the connection shows that a launcher has not read its answer."""
+_NOT_OPEN = "the scheduler is not open, and may go on with this session; ask again later."
 
 
 class _Ended(Refusal):
@@ -79,7 +85,7 @@ def _has_key(request: web.Request, key: str, given: str = "") -> bool:
 
 def make_session_app(sessions: Sessions, keys: Keys) -> web.Application:
     """The web application of all sessions."""
-    app = web.Application(middlewares=[_in_json])
+    app = web.Application(middlewares=[_say_when, _in_json])
     bodies = Bodies(largest=_LARGEST_BODY, together=_ALL_BODIES)
 
     def add(method: str, path: str, handler: Handler) -> None:
@@ -101,6 +107,15 @@ def make_session_app(sessions: Sessions, keys: Keys) -> web.Application:
     add("POST", "/launcher/next", launcher.next)
     add("POST", "/launcher/sessions/{id}/{what:done|failed|lost|score}", launcher.report)
     return app
+
+
+@web.middleware
+async def _say_when(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Add to an answer that nothing can be answered now when to ask again."""
+    answer = await handler(request)
+    if answer.status == Unavailable.status and not answer.prepared:
+        answer.headers["Retry-After"] = str(_RETRY_S)
+    return answer
 
 
 @web.middleware
@@ -129,11 +144,8 @@ def _call(sessions: Sessions, keys: Keys, bodies: Bodies, dialect: Dialect[Any])
         # Whether there is such a session is only told to who has its key.
         if not _has_key(request, keys.of(name), key):
             return as_json(dialect.error("this is not the key of this session.", 401), 401)
-        session = sessions.get(name)
-        if session is None:
-            why = "the session has ended, and no other one answers at its address."
-            return as_json(dialect.error(why, _GONE), _GONE)
         try:
+            session = _session(sessions, name)
             async with bodies.read(request) as content:
                 body = decode(content, dialect.body)
             asked = dialect.asked(body)
@@ -141,20 +153,39 @@ def _call(sessions: Sessions, keys: Keys, bodies: Bodies, dialect: Dialect[Any])
                 reply = await asked.ask(session)
                 return as_json(dialect.whole(body, reply))
         except Exception as error:
-            status, message = _told(error)
+            status, message = _told(error, sessions)
             return as_json(dialect.error(message, status), status)
-        return await _stream(request, session, dialect, body, asked.ask(session))
+        return await _stream(request, sessions, dialect, body, asked.ask(session))
 
     return handle
 
 
-def _told(error: Exception) -> tuple[int, str]:
+def _session(sessions: Sessions, name: str) -> Session:
+    """An open session.
+
+    Raises:
+        Unavailable: if it may go on later.
+        _Ended: if it has ended.
+    """
+    session = sessions.get(name) if sessions.ready else None
+    if session is not None:
+        return session
+    if sessions.awaits(name):
+        raise Unavailable(_NOT_OPEN)
+    raise _Ended("the session has ended, and no other one answers at its address.")
+
+
+def _told(error: Exception, sessions: Sessions) -> tuple[int, str]:
     """The status and the sentence of an error.
 
     Raises:
         Exception: the error itself, if it is a bug.
     """
     match error:
+        case TurnRefused():
+            return Refused.status, str(error)
+        case EpisodeError() if not sessions.ready:
+            return Unavailable.status, _NOT_OPEN
         case Refusal():
             return error.status, str(error)
         case EpisodeError():
@@ -171,26 +202,30 @@ def _told(error: Exception) -> tuple[int, str]:
 
 async def _stream(
     request: web.Request,
-    session: Session,
+    sessions: Sessions,
     dialect: Dialect[Any],
     body: Any,
     answer: Awaitable[Reply],
 ) -> web.StreamResponse:
     """Answer by a stream. Its events come when the answer is there, because only then it is known
-    which tokens are in it; what keeps it open until then is no event for a client."""
+    which tokens are in it; what keeps it open until then is no event for a client. An error that
+    comes before that is an answer with its own status, which clients know better."""
     stream = web.StreamResponse(headers=STREAM_HEADERS)
     asking = asyncio.ensure_future(answer)
     try:
-        await stream.prepare(request)
         while not asking.done():
             await asyncio.wait([asking], timeout=_PING_S)
             if not asking.done():
+                await stream.prepare(request)
                 await stream.write(dialect.ping)
         try:
             events = dialect.events(body, asking.result())
         except Exception as error:
-            status, message = _told(error)
+            status, message = _told(error, sessions)
+            if not stream.prepared:
+                return as_json(dialect.error(message, status), status)
             events = [dialect.failure(message, status)]
+        await stream.prepare(request)
         for event in events:
             await stream.write(event)
     except ConnectionResetError:  # The client is gone.
@@ -227,6 +262,43 @@ class _Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Score(reward=self.score, parts=self.parts, info=self.info)
 
 
+class _Delivery(asyncio.Protocol):
+    """Calls `broken` if a connection is reset soon after an answer. A client that closes its end
+    before it has read the answer resets the connection; one that has read it asks for more, or
+    closes in order."""
+
+    def __init__(self, transport: asyncio.Transport, broken: Callable[[], None]) -> None:
+        self._transport = transport
+        self._protocol = cast("asyncio.Protocol", transport.get_protocol())
+        self._broken: Callable[[], None] | None = broken
+        transport.set_protocol(self)
+        asyncio.get_running_loop().call_later(_BROKEN_S, self._end)
+
+    def _end(self) -> None:
+        self._broken = None
+        if self._transport.get_protocol() is self:
+            self._transport.set_protocol(self._protocol)
+
+    def data_received(self, data: bytes) -> None:
+        self._end()
+        self._protocol.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        return self._protocol.eof_received()
+
+    def pause_writing(self) -> None:
+        self._protocol.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._protocol.resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if exc is not None and self._broken is not None:
+            self._broken()
+        self._end()
+        self._protocol.connection_lost(exc)
+
+
 class _Launcher:
     """The calls of launchers."""
 
@@ -234,12 +306,17 @@ class _Launcher:
         self._sessions, self._keys, self._bodies = sessions, keys, bodies
 
     async def next(self, request: web.Request) -> web.StreamResponse:
-        """Give a session that waits for a launcher; 204 if none comes in time."""
+        """Give a session that waits for a launcher; 204 if none comes in time. A session whose
+        launcher has not got the answer is offered to the next one."""
         body = await self._body(request, _Next)
         wait = max(0.0, min(body.wait_s, _LONGEST_WAIT_S))
+        # A client that has left is noticed now.
+        await asyncio.sleep(0)
         try:
-            session = await asyncio.wait_for(self._sessions.next(), wait)
+            session = await self._sessions.next(wait)
         except TimeoutError:
+            if not self._sessions.ready:
+                raise Unavailable("the scheduler is not open; ask again later.") from None
             return web.Response(status=204)
         prompt = session.prompt
         told = {
@@ -249,16 +326,26 @@ class _Launcher:
             "index": session.index,
             "prompt": {"key": prompt.key, "metadata": dict(prompt.metadata)},
         }
-        return web.Response(
+        answer = web.Response(
             body=msgspec.json.encode(told, enc_hook=str), content_type="application/json"
         )
+        transport = request.transport
+        try:
+            await answer.prepare(request)
+            await answer.write_eof()
+        except (ConnectionResetError, asyncio.CancelledError):
+            self._sessions.offer_again(session)
+            raise
+        if transport is None or transport.is_closing():
+            self._sessions.offer_again(session)
+        else:
+            _Delivery(transport, lambda: self._sessions.offer_again(session))
+        return answer
 
     async def report(self, request: web.Request) -> web.StreamResponse:
         """Take a report; 410 if the session has ended, whatever it was that ended it."""
         body = await self._body(request, _Report)
-        session = self._sessions.get(request.match_info["id"])
-        if session is None:
-            raise _Ended("the session has ended.")
+        session = _session(self._sessions, request.match_info["id"])
         score = body.given()
         match request.match_info["what"]:
             case "done":
@@ -271,6 +358,11 @@ class _Launcher:
                 if score is None:
                     raise Refused("there is no score; give one, or parts of one.")
                 session.score(score)
+        # A report that a restart forgets would leave a session without a harness.
+        if score is not None or not self._sessions.judges:
+            await session.recorded()
+            if not self._sessions.ready:
+                raise Unavailable(_NOT_OPEN)
         return as_json({})
 
     async def _body(self, request: web.Request, kind: type[T]) -> T:

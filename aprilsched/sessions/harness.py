@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -119,6 +119,7 @@ class Session:
         key: str,
         tokenizer: ModelTokenizer,
         limits: Limits,
+        remote_images: bool = False,
     ) -> None:
         self.id = str(turn.rollout_id)
         self.url, self.key = url, key
@@ -127,6 +128,7 @@ class Session:
         self.turns = self.tokens = 0
         self.limits = limits
         self.check: Callable[[Int32Array], object] | None = None
+        self._remote_images = remote_images
         self._turn = turn
         self._made = turn.sampling
         """Parameters of the latest request."""
@@ -139,6 +141,9 @@ class Session:
         """Characters of the latest chat."""
         self._asking = 0
         self._heard = asyncio.get_running_loop().time()
+        self._taken = asyncio.Event()
+        self._fresh = False
+        """Whether a launcher has it whose harness has not asked for anything."""
         self._end: asyncio.Future[float | Score | None] = asyncio.Future()
         self._score: asyncio.Future[float | Score] | None = None
 
@@ -242,6 +247,8 @@ class Session:
                 "other; wait for them."
             )
         self._asking += 1
+        self._fresh = False
+        self._taken.set()
         try:
             async with self._lock:
                 self._check_open()
@@ -276,6 +283,12 @@ class Session:
     ) -> Reply:
         if self.check is not None:
             self.check(question.ids)
+        for each in question.media if not self._remote_images else ():
+            if not str(each.source).startswith("data:"):
+                raise ConfigError(
+                    f"the URL of an image must begin with data:, got {str(each.source)[:40]!r}; "
+                    "Sessions(remote_images=True) lets engines fetch others."
+                )
         sampling = self._turn.sampling
         most = sampling.max_new_tokens
         limits = self.limits
@@ -366,22 +379,54 @@ class Session:
             # Marks an error as retrieved, because perhaps nothing waits for it.
             self._end.exception()
 
-    async def reported(self, taken: asyncio.Event) -> float | Score | None:
-        """Wait for the report of a harness outside, which may be idle only so long after the
-        session was `taken`.
+    @property
+    def taken(self) -> bool:
+        """Whether a launcher has it, or its harness has asked for something."""
+        return self._taken.is_set()
+
+    def take(self) -> None:
+        """Note that a launcher has it, or that its harness comes back by itself."""
+        self.waits_for("tools")
+        self._heard, self._fresh = asyncio.get_running_loop().time(), True
+        self._taken.set()
+
+    def give_back(self) -> bool:
+        """Undo :meth:`take`. Returns False if no other launcher may take it: it has ended, or its
+        harness has asked for something."""
+        if not self._fresh or self.over:
+            return False
+        self._taken.clear()
+        self.waits_for("agent")
+        return True
+
+    async def saved(self) -> None:
+        """Wait until the store has its rollout; see :meth:`aprilsched.Turn.saved`."""
+        await self._turn.saved()
+
+    async def recorded(self) -> None:
+        """Wait until the store has its end, unless its score is still to come."""
+        if self._score is not None and not self._score.done():
+            return
+        await self._turn.recorded.wait()
+        await self._turn.saved()
+
+    async def reported(self) -> float | Score | None:
+        """Wait for the report of a harness outside, which may be idle only so long after a launcher
+        has taken the session.
 
         Raises:
             MemberLost: if it says nothing for too long, or is lost.
             EpisodeError: if it has failed.
         """
         loop, idle = asyncio.get_running_loop(), self.limits.idle_s
-        waiting = asyncio.ensure_future(taken.wait())
-        try:
-            await asyncio.wait([waiting, self._end], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            waiting.cancel()
-        self._heard = loop.time()
         while not self._end.done():
+            if not self._taken.is_set():
+                waiting = asyncio.ensure_future(self._taken.wait())
+                try:
+                    await asyncio.wait([waiting, self._end], return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    waiting.cancel()
+                continue
             left = idle if self._asking else self._heard + idle - loop.time()
             if left <= 0:
                 self.lost(f"its harness has asked for nothing for {idle:g} s")
@@ -438,6 +483,8 @@ class Sessions:
         port: port to listen at; 0 for any free one. A harness that shall find its session again
             after a restart needs a fixed one.
         public_url: how harnesses reach the address, if not as the address says.
+        remote_images: whether requests may name images by http and https URLs. The engines fetch
+            them, so an agent could read what only their network can reach.
         secret: what keys are made of, or the file that it is kept in, which is made if it is not
             there. A run that shall be resumed needs the same one again; None makes a new one.
 
@@ -459,6 +506,7 @@ class Sessions:
         host: str = "127.0.0.1",
         port: int = 0,
         public_url: str | None = None,
+        remote_images: bool = False,
         secret: bytes | Path | None = None,
     ) -> None:
         if not isinstance(tokenizer, ModelTokenizer):
@@ -471,10 +519,13 @@ class Sessions:
         self._limits = limits or Limits()
         self._listener = Listener(host, port)
         self._public_url = public_url
+        self._remote_images = remote_images
         self._keys = Keys(_secret_of(secret))
         self.launcher_key = self._keys.launcher
         self._sessions: dict[str, Session] = {}
-        self._taken: dict[str, asyncio.Event] = {}
+        self._starting: set[str] | None = None if harness is None else set()
+        """Sessions that are about to be here again; None while that is not known. A harness of this
+        process asks for none of a prior one."""
         self._waiting: asyncio.Queue[Session] = asyncio.Queue()
 
     @property
@@ -493,15 +544,54 @@ class Sessions:
         """The open session with this id."""
         return self._sessions.get(session_id)
 
-    async def next(self) -> Session:
+    def awaits(self, session_id: str) -> bool:
+        """Whether a session that is not open may go on later: the scheduler is not open yet, or it
+        has closed and another one may resume its run."""
+        return self._starting is None or session_id in self._starting
+
+    @property
+    def ready(self) -> bool:
+        """Whether the scheduler is open."""
+        return self._starting is not None
+
+    @property
+    def judges(self) -> bool:
+        """Whether sessions without a score are scored by a function, which may take its time."""
+        return self._reward is not None
+
+    def run_opened(self, rollouts: Collection[int]) -> None:
+        """Note that the scheduler is open; see ``coordinator.episodes.FollowsRun``."""
+        self._starting = {str(each) for each in rollouts} - self._sessions.keys()
+
+    def run_closed(self, *, goes_on: bool) -> None:
+        """Note that the scheduler closes."""
+        self._starting = None if goes_on and self._harness is None else set()
+
+    async def next(self, within: float | None = None) -> Session:
         """Wait for a session that no launcher has taken yet. Its harness, and the launcher, say how
-        it ended: :meth:`Session.done`, :meth:`Session.failed` or :meth:`Session.lost`."""
+        it ended: :meth:`Session.done`, :meth:`Session.failed` or :meth:`Session.lost`.
+
+        Raises:
+            TimeoutError: if none comes within so many seconds.
+        """
         while True:
-            session = await self._waiting.get()
-            if not session.over:
-                session.waits_for("tools")
-                self._taken[session.id].set()
-                return session
+            async with asyncio.timeout(within):
+                session = await self._waiting.get()
+            if session.over or session.taken:
+                continue
+            session.take()
+            try:
+                # A restart would give the id of a rollout that is not saved to another one.
+                await session.saved()
+            except asyncio.CancelledError:
+                self.offer_again(session)
+                raise
+            return session
+
+    def offer_again(self, session: Session) -> None:
+        """Offer a session to another launcher, because the one that took it has not got it."""
+        if session.give_back():
+            self._waiting.put_nowait(session)
 
     async def __call__(self, turn: Turn, prompt: Prompt) -> Score:
         """Drive a rollout by a session."""
@@ -515,11 +605,14 @@ class Sessions:
             key=self._keys.of(name),
             tokenizer=self.tokenizer,
             limits=self._limits,
+            remote_images=self._remote_images,
         )
         turn.branches = self._branches
         # A harness outside had its answers, and after a restart perhaps only says how it ended.
         turn.keeps_known = self._harness is None
-        self._sessions[name], self._taken[name] = session, asyncio.Event()
+        self._sessions[name] = session
+        if self._starting is not None:
+            self._starting.discard(name)
         try:
             score = await session.scored(await self._run(session, prompt))
             if score is None and self._reward is not None:
@@ -527,7 +620,7 @@ class Sessions:
                 score = await self._reward(session, prompt)
             return _with_figures(score, session)
         finally:
-            del self._sessions[name], self._taken[name]
+            del self._sessions[name]
             session.lost("its rollout has ended")
 
     async def _run(self, session: Session, prompt: Prompt) -> float | Score | None:
@@ -539,11 +632,11 @@ class Sessions:
                     return session.report if score is None and session.over else score
                 if session.goes_on:
                     # A harness that had begun comes back by itself.
-                    self._taken[session.id].set()
+                    session.take()
                 else:
                     session.waits_for("agent")
                     self._waiting.put_nowait(session)
-                return await session.reported(self._taken[session.id])
+                return await session.reported()
         except TimeoutError as error:
             if not limit.expired():
                 raise

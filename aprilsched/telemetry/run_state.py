@@ -437,6 +437,7 @@ class RunState:
 
     def _turn_ended(self, fact: of.TurnEnded) -> None:
         self.outside[fact.rollout_id] = "tools"
+        self.counters.turns_refused += bool(fact.refused)
 
     def _tokens_discarded(self, fact: of.TokensDiscarded) -> None:
         self.counters.tokens_discarded += fact.sampled

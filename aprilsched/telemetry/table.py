@@ -171,6 +171,8 @@ _FIGURES: tuple[Figure, ...] = (
            help="Attempts sent again after one that failed."),
     Figure(name="run/rollouts_regenerated", kind="counter", of=_counted(lambda c: c.regenerated),
            help="Rollouts launched in the place of a lost member of their group."),
+    Figure(name="run/turns_refused", kind="counter", of=_counted(lambda c: c.turns_refused),
+           help="Turns of episodes that engines refused, such as those beyond the context."),
     Figure(name="run/teardowns_failed", kind="counter", of=_counted(lambda c: c.teardowns_failed),
            help="Functions for the end of an episode that raised or did not end in time."),
     *_of_tokens(),

@@ -36,6 +36,8 @@ class Dialogues:
     unseen: list[tuple[int, Int32Array]] = field(default_factory=list[tuple[int, Int32Array]])
     """Rollouts and turns that were seen and given up since the last snapshot. A restart from it
     brings the turns back, whether the episode asks for them again or not."""
+    refused: set[int] = field(default_factory=set[int])
+    """Episodes whose last answer was that engines refuse the turn."""
     branched: set[int] = field(default_factory=set[int])
     """Episodes that have left their context."""
 
@@ -46,6 +48,11 @@ class Dialogues:
     def answer(self, command: do.ResolveTurn) -> None:
         if command.withdrawn:
             self._back(command)
+            return
+        if command.refused:
+            context = self.answered[command.rollout_id] = self.asking.pop(command.rollout_id)
+            self.thinking[command.rollout_id] = context
+            self.refused.add(command.rollout_id)
             return
         context = self.answered[command.rollout_id] = self.asking.pop(command.rollout_id)
         whole = np.concatenate((context, command.token_ids))
@@ -71,11 +78,13 @@ class Dialogues:
         for rollout_id, whole in self.unseen:
             self.wholes[rollout_id].append(whole)
         self.unseen.clear()
+        self.refused.clear()
         self.turns.clear()
         self.branched.clear()
 
     def _goes_on(self, rollout_id: int) -> None:
         self.answered.pop(rollout_id, None)
+        self.refused.discard(rollout_id)
         self.partial.pop(rollout_id, None)
 
     def withdraw(self, rollout_id: int) -> ev.TurnWithdrawn:
@@ -85,8 +94,10 @@ class Dialogues:
         else:
             del self.thinking[rollout_id]
             self.withdrawn[rollout_id] = self.answered.pop(rollout_id)
-            self.unseen.append((rollout_id, self.wholes[rollout_id].pop()))
-            self.turns[rollout_id] -= 1
+            if rollout_id not in self.refused:
+                self.unseen.append((rollout_id, self.wholes[rollout_id].pop()))
+                self.turns[rollout_id] -= 1
+            self.refused.discard(rollout_id)
         return ev.TurnWithdrawn(rollout_id=rollout_id)
 
     def keep(self, rollout_id: int) -> ev.TurnKept:

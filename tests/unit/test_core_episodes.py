@@ -49,6 +49,48 @@ def test_two_turns_each_interrupted_make_one_rollout():
     assert (rollout.turns, rollout.reward) == (2, 0.5)
 
 
+def test_a_refused_turn_has_an_error_and_its_episode_goes_on():
+    driver = Driver(
+        SchedulerConfig(batch_groups=1, group_size=2, over_provision=1.0, pace="asynchronous"),
+        episodes=True,
+        engines=("a",),
+    )
+    driver.feed(ev.BatchRequested())
+    for started in driver.episodes_started:
+        driver.feed(ev.TurnRequested(rollout_id=started.rollout_id, input_ids=ids(1, 2)))
+        driver.progress(driver.attempts()[0], 1, first=10)
+        driver.finish(driver.attempts()[0], 0)
+    rollout_id = driver.episodes_started[-1].rollout_id
+    context = ids(1, 2, 10, *range(50, 80))
+    driver.feed(ev.TurnRequested(rollout_id=rollout_id, input_ids=context))
+    driver.progress(driver.attempts()[0], 2)
+    driver.interrupt(driver.attempts()[0])
+    driver.fail(driver.attempts()[0], cause="a: too long", final=True)
+    refused = driver.resolved[-1]
+    assert (refused.rollout_id, refused.refused, refused.token_ids.tolist()) == (
+        rollout_id,
+        "too long",
+        [],
+    )
+    state = driver.state.in_flight
+    assert (state.counters.turns_refused, state.ledger.total) == (1, 0)
+    assert state.ledger.tokens == {Reason.FAILED: 2}, "what had come of it before"
+    # An episode that was cancelled in the same moment gets nothing of the turn before.
+    driver.dialogues.withdrawn[rollout_id] = context
+    driver.feed(ev.TurnWithdrawn(rollout_id=rollout_id))
+    assert driver.resolved[-1].withdrawn
+    assert not len(driver.resolved[-1].token_ids)
+    driver.feed(ev.TurnRequested(rollout_id=rollout_id, input_ids=ids(1, 2, 10, 50)))
+    driver.progress(driver.attempts()[0], 1, first=20)
+    driver.finish(driver.attempts()[0], 0)
+    for started in driver.episodes_started:
+        driver.feed(ev.EpisodeFinished(rollout_id=started.rollout_id, score=Score(reward=1.0)))
+    one, two = driver.batches[0].rollouts
+    assert one.token_ids.tolist() == [10]
+    assert two.token_ids.tolist() == [10, 50, 20]
+    assert two.loss_mask.tolist() == [True, False, True]
+
+
 def test_an_episode_that_raises_is_in_the_ledger():
     driver = start()
     driver.feed(

@@ -142,6 +142,7 @@ def test_every_metric_that_has_no_panel_is_a_detail_of_one_that_has():
         "aprilsched_rollouts_regenerated_total",
         "aprilsched_teardowns_failed_total",
         "aprilsched_tokens_masked_total",
+        "aprilsched_turns_refused_total",
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -23,15 +24,19 @@ from aprilsched import (
 from aprilsched.chat.tokenizer import ModelTokenizer, load_tokenizer
 from aprilsched.config import Health, Retries
 from aprilsched.core.state.ledger import Reason
-from aprilsched.errors import ConfigError, EpisodeError, RunGivenUp
+from aprilsched.core.state.saved import Snapshot
+from aprilsched.errors import ConfigError, EpisodeError, RunGivenUp, TurnRefused
 from aprilsched.serving import Unavailable
 from aprilsched.sessions import Limits, Session, Sessions
+from aprilsched.testing.contract import until
 from aprilsched.types import NO_VERSION, Batch, Score
 from experiments.chaos.agents import left_behind
 from tests.support.checking import Checking
 from tests.support.tiny_tokenizer import bytes_tokenizer
 
 pytestmark = pytest.mark.virtual_time
+
+_OPTIONS = ("branches", "limits", "remote_images", "reward")
 
 ASCII = 132
 """Tokens of the special ones and of bytes below 127, so that every text comes back as it was."""
@@ -94,7 +99,7 @@ def opened(
 async def batch_of(
     harness: Drive, tokenizer: ModelTokenizer, *, refits: int = 0, **more: Any
 ) -> Batch:
-    options = {name: more.pop(name) for name in ("branches", "limits", "reward") if name in more}
+    options = {name: more.pop(name) for name in _OPTIONS if name in more}
     async with (
         Sessions(harness, tokenizer=tokenizer, **options) as sessions,
         opened(sessions, **more) as rollouts,
@@ -610,7 +615,191 @@ async def test_many_sessions_with_slow_tools_through_refits_and_dead_engines(
     assert several > 8
 
 
+@pytest.mark.parametrize("answers", [0, 1, 2])
+async def test_what_a_launcher_has_seen_survives_a_kill(
+    tokenizer: ModelTokenizer, tmp_path: Path, answers: int
+):
+    secret = tmp_path / "secret"
+    store = SqliteStore(tmp_path / "store", inline=True)
+    one_each: Any = {"group_size": 1, "save_interval_s": 3600.0}
+    async with (
+        Sessions(tokenizer=tokenizer, secret=secret) as sessions,
+        opened(sessions, 1, store=store, config=one_each) as rollouts,
+    ):
+        session = await sessions.next()
+        harness = Outside("task")
+        for _ in range(answers):
+            await harness.step(session)
+        killed = left_behind(store, tmp_path / "killed")
+        session.done(1.0)
+        await session.recorded()
+        reported = left_behind(store, tmp_path / "reported")
+    async with (
+        Sessions(tokenizer=tokenizer, secret=secret) as sessions,
+        opened(sessions, 1, store=killed, config=one_each) as rollouts,
+    ):
+        if answers:
+            await until(lambda: sessions.get(session.id) is not None)
+            again = sessions.get(session.id)
+        else:
+            again = await sessions.next()
+        assert again is not None
+        assert (again.id, again.prompt.metadata) == (session.id, session.prompt.metadata)
+        before = rollouts.state.in_flight.counters.tokens_generated
+        assert before == 60 * answers
+        await harness.step(again)
+        again.done(1.0)
+        (rollout,) = (await rollouts.next_batch()).rollouts
+    assert (rollout.turns, int(rollout.loss_mask.sum())) == (answers + 1, 60 * (answers + 1))
+    if answers:
+        async with (
+            Sessions(tokenizer=tokenizer, secret=secret) as sessions,
+            opened(sessions, 1, store=reported, config=one_each) as rollouts,
+        ):
+            (rollout,) = (await rollouts.next_batch()).rollouts
+        assert (rollout.turns, rollout.reward) == (answers, 1.0)
+
+
+async def test_answers_that_wait_for_the_store_share_its_saves(
+    tokenizer: ModelTokenizer, tmp_path: Path
+):
+    store = SlowStore(tmp_path / "store")
+    async with (
+        Sessions(tokenizer=tokenizer) as sessions,
+        opened(sessions, 8, store=store, config={"save_interval_s": 3600.0}) as rollouts,
+    ):
+        taken = await asyncio.gather(*(sessions.next() for _ in range(16)))
+        before = store.saves
+        await asyncio.gather(*(asks_once(session) for session in taken))
+        assert store.saves - before < 8
+        # A client that leaves while its answer is saved takes it along, and it is not the next one.
+        store.let.clear()
+        leaving = asyncio.ensure_future(asks_once(taken[0]))
+        in_flight = rollouts.state.in_flight
+        await until(lambda: len(in_flight.rollouts[int(taken[0].id)].answered) == 2)
+        leaving.cancel()
+        await asyncio.sleep(0.1)
+        store.let.set()
+        await asks_once(taken[0])
+        for session in taken:
+            session.done(1.0)
+        await rollouts.next_batch()
+    assert [session.turns for session in taken] == [2] + [1] * 15
+    assert in_flight.ledger.tokens[Reason.WITHDRAWN] == 5
+
+
+class SlowStore(SqliteStore):
+    """Writes in a thread, as long as it is let."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.saves = 0
+        self.let = threading.Event()
+        self.let.set()
+
+    def save(self, snapshot: Snapshot, *, durable: bool) -> None:
+        assert self.let.wait(60)
+        self.saves += 1
+        super().save(snapshot, durable=durable)
+
+
 # --- what is refused -----------------------------------------------------------------------------
+
+
+def small() -> SimFleet:
+    """Engines that refuse a context of more than 500 tokens."""
+    return SimFleet(2, kv_tokens=500, vocab_size=ASCII, eos_token_id=END)
+
+
+async def test_a_refused_request_costs_one_answer(tokenizer: ModelTokenizer):
+    causes: list[str] = []
+
+    async def harness(session: Session, prompt: Prompt) -> float:
+        messages = [said("user", "go")]
+        reply = await session.chat(messages)
+        messages.append(dict(reply.message))
+        if session.index == 1:
+            with pytest.raises(TurnRefused, match="need 7") as refused:
+                await session.chat([*messages, said("user", "x" * 600)])
+            causes.append(str(refused.value))
+        await session.chat([*messages, said("user", "on")])
+        return float(session.index)
+
+    async with (
+        Sessions(harness, tokenizer=tokenizer) as sessions,
+        opened(sessions, fleet=small()) as rollouts,
+    ):
+        batch = await rollouts.next_batch()
+        evaluated = await rollouts.evaluate(prompts(1), group_size=2)
+        counters = rollouts.state.in_flight.counters
+        assert counters.turns_refused == len(causes) == 3
+        assert not rollouts.state.in_flight.ledger.total
+    for rollout in (*batch.rollouts, *evaluated.rollouts):
+        assert (rollout.turns, int(rollout.loss_mask.sum())) == (2, 120)
+    assert len(set(causes)) == 1, "causes of one kind are counted together"
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("catches", [True, False])
+async def test_a_member_that_a_refusal_ends_costs_no_group(
+    tokenizer: ModelTokenizer, first: bool, catches: bool
+):
+    async def harness(session: Session, prompt: Prompt) -> float:
+        if session.index or not first:
+            await session.chat([said("user", "go")])
+        if not session.index:
+            try:
+                await session.chat([said("user", "x" * 600)])
+            except TurnRefused as error:
+                if not catches:
+                    raise RuntimeError("the agent gives up") from error
+        return 1.0
+
+    config = {"group_size": 3, "retries": Retries(member="shrink")}
+    async with (
+        Sessions(harness, tokenizer=tokenizer) as sessions,
+        opened(sessions, fleet=small(), config=config) as rollouts,
+    ):
+        batch = await rollouts.next_batch()
+        ledger = rollouts.state.in_flight.ledger
+    kept = catches and not first
+    assert [len(group.rollouts) for group in batch.groups] == [3 if kept else 2] * 2
+    assert ledger.rollouts == ({} if kept else {Reason.MEMBER_LOST: 2})
+
+
+async def test_a_fleet_that_refuses_everything_ends_the_run(tokenizer: ModelTokenizer):
+    async def harness(session: Session, prompt: Prompt) -> float:
+        with pytest.raises(TurnRefused):
+            await session.chat([said("user", "x" * 600)])
+        return 0.0
+
+    config = {"retries": Retries(failed_groups=2)}
+    async with (
+        Sessions(harness, tokenizer=tokenizer) as sessions,
+        opened(sessions, 4, fleet=small(), config=config) as rollouts,
+    ):
+        with pytest.raises(RunGivenUp, match=r"the engine refuses this request.*need 679"):
+            await rollouts.next_batch()
+
+
+@pytest.mark.parametrize("remote", [False, True])
+async def test_engines_fetch_images_only_if_they_may(tokenizer: ModelTokenizer, remote: bool):
+    heard: set[str] = set()
+
+    async def harness(session: Session, prompt: Prompt) -> float:
+        for url in ("http://169.254.169.254/latest", "data:image/png;base64,AA==", "/etc/passwd"):
+            picture = {"type": "image_url", "image_url": {"url": url}}
+            try:
+                await session.chat([{"role": "user", "content": [picture]}], max_tokens=5)
+            except ConfigError as error:
+                heard.add(str(error)[:59])
+        await asks_once(session)
+        return 1.0
+
+    await batch_of(harness, tokenizer, remote_images=remote)
+    no_url = "an image is no URL that begins with data:, http: or https:;"
+    no_data = "the URL of an image must begin with data:, got 'http://169."
+    assert heard == ({no_url} if remote else {no_url, no_data})
 
 
 async def test_more_requests_than_may_wait_are_refused(tokenizer: ModelTokenizer):

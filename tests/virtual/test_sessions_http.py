@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -560,3 +561,108 @@ async def test_a_harness_finds_its_session_again_at_the_same_address(
     for rollout in batch.rollouts:
         assert int(rollout.loss_mask.sum()) == 3 * 30
         assert np.count_nonzero(rollout.versions == 0) == 3 * 30
+
+
+@pytest.mark.parametrize("stored", [True, False])
+async def test_a_session_may_go_on_later_while_no_scheduler_is_open(
+    plain: ModelTokenizer, tmp_path: Path, stored: bool
+):
+    store = SqliteStore(tmp_path / "store", inline=True) if stored else None
+    body = {"messages": [said("user", "x")]}
+
+    async def heard(session: Session, http: aiohttp.ClientSession) -> set[tuple[int, str | None]]:
+        """What an agent is answered, and a launcher that reports."""
+        found: set[tuple[int, str | None]] = set()
+        calls = [
+            (f"{session.url}/chat/completions", session.key, body),
+            (f"{session.url}/v1/messages", session.key, {**body, "max_tokens": 5, "stream": True}),
+            (f"/launcher/sessions/{session.id}/done", sessions.launcher_key, {}),
+        ]
+        for path, key, content in calls:
+            async with http.post(
+                path, json=content, headers={"Authorization": f"Bearer {key}"}
+            ) as answer:
+                found.add((answer.status, answer.headers.get("Retry-After")))
+        return found
+
+    async def asks(http: aiohttp.ClientSession) -> tuple[int, str | None]:
+        headers = {"Authorization": f"Bearer {sessions.launcher_key}"}
+        async with http.post("/launcher/next", json={"wait_s": 0}, headers=headers) as answer:
+            return answer.status, answer.headers.get("Retry-After")
+
+    async with Sessions(tokenizer=plain) as sessions, aiohttp.ClientSession(sessions.url) as http:
+        assert await asks(http) == (503, "5")
+        async with scheduler(sessions, store=store, tokens=100_000):
+            taken = await sessions.next()
+            assert (await posted(taken, "chat/completions", {**body, "max_tokens": 5}))[0] == 200
+            open_one = asyncio.ensure_future(posted(taken, "chat/completions", body))
+            await until(lambda: bool(taken._asking))
+        again = (503, "5") if stored else (410, None)
+        assert (await open_one)[0] == again[0]
+        assert await heard(taken, http) == {again}
+        if stored:
+            async with scheduler(sessions, store=store):
+                status, answer = await posted(taken, "chat/completions", {**body, "max_tokens": 5})
+                assert (status, answer["usage"]["completion_tokens"]) == (200, 5)
+
+
+async def test_a_refusal_of_an_engine_is_an_answer_with_its_status(plain: ModelTokenizer):
+    async def harness(session: Session, prompt: Prompt) -> float:
+        long = [said("user", "x" * 600)]
+        for path in ("chat/completions", "v1/messages"):
+            for stream in (False, True):
+                body = {"messages": long, "max_tokens": 5, "stream": stream}
+                status, answer = await posted(session, path, body)
+                assert status == 400
+                assert "the engine refuses this request: prompt and" in answer["error"]["message"]
+        async with client(session) as api:
+            with pytest.raises(openai.BadRequestError, match="KV cache"):
+                await api.chat.completions.create(model="m", messages=long, stream=True)
+            await api.chat.completions.create(model="m", messages=[said("user", "x")])
+        return 1.0
+
+    fleet = SimFleet(2, kv_tokens=500, vocab_size=ASCII, eos_token_id=END, time_scale=0.2)
+    batch = await batch_of(harness, plain, fleet=fleet)
+    assert all(rollout.turns == 1 for rollout in batch.rollouts)
+
+
+@pytest.mark.parametrize("how", ["waits", "reads nothing", "resets", "has asked"])
+async def test_a_session_that_its_launcher_has_not_got_is_offered_again(
+    plain: ModelTokenizer, how: str
+):
+    async with Sessions(tokenizer=plain) as sessions, scheduler(sessions) as rollouts:
+        held = [await sessions.next() for _ in range(2)]
+        port = int(sessions.url.rpartition(":")[2])
+        call = (
+            f"POST /launcher/next HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer "
+            f'{sessions.launcher_key}\r\nContent-Length: 13\r\n\r\n{{"wait_s": 5}}'
+        )
+        # Without its stream nothing of asyncio reads the answer.
+        broken = socket.create_connection(("127.0.0.1", port))
+        if how == "waits":
+            broken.sendall(call.encode())
+            await asyncio.sleep(0.1)
+            broken.close()
+            await asyncio.sleep(0.1)
+            sessions.offer_again(held[0])
+        else:
+            sessions.offer_again(held[0])
+            assert not held[0].taken
+            broken.sendall(call.encode())
+            if how != "reads nothing":
+                await until(lambda: held[0].taken)
+                await asyncio.sleep(0.1)
+            if how == "has asked":
+                await held[0].chat([said("user", "x")])
+            # An answer in the buffer that nobody has read resets the connection.
+            broken.close()
+        if how == "has asked":
+            with pytest.raises(TimeoutError):
+                await sessions.next(0.3)
+        else:
+            assert await sessions.next(30) is held[0]
+            await held[0].chat([said("user", "x")])
+        await held[1].chat([said("user", "x")])
+        for session in held:
+            session.done(1.0)
+        await rollouts.next_batch()

@@ -154,6 +154,7 @@ class ResolveTurn(Command, frozen=True, eq=False):
         versions: int32 [n].
         withdrawn: the episode withdrew the turn, and these are the tokens generated until then.
         companions: the rows of the whole context up to the turn's last token, by name.
+        refused: why the engines refuse the request, which then has no tokens; empty if they do not.
     """
 
     rollout_id: int
@@ -163,6 +164,7 @@ class ResolveTurn(Command, frozen=True, eq=False):
     finish_reason: Literal["stop", "length"]
     withdrawn: bool = False
     companions: Mapping[str, CompanionRows] = {}
+    refused: str = ""
 
 
 class ScoreRollout(Command, frozen=True, eq=False):

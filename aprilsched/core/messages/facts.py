@@ -288,12 +288,14 @@ class TeardownFailed(Fact, frozen=True):
 
 class TurnEnded(Fact, frozen=True):
     """An episode has the answer to its turn. `withdrawn`: the episode withdrew the turn, and
-    `tokens` had been generated until then."""
+    `tokens` had been generated until then. `refused`: why the engines refuse the turn; the episode
+    goes on without it."""
 
     rollout_id: int
     tokens: int
     finish_reason: FinishReason
     withdrawn: bool = False
+    refused: str = ""
 
 
 class TokensDiscarded(Fact, frozen=True):

@@ -37,6 +37,8 @@ class Counters:
     retries: int = 0
     regenerated: int = 0
     """Rollouts that were launched in the place of a lost member of their group."""
+    turns_refused: int = 0
+    """Turns of episodes that engines refused, such as one beyond the context of the model."""
     teardowns_failed: int = 0
     """Functions for the end of an episode (``Turn.on_end``) that raised or did not end in time."""
 
@@ -50,7 +52,8 @@ class Reason(StrEnum):
     REJECTED = "rejected"
     """The user's accept function rejected its group (dynamic sampling)."""
     FAILED = "failed"
-    """Its request failed too often, or was refused by the engine."""
+    """Its request failed too often, or was refused by the engine. Also tokens of a turn that was
+    refused on its way from one engine to another; their episode goes on."""
     SIBLING_FAILED = "sibling_failed"
     """Another rollout of its group failed, and its group was dropped with it."""
     MEMBER_LOST = "member_lost"

@@ -253,6 +253,8 @@ class RolloutRecord:
     undecided: int | None = None
     """Where the tokens of a withdrawn turn begin, while the episode has not said whether it keeps
     them."""
+    refused: bool = False
+    """Engines refused its latest turn."""
     again: int = 0
     """Number of times that this member of its group was generated or scored again."""
     rewritten: bool = False

@@ -1,8 +1,9 @@
 """Decides what becomes of a group one of whose members is lost (``retries.member``).
 
 A member is lost by the infrastructure: the attempts of its request are used up, no engine can
-continue it, or user code raised :class:`~aprilsched.errors.MemberLost`. A request that engines
-refuse, and any other error of user code, would fail in the same way again, so it drops its group.
+continue it, or user code raised :class:`~aprilsched.errors.MemberLost`. An episode that fails after
+engines refused its turn is lost too. A refused request of one turn, and any other error of user
+code, would fail in the same way again, so it drops its group.
 
 The lost member leaves its group as a group of its own, which is dropped. So every rollout and every
 token is in the ledger, and what still arrives for it belongs to nobody.

@@ -16,7 +16,7 @@ from aprilsched.core.steps.engines import lose
 from aprilsched.core.steps.follow import disown, follow, foreign_version
 from aprilsched.core.steps.members import lose_member
 from aprilsched.core.steps.migration import note_crowding
-from aprilsched.core.steps.turns import end_turn, take_back
+from aprilsched.core.steps.turns import end_turn, refuse_turn, take_back
 
 _MOST_FAILURES = 3
 """Failed attempts in a row, without one that went well, after which an engine is lost."""
@@ -185,7 +185,9 @@ def on_failed(state: SchedulerState, request: RequestRecord, event: ev.Failed) -
         )
     )
     if rollout.group.dropped is None and exhausted:
-        if event.final:
+        if event.final and state.caller.episodes:
+            refuse_turn(state, request, event.cause.removeprefix(f"{engine}: "))
+        elif event.final:
             drop(state, rollout.group, Reason.FAILED, exhausted, culprit=rollout.rollout_id)
         else:
             lose_member(state, rollout, Reason.FAILED, exhausted)

@@ -77,6 +77,21 @@ def _note_answered(rollout: RolloutRecord, begin: int) -> None:
         rollout.replay.asked.append(len(rollout.answered) - 1)
 
 
+def refuse_turn(state: SchedulerState, request: RequestRecord, cause: str) -> None:
+    """End the turn of a request that engines refuse. Its episode goes on behind the turn before."""
+    rollout = request.rollout
+    rollout.move(Move.END_TURN)
+    state.in_flight.forget(request)
+    state.stragglers.run_on.pop(request.request_id, None)
+    state.in_flight.journal.change(rollout)
+    rollout.undecided = request.output_start
+    _drop_undecided(state, rollout, Reason.FAILED)
+    rollout.refused = True
+    state.in_flight.counters.turns_refused += 1
+    end = rollout.log.size
+    _resolve(state, rollout, end, end, "length", withdrawn=False, refused=cause)
+
+
 def take_back(state: SchedulerState, request: RequestRecord) -> None:
     """Take back a request that was interrupted before its end. Its rest waits to be sent again."""
     whole = request.remaining <= 0 and not (state.rolling and request.rollout.log.mixed)
@@ -94,6 +109,7 @@ def on_turn_requested(
     state: SchedulerState, rollout: RolloutRecord, event: ev.TurnRequested
 ) -> None:
     _drop_undecided(state, rollout)
+    rollout.refused = False
     turn, begin = _known_turn(state, rollout, event)
     before = rollout.log.size
     if turn is not None:
@@ -199,6 +215,9 @@ def on_episode_finished(
 def _withdraw_answered(state: SchedulerState, rollout: RolloutRecord) -> None:
     """Withdraw a turn that is answered already: the episode was cancelled before it got the
     answer."""
+    if rollout.refused:
+        _hand_back(state, rollout, rollout.log.size)
+        return
     if rollout.undecided is not None or not rollout.turns:
         return
     rollout.turns -= 1
@@ -221,16 +240,18 @@ def _hand_back(state: SchedulerState, rollout: RolloutRecord, begin: int) -> Non
     _resolve(state, rollout, begin, rollout.log.size, rollout.finish_reason, withdrawn=True)
 
 
-def _drop_undecided(state: SchedulerState, rollout: RolloutRecord) -> None:
+def _drop_undecided(
+    state: SchedulerState, rollout: RolloutRecord, reason: Reason = Reason.WITHDRAWN
+) -> None:
     if rollout.undecided is None:
         return
     rollout.undecided = None
     replay = rollout.replay
     if replay is not None and replay.withdrawn is not None:
         rollout.replay = None
-        forget(state, rollout, replay.asked, Reason.WITHDRAWN)
+        forget(state, rollout, replay.asked, reason)
     else:
-        truncate_to_answered(state, rollout, Reason.WITHDRAWN)
+        truncate_to_answered(state, rollout, reason)
     rollout.finish_reason = rollout.answered[-1][2] if rollout.answered else "length"
 
 
@@ -247,6 +268,7 @@ def _resolve(
     reason: FinishReason,
     *,
     withdrawn: bool,
+    refused: str = "",
 ) -> None:
     ids, logprobs, versions = rollout.log.tail(begin)
     size = end - begin
@@ -256,6 +278,7 @@ def _resolve(
             tokens=size,
             finish_reason=reason,
             withdrawn=withdrawn,
+            refused=refused,
         )
     )
     state.commands.append(
@@ -266,6 +289,7 @@ def _resolve(
             versions=versions[:size],
             finish_reason=reason,
             withdrawn=withdrawn,
+            refused=refused,
             companions=rollout.log.companion_rows(prompt=len(rollout.prompt_ids), end=end),
         )
     )

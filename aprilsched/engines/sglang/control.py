@@ -324,8 +324,8 @@ class ServerControl(Control[ServerFacts]):
         facts = self.facts
         if unseen := {media.kind for media in request.media} - facts.capabilities.media:
             why = f"has {', '.join(sorted(unseen))}, which the model does not understand; leave"
-            raise self._refused(request, f"{why} media out.")
+            raise self._refused(f"{why} media out.")
         unknown = request.sampling.request.keys() - facts.request_fields
         if unknown and facts.request_fields:
             why = f"has {', '.join(sorted(unknown))}, which the server does not know; correct"
-            raise self._refused(request, f"{why} request.")
+            raise self._refused(f"{why} request.")

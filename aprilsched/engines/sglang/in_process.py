@@ -590,8 +590,8 @@ class _Generation:
                 async for output in outputs:
                     self._give(output)
         except ValueError as error:  # Over HTTP it is a refusal with status 400.
-            text = f"request {rid}: {quote(str(error))}"
-            end = EngineRejected(_NAME, text, status=getattr(error, "status_code", _BAD_REQUEST))
+            status = getattr(error, "status_code", _BAD_REQUEST)
+            end = EngineRejected(_NAME, quote(str(error)), status=status)
         except Exception as error:
             what = f"{type(error).__name__}: {quote(str(error))}"
             end = EngineError(_NAME, f"request {rid}: SGLang failed ({what}).")

@@ -81,21 +81,17 @@ class VLLMEngine(HttpEngine[ServerFacts]):
         sampling = request.sampling
         if sampling.request or sampling.keep:
             raise self._refused(
-                request,
                 "asks for fields of a request or an answer, which are carried to SGLang alone; "
                 "leave request and keep out.",
             )
         if request.media and not self.capabilities.media:
-            raise self._refused(
-                request, "has media, and the model understands none; leave media out."
-            )
+            raise self._refused("has media, and the model understands none; leave media out.")
         if ignored := sorted(_OF_SGLANG & sampling.extra.keys()):
             why = f"has {', '.join(ignored)}, in SGLang's name, which vLLM ignores; leave it out."
-            raise self._refused(request, why)
+            raise self._refused(why)
         temperature = request.sampling.temperature
         if temperature not in (0, 1) and not self.facts.logprobs_mode.startswith("processed"):
             raise self._refused(
-                request,
                 f"has the temperature {temperature:g}, and the server gives logprobs from before "
                 "the temperature; start it with --logprobs-mode processed_logprobs.",
             )
