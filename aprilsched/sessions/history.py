@@ -459,8 +459,14 @@ def _compared(message: Said) -> list[Any]:
             content = content.strip().replace("\u200d", "")
         for call in cast("list[Any]", message.get("tool_calls") or ()):
             function = call["function"]
-            calls.append(_in_one_order([function["name"], function["arguments"]]))
+            text = _in_one_order([function["name"], function["arguments"]])
+            # A client in JavaScript has one kind of numbers, and writes 1.0 as 1.
+            calls.append(repr(json.loads(text, parse_int=_number, parse_float=_number)))
     return [message["role"], content, message.get("name"), sorted(calls)]
+
+
+def _number(text: str) -> float:
+    return float(text) + 0.0  # Without the sign of -0.0.
 
 
 def _in_one_order(value: object) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 __all__ = [
     "CALL",
+    "ODD_CALLS",
     "SPECIAL",
     "TEMPLATE_TOOLS_FIRST",
     "THOUGHT",
@@ -55,6 +56,45 @@ RESPONSE = {
     },
 }
 CALL = '<tool_call>{"name": "look", "arguments": {"where": "Zürich", "days": 3}}</tool_call>'
+ODD_CALLS = [
+    f"<tool_call>{call}</tool_call>"
+    for call in [
+        "",
+        "look(",
+        "null",
+        "[]",
+        '["look"]',
+        '{"arguments": {}}',
+        '{"name": 3, "arguments": {}}',
+        '{"name": "", "arguments": {}}',
+        '{"name": "\\ud800", "arguments": {}}',
+        '{"name": "look", "arguments": {"x": "</tool_call>"}}',
+        *(
+            f'{{"name": "look", "arguments": {arguments}}}'
+            for arguments in [
+                '{"x": ',
+                '"Zürich"',
+                '"{\\"x\\": "',
+                '"{\\"x\\": \\"\\\\ud83d\\"}"',
+                '"{\\"x\\": NaN}"',
+                "3",
+                "true",
+                "[1, 2]",
+                '{"x": NaN}',
+                '{"x": -Infinity}',
+                '{"x": 1e999}',
+                '{"x": "\\ud83d"}',
+                '{"\\udfff": 1}',
+                f'{{"x": {"9" * 400}}}',
+                f'{{"x": {"9" * 5000}}}',
+                f'{{"x": {"[" * 60}{"]" * 60}}}',
+                f'{{"x": {"[" * 900}{"]" * 900}}}',
+                f'{{"x": {"[" * 5000}{"]" * 5000}}}',
+            ]
+        ),
+    ]
+] + ['<tool_call>{"name": "look", "argu']
+"""Calls that no client can obey, as a policy in training writes them."""
 THOUGHT = "<think>it rains</think>"
 
 
