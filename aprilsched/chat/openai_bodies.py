@@ -361,34 +361,32 @@ def _sampled_function(function: Mapping[str, Any]) -> dict[str, str]:
     Raises:
         Exception: if a client's strict parser would refuse them, or a template cannot write them.
     """
-    name, arguments = function["name"], function.get("arguments")
+    name: Any = function["name"]
+    arguments: Any = function.get("arguments")
     if isinstance(arguments, str):
         arguments = json.loads(arguments.strip() or "{}")
     arguments = {} if arguments is None else arguments
-    if not (isinstance(name, str) and name and isinstance(arguments, dict)):
+    if not (name and isinstance(name, str) and type(arguments) is dict):
         raise ValueError("a call needs a name, and an object as its arguments")
     name.encode()
     _check_plain(arguments, _MAX_LEVELS)
     return {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
 
 
-def _check_plain(value: object, levels: int) -> None:
-    """Raise ValueError if strict parsers of JSON refuse `value`, such as NaN and half of a surrogate
-    pair, or if it is nested more than `levels` deep."""
-    match value:
-        case str():
-            value.encode()
-        case int() | float():
-            if not abs(value) <= sys.float_info.max:
-                raise ValueError("a number is not finite")
-        case dict() | list():
-            if not levels:
-                raise ValueError(f"more than {_MAX_LEVELS} levels")
-            parts: Any = value
-            for part in [*parts, *parts.values()] if isinstance(parts, dict) else parts:
-                _check_plain(part, levels - 1)
-        case _:
-            pass
+def _check_plain(value: Any, levels: int) -> None:
+    """Raise ValueError if a strict parser of JSON refuses `value`, such as NaN and half of a
+    surrogate pair, or if it has more than so many `levels`."""
+    if isinstance(value, str):
+        value.encode()
+    elif isinstance(value, int | float):
+        if not abs(value) <= sys.float_info.max:
+            raise ValueError("a number is not finite")
+    elif value is not None:
+        if not levels:
+            raise ValueError(f"there are more than {_MAX_LEVELS} levels")
+        parts: Any = [*value, *value.values()] if type(value) is dict else value
+        for part in parts:
+            _check_plain(part, levels - 1)
 
 
 class ForcedCalls:

@@ -244,17 +244,17 @@ def _parser_class() -> Any:
         def __init__(self, *args: Any, **more: Any) -> None:
             self._region = self._response = 0
             """Where the open region, with its delimiter, and the response start in the buffer."""
-            super().__init__(*args, **more)
+            super().__init__(*args, **more)  # pyright: ignore[reportUnknownMemberType]
             self._response = len(self._buffer)
 
         def _open_explicit(self, events: list[Any], field: Any, m: Any) -> None:
             self._region = m.start()
-            super()._open_explicit(events, field, m)
+            super()._open_explicit(events, field, m)  # pyright: ignore[reportUnknownMemberType]
 
         def _close_current(self, events: list[Any]) -> None:
             name, is_closed = self._current, self._opened
             try:
-                super()._close_current(events)
+                super()._close_current(events)  # pyright: ignore[reportUnknownMemberType]
             except Exception as error:  # Parsers of regions raise what their input leads them to.
                 log.debug("a sampled %s cannot be parsed and stays text: %r", name, error)
                 events.append({"type": "region_close", "field": name, "value": None})

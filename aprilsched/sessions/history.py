@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
@@ -30,8 +31,8 @@ Said: TypeAlias = Mapping[str, Any]
 Mark: TypeAlias = bytes
 """Stands for some messages, from the first one on, with the tools that they were given with."""
 
-_PLACE = "AprilschedPlaceOfAnAnswer"
-"""Stands in a rendered chat where an answer is."""
+_PLACE = f"AprilschedPlaceOfAnAnswer{uuid.uuid4().hex}"
+"""Stands in a rendered chat where an answer is, and in no text of a client or of the policy."""
 _URLS = ("data:", "http://", "https://")
 _PLAIN = {str, type(None)}
 

@@ -4,6 +4,7 @@
 # The packages have no complete types.
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,8 +120,11 @@ def byte_letter(byte: int) -> str:
     return chr(256 + others.index(byte))
 
 
-def bytes_tokenizer(folder: Path, *, parses: bool = False, **more: Any) -> Path:
-    """Write a tokenizer in which byte b is the id 5 + b. Further ids have no text."""
+def bytes_tokenizer(
+    folder: Path, *, parses: bool = False, words: Sequence[str] = (), **more: Any
+) -> Path:
+    """Write a tokenizer in which byte b is the id 5 + b, and `words` have the next ids. Further ids
+    have no text."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     letters = [byte_letter(byte) for byte in range(256)]
@@ -130,6 +134,7 @@ def bytes_tokenizer(folder: Path, *, parses: bool = False, **more: Any) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(each, special=True) for each in SPECIAL])
+    tokenizer.add_tokens([AddedToken(each, normalized=False) for each in words])
     if parses:
         more["response_template"] = RESPONSE
     return _saved(folder, tokenizer, **more)
