@@ -489,6 +489,8 @@ class Message:
             functions = [_sampled_function(each["function"]) for each in several]
         except Exception as error:  # The policy writes calls of any form.
             log.debug("a sampled call cannot be used and stays text: %r", error)
+            functions = []
+        if not functions:
             return self._add(_CONTENT, region)
         changes: list[dict[str, Any]] = []
         for function in functions:

@@ -272,6 +272,7 @@ def test_a_call_that_is_asked_for_has_a_schema_and_is_read_by_it(seed: int):
     text = text.replace('"b", "arguments": {}', '"b", "arguments": 3')
     _, odd = told(Message(ForcedCalls()), text, seed)
     assert (odd["content"], odd["tool_calls"]) == (text, None), "none of them is called"
+    assert told(Message(ForcedCalls()), "[]", seed)[1]["content"] == "[]"
     _, cut = told(Message(ForcedCalls()), text[:30], seed)
     assert (cut["content"], cut["tool_calls"]) == (text[:30], None)
 
