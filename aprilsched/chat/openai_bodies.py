@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
+import sys
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -15,6 +17,8 @@ from typing import Any, cast
 import msgspec
 
 from aprilsched.errors import ConfigError
+
+log = logging.getLogger("aprilsched")
 
 _MOST_CHOICES = 128
 
@@ -271,6 +275,9 @@ def sampling_of(body: CompletionBody | ChatBody) -> dict[str, Any]:
 _CONTENT, _REASONING = "content", "reasoning_content"
 _REASONING_REGIONS = ("reasoning_content", "reasoning", "thinking")
 """Names of the region with reasoning in response templates."""
+_MAX_LEVELS = 50
+"""Objects and lists within each other in the arguments of a sampled call. A parser of .NET reads 64
+in an answer, and one of Rust 128."""
 
 
 def for_template(
@@ -337,15 +344,49 @@ def _call(call: Any, where: str) -> dict[str, Any]:
             pass
         case _:
             raise ConfigError(f"{where} has a tool call without function.name and arguments.")
-    if isinstance(arguments, str):
-        try:
+    try:
+        if isinstance(arguments, str):
             arguments = msgspec.json.decode(arguments.strip() or "{}")
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise ConfigError(f"{where} has a tool call whose arguments are no JSON.") from error
-    else:
-        # A caller may change its own, and messages are compared with those before.
-        arguments = copy.deepcopy(arguments)
+        else:
+            # A caller may change its own, and messages are compared with those before.
+            arguments = copy.deepcopy(arguments)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{where} has a tool call whose arguments are no JSON.") from error
     return {**call, "function": {**more, "name": name, "arguments": arguments}}
+
+
+def _sampled_function(function: Mapping[str, Any]) -> dict[str, str]:
+    """The name and the arguments, as JSON of an object, of a call that the policy has sampled.
+
+    Raises:
+        Exception: if a client's strict parser would refuse them, or a template cannot write them.
+    """
+    name: Any = function["name"]
+    arguments: Any = function.get("arguments")
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments.strip() or "{}")
+    arguments = {} if arguments is None else arguments
+    if not (name and isinstance(name, str) and type(arguments) is dict):
+        raise ValueError("a call needs a name, and an object as its arguments")
+    name.encode()
+    _check_plain(arguments, _MAX_LEVELS)
+    return {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+
+
+def _check_plain(value: Any, levels: int) -> None:
+    """Raise ValueError if a strict parser of JSON refuses `value`, such as NaN and half of a
+    surrogate pair, or if it has more than so many `levels`."""
+    if isinstance(value, str):
+        value.encode()
+    elif isinstance(value, int | float):
+        if not abs(value) <= sys.float_info.max:
+            raise ValueError("a number is not finite")
+    elif value is not None:
+        if not levels:
+            raise ValueError(f"there are more than {_MAX_LEVELS} levels")
+        parts: Any = [*value, *value.values()] if type(value) is dict else value
+        for part in parts:
+            _check_plain(part, levels - 1)
 
 
 class ForcedCalls:
@@ -436,27 +477,28 @@ class Message:
                 case {"type": "region_close", "field": "tool_calls", "value": value}:
                     body, self._body = self._body, ""
                     self._pass(body)
-                    changes += self._take_calls(value, body)
+                    changes += self._take_calls(value, event.get("raw", body))
                 case _:
                     pass
         return changes
 
-    def _take_calls(self, value: Any, body: str) -> list[dict[str, Any]]:
+    def _take_calls(self, value: Any, region: str) -> list[dict[str, Any]]:
+        """The calls in the parsed `value` of a `region`, which is content if one is no call."""
         several: list[Any] = cast("list[Any]", value) if isinstance(value, list) else [value]
+        try:
+            functions = [_sampled_function(each["function"]) for each in several]
+        except Exception as error:  # The policy writes calls of any form.
+            log.debug("a sampled call cannot be used and stays text: %r", error)
+            functions = []
+        if not functions:
+            return self._add(_CONTENT, region)
         changes: list[dict[str, Any]] = []
-        for each in several:
-            match each:
-                case {"function": {"name": str(name), **more}}:
-                    arguments = more.get("arguments", {})
-                case _:
-                    return [*changes, *self._add(_CONTENT, body)]
-            if not isinstance(arguments, str):
-                arguments = json.dumps(arguments, ensure_ascii=False)
+        for function in functions:
             call = {
                 "index": len(self.calls),
                 "id": f"call_{uuid.uuid4().hex[:24]}",
                 "type": "function",
-                "function": {"name": name, "arguments": arguments},
+                "function": function,
             }
             self.calls.append(call)
             changes.append({"tool_calls": [call]})

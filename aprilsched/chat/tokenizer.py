@@ -7,6 +7,7 @@ from the ``DecodeStream`` of tokenizers, which gives only whole characters.
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -221,12 +222,48 @@ class ModelTokenizer:
             raise ConfigError(f"The chat template refuses the messages: {error}") from error
 
     def parser(self, prompt: str, tools: Sequence[Mapping[str, Any]] | None) -> Any:
-        """A parser of a response to the rendered `prompt`; None if :attr:`parses` is False."""
+        """A parser of a response to the rendered `prompt`; None if :attr:`parses` is False.
+
+        It raises nothing for the text of a region: the event ``region_close`` of one that cannot be
+        parsed has the value None. That of a region with a delimiter has its whole text as ``raw``.
+        """
         if self._template is None:
             return None
-        from transformers.utils.chat_parsing import ResponseParser
+        return _parser_class()(self._template, prompt, tools=[dict(tool) for tool in tools or ()])
 
-        return ResponseParser(self._template, prompt, tools=[dict(tool) for tool in tools or ()])
+
+@functools.cache
+def _parser_class() -> Any:
+    from transformers.utils.chat_parsing import ResponseParser
+
+    base: Any = ResponseParser
+
+    class Parser(base):
+        """Continues behind a region that cannot be parsed; transformers' own parser stops there."""
+
+        def __init__(self, *args: Any, **more: Any) -> None:
+            self._region = self._response = 0
+            """Where the open region, with its delimiter, and the response start in the buffer."""
+            super().__init__(*args, **more)  # pyright: ignore[reportUnknownMemberType]
+            self._response = len(self._buffer)
+
+        def _open_explicit(self, events: list[Any], field: Any, m: Any) -> None:
+            self._region = m.start()
+            super()._open_explicit(events, field, m)  # pyright: ignore[reportUnknownMemberType]
+
+        def _close_current(self, events: list[Any]) -> None:
+            name, is_closed = self._current, self._opened
+            try:
+                super()._close_current(events)  # pyright: ignore[reportUnknownMemberType]
+            except Exception as error:  # Parsers of regions raise what their input leads them to.
+                log.debug("a sampled %s cannot be parsed and stays text: %r", name, error)
+                events.append({"type": "region_close", "field": name, "value": None})
+                self._reset_to_implicit()
+            if is_closed and name != self._implicit_name:
+                begin = max(self._region, self._response)
+                events[-1]["raw"] = self._buffer[begin : self._pos]
+
+    return Parser
 
 
 class Detokenizer:

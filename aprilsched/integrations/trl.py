@@ -674,7 +674,9 @@ class _Chat:
         parts = any(getattr(self._tokenizer, f"response_{how}", None) for how in _PARSED_BY)
         with self._alone:
             if parts and not isinstance(prompt, str):
-                return [self._parse(self._tokenizer, ids, prefix=rollout.prompt_ids.tolist())]
+                # TRL's fallback to plain text catches only some errors of parsers.
+                with contextlib.suppress(Exception):
+                    return [self._parse(self._tokenizer, ids, prefix=rollout.prompt_ids.tolist())]
             text = self._tokenizer.decode(ids, skip_special_tokens=True)
         return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
 

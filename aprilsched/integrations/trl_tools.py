@@ -169,7 +169,9 @@ class ToolHarness:
         try:
             if name not in tools:
                 raise ValueError(f"unknown tool {name}")
-            return str(await called(partial(tools[name], **json.loads(arguments))))
+            said = str(await called(partial(tools[name], **json.loads(arguments))))
+            # Half of a surrogate pair, which a tool may make of its arguments, has no tokens.
+            return said.encode("utf-8", "replace").decode()
         except Exception as error:
             found.failures += 1
             return str({"error": str(error)})

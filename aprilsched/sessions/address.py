@@ -192,6 +192,8 @@ def _told(error: Exception, sessions: Sessions) -> tuple[int, str]:
             return _GONE, str(error)
         case ConfigError():
             return 400, str(error)
+        case RecursionError():
+            return 400, "the body is nested too deeply; send fewer levels."
         case AprilschedError():
             return 500, str(error)
         case web.HTTPRequestEntityTooLarge():

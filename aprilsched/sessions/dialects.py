@@ -8,6 +8,7 @@ answer and what ends it are used.
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import msgspec
 
-from aprilsched.chat.openai_bodies import ChatBody, CompletionBody
+from aprilsched.chat.openai_bodies import ChatBody, CompletionBody, TextOptions
 from aprilsched.errors import ConfigError
 from aprilsched.serving import (
     DONE,
@@ -234,6 +235,11 @@ _STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 def _ask_messages(body: MessagesBody) -> Asked:
     if not body.messages:
         raise ConfigError("messages is empty; give at least one message.")
+    if body.messages[-1].get("role") == "assistant":
+        raise ConfigError(
+            "messages ends with one of the assistant, whose text a session does not continue; end "
+            "with one of the user."
+        )
     if body.thread:
         raise ConfigError(_NO_THREAD)
     choice = (body.tool_choice or {}).get("type", "auto")
@@ -284,7 +290,7 @@ def _in_openai_form(message: Mapping[str, Any], where: str) -> list[Event]:
             continue
         match block:
             case {"type": "tool_use", "id": str(name), "name": str(tool), "input": given}:
-                function = {"name": tool, "arguments": msgspec.json.encode(given).decode()}
+                function = {"name": tool, "arguments": json.dumps(given, ensure_ascii=False)}
                 calls.append({"id": name, "type": "function", "function": function})
             case {"type": "tool_result", "tool_use_id": str(name)}:
                 said = _shown(block.get("content") or "", where)
@@ -296,8 +302,9 @@ def _in_openai_form(message: Mapping[str, Any], where: str) -> list[Event]:
                     f"{where} has a block of an unknown kind; give text, an image, "
                     "a tool_use or a tool_result."
                 )
-    if not parts and not calls:
+    if results and not parts and not calls:
         return results
+    # An answer without text has no blocks, or those of its reasoning alone.
     told: Event = {"role": role, "content": _joined(parts)}
     return [*results, told | ({"tool_calls": calls} if calls else {})]
 
@@ -343,7 +350,7 @@ def _blocks(reply: Reply) -> list[Event]:
         blocks.append({"type": "text", "text": said["content"]})
     for call in said.get("tool_calls") or ():
         function = call["function"]
-        given = msgspec.json.decode(function["arguments"])
+        given = msgspec.Raw(function["arguments"].encode())
         blocks.append(
             {"type": "tool_use", "id": call["id"], "name": function["name"], "input": given}
         )
@@ -380,7 +387,7 @@ def _message_events(body: MessagesBody, reply: Reply) -> list[bytes]:
                 deltas = [{"type": "thinking_delta", "thinking": block["thinking"]}]
             case _:
                 empty = block | {"input": {}}
-                given = msgspec.json.encode(block["input"]).decode()
+                given = bytes(block["input"]).decode()
                 deltas = [{"type": "input_json_delta", "partial_json": given}]
         events.append({"type": "content_block_start", "index": place, "content_block": empty})
         events += [{"type": "content_block_delta", "index": place, "delta": d} for d in deltas]
@@ -416,24 +423,30 @@ ANTHROPIC: Dialect[MessagesBody] = Dialect(
 # --- SGLang --------------------------------------------------------------------------------------
 
 
+class _Length(TextOptions, frozen=True, kw_only=True):
+    """The sampling parameters of ``/generate`` that a session uses."""
+
+    n: int | None = None
+    max_new_tokens: int | None = None
+
+
 def _ask_generate(body: GenerateBody) -> Asked:
     if (body.input_ids is None) == (body.text is None):
         raise ConfigError("a request has either text or input_ids; send one of them.")
     if body.media:
         raise ConfigError("a prompt of a session's /generate has no images; leave them out.")
-    sampling = body.sampling_params or {}
-    if sampling.get("n", 1) != 1:
+    try:
+        sampling = msgspec.convert(body.sampling_params or {}, _Length)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"sampling_params cannot be used: {error}") from error
+    if sampling.n not in (None, 1):
         raise ConfigError("n is not 1, and a session gives one answer at a time; leave it out.")
-    given = sampling.get("stop") or ()
     # SGLang leaves special tokens out, and what ended the response, unless it is told.
-    raw = sampling.get("skip_special_tokens") is False and bool(sampling.get("no_stop_trim"))
+    raw = sampling.no_stop_trim and not sampling.skip_special_tokens
     prompt = body.text if body.text is not None else body.input_ids or []
     return Asked(
         ask=lambda session: session.complete(
-            prompt,
-            max_tokens=sampling.get("max_new_tokens"),
-            stop=[given] if isinstance(given, str) else given,
-            raw=raw,
+            prompt, max_tokens=sampling.max_new_tokens, stop=sampling.stops, raw=raw
         ),
         stream=body.stream,
     )

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
@@ -30,8 +31,8 @@ Said: TypeAlias = Mapping[str, Any]
 Mark: TypeAlias = bytes
 """Stands for some messages, from the first one on, with the tools that they were given with."""
 
-_PLACE = "AprilschedPlaceOfAnAnswer"
-"""Stands in a rendered chat where an answer is."""
+_PLACE = f"AprilschedPlaceOfAnAnswer{uuid.uuid4().hex}"
+"""Stands in a rendered chat where an answer is, and in no text of a client or of the policy."""
 _URLS = ("data:", "http://", "https://")
 _PLAIN = {str, type(None)}
 
@@ -459,8 +460,14 @@ def _compared(message: Said) -> list[Any]:
             content = content.strip().replace("\u200d", "")
         for call in cast("list[Any]", message.get("tool_calls") or ()):
             function = call["function"]
-            calls.append(_in_one_order([function["name"], function["arguments"]]))
+            text = _in_one_order([function["name"], function["arguments"]])
+            # A client in JavaScript has one kind of numbers, and writes 1.0 as 1.
+            calls.append(repr(json.loads(text, parse_int=_number, parse_float=_number)))
     return [message["role"], content, message.get("name"), sorted(calls)]
+
+
+def _number(text: str) -> float:
+    return float(text) + 0.0  # Without the sign of -0.0.
 
 
 def _in_one_order(value: object) -> str:

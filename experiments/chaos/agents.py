@@ -8,14 +8,16 @@ of versions is that of the campaign: a token's logprob says which weights sample
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from aprilsched import (
@@ -31,13 +33,15 @@ from aprilsched.chat.tokenizer import ModelTokenizer, load_tokenizer
 from aprilsched.config import Health
 from aprilsched.core.state.ledger import Reason
 from aprilsched.engines.sim import SimConfig, SimEngine
-from aprilsched.engines.sim.toy_model import ContextState
+from aprilsched.engines.sim.toy_model import ContextState, ToyModel
 from aprilsched.errors import EpisodeError
+from aprilsched.serving import decode
 from aprilsched.sessions import Limits, Session, Sessions
+from aprilsched.sessions.dialects import ANTHROPIC, CHAT, Dialect
 from aprilsched.types import NO_VERSION, Batch, Float32Array, Int32Array, Rollout
 from experiments.chaos.history import History, Outcome, recorded
 from experiments.chaos.truth import TruthModel, true_versions
-from tests.support.tiny_tokenizer import bytes_tokenizer
+from tests.support.tiny_tokenizer import CALL, ODD_CALLS, bytes_tokenizer
 
 __all__ = ["Letters", "left_behind", "run"]
 
@@ -46,10 +50,15 @@ TURNS = 20
 REFITS, EVERY_S = 10, 2.0
 DEAD = {2: 0, 6: 1}
 """The engine that is killed before a refit, by the number of the refit."""
+ODD = "odd calls"
+"""The kind of the seeds, every second one, whose policy samples calls of all forms."""
 KILLED = 4
 """The refit after which the trainer's process is killed."""
 _FIRST_LETTER = 5 + ord("a")
 """As a token of the tests' tokenizer of bytes."""
+_FIRST_CALL = 5 + 256
+_CALLS = [CALL, *(each for each in ODD_CALLS if len(each) < 250)]
+"""Tokens of the seeds with odd calls: one that can be obeyed, and those that cannot."""
 
 
 class Letters(TruthModel):
@@ -59,22 +68,41 @@ class Letters(TruthModel):
         self, states: Sequence[ContextState], counts: Sequence[int], key: int
     ) -> list[tuple[Int32Array, Float32Array]]:
         blocks = super().sample(states, counts, key)
-        return [((_FIRST_LETTER + ids % 26).astype(np.int32), said) for ids, said in blocks]
+        return [(_letters(ids), said) for ids, said in blocks]
+
+
+def _letters(ids: Int32Array) -> Int32Array:
+    return (_FIRST_LETTER + ids % 26).astype(np.int32)
+
+
+def _call(ids: Int32Array) -> Int32Array:
+    return (_FIRST_CALL + ids % len(_CALLS)).astype(np.int32)
+
+
+class _OddCalls(Letters):
+    """Samples calls too: each is one token, of which there is one in forty."""
+
+    def sample(
+        self, states: Sequence[ContextState], counts: Sequence[int], key: int
+    ) -> list[tuple[Int32Array, Float32Array]]:
+        blocks = TruthModel.sample(self, states, counts, key)
+        return [(np.where(ids % 40, _letters(ids), _call(ids // 40)), said) for ids, said in blocks]
 
 
 class _Fleet(SimFleet):
     """Four engines whose logprobs are the version of their weights."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: Callable[[int], ToyModel]) -> None:
         super().__init__(4)
-        machine = SimConfig(stream_interval=8, model=Letters)
+        machine = SimConfig(stream_interval=8, model=model)
         self._engines = tuple([SimEngine(f"sim-{i}", machine) for i in range(4)])
 
 
 @dataclass
 class _Agent:
-    """A harness outside, with what it knows."""
+    """A harness outside, with what it knows. It speaks a dialect, less the socket."""
 
+    dialect: Dialect[Any]
     drawn: np.random.Generator
     contexts: list[list[Any]]
     turns: int
@@ -91,12 +119,20 @@ class _Agent:
                 self.asking = int(self.drawn.random() < 0.15), int(self.drawn.integers(1, 120))
             number, most = self.asking
             messages = self.contexts[number]
+            sent = json.dumps({"messages": messages, "max_tokens": most}).encode()
+            body = decode(sent, self.dialect.body)
             try:
-                reply = await session.chat(messages, max_tokens=most)
+                reply = await self.dialect.asked(body).ask(session)
             except EpisodeError:
                 return
             self.heard.append(reply.output.token_ids.tolist())
-            messages += [dict(reply.message), {"role": "user", "content": "and?"}]
+            self.dialect.events(body, reply)
+            whole = msgspec.json.decode(msgspec.json.encode(self.dialect.whole(body, reply)))
+            if self.dialect is CHAT:
+                answer = whole["choices"][0]["message"]
+            else:
+                answer = {"role": "assistant", "content": whole["content"]}
+            messages += [answer, {"role": "user", "content": "and?"}]
             self.asking = None
             await asyncio.sleep(float(min(30, self.drawn.lognormal(-1, 1.5))))
         session.done(float(self.turns))
@@ -127,7 +163,8 @@ class _Campaign:
 
     async def _life(self, store: SqliteStore, *, first: bool) -> SqliteStore:
         """One process of the trainer: until it is killed, which leaves a store, or to the batch."""
-        fleet, agents = _Fleet(), set[asyncio.Task[None]]()
+        model = _OddCalls if ODD in self.outcome.kinds else Letters
+        fleet, agents = _Fleet(model), set[asyncio.Task[None]]()
         refits = range(KILLED + 1) if first else range(KILLED + 1, REFITS)
         sessions = Sessions(
             tokenizer=self.tokenizer,
@@ -200,6 +237,7 @@ class _Campaign:
             drawn = np.random.default_rng([self.outcome.seed, int(session.id)])
             task = session.prompt.metadata["task"]
             agent = self.agents[session.id] = _Agent(
+                dialect=ANTHROPIC if int(session.id) % 2 else CHAT,
                 drawn=drawn,
                 contexts=[
                     [{"role": "user", "content": f"task {task}"}],
@@ -246,6 +284,9 @@ class _Campaign:
         self.figures["tokens"] += len(kept)
         self.figures["tokens_heard_and_not_saved"] += lost.total()
         self.figures["sessions_of_several_versions"] += len(versions) > 1
+        self.figures["sampled_calls"] += sum(each >= _FIRST_CALL for each in kept)
+        if rollout.info["session"]["branches"] > len(agent.contexts):
+            self._complain(f"session {rollout.rollout_id} has left a context of its agent")
         self.figures["branches"] += 1 + len(rollout.branches)
         self.figures["drift"] += rollout.info["session"]["drift"]
 
@@ -264,8 +305,10 @@ def left_behind(store: SqliteStore, to: Path) -> SqliteStore:
 def run(seed: int, *, aloud: bool = False, lines: int = 80) -> Outcome:
     """Run a seed. Complaints are in the outcome; nothing is raised."""
     outcome, history = Outcome(seed, kinds=["kills"]), History(aloud=aloud)
+    if seed % 2:
+        outcome.kinds.append(ODD)
     with tempfile.TemporaryDirectory() as named:
         folder = Path(named)
-        tokenizer = load_tokenizer(bytes_tokenizer(folder / "tokenizer", parses=True))
+        tokenizer = load_tokenizer(bytes_tokenizer(folder / "tokenizer", parses=True, words=_CALLS))
         campaign = _Campaign(outcome, history, folder, tokenizer)
         return recorded(outcome, history, campaign.run(), lines=lines)

@@ -4,11 +4,13 @@
 # The packages have no complete types.
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 __all__ = [
     "CALL",
+    "ODD_CALLS",
     "SPECIAL",
     "TEMPLATE_TOOLS_FIRST",
     "THOUGHT",
@@ -55,6 +57,45 @@ RESPONSE = {
     },
 }
 CALL = '<tool_call>{"name": "look", "arguments": {"where": "Zürich", "days": 3}}</tool_call>'
+ODD_CALLS = [
+    f"<tool_call>{call}</tool_call>"
+    for call in [
+        "",
+        "look(",
+        "null",
+        "[]",
+        '["look"]',
+        '{"arguments": {}}',
+        '{"name": 3, "arguments": {}}',
+        '{"name": "", "arguments": {}}',
+        '{"name": "\\ud800", "arguments": {}}',
+        '{"name": "look", "arguments": {"x": "</tool_call>"}}',
+        *(
+            f'{{"name": "look", "arguments": {arguments}}}'
+            for arguments in [
+                '{"x": ',
+                '"Zürich"',
+                '"{\\"x\\": "',
+                '"{\\"x\\": \\"\\\\ud83d\\"}"',
+                '"{\\"x\\": NaN}"',
+                "3",
+                "true",
+                "[1, 2]",
+                '{"x": NaN}',
+                '{"x": -Infinity}',
+                '{"x": 1e999}',
+                '{"x": "\\ud83d"}',
+                '{"\\udfff": 1}',
+                f'{{"x": {"9" * 400}}}',
+                f'{{"x": {"9" * 5000}}}',
+                f'{{"x": {"[" * 60}{"]" * 60}}}',
+                f'{{"x": {"[" * 900}{"]" * 900}}}',
+                f'{{"x": {"[" * 5000}{"]" * 5000}}}',
+            ]
+        ),
+    ]
+] + ['<tool_call>{"name": "look", "argu']
+"""Calls that no client can obey, as a policy in training writes them."""
 THOUGHT = "<think>it rains</think>"
 
 
@@ -79,8 +120,11 @@ def byte_letter(byte: int) -> str:
     return chr(256 + others.index(byte))
 
 
-def bytes_tokenizer(folder: Path, *, parses: bool = False, **more: Any) -> Path:
-    """Write a tokenizer in which byte b is the id 5 + b. Further ids have no text."""
+def bytes_tokenizer(
+    folder: Path, *, parses: bool = False, words: Sequence[str] = (), **more: Any
+) -> Path:
+    """Write a tokenizer in which byte b is the id 5 + b, and `words` have the next ids. Further ids
+    have no text."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     letters = [byte_letter(byte) for byte in range(256)]
@@ -90,6 +134,7 @@ def bytes_tokenizer(folder: Path, *, parses: bool = False, **more: Any) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(each, special=True) for each in SPECIAL])
+    tokenizer.add_tokens([AddedToken(each, normalized=False) for each in words])
     if parses:
         more["response_template"] = RESPONSE
     return _saved(folder, tokenizer, **more)

@@ -29,7 +29,14 @@ from aprilsched.errors import ConfigError, MissingExtra
 from aprilsched.gateway.reading import Reading, Stops, TextRules
 from aprilsched.gateway.responses import Response, Responses
 from aprilsched.types import Prompt
-from tests.support.tiny_tokenizer import CALL, RESPONSE, SPECIAL, THOUGHT, bytes_tokenizer
+from tests.support.tiny_tokenizer import (
+    CALL,
+    ODD_CALLS,
+    RESPONSE,
+    SPECIAL,
+    THOUGHT,
+    bytes_tokenizer,
+)
 
 
 @pytest.fixture(scope="module")
@@ -175,25 +182,58 @@ def test_text_thoughts_and_calls_are_told_apart(tokenizer: ModelTokenizer, seed:
     assert indices == [0, 1]
 
 
+@pytest.mark.parametrize("call", ODD_CALLS, ids=range(len(ODD_CALLS)))
+def test_a_call_that_no_client_can_obey_is_content_however_cut(
+    tokenizer: ModelTokenizer, call: str
+):
+    text = f"{THOUGHT}Look: {CALL} and {call}"
+    for seed in range(3):
+        message = Message(tokenizer.parser("", None))
+        changes, whole = told(message, text, seed)
+        assert whole["content"] == f"Look: and {call}"
+        assert whole["reasoning_content"] == "it rains"
+        assert len(whole["tool_calls"]) == 1
+        assert "".join(change.get("content", "") for change in changes) == whole["content"]
+    message = Message(tokenizer.parser("", None))
+    message.push(text)
+    message.finish()
+    whole["tool_calls"][0]["id"] = message.calls[0]["id"]
+    assert message.told() == whole, "in one piece"
+
+
+def test_what_follows_an_odd_call_is_read(tokenizer: ModelTokenizer):
+    odd = '<tool_call>{"name": "look", "arguments": NaN}</tool_call>'
+    _, whole = told(Message(tokenizer.parser("", None)), f"{CALL}{odd}{THOUGHT}{CALL}", 1)
+    assert (whole["content"], whole["reasoning_content"]) == (odd, "it rains")
+    assert len(whole["tool_calls"]) == 2
+
+
+def test_a_region_that_the_prompt_has_opened_is_not_told_again_as_text(tokenizer: ModelTokenizer):
+    parser = tokenizer.parser("<|im_start|>assistant\n<tool_call>", None)
+    _, whole = told(Message(parser), "look(</tool_call>", 1)
+    assert (whole["content"], whole["tool_calls"]) == ("look(</tool_call>", None)
+    parser = tokenizer.parser("<|im_start|>assistant\n<tool_call>look(</tool_call>", None)
+    assert told(Message(parser), "fine", 1)[1]["content"] == "fine"
+
+
 @pytest.mark.parametrize(
-    "call",
+    ("sampled", "arguments"),
     [
-        '<tool_call>{"name": "look", "arguments"</tool_call>',
-        '<tool_call>["look"]</tool_call>',
-        '<tool_call>{"arguments": {}}</tool_call>',
-        '<tool_call>{"name": "look", "argu',
-        "<tool_call>" + "[" * 5000 + "</tool_call>",
+        ("null", "{}"),
+        ('""', "{}"),
+        ('"{\\"x\\": 1}"', '{"x": 1}'),
+        ('{"x": 1, "x": 2}', '{"x": 2}'),
+        ('{"x": 123456789012345678901234567890}', '{"x": 123456789012345678901234567890}'),
+        ('{"x": "\\ud83d\\ude00\\u0000"}', '{"x": "\U0001f600\\u0000"}'),
     ],
 )
-@pytest.mark.parametrize("seed", range(3))
-def test_a_call_that_cannot_be_parsed_is_text(tokenizer: ModelTokenizer, call: str, seed: int):
-    message = Message(tokenizer.parser("", None))
-    changes, whole = told(message, f"Look: {CALL} and {call}", seed)
-    body = call.removeprefix("<tool_call>").removesuffix("</tool_call>")
-    assert body in whole["content"]
-    assert whole["content"].startswith("Look:")
-    assert len(whole["tool_calls"]) == 1
-    assert "".join(change.get("content", "") for change in changes) == whole["content"]
+def test_calls_that_can_be_obeyed_have_an_object_as_arguments(
+    tokenizer: ModelTokenizer, sampled: str, arguments: str
+):
+    text = f'<tool_call>{{"name": "rm", "arguments": {sampled}}}</tool_call>'
+    _, whole = told(Message(tokenizer.parser("", None)), text, 1)
+    assert whole["content"] is None
+    assert whole["tool_calls"][0]["function"] == {"name": "rm", "arguments": arguments}
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -229,6 +269,10 @@ def test_a_call_that_is_asked_for_has_a_schema_and_is_read_by_it(seed: int):
     ]
     assert found == [("a", {"x": 1}), ("b", {})]
     assert [each.keys() for each in changes] == [{"tool_calls"}] * 2
+    text = text.replace('"b", "arguments": {}', '"b", "arguments": 3')
+    _, odd = told(Message(ForcedCalls()), text, seed)
+    assert (odd["content"], odd["tool_calls"]) == (text, None), "none of them is called"
+    assert told(Message(ForcedCalls()), "[]", seed)[1]["content"] == "[]"
     _, cut = told(Message(ForcedCalls()), text[:30], seed)
     assert (cut["content"], cut["tool_calls"]) == (text[:30], None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from aprilsched.chat.tokenizer import ModelTokenizer, load_tokenizer
 from aprilsched.errors import ConfigError
 from aprilsched.sessions.history import History, Question
-from tests.support.tiny_tokenizer import CALL, THOUGHT, bytes_tokenizer
+from tests.support.tiny_tokenizer import CALL, ODD_CALLS, THOUGHT, bytes_tokenizer
 
 END = "<|im_end|>"
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
@@ -128,6 +129,35 @@ def test_what_makes_no_difference_to_a_message(tokenizer: ModelTokenizer, change
     assert made.ask([user("a"), again, user("b")], TOOLS).after is not None
     assert made.ask([user("a"), {**again, "content": "other"}, user("b")], TOOLS).after is None
     assert made.ask([user("a"), again, user("b")]).after is None, "with other tools"
+
+
+def test_numbers_that_a_client_writes_anew_are_the_same(tokenizer: ModelTokenizer):
+    made = history(tokenizer)
+    call = '{"name": "look", "arguments": {"a": 1.0, "b": [1e3, -0.0, 1180591620717411303424]}}'
+    said = f"<tool_call>{call}</tool_call>{END}"
+    told = answer(made, tokenizer, made.ask([user("a")], TOOLS), said)
+
+    def after(arguments: str) -> Any:
+        function = {"name": "look", "arguments": arguments}
+        again = {"role": "assistant", "tool_calls": [{"function": function}]}
+        return made.ask([user("a"), again, user("b")], TOOLS).after
+
+    assert after(told["tool_calls"][0]["function"]["arguments"]) is not None
+    assert after('{"a":1,"b":[1000,0,1.1805916207174113e21]}') is not None
+    assert after('{"a":1,"b":[1000,1,1.1805916207174113e21]}') is None
+
+
+@pytest.mark.parametrize("call", ODD_CALLS, ids=range(len(ODD_CALLS)))
+def test_an_odd_call_keeps_its_tokens_in_the_next_turn(tokenizer: ModelTokenizer, call: str):
+    made = history(tokenizer)
+    first = made.ask([user("a")], TOOLS)
+    told = answer(made, tokenizer, first, f"see {CALL} and {call}{END}")
+    parts = {**told, "content": [{"type": "text", "text": told["content"]}]}
+    for again in (told, parts, json.loads(json.dumps(told))):
+        second = made.ask([user("a"), again, user("b")], TOOLS)
+        known = [*first.ids.tolist(), *sample(tokenizer, f"see {CALL} and {call}{END}").tolist()]
+        assert second.after is not None
+        assert second.ids.tolist()[: len(known)] == known
 
 
 def test_a_template_that_drops_reasoning_is_found_and_said(folder: Path):

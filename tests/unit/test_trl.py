@@ -26,6 +26,7 @@ from aprilsched import Group, Prompt, SchedulerConfig, SimFleet, SimPublisher
 from aprilsched.config import Retries, Samples, Staleness
 from aprilsched.errors import ConfigError, RefitError, RunGivenUp
 from aprilsched.integrations.trl import RolloutWorker, StreamedSteps
+from aprilsched.integrations.trl_tools import Conversation, ToolHarness
 from aprilsched.types import Rollout, Score
 from tests.support.facts import response
 from tests.support.trl_run import trl_without_a_gpu
@@ -869,6 +870,31 @@ def test_a_response_with_a_part_for_reasoning_is_taken_apart_as_by_trl(cpu: Any,
     (message,) = made._chat.completion([{"role": "user", "content": "w5"}], rollout)
     assert message["content"].split() == ["w9"]
     assert message["reasoning_content"].split() == ["w7", "w8"]
+
+
+def test_no_response_is_an_error_of_its_reward(cpu: Any, tmp_path: Path):
+    from transformers import AutoTokenizer
+
+    from tests.support.tiny_tokenizer import ODD_CALLS, bytes_tokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(bytes_tokenizer(tmp_path, parses=True))
+    chat = worker(cpu, tmp_path, processing_class=tokenizer)._chat
+    for call in ODD_CALLS:
+        ids = np.array(tokenizer(call)["input_ids"], dtype=np.int32)
+        rollout = msgspec.structs.replace(of_versions(*[1] * len(ids)), token_ids=ids)
+        (message,) = chat.completion([{"role": "user", "content": "w5"}], rollout)
+        assert message["role"] == "assistant"
+
+
+async def test_half_of_a_surrogate_pair_from_a_tool_is_replaced():
+    tools = ToolHarness([], None, rows=[], options={}, most=None)
+    found = Conversation(prompt=[])
+
+    def letter(number: int) -> str:
+        return chr(number)
+
+    assert await tools._result(found, {"a": letter}, "a", '{"number": 55357}') == "?"
+    assert (found.calls, found.failures) == (1, 0)
 
 
 def test_without_trl_the_extra_is_named():

@@ -64,8 +64,9 @@ def test_faults_of_servers_lose_nothing_and_keep_no_call(
 
 
 @pytest.mark.long
-def test_five_hundred_agents_lose_nothing_that_was_saved():
-    outcome = agents.run(0)
+@pytest.mark.parametrize("seed", [0, 1], ids=["letters", "odd calls"])
+def test_five_hundred_agents_lose_nothing_that_was_saved(seed: int):
+    outcome = agents.run(seed)
     assert not outcome.complaints
     assert outcome.ending == ["killed", "batch"]
     assert outcome.figures["sessions_at_once"] > 500

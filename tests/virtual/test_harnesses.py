@@ -33,8 +33,14 @@ from aprilsched.types import NO_VERSION, Prompt
 from tests.support.checking import Checking
 from tests.support.harnesses import HARNESSES, SYSTEM, Harness, scripted
 from tests.support.sim_http import two_weights
-from tests.support.tiny_tokenizer import TEMPLATE_TOOLS_FIRST, bytes_tokenizer
-from tests.virtual.test_sessions import END, prompts, tokens_of
+from tests.support.tiny_tokenizer import (
+    ODD_CALLS,
+    TEMPLATE_TOOLS_FIRST,
+    THOUGHT,
+    bytes_tokenizer,
+)
+from tests.virtual.test_sessions import END, prompts, said, tokens_of
+from tests.virtual.test_sessions_http import events_of, posted, told
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "agents.md"
 VOCABULARY = 261
@@ -192,6 +198,66 @@ async def test_an_agent_of_a_framework_has_the_tokens_of_a_coroutine(
         end = rollout.token_ids.tolist().index(END) + 1
         assert set(rollout.versions[:end].tolist()) == {0}
         assert set(rollout.versions[end:].tolist()) == {1, NO_VERSION}
+
+
+ODD_ANSWERS = ["", THOUGHT, *(f"{THOUGHT}Look: {call}" for call in ODD_CALLS if len(call) < 250)]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("path", ["chat/completions", "messages"])
+async def test_an_odd_call_is_content_and_the_next_turn_continues_its_tokens(
+    tokenizer: ModelTokenizer, path: str, stream: bool
+):
+    async def harness(session: Session, prompt: Prompt) -> float:
+        messages = [said("user", "0")]
+        for number, answer in enumerate(ODD_ANSWERS):
+            body: Any = {"messages": messages, "max_tokens": 300}
+            if path == "messages":
+                content = await _blocks(session, body, stream)
+                text = "".join([each.get("text", "") for each in content])
+                messages.append({"role": "assistant", "content": content})
+            else:
+                text = await _content(session, body, stream)
+                messages.append(said("assistant", text))
+            assert text == answer.removeprefix(THOUGHT)
+            messages.append(said("user", f"{number + 1}"))
+        return 1.0
+
+    def answer(text: str) -> str:
+        return ODD_ANSWERS[text.count("<|im_start|>user") - 1]
+
+    async with (
+        server_of(tokenizer, answer) as server,
+        Sessions(harness, tokenizer=tokenizer) as sessions,
+        scheduler(server.url, sessions) as rollouts,
+    ):
+        batch = await rollouts.next_batch()
+        assert rollouts.state.in_flight.ledger.total == 0
+    for rollout in batch.rollouts:
+        assert rollout.info["session"]["branches"] == 1
+        sampled = rollout.token_ids[rollout.loss_mask].tolist()
+        expected = "".join([f"{answer}<|im_end|>" for answer in ODD_ANSWERS])
+        assert tokenizer.decode(sampled, skip_special=False) == expected
+
+
+async def _blocks(session: Session, body: Any, stream: bool) -> list[dict[str, Any]]:
+    """The content of an answer in Anthropic's API."""
+    if stream:
+        return told(await events_of(session, "messages", body))
+    status, answer = await posted(session, "messages", body)
+    assert status == 200, answer
+    return answer["content"]
+
+
+async def _content(session: Session, body: Any, stream: bool) -> str:
+    """The content of an answer in OpenAI's API."""
+    if stream:
+        events = await events_of(session, "chat/completions", body)
+        deltas = [event["choices"][0]["delta"] for _, event in events]
+        return "".join([each.get("content", "") for each in deltas])
+    status, answer = await posted(session, "chat/completions", body)
+    assert status == 200, answer
+    return answer["choices"][0]["message"]["content"] or ""
 
 
 async def test_the_agents_of_the_guide_run(tokenizer: ModelTokenizer):

@@ -8,6 +8,7 @@ The tests run in scaled wall time, because real sockets and a virtual clock do n
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import socket
 from collections.abc import Awaitable, Callable
@@ -236,7 +237,7 @@ def told(events: list[tuple[str, Any]]) -> list[dict[str, Any]]:
             delta = event["delta"]
             if delta["type"] == "text_delta":
                 blocks[-1]["text"] += delta["text"]
-            else:
+            elif delta["type"] == "input_json_delta":
                 given += delta["partial_json"]
         elif blocks[-1]["type"] == "tool_use":
             blocks[-1]["input"] = json.loads(given)
@@ -372,6 +373,7 @@ async def test_a_client_that_leaves_takes_its_turn_along_and_nothing_else(plain:
         assert (rollout.turns, int(rollout.loss_mask.sum())) == (1, 7)
 
 
+DEEP: Any = functools.reduce(lambda inner, _: [inner], range(900), None)
 REFUSED = [
     ("chat/completions", {"messages": []}, "empty"),
     ("chat/completions", {"messages": [{"content": "x"}]}, "role"),
@@ -399,6 +401,37 @@ REFUSED = [
     ("generate", {"sampling_params": {}}, "text or input_ids"),
     ("generate", {"text": "x", "sampling_params": {"n": 2}}, "n is not 1"),
     ("generate", {"text": "x", "image_data": "data:,"}, "images"),
+    *[
+        ("generate", {"text": "x", "sampling_params": {name: value}}, name)
+        for name, value in (
+            ("stop", 5),
+            ("stop", [5]),
+            ("stop", {"a": 1}),
+            ("stop", [["a"]]),
+            ("max_new_tokens", "5"),
+            ("max_new_tokens", [1]),
+            ("max_new_tokens", 1.5),
+            ("n", [1]),
+            ("skip_special_tokens", "x"),
+        )
+    ],
+    (
+        "chat/completions",
+        {
+            "messages": [
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"function": {"name": "a", "arguments": DEEP}}],
+                }
+            ]
+        },
+        "no JSON",
+    ),
+    (
+        "v1/messages",
+        {"messages": [said("user", "x"), said("assistant", "I th")], "max_tokens": 5},
+        "ends with one of the assistant",
+    ),
     ("v1/messages", {"messages": [], "max_tokens": 5}, "empty"),
     ("v1/messages", {"messages": [said("user", "x")]}, "max_tokens"),
     ("v1/messages", {"messages": [said("tool", "x")], "max_tokens": 5}, "role"),
