@@ -19,6 +19,7 @@ from aprilsched.coordinator.durability import Durability
 from aprilsched.coordinator.handback import HandBack
 from aprilsched.coordinator.live_bias import LiveBias
 from aprilsched.coordinator.membership import (
+    Claims,
     Membership,
     Readmission,
     Watch,
@@ -29,8 +30,8 @@ from aprilsched.coordinator.membership import (
     report_slow,
     wants_update,
 )
-from aprilsched.coordinator.opening import Claim, check_engines
-from aprilsched.coordinator.refits import Refits
+from aprilsched.coordinator.opening import Claim, check_engines, disclaim
+from aprilsched.coordinator.refits import Refits, moves_elsewhere
 from aprilsched.coordinator.replanning import Planning, StepTimes
 from aprilsched.coordinator.tasks import Shell, Tasks, Waits
 from aprilsched.coordinator.work import Work
@@ -43,7 +44,7 @@ from aprilsched.core.state.state import SchedulerState
 from aprilsched.driver.forecasts import ForecastErrors
 from aprilsched.driver.loop import EventLoop
 from aprilsched.engines.base import Engine, Fleet, RefitElsewhere
-from aprilsched.errors import SchedulerClosed, closed_meanwhile
+from aprilsched.errors import EngineTaken, SchedulerClosed, closed_meanwhile
 from aprilsched.planning import Planner
 from aprilsched.store.in_memory import Store
 from aprilsched.telemetry.base import AnyListener
@@ -86,8 +87,12 @@ class Session:
         shell = Shell(config=config, engines=self.engines, feed=self.feed, tasks=self._tasks)
         self.durability = Durability(shell, core=core, store=store, waits=self.waits, work=work)
         self.attempts = Attempts(shell, run_id=run_id, may_send=self.state.fleet.control.runs)
-        self._controls = EngineControls(shell)
-        self.refits = Refits(shell, fleet_version=lambda: self.state.weights.versions.trainer)
+        self._controls = EngineControls(shell, self._end_taken)
+        self.refits = Refits(
+            shell,
+            fleet_version=lambda: self.state.weights.versions.trainer,
+            is_mine=self._controls.is_mine,
+        )
         self._hand_back = HandBack(
             shell, attempts=self.attempts, controls=self._controls, refits=self.refits
         )
@@ -95,6 +100,8 @@ class Session:
         self._membership = Membership(
             shell, fleet=fleet, readmission=self._readmission, hand_back=self._hand_back
         )
+        self._claims = Claims(shell, self._end_taken)
+        self._pause_watch = Watch(shell, self._check_pause)
         self._version_watch = Watch(shell, self._ask_version)
         self._load_watch = Watch(shell, ask_load)
         self._planning = Planning(shell, planner)
@@ -188,6 +195,7 @@ class Session:
             )
         except BaseException:
             try:
+                await asyncio.gather(*map(disclaim, self._fleet.engines))
                 await self._fleet.close()
             finally:
                 self._claim.give_back()
@@ -239,6 +247,8 @@ class Session:
                 self._hand_back.stop()
                 tasks.cancel_kind(("readmission",))
                 tasks.cancel(["membership", "heartbeat", "version watch", "load watch"])
+                tasks.cancel(["claims", "pause watch"])
+                tasks.cancel_kind(("claim",))
                 await asyncio.sleep(0)
                 await self._hand_back.release_all(self.state)
                 released = True
@@ -267,6 +277,7 @@ class Session:
             self._work.close()
             try:
                 await self.durability.close()
+                await asyncio.gather(*map(disclaim, self._fleet.engines))
                 await self._fleet.close()
             finally:
                 self._claim.give_back()
@@ -276,6 +287,8 @@ class Session:
         self.attempts.start()
         self._membership.start()
         self._tasks.start("heartbeat", self._send_ticks())
+        self._tasks.start("claims", self._claims.run())
+        self._tasks.start("pause watch", self._pause_watch.run())
         if self.config.follow_weights:
             self._tasks.start("version watch", self._version_watch.run())
         if self.config.dispatch.migrate:
@@ -340,6 +353,26 @@ class Session:
             or control.paused_elsewhere is not None
         )
         return await ask_version(engine, silent=silent)
+
+    async def _check_pause(self, engine: Engine) -> None:
+        """End the scheduler if another client has continued an engine that it has paused, unless
+        the trainer may have done so to load weights by its own calls."""
+        fleet, publisher = self.state.fleet, self.refits.publisher
+        mine = publisher is not None and not moves_elsewhere(publisher)
+        if mine or fleet.held or fleet.sleep is not None:
+            await self._controls.is_mine(engine)
+
+    def _end_taken(self, engine: str, why: str) -> None:
+        """End the scheduler, because an engine that it uses has another owner."""
+        if self.state.fleet.control.of(engine) is None:
+            return
+        self._hand_back.taken.add(engine)
+        error = EngineTaken(
+            engine,
+            f"{why}, so another client owns it too and its weights are not certain; stop the other "
+            "one, restart this one, and update the weights first.",
+        )
+        self._tasks.fail(error)
 
     def _want_update(self, command: facts.UpdateWanted) -> None:
         error = wants_update(command.engines, command.version, command.base)

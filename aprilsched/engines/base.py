@@ -27,6 +27,7 @@ from aprilsched.types import (
 __all__ = [
     "Capabilities",
     "Chunk",
+    "Claimable",
     "Engine",
     "EngineLoad",
     "Fleet",
@@ -237,6 +238,30 @@ class TellsPause(Protocol):
 
     async def is_paused(self) -> bool | None:
         """Whether the engine is paused; None where it cannot tell."""
+        ...
+
+
+CLAIM_INTERVAL_S = 5.0
+"""Seconds between two calls of :meth:`Claimable.claim` by the owner of an engine."""
+
+
+@runtime_checkable
+class Claimable(Protocol):
+    """An engine that shows, across processes, whether another client owns it.
+
+    A claim expires within two intervals after its owner has died.
+    """
+
+    async def claim(self) -> bool:
+        """Claim the engine, or renew the claim; False if another client has it.
+
+        Raises:
+            EngineError: if the engine does not answer; a claim that exists stays valid.
+        """
+        ...
+
+    async def disclaim(self) -> None:
+        """End the claim, if there is one."""
         ...
 
 
