@@ -29,6 +29,7 @@ from aprilsched.engines.base import (
     Engine,
     GenerationRequest,
     HasAddress,
+    HasLabel,
     ReportsLoad,
     TellsPause,
 )
@@ -41,14 +42,22 @@ from aprilsched.errors import (
 )
 from aprilsched.types import SamplingParams
 
+_FIRST_LABELS = ("default", "0")
+"""Labels of the weights that a server was started with."""
+
 
 async def check_engines(
-    engines: Sequence[Engine], config: SchedulerConfig, *, resumed: bool = False
+    engines: Sequence[Engine],
+    config: SchedulerConfig,
+    *,
+    resumed: bool = False,
+    trusted: bool = False,
 ) -> Opened:
     """Check and flush all engines, and describe them for the core.
 
     In a `resumed` run an engine may have any version, or inconsistent weights. An engine without
-    the run's own version waits for a refit.
+    the run's own version waits for a refit. In a fresh run labelled weights are logged, because
+    they come from an earlier run, unless the trainer labels them itself (`trusted`).
 
     Raises:
         ConfigError: if the engines have different policy versions, or if an engine cannot do what
@@ -72,6 +81,8 @@ async def check_engines(
             f"the engines have different policy versions ({found}); restart them, or load one "
             "version into all of them before scheduling."
         )
+    if not (resumed or trusted):
+        _log_labels(engines, versions)
     # Before the first pause, which stops the requests of others, and after which SGLang's figures
     # are old.
     await say_who_is_there(engines)
@@ -106,6 +117,19 @@ async def _flush(engine: Engine, config: SchedulerConfig) -> None:
     if config.cached_kv == "recompute":
         async with pause_during(engine):
             await engine.flush()
+
+
+def _log_labels(engines: Sequence[Engine], versions: Sequence[int | None]) -> None:
+    """Log a warning if engines have weights of an earlier run, whose number this run continues."""
+    for engine, version in zip(engines, versions, strict=True):
+        label = engine.label if isinstance(engine, HasLabel) else str(version)
+        if label not in _FIRST_LABELS:
+            log.warning(
+                '%s has weights labelled "%s", of an earlier run; this run takes their tokens for '
+                "on-policy unless update_weights() comes before the first batch",
+                engine.name,
+                label,
+            )
 
 
 async def _version(engine: Engine, resumed: bool) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import uuid
 from collections.abc import AsyncIterable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -32,6 +33,8 @@ from aprilsched.telemetry.base import AnyListener
 from aprilsched.telemetry.figures import AlignmentFigures
 from aprilsched.types import Batch, Prompt
 from aprilsched.weights.publisher import WeightPublisher
+
+log = logging.getLogger("aprilsched")
 
 
 class RolloutScheduler(FleetScheduler):
@@ -219,7 +222,8 @@ class RolloutScheduler(FleetScheduler):
 
         At staleness 0 both are of the same weights, so a difference is a mismatch of the engine
         and the trainer. The comparison is written to the event log, and is in `summary.json` and in
-        the report under "alignment". Only the first report of a batch counts there.
+        the report under "alignment". Only the first report of a batch counts there. If most tokens
+        differ by more than 10 %, a warning says that the engines have other weights.
 
         Args:
             batch: a batch of :meth:`next_batch`.
@@ -244,6 +248,15 @@ class RolloutScheduler(FleetScheduler):
                 "batches only."
             )
         comparison = await compared(batch, logprobs)
+        fresh = comparison.by_age[0]
+        if 2 * fresh.beyond > fresh.tokens:
+            log.warning(
+                "batch %d: %d of %d on-policy tokens differ from the trainer's probabilities by "
+                "over 10 %%, so the engines have other weights; call update_weights()",
+                batch.index,
+                fresh.beyond,
+                fresh.tokens,
+            )
         self._feed(ev.LogprobsReported(comparison=comparison))
         return alignment_of([comparison])
 
@@ -273,6 +286,11 @@ class RolloutScheduler(FleetScheduler):
         """Say, before the scheduler is opened, that an update may have ended halfway: no engine is
         used before the next update."""
         self._session.weights_unknown = True
+
+    def trust_weights(self) -> None:
+        """Say, before the scheduler is opened, that the weights in the engines are the trainer's,
+        whatever their label, so that a label is not reported as one of an earlier run."""
+        self._session.weights_trusted = True
 
     def hold(self, *, held: bool) -> None:
         """Pause the engines with the requests inside them, or let them generate again."""

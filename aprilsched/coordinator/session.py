@@ -108,6 +108,8 @@ class Session:
         self.weights_unknown = False
         """Whether an update was under way when the process before this one died, so that engines
         may have parts of two versions under the label of one."""
+        self.weights_trusted = False
+        """Whether the weights that the engines have at the start are the trainer's."""
         self._stopping = asyncio.Event()
         self._opening: asyncio.Future[None] | None = None
         self._pid = os.getpid()
@@ -192,6 +194,7 @@ class Session:
                 self._fleet.engines,
                 self.config,
                 resumed=self.state.resumed or self.weights_unknown,
+                trusted=self.weights_trusted or self.config.follow_weights,
             )
         except BaseException:
             try:

@@ -34,6 +34,7 @@ __all__ = [
     "FleetChange",
     "GenerationRequest",
     "HasAddress",
+    "HasLabel",
     "PauseMode",
     "RefitElsewhere",
     "RefitFromDisk",
@@ -229,6 +230,16 @@ class HasAddress(Protocol):
     @property
     def address(self) -> str:
         """Where the server listens."""
+        ...
+
+
+@runtime_checkable
+class HasLabel(Protocol):
+    """An engine that labels its weights by names which need not be numbers."""
+
+    @property
+    def label(self) -> str:
+        """The label of the weights that it had when it was opened."""
         ...
 
 

@@ -328,6 +328,7 @@ class _Rollouts:
         )
         if restored is not None:
             rollouts.restore(restored)
+        rollouts.trust_weights()  # slime loads and labels them before it generates.
         rollouts.__enter__()
         self._next = rollouts.state.prompts.cursor
         return rollouts
