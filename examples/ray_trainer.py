@@ -67,8 +67,8 @@ class Trainer:
     def train(self, steps: int) -> dict[str, Any]:
         """Train until `steps` batches were trained on."""
         with RolloutScheduler(NAME) as rollouts:
-            # The servers may have the weights of an earlier run, and the trainer before this one may
-            # have died while it moved some.
+            # The servers may have the weights of an earlier run, and the trainer before this one
+            # may have died while it moved some.
             rollouts.update_weights(self.publisher(), acknowledge=False)
             while self.trained < steps - 1:
                 batch = rollouts.next_batch()

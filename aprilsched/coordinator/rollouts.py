@@ -13,7 +13,7 @@ from typing import Literal, Self
 
 from aprilsched.coordinator.episodes import Episode
 from aprilsched.coordinator.live_bias import BiasNow
-from aprilsched.coordinator.logprob_comparison import compared
+from aprilsched.coordinator.logprob_comparison import OTHER_WEIGHTS_K3, compared
 from aprilsched.coordinator.prompts import PromptSource, checked_evaluation
 from aprilsched.coordinator.protocol import FleetScheduler, waited
 from aprilsched.coordinator.refits import RefitReport
@@ -222,8 +222,8 @@ class RolloutScheduler(FleetScheduler):
 
         At staleness 0 both are of the same weights, so a difference is a mismatch of the engine
         and the trainer. The comparison is written to the event log, and is in `summary.json` and in
-        the report under "alignment". Only the first report of a batch counts there. If most tokens
-        differ by more than 10 %, a warning says that the engines have other weights.
+        the report under "alignment". Only the first report of a batch counts there. A
+        warning names a batch that looks sampled by other weights than the trainer's.
 
         Args:
             batch: a batch of :meth:`next_batch`.
@@ -249,13 +249,12 @@ class RolloutScheduler(FleetScheduler):
             )
         comparison = await compared(batch, logprobs)
         fresh = comparison.by_age[0]
-        if 2 * fresh.beyond > fresh.tokens:
+        if fresh.k3 > OTHER_WEIGHTS_K3 * fresh.tokens:
             log.warning(
-                "batch %d: %d of %d on-policy tokens differ from the trainer's probabilities by "
-                "over 10 %%, so the engines have other weights; call update_weights()",
+                "batch %d: on-policy log-probabilities differ from the trainer's, k3=%.3f, so the "
+                "engines probably have other weights; call update_weights()",
                 batch.index,
-                fresh.beyond,
-                fresh.tokens,
+                fresh.k3 / fresh.tokens,
             )
         self._feed(ev.LogprobsReported(comparison=comparison))
         return alignment_of([comparison])

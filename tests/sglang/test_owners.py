@@ -23,10 +23,13 @@ from aprilsched import (
 from aprilsched.engines.base import Engine
 from aprilsched.errors import EngineTaken
 from aprilsched.gateway import Gateway, GatewaySettings
+from aprilsched.testing.contract import until
 from tests.sglang.conftest import INTERVAL
 from tests.sglang.helpers import opened
 from tests.sglang.server import CpuServer
 
+CLAIM_S = 60.0
+"""Seconds within which a claim that is not renewed has expired, also on a busy machine."""
 LONG = {"input_ids": [3, 5, 7], "sampling_params": {"max_new_tokens": 7000, "ignore_eos": True}}
 
 
@@ -37,12 +40,12 @@ async def paused_gateway(url: str) -> AsyncGenerator[Gateway]:
     async with (
         Gateway(fleet, settings=GatewaySettings(port=0, drain_s=0)) as gateway,
         aiohttp.ClientSession(gateway.url) as session,
+        session.post("/generate", json={**LONG, "stream": True}) as answer,
     ):
-        async with session.post("/generate", json={**LONG, "stream": True}) as answer:
-            await answer.content.readline()
-            async with session.post("/pause_generation", json={"mode": "retract"}) as paused:
-                assert paused.status == 200
-            yield gateway
+        await answer.content.readline()
+        async with session.post("/pause_generation", json={"mode": "retract"}) as paused:
+            assert paused.status == 200
+        yield gateway
 
 
 @asynccontextmanager
@@ -115,13 +118,10 @@ async def test_a_gateway_whose_pause_is_ended_by_another_client_stops(clean_serv
         assert "runs although this scheduler has paused it" in str(error)
 
 
-class _Overtaken(DiskPublisher):
-    """Another client continues the server before the weights are loaded."""
+class _Noted(DiskPublisher):
+    """Notes whether it is asked to load weights."""
 
-    def __init__(self, folder: Path, url: str) -> None:
-        super().__init__(folder)
-        self.published = False
-        self._url = url
+    published = False
 
     async def publish(
         self, version: int, engines: Sequence[Engine]
@@ -133,7 +133,7 @@ class _Overtaken(DiskPublisher):
 async def test_no_weights_are_loaded_into_a_server_that_another_client_has_continued(
     clean_server: CpuServer, models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ):
-    publisher = _Overtaken(models[1], clean_server.url)
+    publisher = _Noted(models[1])
     async with scheduler(clean_server.url) as rollouts:
         waiting = asyncio.create_task(rollouts.next_batch())
         (engine,) = rollouts._session.engines.values()
@@ -145,8 +145,7 @@ async def test_no_weights_are_loaded_into_a_server_that_another_client_has_conti
                 await other.resume()
 
         monkeypatch.setattr(engine, "flush", flushed)
-        while not rollouts.state.in_flight.open_attempts:
-            await asyncio.sleep(0.01)
+        await until(lambda: rollouts.state.in_flight.open_attempts > 0)
         with pytest.raises(EngineTaken, match="another client owns it too"):
             await rollouts.update_weights(publisher)
         with pytest.raises(EngineTaken):
@@ -161,9 +160,8 @@ async def test_an_owner_renews_its_claim_and_finds_that_it_has_lost_it(clean_ser
     async with opened(url) as first, opened(url) as second:
         assert await first.claim()
         assert not await second.claim()
-        # As after a time in which the first did not run.
-        while not await second.claim():
-            await asyncio.sleep(0.5)
+        # The first does not renew its claim, as if its process stood still.
+        await until(second.claim, CLAIM_S)
         assert await first.claim()
         assert not await first.claim()
         await first.disclaim()
