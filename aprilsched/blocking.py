@@ -211,10 +211,6 @@ class BlockingScheduler:
         """Begin with the state of a checkpoint. Call it before the ``with`` block."""
         self._rollouts.restore(path)
 
-    def trust_weights(self) -> None:
-        """Say, before the ``with`` block, that the weights in the engines are the trainer's."""
-        self._rollouts.trust_weights()
-
     @contextmanager
     def _entered(self, block: AbstractAsyncContextManager[T]) -> Generator[T]:
         """Enter and leave `block` on the loop, for a block of the trainer's thread."""

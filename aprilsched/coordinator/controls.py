@@ -29,6 +29,8 @@ from aprilsched.weights.publisher import to_the_end
 Work: TypeAlias = Callable[[], Awaitable[ev.Event]]
 """Makes a control call, and returns the event that reports its end."""
 
+_WATCH_S = 1.0
+"""Seconds between two questions to an engine whether it is still paused."""
 _VERIFY_S = 10.0
 """Seconds within which an engine must tell its version. The requests of the other engines wait for
 it too, so an engine that hangs must not delay them for longer."""
@@ -94,6 +96,14 @@ class EngineControls(Part):
     async def _wake(self, engine: SleepingEngine, tags: Sequence[str]) -> None:
         async with asyncio.timeout(self._timeout_s):
             await engine.wake(tags)
+
+    async def watch_pauses(self, judges: Callable[[], bool]) -> None:
+        """Ask every engine that is paused here, once a second, whether it still is; it is left out
+        while nothing is known of whoever may continue it (`judges`)."""
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            names = [name for name in self._pauses if name in self._engines and judges()]
+            await asyncio.gather(*(self.is_mine(self._engines[name]) for name in names))
 
     async def is_mine(self, engine: Engine) -> bool:
         """Whether no other client has continued the engine since it was paused here; otherwise the

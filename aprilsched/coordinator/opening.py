@@ -265,6 +265,7 @@ async def claim(engine: Engine) -> None:
         if now() >= end:
             why = "is owned by another scheduler or gateway, which is alive; stop that one first, "
             raise EngineTaken(engine.name, f"{why}or use other servers.")
+        log.info("%s has an owner, or had one until now; its claim is waited for", engine.name)
         await asyncio.sleep(_AGAIN_S)
 
 
@@ -275,11 +276,16 @@ async def disclaim(engine: Engine) -> None:
             await engine.disclaim()
 
 
+_PAUSE_ANSWER_S = 5.0
+"""Seconds that an engine has to answer whether it is paused; nothing waits for it any longer."""
+
+
 async def shows_pause(engine: Engine) -> bool | None:
     """Whether a server is paused; None if the engine is no server, or does not report it."""
     if isinstance(engine, TellsPause) and isinstance(engine, HasAddress):
-        with suppress(EngineError):
-            return await engine.is_paused()
+        with suppress(EngineError, TimeoutError):
+            async with asyncio.timeout(_PAUSE_ANSWER_S):
+                return await engine.is_paused()
     return None
 
 

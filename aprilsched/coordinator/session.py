@@ -101,7 +101,6 @@ class Session:
             shell, fleet=fleet, readmission=self._readmission, hand_back=self._hand_back
         )
         self._claims = Claims(shell, self._end_taken)
-        self._pause_watch = Watch(shell, self._check_pause)
         self._version_watch = Watch(shell, self._ask_version)
         self._load_watch = Watch(shell, ask_load)
         self._planning = Planning(shell, planner)
@@ -291,7 +290,7 @@ class Session:
         self._membership.start()
         self._tasks.start("heartbeat", self._send_ticks())
         self._tasks.start("claims", self._claims.run())
-        self._tasks.start("pause watch", self._pause_watch.run())
+        self._tasks.start("pause watch", self._controls.watch_pauses(self._judges_pauses))
         if self.config.follow_weights:
             self._tasks.start("version watch", self._version_watch.run())
         if self.config.dispatch.migrate:
@@ -357,13 +356,12 @@ class Session:
         )
         return await ask_version(engine, silent=silent)
 
-    async def _check_pause(self, engine: Engine) -> None:
-        """End the scheduler if another client has continued an engine that it has paused, unless
-        the trainer may have done so to load weights by its own calls."""
+    def _judges_pauses(self) -> bool:
+        """Whether an engine that another client continues has another owner: no trainer continues
+        it after it has loaded weights by its own calls."""
         fleet, publisher = self.state.fleet, self.refits.publisher
-        mine = publisher is not None and not moves_elsewhere(publisher)
-        if mine or fleet.held or fleet.sleep is not None:
-            await self._controls.is_mine(engine)
+        ordinary = publisher is not None and not moves_elsewhere(publisher)
+        return ordinary or fleet.held or fleet.sleep is not None
 
     def _end_taken(self, engine: str, why: str) -> None:
         """End the scheduler, because an engine that it uses has another owner."""

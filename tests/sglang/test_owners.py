@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import aiohttp
+import numpy as np
 import pytest
 
 from aprilsched import (
@@ -66,7 +67,7 @@ async def gateway_process(url: str) -> AsyncGenerator[asyncio.subprocess.Process
 def scheduler(url: str) -> RolloutScheduler:
     """A scheduler with responses that are in the server for long."""
     sampling = SamplingParams(max_new_tokens=4096, ignore_eos=True)
-    prompts = (Prompt(input_ids=[3, 5, i % 500]) for i in range(1000))
+    prompts = (Prompt(input_ids=np.array([3, 5, i % 500], dtype=np.int32)) for i in range(1000))
     config = SchedulerConfig(batch_groups=2, group_size=2, over_provision=2.0, sampling=sampling)
     return RolloutScheduler(SGLangFleet([url], stream_interval=INTERVAL), prompts, config=config)
 
