@@ -223,20 +223,25 @@ async def ask_load(engine: Engine) -> ev.LoadSeen | None:
 
 
 class Claims(Part):
-    """Renews the claims on all engines; `taken` is called with the name of one that is lost."""
+    """Renews the claims on the engines that the core has (`knows`); one that joins claims its own.
+    `taken` is called with the name of one whose claim is lost."""
 
-    def __init__(self, shell: Shell, taken: Callable[[str, str], None]) -> None:
+    def __init__(
+        self, shell: Shell, *, knows: Callable[[str], object], taken: Callable[[str, str], None]
+    ) -> None:
         super().__init__(shell)
+        self._knows = knows
         self._taken = taken
 
     async def run(self) -> None:
         while True:
             await asyncio.sleep(CLAIM_INTERVAL_S)
-            for engine in self._engines.values():
-                key = ("claim", engine.name)
+            for name, engine in self._engines.items():
+                if not isinstance(engine, Claimable) or self._knows(name) is None:
+                    continue
                 # Each alone, because a server that loads weights answers afterwards.
-                if isinstance(engine, Claimable) and not self._tasks.running(key):
-                    self._tasks.start(key, self._renew(engine.name, engine))
+                if not self._tasks.running(("claim", name)):
+                    self._tasks.start(("claim", name), self._renew(name, engine))
 
     async def _renew(self, name: str, engine: Claimable) -> None:
         with suppress(EngineError):

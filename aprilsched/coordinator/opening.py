@@ -24,6 +24,7 @@ from aprilsched.core.messages.events import EngineInfo, Opened
 from aprilsched.driver.loop import joining
 from aprilsched.engines.base import (
     CLAIM_INTERVAL_S,
+    CLAIM_S,
     Chunk,
     Claimable,
     Engine,
@@ -260,7 +261,7 @@ async def claim(engine: Engine) -> None:
     if not isinstance(engine, Claimable):
         return
     now = asyncio.get_running_loop().time
-    end = now() + 2 * CLAIM_INTERVAL_S
+    end = now() + CLAIM_S + CLAIM_INTERVAL_S
     while not await engine.claim():
         if now() >= end:
             why = "is owned by another scheduler or gateway, which is alive; stop that one first, "

@@ -100,7 +100,8 @@ class Session:
         self._membership = Membership(
             shell, fleet=fleet, readmission=self._readmission, hand_back=self._hand_back
         )
-        self._claims = Claims(shell, self._end_taken)
+        knows = self.state.fleet.control.of
+        self._claims = Claims(shell, knows=knows, taken=self._end_taken)
         self._version_watch = Watch(shell, self._ask_version)
         self._load_watch = Watch(shell, ask_load)
         self._planning = Planning(shell, planner)

@@ -252,16 +252,15 @@ class TellsPause(Protocol):
         ...
 
 
-CLAIM_INTERVAL_S = 5.0
+CLAIM_S = 10.0
+"""Longest time in seconds for which a claim outlives an owner that was killed."""
+CLAIM_INTERVAL_S = 2.0
 """Seconds between two calls of :meth:`Claimable.claim` by the owner of an engine."""
 
 
 @runtime_checkable
 class Claimable(Protocol):
-    """An engine that shows, across processes, whether another client owns it.
-
-    A claim expires within two intervals after its owner has died.
-    """
+    """An engine that shows, across processes, whether another client owns it."""
 
     async def claim(self) -> bool:
         """Claim the engine, or renew the claim; False if another client has it.
