@@ -291,9 +291,9 @@ async def shows_pause(engine: Engine) -> bool | None:
 
 
 async def _log_pause(engine: Engine) -> None:
-    """Log that a server was left paused, because it continues now."""
+    """Log that a server is paused, because it is continued. One that starts shows a pause too."""
     if await shows_pause(engine):
-        log.warning("%s was left paused by an earlier client; it is continued", engine.name)
+        log.warning("%s was left paused by an earlier client, or still starts", engine.name)
 
 
 def _key(engine: Engine) -> Hashable:
