@@ -11,6 +11,7 @@
     │   ├── EngineRejected     the engine answered with an error status
     │   ├── ControlTimeout     the engine did not answer a control call in time
     │   ├── EngineRestarted    another process answers than the one that was opened
+    │   ├── EngineTaken        another scheduler, gateway or trainer controls the engine too
     │   └── InconsistentWeights  an update failed halfway; the weights are neither old nor new
     ├── RefitError             no engine took the new weights; the old version stays in use
     ├── FleetLost              no engine is left to generate on, and none came back in time
@@ -42,6 +43,7 @@ __all__ = [
     "EngineProtocolError",
     "EngineRejected",
     "EngineRestarted",
+    "EngineTaken",
     "EngineUnreachable",
     "EpisodeError",
     "FleetLost",
@@ -102,6 +104,10 @@ class ControlTimeout(EngineError):
 
 class EngineRestarted(EngineError):
     """Another process answers at the engine's address than the one that was opened."""
+
+
+class EngineTaken(EngineError):
+    """Another scheduler, gateway or trainer controls the engine; two owners would mix weights."""
 
 
 class InconsistentWeights(EngineError):

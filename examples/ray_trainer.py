@@ -67,9 +67,9 @@ class Trainer:
     def train(self, steps: int) -> dict[str, Any]:
         """Train until `steps` batches were trained on."""
         with RolloutScheduler(NAME) as rollouts:
-            if self.trained >= 0:
-                # The trainer before this one may have died while it moved weights.
-                rollouts.update_weights(self.publisher(), acknowledge=False)
+            # The servers may have the weights of an earlier run, and the trainer before this one
+            # may have died while it moved some.
+            rollouts.update_weights(self.publisher(), acknowledge=False)
             while self.trained < steps - 1:
                 batch = rollouts.next_batch()
                 if batch.index > self.trained:

@@ -89,6 +89,7 @@ def main() -> Any:
     publisher = DiskPublisher(options.weights, save=model.save_pretrained)
     fleet = SGLangFleet(options.engine)
     with RolloutScheduler(fleet, sums(tokenizer), reward=score, config=config) as rollouts:
+        rollouts.update_weights(publisher)  # engines may have those of an earlier run
         for batch in islice(rollouts, options.steps):
             buffer.empty()
             fill(buffer, batch)

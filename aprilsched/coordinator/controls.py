@@ -7,6 +7,9 @@ The calls of a lost engine are cancelled, except a release or a wake. The effect
 known, because SGLang crashes when memory is woken that was not released. The engine gets no other
 call before they have ended (:mod:`aprilsched.coordinator.handback`), so their answers cannot be
 taken for answers of the process that comes back.
+
+An engine that runs although it was paused here has another owner, which may load weights too. The
+scheduler ends before it loads half of a version under the other's requests.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeAlias
 
-from aprilsched.coordinator.opening import check_tokens
+from aprilsched.coordinator.opening import check_tokens, shows_pause
 from aprilsched.coordinator.tasks import Part, Shell, TaskKey, watched
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
@@ -26,6 +29,8 @@ from aprilsched.weights.publisher import to_the_end
 Work: TypeAlias = Callable[[], Awaitable[ev.Event]]
 """Makes a control call, and returns the event that reports its end."""
 
+_WATCH_S = 1.0
+"""Seconds between two questions to an engine whether it is still paused."""
 _VERIFY_S = 10.0
 """Seconds within which an engine must tell its version. The requests of the other engines wait for
 it too, so an engine that hangs must not delay them for longer."""
@@ -34,9 +39,12 @@ it too, so an engine that hangs must not delay them for longer."""
 class EngineControls(Part):
     """Carries out control commands."""
 
-    def __init__(self, shell: Shell) -> None:
+    def __init__(self, shell: Shell, taken: Callable[[str, str], None]) -> None:
         super().__init__(shell)
+        self._taken = taken
         self._timeout_s = shell.config.timeouts.control_s
+        self._pauses: dict[str, object] = {}
+        """A mark for each engine that was paused here, shows it and was not continued since."""
         self._memory_calls: dict[str, TaskKey] = {}
         """Task of the last release or wake of each engine."""
         self.memory_is_back = asyncio.Event()
@@ -45,10 +53,12 @@ class EngineControls(Part):
 
     def stop(self) -> None:
         """Cancel all calls except releases and wakes."""
+        self._pauses.clear()
         self._tasks.cancel_kind(("control",), but=self._memory_calls.values())
 
     def give_up(self, engine: str) -> None:
         """Cancel all calls of a lost engine except releases and wakes."""
+        self._pauses.pop(engine, None)
         self._tasks.cancel_kind(("control", engine), but=self._memory_calls.values())
 
     async def ended(self, engine: str) -> None:
@@ -87,12 +97,43 @@ class EngineControls(Part):
         async with asyncio.timeout(self._timeout_s):
             await engine.wake(tags)
 
+    async def watch_pauses(self, judges: Callable[[], bool]) -> None:
+        """Ask every engine that is paused here, once a second, whether it still is; it is left out
+        while nothing is known of whoever may continue it (`judges`)."""
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            names = [name for name in self._pauses if name in self._engines and judges()]
+            await asyncio.gather(*(self.is_mine(self._engines[name]) for name in names))
+
+    async def is_mine(self, engine: Engine) -> bool:
+        """Whether no other client has continued the engine since it was paused here; otherwise the
+        scheduler ends."""
+        mark = self._pauses.get(engine.name)
+        if mark is None or await shows_pause(engine) is not False:
+            return True
+        try:
+            await engine.verify()
+        except InconsistentWeights:
+            pass
+        except EngineError:
+            return True  # It was restarted or is lost, which its next call shows.
+        if self._pauses.get(engine.name) is not mark:
+            return True
+        self._taken(engine.name, "runs although this scheduler has paused it")
+        return False
+
     # --- commands ------------------------------------------------------------------------------
 
     def pause(self, command: do.Pause) -> None:
         engine = self._engines[command.engine]
         done = ev.Paused(engine=command.engine)
-        self._begin(command.engine, "pause", lambda: engine.pause(command.mode), done)
+
+        async def paused() -> None:
+            await engine.pause(command.mode)
+            if await shows_pause(engine):
+                self._pauses[command.engine] = object()
+
+        self._begin(command.engine, "pause", paused, done)
 
     def flush(self, command: do.Flush) -> None:
         engine = self._engines[command.engine]
@@ -100,6 +141,7 @@ class EngineControls(Part):
 
     def resume(self, command: do.Continue) -> None:
         engine = self._engines[command.engine]
+        self._pauses.pop(command.engine, None)
         self._begin(command.engine, "continue", engine.resume, ev.Continued(engine=command.engine))
 
     def release(self, command: do.Release) -> None:

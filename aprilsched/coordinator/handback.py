@@ -56,6 +56,8 @@ class HandBack(Part):
         self._controls = controls
         self._refits = refits
         self._timeout_s = shell.config.timeouts.control_s
+        self.taken: set[str] = set()
+        """Names of engines that have another owner, who decides when they continue."""
         self._pending: dict[int, Engine] = {}
         """Engines that are not handed back yet, by identity. A server that joins again before its
         engine is handed back is another engine with the same name."""
@@ -177,7 +179,8 @@ class HandBack(Part):
         requests = self._attempts.open_ids(engine.name)
         leaving = asyncio.ensure_future(self._attempts.leave(engine.name))
         try:
-            if control is None or control.mode is not Mode.RUNNING:
+            paused = control is None or control.mode is not Mode.RUNNING
+            if paused and engine.name not in self.taken:
                 await asyncio.wait([leaving], timeout=_HEAD_START_S)
                 await self.quiet(engine.name)
                 if await self._continue(engine, lost=lost) and requests:

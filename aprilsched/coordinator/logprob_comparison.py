@@ -22,6 +22,9 @@ from aprilsched.types import NO_VERSION, Batch, Rollout
 BOUND = 0.1
 """A token is beyond the bound if its probabilities differ by more than 10 %. Rounding in bfloat16
 stays below for most tokens."""
+OTHER_WEIGHTS_K3 = 0.05
+"""Mean of exp(d) - 1 - d at staleness 0, in nats, above which the engine has other weights. It is
+about half of the mean square of d; rounding in bfloat16 stays below 0.01."""
 AGES = 6
 """Classes of staleness; the last one has all tokens that are 5 or more versions old."""
 _LARGEST = 20.0

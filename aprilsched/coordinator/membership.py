@@ -11,12 +11,20 @@ from contextlib import aclosing, suppress
 from datetime import datetime, timedelta
 
 from aprilsched.coordinator.handback import HandBack
-from aprilsched.coordinator.opening import examine
+from aprilsched.coordinator.opening import claim, examine
 from aprilsched.coordinator.tasks import Part, Shell, TaskKey
 from aprilsched.core.messages import events as ev
 from aprilsched.core.messages import facts
 from aprilsched.core.messages.events import EngineInfo, EngineJoined, EngineLost
-from aprilsched.engines.base import Engine, Fleet, ReportsLoad, TellsPause, WatchesMembership
+from aprilsched.engines.base import (
+    CLAIM_INTERVAL_S,
+    Claimable,
+    Engine,
+    Fleet,
+    ReportsLoad,
+    TellsPause,
+    WatchesMembership,
+)
 from aprilsched.errors import (
     AprilschedError,
     EngineError,
@@ -67,6 +75,7 @@ class Membership(Part):
         try:
             # An engine that gives no token must not delay the other changes of the fleet.
             async with asyncio.timeout(self._config.timeouts.control_s):
+                await claim(engine)
                 info = await examine(engine, self._config, self._engines.values())
         except (AprilschedError, TimeoutError) as error:
             log.warning("engine %s joined but does not work yet: %s", engine.name, error)
@@ -147,6 +156,7 @@ class Readmission(Part):
             # Opened again, because another process with other capabilities may be at the address.
             await engine.close()
             await engine.open()
+            await claim(engine)
         await self._hand_back.let_go_on(engine)
         async with asyncio.timeout(self._config.timeouts.control_s):
             return await examine(engine, self._config, self._engines.values())
@@ -210,6 +220,33 @@ async def ask_load(engine: Engine) -> ev.LoadSeen | None:
     if load.kv_tokens is None or load.age_s > _INTERVAL_S:
         return None
     return ev.LoadSeen(engine=engine.name, used=load.kv_tokens, queued=load.queued)
+
+
+class Claims(Part):
+    """Renews the claims on the engines that the core has (`knows`); one that joins claims its own.
+    `taken` is called with the name of one whose claim is lost."""
+
+    def __init__(
+        self, shell: Shell, *, knows: Callable[[str], object], taken: Callable[[str, str], None]
+    ) -> None:
+        super().__init__(shell)
+        self._knows = knows
+        self._taken = taken
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(CLAIM_INTERVAL_S)
+            for name, engine in self._engines.items():
+                if not isinstance(engine, Claimable) or self._knows(name) is None:
+                    continue
+                # Each alone, because a server that loads weights answers afterwards.
+                if not self._tasks.running(("claim", name)):
+                    self._tasks.start(("claim", name), self._renew(name, engine))
+
+    async def _renew(self, name: str, engine: Claimable) -> None:
+        with suppress(EngineError):
+            if not await engine.claim():
+                self._taken(name, "is claimed by another scheduler or gateway")
 
 
 # --- outages -------------------------------------------------------------------------------------

@@ -22,28 +22,56 @@ from aprilsched.companions import TOP
 from aprilsched.config import SchedulerConfig
 from aprilsched.core.messages.events import EngineInfo, Opened
 from aprilsched.driver.loop import joining
-from aprilsched.engines.base import Chunk, Engine, GenerationRequest, HasAddress, ReportsLoad
-from aprilsched.errors import ConfigError, EngineError, EngineProtocolError, InconsistentWeights
+from aprilsched.engines.base import (
+    CLAIM_INTERVAL_S,
+    CLAIM_S,
+    Chunk,
+    Claimable,
+    Engine,
+    GenerationRequest,
+    HasAddress,
+    HasLabel,
+    ReportsLoad,
+    TellsPause,
+)
+from aprilsched.errors import (
+    ConfigError,
+    EngineError,
+    EngineProtocolError,
+    EngineTaken,
+    InconsistentWeights,
+)
 from aprilsched.types import SamplingParams
+
+_FIRST_LABELS = ("default", "0")
+"""Labels of the weights that a server was started with."""
 
 
 async def check_engines(
-    engines: Sequence[Engine], config: SchedulerConfig, *, resumed: bool = False
+    engines: Sequence[Engine],
+    config: SchedulerConfig,
+    *,
+    resumed: bool = False,
+    trusted: bool = False,
 ) -> Opened:
     """Check and flush all engines, and describe them for the core.
 
     In a `resumed` run an engine may have any version, or inconsistent weights. An engine without
-    the run's own version waits for a refit.
+    the run's own version waits for a refit. In a fresh run labelled weights are logged, because
+    they come from an earlier run, unless the trainer labels them itself (`trusted`).
 
     Raises:
         ConfigError: if the engines have different policy versions, or if an engine cannot do what
             `config` needs.
+        EngineTaken: if another process owns an engine.
         EngineError: if an engine does not answer, or does not flush its cache.
     """
     if not engines:
         raise ConfigError("the fleet has no engines; give at least one.")
     for engine in engines:
         _check_engine(engine, config, engines[:1])
+    await asyncio.gather(*map(claim, engines))
+    await asyncio.gather(*map(_log_pause, engines))
     # A run that was killed may have left its engines paused. Continuing a running engine is
     # harmless.
     await asyncio.gather(*(engine.resume() for engine in engines))
@@ -62,6 +90,8 @@ async def check_engines(
             ", ".join(tiered[:_SHOWN]),
             ", …" if len(tiered) > _SHOWN else "",
         )
+    if not (resumed or trusted):
+        _log_labels(engines, versions)
     # Before the first pause, which stops the requests of others, and after which SGLang's figures
     # are old.
     await say_who_is_there(engines)
@@ -96,6 +126,19 @@ async def _flush(engine: Engine, config: SchedulerConfig) -> None:
     if config.cached_kv == "recompute":
         async with pause_during(engine):
             await engine.flush()
+
+
+def _log_labels(engines: Sequence[Engine], versions: Sequence[int | None]) -> None:
+    """Log a warning if engines have weights of an earlier run, whose number this run continues."""
+    for engine, version in zip(engines, versions, strict=True):
+        label = engine.label if isinstance(engine, HasLabel) else str(version)
+        if label not in _FIRST_LABELS:
+            log.warning(
+                '%s has weights labelled "%s", of an earlier run; this run takes their tokens for '
+                "on-policy unless update_weights() comes before the first batch",
+                engine.name,
+                label,
+            )
 
 
 async def _version(engine: Engine, resumed: bool) -> int | None:
@@ -154,13 +197,15 @@ def _program(engine: Engine) -> str:
 
 # --- sharing -------------------------------------------------------------------------------------
 
-# Detects other users of the same engines: refuses them in this process, warns of others.
+# Detects other users of the same engines.
 #
 # Two schedulers on one engine would each pause and refit it while the other uses it. Within one
-# process, the second scheduler is refused. Another process is detected only by its effects:
-# requests that an engine has when a scheduler opens, and aborts that the scheduler did not request
-# (see :mod:`aprilsched.coordinator.attempts`). A version that the scheduler did not load is
-# detected in every answer of an engine.
+# process, the second scheduler is refused. Across processes it is refused by a claim on the server
+# (:class:`~aprilsched.engines.base.Claimable`), which the first one renews. Clients that make no
+# claim are detected by their effects: requests that an engine has when a scheduler opens, aborts
+# that the scheduler did not request (see :mod:`aprilsched.coordinator.attempts`), and an engine
+# that runs although the scheduler has paused it (see :mod:`aprilsched.coordinator.controls`). A
+# version that the scheduler did not load is detected in every answer of an engine.
 
 log = logging.getLogger("aprilsched")
 
@@ -220,6 +265,51 @@ class Claim:
     def is_open(self) -> bool:
         """Whether the scheduler may still use engines. It cannot when its event loop is closed."""
         return self._loop is not None and not self._loop.is_closed()
+
+
+async def claim(engine: Engine) -> None:
+    """Claim an engine across processes; the claim of an owner that was killed is waited for.
+
+    Raises:
+        EngineTaken: if another owner renews its claim.
+        EngineError: if the engine does not answer.
+    """
+    if not isinstance(engine, Claimable):
+        return
+    now = asyncio.get_running_loop().time
+    end = now() + CLAIM_S + CLAIM_INTERVAL_S
+    while not await engine.claim():
+        if now() >= end:
+            why = "is owned by another scheduler or gateway, which is alive; stop that one first, "
+            raise EngineTaken(engine.name, f"{why}or use other servers.")
+        log.info("%s has an owner, or had one until now; its claim is waited for", engine.name)
+        await asyncio.sleep(_AGAIN_S)
+
+
+async def disclaim(engine: Engine) -> None:
+    """End the claim on an engine, if there is one; a failure is left to its expiry."""
+    if isinstance(engine, Claimable):
+        with suppress(EngineError):
+            await engine.disclaim()
+
+
+_PAUSE_ANSWER_S = 5.0
+"""Seconds that an engine has to answer whether it is paused; nothing waits for it any longer."""
+
+
+async def shows_pause(engine: Engine) -> bool | None:
+    """Whether a server is paused; None if the engine is no server, or does not report it."""
+    if isinstance(engine, TellsPause) and isinstance(engine, HasAddress):
+        with suppress(EngineError, TimeoutError):
+            async with asyncio.timeout(_PAUSE_ANSWER_S):
+                return await engine.is_paused()
+    return None
+
+
+async def _log_pause(engine: Engine) -> None:
+    """Log that a server is paused, because it is continued. One that starts shows a pause too."""
+    if await shows_pause(engine):
+        log.warning("%s was left paused by an earlier client, or still starts", engine.name)
 
 
 def _key(engine: Engine) -> Hashable:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from aprilsched.coordinator.tasks import Part, Shell, TaskKey, watched
@@ -19,7 +19,7 @@ from aprilsched.core.messages.facts import AdapterRetired, RefitBegun
 from aprilsched.driver.callbacks import Overdue, called, raised
 from aprilsched.engines.base import Engine
 from aprilsched.errors import EngineError, InconsistentWeights
-from aprilsched.weights.external import FollowedWeights
+from aprilsched.weights.external import ExternalWeights, FollowedWeights, Handshake
 from aprilsched.weights.publisher import AdapterPublisher, ConcludingPublisher, WeightPublisher
 
 log = logging.getLogger("aprilsched")
@@ -47,8 +47,15 @@ class RefitReport:
 class Refits(Part):
     """Carries out refits, and the removal of adapters that are not used any more."""
 
-    def __init__(self, shell: Shell, *, fleet_version: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        shell: Shell,
+        *,
+        fleet_version: Callable[[], int],
+        is_mine: Callable[[Engine], Awaitable[bool]],
+    ) -> None:
         super().__init__(shell)
+        self._is_mine = is_mine
         self.publisher: WeightPublisher | None = None
         """Publisher of the latest update, whether it succeeded or not."""
         self.failure: Exception | None = None
@@ -117,7 +124,11 @@ class Refits(Part):
         self, command: RefitBegun, publisher: WeightPublisher | None, engines: Sequence[Engine]
     ) -> None:
         try:
+            if not (await self._are_mine(publisher, engines)):
+                return
             causes = await self._publish(command, publisher, engines)
+            if not await self._are_mine(publisher, engines):
+                return
         finally:
             self._publishing.remove(publisher)
         if isinstance(publisher, ConcludingPublisher) and publisher in self._concluding:
@@ -127,6 +138,12 @@ class Refits(Part):
             for engine in engines:
                 cause = causes.get(engine.name) or ""
                 group.create_task(self._verify(command, engine, cause))
+
+    async def _are_mine(self, publisher: WeightPublisher | None, engines: Sequence[Engine]) -> bool:
+        """Whether no other client has continued an engine; otherwise the scheduler ends."""
+        if moves_elsewhere(publisher):
+            return True
+        return all(await asyncio.gather(*map(self._is_mine, engines)))
 
     async def _publish(
         self, command: RefitBegun, publisher: WeightPublisher | None, engines: Sequence[Engine]
@@ -200,6 +217,11 @@ class Refits(Part):
             log.warning(
                 "%s keeps the adapter of version %d: %r", command.engine, command.version, error
             )
+
+
+def moves_elsewhere(publisher: WeightPublisher | None) -> bool:
+    """Whether the trainer brings the weights by its own calls, which may pause and continue."""
+    return isinstance(publisher, ExternalWeights | FollowedWeights | Handshake)
 
 
 def _causes(results: Mapping[str, Exception | None]) -> Mapping[str, str]:

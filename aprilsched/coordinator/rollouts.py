@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import uuid
 from collections.abc import AsyncIterable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -12,7 +13,7 @@ from typing import Literal, Self
 
 from aprilsched.coordinator.episodes import Episode
 from aprilsched.coordinator.live_bias import BiasNow
-from aprilsched.coordinator.logprob_comparison import compared
+from aprilsched.coordinator.logprob_comparison import OTHER_WEIGHTS_K3, compared
 from aprilsched.coordinator.prompts import PromptSource, checked_evaluation
 from aprilsched.coordinator.protocol import FleetScheduler, waited
 from aprilsched.coordinator.refits import RefitReport
@@ -32,6 +33,8 @@ from aprilsched.telemetry.base import AnyListener
 from aprilsched.telemetry.figures import AlignmentFigures
 from aprilsched.types import Batch, Prompt
 from aprilsched.weights.publisher import WeightPublisher
+
+log = logging.getLogger("aprilsched")
 
 
 class RolloutScheduler(FleetScheduler):
@@ -219,7 +222,8 @@ class RolloutScheduler(FleetScheduler):
 
         At staleness 0 both are of the same weights, so a difference is a mismatch of the engine
         and the trainer. The comparison is written to the event log, and is in `summary.json` and in
-        the report under "alignment". Only the first report of a batch counts there.
+        the report under "alignment". Only the first report of a batch counts there. A
+        warning names a batch that looks sampled by other weights than the trainer's.
 
         Args:
             batch: a batch of :meth:`next_batch`.
@@ -244,6 +248,14 @@ class RolloutScheduler(FleetScheduler):
                 "batches only."
             )
         comparison = await compared(batch, logprobs)
+        fresh = comparison.by_age[0]
+        if fresh.k3 > OTHER_WEIGHTS_K3 * fresh.tokens:
+            log.warning(
+                "batch %d: on-policy log-probabilities differ from the trainer's, k3=%.3f, so the "
+                "engines probably have other weights; call update_weights()",
+                batch.index,
+                fresh.k3 / fresh.tokens,
+            )
         self._feed(ev.LogprobsReported(comparison=comparison))
         return alignment_of([comparison])
 
@@ -273,6 +285,11 @@ class RolloutScheduler(FleetScheduler):
         """Say, before the scheduler is opened, that an update may have ended halfway: no engine is
         used before the next update."""
         self._session.weights_unknown = True
+
+    def trust_weights(self) -> None:
+        """Say, before the scheduler is opened, that the weights in the engines are the trainer's,
+        whatever their label, so that a label is not reported as one of an earlier run."""
+        self._session.weights_trusted = True
 
     def hold(self, *, held: bool) -> None:
         """Pause the engines with the requests inside them, or let them generate again."""

@@ -19,6 +19,7 @@ from aprilsched.coordinator.durability import Durability
 from aprilsched.coordinator.handback import HandBack
 from aprilsched.coordinator.live_bias import LiveBias
 from aprilsched.coordinator.membership import (
+    Claims,
     Membership,
     Readmission,
     Watch,
@@ -29,8 +30,8 @@ from aprilsched.coordinator.membership import (
     report_slow,
     wants_update,
 )
-from aprilsched.coordinator.opening import Claim, check_engines
-from aprilsched.coordinator.refits import Refits
+from aprilsched.coordinator.opening import Claim, check_engines, disclaim
+from aprilsched.coordinator.refits import Refits, moves_elsewhere
 from aprilsched.coordinator.replanning import Planning, StepTimes
 from aprilsched.coordinator.tasks import Shell, Tasks, Waits
 from aprilsched.coordinator.work import Work
@@ -43,7 +44,7 @@ from aprilsched.core.state.state import SchedulerState
 from aprilsched.driver.forecasts import ForecastErrors
 from aprilsched.driver.loop import EventLoop
 from aprilsched.engines.base import Engine, Fleet, RefitElsewhere
-from aprilsched.errors import SchedulerClosed, closed_meanwhile
+from aprilsched.errors import EngineTaken, SchedulerClosed, closed_meanwhile
 from aprilsched.planning import Planner
 from aprilsched.store.in_memory import Store
 from aprilsched.telemetry.base import AnyListener
@@ -86,8 +87,12 @@ class Session:
         shell = Shell(config=config, engines=self.engines, feed=self.feed, tasks=self._tasks)
         self.durability = Durability(shell, core=core, store=store, waits=self.waits, work=work)
         self.attempts = Attempts(shell, run_id=run_id, may_send=self.state.fleet.control.runs)
-        self._controls = EngineControls(shell)
-        self.refits = Refits(shell, fleet_version=lambda: self.state.weights.versions.trainer)
+        self._controls = EngineControls(shell, self._end_taken)
+        self.refits = Refits(
+            shell,
+            fleet_version=lambda: self.state.weights.versions.trainer,
+            is_mine=self._controls.is_mine,
+        )
         self._hand_back = HandBack(
             shell, attempts=self.attempts, controls=self._controls, refits=self.refits
         )
@@ -95,12 +100,16 @@ class Session:
         self._membership = Membership(
             shell, fleet=fleet, readmission=self._readmission, hand_back=self._hand_back
         )
+        knows = self.state.fleet.control.of
+        self._claims = Claims(shell, knows=knows, taken=self._end_taken)
         self._version_watch = Watch(shell, self._ask_version)
         self._load_watch = Watch(shell, ask_load)
         self._planning = Planning(shell, planner)
         self.weights_unknown = False
         """Whether an update was under way when the process before this one died, so that engines
         may have parts of two versions under the label of one."""
+        self.weights_trusted = False
+        """Whether the weights that the engines have at the start are the trainer's."""
         self._stopping = asyncio.Event()
         self._opening: asyncio.Future[None] | None = None
         self._pid = os.getpid()
@@ -185,9 +194,11 @@ class Session:
                 self._fleet.engines,
                 self.config,
                 resumed=self.state.resumed or self.weights_unknown,
+                trusted=self.weights_trusted or self.config.follow_weights,
             )
         except BaseException:
             try:
+                await asyncio.gather(*map(disclaim, self._fleet.engines))
                 await self._fleet.close()
             finally:
                 self._claim.give_back()
@@ -243,6 +254,8 @@ class Session:
                 self._hand_back.stop()
                 tasks.cancel_kind(("readmission",))
                 tasks.cancel(["membership", "heartbeat", "version watch", "load watch"])
+                tasks.cancel(["claims", "pause watch"])
+                tasks.cancel_kind(("claim",))
                 await asyncio.sleep(0)
                 await self._hand_back.release_all(self.state)
                 released = True
@@ -271,6 +284,7 @@ class Session:
             self._work.close()
             try:
                 await self.durability.close()
+                await asyncio.gather(*map(disclaim, self._fleet.engines))
                 await self._fleet.close()
             finally:
                 self._claim.give_back()
@@ -280,6 +294,8 @@ class Session:
         self.attempts.start()
         self._membership.start()
         self._tasks.start("heartbeat", self._send_ticks())
+        self._tasks.start("claims", self._claims.run())
+        self._tasks.start("pause watch", self._controls.watch_pauses(self._judges_pauses))
         if self.config.follow_weights:
             self._tasks.start("version watch", self._version_watch.run())
         if self.config.dispatch.migrate:
@@ -344,6 +360,25 @@ class Session:
             or control.paused_elsewhere is not None
         )
         return await ask_version(engine, silent=silent)
+
+    def _judges_pauses(self) -> bool:
+        """Whether an engine that another client continues has another owner: no trainer continues
+        it after it has loaded weights by its own calls."""
+        fleet, publisher = self.state.fleet, self.refits.publisher
+        ordinary = publisher is not None and not moves_elsewhere(publisher)
+        return ordinary or fleet.held or fleet.sleep is not None
+
+    def _end_taken(self, engine: str, why: str) -> None:
+        """End the scheduler, because an engine that it uses has another owner."""
+        if self.state.fleet.control.of(engine) is None:
+            return
+        self._hand_back.taken.add(engine)
+        error = EngineTaken(
+            engine,
+            f"{why}, so another client owns it too and its weights are not certain; stop the other "
+            "one, restart this one, and update the weights first.",
+        )
+        self._tasks.fail(error)
 
     def _want_update(self, command: facts.UpdateWanted) -> None:
         error = wants_update(command.engines, command.version, command.base)

@@ -27,12 +27,14 @@ from aprilsched.types import (
 __all__ = [
     "Capabilities",
     "Chunk",
+    "Claimable",
     "Engine",
     "EngineLoad",
     "Fleet",
     "FleetChange",
     "GenerationRequest",
     "HasAddress",
+    "HasLabel",
     "PauseMode",
     "RefitElsewhere",
     "RefitFromDisk",
@@ -238,11 +240,44 @@ class HasAddress(Protocol):
 
 
 @runtime_checkable
+class HasLabel(Protocol):
+    """An engine that labels its weights by names which need not be numbers."""
+
+    @property
+    def label(self) -> str:
+        """The label of the weights that it had when it was opened."""
+        ...
+
+
+@runtime_checkable
 class TellsPause(Protocol):
     """An engine that tells whether it is paused, by whomever."""
 
     async def is_paused(self) -> bool | None:
         """Whether the engine is paused; None where it cannot tell."""
+        ...
+
+
+CLAIM_S = 10.0
+"""Longest time in seconds for which a claim outlives an owner that was killed."""
+CLAIM_INTERVAL_S = 2.0
+"""Seconds between two calls of :meth:`Claimable.claim` by the owner of an engine."""
+
+
+@runtime_checkable
+class Claimable(Protocol):
+    """An engine that shows, across processes, whether another client owns it."""
+
+    async def claim(self) -> bool:
+        """Claim the engine, or renew the claim; False if another client has it.
+
+        Raises:
+            EngineError: if the engine does not answer; a claim that exists stays valid.
+        """
+        ...
+
+    async def disclaim(self) -> None:
+        """End the claim, if there is one."""
         ...
 
 

@@ -246,6 +246,11 @@ class Control(Generic[FactsT]):
         """What the server can do; known after it was opened."""
         return self.facts.capabilities
 
+    @property
+    def label(self) -> str:
+        """The label of the weights that the server had when it was opened."""
+        return self.facts.label
+
     async def version(self) -> int:
         """Ask for the policy version; raise if the weights are inconsistent."""
         # The server is asked in any case: that it is lost matters more than its weights.

@@ -193,6 +193,8 @@ class Service:
             listeners=[self.responses, self.metrics, *listeners],
             store=None if store is None else SqliteStore(store),
         )
+        # Clients get the label with each response, and know whether it is theirs.
+        self._rollouts.trust_weights()
         self._control = asyncio.Lock()
         self._calls: set[asyncio.Task[Any]] = set()
         """Control calls that go on if their client leaves."""

@@ -233,6 +233,14 @@ def _rollouts(args: Any, data_source: Any) -> _Rollouts:
 # --- the scheduler -------------------------------------------------------------------------------
 
 
+class _LabelledRollouts(RolloutScheduler):
+    """A scheduler on engines whose weights slime has loaded and labelled before it generates."""
+
+    def __init__(self, *args: Any, **given: Any) -> None:
+        super().__init__(*args, **given)
+        self._here.trust_weights()
+
+
 class _Rollouts:
     """The scheduler of a RolloutManager, and the samples of the groups that it has."""
 
@@ -314,7 +322,7 @@ class _Rollouts:
             first_version=self._first_version,
         )
         listeners: Any = self._trainer.load(_table(args).get("listeners_path"))
-        rollouts = RolloutScheduler(
+        rollouts = _LabelledRollouts(
             self._fleet,
             self._prompts,
             reward=self._score_group if args.group_rm else self._score,

@@ -484,7 +484,7 @@ def _settings(config: Any, own: SchedulerConfig) -> SchedulerConfig:
     refused: dict[str, tuple[Any, str]] = {
         "actor_rollout_ref.rollout.disaggregation.enabled": (
             (rollout.get("disaggregation") or {}).get("enabled"),
-            "a server with prefill apart from decode cannot be paused as a whole",
+            "a request would need a prefill and a decode server, and is sent to one",
         ),
         "actor_rollout_ref.model.lora_rank": (
             (lora.get("rank", 0) or model.get("lora_rank", 0)) and not lora.get("merge"),

@@ -119,6 +119,8 @@ async def train(options: argparse.Namespace) -> list[dict[str, Any]]:
             SGLangFleet(options.engine), prompts(options.seed), episode=sessions, config=config
         ) as rollouts,
     ):
+        # The engines may have the weights of an earlier run.
+        await rollouts.update_weights(publisher)
         note(held_out=figures(await rollouts.evaluate(held_out)))
         while trainer.updates < options.updates:
             began = time.monotonic()

@@ -135,12 +135,19 @@ class Trainer:
             self.model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.0
         )
         self.updates = 0
+        self.first_version = 0
+        """The version of the initial weights."""
         self._file = options.out / "trainer.pt"
         if self._file.exists():
             saved = torch.load(self._file, map_location=self.device, weights_only=True)
             self.model.load_state_dict(saved["model"])
             self.optimizer.load_state_dict(saved["optimizer"])
-            self.updates = saved["updates"]
+            self.updates, self.first_version = saved["updates"], saved["first_version"]
+
+    @property
+    def version(self) -> int:
+        """The version of the weights after the last update."""
+        return self.first_version + self.updates
 
     def save(self) -> None:
         """Save the state of this update, as a whole or not at all."""
@@ -148,6 +155,7 @@ class Trainer:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "updates": self.updates,
+            "first_version": self.first_version,
         }
         torch.save(state, self._file.with_suffix(".new"))
         os.replace(self._file.with_suffix(".new"), self._file)
@@ -241,11 +249,14 @@ class Trainer:
 def train(rollouts: RolloutScheduler, trainer: Trainer, publisher: DiskPublisher, log: Log) -> None:
     options = trainer.options
     per_step = max(1, options.groups // options.steps)
-    if trainer.updates and (
-        rollouts.version < trainer.updates or not rollouts.state.fleet.control.engines
-    ):
+    if not trainer.updates:
+        if not rollouts.state.resumed:
+            # The servers may have the weights of an earlier run.
+            rollouts.update_weights(publisher)
+        trainer.first_version = rollouts.version
+    if rollouts.version < trainer.version or not rollouts.state.fleet.control.engines:
         # The run was killed between save() and update_weights(), or the servers were restarted.
-        rollouts.update_weights(publisher, version=trainer.updates)
+        rollouts.update_weights(publisher, version=trainer.version)
     while trainer.updates < options.updates and log.seconds < options.seconds:
         if options.evaluate_every and trainer.updates % options.evaluate_every == 0:
             log.evaluation(rollouts, trainer.updates)
@@ -269,7 +280,7 @@ def train(rollouts: RolloutScheduler, trainer: Trainer, publisher: DiskPublisher
         trainer.updates += 1
         trainer.save()
         trained = time.monotonic()
-        rollouts.update_weights(publisher, version=trainer.updates)
+        rollouts.update_weights(publisher, version=trainer.version)
         log.update(trainer.updates, found, began=began, trained=trained, waits=waits)
     if options.evaluate_every:
         log.evaluation(rollouts, trainer.updates)

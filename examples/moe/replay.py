@@ -195,6 +195,7 @@ def train(options: argparse.Namespace) -> list[dict[str, Any]]:
         reward=reward,
         config=config,
     ) as rollouts:
+        rollouts.update_weights(publisher)  # engines may have those of an earlier run
         for update in range(options.updates):
             batch = rollouts.next_batch()
             compared = trainer.compare(batch)

@@ -26,6 +26,7 @@ from aprilsched.simulation.results import remainder
 from aprilsched.telemetry.event_log import EventLog
 from aprilsched.telemetry.figures import AlignmentFigures
 from aprilsched.telemetry.summary import Summary
+from tests.sglang.helpers import opened
 from tests.sglang.recorded import TOLERANCE, long_tail, scores
 from tests.sglang.server import CpuServer
 
@@ -139,6 +140,39 @@ async def test_the_same_weights_agree_and_other_weights_do_not(
         assert report.summary.alignment.whole.k3 == pytest.approx(found.whole.k3)
         assert report.figures.headline("alignment.whole.k3").value == pytest.approx(found.whole.k3)
         assert "engine and trainer differ by" in page([report], library="")
+
+
+async def first_batch(url: str, folder: Path, trainer: Path, *, publishes: bool) -> Batch:
+    """Batch 0 of a fresh run, whose log-probabilities by the `trainer` were reported."""
+    config = SchedulerConfig(batch_groups=4, group_size=4)
+    prompts = long_tail(8, longest=30)
+    async with RolloutScheduler(SGLangFleet([url]), prompts, config=config) as rollouts:
+        if publishes:
+            await rollouts.update_weights(DiskPublisher(trainer))
+        batch = await rollouts.next_batch()
+        (trained,) = await asyncio.to_thread(scores, [trainer], list(batch.rollouts), folder)
+        await rollouts.report_logprobs(batch, trained)
+        return batch
+
+
+async def test_a_fresh_run_reports_weights_of_an_earlier_run(
+    clean_server: CpuServer,
+    models: tuple[Path, Path],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+):
+    async with opened(clean_server.url) as earlier:
+        await earlier.update_from_disk(models[1], 7)
+    batch = await first_batch(clean_server.url, tmp_path, models[0], publishes=False)
+    assert batch.version == 7
+    assert any('has weights labelled "7", of an earlier run' in m for m in caplog.messages)
+    assert any("probably have other weights" in m for m in caplog.messages)
+    caplog.clear()
+    batch = await first_batch(clean_server.url, tmp_path, models[0], publishes=True)
+    assert batch.version == 8
+    assert all((rollout.versions == 8).all() for rollout in batch.rollouts)
+    assert any('labelled "7"' in m for m in caplog.messages)
+    assert not any("other weights" in m for m in caplog.messages)
 
 
 @pytest.mark.long

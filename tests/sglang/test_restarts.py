@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,12 @@ from aprilsched.core.messages.events import EngineLost
 from aprilsched.engines.base import Engine
 from aprilsched.engines.http import ServerAddress
 from aprilsched.engines.sglang import SGLangEngine
+from aprilsched.errors import EngineError
 from aprilsched.testing.contract import until
 from tests.sglang.conftest import ADMIN_KEY
+from tests.sglang.helpers import opened
 from tests.sglang.recorded import Recorder, check_greedy, long_tail
-from tests.sglang.server import CpuServer
+from tests.sglang.server import BOOT_SECONDS, CpuServer
 
 Pair = tuple[CpuServer, CpuServer]
 
@@ -35,18 +38,25 @@ def scheduler(servers: Pair, recorder: Recorder, **changes: object) -> RolloutSc
         "group_size": 4,
         "timeouts": Timeouts(control_s=30.0),
     }
-    opened = RolloutScheduler(
+    made = RolloutScheduler(
         SGLangFleet([s.url for s in servers], admin_key=ADMIN_KEY, stream_interval=8),
         long_tail(400, longest=400, temperature=0.0, every=2),
         config=SchedulerConfig(**{**values, **changes}),  # type: ignore[arg-type]
         listeners=[recorder],
     )
-    recorder.scheduler = opened
-    return opened
+    recorder.scheduler = made
+    return made
 
 
 def questions(count: int) -> list[Prompt]:
     return long_tail(count, longest=60, temperature=0.0)
+
+
+async def is_up(server: CpuServer) -> bool:
+    with suppress(EngineError):
+        async with opened(server.url):
+            return True
+    return False
 
 
 def versions(batch: Batch) -> set[int]:
@@ -82,7 +92,8 @@ async def test_a_server_restarted_in_the_trainers_pause_samples_nothing_under_it
         }
         first.kill()
         first.start()
-        await asyncio.to_thread(first.wait_ready)
+        # Its /ready may never answer 200, because the scheduler pauses it as soon as it is back.
+        await until(lambda: is_up(first), BOOT_SECONDS)
 
         evaluation = await rollouts.evaluate(questions(6), group_size=4)
         batches.append(await rollouts.next_batch())
@@ -128,8 +139,8 @@ async def test_weights_that_somebody_else_loads_are_never_taken_for_those_of_bef
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     recorder = Recorder()
-    opened = scheduler(clean_pair, recorder, over_provision=2.0, pace="asynchronous")
-    async with opened as rollouts:
+    rollouts_of_both = scheduler(clean_pair, recorder, over_provision=2.0, pace="asynchronous")
+    async with rollouts_of_both as rollouts:
         batches: list[Batch] = []
 
         async def take_batches() -> None:

@@ -360,9 +360,9 @@ def test_the_example_trains(
         options = ["--engine", server.url, "--model", str(folder), "--steps", "3"]
         monkeypatch.setattr(sys, "argv", [str(EXAMPLE), *options, "--weights", str(tmp_path)])
         main = runpy.run_path(str(EXAMPLE), run_name="example")["main"]
-        assert main() == 3
+        assert main() == 4  # the initial weights are version 1
     versions = sorted(each.name for each in tmp_path.glob("version-*"))
-    assert versions == ["version-00000002", "version-00000003"]
+    assert versions == ["version-00000003", "version-00000004"]
     first, second = (torch_weights(tmp_path / version) for version in versions)
     assert any(not torch.equal(first[name], second[name]) for name in first)
 

@@ -11,7 +11,7 @@ from aprilsched import LongTailWorkload, RolloutScheduler, SchedulerConfig, SGLa
 from aprilsched.coordinator.opening import Claim
 from aprilsched.engines.base import Engine, Fleet
 from aprilsched.engines.sim import run_virtual
-from aprilsched.errors import ConfigError
+from aprilsched.errors import ConfigError, EngineTaken
 from aprilsched.testing import SimServer
 from aprilsched.testing.contract import greedy, until
 from tests.support.sim_http import CONFIG, INTERVAL
@@ -117,3 +117,23 @@ async def test_aborts_that_nobody_here_asked_for_are_said_once(caplog: pytest.Lo
         await served.abort_all()
         await waiting
     assert len([m for m in caplog.messages if "did not ask for it" in m]) == 1
+
+
+async def take_batches(rollouts: RolloutScheduler) -> None:
+    while True:
+        await rollouts.next_batch()
+
+
+async def test_a_scheduler_whose_claim_is_lost_stops():
+    async with SimServer(CONFIG) as server:
+        fleet = SGLangFleet([server.url])
+        async with scheduler(fleet, "run") as rollouts:
+            await rollouts.next_batch()
+            (engine,) = fleet.engines
+
+            async def claim() -> bool:
+                return False
+
+            engine.claim = claim  # as if another process had got both sessions
+            with pytest.raises(EngineTaken, match="is claimed by another scheduler"):
+                await take_batches(rollouts)

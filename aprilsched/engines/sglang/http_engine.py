@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from aprilsched.engines.base import GenerationRequest
+from aprilsched.engines.base import CLAIM_S, GenerationRequest
 from aprilsched.engines.fleet import ListedFleet, UrlFleet
 from aprilsched.engines.http import HttpLimits, ServerAddress, Transport
 from aprilsched.engines.server import Questions
 from aprilsched.engines.sglang.control import ServerControl
 from aprilsched.engines.sglang.probe import ServerFacts, probe
 from aprilsched.engines.sglang.together import SharingEngine
+
+_CLAIMS = ("aprilsched-claim-0", "aprilsched-claim-1")
+"""Names of the two sessions that are a claim on a server. Opening a session that exists is refused,
+and only its timeout ends it, so that no client ends the claim of another by renewing its own. They
+expire half of ``CLAIM_S`` apart: while one is opened again, the other is valid."""
+_REAP_S = 1.2
+"""Seconds after which SGLang has closed a session that has expired, if it is asked for it (0.5.23
+looks once a second)."""
+_REFUSED = 400
 
 _log = logging.getLogger(__name__)
 
@@ -37,6 +47,9 @@ class SGLangEngine(SharingEngine, ServerControl):
         ConfigError: if `url`, a key or `stream_interval` cannot be used.
     """
 
+    _claims: Mapping[str, float] = {}
+    """When each session of the claim expires at the latest; empty without a claim."""
+
     async def open(self) -> None:
         """Connect and probe; close the connections again if the server cannot be used."""
         self._groups.clear()
@@ -50,8 +63,69 @@ class SGLangEngine(SharingEngine, ServerControl):
 
     async def _probe(self) -> ServerFacts:
         facts = await probe(self._questions)
+        if self._facts is None or self._facts.process != facts.process:
+            self._claims = {}
         await self._forget_releases_of_prior_run()
         return facts
+
+    async def claim(self) -> bool:
+        """See :class:`~aprilsched.engines.base.Claimable`; a server whose sessions have no timeout
+        takes no claims, so any client gets one."""
+        if not self.facts.expiring_sessions:
+            return True
+        if len(self._claims) < len(_CLAIMS):
+            return await self._claim_first()
+        held = False
+        for session, expiry in sorted(self._claims.items(), key=lambda each: each[1]):
+            now = time.monotonic()
+            if now < expiry + _REAP_S:
+                held = True
+                continue
+            latest = max(now, *self._claims.values())
+            held = await self._open_claim(session, latest + CLAIM_S / 2 - now) or held
+        return held
+
+    async def _claim_first(self) -> bool:
+        self._claims = {}
+        for place, session in enumerate(_CLAIMS, start=1):
+            if not await self._open_claim(session, place * CLAIM_S / len(_CLAIMS)):
+                await self.disclaim()
+                return False
+        return True
+
+    async def disclaim(self) -> None:
+        """See :class:`~aprilsched.engines.base.Claimable`."""
+        claims, self._claims = self._claims, {}
+        now = time.monotonic()
+        for session, expiry in claims.items():
+            # One that has expired may be another client's by now.
+            if now < expiry:
+                await self._close_claim(session)
+
+    async def _open_claim(self, session: str, timeout: float) -> bool:  # noqa: ASYNC109
+        body = {"capacity_of_str_len": 1, "session_id": session, "timeout": timeout}
+        try:
+            answer = await self._server.call(
+                "POST",
+                "open_session",
+                body,
+                # A server that loads weights answers afterwards.
+                timeout=self._limits.update_timeout,
+                accept=(200, _REFUSED),
+                repeatable=False,
+                admin=False,
+            )
+        except BaseException:
+            # The server may have opened it all the same.
+            self._claims = {**self._claims, session: time.monotonic() + timeout}
+            raise
+        if answer.status == _REFUSED:
+            return False
+        self._claims = {**self._claims, session: time.monotonic() + timeout}
+        return True
+
+    async def _close_claim(self, session: str) -> None:
+        await self._questions.ask("close_session", {"session_id": session})
 
     def _post(self, request: GenerationRequest) -> tuple[str, dict[str, Any]]:
         return "generate", self._body(request)

@@ -44,6 +44,7 @@ class ServerFacts(Facts):
         shares_bodies: whether a body may ask for several responses. With --schedule-policy
             routing-key none does, because their routing keys would be lost.
         request_fields: the fields of a request that it knows; empty where it does not say.
+        expiring_sessions: whether a session of the server may have a timeout.
     """
 
     incremental: bool | None
@@ -53,6 +54,7 @@ class ServerFacts(Facts):
     tiered: bool
     shares_bodies: bool
     request_fields: frozenset[str] = frozenset()
+    expiring_sessions: bool = False
 
 
 async def probe(asked: Questions, *, vocab_size: int | None = None) -> ServerFacts:
@@ -88,6 +90,7 @@ async def probe(asked: Questions, *, vocab_size: int | None = None) -> ServerFac
             None if info.max_req_input_len is None else info.max_req_input_len + _SHORT_OF
         ),
         request_fields=schema.properties("GenerateReqInput"),
+        expiring_sessions="timeout" in schema.properties("OpenSessionReqInput"),
     )
 
 

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from aprilsched.engines.stream import version_number
 from aprilsched.engines.vllm.server_info import (
     LOADING,
     ServerFacts,
+    pause_questions,
     paused,
     probe,
     read_load,
@@ -38,6 +40,8 @@ _FAILED = 500
 _OF_SGLANG = {"custom_params", "ebnf", "json_schema", "regex", "stop_regex", "structural_tag"}
 """Sampling parameters of SGLang that change what is sampled. vLLM ignores names that it does not
 know (0.32), so the answer would be one that was not asked for."""
+_OWNER_SECONDS = 3.0
+"""An owner that lives asks a server that it has paused once a second whether it still is."""
 _LOAD_SECONDS = 5.0
 """The bound is short, because the caller asks for a load again soon."""
 
@@ -65,6 +69,9 @@ class VLLMEngine(HttpEngine[ServerFacts]):
     """The group of a trainer's transfer that the server's process is in."""
     _asleep: frozenset[str] = frozenset()
     """What of the server's memory is away: its cache comes back later than it is asked for."""
+
+    _claimed = False
+    """Whether no other owner was found when it was claimed."""
 
     async def _probe(self) -> ServerFacts:
         facts = await probe(self._questions)
@@ -112,6 +119,21 @@ class VLLMEngine(HttpEngine[ServerFacts]):
     async def is_paused(self) -> bool | None:
         """Whether the server is paused."""
         return await paused(self._questions)
+
+    async def claim(self) -> bool:
+        """See :class:`~aprilsched.engines.base.Claimable`. vLLM keeps no claims, so only a paused
+        server shows its owner: by the questions after its pause that it counts."""
+        if not self._claimed and await paused(self._questions):
+            before = await pause_questions(self._questions)
+            await asyncio.sleep(_OWNER_SECONDS)
+            if await pause_questions(self._questions) > before:
+                return False
+        self._claimed = True
+        return True
+
+    async def disclaim(self) -> None:
+        """See :class:`~aprilsched.engines.base.Claimable`."""
+        self._claimed = False
 
     async def load(self, *, metrics: bool = False) -> EngineLoad:
         """Ask for the server's load; see :class:`~aprilsched.engines.base.ReportsLoad`."""

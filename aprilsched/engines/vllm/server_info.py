@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -235,6 +236,16 @@ async def weight_label(asked: Questions) -> str:
 async def paused(asked: Questions) -> bool:
     """Ask whether the server is paused, by whomever."""
     return (await asked.get("is_paused", _Paused)).is_paused
+
+
+async def pause_questions(asked: Questions) -> float:
+    """How often the server has answered :func:`paused`, to any client; 0 if it does not count."""
+    counted = re.findall(
+        rb'^http_requests_total\{[^\n]*handler="/is_paused"[^\n]*\} ([0-9.e+]{1,32})$',
+        await _metrics(asked),
+        re.MULTILINE,
+    )
+    return math.fsum(map(float, counted))
 
 
 async def _vocab_size(asked: Questions) -> int | None:

@@ -1,0 +1,35 @@
+"""Tests two owners of one real vLLM server, which shows a live owner only while it is paused."""
+
+from __future__ import annotations
+
+import aiohttp
+
+from aprilsched import VLLMFleet
+from aprilsched.engines.vllm import VLLMEngine
+from aprilsched.gateway import Gateway, GatewaySettings
+from tests.vllm.server import VLLMServer
+
+LONG = {"input_ids": [3, 5, 7], "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}}
+
+
+async def test_a_paused_server_is_claimed_once_its_owner_is_gone(clean_server: VLLMServer):
+    settings = GatewaySettings(port=0, drain_s=0)
+    second = VLLMEngine(clean_server.url)
+    await second.open()
+    try:
+        async with (
+            Gateway(VLLMFleet([clean_server.url]), settings=settings) as gateway,
+            aiohttp.ClientSession(gateway.url) as session,
+            session.post("/generate", json={**LONG, "stream": True}) as answer,
+        ):
+            await answer.content.readline()
+            async with session.post("/pause_generation", json={"mode": "retract"}) as paused:
+                assert paused.status == 200
+            assert await second.is_paused()
+            assert not await second.claim()
+            assert await second.is_paused()
+        await second.pause("retract")  # as a process that is killed leaves the server
+        assert await second.claim()
+    finally:
+        await second.resume()
+        await second.close()
