@@ -374,5 +374,6 @@ def test_the_bounds_that_are_promised_are_those_of_the_code():
     assert f"| {largest} MiB a body after decompression and {together} MiB of all bodies;" in text
     assert serving._READ_S == 120
     assert "; two minutes to send one;" in text
-    assert f"| {reading._MOST_STOPS} stop strings of {reading._LONGEST_STOP:,} characters;" in text
+    stops, characters = openai_bodies._MOST_STOPS, openai_bodies._STOP_CHARACTERS
+    assert f"| {stops} stop strings of {characters:,} characters in all;" in text
     assert "abort_request" in "".join(serving.CONTROL), "a client ends no other client's response"
