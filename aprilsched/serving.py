@@ -149,7 +149,10 @@ async def answer_refusals(request: web.Request, handler: Handler) -> web.StreamR
     except Exception:
         if request.writer.output_size:
             raise  # A stream that has begun has no other status any more.
-        log.exception("the call %s %s failed", request.method, request.path)
+        # Its path as it was sent may have what belongs in no log.
+        resource = request.match_info.route.resource
+        name = "" if resource is None else resource.canonical
+        log.exception("the call %s %s failed", request.method, name)
         status, message, answer = Crashed.status, "Internal server error.", Crashed().answer()
     return as_json(error_content(message, status), status) if _of_openai(request) else answer
 
