@@ -380,6 +380,11 @@ REFUSED = [
     ("chat/completions", {"messages": [said("user", "x")], "sing": 1}, "sing"),
     ("chat/completions", {"messages": [said("user", "x")], "max_tokens": -1}, "max_tokens"),
     ("chat/completions", {"messages": [said("user", "x")], "stop": ["two"]}, "stop"),
+    ("chat/completions", {"messages": [said("user", "x")], "stop": ["x"] * 65}, "at most 64"),
+    ("completions", {"prompt": "x", "stop": "x" * 4097}, "at most 4096 characters"),
+    ("chat/completions", {"messages": [said("user", "x" * (2**23 + 1))]}, "at most 8388608"),
+    ("generate", {"text": "x" * (2**23 + 1)}, "at most 8388608 characters"),
+    ("chat/completions", {"messages": [], "user": [[]] * 2**21}, "quotes and opening brackets"),
     ("chat/completions", {"messages": [said("user", "x")], "tool_choice": "look"}, "tool_choice"),
     (
         "chat/completions",
