@@ -275,7 +275,7 @@ def test_no_log_line_and_no_answer_repeats_what_a_request_has(
 def test_a_key_that_no_client_can_send_is_refused(which: str, key: str):
     keys = {"api_key": None, "admin_key": None, which: key}
     with pytest.raises(ConfigError, match=f"`{which}` must be printable ASCII") as refused:
-        key_middleware(**keys, control=())
+        key_middleware(api_key=keys["api_key"], admin_key=keys["admin_key"], control=())
     assert not key or repr(key) not in str(refused.value)
 
 
@@ -302,7 +302,10 @@ async def logged(caplog: pytest.LogCaptureFixture, words: str) -> None:
 def test_idle_connections_give_way_to_new_ones(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr(serving.resource, "getrlimit", lambda _: (40, 40))
+    def forty(_: int) -> tuple[int, int]:
+        return 40, 40
+
+    monkeypatch.setattr(serving.resource, "getrlimit", forty)
 
     async def answered() -> list[int]:
         async with reading() as url, aiohttp.ClientSession() as session:
