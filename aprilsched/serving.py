@@ -150,8 +150,8 @@ async def answer_refusals(request: web.Request, handler: Handler) -> web.StreamR
         if request.writer.output_size:
             raise  # A stream that has begun has no other status any more.
         # Its path as it was sent may have what belongs in no log.
-        resource = request.match_info.route.resource
-        name = "" if resource is None else resource.canonical
+        route = request.match_info.route.resource
+        name = "" if route is None else route.canonical
         log.exception("the call %s %s failed", request.method, name)
         status, message, answer = Crashed.status, "Internal server error.", Crashed().answer()
     return as_json(error_content(message, status), status) if _of_openai(request) else answer
@@ -974,11 +974,11 @@ class _Connection(web.RequestHandler):
         idle_since: when it was made, or when its latest answer was sent.
     """
 
-    __slots__ = ("_doors", "idle_since")
+    __slots__ = ("_acceptor", "idle_since")
 
-    def __init__(self, doors: _Doors, server: web.Server, **options: Any) -> None:
+    def __init__(self, acceptor: _Acceptor, server: web.Server, **options: Any) -> None:
         super().__init__(server, loop=asyncio.get_running_loop(), **options)
-        self._doors = doors
+        self._acceptor = acceptor
         self.idle_since = self._loop.time()
 
     @property
@@ -990,17 +990,17 @@ class _Connection(web.RequestHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._doors.connections.add(self)
+        self._acceptor.connections.add(self)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         super().connection_lost(exc)
-        self._doors.left(self)
+        self._acceptor.left(self)
 
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
         """Send an answer; the connection is closed behind it if others wait for its place."""
-        if self._doors.full:
+        if self._acceptor.full:
             resp.force_close()
         try:
             return await super().finish_response(request, resp, start_time)
@@ -1028,7 +1028,7 @@ class _Connection(web.RequestHandler):
         return answer
 
 
-class _Doors:
+class _Acceptor:
     """Accepts the connections of listening sockets, up to a bound.
 
     At the bound an idle connection makes place for a new one, and if none is idle, new ones wait in
@@ -1154,7 +1154,7 @@ class Listener:
         self._port = port
         self._descriptors = descriptors
         self._bound: int | None = None
-        self._open: tuple[web.AppRunner, _Doors] | None = None
+        self._open: tuple[web.AppRunner, _Acceptor] | None = None
 
     @property
     def url(self) -> str:
@@ -1199,7 +1199,7 @@ class Listener:
             raise
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         limit = _MOST_DESCRIPTORS if limit == resource.RLIM_INFINITY else limit
-        doors = _Doors(
+        acceptor = _Acceptor(
             cast(web.Server, runner.server),
             sockets,
             max(1, limit // self._descriptors - _SPARE_DESCRIPTORS),
@@ -1208,7 +1208,7 @@ class Listener:
             # A body is uncompressed where it is read, which is bounded.
             auto_decompress=False,
         )
-        self._open = runner, doors
+        self._open = runner, acceptor
         self._bound = sockets[0].getsockname()[1]
 
     async def _bind(self, port: int) -> list[socket.socket]:
@@ -1229,9 +1229,9 @@ class Listener:
         for.
         """
         if self._open is not None:
-            (runner, doors), self._open = self._open, None
-            await doors.close()
-            transports = [connection.transport for connection in doors.connections]
+            (runner, acceptor), self._open = self._open, None
+            await acceptor.close()
+            transports = [connection.transport for connection in acceptor.connections]
             await runner.cleanup()
             # What the peer has not read keeps a connection open that was closed, also after the
             # loop has ended.

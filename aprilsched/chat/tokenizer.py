@@ -222,16 +222,22 @@ class ModelTokenizer:
             return self._backend.decode(token_ids, skip_special_tokens=skip_special)
         return self._backend.decode_batch([token_ids], skip_special_tokens=skip_special)[0]
 
-    async def work_out(self, make: Callable[[], T], *, size: int) -> T:
+    async def work_out(self, make: Callable[[], T], *, size: int, is_required: bool = False) -> T:
         """Return the result of `make` for `size` characters or tokens, from a thread if they are
         many. A cancellation waits for its end.
+
+        Args:
+            make: what is done.
+            size: characters or tokens.
+            is_required: whether it is done although too much text is at work, and although a
+                cancellation comes before its begin.
 
         Raises:
             Unavailable: if too much text is at work.
         """
         if size <= _QUICK:
             return make()
-        if self._at_work + size > _AT_WORK:
+        if self._at_work + size > _AT_WORK and not is_required:
             raise Unavailable("There is too much text to tokenise; try again later.")
         self._at_work += size
         work = self._threads.submit(make)
@@ -239,7 +245,8 @@ class ModelTokenizer:
         try:
             return await asyncio.shield(waiting)
         except asyncio.CancelledError:
-            work.cancel()  # It may not have started.
+            if not is_required:
+                work.cancel()  # It may not have started.
             while not waiting.done():  # Nothing else may change what `make` works on.
                 with suppress(asyncio.CancelledError):
                     await asyncio.wait([waiting])

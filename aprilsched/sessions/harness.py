@@ -313,7 +313,9 @@ class Session:
         self.turns += 1
         self.tokens += len(output.token_ids)
         message = await self._tokenizer.work_out(
-            lambda: self._history.answered(question, output.token_ids), size=len(output.token_ids)
+            lambda: self._history.answered(question, output.token_ids),
+            size=len(output.token_ids),
+            is_required=True,
         )
         return Reply(message=message, question=question, output=output)
 

@@ -177,8 +177,17 @@ async def test_work_that_has_not_begun_is_cancelled_at_once(tokenizer: ModelToke
         await open_work[2]
     with pytest.raises(Unavailable):
         await tokenizer.work_out(lambda: None, size=2**28)
+    done: list[int] = []
+    required = asyncio.create_task(
+        tokenizer.work_out(lambda: done.append(1), size=2**28, is_required=True)
+    )
+    await asyncio.sleep(0)
+    required.cancel()
     go_on.set()
     assert await asyncio.gather(*open_work[:2]) == [True, True]
+    with pytest.raises(asyncio.CancelledError):
+        await required
+    assert done == [1]
 
 
 # --- stop strings ------------------------------------------------------------------------------
