@@ -206,9 +206,9 @@ def test_a_body_is_not_asked_for_before_the_key_is_checked():
     assert "200" in asyncio.run(asked("secret"))
 
 
-@pytest.mark.parametrize("piece", [b"[],", b"{},", b'"",'])
+@pytest.mark.parametrize("piece", [b"[],", b"{},", b'"",', b"1,1,"])
 def test_a_body_of_too_many_values_is_refused_before_it_is_decoded(piece: bytes):
-    body = b"[" + piece * 2**21 + b"0]"
+    body = b"[" + piece * (2**21 + 1) + b"0]"
     with pytest.raises(Malformed, match="quotes and opening brackets"):
         decode(body, list[object])
     assert len(decode(b"[" + b"1," * 2**21 + b"0]", list[int])) == 2**21 + 1
