@@ -21,6 +21,24 @@ from aprilsched.errors import ConfigError
 log = logging.getLogger("aprilsched")
 
 _MOST_CHOICES = 128
+_MOST_STOPS = 64
+_STOP_CHARACTERS = 4096
+"""Characters of all stop strings together. The end of the text is compared with each beginning of
+each of them at every token, which takes up to 0.6 ms."""
+
+
+def check_stops(stops: Sequence[str]) -> None:
+    """Refuse stop strings that cost too much.
+
+    Raises:
+        ConfigError: if they are too many, too long or empty.
+    """
+    if len(stops) > _MOST_STOPS:
+        raise ConfigError(f"`stop` must have at most {_MOST_STOPS} strings, got {len(stops)}.")
+    if not all(stops):
+        raise ConfigError("`stop` must have no empty string; leave it out.")
+    if (size := sum(map(len, stops))) > _STOP_CHARACTERS:
+        raise ConfigError(f"`stop` must have at most {_STOP_CHARACTERS} characters, got {size}.")
 
 
 class TextOptions(msgspec.Struct, frozen=True, kw_only=True):

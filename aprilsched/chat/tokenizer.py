@@ -11,6 +11,8 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -30,6 +32,15 @@ _CONTEXT = 6
 tokenizers write the space in front of a word only if something stands before it."""
 _NO_LIMIT = 2**40
 """transformers writes a huge number where no limit is known."""
+_QUICK = 4096
+"""Characters, or tokens, that are converted within a millisecond. A thread is not worth it."""
+_MOST_TEXT = 2**23
+"""Characters that one request may have tokenised: they take 3 s and 1 GB of memory."""
+_LONGEST_TOKEN = 128
+"""Characters of the longest token that a tokenizer has: a run of blanks."""
+_AT_WORK = 2**28
+"""Characters that wait for a thread or are converted; a body has up to 2^26 bytes."""
+_THREADS = 2
 _HELD = 8
 """Tokens without a text of their own after which what there is becomes text. A character has at
 most 4 bytes, so more tokens than that are no beginning of one."""
@@ -138,6 +149,9 @@ class ModelTokenizer:
         self._template = self._load_template(response_template)
         self._reserved = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters)
         self.knows_tools = "tools" in str(tokenizer.chat_template)
+        # They are not asyncio's, which others wait for, and which are many: each may need 1 GB.
+        self._threads = ThreadPoolExecutor(_THREADS, "aprilsched-text")
+        self._at_work = 0
 
     @staticmethod
     def _load_template(template: Mapping[str, Any] | None) -> Any:
@@ -172,13 +186,74 @@ class ModelTokenizer:
         longest = int(self._tokenizer.model_max_length)
         return longest if longest < _NO_LIMIT else None
 
+    def check_size(self, *texts: str, context: int | None = None) -> None:
+        """Refuse texts that are too long to be tokenised for one request.
+
+        Args:
+            texts: the texts.
+            context: tokens of the longest input; None takes :attr:`context_tokens`.
+
+        Raises:
+            ConfigError: if one cannot fit the context, or if they have more than 2^23 characters.
+        """
+        size, longest = sum(map(len, texts)), max(map(len, texts), default=0)
+        context = self.context_tokens if context is None else context
+        if context is not None and longest > context * _LONGEST_TOKEN:
+            raise ConfigError(
+                f"A text has {longest} characters, which cannot fit the model's context of "
+                f"{context} tokens; shorten it."
+            )
+        if size > _MOST_TEXT:
+            raise ConfigError(
+                f"The text of a request must have at most {_MOST_TEXT} characters, got {size}; "
+                "shorten it."
+            )
+
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """The token ids of `text`; `special` adds those that the model wants around a text."""
-        return self._backend.encode(text, add_special_tokens=special).ids
+        if len(text) <= _QUICK:
+            return self._backend.encode(text, add_special_tokens=special).ids
+        # Only calls for several texts release the GIL: 1 MiB by `encode` stops the loop for 0.8 s
+        # also from a thread (tokenizers 0.22.2).
+        return self._backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
         """The text of `token_ids`; an id that the tokenizer does not know has none."""
-        return self._backend.decode(token_ids, skip_special_tokens=skip_special)
+        if len(token_ids) <= _QUICK:
+            return self._backend.decode(token_ids, skip_special_tokens=skip_special)
+        return self._backend.decode_batch([token_ids], skip_special_tokens=skip_special)[0]
+
+    async def work_out(self, make: Callable[[], T], *, size: int, is_required: bool = False) -> T:
+        """Return the result of `make` for `size` characters or tokens, from a thread if they are
+        many. A cancellation waits for its end.
+
+        Args:
+            make: what is done.
+            size: characters or tokens.
+            is_required: whether it is done although too much text is at work, and although a
+                cancellation comes before its begin.
+
+        Raises:
+            Unavailable: if too much text is at work.
+        """
+        if size <= _QUICK:
+            return make()
+        if self._at_work + size > _AT_WORK and not is_required:
+            raise Unavailable("There is too much text to tokenise; try again later.")
+        self._at_work += size
+        work = self._threads.submit(make)
+        waiting = asyncio.wrap_future(work)
+        try:
+            return await asyncio.shield(waiting)
+        except asyncio.CancelledError:
+            if not is_required:
+                work.cancel()  # It may not have started.
+            while not waiting.done():  # Nothing else may change what `make` works on.
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait([waiting])
+            raise
+        finally:
+            self._at_work -= size
 
     def detokenizer(self, prompt: Sequence[int], *, skip_special: bool) -> Detokenizer:
         """What gives the text of a response to `prompt` token by token."""
@@ -323,16 +398,6 @@ class Detokenizer:
 # --- texts ---------------------------------------------------------------------------------------
 
 # The gateway's tokenizer as handlers see it: there is one, or a sentence says why not.
-#
-# What takes long, such as a chat with megabytes of tool definitions, is done in threads, for so
-# many characters at a time.
-
-_QUICK = 4096
-"""Characters that become tokens within a millisecond, for which a thread is not worth it."""
-_AT_WORK = 2**28
-"""Characters that become tokens at a time; a body has up to 2^26 bytes."""
-_LONGEST_TOKEN = 128
-"""Characters of the longest token that a tokenizer has: a run of blanks."""
 
 
 class Texts:
@@ -349,7 +414,6 @@ class Texts:
         self._template = response_template
         self._tokenizer: ModelTokenizer | None = None
         self._why_not = "the gateway is not started"
-        self._at_work = 0
 
     async def open(self, model_path: str) -> None:
         """Load the tokenizer; `model_path` is the engines' model.
@@ -403,37 +467,13 @@ class Texts:
         """The token ids of each text; `context` is what :meth:`context` gives.
 
         Raises:
-            Refused: if there is no tokenizer, or if a text cannot fit the context.
+            Refused: if there is no tokenizer.
+            ConfigError: if the texts are too long.
             Unavailable: if too much text is at work.
         """
         tokenizer = self.tokenizer
-        longest = max(map(len, texts), default=0)
-        if context is not None and longest > context * _LONGEST_TOKEN:
-            raise Refused(
-                f"A text has {longest} characters, which cannot fit the model's context of "
-                f"{context} tokens; shorten it."
-            )
-        return await self.work_out(
+        tokenizer.check_size(*texts, context=context)
+        return await tokenizer.work_out(
             lambda: [tokenizer.encode(text, special=special) for text in texts],
             size=sum(map(len, texts)),
         )
-
-    async def work_out(self, make: Callable[[], T], *, size: int) -> T:
-        """What `make` gives for `size` characters, in a thread if they are many.
-
-        Raises:
-            Unavailable: if too much text is at work.
-        """
-        if size <= _QUICK:
-            return make()
-        if self._at_work + size > _AT_WORK:
-            raise Unavailable("The gateway has too much text to tokenize; try again later.")
-        self._at_work += size
-
-        def done(_: object) -> None:
-            self._at_work -= size
-
-        # A client that leaves does not end the thread, which counts until it has ended.
-        work = asyncio.ensure_future(asyncio.to_thread(make))
-        work.add_done_callback(done)
-        return await asyncio.shield(work)

@@ -5,6 +5,7 @@
   a dropped connection. A generation is never repeated here.
 - Answers are not decompressed, redirects are not followed, cookies are not kept, and proxies of
   the environment are not used.
+- A process without file descriptors waits for some: that is no failure of its servers.
 - Keys exist only in the headers of the two sessions: not in a repr, a log line or an error.
 - The duration of a generation has no limit: the scheduler exists for stragglers, and a paused
   stream is silent for as long as the pause lasts.
@@ -14,8 +15,12 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
+import math
+import os
+import resource
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, Protocol, cast
@@ -35,6 +40,8 @@ from aprilsched.errors import (
     EngineRejected,
     EngineUnreachable,
 )
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,6 +190,47 @@ def probed_socket(address: Any) -> socket.socket:
             made.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
     _made[made.fileno()] = made
     return made
+
+
+_RESERVED_DESCRIPTORS = 16
+"""File descriptors that generations leave to control calls, the log and the store."""
+_DESCRIPTORS_RETRY_S = 1.0
+_WARNING_INTERVAL_S = 60.0
+
+
+def _generation_socket(address: Any) -> socket.socket:
+    """Make a :func:`probed_socket`, unless it would be one of the last.
+
+    Raises:
+        OSError: EMFILE, if the process has few file descriptors left.
+    """
+    made = probed_socket(address)
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # A new descriptor has the lowest free number, so all below it are in use.
+    if limit != resource.RLIM_INFINITY and made.fileno() >= limit - _RESERVED_DESCRIPTORS:
+        made.close()
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    return made
+
+
+class _Connector(aiohttp.TCPConnector):
+    """A pool whose calls wait while the process has no file descriptors for a connection."""
+
+    _warned = -math.inf
+    """When any pool has warned last; they share the descriptors."""
+
+    async def connect(self, *args: Any, **options: Any) -> Any:
+        while True:
+            try:
+                return await super().connect(*args, **options)
+            except aiohttp.ClientConnectorError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE):
+                    raise
+            now = asyncio.get_running_loop().time()
+            if abs(now - _Connector._warned) >= _WARNING_INTERVAL_S:
+                _Connector._warned = now
+                _log.warning("requests wait for free file descriptors; raise `ulimit -n`")
+            await asyncio.sleep(_DESCRIPTORS_RETRY_S)
 
 
 def inflow_of(response: aiohttp.ClientResponse) -> Inflow:
@@ -480,8 +528,10 @@ class Transport:
     async def open(self) -> None:
         """Make the two connection pools; nothing is sent."""
         await self.close()
-        self._control = self._session(_CONTROL_CONNECTIONS, self._control_headers)
-        self._streams = self._session(self._limits.max_connections, self._stream_headers)
+        self._control = self._session(_CONTROL_CONNECTIONS, self._control_headers, probed_socket)
+        self._streams = self._session(
+            self._limits.max_connections, self._stream_headers, _generation_socket
+        )
 
     async def close(self) -> None:
         """Drop all connections."""
@@ -609,12 +659,12 @@ class Transport:
             raise EngineError(self._name, "is not open; call open() before using it.")
         return session
 
-    def _session(self, connections: int, headers: dict[str, str]) -> aiohttp.ClientSession:
+    def _session(
+        self, connections: int, headers: dict[str, str], make: Callable[[Any], socket.socket]
+    ) -> aiohttp.ClientSession:
         jar: AbstractCookieJar = aiohttp.DummyCookieJar()
-        connector = aiohttp.TCPConnector(
-            limit=connections,
-            keepalive_timeout=_KEEPALIVE_SECONDS,
-            socket_factory=probed_socket,
+        connector = _Connector(
+            limit=connections, keepalive_timeout=_KEEPALIVE_SECONDS, socket_factory=make
         )
         return aiohttp.ClientSession(
             connector=connector,

@@ -320,7 +320,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         )
     if images:
         fields["image_data"] = images
-    text = await service.texts.work_out(lambda: _render(tokenizer, body, messages), size=size)
+    text = await tokenizer.work_out(lambda: _render(tokenizer, body, messages), size=size)
     # The template has written the special tokens around the messages.
     (prompt,) = await service.texts.encode_texts([text], service.context_tokens, special=False)
     if not prompt:

@@ -18,15 +18,13 @@ from typing import Any
 
 from msgspec import structs
 
+from aprilsched.chat.openai_bodies import check_stops
 from aprilsched.chat.tokenizer import Detokenizer
 from aprilsched.companions import TOP
-from aprilsched.errors import ConfigError
 from aprilsched.gateway.responses import Response, Responses
 from aprilsched.serving import Refusal, labelled, likely_triples, merged
 from aprilsched.types import FinishReason, Segment
 
-_MOST_STOPS = 64
-_LONGEST_STOP = 1024
 _AT_ONCE = 1024
 """Tokens that become text before other clients have their turn."""
 
@@ -53,10 +51,7 @@ class TextRules:
     ignore_ends: bool = False
 
     def __post_init__(self) -> None:
-        if len(self.stops) > _MOST_STOPS:
-            raise ConfigError(f"stop has {len(self.stops)} strings; give at most {_MOST_STOPS}.")
-        if not all(0 < len(stop) <= _LONGEST_STOP for stop in self.stops):
-            raise ConfigError(f"A stop string has 1 to {_LONGEST_STOP} characters; change stop.")
+        check_stops(self.stops)
 
     def given(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """`params` with the tokens that end the response, which engines without a tokenizer do not

@@ -193,7 +193,7 @@ async def detokenize(request: web.Request) -> web.Response:
     several: list[Any] = lists or [body.tokens]
     if not all(0 <= i <= _LARGEST_ID for ids in several for i in ids):
         raise Refused(f"tokens must be in [0, {_LARGEST_ID}].")
-    texts = await service.texts.work_out(
+    texts = await tokenizer.work_out(
         lambda: [tokenizer.decode(ids, skip_special=body.skip_special_tokens) for ids in several],
         size=sum(map(len, several)),
     )

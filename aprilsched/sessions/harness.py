@@ -14,8 +14,9 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Map
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
+from aprilsched.chat.openai_bodies import check_stops
 from aprilsched.chat.tokenizer import ModelTokenizer, load_tokenizer
 from aprilsched.coordinator.episodes import Turn, TurnOutput
 from aprilsched.errors import ConfigError, EpisodeError, MemberLost
@@ -32,11 +33,8 @@ from aprilsched.types import (
     Score,
 )
 
-T = TypeVar("T")
-
-_QUICK = 4096
-"""Characters that become tokens within a millisecond, for which a thread is not worth it. Four
-times as many are compared and rendered in that time."""
+_QUICK = 16384
+"""Characters of a request that are compared and rendered within a millisecond."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,7 +136,7 @@ class Session:
         self._recalled: set[Mark] = set()
         """Requests for what was known from before the run was resumed."""
         self._size = 0
-        """Characters of the latest chat."""
+        """Characters of the latest chat request."""
         self._asking = 0
         self._heard = asyncio.get_running_loop().time()
         self._taken = asyncio.Event()
@@ -211,13 +209,15 @@ class Session:
             ConfigError: if the request cannot be used, or the session has used what it may take.
             EpisodeError: if the session has ended.
         """
-        size = sum([len(str(each.get("content"))) for each in messages])
+        size = len(repr((messages, tools, options)))
         # All of it becomes tokens where it begins another branch, which few requests do.
-        work = size if size > 4 * _QUICK else abs(size - self._size)
+        work = size if size > _QUICK else abs(size - self._size)
         async with self._place():
             if len(self._recalled) < self._turn.known:
                 await self._recall(messages, tools, options, size)
-            question = await _worked_out(lambda: self._history.ask(messages, tools, options), work)
+            question = await self._tokenizer.work_out(
+                lambda: self._history.ask(messages, tools, options), size=work
+            )
             self._size = size
             return await self._answer(question, max_tokens, stop)
 
@@ -232,8 +232,8 @@ class Session:
         """Answer a text or token ids with what follows; see :meth:`chat`. With `raw` the answer has
         the texts of special tokens, also of the one that ended it."""
         async with self._place():
-            question = await _worked_out(
-                lambda: self._history.continue_text(prompt, raw=raw), len(prompt)
+            question = await self._tokenizer.work_out(
+                lambda: self._history.continue_text(prompt, raw=raw), size=len(prompt)
             )
             return await self._answer(question, max_tokens, stop)
 
@@ -270,8 +270,8 @@ class Session:
     ) -> None:
         """Take up the answers that a harness had before the run was resumed."""
         for place in self._history.unknown(messages, tools, options):
-            question = await _worked_out(
-                lambda said=messages[:place]: self._history.ask(said, tools, options), size
+            question = await self._tokenizer.work_out(
+                lambda said=messages[:place]: self._history.ask(said, tools, options), size=size
             )
             # Of a turn that was only begun, the harness knows more than was saved, and would find
             # another end.
@@ -309,6 +309,7 @@ class Session:
         if not sampling.ignore_eos:
             ends |= self._tokenizer.ends
         own = sampling.extra.get("stop") or ()
+        check_stops(stop)
         for each in stop:
             if each in ([own] if isinstance(own, str) else own):
                 continue  # The engines look for it.
@@ -322,9 +323,13 @@ class Session:
         sampling = self._sampling_until(most, tuple(sorted(ends)))
         self._history.begin(question)
         output = await self._turn.generate(question.ids, sampling, question.media, branch=True)
-        message = self._history.answered(question, output.token_ids)
         self.turns += 1
         self.tokens += len(output.token_ids)
+        message = await self._tokenizer.work_out(
+            lambda: self._history.answered(question, output.token_ids),
+            size=len(output.token_ids),
+            is_required=True,
+        )
         return Reply(message=message, question=question, output=output)
 
     def _sampling_until(self, most: int, ends: tuple[int, ...]) -> SamplingParams:
@@ -678,7 +683,3 @@ def _secret_of(given: bytes | Path | None) -> bytes:
 
 def _for_owner(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
-
-
-async def _worked_out(make: Callable[[], T], size: int) -> T:
-    return make() if size <= _QUICK else await asyncio.to_thread(make)

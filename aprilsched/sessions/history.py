@@ -170,6 +170,7 @@ class History:
         told, marks = [each.told for each in seen], [each.mark for each in seen]
         known = next((i for i in reversed(range(len(told))) if marks[i] in self._answers), None)
         whole = self._render(told, tools, options)
+        self._tokenizer.check_size(whole)
         after: Mark | None = None
         question: tuple[Int32Array, str] | None = None
         if known is not None and known < len(told) - 1:
@@ -212,6 +213,7 @@ class History:
         if isinstance(prompt, str):
             found = max((t for t in self._texts if prompt.startswith(t)), key=len, default=None)
             text = prompt
+            self._tokenizer.check_size(prompt)
             if found is None:
                 ids = np.array(self._tokenizer.encode(prompt), dtype=np.int32)
             else:

@@ -46,7 +46,7 @@ class SimServer:
         faults: FaultScript | None = None,
         lengths: DrawnLengths | None = None,
     ) -> None:
-        self._listener = Listener(host, port)
+        self._listener = Listener(host, port, descriptors=1)
         config = config or SimConfig(stream_at_pause=False)
         self.engine = SimEngine(
             f"sim-{port}", config, time_scale=time_scale, refit_seconds=refit_seconds

@@ -4,9 +4,11 @@
 # transformers has no complete types.
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import sys
+import threading
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -24,10 +26,12 @@ from aprilsched.chat.openai_bodies import (
     for_template,
     sampling_of,
 )
-from aprilsched.chat.tokenizer import ModelTokenizer, load_tokenizer
+from aprilsched.chat.tokenizer import ModelTokenizer, Texts, load_tokenizer
 from aprilsched.errors import ConfigError, MissingExtra
 from aprilsched.gateway.reading import Reading, Stops, TextRules
 from aprilsched.gateway.responses import Response, Responses
+from aprilsched.serving import Unavailable
+from aprilsched.sessions.history import History
 from aprilsched.types import Prompt
 from tests.support.tiny_tokenizer import (
     CALL,
@@ -93,6 +97,106 @@ def test_a_thousand_tokens_without_text_are_not_held(tokenizer: ModelTokenizer):
     assert len(stream._held) < 10
 
 
+# --- tokens from text --------------------------------------------------------------------------
+
+
+class Noting:
+    """A backend that notes each call, with the name of its thread."""
+
+    def __init__(self, backend: Any) -> None:
+        self.backend = backend
+        self.calls: list[tuple[str, str]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any, **more: Any) -> Any:
+            self.calls.append((name, threading.current_thread().name))
+            return getattr(self.backend, name)(*args, **more)
+
+        return call
+
+
+@pytest.fixture
+def noting(tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch) -> Noting:
+    backend = Noting(tokenizer._backend)
+    monkeypatch.setattr(tokenizer, "_backend", backend)
+    return backend
+
+
+async def test_long_texts_are_converted_in_threads_by_calls_that_release_the_gil(
+    tokenizer: ModelTokenizer, noting: Noting
+):
+    text = "some é words " * 1000
+    ids = noting.backend.encode(text).ids
+    encode, decode = (lambda: tokenizer.encode(text)), (lambda: tokenizer.decode(ids))
+    assert await tokenizer.work_out(encode, size=len(text)) == ids
+    assert await tokenizer.work_out(decode, size=len(ids)) == text
+    assert [name for name, _ in noting.calls] == ["encode_batch_fast", "decode_batch"]
+    assert all(thread.startswith("aprilsched-text") for _, thread in noting.calls)
+
+
+async def test_texts_that_are_too_long_are_refused_before_they_are_converted(
+    tokenizer: ModelTokenizer, noting: Noting
+):
+    texts = Texts()
+    texts._tokenizer = tokenizer
+    history = History(tokenizer, most_branches=1)
+    long = "x" * (2**23 + 1)
+    for text in ([long], [long[: 2**22]] * 3):
+        with pytest.raises(ConfigError, match="at most 8388608 characters"):
+            await texts.encode_texts(text, None)
+    with pytest.raises(ConfigError, match="cannot fit the model's context of 100 tokens"):
+        await texts.encode_texts(["x" * 12801], 100)
+    with pytest.raises(ConfigError, match="at most 8388608 characters"):
+        history.ask([{"role": "user", "content": long}])
+    with pytest.raises(ConfigError, match="at most 8388608 characters"):
+        history.continue_text(long)
+    assert noting.calls == []
+
+
+async def test_a_cancellation_waits_for_the_end_of_its_thread(tokenizer: ModelTokenizer):
+    begun, go_on = threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        assert go_on.wait(60)
+
+    task = asyncio.create_task(tokenizer.work_out(work, size=10**6))
+    await asyncio.to_thread(begun.wait)
+    for _ in range(3):
+        task.cancel()
+        await asyncio.sleep(0)
+    assert not task.done()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert tokenizer._at_work == 0
+
+
+async def test_work_that_has_not_begun_is_cancelled_at_once(tokenizer: ModelTokenizer):
+    go_on = threading.Event()
+    open_work = [
+        asyncio.create_task(tokenizer.work_out(lambda: go_on.wait(60), size=10**6))
+        for _ in range(3)
+    ]
+    await asyncio.sleep(0)
+    open_work[2].cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await open_work[2]
+    with pytest.raises(Unavailable):
+        await tokenizer.work_out(lambda: None, size=2**28)
+    done: list[int] = []
+    required = asyncio.create_task(
+        tokenizer.work_out(lambda: done.append(1), size=2**28, is_required=True)
+    )
+    await asyncio.sleep(0)
+    required.cancel()
+    go_on.set()
+    assert await asyncio.gather(*open_work[:2]) == [True, True]
+    with pytest.raises(asyncio.CancelledError):
+        await required
+    assert done == [1]
+
+
 # --- stop strings ------------------------------------------------------------------------------
 
 
@@ -125,7 +229,7 @@ def test_stop_strings_are_found_however_the_text_is_cut(
     assert not any(stop in told[:at] for stop in stops)
 
 
-@pytest.mark.parametrize("stops", [["x" * 2000], [""], ["x"] * 100])
+@pytest.mark.parametrize("stops", [["x" * 4097], ["x" * 2049] * 2, [""], ["x"] * 65])
 def test_stop_strings_are_bounded(stops: list[str]):
     with pytest.raises(ConfigError, match="stop"):
         TextRules(stops=stops)

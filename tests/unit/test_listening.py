@@ -6,6 +6,9 @@ import asyncio
 import gc
 import gzip
 import json
+import logging
+import os
+import resource
 import socket
 import sys
 import zlib
@@ -15,18 +18,25 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager
 import aiohttp
 import pytest
 from aiohttp import web
+from yarl import URL
 
+from aprilsched import serving
+from aprilsched.engines.http import HttpLimits, Transport
+from aprilsched.errors import ConfigError
 from aprilsched.serving import (
     BODIES,
     Bodies,
     Listener,
+    Malformed,
     answer_refusals,
     as_json,
     body_of,
+    decode,
     expect_later,
     key_middleware,
 )
 from aprilsched.testing import SimServer
+from aprilsched.testing.contract import until
 from aprilsched.testing.server import ThreadedServer
 
 
@@ -194,3 +204,174 @@ def test_a_body_is_not_asked_for_before_the_key_is_checked():
 
     assert "401" in asyncio.run(asked("other"))
     assert "200" in asyncio.run(asked("secret"))
+
+
+@pytest.mark.parametrize("piece", [b"[],", b"{},", b'"",', b"1,1,"])
+def test_a_body_of_too_many_values_is_refused_before_it_is_decoded(piece: bytes):
+    body = b"[" + piece * (2**21 + 1) + b"0]"
+    with pytest.raises(Malformed, match="quotes and opening brackets"):
+        decode(body, list[object])
+    assert len(decode(b"[" + b"1," * 2**21 + b"0]", list[int])) == 2**21 + 1
+
+
+# --- keys ----------------------------------------------------------------------------------------
+
+KEY = "THE-SECRET-KEY"
+HEAD = f"POST / HTTP/1.1\r\nHost: here\r\nAuthorization: Bearer {KEY}"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        *[f"{HEAD}{end}\r\n\r\n" for end in ("\0", "\x01", "\r", "\n", "\n folded", "\x7f", "é")],
+        f"{HEAD}{'a' * 10_000}\r\n\r\n",
+        f"{HEAD.replace(':', ' :')}\r\n\r\n",
+        f"{HEAD}\r\nContent-Length: {KEY}\r\n\r\n",
+        f"{HEAD}\r\nTransfer-Encoding: chunked\r\n\r\n{KEY}\r\n",
+        f"{HEAD}\r\nContent-Length: 2\r\n\r\n{{}}{KEY} / HTTP/1.1\r\n\r\n",
+        f"POST /x.{KEY} y HTTP/1.1\r\nHost: here\r\n\r\n",
+        f"POST /x.{KEY}\0 HTTP/1.1\r\nHost: here\r\n\r\n",
+        f"POST /x.{KEY}/{'a' * 20_000} HTTP/1.1\r\nHost: here\r\n\r\n",
+        f"POST /x.{KEY} HTTP/9.9\r\nHost: here\r\n\r\n",
+        f"POST http://here:99999/x.{KEY} HTTP/1.1\r\nHost: here\r\n\r\n",
+        f"{KEY} / HTTP/1.1\r\nHost: here\r\n\r\n",
+        f"POST /fails/x.{KEY} HTTP/1.1\r\nHost: here\r\n\r\n",
+    ],
+)
+def test_no_log_line_and_no_answer_repeats_what_a_request_has(
+    sent: str, caplog: pytest.LogCaptureFixture
+):
+    async def fails(_: web.Request) -> web.Response:
+        raise ValueError
+
+    async def answered() -> bytes:
+        app = web.Application(middlewares=[answer_refusals])
+        app[BODIES] = Bodies(largest=1000, together=1500)
+        app.router.add_route("POST", "/", length, expect_handler=expect_later)
+        app.router.add_route("POST", "/fails/{name}", fails)
+        listener = Listener("127.0.0.1", 0)
+        await listener.open(app)
+        try:
+            host, port = listener.url.removeprefix("http://").split(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(sent.encode())
+            head = await reader.readuntil(b"\r\n\r\n")
+            size = int(head.lower().partition(b"content-length:")[2].split()[0])
+            answer = head + await reader.readexactly(size)
+            writer.close()
+            return answer
+        finally:
+            await listener.close()
+
+    with caplog.at_level(logging.DEBUG):
+        answer = asyncio.run(answered())
+    assert answer.startswith(b"HTTP/1.")
+    assert KEY.encode() not in answer
+    assert KEY not in caplog.text
+
+
+@pytest.mark.parametrize("key", ["", "abc\n", "a b", "é"])
+@pytest.mark.parametrize("which", ["api_key", "admin_key"])
+def test_a_key_that_no_client_can_send_is_refused(which: str, key: str):
+    keys = {"api_key": None, "admin_key": None, which: key}
+    with pytest.raises(ConfigError, match=f"`{which}` must be printable ASCII") as refused:
+        key_middleware(api_key=keys["api_key"], admin_key=keys["admin_key"], control=())
+    assert not key or repr(key) not in str(refused.value)
+
+
+# --- connections ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def descriptors(more: int) -> Generator[None]:
+    """Let the process open `more` file descriptors at most."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free + more, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+async def logged(caplog: pytest.LogCaptureFixture, words: str) -> None:
+    await until(lambda: words in caplog.text)
+
+
+def test_idle_connections_give_way_to_new_ones(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def forty(_: int) -> tuple[int, int]:
+        return 40, 40
+
+    monkeypatch.setattr(serving.resource, "getrlimit", forty)
+
+    async def answered() -> list[int]:
+        async with reading() as url, aiohttp.ClientSession() as session:
+            host, port = url.removeprefix("http://").split(":")
+            idle = [await asyncio.open_connection(host, int(port)) for _ in range(12)]
+            for _, writer in idle[::2]:
+                writer.write(b"POST / HT")
+
+            async def post() -> int:
+                async with session.post(url, data=b'"x"') as answer:
+                    return answer.status
+
+            found = await asyncio.gather(*(post() for _ in range(12)))
+            for _, writer in idle:
+                writer.close()
+            return found
+
+    assert asyncio.run(answered()) == [200] * 12
+    assert caplog.text.count("raise `ulimit -n`") == 1
+
+
+def test_a_server_without_file_descriptors_warns_once_and_serves_later(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(serving, "_RETRY_S", 0.01)
+
+    async def answered() -> bytes:
+        async with reading() as url:
+            with connected(url) as client:
+                client.setblocking(False)
+                with descriptors(0):
+                    await asyncio.sleep(0)
+                    await logged(caplog, "Too many open files")
+                    for _ in range(20):
+                        await asyncio.sleep(0.01)
+                client.sendall(b'POST / HTTP/1.1\r\nHost: here\r\nContent-Length: 3\r\n\r\n"x"')
+                return await asyncio.get_running_loop().sock_recv(client, 100)
+
+    assert asyncio.run(answered()).startswith(b"HTTP/1.1 200")
+    assert len(caplog.records) == 1
+
+
+def test_calls_wait_for_file_descriptors_and_leave_the_last_to_control_calls(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("aprilsched.engines.http._DESCRIPTORS_RETRY_S", 0.01)
+    monkeypatch.setattr("aprilsched.engines.http._Connector._warned", float("-inf"))
+
+    async def done() -> None:
+        async with reading() as url:
+            server = Transport("it", URL(url), admin_key=None, api_key=None, limits=HttpLimits())
+            await server.open()
+
+            async def generate() -> int:
+                async with server.stream("", {}) as answer:
+                    return answer.status
+
+            with descriptors(0):
+                control = asyncio.create_task(server.call("POST", "", "x", timeout=60))
+                await logged(caplog, "requests wait for free file descriptors")
+            assert (await control).body == b"1"
+            with descriptors(12):
+                generation = asyncio.create_task(generate())
+                assert (await server.call("POST", "", "x", timeout=60)).body == b"1"
+                assert not generation.done()
+            assert await generation == 400
+            await server.close()
+
+    asyncio.run(done())

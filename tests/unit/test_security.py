@@ -24,9 +24,10 @@ from aprilsched import (
     serving,
     workers_of_router,
 )
+from aprilsched.chat import openai_bodies, tokenizer
 from aprilsched.cli.serve_sim import ServeSimCommand
 from aprilsched.engines.sglang import SGLangEngine
-from aprilsched.gateway import reading, server
+from aprilsched.gateway import server
 from aprilsched.runs.settings import RunSettings
 from aprilsched.runs.setup import prepare
 from aprilsched.testing import SimServer
@@ -374,5 +375,8 @@ def test_the_bounds_that_are_promised_are_those_of_the_code():
     assert f"| {largest} MiB a body after decompression and {together} MiB of all bodies;" in text
     assert serving._READ_S == 120
     assert "; two minutes to send one;" in text
-    assert f"| {reading._MOST_STOPS} stop strings of {reading._LONGEST_STOP:,} characters;" in text
+    stops, characters = openai_bodies._MOST_STOPS, openai_bodies._STOP_CHARACTERS
+    assert f"at most {tokenizer._MOST_TEXT >> 20}·2^20 characters of text a request" in text
+    assert f"without a request {serving._IDLE_S:.0f} s;" in text
+    assert f"| {stops} stop strings of {characters:,} characters in all;" in text
     assert "abort_request" in "".join(serving.CONTROL), "a client ends no other client's response"

@@ -436,7 +436,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (OURS, {**asked(9), "top_logprobs_num": "all"}, "top_logprobs_num is 'all'"),
     (TEXT, {"prompt": "x", "echo": True}, "echo repeats the prompt"),
     (TEXT, {"prompt": "x", "best_of": 4}, "best_of is not n"),
-    (TEXT, {"prompt": "x", "stop": [""]}, "A stop string has 1 to"),
+    (TEXT, {"prompt": "x", "stop": [""]}, "`stop` must have no empty string"),
     (TEXT, {"prompt": "x", "stop": ["x"] * 65}, "at most 64"),
     (TEXT, {"prompt": "x", "stop_token_ids": [600]}, "stop_token_ids must be in"),
     (TEXT, {"prompt": "x", "max_tokens": 0}, "max_tokens is 0; ask for at least 1 token"),
@@ -516,7 +516,7 @@ async def test_every_error_below_v1_has_openai_s_form(plain: Path):
         with pytest.raises(openai.APIStatusError) as refused:
             await client.completions.create(model="policy", prompt="x" * 2**26)
         errors.append(refused.value)
-        one.gateway.service.texts.work_out = None  # type: ignore[assignment]  # A mistake of its own.
+        one.gateway.service.texts.encode_texts = None  # type: ignore[assignment]  # A mistake of its own.
         with pytest.raises(openai.InternalServerError) as refused:
             await client.chat.completions.create(model="policy", **said)
         errors.append(refused.value)

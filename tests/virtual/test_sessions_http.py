@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import io
 import json
 import socket
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -93,9 +95,10 @@ async def posted(
     session: Session, path: str, body: Any, *, key: str | None = None, name: str = "x-api-key"
 ) -> tuple[int, Any]:
     headers = {name: session.key if key is None else key}
+    content = io.BytesIO(json.dumps(body).encode())
     async with (
         aiohttp.ClientSession(headers=headers) as http,
-        http.post(f"{session.url}/{path}", json=body) as answer,
+        http.post(f"{session.url}/{path}", data=content) as answer,
     ):
         return answer.status, await answer.json()
 
@@ -383,6 +386,11 @@ REFUSED = [
     ("chat/completions", {"messages": [said("user", "x")], "sing": 1}, "sing"),
     ("chat/completions", {"messages": [said("user", "x")], "max_tokens": -1}, "max_tokens"),
     ("chat/completions", {"messages": [said("user", "x")], "stop": ["two"]}, "stop"),
+    ("chat/completions", {"messages": [said("user", "x")], "stop": ["x"] * 65}, "at most 64"),
+    ("completions", {"prompt": "x", "stop": "x" * 4097}, "at most 4096 characters"),
+    ("chat/completions", {"messages": [said("user", "x" * (2**23 + 1))]}, "at most 8388608"),
+    ("generate", {"text": "x" * (2**23 + 1)}, "at most 8388608 characters"),
+    ("chat/completions", {"messages": [], "user": [[]] * 2**21}, "quotes and opening brackets"),
     ("chat/completions", {"messages": [said("user", "x")], "tool_choice": "look"}, "tool_choice"),
     (
         "chat/completions",
@@ -482,6 +490,36 @@ async def test_what_cannot_be_answered_is_refused_in_a_sentence(plain: ModelToke
 
     batch = await batch_of(harness, plain)
     assert all(rollout.turns == 1 for rollout in batch.rollouts)
+
+
+@pytest.mark.parametrize("large", ["tools", "answers"])
+async def test_what_takes_long_is_done_beside_the_loop(
+    plain: ModelTokenizer, monkeypatch: pytest.MonkeyPatch, large: str
+):
+    threads: dict[str, set[str]] = {}
+
+    def noted(name: str) -> None:
+        call = getattr(plain, name)
+
+        def noting(*args: Any, **more: Any) -> Any:
+            threads.setdefault(name, set()).add(threading.current_thread().name[:15])
+            return call(*args, **more)
+
+        monkeypatch.setattr(plain, name, noting)
+
+    async def harness(session: Session, prompt: Prompt) -> float:
+        tools = [{"type": "function", "function": {"name": "look", "description": "x" * 20_000}}]
+        reply = await session.chat([said("user", "x")], tools=tools if large == "tools" else None)
+        await session.chat([said("user", "x"), reply.message, said("user", "y")])
+        return 1.0
+
+    if large == "answers":
+        monkeypatch.setattr("aprilsched.chat.tokenizer._QUICK", 0)
+    noted("render" if large == "tools" else "parser")
+    await batch_of(harness, plain)
+    found = threads.popitem()[1]
+    assert "aprilsched-text" in found
+    assert large == "tools" or found == {"aprilsched-text"}
 
 
 async def test_a_key_is_good_for_its_session_alone(plain: ModelTokenizer):
