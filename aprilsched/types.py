@@ -6,6 +6,7 @@ A :class:`Group` holds the rollouts of one prompt. A :class:`Batch` is what a tr
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -77,6 +78,9 @@ class SamplingParams:
     :func:`aprilsched.sampling_params` builds this from a mapping in the names of other libraries
     (``max_tokens``, ``stop``, ``seed``).
 
+    A ``sampling_seed`` that several rollouts share, of the run or of a prompt with a group, gives
+    each of them a seed of its own (:func:`derived_seed`). Parameters of one rollout keep theirs.
+
     ``request`` has further fields of the request itself, beside the sampling parameters, such as
     ``{"priority": 3}``; fields that the scheduler sets are refused. ``keep`` names what the engine
     answers beside the tokens (SGLang: entries of ``meta_info``); a rollout has it as ``answers``.
@@ -134,6 +138,15 @@ class SamplingParams:
             max_new_tokens=self.max_new_tokens - generated,
             min_new_tokens=max(0, self.min_new_tokens - generated),
         )
+
+
+def derived_seed(seed: int, *path: int) -> int:
+    """Return the seed, from 0 to 2**31 - 1, for the part of a run that `path` names.
+
+    It depends on nothing else, so it is the same after a restart.
+    """
+    digest = hashlib.blake2b(repr((seed, *path)).encode(), digest_size=4).digest()
+    return int.from_bytes(digest) >> 1
 
 
 MEDIA: tuple[MediaKind, ...] = ("image", "video", "audio")
