@@ -64,6 +64,9 @@ each rollout, saved by the store and written to the event log."""
 ANSWER_BYTES = 1 << 20
 """Largest size of what is kept of an engine's answer to one attempt, as JSON, in bytes."""
 
+MAX_GROUP_SIZE = 2**16
+"""Largest number of rollouts of one prompt."""
+
 NO_VERSION = -1
 """Policy version of tokens that no policy sampled: an environment added them."""
 
@@ -227,10 +230,14 @@ class Prompt:
             object.__setattr__(self, "key", str.__str__(key))
         elif isinstance(key, Integral) and not isinstance(self.key, bool):
             object.__setattr__(self, "key", int(key))
+        if isinstance(self.key, int) and abs(self.key) >= 2**63:
+            raise ConfigError(f"key must be below 2**63, got {self.key}; use it as text.")
         if self.group_size is not None:
             size = int(checked("group_size", self.group_size, Integral))
-            if size < 1:
-                raise ConfigError(f"group_size is {size}; give 1 or more, or None.")
+            if not 1 <= size <= MAX_GROUP_SIZE:
+                raise ConfigError(
+                    f"group_size must be 1 to {MAX_GROUP_SIZE:,} or None, got {size}."
+                )
             object.__setattr__(self, "group_size", size)
         if isinstance(self.sampling, list):
             object.__setattr__(self, "sampling", tuple(self.sampling))

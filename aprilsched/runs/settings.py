@@ -123,10 +123,17 @@ class RunSettings:
     """"sim", the embedded engine under a virtual clock, or the URLs of SGLang servers, or of
     vLLM servers as vllm+http://…, with spaces between them."""
     prompts: str | None = None
-    """A JSONL file of prompts. Each line has input_ids or text, and optionally key and sampling.
-    Without a file the built-in long-tail workload is used."""
+    """A file of prompts as JSON lines, or one JSON array. A row has input_ids, prompt, text or
+    messages, and optionally key, group_size and sampling. Other columns, such as a label, are not
+    used. Without a file the built-in long-tail workload is used."""
+    input_key: str | None = None
+    """The key of a row's prompt: text, messages or token ids. If not given, the one of input_ids,
+    prompt, text and messages that a row has."""
+    apply_chat_template: bool = False
+    """Whether a prompt that is text is the message of a user, to which the model's chat template is
+    applied. It is always applied to messages."""
     tokenizer: str | None = None
-    """A folder with the model's tokenizer.json, for prompts that are text."""
+    """A folder with the model's tokenizer.json, for prompts that are text or messages."""
     batches: int = 10
     """Number of batches to deliver."""
     seed: int = 0
@@ -213,8 +220,9 @@ class RunSettings:
                 'or leave it "auto".'
             )
         tracker_names(self.track)
-        if self.tokenizer is not None and self.prompts is None:
-            raise ConfigError("tokenizer is for prompts that are text; give prompts too.")
+        for name in ("tokenizer", "input_key", "apply_chat_template"):
+            if getattr(self, name) and self.prompts is None:
+                raise ConfigError(f"{name} is for the rows of a file; give prompts too.")
         # The longest response of the built-in workload is its cap, which ``max_new_tokens`` of
         # flags and files sets too.
         given = self.scheduler.sampling

@@ -254,7 +254,7 @@ def wrong(value: Any) -> Any:
         (lambda: drawn(law=Changing()), "give a law that is immutable"),
         (lambda: drawn(law=tokens_of), "law(0) is 10 (int); give lognormal"),
         (lambda: drawn(law=name_of), "law(0) is 'law 0'; give lognormal"),
-        (lambda: drawn(cap=100.0), "cap is 100.0; give a whole number, 1 or more"),
+        (lambda: drawn(cap=100.0), "cap is 100.0; give a whole number, 1 to 2**31 - 1"),
         (lambda: drawn(count=2.0), "count is 2.0; choose one of a whole number, 0 or more, None"),
         (lambda: drawn(sigma="1"), "sigma is '1'; give a finite number, 0 or more"),
     ],
