@@ -420,6 +420,9 @@ def key_middleware(
             for `api_key` there too.
         control: paths of the calls that change the server.
         free: paths of the calls that need no key.
+
+    Raises:
+        ConfigError: if no client can send a key.
     """
     keys = [_bearer(key) for key in (api_key, admin_key) if key is not None]
     admin = keys if admin_key is None else [_bearer(admin_key)]
@@ -438,6 +441,8 @@ def key_middleware(
 
 
 def _bearer(key: str) -> bytes:
+    if not (key and key.isascii() and key.isprintable() and " " not in key):
+        raise ConfigError("A key must be printable ASCII without spaces; strip its line end.")
     return f"Bearer {key}".encode()
 
 

@@ -26,6 +26,7 @@ from aprilsched import (
 )
 from aprilsched.cli.serve_sim import ServeSimCommand
 from aprilsched.engines.sglang import SGLangEngine
+from aprilsched.errors import ConfigError
 from aprilsched.gateway import reading, server
 from aprilsched.runs.settings import RunSettings
 from aprilsched.runs.setup import prepare
@@ -376,3 +377,11 @@ def test_the_bounds_that_are_promised_are_those_of_the_code():
     assert "; two minutes to send one;" in text
     assert f"| {reading._MOST_STOPS} stop strings of {reading._LONGEST_STOP:,} characters;" in text
     assert "abort_request" in "".join(serving.CONTROL), "a client ends no other client's response"
+
+
+@pytest.mark.parametrize("key", ["", "secret\n", "two words", "ü"])
+def test_a_key_that_no_client_can_send_is_refused(key: str):
+    with pytest.raises(ConfigError, match="A key must be printable ASCII"):
+        serving.key_middleware(api_key=key, admin_key=None, control=())
+    with pytest.raises(ConfigError, match="A key must be printable ASCII"):
+        serving.key_middleware(api_key=None, admin_key=key, control=())
