@@ -71,7 +71,7 @@ def check_settings(settings: Any, path: str = "") -> None:
             raise ConfigError(f"{name} is {value}; give {bound.words}.")
         bounded = bound is not None and not (bound.most is bound.below is None)
         if _is_number(value, Integral) and not bounded and abs(value) > MAX_WHOLE:
-            raise ConfigError(f"{name} must be at most 2**53, got {value:.3g}.")
+            raise ConfigError(f"{name} must be at most 2**53, got a larger number.")
         if not any(_fits(value, leaf) for leaf in _leaves(hint)):
             raise ConfigError(f"{name} is {value!r}; {_advice(hint)}.")
         if is_dataclass(value):

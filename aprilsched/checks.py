@@ -134,7 +134,9 @@ def plain(name: str, value: Any, *, depth: int = 0) -> Any:
         return value
     if isinstance(value, str):
         return str.__str__(value)  # of a subclass, which an encoder may not know, only the text
-    if isinstance(value, int) and abs(value) < _LARGEST:
+    if isinstance(value, int):
+        if abs(value) >= _LARGEST:
+            raise ConfigError(f"{name} must have whole numbers below 2**63, got {typed(value)}.")
         return int(value)
     if isinstance(value, float) and math.isfinite(value):
         return float(value)

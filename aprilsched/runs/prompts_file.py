@@ -187,12 +187,13 @@ def _input_ids(
         raise ConfigError(
             "the prompt has messages; name the model's tokenizer folder (--tokenizer)"
         )
-    tools, options = (row.get(column) for column in _CHAT)
+    tools: Any = row.get("tools")
+    options: Any = row.get("chat_template_kwargs")
     if not isinstance(tools, list | None) or not isinstance(options, dict | None):
         raise ConfigError(
             "tools must be a list of definitions, and chat_template_kwargs an object."
         )
-    return texts.encode_chat(several, tools, options or {}), _CHAT
+    return texts.encode_chat(several, cast("Any", tools), cast("Any", options) or {}), _CHAT
 
 
 def _check_messages(name: str, messages: Sequence[Any]) -> None:
@@ -202,11 +203,14 @@ def _check_messages(name: str, messages: Sequence[Any]) -> None:
         ConfigError: if it is none.
     """
     for message in messages:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        if not isinstance(message, dict):
             break
-        parts: Any = cast("dict[str, Any]", message).get("content")
-        for part in parts if isinstance(parts, list) else ():
-            if not isinstance(part, dict) or part.get("type") != "text":
+        fields = cast("dict[str, Any]", message)
+        if not isinstance(fields.get("role"), str):
+            break
+        content: Any = fields.get("content")
+        for part in cast("list[Any]", content) if isinstance(content, list) else ():
+            if not isinstance(part, dict) or cast("dict[str, Any]", part).get("type") != "text":
                 raise ConfigError(f"{name} must have messages of text, got other parts.")
     else:
         if messages and messages[-1]["role"] != "assistant":

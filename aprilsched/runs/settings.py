@@ -203,6 +203,8 @@ class RunSettings:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ConfigError(f"{name} is {value}; give {least} or more.")
+        if self.train_seconds > _MOST_SECONDS:
+            raise ConfigError(f"train_seconds must be at most 1e9, got {self.train_seconds:g}.")
         if not self.engine:
             raise ConfigError('engine is empty; give "sim" or the URLs of servers.')
         if "sim" in self.engine and not self.simulated:
@@ -234,6 +236,8 @@ class RunSettings:
 
 
 _UNUSED = SamplingParams()
+_MOST_SECONDS = 1e9
+"""Beyond it a virtual clock no longer resolves the time of a step."""
 _LEAST: dict[str, float] = {
     "batches": 1,
     "seed": 0,

@@ -267,3 +267,11 @@ def test_a_law_that_is_none_is_refused(make: Callable[[], object], sentence: str
 def drawn(**settings: Any) -> object:
     """What a workload of these settings draws first."""
     return LongTailWorkload(**settings).lengths(0)
+
+
+def test_lengths_that_no_engine_can_give_are_refused(tmp_path: Path):
+    (tmp_path / "lengths").write_text("80 99999999999999999999\n")
+    with pytest.raises(ConfigError, match="has '99999999999999999999', which is no length"):
+        Empirical.read(tmp_path / "lengths")
+    with pytest.raises(ConfigError, match="a length must be at most"):
+        Empirical((80, 10**20))

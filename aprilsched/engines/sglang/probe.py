@@ -39,6 +39,8 @@ class ServerFacts(Facts):
         shares_bodies: whether a body may ask for several responses. With --schedule-policy
             routing-key none does, because their routing keys would be lost.
         request_fields: the fields of a request that it knows; empty where it does not say.
+        one_seed: whether requests without a seed have the same one, with
+            --enable-deterministic-inference.
     """
 
     incremental: bool | None
@@ -47,6 +49,7 @@ class ServerFacts(Facts):
     metrics: bool
     shares_bodies: bool
     request_fields: frozenset[str] = frozenset()
+    one_seed: bool = False
 
 
 async def probe(asked: Questions, *, vocab_size: int | None = None) -> ServerFacts:
@@ -81,6 +84,7 @@ async def probe(asked: Questions, *, vocab_size: int | None = None) -> ServerFac
             None if info.max_req_input_len is None else info.max_req_input_len + _SHORT_OF
         ),
         request_fields=schema.properties("GenerateReqInput"),
+        one_seed=bool(info.enable_deterministic_inference),
     )
 
 
