@@ -68,7 +68,7 @@ def test_no_command_waits_for_a_file_of_a_run(
 ):
     replaced(run / name)
     capsys.readouterr()
-    for command in (["report", str(run)], ["replay", str(run)], ["watch", str(run), "--once"]):
+    for command in (["report", str(run)], ["simulate", "--lengths", str(run), "--batches", "1"], ["watch", str(run), "--once"]):
         main(command)
         assert "Traceback" not in capsys.readouterr().err
     assert main(["run", "--resume", str(run)]) in (0, 2)
