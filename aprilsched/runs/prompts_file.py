@@ -11,9 +11,10 @@ as a label, become its metadata.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -45,6 +46,8 @@ _OTHER_FORMATS: Mapping[bytes, str] = {
     b"\xfe\xff": "UTF-16",
 }
 """How files of other formats start."""
+_SHOWN = 32
+"""Columns that a message names, and characters of each."""
 _ALMOST = 0.85
 """Likeness to a setting from which a column counts as a misspelling of it."""
 
@@ -81,7 +84,7 @@ def read_prompts(
     if not prompts:
         raise ConfigError(f"The prompts file {path} has no prompts; give at least one line.")
     if columns:
-        log.warning("%s: the run does not use the columns %s", path.name, ", ".join(columns))
+        log.warning("%s: the run does not use the columns %s", path.name, _listed(columns))
     return prompts
 
 
@@ -137,10 +140,10 @@ def _prompt(
     ids, used = _input_ids(content, row, texts, templated)
     used = {content, *used, *_SETTINGS}
     metadata = {column: value for column, value in row.items() if column not in used}
-    for column in metadata:
+    for column in metadata.keys() - {*_CONTENT}:
         # A misspelt setting would have no effect. A misspelt prompt is missing, which is noticed.
         if near := get_close_matches(column, ("input_ids", *_SETTINGS[1:]), n=1, cutoff=_ALMOST):
-            raise ConfigError(f"{column} is no key of a prompt; write {near[0]}, or rename it.")
+            raise ConfigError(f"{column!r} is no key of a prompt; write {near[0]}, or rename it.")
     sampling = row.get("sampling")
     return Prompt(
         input_ids=ids,
@@ -152,7 +155,7 @@ def _prompt(
 
 
 def _content_key(row: Mapping[str, Any], input_key: str | None) -> str:
-    keys = ", ".join(row)
+    keys = _listed(row)
     if input_key is not None:
         if input_key not in row:
             raise ConfigError(f"there must be {input_key} (input_key), got the keys {keys}.")
@@ -219,6 +222,12 @@ def _check_messages(name: str, messages: Sequence[Any]) -> None:
         f"{name} must be text, token ids, or messages with a role that do not end with the "
         "assistant's; correct it, or name another key (--input-key)."
     )
+
+
+def _listed(columns: Collection[str]) -> str:
+    """Return names of a file as one line that a terminal shows as it is."""
+    shown = [repr(each)[1:-1][:_SHOWN] for each in islice(columns, _SHOWN)]
+    return ", ".join(shown) + (", …" if len(columns) > _SHOWN else "")
 
 
 def _key(key: Any) -> str | int | None:

@@ -14,7 +14,6 @@ from aprilsched.files import open_private, open_regular, read_text, written_whol
 from aprilsched.sessions.harness import (
     _secret_of,  # pyright: ignore[reportPrivateUsage]
 )
-from aprilsched.store import SqliteStore
 from aprilsched.telemetry.run_folder import CONFIG, EVENTS, REPORT, SAMPLES, SUMMARY, TRACE
 
 SMALL = ["--batches", "1", "--batch-groups", "1", "--group-size", "2", "--median", "4"]
@@ -68,7 +67,11 @@ def test_no_command_waits_for_a_file_of_a_run(
 ):
     replaced(run / name)
     capsys.readouterr()
-    for command in (["report", str(run)], ["simulate", "--lengths", str(run), "--batches", "1"], ["watch", str(run), "--once"]):
+    for command in (
+        ["report", str(run)],
+        ["simulate", "--lengths", str(run), "--batches", "1"],
+        ["watch", str(run), "--once"],
+    ):
         main(command)
         assert "Traceback" not in capsys.readouterr().err
     assert main(["run", "--resume", str(run)]) in (0, 2)
@@ -118,8 +121,6 @@ def test_private_files_are_no_links(tmp_path: Path, precious: Path):
     (tmp_path / "link").symlink_to(precious)
     with pytest.raises(OSError, match="symbolic link"):
         open_private(tmp_path / "link", os.O_WRONLY | os.O_CREAT)
-    store = tmp_path / "store"
-    SqliteStore(store).write_checkpoint if False else None
     assert len(_secret_of(tmp_path / "secret")) == 32
     assert mode(tmp_path / "secret") == 0o600
 

@@ -88,6 +88,7 @@ def read(folder: Path, content: Any, **options: Any) -> list[Prompt]:
         ({"problem": "2+2?"}, {"input_key": "problem", "apply_chat_template": True}, RENDERED),
         ({"prompt": "2+2?", "messages": USER}, {"input_key": "messages"}, RENDERED),
         ({"text": RENDERED}, {}, RENDERED),
+        ({"question": "2+2?", "input_ids": [1]}, {"input_key": "question"}, "2+2?"),
         (
             {"prompt": [{"role": "user", "content": "a\u2028b"}]},
             {},
@@ -137,7 +138,7 @@ def test_forms_of_files(tmp_path: Path, content: bytes):
         (b'{"a": 1', "line 1: this is no JSON"),
         (b"[[1, 2]]", "row 1: this is no object"),
         ({"input": "a", "answer": "b"}, "got the keys input, answer; name the key of the prompt"),
-        ({**PLAIN, "samplng": {}}, "samplng is no key of a prompt; write sampling, or rename it"),
+        ({**PLAIN, "samplng": {}}, "'samplng' is no key of a prompt; write sampling, or rename it"),
         ({**PLAIN, "images": ["a.png"]}, "images must be empty"),
         ({**PLAIN, "group_size": 10**20}, "group_size must be"),
         ({"input_ids": [10**20]}, "input_ids holds"),
@@ -173,3 +174,5 @@ def test_columns_that_are_not_used_are_named_once(tmp_path: Path, caplog: pytest
         read(tmp_path, [{**PLAIN, "label": 1}, {**PLAIN, "label": 2, "source": "a"}])
     (record,) = caplog.records
     assert record.getMessage().endswith("does not use the columns label, source")
+    with pytest.raises(ConfigError, match=r"got the keys a\\nb, \\x1b\[31m, 2,"):
+        read(tmp_path, dict.fromkeys(["a\nb", "\x1b[31m", *map(str, range(2, 99))]))
