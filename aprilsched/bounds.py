@@ -39,11 +39,15 @@ class Bound:
         )
 
 
+MAX_WHOLE = 2**53
+"""Largest whole number of a setting without an upper bound: larger ones are no exact floats, and
+overflow those of NumPy."""
 AT_LEAST_0 = Bound(least=0, words="0 or more")
 AT_LEAST_1 = Bound(least=1, words="1 or more")
 ABOVE_0 = Bound(above=0, words="a number above 0")
 NOT_NEGATIVE = Bound(least=0, below=math.inf, words="a finite number, 0 or more")
 POSITIVE = Bound(above=0, below=math.inf, words="a finite number above 0")
+COUNT_32_BITS = Bound(least=1, most=2**31 - 1, words="1 to 2**31 - 1")
 SHARE = Bound(above=0, most=1, words="a share above 0 and at most 1")
 SHARE_OR_0 = Bound(least=0, below=1, words="a share below 1, or 0")
 
@@ -63,8 +67,11 @@ def check_settings(settings: Any, path: str = "") -> None:
     for field in fields(settings):
         value, name, hint = getattr(settings, field.name), f"{path}{field.name}", hints[field.name]
         bound = next((found for found in _leaves(hint) if isinstance(found, Bound)), None)
-        if bound is not None and _is_number(value, Real) and not bound.holds(float(value)):
+        if bound is not None and _is_number(value, Real) and not bound.holds(value):
             raise ConfigError(f"{name} is {value}; give {bound.words}.")
+        bounded = bound is not None and not (bound.most is bound.below is None)
+        if _is_number(value, Integral) and not bounded and abs(value) > MAX_WHOLE:
+            raise ConfigError(f"{name} must be at most 2**53, got a larger number.")
         if not any(_fits(value, leaf) for leaf in _leaves(hint)):
             raise ConfigError(f"{name} is {value!r}; {_advice(hint)}.")
         if is_dataclass(value):

@@ -70,6 +70,9 @@ SYNONYMS: Mapping[str, str] = {
 }
 """Names of other libraries for sampling parameters."""
 
+_SEEDS = ("sampling_seed", "seed")
+MAX_COUNT = 2**31 - 1
+"""Largest number of tokens, and largest token id: engines keep them in 32 bits."""
 _LARGEST = 2**63
 """JSON has no bound for whole numbers, but the JSON readers of engines have this one."""
 _DEEPEST = 32
@@ -86,6 +89,9 @@ def converted(name: str, value: Any, kind: Kind) -> Any:
         return _token_ids(name, value)
     value = checked(name, value, kind)
     if kind is Integral:
+        most = _LARGEST - 1 if name in _SEEDS else MAX_COUNT
+        if abs(int(value)) > most:
+            raise ConfigError(f"{name} must be at most {most}, got {typed(value)}.")
         return int(value)
     if kind is bool:
         return bool(value)
@@ -103,9 +109,16 @@ def checked(name: str, value: Any, kind: Kind) -> Any:
         fits = true_or_false
     else:
         fits = isinstance(value, kind) and not (kind in (Integral, Real) and true_or_false)
-    if not fits or (kind is Real and not math.isfinite(value)):
+    if not fits or (kind is Real and not _is_finite(value)):
         raise mistyped(name, value, kind)
     return value
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number of hundreds of digits
+        return False
 
 
 def plain(name: str, value: Any, *, depth: int = 0) -> Any:
@@ -121,7 +134,9 @@ def plain(name: str, value: Any, *, depth: int = 0) -> Any:
         return value
     if isinstance(value, str):
         return str.__str__(value)  # of a subclass, which an encoder may not know, only the text
-    if isinstance(value, int) and abs(value) < _LARGEST:
+    if isinstance(value, int):
+        if abs(value) >= _LARGEST:
+            raise ConfigError(f"{name} must have whole numbers below 2**63, got {typed(value)}.")
         return int(value)
     if isinstance(value, float) and math.isfinite(value):
         return float(value)
@@ -231,4 +246,4 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
         ids = np.atleast_1d(cast("Any", ids))
     if isinstance(ids, str | bytes | Mapping) or not isinstance(ids, Iterable):
         raise mistyped(name, value, Iterable)
-    return tuple(int(checked(name, i, Integral)) for i in cast("Iterable[Any]", ids))
+    return tuple(converted(name, i, Integral) for i in cast("Iterable[Any]", ids))

@@ -446,11 +446,9 @@ def key_middleware(
     Raises:
         ConfigError: if a key cannot be sent in a header, such as one that ends with a newline.
     """
-    for name, key in (("api_key", api_key), ("admin_key", admin_key)):
-        if key is not None and not re.fullmatch("[!-~]+", key):
-            raise ConfigError(f"`{name}` must be printable ASCII without blanks or newlines.")
-    keys = [_bearer(key) for key in (api_key, admin_key) if key is not None]
-    admin = keys if admin_key is None else [_bearer(admin_key)]
+    named = {"api_key": api_key, "admin_key": admin_key}
+    keys = [_bearer(name, key) for name, key in named.items() if key is not None]
+    admin = keys if admin_key is None else keys[-1:]
 
     @web.middleware
     async def ask(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -465,7 +463,9 @@ def key_middleware(
     return ask
 
 
-def _bearer(key: str) -> bytes:
+def _bearer(name: str, key: str) -> bytes:
+    if not re.fullmatch("[!-~]+", key):
+        raise ConfigError(f"`{name}` must be printable ASCII without blanks; strip its line end.")
     return f"Bearer {key}".encode()
 
 

@@ -6,6 +6,7 @@ A :class:`Group` holds the rollouts of one prompt. A :class:`Batch` is what a tr
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -66,6 +67,9 @@ each rollout, saved by the store and written to the event log."""
 ANSWER_BYTES = 1 << 20
 """Largest size of what is kept of an engine's answer to one attempt, as JSON, in bytes."""
 
+MAX_GROUP_SIZE = 2**16
+"""Largest number of rollouts of one prompt."""
+
 NO_VERSION = -1
 """Policy version of tokens that no policy sampled: an environment added them."""
 
@@ -79,6 +83,9 @@ class SamplingParams:
     so any other parameter of the server can be used; its values must be valid JSON.
     :func:`aprilsched.sampling_params` builds this from a mapping in the names of other libraries
     (``max_tokens``, ``stop``, ``seed``).
+
+    A ``sampling_seed`` that several rollouts share, of the run or of a prompt with a group, gives
+    each of them a seed of its own (:func:`derived_seed`). Parameters of one rollout keep theirs.
 
     ``request`` has further fields of the request itself, beside the sampling parameters, such as
     ``{"priority": 3}``; fields that the scheduler sets are refused. ``keep`` names what the engine
@@ -142,6 +149,15 @@ class SamplingParams:
             max_new_tokens=self.max_new_tokens - generated,
             min_new_tokens=max(0, self.min_new_tokens - generated),
         )
+
+
+def derived_seed(seed: int, *path: int) -> int:
+    """Return the seed, from 0 to 2**31 - 1, for the part of a run that `path` names.
+
+    It depends on nothing else, so it is the same after a restart.
+    """
+    digest = hashlib.blake2b(repr((seed, *path)).encode(), digest_size=4).digest()
+    return int.from_bytes(digest) >> 1
 
 
 MEDIA: tuple[MediaKind, ...] = ("image", "video", "audio")
@@ -222,10 +238,14 @@ class Prompt:
             object.__setattr__(self, "key", str.__str__(key))
         elif isinstance(key, Integral) and not isinstance(self.key, bool):
             object.__setattr__(self, "key", int(key))
+        if isinstance(self.key, int) and abs(self.key) >= 2**63:
+            raise ConfigError(f"key must be below 2**63, got {self.key}; use it as text.")
         if self.group_size is not None:
             size = int(checked("group_size", self.group_size, Integral))
-            if size < 1:
-                raise ConfigError(f"group_size is {size}; give 1 or more, or None.")
+            if not 1 <= size <= MAX_GROUP_SIZE:
+                raise ConfigError(
+                    f"group_size must be 1 to {MAX_GROUP_SIZE:,} or None, got {size}."
+                )
             object.__setattr__(self, "group_size", size)
         if isinstance(self.sampling, list):
             object.__setattr__(self, "sampling", tuple(self.sampling))

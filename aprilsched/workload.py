@@ -45,13 +45,15 @@ from numpy.typing import NDArray
 from aprilsched.bounds import (
     AT_LEAST_0,
     AT_LEAST_1,
+    COUNT_32_BITS,
     NOT_NEGATIVE,
     POSITIVE,
     Bound,
     check_settings,
 )
-from aprilsched.checks import checked, typed
+from aprilsched.checks import MAX_COUNT, checked, converted, typed
 from aprilsched.errors import ConfigError
+from aprilsched.files import read_text
 from aprilsched.types import Prompt, SamplingParams
 
 LengthLaw: TypeAlias = Literal["lognormal", "log_t"]
@@ -115,7 +117,7 @@ class Empirical:
 
     def __post_init__(self) -> None:
         _check(len(self.lengths) > 0, "there are no lengths; give at least one.")
-        lengths = sorted(int(checked("a length", length, Integral)) for length in self.lengths)
+        lengths = sorted(converted("a length", length, Integral) for length in self.lengths)
         _check(lengths[0] >= 1, "a length is below 1; give tokens, each 1 or more.")
         object.__setattr__(self, "lengths", tuple(lengths))
 
@@ -128,7 +130,7 @@ class Empirical:
             ConfigError: if it cannot be read, or something in it is no length.
         """
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            text = read_text(path)
         except OSError as error:
             reason = error.strerror or error
             raise ConfigError(f"the lengths in {path} cannot be read: {reason}.") from error
@@ -141,7 +143,7 @@ class Empirical:
                 if length is None:
                     raise ConfigError(
                         f"line {number} of {path} has {word!r}, which is no length; give whole "
-                        "numbers of tokens, each 1 or more."
+                        "numbers of tokens, each from 1 to 2**31 - 1."
                     )
                 lengths.append(length)
         _check(len(lengths) > 0, f"{path} has no lengths; give at least one.")
@@ -182,7 +184,7 @@ def _length(word: str) -> int | None:
         value = float(word)
     except ValueError:
         return None
-    return int(value) if value.is_integer() and value >= 1 else None
+    return int(value) if value.is_integer() and 1 <= value <= MAX_COUNT else None
 
 
 def _phi(x: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -248,10 +250,10 @@ class LongTailWorkload:
 
     median: Annotated[float, POSITIVE] = 700.0
     sigma: Annotated[float, NOT_NEGATIVE] = 0.9
-    cap: Annotated[int, AT_LEAST_1] = 6000
+    cap: Annotated[int, COUNT_32_BITS] = 6000
     within_group: Annotated[float, _SHARE] = 0.5
-    prompt_tokens: Annotated[int, AT_LEAST_1] = 8
-    vocab_size: Annotated[int, Bound(least=2, words="2 or more")] = 32_000
+    prompt_tokens: Annotated[int, COUNT_32_BITS] = 8
+    vocab_size: Annotated[int, Bound(least=2, most=2**31 - 1, words="2 to 2**31 - 1")] = 32_000
     law: LengthLaw | Law | Callable[[int], Law] = "lognormal"
     dof: Annotated[float, Bound(above=2, below=math.inf, words="a number above 2")] = 4.0
     seed: Annotated[int, Bound(least=0, below=2**64, words="0 to 2**64 - 1")] = 0

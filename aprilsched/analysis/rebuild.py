@@ -11,6 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from aprilsched.errors import ConfigError
+from aprilsched.files import read_regular, read_text
 from aprilsched.telemetry.base import Listener
 from aprilsched.telemetry.batch_figures import Bound
 from aprilsched.telemetry.event_log.reading import Versioned, refuse_newer, replay
@@ -42,7 +43,7 @@ def written_summary(folder: Path) -> RunSummary | None:
         RunFolderError: if they are of a newer format.
     """
     try:
-        written = (folder / SUMMARY).read_bytes()
+        written = read_regular(folder / SUMMARY)
     except FileNotFoundError:
         return None
     found = msgspec.json.decode(written, type=Versioned).schema
@@ -56,7 +57,7 @@ def rebuilt_summary(folder: Path) -> RunSummary:
     Raises:
         OSError, ValueError, MsgspecError, RunFolderError: as for :func:`replay`.
     """
-    config = tomllib.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    config = tomllib.loads(read_text(folder / CONFIG))
     rebuilding = Rebuilding(config)
     replay(folder / EVENTS, rebuilding.listeners)
     return rebuilding.result()

@@ -31,6 +31,7 @@ from aprilsched.core.messages.facts import (
     UpdateFinished,
 )
 from aprilsched.errors import RunFolderError
+from aprilsched.files import read_text
 from aprilsched.telemetry.event_log.reading import replay
 from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.run_folder import CONFIG, EVENTS
@@ -97,7 +98,7 @@ def read_run(folder: Path) -> Run:
         RunFolderError: if a file is missing or cannot be understood.
     """
     with readable(folder):
-        config = tomllib.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        config = tomllib.loads(read_text(folder / CONFIG))
         summary = summary_of_run(folder)
         history = History()
         end = replay(folder / EVENTS, [history], tokens=False)

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aprilsched.errors import RunFolderError
+from aprilsched.files import open_regular
 from aprilsched.telemetry.event_log.reading import Versioned, refuse_newer
 from aprilsched.telemetry.run_folder import SAMPLES
 from aprilsched.telemetry.sampling.sample_log import (
@@ -136,7 +137,7 @@ def _valid(lines: Iterator[SampleLine]) -> list[SampleLine]:
 def _lines(path: Path) -> Iterator[SampleLine]:
     decoder = msgspec.json.Decoder(SampleLine)
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             for number, raw in enumerate(file, start=1):
                 if not raw.endswith(b"\n"):
                     return  # the last line of a process that was killed

@@ -7,9 +7,7 @@ microseconds, as in the trace event format and as in events.jsonl.
 from __future__ import annotations
 
 import heapq
-import os
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,6 +18,7 @@ from aprilsched.analysis.run import readable
 from aprilsched.core.messages import facts as of
 from aprilsched.core.messages.facts import Fact
 from aprilsched.errors import RunFolderError
+from aprilsched.files import SHARED, written_whole
 from aprilsched.telemetry.base import DispatchingListener
 from aprilsched.telemetry.event_log.reading import replay
 from aprilsched.telemetry.run_folder import EVENTS, TRACE
@@ -510,22 +509,17 @@ def write_trace(folder: Path, path: Path | None = None) -> Path:
             written.
     """
     target = folder / TRACE if path is None else path
-    writing = target.with_name(f".{target.name}.writing")
     try:
-        with writing.open("wb", buffering=_BUFFER) as file:
+        with written_whole(target, mode=SHARED) as file:
             trace = TraceFile(file)
             builder = TraceBuilder(trace)
             with readable(folder):
                 end = replay(folder / EVENTS, [builder])
             builder.end(end)
             trace.close()
-        os.replace(writing, target)
     except OSError as error:
         raise RunFolderError(
             f"{target} cannot be written ({error.strerror or error}); name a file in a folder that "
             "can be."
         ) from error
-    finally:
-        with suppress(OSError):
-            writing.unlink(missing_ok=True)
     return target

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aprilsched.analysis.run import readable
+from aprilsched.files import read_text
 from aprilsched.telemetry.engine_time import (
     BUSY,
     PART_INDEX,
@@ -93,7 +94,7 @@ def usage_of(folder: Path) -> RunUsage:
         RunFolderError: if a file is missing or cannot be understood.
     """
     with readable(folder):
-        config: dict[str, Any] = tomllib.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        config: dict[str, Any] = tomllib.loads(read_text(folder / CONFIG))
         recorder = UsageRecorder(batch_groups=config.get("scheduler", {}).get("batch_groups"))
         end = replay(folder / EVENTS, [recorder])
     return recorder.usage(end)

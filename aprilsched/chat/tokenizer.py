@@ -20,6 +20,7 @@ import msgspec
 
 from aprilsched.errors import ConfigError
 from aprilsched.extras import extra
+from aprilsched.files import read_regular
 from aprilsched.serving import Refused, Unavailable
 
 log = logging.getLogger("aprilsched")
@@ -94,7 +95,7 @@ def wrapped_tokenizer(
 
 def _read(path: Path) -> Mapping[str, Any]:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        return msgspec.json.decode(read_regular(path), type=dict[str, Any])
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(f"The response template {path} cannot be read: {error}") from error
 
@@ -116,7 +117,7 @@ def _known_template(loaded: Any) -> Mapping[str, Any] | None:
 def _ends(folder: Path) -> frozenset[int]:
     """The tokens at which the model ends a response, by its generation_config.json."""
     try:
-        config = msgspec.json.decode((folder / "generation_config.json").read_bytes())
+        config = msgspec.json.decode(read_regular(folder / "generation_config.json"))
         found = config["eos_token_id"]
     except (OSError, msgspec.DecodeError, KeyError, TypeError):
         return frozenset()

@@ -42,7 +42,8 @@ EVERYDAY = {
     "what runs": {
         "engine": '"sim" (embedded), or URLs with spaces between them (vllm+URL)',
         "prompts": "a JSONL file of prompts; without it a built-in long-tail workload",
-        "tokenizer": "a folder with tokenizer.json, for prompts that are text",
+        "input-key": "the key of a row's prompt, if it has another name than prompt",
+        "tokenizer": "a folder with tokenizer.json, for text and messages",
         "batches": "batches to deliver",
         "update-every": "batches between two policy versions; 0 for one version",
         "weights": "a checkpoint that servers load as each new version",

@@ -12,6 +12,7 @@ from aprilsched.cli import told_to_end
 from aprilsched.cli.arguments import parsed
 from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.errors import ConfigError
+from aprilsched.files import read_text
 from aprilsched.runs.settings import SimSettings, WorkloadSettings, key_from
 from aprilsched.testing import DrawnLengths, SimServer
 from aprilsched.testing.faults import FaultScript, parse_faults
@@ -100,7 +101,7 @@ def read_faults(path: Path) -> FaultScript:
         ConfigError: if it cannot be read, or if a fault in it is not possible.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except OSError as error:
         raise ConfigError(f"The fault script {path} cannot be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:

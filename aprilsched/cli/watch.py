@@ -18,6 +18,7 @@ from aprilsched.analysis.run import readable
 from aprilsched.cli.arguments import parsed
 from aprilsched.core.messages.facts import Fact
 from aprilsched.errors import RunFolderError
+from aprilsched.files import read_text
 from aprilsched.runs.showing import run_table
 from aprilsched.telemetry.base import Listener
 from aprilsched.telemetry.batch_figures import BatchMeter
@@ -171,7 +172,7 @@ class Watched:
     def _begin(self) -> Sequence[Listener]:
         """The listeners that get the log from its first line. They are made again when a process
         resumes the run, because it may have other settings."""
-        config: dict[str, Any] = tomllib.loads((self._folder / CONFIG).read_text(encoding="utf-8"))
+        config: dict[str, Any] = tomllib.loads(read_text(self._folder / CONFIG))
         basis = basis_of(config)
         facts = RunFacts(
             title="run",

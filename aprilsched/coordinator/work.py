@@ -33,6 +33,7 @@ from aprilsched.driver.callbacks import (
     WrongResult,
     called,
     check_callable,
+    place_of,
 )
 from aprilsched.errors import MemberLost, RunEnded
 from aprilsched.types import Prompt, RefusedPrompt, Score
@@ -44,6 +45,9 @@ _REWARD = "the reward function"
 _ACCEPT = "the accept function"
 _EPISODE = "the episode"
 _TEARDOWN = "the teardown of an episode"
+
+_WARN_AT = (100, 1_000, 10_000, 100_000)
+"""Numbers of groups rejected in a row at which a warning is logged."""
 
 _TEARDOWN_S = 30.0
 """Seconds that each function has that an episode registered for its end."""
@@ -89,6 +93,7 @@ class Work:
         self._turns: dict[int, Turn] = {}
         self._tasks = Tasks()
         self._saved: Callable[[], Awaitable[None]] | None = None
+        self._rejected_in_row = 0
         self._asked: deque[int] = deque()
         self._reads = asyncio.Event()
 
@@ -175,10 +180,23 @@ class Work:
         def filtered(accepted: object) -> ev.Event:
             if accepted is None:
                 raise WrongResult("None; return True or False")
+            self._note_verdict(bool(accepted))
             return ev.Filtered(group_id=group.group_id, accepted=bool(accepted))
 
         work = self._ask(_ACCEPT, self._accept, group.group_id, filtered, group)
         self._tasks.start(("verdict", group.group_id), work)
+
+    def _note_verdict(self, accepted: bool) -> None:
+        """Warn of a function that rejects everything: the trainer would wait forever."""
+        self._rejected_in_row = 0 if accepted else self._rejected_in_row + 1
+        if self._rejected_in_row in _WARN_AT:
+            log.warning(
+                "%s has accepted no group, rejected_in_a_row=%d; correct %s, the reward or the "
+                "prompts",
+                _ACCEPT,
+                self._rejected_in_row,
+                place_of(self._accept),
+            )
 
     def refuse(self, command: facts.PromptRefused) -> None:
         what = f"group {command.group_id}"

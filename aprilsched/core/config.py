@@ -39,7 +39,7 @@ from aprilsched.core.policies.straggler import (
     rules_that,
 )
 from aprilsched.errors import ConfigError
-from aprilsched.types import SamplingParams
+from aprilsched.types import MAX_GROUP_SIZE, SamplingParams
 
 KVAfterRefit: TypeAlias = Literal["auto", "recompute", "keep", "apart"]
 
@@ -51,6 +51,7 @@ RefitRule: TypeAlias = Literal["together", "rolling"]
 RewardScope: TypeAlias = Literal["none", "rollout", "group"]
 MemberRule: TypeAlias = Literal["again", "shrink", "drop_group"]
 
+_GROUP_SIZE = Bound(least=1, most=MAX_GROUP_SIZE, words=f"1 to {MAX_GROUP_SIZE:,}")
 _NOT_0 = Bound(least=0.001, words="0.001 or more")
 _SHARE_FROM_0 = Bound(least=0, most=1, words="a share from 0 to 1")
 _BELOW_1 = Bound(least=0, below=1, words="a share below 1, or 0 for never")
@@ -181,7 +182,7 @@ class SchedulerConfig:
 
     batch_groups: Annotated[int, AT_LEAST_1] = 32
     """Number of groups (prompts) in a batch."""
-    group_size: Annotated[int, AT_LEAST_1] = 8
+    group_size: Annotated[int, _GROUP_SIZE] = 8
     """Number of rollouts of a prompt that has no group size of its own."""
     stop: StopUnit | Stop = "groups"
     """What fills a batch: "groups" is `batch_groups` groups; Samples(256) is whole groups with at

@@ -198,7 +198,7 @@ class Failures:
             log.error(
                 "%s; the function is %s, and later failures of this kind are only counted",
                 cause,
-                _place(function),
+                place_of(function),
                 exc_info=None if trace is None else (type(own), own, trace),
             )
         return cause
@@ -217,7 +217,7 @@ def _trace_of_caller(error: BaseException) -> TracebackType | None:
     return trace
 
 
-def _place(function: Any) -> str:
+def place_of(function: Any) -> str:
     """Name, file and line of a function of the caller."""
     for each in (function, getattr(function, "func", None), type(function).__call__):
         code = getattr(each, "__code__", None)

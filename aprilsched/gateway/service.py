@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import os
 import re
 import secrets
 import time
@@ -42,6 +41,7 @@ from aprilsched.errors import (
     RefitError,
     StoreError,
 )
+from aprilsched.files import read_regular, written_whole
 from aprilsched.gateway.responses import Asked, Response, Responses
 from aprilsched.gateway.settings import GatewaySettings, for_clients
 from aprilsched.gateway.updates import (
@@ -813,7 +813,7 @@ class Labels:
         if self._path is None:
             return
         try:
-            self._labels = msgspec.json.decode(self._path.read_bytes(), type=dict[int, str])
+            self._labels = msgspec.json.decode(read_regular(self._path), type=dict[int, str])
         except FileNotFoundError:
             return
         except (OSError, msgspec.DecodeError) as error:
@@ -844,12 +844,8 @@ class Labels:
             del self._labels[old]
         if self._path is None:
             return
-        new = self._path.with_name(f"{self._path.name}.new")
         try:
-            with new.open("wb") as file:
+            with written_whole(self._path) as file:
                 file.write(msgspec.json.encode(self._labels))
-                file.flush()
-                os.fsync(file.fileno())
-            new.replace(self._path)
         except OSError as error:
             log.error("the label of version %d is not saved: %s", version, error)

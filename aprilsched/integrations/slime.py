@@ -25,7 +25,6 @@ import importlib
 import itertools
 import json
 import logging
-import os
 import sys
 import threading
 import urllib.request
@@ -55,6 +54,7 @@ from aprilsched.coordinator.prompts import check_media
 from aprilsched.engines.http import ServerAddress
 from aprilsched.engines.sglang.http_engine import SGLangFleet
 from aprilsched.errors import ConfigError, EngineError
+from aprilsched.files import written_whole
 from aprilsched.integrations import (
     check_fixed_groups,
     check_replay,
@@ -814,9 +814,8 @@ class _Rollouts:
             }
             made = {} if self._functions is None else self._functions.made
             saved = {"samples": samples, "version": rollouts.version, "made": dict(made)}
-            part = path.with_suffix(".part")
-            self._trainer.torch.save(saved, part)
-            os.replace(part, _beside(path))
+            with written_whole(_beside(path)) as file:
+                self._trainer.torch.save(saved, file)
 
 
 class _Prompts:
@@ -1098,7 +1097,9 @@ def _check_worker(url: str, kind: str) -> None:
 
 def _asked(url: str) -> Any:
     try:
-        with urllib.request.urlopen(url, timeout=_ROUTER_SECONDS) as answer:  # noqa: S310
+        # The proxies of the environment lead out of the cluster.
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with direct.open(url, timeout=_ROUTER_SECONDS) as answer:
             return json.load(answer)
     except (OSError, ValueError) as error:
         raise ConfigError(

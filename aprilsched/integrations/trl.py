@@ -42,6 +42,7 @@ from aprilsched.coordinator import Accept
 from aprilsched.engines.base import Fleet
 from aprilsched.errors import ConfigError
 from aprilsched.extras import extra
+from aprilsched.files import read_regular, written_whole
 from aprilsched.integrations import check_fixed_groups, with_bound
 from aprilsched.integrations.by_session import BySession
 from aprilsched.integrations.trl_tools import Conversation, Factories, ToolHarness, called
@@ -465,7 +466,8 @@ class RolloutWorker:
         self.scheduler.checkpoint(folder / _FILE, acknowledge=False)
         if self._tools is not None:
             ended = list(self._tools.ended.items())
-            (folder / _CONVERSATIONS).write_bytes(msgspec.json.encode(dict(ended), enc_hook=str))
+            with written_whole(folder / _CONVERSATIONS) as file:
+                file.write(msgspec.json.encode(dict(ended), enc_hook=str))
 
     def restore(self, folder: Path) -> None:
         """Continue with what was saved in `folder`; the engines are not open yet.
@@ -484,7 +486,7 @@ class RolloutWorker:
             )
         self._restored = folder / _FILE
         if self._tools is not None and (folder / _CONVERSATIONS).is_file():
-            saved = (folder / _CONVERSATIONS).read_bytes()
+            saved = read_regular(folder / _CONVERSATIONS)
             self._tools.ended.update(msgspec.json.decode(saved, type=dict[int, Conversation]))
 
 

@@ -20,6 +20,7 @@ from aprilsched.checks import nearest
 from aprilsched.config import SamplingParams, SchedulerConfig, Staleness
 from aprilsched.core.policies.kinds import REFILLS, STOPS
 from aprilsched.errors import ConfigError
+from aprilsched.files import read_text
 from aprilsched.presets import PRESETS
 from aprilsched.runs.settings import RunSettings
 
@@ -51,7 +52,7 @@ def read_table(path: Path, made: Callable[[Mapping[str, Any]], T]) -> T:
         ConfigError: if the file cannot be read, or if nothing can be made of it.
     """
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        content = tomllib.loads(read_text(path))
     except OSError as error:
         raise ConfigError(f"The config file {path} cannot be read: {error.strerror}.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -123,10 +123,17 @@ class RunSettings:
     """"sim", the embedded engine under a virtual clock, or the URLs of SGLang servers, or of
     vLLM servers as vllm+http://…, with spaces between them."""
     prompts: str | None = None
-    """A JSONL file of prompts. Each line has input_ids or text, and optionally key and sampling.
-    Without a file the built-in long-tail workload is used."""
+    """A file of prompts as JSON lines, or one JSON array. A row has input_ids, prompt, text or
+    messages, and optionally key, group_size and sampling. Other columns, such as a label, are not
+    used. Without a file the built-in long-tail workload is used."""
+    input_key: str | None = None
+    """The key of a row's prompt: text, messages or token ids. If not given, the one of input_ids,
+    prompt, text and messages that a row has."""
+    apply_chat_template: bool = False
+    """Whether a prompt that is text is the message of a user, to which the model's chat template is
+    applied. It is always applied to messages."""
     tokenizer: str | None = None
-    """A folder with the model's tokenizer.json, for prompts that are text."""
+    """A folder with the model's tokenizer.json, for prompts that are text or messages."""
     batches: int = 10
     """Number of batches to deliver."""
     seed: int = 0
@@ -196,6 +203,8 @@ class RunSettings:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ConfigError(f"{name} is {value}; give {least} or more.")
+        if self.train_seconds > _MOST_SECONDS:
+            raise ConfigError(f"train_seconds must be at most 1e9, got {self.train_seconds:g}.")
         if not self.engine:
             raise ConfigError('engine is empty; give "sim" or the URLs of servers.')
         if "sim" in self.engine and not self.simulated:
@@ -213,8 +222,9 @@ class RunSettings:
                 'or leave it "auto".'
             )
         tracker_names(self.track)
-        if self.tokenizer is not None and self.prompts is None:
-            raise ConfigError("tokenizer is for prompts that are text; give prompts too.")
+        for name in ("tokenizer", "input_key", "apply_chat_template"):
+            if getattr(self, name) and self.prompts is None:
+                raise ConfigError(f"{name} is for the rows of a file; give prompts too.")
         # The longest response of the built-in workload is its cap, which ``max_new_tokens`` of
         # flags and files sets too.
         given = self.scheduler.sampling
@@ -226,6 +236,8 @@ class RunSettings:
 
 
 _UNUSED = SamplingParams()
+_MOST_SECONDS = 1e9
+"""Beyond it a virtual clock no longer resolves the time of a step."""
 _LEAST: dict[str, float] = {
     "batches": 1,
     "seed": 0,
@@ -247,22 +259,28 @@ def _values(settings: Any) -> dict[str, Any]:
 
 
 def key_from(variable: str | None, setting: str) -> str | None:
-    """The key in the environment variable of this name; None without a name.
+    """The key in the environment variable of this name, without white space around it, which a
+    file that the variable was read from may end with; None without a name.
 
     Args:
         variable: the name that was given.
         setting: the setting that it was given as, for the error.
 
     Raises:
-        ConfigError: if the variable is not set, or empty.
+        ConfigError: if the variable is not set or empty, or if no HTTP header can carry the key.
     """
     if variable is None:
         return None
-    key = os.environ.get(variable)
+    key = os.environ.get(variable, "").strip()
     if not key:
         # What was given is not repeated: it may be the key itself, and errors end up in logs.
         raise ConfigError(
             f"The environment variable that {setting} names is not set; export the key in a "
             "variable, and give the variable's name."
+        )
+    if not (key.isascii() and key.isprintable() and " " not in key):
+        raise ConfigError(
+            f"The key in the environment variable that {setting} names must be printable ASCII "
+            "without spaces; export the key alone."
         )
     return key

@@ -8,7 +8,6 @@ opens a session for each rollout, gives it to a coroutine or to a launcher, and 
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -20,6 +19,7 @@ from aprilsched.chat.openai_bodies import check_stops
 from aprilsched.chat.tokenizer import ModelTokenizer, load_tokenizer
 from aprilsched.coordinator.episodes import Turn, TurnOutput
 from aprilsched.errors import ConfigError, EpisodeError, MemberLost
+from aprilsched.files import open_private, read_regular
 from aprilsched.serving import Listener, Unavailable
 from aprilsched.sessions.address import Keys, make_session_app
 from aprilsched.sessions.history import History, Mark, Question, Said
@@ -669,17 +669,16 @@ def _secret_of(given: bytes | Path | None) -> bytes:
     else:
         try:
             # Made for its owner alone, and never over one that is there.
-            with open(given, "xb", opener=_for_owner) as file:
+            with open(given, "xb", opener=open_private) as file:
                 file.write(secrets.token_bytes(32))
         except FileExistsError:
             pass
         except OSError as error:
             raise ConfigError(f"the secret of sessions cannot be kept ({error}).") from error
-        found = given.read_bytes()
+        try:
+            found = read_regular(given)
+        except OSError as error:
+            raise ConfigError(f"the secret of sessions cannot be read ({error}).") from error
     if len(found) < 16:
         raise ConfigError(f"the secret of sessions has {len(found)} bytes; give 16 or more.")
     return found
-
-
-def _for_owner(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)

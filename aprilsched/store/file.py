@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from aprilsched.errors import StoreError
+from aprilsched.files import open_private
 from aprilsched.store.codec import checksum
 
 _ENDS = ("-wal", "-journal", "-last")
@@ -24,7 +25,6 @@ _WAIT_SECONDS = 1.0
 PAGE_BYTES = 4096
 """A row of tokens has some KiB; in larger pages more of the room between rows stays empty."""
 _WAL_BYTES = 1 << 25
-_MODE = 0o600
 _PROGRESS, _CRC = struct.Struct("<3q"), struct.Struct("<I")
 _DAMAGED = "restore a checkpoint, or move it away to start again"
 
@@ -63,7 +63,7 @@ def connect(path: Path) -> sqlite3.Connection:
         # SQLite gives the files that belong to it the same mode. Prompts and responses are for
         # nobody else to read. What fails here fails in SQLite too, which says more.
         with suppress(OSError):
-            os.close(os.open(path, os.O_RDWR | os.O_CREAT, _MODE))
+            os.close(open_private(path, os.O_RDWR | os.O_CREAT))
         connection = sqlite3.connect(
             path,
             timeout=_WAIT_SECONDS,
@@ -142,7 +142,7 @@ class Marker:
             OSError: if it cannot be opened.
         """
         self.close()
-        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, _MODE)
+        self._file = open_private(self._path, os.O_RDWR | os.O_CREAT)
         found = os.pread(self._file, _PROGRESS.size + _CRC.size, 0)
         body, crc = found[: _PROGRESS.size], found[_PROGRESS.size :]
         if len(crc) < _CRC.size or _CRC.unpack(crc) != (checksum(body),):

@@ -45,6 +45,7 @@ from aprilsched.core.state.saved import (
     TokenPage,
 )
 from aprilsched.errors import ConfigError, StoreError
+from aprilsched.files import unused_name
 from aprilsched.store.codec import (
     checksum,
     decode,
@@ -616,9 +617,8 @@ def write_checkpoint(path: Path, snapshot: Snapshot) -> None:
         StoreError: if it cannot be written.
     """
     path = safe_path(path)
-    writing = path.with_name(f".{path.name}.writing")
+    writing = unused_name(path)
     with store_errors(path, "written"):
-        writing.unlink(missing_ok=True)
         store = SqliteStore(writing)
         try:
             store.open()

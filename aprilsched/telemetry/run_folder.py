@@ -9,7 +9,6 @@ run. A run that is refused leaves nothing behind.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -22,6 +21,7 @@ import msgspec
 
 from aprilsched.errors import RunFolderError
 from aprilsched.extras import extra
+from aprilsched.files import PRIVATE_FOLDER, SHARED, written_whole
 from aprilsched.telemetry.event_log.reading import read_tail
 from aprilsched.telemetry.figures import RunSummary
 
@@ -92,7 +92,7 @@ class RunFolder:
             return
         try:
             self._made = [p for p in (self.path, *self.path.parents) if not p.exists()]
-            self.path.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)
             _refuse_taken(self.path)  # by another run, since this one looked
         except OSError as error:
             raise _unusable(self.path, error) from error
@@ -122,7 +122,8 @@ class RunFolder:
             from tomli_w import dumps
         self.reserve()
         try:
-            _write(self.path / CONFIG, dumps(config).encode())
+            with written_whole(self.path / CONFIG) as file:
+                file.write(dumps(config).encode())
             for name in (SUMMARY, TRACE):
                 (self.path / name).unlink(missing_ok=True)
         except OSError as error:
@@ -165,15 +166,10 @@ def write_whole(path: Path, content: bytes) -> None:
         RunFolderError: if it cannot be written.
     """
     try:
-        _write(path, content)
+        with written_whole(path, mode=SHARED) as file:
+            file.write(content)
     except OSError as error:
         raise _unusable(path, error) from error
-
-
-def _write(path: Path, content: bytes) -> None:
-    writing = path.with_name(f".{path.name}.writing")
-    writing.write_bytes(content)
-    os.replace(writing, path)
 
 
 def _refuse_taken(path: Path) -> None:
@@ -199,6 +195,11 @@ def _refuse_other(path: Path) -> None:
                     f"{path} has no run that can be resumed (it has no {name}); name the folder of "
                     "an interrupted run."
                 )
+        if (path / EVENTS).is_symlink():
+            raise RunFolderError(
+                f"{path / EVENTS} must be no link, because the resumed run writes into it; name "
+                "the folder that has the file."
+            )
         read_tail(path / EVENTS)
     except OSError as error:
         raise _unusable(path, error) from error

@@ -28,6 +28,7 @@ from typing import Any, Literal, Self, TypeVarTuple
 
 from aprilsched.core.messages.facts import Fact, TokensReceived
 from aprilsched.errors import ConfigError
+from aprilsched.files import open_private
 from aprilsched.telemetry.base import Listener, TokenChunks
 
 log = logging.getLogger("aprilsched")
@@ -427,7 +428,7 @@ class FileWriter:
     def _write(self, block: bytes, lines: int) -> None:
         if self._file is None:
             # Without a buffer: after an error there is nothing left that closing would write.
-            self._file = self._path.open(self._mode, buffering=0)
+            self._file = FileIO(self._path, self._mode, opener=open_private)
         rest = memoryview(block)
         while rest:
             rest = rest[self._file.write(rest) :]

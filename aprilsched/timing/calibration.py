@@ -16,6 +16,7 @@ import numpy as np
 
 from aprilsched.bounds import check_settings
 from aprilsched.errors import ConfigError
+from aprilsched.files import read_text
 from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel, share_of_experts
 from aprilsched.timing.online import robust
 from aprilsched.timing.server_log import Floats, Windows
@@ -172,7 +173,7 @@ class Shape:
 
     def window_rows(self, windows: Windows) -> Floats:
         """The factors for the seconds of whole windows; the last two are of passes and tokens."""
-        steps = windows.steps * self.step_rows(windows.running, windows.kv)
+        steps = windows.steps[:, None] * self.step_rows(windows.running, windows.kv)
         return np.column_stack([steps, windows.passes, windows.prefilled])
 
 
@@ -332,7 +333,7 @@ def load_model(path: Path) -> StepTimeModel:
         ConfigError: if the file cannot be read, or its fields or values are not those of a model.
     """
     try:
-        content: dict[str, object] = tomllib.loads(path.read_text(encoding="utf-8"))
+        content: dict[str, object] = tomllib.loads(read_text(path))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}); name a model.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -20,6 +20,7 @@ from aprilsched.cli.arguments import flags_of_lists, parsed
 from aprilsched.cli.gateway import command_of
 from aprilsched.errors import ConfigError
 from aprilsched.gateway import GatewaySettings
+from aprilsched.runs.settings import key_from
 
 
 def _kind(command: str) -> Any:
@@ -171,3 +172,12 @@ def test_the_lists_of_the_examples_take_both_forms() -> None:
                 assert (given.get("action"), given.get("nargs")) == ("extend", "+"), file
                 seen += 1
     assert seen >= 5
+
+
+def test_a_key_has_no_line_end(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("KEY", "secret\r\n")
+    assert key_from("KEY", "api_key_env") == "secret"
+    for wrong in ("\n", "two words", "schlüssel", "a\nb"):
+        monkeypatch.setenv("KEY", wrong)
+        with pytest.raises(ConfigError, match="environment variable that api_key_env names"):
+            key_from("KEY", "api_key_env")

@@ -80,6 +80,7 @@ _RULES: dict[str, Rule] = {
     "errors": rule(others=frozenset(), pure=True),
     # It looks up how aprilsched was installed.
     "extras": rule("errors", others=frozenset()),
+    "files": rule(others=frozenset()),
     "bounds": rule("errors", others=frozenset(), pure=True),
     "checks": rule("errors", others=NUMPY, pure=True),
     "companions": rule("errors", others=NUMPY, pure=True),
@@ -90,7 +91,7 @@ _RULES: dict[str, Rule] = {
     "tensors": rule("companions extras", others=NUMPY),
     "corrections": rule("errors", others=NUMPY),
     "timing.model": rule("bounds errors", others=NUMPY, pure=True),
-    "workload": rule("bounds checks errors types", others=NUMPY),
+    "workload": rule("bounds checks errors files types", others=NUMPY),
     # Inside the core the nouns are below and the verbs above.
     "core.lengths": rule("core.lengths errors types", others=NUMPY, pure=True),
     "core.policies": rule(
@@ -136,12 +137,12 @@ _RULES: dict[str, Rule] = {
     "weights": rule("engines.base errors extras types weights"),
     "store": rule(
         "companions core.lengths.observed core.policies core.state.ledger core.state.saved errors "
-        "store types",
+        "files store types",
     ),
     # What an engine says of itself, as data; no engine is known here.
     "telemetry": rule(
         "core.lengths core.messages core.policies.schedule core.state.ledger engines.base errors "
-        "extras telemetry types",
+        "extras files telemetry types",
     ),
     "telemetry.live": rule(
         "core.messages core.state.ledger extras telemetry types",
@@ -159,10 +160,10 @@ _RULES: dict[str, Rule] = {
     # What a setting is called and means, for the report's sentences.
     "analysis": rule(
         "analysis core.lengths core.messages core.policies core.state.ledger errors extras "
-        "telemetry timing types workload",
+        "files telemetry timing types workload",
         others=DEPENDENCIES | PLOTS,
     ),
-    "timing": rule("bounds errors timing", others=NUMPY),
+    "timing": rule("bounds errors files timing", others=NUMPY),
     "driver": rule("core driver engines.base errors telemetry.base types"),
     # Both shells tell the planner how its forecasts came true, and measure batches for that.
     "driver.forecasts": rule("core planning telemetry.base telemetry.batch_figures"),
@@ -203,14 +204,14 @@ _RULES: dict[str, Rule] = {
     "cli": replace(EVERYTHING, others=CLI),
     "__main__": replace(EVERYTHING, others=frozenset()),
     # What clients say in text, for the gateway and for sessions.
-    "chat": rule("chat errors extras serving"),
+    "chat": rule("chat errors extras files serving"),
     # What an episode may do, and an address of its own.
-    "sessions": rule("chat coordinator.episodes errors serving sessions types"),
+    "sessions": rule("chat coordinator.episodes errors files serving sessions types"),
     # A front of the coordinator, as a trainer is.
     # The version in the answers.
     "gateway": rule(
-        "__version__ bounds chat checks companions coordinator core engines errors extras gateway "
-        "sampling serving store telemetry types weights",
+        "__version__ bounds chat checks companions coordinator core engines errors extras files "
+        "gateway sampling serving store telemetry types weights",
     ),
     "runs": replace(EVERYTHING, others=CLI),
     "integrations": EVERYTHING,

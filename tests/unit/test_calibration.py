@@ -260,3 +260,93 @@ def test_the_command_prints_a_model_and_writes_it(
     assert "ns a context token" in capsys.readouterr().out
     assert main(["calibrate", str(tmp_path / "none")]) == 2
     assert "cannot be read" in capsys.readouterr().err
+
+
+def engine_log(
+    prefix: str, *, seed: int, tag: str = "TP0", accepted: float = 1.0, stamps: str = ""
+) -> list[tuple[float, str]]:
+    """Lines of an engine of the model `TRUE`, with their seconds, as a process prints them."""
+    t, lines = 0.0, list[tuple[float, str]]()
+    for line in synthetic(TRUE, 60, 0.0, seed):
+        clock = f"{10 + int(t) // 3600}:{int(t) // 60 % 60:02}:{int(t) % 60:02}"
+        stamp = f"[2026-03-22 {clock} {tag}]"
+        for _ in range(line.passes):
+            new = line.prefilled // line.passes
+            lines.append((t, f"{prefix}{stamp} Prefill batch, #new-seq: 1, #new-token: {new}"))
+        t += 40 * line.running / line.tokens_per_s
+        clock = f"{10 + int(t) // 3600}:{int(t) // 60 % 60:02}:{int(t) % 60:02}"
+        stamp = f"[2026-03-22 {clock} {tag}]"
+        speculated = "" if accepted == 1 else f"accept len: {accepted:.2f}, accept rate: 0.7, "
+        text = f"Decode batch, #running-req: {line.running}, #token: {line.kv}, {speculated}"
+        text += f"gen throughput (token/s): {accepted * line.tokens_per_s:.4f}, #queue-req: 0"
+        at = f"2026-03-22T10:00:{len(lines) % 60:02}.1{seed}Z " if stamps else ""
+        lines.append((t, f"{at}{prefix}{stamp} {text}"))
+    return lines
+
+
+def written(path: Path, *logs: list[tuple[float, str]]) -> Path:
+    lines = sorted([line for log in logs for line in log], key=lambda line: line[0])
+    path.write_text("".join(f"{text}\n" for _, text in lines), encoding="utf-8")
+    return path
+
+
+RAY = "\x1b[36m(SGLangEngine pid=4182{}, ip=10.0.0.{})\x1b[0m "
+
+
+@pytest.mark.parametrize(
+    "logs",
+    [
+        [engine_log(RAY.format(n, n), seed=n) for n in range(3)],
+        [engine_log("", seed=n, tag=f"DP{n} TP{n}") for n in range(2)],
+        [engine_log(f"sglang-{n}  | ", seed=n, stamps="docker") for n in range(2)],
+    ],
+    ids=["Ray", "data parallel", "compose"],
+)
+def test_engines_of_one_log_are_told_apart(
+    tmp_path: Path, logs: list[list[tuple[float, str]]]
+) -> None:
+    windows = windows_of(read_log(written(tmp_path / "all.log", *logs)))
+    assert len(set(windows.engine)) == len(logs)
+    found = fit(windows, linear=True, replicates=2).model
+    for name in ("t0", "t1", "t2", "prefill_pass"):
+        assert getattr(found, name) == pytest.approx(getattr(TRUE, name), rel=0.05)
+
+
+def test_engines_without_a_name_are_refused(tmp_path: Path) -> None:
+    log = written(tmp_path / "all.log", *(engine_log("", seed=n) for n in range(2)))
+    with pytest.raises(ConfigError, match=r"give the log of each engine alone, or correct --steps"):
+        windows_of(read_log(log))
+    alone = written(tmp_path / "one.log", engine_log("", seed=0))
+    with pytest.raises(ConfigError, match=r"correct --steps \(it is 80\)"):
+        windows_of(read_log(alone), steps=80)
+
+
+def test_logs_one_after_the_other_are_no_mixture(tmp_path: Path) -> None:
+    parts = [written(tmp_path / f"{n}.log", engine_log("", seed=n)) for n in range(2)]
+    (tmp_path / "all.log").write_text("".join(part.read_text() for part in parts))
+    assert len(windows_of(read_log(tmp_path / "all.log"))) == 2 * 300 - 1
+
+
+def test_lines_that_ray_has_left_out_are_refused(tmp_path: Path) -> None:
+    (_, last), *_ = reversed(engine_log(RAY.format(1, 1), seed=0))
+    log = tmp_path / "ray.log"
+    log.write_text(f"{last}\x1b[32m [repeated 7x across cluster]\x1b[0m\n")
+    with pytest.raises(ConfigError, match="set RAY_DEDUP_LOGS=0"):
+        read_log(log)
+
+
+def test_steps_of_speculative_decoding_give_several_tokens(tmp_path: Path) -> None:
+    log = written(tmp_path / "spec.log", engine_log("", seed=0, accepted=3.0))
+    windows = windows_of(read_log(log))
+    assert windows.steps.tolist() == [120.0] * len(windows)
+    found = fit(windows, linear=True, replicates=2).model
+    for name in ("t0", "t1", "t2"):
+        assert 3 * getattr(found, name) == pytest.approx(getattr(TRUE, name), rel=0.15)
+    assert found.prefill_pass == pytest.approx(TRUE.prefill_pass, rel=0.15)
+
+
+def test_numbers_that_are_none_end_no_window(tmp_path: Path) -> None:
+    log = tmp_path / "odd.log"
+    good = engine_log("", seed=0)[-1][1]
+    log.write_text(f"{good}\n{good.replace('#token: ', '#token: ' + '9' * 400)}\n{good}\n")
+    assert len(windows_of(read_log(log))) <= 2

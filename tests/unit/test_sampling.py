@@ -237,3 +237,19 @@ def test_media_are_checked_when_they_are_made():
         Prompt(input_ids=np.array([1]), media=some)
     listed: Any = [Media("image", "a.png")]
     assert Prompt(input_ids=np.array([1]), media=listed).media == (Media("image", "a.png"),)
+
+
+@pytest.mark.parametrize("digits", [20, 400])
+@pytest.mark.parametrize("name", ["max_tokens", "min_tokens", "top_k", "seed", "stop_token_ids"])
+def test_numbers_that_no_engine_can_hold_are_refused(name: str, digits: int) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be at most"):
+        sampling_params({name: 10**digits})
+    with pytest.raises(ConfigError, match=r"must have whole numbers below 2\*\*63"):
+        SamplingParams(request={"priority": 10**digits})
+
+
+def test_the_largest_numbers_of_engines_are_taken() -> None:
+    assert sampling_params({"seed": 2**63 - 1}).sampling_seed == 2**63 - 1
+    assert sampling_params({"max_tokens": 2**31 - 1}).max_new_tokens == 2**31 - 1
+    with pytest.raises(ConfigError, match="temperature is"):
+        sampling_params({"temperature": 10**400})

@@ -109,6 +109,23 @@ def test_a_request_carries_the_sampling_and_the_users_extras() -> None:
     assert "stream_interval" not in generate_body(request, stream_interval=None)["sampling_params"]
 
 
+def test_a_server_with_one_seed_gets_another_one_for_each_request() -> None:
+    """With --enable-deterministic-inference SGLang takes 42 for a request without a seed."""
+
+    def seed(request_id: str, given: int | None = None, *, one_seed: bool = True) -> int | None:
+        request = GenerationRequest(
+            request_id=request_id,
+            input_ids=np.array([5], np.int32),
+            sampling=SamplingParams(sampling_seed=given),
+        )
+        body = generate_body(request, stream_interval=None, one_seed=one_seed)
+        return body["sampling_params"].get("sampling_seed")
+
+    assert seed("a") == seed("a") != seed("b")
+    assert seed("a", 3) == 3
+    assert seed("a", one_seed=False) is None
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [

@@ -867,6 +867,20 @@ def test_engines_come_from_the_router_and_may_be_replaced(
     once(taken)
 
 
+@both
+def test_the_router_is_asked_without_a_proxy(
+    trainer: SimpleNamespace, folder: Path, router: Router, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    old = trainer.name == "miles"
+    args = arguments(folder, [], **router.address, use_miles_router=old)
+    loop = Loop(args, weights(folder), urls=router.urls).start()
+    once(train(loop, 1))
+
+
 def test_a_router_without_engines_or_with_half_engines_is_refused(
     trainer: SimpleNamespace, folder: Path, router: Router
 ):

@@ -140,3 +140,17 @@ def test_the_expanded_prompt_is_counted() -> None:
     chunk = reader.feed(json.dumps({**payload, "usage": {"prompt_tokens": 81}}).encode())
     assert chunk is not None
     assert chunk.prompt_tokens == 81
+
+
+def test_a_continued_response_does_not_repeat_the_draws_of_its_seed() -> None:
+    """vLLM starts a seed's sequence of draws again with every request."""
+    sampling = SamplingParams(sampling_seed=42)
+    contexts = [np.arange(1, n, dtype=np.int32) for n in (3, 4, 3)]
+    first, continued, again = [
+        generate_body(
+            GenerationRequest(request_id="r", input_ids=ids, sampling=sampling), stream_interval=8
+        )["sampling_params"]["seed"]
+        for ids in contexts
+    ]
+    assert first == again != continued
+    assert generate_body(request(), stream_interval=8)["sampling_params"]["seed"] is None

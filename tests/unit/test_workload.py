@@ -254,7 +254,7 @@ def wrong(value: Any) -> Any:
         (lambda: drawn(law=Changing()), "give a law that is immutable"),
         (lambda: drawn(law=tokens_of), "law(0) is 10 (int); give lognormal"),
         (lambda: drawn(law=name_of), "law(0) is 'law 0'; give lognormal"),
-        (lambda: drawn(cap=100.0), "cap is 100.0; give a whole number, 1 or more"),
+        (lambda: drawn(cap=100.0), "cap is 100.0; give a whole number, 1 to 2**31 - 1"),
         (lambda: drawn(count=2.0), "count is 2.0; choose one of a whole number, 0 or more, None"),
         (lambda: drawn(sigma="1"), "sigma is '1'; give a finite number, 0 or more"),
     ],
@@ -267,3 +267,11 @@ def test_a_law_that_is_none_is_refused(make: Callable[[], object], sentence: str
 def drawn(**settings: Any) -> object:
     """What a workload of these settings draws first."""
     return LongTailWorkload(**settings).lengths(0)
+
+
+def test_lengths_that_no_engine_can_give_are_refused(tmp_path: Path):
+    (tmp_path / "lengths").write_text("80 99999999999999999999\n")
+    with pytest.raises(ConfigError, match="has '99999999999999999999', which is no length"):
+        Empirical.read(tmp_path / "lengths")
+    with pytest.raises(ConfigError, match="a length must be at most"):
+        Empirical((80, 10**20))

@@ -679,7 +679,7 @@ async def never(group: Any) -> bool:
     [
         ({"reward": lies}, 9, "raised Lies, which cannot be printed"),
         ({"accept": forgets}, 9, "the accept function returned None; return True or False"),
-        ({"accept": never}, 0, "no group was delivered: all were rejected or became too stale"),
+        ({"accept": never}, 0, "no group was delivered: all 9 were rejected or became too stale"),
     ],
 )
 async def test_a_run_without_a_group_says_why(functions: dict[str, Any], failed: int, said: str):
@@ -765,3 +765,13 @@ async def test_prompts_that_the_engines_refuse_are_an_error_with_its_cause(
     error = raised.value
     assert "3 of 3 failed, most often because refused at attempt" in str(error)
     assert len([r for r in caplog.records if "refused at attempt" in r.getMessage()]) == 1
+
+
+async def test_an_accept_function_that_rejects_all_is_logged(caplog: pytest.LogCaptureFixture):
+    error = await ended(150, accept=never)
+    assert "all 150 were rejected" in str(error)
+    (warning,) = [
+        r.getMessage() for r in caplog.records if "has accepted no group" in r.getMessage()
+    ]
+    assert "rejected_in_a_row=100" in warning
+    assert "never (" in warning

@@ -31,6 +31,7 @@ from aprilsched.analysis.samples import read_samples
 from aprilsched.analysis.usage import RunUsage, UsageRecorder, busy_share
 from aprilsched.core.messages import facts as of
 from aprilsched.core.state.ledger import Reason
+from aprilsched.files import read_text
 from aprilsched.telemetry.base import DispatchingListener
 from aprilsched.telemetry.engine_time import PART_INDEX, PART_LABELS, PARTS
 from aprilsched.telemetry.event_log.reading import replay
@@ -46,7 +47,7 @@ def run_report(folder: Path) -> RunReport:
         RunFolderError: if a file is missing or cannot be understood.
     """
     with readable(folder):
-        config = tomllib.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        config = tomllib.loads(read_text(folder / CONFIG))
         written = written_summary(folder)
         rebuilding = Rebuilding(config) if written is None else None
         history, faults = History(), Faults()

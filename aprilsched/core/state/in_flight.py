@@ -35,6 +35,7 @@ from aprilsched.types import (
     Prompt,
     SamplingParams,
     VersionSpan,
+    derived_seed,
 )
 
 _MOST_HOMES = 4096
@@ -113,11 +114,12 @@ class InFlight:
         )
         self.groups[group.group_id] = group
         for index, sampling in enumerate(samplings):
+            rollout_id = self._next_id()
             rollout = RolloutRecord(
-                rollout_id=self._next_id(),
+                rollout_id=rollout_id,
                 index=index,
                 group=group,
-                sampling=sampling,
+                sampling=_seeded(sampling, prompt, rollout_id, size=len(samplings)),
                 state=State.THINKING,
                 prompt_ids=prompt.input_ids,
                 eligible=not deferred,
@@ -136,11 +138,12 @@ class InFlight:
         self, group: GroupRecord, lost: RolloutRecord, *, episodes: bool
     ) -> RolloutRecord:
         """Launch a rollout in a group in the place of a member that has left it."""
+        rollout_id = self._next_id()
         rollout = RolloutRecord(
-            rollout_id=self._next_id(),
+            rollout_id=rollout_id,
             index=lost.index,
             group=group,
-            sampling=lost.sampling,
+            sampling=_seeded(lost.sampling, group.prompt, rollout_id, size=group.size),
             state=State.THINKING,
             prompt_ids=group.prompt.input_ids,
             eligible=lost.eligible,
@@ -492,3 +495,14 @@ class InFlight:
 
     def training_groups(self) -> Iterator[GroupRecord]:
         return (group for group in self.groups.values() if group.evaluation_id is None)
+
+
+def _seeded(
+    sampling: SamplingParams, prompt: Prompt, rollout_id: int, *, size: int
+) -> SamplingParams:
+    """Return the parameters with a seed of this rollout, if it shares theirs with others: with one
+    seed, engines would sample the same response for the whole group, and again in each epoch."""
+    own = isinstance(prompt.sampling, tuple) or (size == 1 and prompt.sampling is not None)
+    if sampling.sampling_seed is None or own:
+        return sampling
+    return replace(sampling, sampling_seed=derived_seed(sampling.sampling_seed, rollout_id))

@@ -175,15 +175,20 @@ class Outcome:
         why = f"most often because {self.causes.most_common(1)[0][0]}" if failed else ""
         if prompts and not self.delivered:
             said = f"{failed} of {prompts} failed, {why}"
-            said = said if failed else "all were rejected or became too stale"
+            said = said if failed else f"all {prompts} were rejected or became too stale"
             said = f"no group was delivered: {said}; correct that"
         elif failed > share * prompts:
             said = f"{failed} of {prompts} groups failed, {why}; correct that, or raise "
             said += "retries.failed_share"
         else:
             kind = PromptsExhausted
-            said = f"{self.delivered} groups were delivered and {failed} failed, {why}"
-            said = said if failed else "everything was delivered"
+            said = f"{self.delivered} of {prompts} groups were delivered"
+            if failed:
+                said += f" and {failed} failed, {why}"
+            elif self.delivered < prompts:
+                said += ", and the others were rejected or became too stale"
+            else:
+                said = "everything was delivered"
         return kind(
             f"the prompts have ended and {said}.", delivered=self.delivered, causes=self.causes
         )

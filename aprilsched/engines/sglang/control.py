@@ -293,7 +293,8 @@ class ServerControl(Control[ServerFacts]):
     def _body(self, request: GenerationRequest) -> dict[str, Any]:
         """The body that asks for `request`."""
         interval, priority = self._stream_interval, self.capabilities.priority
-        return generate_body(request, stream_interval=interval, priority=priority)
+        seeded = self.facts.one_seed
+        return generate_body(request, stream_interval=interval, priority=priority, one_seed=seeded)
 
     async def _load(self, path: str, body: Mapping[str, Any], *, loads: bool = True) -> None:
         """Make a long call that is never repeated and whose answer says whether it succeeded."""

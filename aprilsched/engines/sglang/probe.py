@@ -45,6 +45,8 @@ class ServerFacts(Facts):
             routing-key none does, because their routing keys would be lost.
         request_fields: the fields of a request that it knows; empty where it does not say.
         expiring_sessions: whether a session of the server may have a timeout.
+        one_seed: whether requests without a seed have the same one, with
+            --enable-deterministic-inference.
     """
 
     incremental: bool | None
@@ -55,6 +57,7 @@ class ServerFacts(Facts):
     shares_bodies: bool
     request_fields: frozenset[str] = frozenset()
     expiring_sessions: bool = False
+    one_seed: bool = False
 
 
 async def probe(asked: Questions, *, vocab_size: int | None = None) -> ServerFacts:
@@ -91,6 +94,7 @@ async def probe(asked: Questions, *, vocab_size: int | None = None) -> ServerFac
         ),
         request_fields=schema.properties("GenerateReqInput"),
         expiring_sessions="timeout" in schema.properties("OpenSessionReqInput"),
+        one_seed=bool(info.enable_deterministic_inference),
     )
 
 

@@ -7,6 +7,7 @@ that a token depends on makes decoding fail: no token is guessed.
 
 from __future__ import annotations
 
+import zlib
 from base64 import b64decode
 from collections.abc import Mapping
 from operator import itemgetter
@@ -115,6 +116,7 @@ class ServerInfo(msgspec.Struct, frozen=True):
     max_req_input_len: Count | None = None
     tp_size: Count | None = None
     pp_size: Count | None = None
+    enable_deterministic_inference: bool | None = None
     enable_lora: bool | None = None
     enable_metrics: bool | None = None
     enable_memory_saver: bool | None = None
@@ -182,11 +184,18 @@ class UpdateAnswer(msgspec.Struct, frozen=True):
 
 
 def generate_body(
-    request: GenerationRequest, *, stream_interval: int | None, priority: int = 0
+    request: GenerationRequest,
+    *,
+    stream_interval: int | None,
+    priority: int = 0,
+    one_seed: bool = False,
 ) -> dict[str, Any]:
     """The body of POST /generate; with `stream_interval` None the server's own interval holds.
-    `priority` is that of :class:`~aprilsched.engines.base.Capabilities`."""
-    sampling = request.sampling
+    `priority` is that of :class:`~aprilsched.engines.base.Capabilities`. A server with `one_seed`
+    for all requests gets a seed of the request: all responses to a prompt would be the same."""
+    sampling, seed = request.sampling, request.sampling.sampling_seed
+    if seed is None and one_seed:
+        seed = zlib.crc32(request.request_id.encode())
     params: dict[str, Any] = {
         "max_new_tokens": sampling.max_new_tokens,
         "min_new_tokens": sampling.min_new_tokens,
@@ -198,8 +207,8 @@ def generate_body(
     }
     if sampling.stop_token_ids:
         params["stop_token_ids"] = list(sampling.stop_token_ids)
-    if sampling.sampling_seed is not None:
-        params["sampling_seed"] = sampling.sampling_seed
+    if seed is not None:
+        params["sampling_seed"] = seed
     if stream_interval is not None:
         params["stream_interval"] = stream_interval
     body: dict[str, Any] = {

@@ -490,6 +490,8 @@ def load_of(batcher: Batcher, now: float, scale: float) -> EngineLoad:
     )
 
 
+_MOST_ENGINES = 2**16
+"""Largest fleet; all its engines are in this process."""
 _READ_BYTES = 1 << 24
 
 
@@ -551,8 +553,8 @@ class SimFleet:
         stream_at_pause: bool = True,
         prefix_cache: bool = False,
     ) -> None:
-        if engines < 1:
-            raise ConfigError(f"engines is {engines}; a fleet needs at least 1.")
+        if not 1 <= engines <= _MOST_ENGINES:
+            raise ConfigError(f"engines is {engines}; a fleet has 1 to {_MOST_ENGINES:,}.")
         config = SimConfig(
             timing=timing,
             max_running=max_running,

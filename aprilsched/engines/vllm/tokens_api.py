@@ -30,6 +30,7 @@ from aprilsched.engines.stream import (
     TokenId,
     media_source,
 )
+from aprilsched.types import derived_seed
 
 PREFIX = "generate-tokens-"
 """vLLM puts it before the id of a request of /inference/v1/generate. An abort under the id alone is
@@ -180,7 +181,11 @@ def generate_body(request: GenerationRequest, *, stream_interval: int) -> dict[s
 
     vLLM ignores sampling parameters that it does not know (0.32).
     """
-    sampling = request.sampling
+    sampling, seed = request.sampling, request.sampling.sampling_seed
+    if seed is not None:
+        # vLLM draws from the start of a seed's sequence for every request, so a continued response
+        # would repeat its first draws. SGLang draws by the position in the context.
+        seed = derived_seed(seed, len(request.input_ids))
     params: dict[str, Any] = {
         "max_tokens": sampling.max_new_tokens,
         "min_tokens": sampling.min_new_tokens,
@@ -190,7 +195,7 @@ def generate_body(request: GenerationRequest, *, stream_interval: int) -> dict[s
         "min_p": sampling.min_p,
         "ignore_eos": sampling.ignore_eos,
         "stop_token_ids": list(sampling.stop_token_ids),
-        "seed": sampling.sampling_seed,
+        "seed": seed,
         "logprobs": 0,
         "detokenize": False,
         "stream_interval": stream_interval,

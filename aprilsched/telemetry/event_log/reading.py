@@ -14,6 +14,7 @@ import msgspec
 from aprilsched.core.messages import facts
 from aprilsched.core.messages.facts import Fact, by_delivery
 from aprilsched.errors import RunFolderError
+from aprilsched.files import open_regular
 from aprilsched.telemetry.base import Listener
 
 # The format of events.jsonl: each line is a fact of the run, with its time.
@@ -123,7 +124,7 @@ def read_tail(path: Path) -> Tail:
     decoder = msgspec.json.Decoder(_Line)
     size, t, incarnation = 0, 0.0, 1
     broken: int | None = None
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         for number, raw in enumerate(file, start=1):
             line = _decoded(decoder, raw)
             if line is None:
@@ -237,7 +238,7 @@ class _Corrections:
 
 def _numbered(path: Path, size: int) -> Iterator[tuple[int, bytes]]:
     """Yield the lines within the first `size` bytes, with their numbers from 0."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         for number, raw in enumerate(file):
             size -= len(raw)
             if size < 0:
@@ -430,7 +431,7 @@ class Follower:
 
         Returns None if that line is the next one.
         """
-        with self._path.open("rb") as file:
+        with open_regular(self._path) as file:
             file.seek(0, 2)
             if file.tell() < self._at:
                 return None

@@ -14,7 +14,6 @@ counted, and no time.
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,6 +29,7 @@ from aprilsched.core.messages.facts import (
     UpdateFinished,
 )
 from aprilsched.errors import RunFolderError
+from aprilsched.files import cut_off
 from aprilsched.telemetry.base import TokenChunks
 from aprilsched.telemetry.event_log.reading import (
     FORMAT_VERSION,
@@ -150,7 +150,7 @@ class EventLog:
     def _go_on(self, batches: int) -> None:
         try:
             tail = self._prior_tail()
-            os.truncate(self._path, tail.size)
+            cut_off(self._path, tail.size)
         except (OSError, RunFolderError) as error:
             self._writer.fail(error)
             return

@@ -5,13 +5,13 @@ Invariant: whatever goes wrong while writing, the run continues, and it is said 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeAlias
 
 import msgspec
 
+from aprilsched.files import cut_off, open_regular
 from aprilsched.telemetry.worker import FileWriter
 
 _PENDING_BYTES = 1 << 22
@@ -63,14 +63,14 @@ class SampleLog:
         if not self._path.exists():
             return 0
         size = self._path.stat().st_size
-        with self._path.open("rb") as file:
+        with open_regular(self._path) as file:
             file.seek(max(0, size - _TAIL_BYTES))
             tail = file.read()
         whole = tail.rfind(b"\n") + 1
         if not whole and len(tail) < size:
             raise OSError("it is damaged at its end")
         size += whole - len(tail)
-        os.truncate(self._path, size)
+        cut_off(self._path, size)
         return size
 
 

@@ -1,0 +1,291 @@
+"""Reads prompts from a file, and checks every row before anything is launched.
+
+A row is a JSON object: one on each line, or in one array. Its prompt is under ``input_ids``,
+``prompt``, ``text`` or ``messages``, or under the key that the user names: token ids, text that
+went through the chat template, or messages, which the model's chat template renders with the
+row's ``tools`` and ``chat_template_kwargs``. ``key``, ``group_size`` and ``sampling`` (in the names
+that :func:`aprilsched.sampling.sampling_params` knows) are those of the prompt. Other columns, such
+as a label, become its metadata.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+
+from aprilsched.chat.tokenizer import ModelTokenizer, load_tokenizer
+from aprilsched.errors import ConfigError
+from aprilsched.extras import extra
+from aprilsched.files import read_regular
+from aprilsched.sampling import sampling_params
+from aprilsched.types import Prompt
+
+log = logging.getLogger("aprilsched")
+
+_CONTENT = ("input_ids", "prompt", "text", "messages")
+"""The keys of a prompt's content that need no name."""
+_SETTINGS = ("key", "sampling", "group_size")
+_CHAT = ("tools", "chat_template_kwargs")
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+_MARK = b"\xef\xbb\xbf"
+"""What Windows tools put before UTF-8."""
+_OTHER_FORMATS: Mapping[bytes, str] = {
+    b"PAR1": "Parquet",
+    b"ARROW1": "Arrow",
+    b"\x1f\x8b": "gzip",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"PK\x03\x04": "zip",
+    b"\xff\xfe": "UTF-16",
+    b"\xfe\xff": "UTF-16",
+}
+"""How files of other formats start."""
+_SHOWN = 32
+"""Columns that a message names, and characters of each."""
+_ALMOST = 0.85
+"""Likeness to a setting from which a column counts as a misspelling of it."""
+
+
+def read_prompts(
+    path: Path,
+    *,
+    tokenizer: Path | None = None,
+    input_key: str | None = None,
+    apply_chat_template: bool = False,
+) -> list[Prompt]:
+    """Return the prompts of the file at `path`; empty lines are skipped.
+
+    Args:
+        path: the file.
+        tokenizer: the folder of the model's tokenizer, for prompts that are text or messages.
+        input_key: the key of a row's prompt; None for the one of the usual names that it has.
+        apply_chat_template: whether a text is the message of a user, which the template renders.
+
+    Raises:
+        ConfigError: if the file cannot be read, or if a row cannot be used; it names the row.
+        MissingExtra: if a package that the tokenizer needs is not installed.
+    """
+    texts = None if tokenizer is None else _Texts(tokenizer)
+    prompts: list[Prompt] = []
+    columns: dict[str, None] = {}
+    for where, row in _rows(path):
+        try:
+            prompt = _prompt(row, texts, input_key, apply_chat_template)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from error
+        columns |= dict.fromkeys(prompt.metadata)
+        prompts.append(prompt)
+    if not prompts:
+        raise ConfigError(f"The prompts file {path} has no prompts; give at least one line.")
+    if columns:
+        log.warning("%s: the run does not use the columns %s", path.name, _listed(columns))
+    return prompts
+
+
+# --- rows ----------------------------------------------------------------------------------------
+
+
+def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each row with the place that errors name."""
+    try:
+        content = read_regular(path)
+    except OSError as error:
+        raise ConfigError(f"The prompts file {path} cannot be read: {error.strerror}.") from error
+    for start, name in _OTHER_FORMATS.items():
+        if content.startswith(start):
+            raise ConfigError(f"{path} must be JSON lines in UTF-8, got {name}; convert it first.")
+    content = content.removeprefix(_MARK)
+    if content.lstrip().startswith(b"["):
+        several = _decoded(content, str(path))
+        for number, row in enumerate(cast("list[Any]", several), start=1):
+            yield _object(row, f"{path}, row {number}")
+        return
+    for number, line in enumerate(content.splitlines(), start=1):
+        if line.strip():
+            where = f"{path}, line {number}"
+            yield _object(_decoded(line, where), where)
+
+
+def _decoded(content: bytes, where: str) -> Any:
+    try:
+        return msgspec.json.decode(content)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(
+            f"{where}: this is no JSON ({error}); write one object on each line, or one array."
+        ) from error
+
+
+def _object(row: Any, where: str) -> tuple[str, dict[str, Any]]:
+    if not isinstance(row, dict):
+        raise ConfigError(f'{where}: this is no object; write {{"input_ids": [...]}}.')
+    return where, cast("dict[str, Any]", row)
+
+
+# --- prompts -------------------------------------------------------------------------------------
+
+
+def _prompt(
+    row: Mapping[str, Any], texts: _Texts | None, input_key: str | None, templated: bool
+) -> Prompt:
+    content = _content_key(row, input_key)
+    for column in _MEDIA:
+        if row.get(column):
+            raise ConfigError(f"{column} must be empty, because prompts of a file have no media.")
+    ids, used = _input_ids(content, row, texts, templated)
+    used = {content, *used, *_SETTINGS}
+    metadata = {column: value for column, value in row.items() if column not in used}
+    for column in metadata.keys() - {*_CONTENT}:
+        # A misspelt setting would have no effect. A misspelt prompt is missing, which is noticed.
+        if near := get_close_matches(column, ("input_ids", *_SETTINGS[1:]), n=1, cutoff=_ALMOST):
+            raise ConfigError(f"{column!r} is no key of a prompt; write {near[0]}, or rename it.")
+    sampling = row.get("sampling")
+    return Prompt(
+        input_ids=ids,
+        key=_key(row.get("key")),
+        group_size=row.get("group_size"),
+        sampling=None if sampling is None else sampling_params(sampling, tokenizer=texts),
+        metadata=metadata,
+    )
+
+
+def _content_key(row: Mapping[str, Any], input_key: str | None) -> str:
+    keys = _listed(row)
+    if input_key is not None:
+        if input_key not in row:
+            raise ConfigError(f"there must be {input_key} (input_key), got the keys {keys}.")
+        return input_key
+    found = [key for key in _CONTENT if key in row]
+    if len(found) != 1:
+        raise ConfigError(
+            f"there must be one of {', '.join(_CONTENT)}, got the keys {keys}; name the key of the "
+            "prompt (--input-key)."
+        )
+    return found[0]
+
+
+def _input_ids(
+    name: str, row: Mapping[str, Any], texts: _Texts | None, templated: bool
+) -> tuple[Any, Sequence[str]]:
+    """Return the token ids of the content under `name`, and the other columns that they need."""
+    content = row[name]
+    several = cast("list[Any]", content if isinstance(content, list) else [])
+    if name == "input_ids" or (several and all(type(i) is int for i in several)):
+        if not isinstance(content, list) or not all(type(i) is int for i in several):
+            raise ConfigError("input_ids is no list of whole numbers; give token ids.")
+        return several, ()
+    if isinstance(content, str) and templated:
+        several = [{"role": "user", "content": content}]
+    elif isinstance(content, str):
+        if texts is None:
+            raise ConfigError("the prompt is text; name the model's tokenizer folder (--tokenizer)")
+        return texts.encode_prompt(content), ()
+    _check_messages(name, several)
+    if texts is None:
+        raise ConfigError(
+            "the prompt has messages; name the model's tokenizer folder (--tokenizer)"
+        )
+    tools: Any = row.get("tools")
+    options: Any = row.get("chat_template_kwargs")
+    if not isinstance(tools, list | None) or not isinstance(options, dict | None):
+        raise ConfigError(
+            "tools must be a list of definitions, and chat_template_kwargs an object."
+        )
+    return texts.encode_chat(several, cast("Any", tools), cast("Any", options) or {}), _CHAT
+
+
+def _check_messages(name: str, messages: Sequence[Any]) -> None:
+    """Refuse what is no list of messages of text that the model can answer.
+
+    Raises:
+        ConfigError: if it is none.
+    """
+    for message in messages:
+        if not isinstance(message, dict):
+            break
+        fields = cast("dict[str, Any]", message)
+        if not isinstance(fields.get("role"), str):
+            break
+        content: Any = fields.get("content")
+        for part in cast("list[Any]", content) if isinstance(content, list) else ():
+            if not isinstance(part, dict) or cast("dict[str, Any]", part).get("type") != "text":
+                raise ConfigError(f"{name} must have messages of text, got other parts.")
+    else:
+        if messages and messages[-1]["role"] != "assistant":
+            return
+    raise ConfigError(
+        f"{name} must be text, token ids, or messages with a role that do not end with the "
+        "assistant's; correct it, or name another key (--input-key)."
+    )
+
+
+def _listed(columns: Collection[str]) -> str:
+    """Return names of a file as one line that a terminal shows as it is."""
+    shown = [repr(each)[1:-1][:_SHOWN] for each in islice(columns, _SHOWN)]
+    return ", ".join(shown) + (", …" if len(columns) > _SHOWN else "")
+
+
+def _key(key: Any) -> str | int | None:
+    if key is None or (isinstance(key, str | int) and not isinstance(key, bool)):
+        return key
+    raise ConfigError("key is neither a string nor a whole number; give one of them.")
+
+
+# --- texts ---------------------------------------------------------------------------------------
+
+
+class _Texts:
+    """The tokenizer of a folder, as :mod:`aprilsched.sampling` needs one, and its chat template."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._inner = _loaded(folder)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
+        return self._inner.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def encode_prompt(self, text: str) -> Sequence[int]:
+        """Return the ids of a prompt, with one BOS also if a chat template wrote it already."""
+        plain, whole = self.encode(text, add_special_tokens=False), self.encode(text)
+        for before in range(1, len(whole) - len(plain) + 1):
+            added = whole[:before]
+            if plain[:before] == added and whole[before : before + len(plain)] == plain:
+                return plain
+        return whole
+
+    @cached_property
+    def _chat(self) -> ModelTokenizer:
+        return load_tokenizer(self._folder)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        options: Mapping[str, Any],
+    ) -> Sequence[int]:
+        """Return the ids of a chat by the model's template, which writes BOS itself."""
+        text = self._chat.render(messages, tools, go_on=False, options=options)
+        return self._chat.encode(text, special=False)
+
+
+def _loaded(folder: Path) -> Any:
+    with extra("tokenizers"):
+        from tokenizers import Tokenizer
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise ConfigError(f"There is no {file}; name the folder with the model's tokenizer.json.")
+    try:
+        read: Any = Tokenizer  # The package has no type annotations.
+        found = read.from_file(str(file))
+    except Exception as error:
+        # The package raises Exception itself for any file that it cannot read.
+        raise ConfigError(f"{file} is no tokenizer: {error}.") from error
+    # These are settings of the file, and would cut a prompt or fill it up.
+    found.no_truncation()
+    found.no_padding()
+    return found
