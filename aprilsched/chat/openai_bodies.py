@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -15,6 +16,8 @@ from typing import Any, cast
 import msgspec
 
 from aprilsched.errors import ConfigError
+
+log = logging.getLogger("aprilsched")
 
 _MOST_CHOICES = 128
 
@@ -271,6 +274,8 @@ def sampling_of(body: CompletionBody | ChatBody) -> dict[str, Any]:
 _CONTENT, _REASONING = "content", "reasoning_content"
 _REASONING_REGIONS = ("reasoning_content", "reasoning", "thinking")
 """Names of the region with reasoning in response templates."""
+_MAX_ID = 128
+"""Characters of a sampled id that a client is given."""
 
 
 def for_template(
@@ -292,6 +297,12 @@ def one_for_template(message: Mapping[str, Any], where: str, images: list[str]) 
     """One message, which errors call `where`; adds its images. See :func:`for_template`."""
     if not isinstance(message.get("role"), str):
         raise ConfigError(f"{where} has no role; give system, user, assistant or tool.")
+    for name in ("function_call", "refusal", "audio"):
+        if message.get(name):
+            raise ConfigError(
+                f"{where}.{name} must be empty, because no chat template writes it; send tool_calls "
+                "or content."
+            )
     told = {name: value for name, value in message.items() if value is not None}
     told["content"] = _content(message.get("content"), where, images)
     if calls := message.get("tool_calls"):
@@ -402,15 +413,19 @@ class Message:
         except Exception:  # The parsers of regions raise what their input leads them to.
             return self._as_it_is()
 
-    def finish(self) -> list[dict[str, Any]]:
-        """The changes that are left when no more text comes."""
-        if self._parser is None:
-            return []
-        try:
-            _, events = self._parser.finalize()
-            return self._take(events)
-        except Exception:
-            return self._as_it_is()
+    def finish(self, end: str = "") -> list[dict[str, Any]]:
+        """The changes that are left when no more text comes; `end` is the text of the token that
+        ended it, which some templates have in what closes a call."""
+        for last in dict.fromkeys((end, "")):
+            parser = copy.copy(self._parser)
+            try:
+                events = [*parser.feed(last), *parser.finalize()[1]] if parser else []
+            except Exception as error:
+                log.debug("the end of a response cannot be parsed: %r", error)
+                continue
+            if not last or not any(last in event.get("text", "") for event in events):
+                return self._take(events)
+        return self._as_it_is()
 
     def told(self) -> dict[str, Any]:
         """The field ``message`` of a whole answer."""
@@ -454,13 +469,24 @@ class Message:
                 arguments = json.dumps(arguments, ensure_ascii=False)
             call = {
                 "index": len(self.calls),
-                "id": f"call_{uuid.uuid4().hex[:24]}",
+                "id": self._id(each),
                 "type": "function",
                 "function": {"name": name, "arguments": arguments},
             }
             self.calls.append(call)
             changes.append({"tool_calls": [call]})
         return changes
+
+    def _id(self, call: Mapping[str, Any]) -> str:
+        """The id that was sampled, which templates may write again, or a new one."""
+        known = [each["id"] for each in self.calls]
+        for given in (call.get("id"), call["function"].get("id")):
+            if not isinstance(given, str) or given in known:
+                continue
+            if 0 < len(given) <= _MAX_ID and given.isascii() and given.isprintable():
+                return given
+        # Templates of Mistral take ids of nine letters and digits.
+        return uuid.uuid4().hex[:9]
 
     def _pass(self, text: str) -> None:
         at = self._raw.find(text, self._given)

@@ -20,7 +20,8 @@ from typing import Any, cast
 
 from aprilsched.errors import ConfigError
 
-_MARK = "AprilschedText{}Part{}"
+_BEGIN = "AprilschedText{}Part"
+_MARK = _BEGIN + "{}End"
 _KEY = "AprilschedArgument"
 """Stand for texts, and for the name of an argument."""
 _MAX_SHAPES = 4096
@@ -61,11 +62,16 @@ class _Form:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Fit:
-    """The best form for messages of one shape, and what is left out even then: the place of a
-    message, and what of it."""
+    """The best form for messages of one shape.
+
+    Attributes:
+        missing: what is left out even then: the place of a message, and what of it.
+        spans: where in the text each message begins and ends; none if that is not known.
+    """
 
     form: _Form = _Form()
     missing: tuple[tuple[int, str], ...] = ()
+    spans: tuple[tuple[int, int], ...] = ()
 
 
 class ChatTemplate:
@@ -107,6 +113,14 @@ class ChatTemplate:
                     f"messages[{place}] must be what the model's chat template writes, got {what} "
                     f"of the role {role!r}, which it leaves out there; send it in another message."
                 )
+        known = max([end for _, end in fit.spans[:shown_from]], default=0)
+        for place, (start, _) in enumerate(fit.spans[shown_from:], shown_from):
+            if start < known:
+                raise ConfigError(
+                    f"messages[{place}] must stand behind the messages before it, got the role "
+                    f"{messages[place]['role']!r}, which the model's chat template writes before "
+                    "them; send it in another role."
+                )
         given = fit.form.of(messages)
         try:
             return self._render(given, settings)
@@ -147,22 +161,23 @@ class ChatTemplate:
                     parts=parts, has_text_arguments=has_text_arguments, has_system=has_system
                 )
                 try:
-                    missing = self._missing(form.of(sample), settings)
+                    text = self._render(form.of(sample), settings)
                 except Exception:
                     parts = roles
                     continue
+                missing = self._missing(form.of(sample), text, settings)
                 if best is None or len(missing) < len(best.missing):
-                    best = _Fit(form=form, missing=missing)
+                    spans = tuple([_span(place, text) for place in range(len(sample))])
+                    best = _Fit(form=form, missing=missing, spans=spans)
                 if not missing:
                     return best
                 parts = frozenset([sample[place]["role"] for place, _ in missing])
         return best or _Fit()
 
     def _missing(
-        self, sample: list[dict[str, Any]], settings: Mapping[str, Any]
+        self, sample: list[dict[str, Any]], text: str, settings: Mapping[str, Any]
     ) -> tuple[tuple[int, str], ...]:
         """What of a sample is not in its text, or only as Python writes a list or an object."""
-        text = self._render(sample, settings)
         missing: list[tuple[int, str]] = []
         for place, message in enumerate(sample):
             content: Any = message["content"]
@@ -228,6 +243,13 @@ def _sample(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             ]
         sample.append(shown)
     return sample
+
+
+def _span(place: int, text: str) -> tuple[int, int]:
+    """Where the marks of a message begin and end; one without marks is nowhere in the way."""
+    begin = _BEGIN.format(place)
+    start = text.find(begin)
+    return (start, text.rfind(begin)) if start >= 0 else (len(text), 0)
 
 
 def _with_text_arguments(call: Mapping[str, Any]) -> dict[str, Any]:

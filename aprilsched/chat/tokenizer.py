@@ -7,7 +7,9 @@ from the ``DecodeStream`` of tokenizers, which gives only whole characters.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -154,6 +156,13 @@ class ModelTokenizer:
     def has_chat(self) -> bool:
         """Whether there is a chat template."""
         return self._tokenizer.chat_template is not None
+
+    @functools.cached_property
+    def special_texts(self) -> re.Pattern[str]:
+        """Finds the texts of special tokens."""
+        tokens: Any = self._backend.get_added_tokens_decoder().values()
+        texts = sorted((each.content for each in tokens if each.special), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, texts)) or "(?!)")
 
     @property
     def size(self) -> int:
