@@ -300,8 +300,8 @@ def one_for_template(message: Mapping[str, Any], where: str, images: list[str]) 
     for name in ("function_call", "refusal", "audio"):
         if message.get(name):
             raise ConfigError(
-                f"{where}.{name} must be empty, because no chat template writes it; send tool_calls "
-                "or content."
+                f"{where}.{name} must be empty, because no chat template writes it; use content or "
+                "tool_calls."
             )
     told = {name: value for name, value in message.items() if value is not None}
     told["content"] = _content(message.get("content"), where, images)

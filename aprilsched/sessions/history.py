@@ -175,37 +175,12 @@ class History:
         seen = self._see(messages, tools, options)
         told, marks = [each.told for each in seen], [each.mark for each in seen]
         known = next((i for i in reversed(range(len(told))) if marks[i] in self._answers), None)
-        whole: str | None = None
-        after: Mark | None = None
-        question: tuple[Int32Array, str] | None = None
-        if known is not None and known < len(told) - 1:
-            after = marks[known]
-            ids, text = self._whole(after)
-            refused: ConfigError | None = None
-            try:
-                whole = self._render(told, tools, options, shown_from=known + 1)
-            except ConfigError as error:
-                # What was sampled may be what the template refuses to write.
-                refused = error
-            if whole is not None and whole.startswith(text):
-                # As nearly always, the template writes what is known as it was sampled.
-                more: str | None = whole[len(text) :]
-            else:
-                is_known = [mark in self._answers for mark in marks[: known + 1]]
-                more = self._follows(told, is_known, int(ids[-1]), tools, options)
-            if more is not None:
-                question = np.concatenate((ids, self._encode(more))), text + more
-            elif refused is not None:
-                raise refused
-        if question is None:
-            after = None
+        if known is None:
             whole = self._render(told, tools, options)
             question = self._encode(whole), whole
-            if known is not None:
-                # Nothing known can be kept, because the template does not show where it ends.
-                self._rewritten = max(self._rewritten, self._answers[marks[known]].end[0])
-        elif whole is not None and question[1] != whole:
-            self._rewritten = max(self._rewritten, self._changed(question[1], whole))
+        else:
+            is_known = [mark in self._answers for mark in marks[: known + 1]]
+            question = self._continue(told, marks[known], is_known, tools, options)
         if not len(question[0]):
             raise ConfigError("the messages have no tokens; give some text.")
         return Question(
@@ -214,7 +189,7 @@ class History:
             mark=marks[-1],
             messages=tuple(messages),
             tools=tools,
-            after=after,
+            after=None if known is None else marks[known],
             media=_media([url for each in seen for url in each.images]),
         )
 
@@ -378,6 +353,38 @@ class History:
         parts.reverse()
         return np.concatenate([p.ids for p in parts]), "".join([p.text for p in parts])
 
+    def _continue(
+        self,
+        told: Sequence[Said],
+        after: Mark,
+        is_known: Sequence[bool],
+        tools: Sequence[Said] | None,
+        options: Said,
+    ) -> tuple[Int32Array, str]:
+        """The tokens of a chat, and what they say, from the last known answer on, which is `after`;
+        see :meth:`_follows`."""
+        ids, text = self._whole(after)
+        whole: str | None = None
+        refused = ConfigError(
+            f"messages[{len(is_known) - 1}] must be an answer that the model's chat template "
+            "writes, got one that it leaves out with all that follows; use another template."
+        )
+        try:
+            whole = self._render(told, tools, options, shown_from=len(is_known))
+        except ConfigError as error:
+            # What was sampled may be what the template refuses to write.
+            refused = error
+        if whole is not None and whole.startswith(text):
+            # As nearly always, the template writes what is known as it was sampled.
+            more: str | None = whole[len(text) :]
+        else:
+            more = self._follows(told, is_known, int(ids[-1]), tools, options)
+        if more is None:
+            raise refused
+        if whole is not None and text + more != whole:
+            self._rewritten = max(self._rewritten, self._changed(text + more, whole))
+        return np.concatenate((ids, self._encode(more))), text + more
+
     # --- templates -------------------------------------------------------------------------------
 
     def _follows(
@@ -414,7 +421,7 @@ class History:
         # The answer is not shown at all, but perhaps what follows it is.
         whole = self._render(told, tools, options, shown_from=count)
         shown = self._render(told[:count], tools, options, begins=False, shown_from=count)
-        return whole[len(shown) :] if whole.startswith(shown) else None
+        return whole[len(shown) :] if shown and whole.startswith(shown) else None
 
     def _behind(
         self,
