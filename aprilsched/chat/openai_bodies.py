@@ -296,6 +296,8 @@ _REASONING_REGIONS = ("reasoning_content", "reasoning", "thinking")
 _MAX_LEVELS = 50
 """Objects and lists within each other in the arguments of a sampled call. A parser of .NET reads 64
 in an answer, and one of Rust 128."""
+_MAX_ID = 128
+"""Characters of a sampled id that a client is given."""
 
 
 def for_template(
@@ -317,6 +319,12 @@ def one_for_template(message: Mapping[str, Any], where: str, images: list[str]) 
     """One message, which errors call `where`; adds its images. See :func:`for_template`."""
     if not isinstance(message.get("role"), str):
         raise ConfigError(f"{where} has no role; give system, user, assistant or tool.")
+    for name in ("function_call", "refusal", "audio"):
+        if message.get(name):
+            raise ConfigError(
+                f"{where}.{name} must be empty, because no chat template writes it; use content or "
+                "tool_calls."
+            )
     told = {name: value for name, value in message.items() if value is not None}
     told["content"] = _content(message.get("content"), where, images)
     if calls := message.get("tool_calls"):
@@ -461,15 +469,19 @@ class Message:
         except Exception:  # The parsers of regions raise what their input leads them to.
             return self._as_it_is()
 
-    def finish(self) -> list[dict[str, Any]]:
-        """The changes that are left when no more text comes."""
-        if self._parser is None:
-            return []
-        try:
-            _, events = self._parser.finalize()
-            return self._take(events)
-        except Exception:
-            return self._as_it_is()
+    def finish(self, end: str = "") -> list[dict[str, Any]]:
+        """The changes that are left when no more text comes; `end` is the text of the token that
+        ended it, which some templates have in what closes a call."""
+        for last in dict.fromkeys((end, "")):
+            parser = copy.copy(self._parser)
+            try:
+                events = [*parser.feed(last), *parser.finalize()[1]] if parser else []
+            except Exception as error:
+                log.debug("the end of a response cannot be parsed: %r", error)
+                continue
+            if not last or not any(last in event.get("text", "") for event in events):
+                return self._take(events)
+        return self._as_it_is()
 
     def told(self) -> dict[str, Any]:
         """The field ``message`` of a whole answer."""
@@ -511,16 +523,27 @@ class Message:
         if not functions:
             return self._add(_CONTENT, region)
         changes: list[dict[str, Any]] = []
-        for function in functions:
+        for each, function in zip(several, functions, strict=True):
             call = {
                 "index": len(self.calls),
-                "id": f"call_{uuid.uuid4().hex[:24]}",
+                "id": self._id(each),
                 "type": "function",
                 "function": function,
             }
             self.calls.append(call)
             changes.append({"tool_calls": [call]})
         return changes
+
+    def _id(self, call: Mapping[str, Any]) -> str:
+        """The id that was sampled, which templates may write again, or a new one."""
+        known = [each["id"] for each in self.calls]
+        for given in (call.get("id"), call["function"].get("id")):
+            if not isinstance(given, str) or given in known:
+                continue
+            if 0 < len(given) <= _MAX_ID and given.isascii() and given.isprintable():
+                return given
+        # Templates of Mistral take ids of nine letters and digits.
+        return uuid.uuid4().hex[:9]
 
     def _pass(self, text: str) -> None:
         at = self._raw.find(text, self._given)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import inspect
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -18,6 +18,7 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
+from aprilsched.chat.templates import ChatTemplate
 from aprilsched.errors import ConfigError
 from aprilsched.extras import extra
 from aprilsched.files import read_regular
@@ -148,7 +149,7 @@ class ModelTokenizer:
         eos: int | None = tokenizer.eos_token_id
         self.ends = ends if eos is None else ends | {eos}
         self._template = self._load_template(response_template)
-        self._reserved = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters)
+        self._chat = ChatTemplate(tokenizer)
         self.knows_tools = "tools" in str(tokenizer.chat_template)
         # They are not asyncio's, which others wait for, and which are many: each may need 1 GB.
         self._threads = ThreadPoolExecutor(_THREADS, "aprilsched-text")
@@ -170,6 +171,13 @@ class ModelTokenizer:
     def has_chat(self) -> bool:
         """Whether there is a chat template."""
         return self._tokenizer.chat_template is not None
+
+    @functools.cached_property
+    def special_texts(self) -> re.Pattern[str]:
+        """Finds the texts of special tokens."""
+        tokens: Any = self._backend.get_added_tokens_decoder().values()
+        texts = sorted((each.content for each in tokens if each.special), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, texts)) or "(?!)")
 
     @property
     def size(self) -> int:
@@ -268,6 +276,7 @@ class ModelTokenizer:
         go_on: bool,
         options: Mapping[str, Any],
         begins: bool = True,
+        shown_from: int = 0,
     ) -> str:
         """The text of a chat by the model's template.
 
@@ -277,25 +286,17 @@ class ModelTokenizer:
             go_on: whether the response goes on with the last message, and begins none of its own.
             options: variables of the template.
             begins: whether the text ends with the beginning of a response, unless it goes on.
+            shown_from: the place of the first message that must be in the text.
 
         Raises:
-            ConfigError: if there is no template, or if it refuses what it is given.
+            ConfigError: if there is no template, if it refuses what it is given, or if it leaves
+                out a message, with the place of that message.
         """
         if not self.has_chat:
             raise ConfigError("The model's tokenizer has no chat template; use /v1/completions.")
-        if wrong := self._reserved & options.keys():
-            raise ConfigError(f"chat_template_kwargs must not have {min(wrong)}; leave it out.")
-        try:
-            return self._tokenizer.apply_chat_template(
-                messages,
-                tools=tools,
-                tokenize=False,
-                add_generation_prompt=begins and not go_on,
-                continue_final_message=go_on,
-                **options,
-            )
-        except Exception as error:  # A template is a program, and raises what it likes.
-            raise ConfigError(f"The chat template refuses the messages: {error}") from error
+        return self._chat.render(
+            messages, tools, go_on=go_on, options=options, begins=begins, shown_from=shown_from
+        )
 
     def parser(self, prompt: str, tools: Sequence[Mapping[str, Any]] | None) -> Any:
         """A parser of a response to the rendered `prompt`; None if :attr:`parses` is False.

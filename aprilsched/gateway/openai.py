@@ -411,7 +411,13 @@ class _ChatAnswer(_Answer):
     def _changes(self, reading: Reading, part: Part) -> list[Event]:
         message = self._message(reading)
         changes = message.push(part.text)
-        return changes + message.finish() if part.over else changes
+        return changes + message.finish(self._end(reading)) if part.over else changes
+
+    def _end(self, reading: Reading) -> str:
+        """The text of the token that has ended a response, if the response is without it."""
+        last = reading.token_ids[-1:]
+        ended = last and reading.matched is None and reading.rules.trims(last[0])
+        return self._token(last[0]) if ended else ""
 
     def _message(self, reading: Reading) -> Message:
         if reading.index not in self._messages:

@@ -3,17 +3,20 @@
 A harness knows messages, and the policy knows tokens. What was sampled is never tokenised again:
 the messages of a request are matched to those that are known, from the first one on, and only what
 follows the last known answer becomes tokens. It is what the chat template writes behind that
-answer, so a template that writes earlier messages otherwise now (without their reasoning, say)
-changes no known token. How many tokens would have changed is counted, as :attr:`History.drift`.
+answer, so a template that writes earlier messages otherwise now (without their reasoning, say, or
+with another end) changes no known token. How many tokens would have changed is counted, as
+:attr:`History.drift`.
 
-Messages are compared by what a template sees of them: white space around an answer, the ids and the
-order of its tool calls, its reasoning, joiners without width and empty fields make no difference.
+Messages are compared by what a template sees of them: amounts of white space in an answer, the ids
+and the order of its tool calls, its reasoning, joiners without width and empty fields make no
+difference, and an answer that has neither a text nor a call may be left out.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,8 +34,12 @@ Said: TypeAlias = Mapping[str, Any]
 Mark: TypeAlias = bytes
 """Stands for some messages, from the first one on, with the tools that they were given with."""
 
+log = logging.getLogger("aprilsched")
+
 _PLACE = f"AprilschedPlaceOfAnAnswer{uuid.uuid4().hex}"
-"""Stands in a rendered chat where an answer is, and in no text of a client or of the policy."""
+"""Stands in a rendered chat for the last known answer, and is in no text of a client or policy."""
+_OTHER = f"AprilschedOtherAnswer{uuid.uuid4().hex}"
+"""Stands there for the answers before it."""
 _URLS = ("data:", "http://", "https://")
 _PLAIN = {str, type(None)}
 
@@ -169,27 +176,12 @@ class History:
         seen = self._see(messages, tools, options)
         told, marks = [each.told for each in seen], [each.mark for each in seen]
         known = next((i for i in reversed(range(len(told))) if marks[i] in self._answers), None)
-        whole = self._render(told, tools, options)
-        self._tokenizer.check_size(whole)
-        after: Mark | None = None
-        question: tuple[Int32Array, str] | None = None
-        if known is not None and known < len(told) - 1:
-            after = marks[known]
-            ids, text = self._whole(after)
-            more: str | None = whole[len(text) :]
-            if not whole.startswith(text):
-                more = self._follows(told, known, int(ids[-1]), tools, options)
-            if more is not None:
-                # As nearly always, the template writes what is known as it was sampled.
-                question = np.concatenate((ids, self._encode(more))), text + more
-        if question is None:
-            after = None
+        if known is None:
+            whole = self._render(told, tools, options)
             question = self._encode(whole), whole
-            if known is not None:
-                # Nothing known can be kept, because the template does not show where it ends.
-                self._rewritten = max(self._rewritten, self._answers[marks[known]].end[0])
-        elif question[1] != whole:
-            self._rewritten = max(self._rewritten, self._changed(question[1], whole))
+        else:
+            is_known = [mark in self._answers for mark in marks[: known + 1]]
+            question = self._continue(told, marks[known], is_known, tools, options)
         if not len(question[0]):
             raise ConfigError("the messages have no tokens; give some text.")
         return Question(
@@ -198,7 +190,7 @@ class History:
             mark=marks[-1],
             messages=tuple(messages),
             tools=tools,
-            after=after,
+            after=None if known is None else marks[known],
             media=_media([url for each in seen for url in each.images]),
         )
 
@@ -279,14 +271,15 @@ class History:
         # The delimiters of tool calls and reasoning may be special tokens.
         is_chat = bool(question.messages)
         skip = not (is_chat and tokenizer.parses)
-        text = raw
+        text, end = raw, ""
         if not question.raw and skip:
             text = tokenizer.decode(shown)
         elif not question.raw and ended:
-            text = raw.removesuffix(tokenizer.decode(sampled[-1:], skip_special=False))
+            end = tokenizer.decode(sampled[-1:], skip_special=False)
+            text = raw.removesuffix(end)
         message = Message(tokenizer.parser(question.text, question.tools) if is_chat else None)
         message.push(text)
-        message.finish()
+        message.finish(end)
         told = message.told()
         if is_chat:
             mark = _after(question.mark, one_for_template(told, "the answer", []))
@@ -322,6 +315,7 @@ class History:
         """The messages with their marks. A request mostly begins with the one before it, of which
         is taken over what is the same."""
         given = repr((tools, options))
+        empty: Said = {"role": "assistant", "content": ""}
         if given != self._begin[0]:
             mark = _after(b"", {"tools": tools or None, "options": options})
             if mark != self._begin[1]:
@@ -330,7 +324,12 @@ class History:
         mark, before = self._begin[1], self._seen
         seen: list[_Seen] = []
         for place, message in enumerate(messages):
-            old = before[place] if place < len(before) else None
+            left_out = _after(mark, empty)
+            if place and message.get("role") != "assistant" and left_out in self._answers:
+                # Some clients do not send an answer again that has neither a text nor a call.
+                seen.append(_Seen(None, empty, (), left_out))
+                mark = left_out
+            old = before[len(seen)] if len(seen) < len(before) else None
             if old is None or message != old.plain:
                 found: list[str] = []
                 told = one_for_template(message, f"messages[{place}]", found)
@@ -356,50 +355,129 @@ class History:
         parts.reverse()
         return np.concatenate([p.ids for p in parts]), "".join([p.text for p in parts])
 
+    def _continue(
+        self,
+        told: Sequence[Said],
+        after: Mark,
+        is_known: Sequence[bool],
+        tools: Sequence[Said] | None,
+        options: Said,
+    ) -> tuple[Int32Array, str]:
+        """The tokens of a chat, and what they say, from the last known answer on, which is `after`;
+        see :meth:`_follows`."""
+        ids, text = self._whole(after)
+        whole: str | None = None
+        refused = ConfigError(
+            f"messages[{len(is_known) - 1}] must be an answer that the model's chat template "
+            "writes, got one that it leaves out with all that follows; use another template."
+        )
+        try:
+            whole = self._render(told, tools, options, shown_from=len(is_known))
+        except ConfigError as error:
+            # What was sampled may be what the template refuses to write.
+            refused = error
+        if whole is not None and whole.startswith(text):
+            # As nearly always, the template writes what is known as it was sampled.
+            more: str | None = whole[len(text) :]
+        else:
+            more = self._follows(told, is_known, int(ids[-1]), tools, options)
+        if more is None:
+            raise refused
+        if whole is not None and text + more != whole:
+            self._rewritten = max(self._rewritten, self._changed(text + more, whole))
+        return np.concatenate((ids, self._encode(more))), text + more
+
     # --- templates -------------------------------------------------------------------------------
 
     def _follows(
         self,
         told: Sequence[Said],
-        known: int,
+        is_known: Sequence[bool],
         last: int,
         tools: Sequence[Said] | None,
         options: Said,
     ) -> str | None:
-        """What the template writes behind a known answer, whose last token is `last`; None if it
-        does not show where that answer ends."""
-        message = {k: v for k, v in told[known].items() if k != "reasoning_content"}
-        before = [*told[:known], {**message, "content": _PLACE}]
-        more = self._behind(self._render([*before, *told[known + 1 :]], tools, options))
-        # A template that has tools behind the messages writes them there again.
-        for given in (tools, None):
-            behind = self._behind(self._render(before, given, options, begins=False))
-            if behind is None or more is None or not more.startswith(behind):
+        """What the template writes behind the last known answer, whose last token is `last`; None
+        if it does not show where that answer ends. For each of the first messages, `is_known` says
+        whether it is a known answer."""
+        count = len(is_known)
+        # Sampled calls may be more than the template takes, or not what it takes. It may leave out
+        # the text beside calls, or have no place for calls.
+        for most_calls in (None, 1, 0):
+            before = [
+                _stand_in(each, most_calls, _PLACE if i == count - 1 else _OTHER) if known else each
+                for i, (each, known) in enumerate(zip(told, is_known, strict=False))
+            ]
+            plain = {"role": "assistant", "content": _PLACE}
+            try:
+                more = self._behind([*before, *told[count:]], tools, options, shown_from=count)
+                behind = self._behind(before, tools, options, begins=False)
+                end = behind
+                if before[-1].get("tool_calls"):
+                    end = self._behind([*before[:-1], plain], tools, options, begins=False)
+            except ConfigError as error:
+                log.debug("the chat template refuses what stands for answers: %s", error)
                 continue
-            end: str | None = behind
-            if message.get("tool_calls"):
-                # Calls stand behind the content of a message, and were sampled.
-                plain = [*told[:known], {"role": "assistant", "content": _PLACE}]
-                end = self._behind(self._render(plain, given, options, begins=False))
-            if end is not None:
-                break
-        else:
-            return None
-        return self._without_end(end, last) + more[len(behind) :]
+            if more is not None and behind is not None and end is not None:
+                return self._behind_end(more, behind, end, last)
+        # The answer is not shown at all, but perhaps what follows it is.
+        whole = self._render(told, tools, options, shown_from=count)
+        shown = self._render(told[:count], tools, options, begins=False, shown_from=count)
+        return whole[len(shown) :] if shown and whole.startswith(shown) else None
 
-    @staticmethod
-    def _behind(text: str) -> str | None:
+    def _behind(
+        self,
+        messages: Sequence[Said],
+        tools: Sequence[Said] | None,
+        options: Said,
+        *,
+        begins: bool = True,
+        shown_from: int | None = None,
+    ) -> str | None:
+        shown_from = len(messages) if shown_from is None else shown_from
+        text = self._render(messages, tools, options, begins=begins, shown_from=shown_from)
         _, found, behind = text.rpartition(_PLACE)
         return behind if found else None
 
-    def _without_end(self, text: str, last: int) -> str:
-        """What a template writes behind an answer, without its end if the `last` token is one."""
-        ends = self._tokenizer.ends
-        for token_id in (last, *(ends if last in ends else ())):
-            end = self._tokenizer.decode([token_id], skip_special=False)
-            if end and text.startswith(end):
-                return text[len(end) :]
-        return text
+    def _behind_end(self, more: str, behind: str, end: str, last: int) -> str:
+        """What to add to an answer whose last token is `last`.
+
+        Args:
+            more: what the template writes behind the place of the answer.
+            behind: the same if nothing follows the answer.
+            end: the same if the answer has no calls, which stand behind its place.
+            last: the last token of the answer.
+        """
+        special = self._tokenizer.special_texts
+        same = _same(more, behind)
+        for text in (more, behind):
+            # One special token is not half of another one.
+            inside = [m.start() for m in special.finditer(text) if m.start() < same < m.end()]
+            same = min([same, *inside])
+        # The end of the answer, as the template writes it whether or not something follows.
+        closing = next(n for n in range(same, -1, -1) if end.startswith(more[same - n : same]))
+        tokenizer = self._tokenizer
+        ends = [tokenizer.decode([each], skip_special=False) for each in sorted(tokenizer.ends)]
+        ends = [each for each in ends if each]
+        for each in ends:
+            at = more.rfind(each, 0, same)
+            closing = max(closing, same - at) if at >= 0 else closing
+        follows = more[same - closing :]
+        own = tokenizer.decode([last], skip_special=False)
+        if own and follows.startswith(own):
+            return follows[len(own) :]
+        if last not in tokenizer.ends:
+            return follows
+        for each in ends:
+            at = follows.find(each, 0, closing)
+            if at >= 0:
+                return follows[at + len(each) :]
+        if behind[same:].startswith(tuple(ends)):
+            # The template has another end where something follows, before what begins that.
+            first = special.match(follows)
+            if first and special.match(follows[first.end() :].lstrip()):
+                return follows[first.end() :]
+        return follows
 
     def _render(
         self,
@@ -408,8 +486,13 @@ class History:
         options: Said,
         *,
         begins: bool = True,
+        shown_from: int = 0,
     ) -> str:
-        return self._tokenizer.render(told, tools, go_on=False, options=options, begins=begins)
+        text = self._tokenizer.render(
+            told, tools, go_on=False, options=options, begins=begins, shown_from=shown_from
+        )
+        self._tokenizer.check_size(text)
+        return text
 
     def _encode(self, text: str) -> Int32Array:
         return np.array(self._tokenizer.encode(text, special=False), dtype=np.int32)
@@ -422,6 +505,16 @@ class History:
         last = _same(text[::-1], whole[::-1])
         changed = text[: len(text) - last] or whole[: len(whole) - last]
         return len(self._encode(changed))
+
+
+def _stand_in(answer: Said, most_calls: int | None, text: str) -> Said:
+    """An answer with `text` in its place, and with at most so many of its calls."""
+    calls = cast("list[Any]", answer.get("tool_calls") or [])[:most_calls]
+    if not calls:
+        return {"role": "assistant", "content": text}
+    # Some templates write the text behind the results of the calls.
+    calls = [{**c, "function": {**c["function"], "arguments": {text: text}}} for c in calls]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
 def _same(one: Sequence[Any], other: Sequence[Any]) -> int:
@@ -459,7 +552,7 @@ def _compared(message: Said) -> list[Any]:
     if message["role"] == "assistant":
         if isinstance(content, str):
             # pydantic-ai takes texts of special tokens apart by joiners without width.
-            content = content.strip().replace("\u200d", "")
+            content = " ".join(content.split()).replace("\u200d", "")
         for call in cast("list[Any]", message.get("tool_calls") or ()):
             function = call["function"]
             text = _in_one_order([function["name"], function["arguments"]])

@@ -261,14 +261,16 @@ async def test_a_stop_string_in_tokens_that_have_arrived_together_cuts_them(
 # --- messages ----------------------------------------------------------------------------------
 
 
-def told(message: Message, text: str, seed: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def told(
+    message: Message, text: str, seed: int, end: str = ""
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The changes of a message by `text` in random pieces, and the message."""
     rng, changes = random.Random(seed), []
     while text:
         size = rng.randint(1, 9)
         changes += message.push(text[:size])
         text = text[size:]
-    return changes + message.finish(), message.told()
+    return changes + message.finish(end), message.told()
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -487,3 +489,69 @@ def test_without_transformers_the_extra_is_named(tmp_path: Path, monkeypatch: py
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(MissingExtra, match=r"pip install .*\[gateway\]'"):
         load_tokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    ("sampled", "given"),
+    [
+        ('{"id": "functions.look:0", "name": "look", "arguments": {}}', ["functions.look:0", None]),
+        ('{"name": "look", "arguments": {}}', [None, None]),
+        ('{"id": "", "name": "look", "arguments": {}}', [None, None]),
+        ('{"id": 7, "name": "look", "arguments": {}}', [None, None]),
+        ('{"id": "\\ud83d", "name": "look", "arguments": {}}', [None, None]),
+    ],
+)
+def test_a_sampled_id_is_kept_and_others_have_nine_letters(
+    tokenizer: ModelTokenizer, sampled: str, given: list[str | None]
+):
+    call = f"<tool_call>{sampled}</tool_call>"
+    _, whole = told(Message(tokenizer.parser("", None)), call * 2, 0)
+    ids = [each["id"] for each in whole["tool_calls"]]
+    assert len({*ids}) == 2
+    for each, wanted in zip(ids, given, strict=True):
+        assert each == wanted if wanted else len(each) == 9 and each.isalnum()
+
+
+LLAMA = {
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "tool_calls": {
+            "open_pattern": r'\{"name":\s*"(?P<name>[^"]+)",\s*"parameters":\s*',
+            "close_pattern": r"\}<\|im_end\|>\s*",
+            "repeats": True,
+            "content": "json",
+            "transform": {
+                "type": "function",
+                "function": {"name": "{name}", "arguments": "{content}"},
+            },
+        },
+        "content": {"close_pattern": r"<\|im_end\|>\s*"},
+    },
+}
+"""The end of a response closes a call, as in Llama 3.1."""
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_end_of_a_response_closes_its_call(tmp_path: Path, seed: int):
+    tokenizer = load_tokenizer(bytes_tokenizer(tmp_path, response_template=LLAMA))
+    call = '{"name": "look", "parameters": {"city": "Bern"}}'
+
+    def read(text: str, end: str) -> dict[str, Any]:
+        return told(Message(tokenizer.parser("", None)), text, seed, end)[1]
+
+    (found,) = read(call, "<|im_end|>")["tool_calls"]
+    assert json.loads(found["function"]["arguments"]) == {"city": "Bern"}
+    assert read(call, "")["tool_calls"] is None
+    for text in ("it rains", call[:-9], "fine {"):
+        whole = read(text, "<|im_end|>")
+        assert (whole["content"], whole["tool_calls"]) == (text, None)
+
+
+@pytest.mark.parametrize("text", ["<think>it rains", CALL.removesuffix("</tool_call>"), "fine"])
+def test_the_end_of_a_response_is_in_none_of_its_regions(tokenizer: ModelTokenizer, text: str):
+    changes = told(Message(tokenizer.parser("", None)), text, 0)[1]
+    ended = told(Message(tokenizer.parser("", None)), text, 0, "<eos>")[1]
+    for message in (changes, ended):
+        for call in message["tool_calls"] or []:
+            call["id"] = ""
+    assert ended == changes

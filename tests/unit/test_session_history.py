@@ -12,7 +12,13 @@ import pytest
 from aprilsched.chat.tokenizer import ModelTokenizer, load_tokenizer
 from aprilsched.errors import ConfigError
 from aprilsched.sessions.history import History, Question
-from tests.support.tiny_tokenizer import CALL, ODD_CALLS, THOUGHT, bytes_tokenizer
+from tests.support.tiny_tokenizer import (
+    CALL,
+    ODD_CALLS,
+    TEMPLATE_TOOLS_FIRST,
+    THOUGHT,
+    bytes_tokenizer,
+)
 
 END = "<|im_end|>"
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
@@ -111,6 +117,7 @@ def test_what_follows_an_answer_is_added_once(
     [
         {"reasoning_content": None},
         {"content": " s\u200dee\n"},
+        {"content": [{"type": "text", "text": "see"}]},
         {"extra": 1, "refusal": None, "name": None},
         {"tool_calls": "swapped"},
     ],
@@ -181,16 +188,133 @@ def test_tokens_that_the_tokenizer_does_not_make_are_kept_and_counted(tokenizer:
     assert made.drift == 5
 
 
-def test_a_template_that_shows_no_answers_begins_a_branch_and_says_so(folder: Path):
+def test_a_template_that_shows_no_answers_keeps_what_was_sampled(folder: Path):
     hides = "{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}"
     tokenizer = with_template(folder, hides)
     made = history(tokenizer)
-    first = made.ask([user("abc")])
-    told = answer(made, tokenizer, first, "fine")
+    told = answer(made, tokenizer, made.ask([user("abc")]), "fine")
     second = made.ask([user("abc"), told, user("d")])
-    assert second.after is None
-    assert text_of(tokenizer, second) == "abcd"
-    assert made.drift == len("abcfine")
+    assert second.after is not None
+    assert text_of(tokenizer, second) == "abcfined"
+    with pytest.raises(ConfigError, match=r"messages\[1\] .* the role 'assistant'"):
+        made.ask([user("abc"), {**told, "content": "not sampled"}, user("d")])
+
+
+LAST_END = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}"
+    "{% for c in m['tool_calls'] or [] %}<tool_call>{{ c['function'] | tojson }}</tool_call>"
+    "{% endfor %}{% if loop.last and m['role'] == 'assistant' %}<eos>{% else %}<|im_end|>"
+    "{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Ends an answer that is last with another token, as those of gpt-oss do."""
+EOS_BEHIND = TEMPLATE_TOOLS_FIRST + "{% if not add_generation_prompt %}<eos>{% endif %}"
+"""Has another token behind all of it, as those of Phi-3 do."""
+ONE_CALL = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['tool_calls'] %}"
+    "{% if m['tool_calls'] | length > 1 %}{{ raise_exception('only one call') }}{% endif %}"
+    "{{ m['tool_calls'][0]['function'] | tojson }}{% else %}{{ m['content'] }}{% endif %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Takes one call, and leaves out the text beside it, as those of Llama 3.1 do."""
+RESULT_INSIDE = (
+    "{% for m in messages %}{% if m['role'] != 'tool' %}<|im_start|>{{ m['role'] }}\n"
+    "{% for c in m['tool_calls'] or [] %}<tool_call>{{ c['function'] | tojson }}</tool_call>"
+    "{% if loop.last %}{% for r in messages if r['role'] == 'tool' %}<r>{{ r['content'] }}</r>"
+    "{% endfor %}{% endif %}{% endfor %}{{ m['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Writes results of tools before the text of the answer, as those of Gemma 4 do."""
+
+
+@pytest.mark.parametrize(
+    ("template", "said", "then"),
+    [
+        (LAST_END, "fine<eos>", "\n<|im_start|>user\nbravo<|im_end|>\n"),
+        (LAST_END, f"fine{END}", "\n<|im_start|>user\nbravo<|im_end|>\n"),
+        (LAST_END, "cut", "<|im_end|>\n<|im_start|>user\nbravo<|im_end|>\n"),
+        (LAST_END, f"{CALL}<eos>", "\n<|im_start|>tool\nbravo<|im_end|>\n"),
+        (LAST_END, "<eos>", "\n<|im_start|>user\nbravo<|im_end|>\n"),
+        (LAST_END, f"{THOUGHT}<eos>", "\n<|im_start|>user\nbravo<|im_end|>\n"),
+        (EOS_BEHIND, f"fine{END}", "\n<|im_start|>user\nbravo<|im_end|>\n"),
+        (EOS_BEHIND, f"{CALL} {END}", "\n<|im_start|>tool\nbravo<|im_end|>\n"),
+        (EOS_BEHIND, "fine<eos>", "\n<|im_start|>user\nbravo<|im_end|>\n"),
+        (ONE_CALL, f"see {CALL} {CALL}{END}", "\n<|im_start|>tool\nbravo<|im_end|>\n"),
+        (ONE_CALL, f"{CALL}", "<|im_end|>\n<|im_start|>tool\nbravo<|im_end|>\n"),
+        (RESULT_INSIDE, f"see {CALL}{END}", "<r>bravo</r>"),
+    ],
+)
+def test_what_a_template_ends_otherwise_keeps_its_tokens(
+    folder: Path, template: str, said: str, then: str
+):
+    tokenizer = with_template(folder, template)
+    made = history(tokenizer)
+    tools = TOOLS if CALL in said else None
+    first = made.ask([user("a")], tools)
+    told = answer(made, tokenizer, first, said)
+    more = {"role": "tool" if tools else "user", "content": "bravo"}
+    second = made.ask([user("a"), told, more], tools)
+    text = text_of(tokenizer, second)
+    assert text.startswith(text_of(tokenizer, first) + said + then)
+    assert text.count("bravo") == 1
+    last = answer(made, tokenizer, second, f"done{END}")
+    third = made.ask([user("a"), told, more, last, user("c")], tools)
+    assert third.ids.tolist()[: len(second.ids)] == second.ids.tolist()
+    assert text_of(tokenizer, third).count("c<|im_end|>") == 1
+    assert made.begun == 1
+
+
+def test_a_request_for_more_of_an_answer_keeps_its_tokens(tokenizer: ModelTokenizer):
+    made = history(tokenizer)
+    first = made.ask([user("a")])
+    told = answer(made, tokenizer, first, "not all")
+    second = made.ask([user("a"), told])
+    then = f"not all{END}\n<|im_start|>assistant\n"
+    assert text_of(tokenizer, second) == text_of(tokenizer, first) + then
+    assert second.after is not None
+
+
+@pytest.mark.parametrize("said", [END, f"{THOUGHT}{END}", f" \n{END}"])
+@pytest.mark.parametrize("sent", ["as it came", "as parts", "without reasoning", "left out"])
+def test_an_answer_without_text_begins_no_branch(tokenizer: ModelTokenizer, said: str, sent: str):
+    made = history(tokenizer)
+    first = made.ask([user("a")])
+    told = answer(made, tokenizer, first, said)
+    plain: dict[str, Any] = {"role": "assistant", "content": ""}
+    forms: dict[str, list[dict[str, Any]]] = {
+        "as it came": [told],
+        "as parts": [{**told, "content": []}],
+        "without reasoning": [plain],
+        "left out": [],
+    }
+    chat = [user("a"), *forms[sent], user("b")]
+    assert made.ask(chat).after is not None
+    second = made.ask(chat)
+    assert text_of(tokenizer, second).startswith(text_of(tokenizer, first) + said)
+    last = answer(made, tokenizer, second, f"c{END}")
+    third = made.ask([*chat, last, user("d")])
+    assert third.ids.tolist()[: len(second.ids)] == second.ids.tolist()
+    assert made.begun == 1
+
+
+def test_real_templates_keep_what_was_sampled(folder: Path):
+    trl = pytest.importorskip("trl")
+    templates = sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))
+    for template in templates:
+        tokenizer = with_template(folder, template.read_text(encoding="utf-8"))
+        for said in (f"it is{END}", "it is", f"  it is \n{END}", END, "it is<eos>"):
+            made = history(tokenizer)
+            chat: list[Any] = [user("QUESTION")]
+            known: list[int] = []
+            for turn in range(3):
+                question = made.ask(chat)
+                assert question.ids.tolist()[: len(known)] == known, (template.name, said)
+                text = text_of(tokenizer, question)
+                assert text.count("QUESTION") == turn + 1, (template.name, said)
+                told = answer(made, tokenizer, question, said)
+                known = [*question.ids.tolist(), *sample(tokenizer, said).tolist()]
+                chat = [*chat, told, user("QUESTION")]
+            assert made.begun == 1, (template.name, said)
 
 
 def test_completions_go_on_from_what_was_sampled(tokenizer: ModelTokenizer):
