@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from aprilsched.companions import Companion, Rows, fitting
 from aprilsched.engines.base import Chunk, GenerationRequest
-from aprilsched.engines.http import Allowance, EventSplitter, quote
+from aprilsched.engines.http import Allowance, EventSplitter, quote, refusal
 from aprilsched.errors import EngineError, EngineProtocolError, EngineRejected
 from aprilsched.types import Media, VersionSpan
 
@@ -157,7 +157,7 @@ class ResponseReader:
 
     def _rejected(self, message: str, status: int | None) -> EngineRejected:
         text = f"request {self.request_id}: {quote(message)}"
-        return EngineRejected(self.engine, text, status=status or 400)
+        return refusal(self.engine, text, status=status or 400)
 
 
 def empty_chunk(*, spans_known: bool) -> Chunk:

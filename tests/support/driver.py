@@ -284,7 +284,7 @@ class Driver:
                 self._lose(command)
             case do.EndOfPrompts():
                 self.ended = True
-            case facts.EngineSlow():
+            case facts.EngineSlow() | facts.EngineBusy():
                 pass
             case _:
                 assert kept is not None, f"nobody knows what to do about {command}"

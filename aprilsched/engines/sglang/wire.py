@@ -17,7 +17,7 @@ import numpy as np
 
 from aprilsched.companions import TOP, Rows
 from aprilsched.engines.base import Chunk, GenerationRequest
-from aprilsched.engines.http import UNREADABLE, quote
+from aprilsched.engines.http import BUSY_STATUSES, UNREADABLE, quote
 from aprilsched.engines.stream import (
     Count,
     ErrorBody,
@@ -29,6 +29,7 @@ from aprilsched.engines.stream import (
     media_source,
     version_number,
 )
+from aprilsched.errors import EngineBusy
 from aprilsched.types import Answer, FinishReason
 
 Triple: TypeAlias = tuple[Logprob, TokenId, str | None]
@@ -77,7 +78,7 @@ class StreamEvent(msgspec.Struct, frozen=True):
     meta_info: MetaInfo | None = None
     output_ids: list[TokenId] | None = None
     error: ErrorBody | None = None
-    index: Count = 0
+    index: Count | None = None
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
@@ -237,7 +238,7 @@ class ChunkAssembler(ResponseReader):
     def feed(self, payload: bytes) -> Chunk:
         """Return the chunk that one event's payload carries."""
         event = self.event(payload)
-        if event.index != 0:
+        if event.index:
             raise self._broken("sent an event that is not one of a single response")
         return self.chunk(event, payload)
 
@@ -277,7 +278,8 @@ class ChunkAssembler(ResponseReader):
         return self._chunk(event.output_ids or [], event.meta_info, entries)
 
     def _chunk(self, output_ids: list[int], meta: MetaInfo, entries: Mapping[str, Any]) -> Chunk:
-        finish = None if meta.finish_reason is None else self._finish(meta.finish_reason)
+        reason = meta.finish_reason
+        finish = None if reason is None else self._finish(reason)
         where = self._fresh(meta, finish)
         fresh = (meta.output_token_logprobs or [])[where]
         tokens = list(map(_ID, fresh))
@@ -298,6 +300,7 @@ class ChunkAssembler(ResponseReader):
             context_rows=self._rows_of_context(meta) if finish and self._companions else None,
             prompt_tokens=meta.prompt_tokens if self._media else None,
             answer=Answer.of(entries, self._keep) if finish and entries else None,
+            busy=None if reason is None or finish != "abort" else self._busy(reason),
         )
 
     def _token_rows(self, meta: MetaInfo, begin: int, where: slice) -> dict[str, Rows]:
@@ -378,7 +381,7 @@ class ChunkAssembler(ResponseReader):
         match reason.type:
             case "stop" | "length" as natural:
                 return natural
-            case "abort" if reason.status_code is None:
+            case "abort" if reason.status_code is None or reason.status_code in BUSY_STATUSES:
                 return "abort"
             case "abort":
                 # The server itself failed the request (too long, timed out in the queue). Taken
@@ -386,3 +389,11 @@ class ChunkAssembler(ResponseReader):
                 raise self._rejected(reason.message or "aborted", reason.status_code)
             case other:
                 raise self._broken(f"finished with the unknown reason {quote(other)!r}")
+
+    def _busy(self, reason: Finish) -> EngineBusy | None:
+        """Why the server itself aborted the request, whose tokens so far are good; None if it did
+        not."""
+        if reason.status_code is None:
+            return None
+        text = f"request {self.request_id}: {quote(reason.message or 'aborted')}"
+        return EngineBusy(self.engine, text, status=reason.status_code)
