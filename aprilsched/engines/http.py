@@ -274,7 +274,7 @@ def rejection(name: str, what: str, answer: Answer) -> EngineRejected:
 
 
 BUSY_STATUSES = frozenset({408, 429, 503})
-"""Statuses of a server, or of a router before it, that has no room for a request now. SGLang answers
+"""Statuses of a server, or of a router before it, that has no room for a request now. SGLang sends
 503 to a full queue, to a request that waited too long in it and to one that it preempted (0.5.23),
 vLLM 503 to a full queue and while it scales (0.32), and SGLang's router 429 and 408 (0.3.2)."""
 

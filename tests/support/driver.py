@@ -408,10 +408,25 @@ class Driver:
         self.aborts.pop(key, None)
         self.feed(ev.Finished(request_id=key[0], attempt=key[1], reason="stop", spans=spans))
 
-    def interrupt(self, key: Key, *, spans: tuple[VersionSpan, ...] | None = None) -> None:
+    def interrupt(
+        self,
+        key: Key,
+        *,
+        spans: tuple[VersionSpan, ...] | None = None,
+        busy: str = "",
+        retry_after_s: float | None = None,
+    ) -> None:
         del self.sends[key]
         self.aborts.pop(key, None)
-        self.feed(ev.Interrupted(request_id=key[0], attempt=key[1], spans=spans))
+        self.feed(
+            ev.Interrupted(
+                request_id=key[0],
+                attempt=key[1],
+                spans=spans,
+                busy=busy,
+                retry_after_s=retry_after_s,
+            )
+        )
 
     def fail(
         self, key: Key, cause: str = "broken", *, final: bool = False, answered: bool = False

@@ -193,9 +193,9 @@ class FleetHealth:
 #
 # Such a refusal is no failure. The engine gets nothing for a while, and then at most as many
 # requests as it had when it refused one. Each request that it begins to answer is evidence that it
-# takes another, so the limit grows by one; with each refusal, twice as many of them are needed.
-# So a queue that was full for a moment is forgotten within a few answers, and a limit that stays is
-# met again at most once in eight times as many requests.
+# takes another, so the limit grows by one. With each refusal twice as many of them are needed, and
+# half as many while the limit grows. So a queue that was full for a moment is forgotten within a
+# few answers, and a limit that stays is met again once in eight times as many requests.
 
 PAUSE_S = 1.0
 """Seconds without a request after a refusal that names no time, if the engine has no other request;
@@ -225,6 +225,8 @@ class Admission:
     """Number of answers by which the limit grows by one."""
     _answers: int = 0
     """Number of them that have begun since the limit last changed."""
+    _grown_at: float = math.inf
+    """Number of attempts that had been sent when it last grew, if nothing was refused since."""
 
     def refuse(
         self,
@@ -258,16 +260,18 @@ class Admission:
             # With others of ours on the engine, the end of one of them is waited for.
             wait_s, self._pause_s = self._pause_s, min(2 * self._pause_s, MAX_PAUSE_S)
         self.closed_until = max(self.closed_until, now + min(wait_s or 0.0, MAX_RETRY_AFTER_S))
-        self._answers = 0
+        self._answers, self._grown_at = 0, math.inf
 
-    def answer(self, now: float, open_requests: int) -> None:
-        """Note that the engine has begun to answer a request."""
+    def answer(self, open_requests: int, *, sent: int, attempts_sent: int) -> None:
+        """Note that the engine has begun to answer the attempt of number `sent`."""
         self.since, self._pause_s = math.inf, PAUSE_S
         self._answers += 1
         # A limit that is not reached is not tested by an answer.
         if self._answers >= self._needed and 2 * open_requests > self.limit:
             self.limit += 1
-            self._answers, self._needed = 0, max(1, self._needed // 2)
+            if sent > self._grown_at:
+                self._needed = max(1, self._needed // 2)
+            self._answers, self._grown_at = 0, attempts_sent
 
     def is_full(self, now: float, open_requests: int) -> bool:
         """Whether nothing may be sent to the engine now."""

@@ -51,7 +51,11 @@ def on_progress(state: SchedulerState, request: RequestRecord, event: ev.Progres
     if state.fleet.admissions and not request.gained:
         admission = state.fleet.admissions.get(request.engine)
         if admission is not None:
-            admission.answer(state.now, state.in_flight.open[request.engine])
+            admission.answer(
+                state.in_flight.open[request.engine],
+                sent=request.sent,
+                attempts_sent=state.fleet.attempts_sent,
+            )
     if dropped is not None:
         counters.tokens_discarded += tokens
         state.in_flight.ledger.late_tokens(dropped, tokens)
