@@ -424,10 +424,10 @@ class TokensReceived(Fact, frozen=True):
 
 
 class AttemptEnded(Fact, frozen=True):
-    """The attempt is closed. "busy": the engine has no room for it now, and its request is sent again
-    later. `retried`: it failed, and its request will be sent again. `spans`
-    (version, start, end) has the versions of its tokens, as the engine reports them. `answers` has
-    the size in bytes of what else the engine answered and the request keeps, by name."""
+    """The attempt is closed. "busy": the engine has no room for it now, so its request waits.
+    `retried`: it failed, and its request will be sent again. `spans` (version, start, end) has the
+    versions of its tokens, as the engine reports them. `answers` has the size in bytes of what else
+    the engine answered and the request keeps, by name."""
 
     request_id: int
     outcome: Outcome

@@ -193,7 +193,7 @@ class FleetHealth:
 #
 # Such a refusal is no failure. The engine gets nothing for a while, and then at most as many
 # requests as it had when it refused one. Each request that it begins to answer is evidence that it
-# takes another, so the limit grows by one. With each refusal twice as many of them are needed, and
+# takes another, so the limit grows by one. With each refusal four times as many are needed, and
 # half as many while the limit grows. So a queue that was full for a moment is forgotten within a
 # few answers, and a limit that stays is met again once in eight times as many requests.
 
@@ -254,7 +254,7 @@ class Admission:
         if fresh or not partial:
             self.limit = max(1, others if fresh else min(self.limit, others))
         if fresh:
-            self._needed = min(max(1, 2 * self._needed), _MAX_ROUNDS * self.limit)
+            self._needed = min(max(1, 4 * self._needed), _MAX_ROUNDS * self.limit)
             self._last = attempts_sent
         if wait_s is None and not others:
             # With others of ours on the engine, the end of one of them is waited for.
