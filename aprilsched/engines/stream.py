@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from aprilsched.companions import Companion, Rows, fitting
 from aprilsched.engines.base import Chunk, GenerationRequest
 from aprilsched.engines.http import Allowance, EventSplitter, quote, refusal
-from aprilsched.errors import EngineError, EngineProtocolError, EngineRejected
+from aprilsched.errors import EngineBusy, EngineError, EngineProtocolError, EngineRejected
 from aprilsched.types import Media, VersionSpan
 
 DONE = b"[DONE]"
@@ -160,13 +160,14 @@ class ResponseReader:
         return refusal(self.engine, text, status=status or 400)
 
 
-def empty_chunk(*, spans_known: bool) -> Chunk:
+def empty_chunk(*, spans_known: bool, busy: EngineBusy | None = None) -> Chunk:
     """The last chunk of a request that was aborted, where no token comes with it."""
     return Chunk(
         token_ids=np.empty(0, np.int32),
         logprobs=np.empty(0, np.float32),
         finish="abort",
         spans=() if spans_known else None,
+        busy=busy,
     )
 
 
