@@ -22,6 +22,7 @@ from aprilsched.serving import (
     Bodies,
     Refusal,
     Refused,
+    Unavailable,
     as_json,
     decode,
     expect_later,
@@ -40,6 +41,7 @@ _PING_S = 10.0
 """Seconds after which a stream that has nothing to tell is kept open by an empty event."""
 _LONGEST_WAIT_S = 60.0
 _GONE = 410
+_RETRY_AFTER_S = "1"
 
 
 class _Ended(Refusal):
@@ -105,15 +107,18 @@ def make_session_app(sessions: Sessions, keys: Keys) -> web.Application:
 
 @web.middleware
 async def _in_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer what is refused outside of a dialect."""
+    """Answer what is refused outside of a dialect, and say that what is busy may be asked again."""
     try:
-        return await handler(request)
+        answer = await handler(request)
     except Refusal as refusal:
-        return refusal.answer()
+        answer = refusal.answer()
     except ConfigError as error:
-        return Refused(str(error)).answer()
+        answer = Refused(str(error)).answer()
     except web.HTTPException as error:
-        return as_json({"error": {"message": error.reason}}, error.status)
+        answer = as_json({"error": {"message": error.reason}}, error.status)
+    if answer.status == Unavailable.status:
+        answer.headers["Retry-After"] = _RETRY_AFTER_S
+    return answer
 
 
 async def _models(_: web.Request) -> web.Response:
@@ -162,7 +167,7 @@ def _told(error: Exception) -> tuple[int, str]:
         case ConfigError():
             return 400, str(error)
         case AprilschedError():
-            return 500, str(error)
+            return Unavailable.status, str(error)
         case web.HTTPRequestEntityTooLarge():
             return error.status, error.reason
         case _:

@@ -359,7 +359,7 @@ async def test_a_response_with_a_grammar_fails_with_its_engine_instead_of_beginn
         await busy.crash()
         await reader.end()
         error = reader.events.pop()["error"]
-        assert (error["code"], "json_schema holds for a whole" in error["message"]) == (500, True)
+        assert (error["code"], "json_schema holds for a whole" in error["message"]) == (503, True)
         assert len(reader.ids) < LONG
         await until(lambda: two.state.in_flight.ledger.rollouts == {Reason.WITHDRAWN: 1})
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from aprilsched.core.messages import events as ev
 from aprilsched.core.messages import facts
 from aprilsched.core.state.engine_health import Admission
-from aprilsched.core.state.ledger import Reason
+from aprilsched.core.state.ledger import BUSY, Reason
 from aprilsched.core.state.records import Refusal, RequestRecord, State
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.steps.drop import count_failure, drop
@@ -132,7 +132,10 @@ def on_finished(state: SchedulerState, request: RequestRecord, event: ev.Finishe
 def on_interrupted(state: SchedulerState, request: RequestRecord, event: ev.Interrupted) -> None:
     if event.busy and _note_busy(state, request, event):
         failed = ev.Failed(
-            request_id=event.request_id, attempt=event.attempt, cause=event.busy, answered=True
+            request_id=event.request_id,
+            attempt=event.attempt,
+            cause=f"{BUSY}: {event.busy}",
+            answered=True,
         )
         on_failed(state, request, failed)
         return

@@ -241,8 +241,10 @@ class Silence(CarriedOut, frozen=True, kw_only=True):
 
 
 class Status(CarriedOut, frozen=True, kw_only=True):
-    """The answer is an HTTP error with the body `body`, or with `message` in SGLang's form, and with
-    a Retry-After header of `retry_after` seconds."""
+    """The answer is an HTTP error with the body `body`, or with `message` in SGLang's form.
+
+    `retry_after` is the Retry-After header, in seconds; None for no such header.
+    """
 
     kind = "status"
     status: Annotated[int, msgspec.Meta(ge=400, le=599)] = 500
