@@ -91,7 +91,7 @@ def test_an_event_may_be_an_object() -> None:
     for logprob in (float("nan"), float("-inf"), "-1", None):
         broken = json.loads(event(0, 1))
         broken["meta_info"]["output_token_logprobs"] = [(logprob, 100, None)]
-        with pytest.raises(EngineProtocolError, match="gave an output that cannot be read"):
+        with pytest.raises(EngineProtocolError, match="sent an event that cannot be read"):
             ChunkAssembler("engine:1", asked()).convert(broken)
 
 
@@ -430,8 +430,8 @@ def test_routed_experts_come_with_the_last_event(extra: int) -> None:
 @pytest.mark.parametrize(
     ("rows", "complaint"),
     [
-        (b64encode(bytes(20)).decode(), "are no rows of uint8"),
-        ("%%%", "are no rows of uint8"),
+        (b64encode(bytes(20)).decode(), "are not rows of uint8"),
+        ("%%%", "are not rows of uint8"),
         (encoded(5, first=300), "do not fit uint8"),
     ],
 )

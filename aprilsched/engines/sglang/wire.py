@@ -17,7 +17,7 @@ import numpy as np
 
 from aprilsched.companions import TOP, Rows
 from aprilsched.engines.base import Chunk, GenerationRequest
-from aprilsched.engines.http import BUSY_STATUSES, UNREADABLE, quote
+from aprilsched.engines.http import BUSY_STATUSES, quote
 from aprilsched.engines.stream import (
     Count,
     ErrorBody,
@@ -26,6 +26,7 @@ from aprilsched.engines.stream import (
     Name,
     ResponseReader,
     TokenId,
+    guarded,
     media_source,
     version_number,
 )
@@ -34,7 +35,7 @@ from aprilsched.types import Answer, FinishReason
 
 Triple: TypeAlias = tuple[Logprob, TokenId, str | None]
 """A sampled token as SGLang reports it: logprob, id, text."""
-Likely: TypeAlias = tuple[float | None, TokenId, str | None]
+Likely: TypeAlias = tuple[Logprob | None, TokenId, str | None]
 """A token that might have been sampled, in the same form."""
 
 
@@ -235,43 +236,36 @@ class ChunkAssembler(ResponseReader):
         self._label: tuple[str | None, int | None] = (None, None)
         """The server's latest label, and the version that it stands for."""
 
+    @guarded
     def feed(self, payload: bytes) -> Chunk:
         """Return the chunk that one event's payload carries."""
         event = self.event(payload)
         if event.index:
-            raise self._broken("sent an event that is not one of a single response")
+            raise self.broken("sent an event that is not one of a single response")
         return self.chunk(event, payload)
 
+    @guarded
     def event(self, payload: bytes) -> StreamEvent:
         """Decode an event, of whichever request it is; errors as :meth:`feed`."""
-        try:
-            return _decoder.decode(payload)
-        except UNREADABLE as error:
-            raise self._broken(
-                f"sent an event that cannot be read ({quote(str(error))})"
-            ) from error
+        return _decoder.decode(payload)
 
+    @guarded
     def chunk(self, event: StreamEvent, payload: bytes) -> Chunk:
         """Return the chunk of an event of this request; errors as :meth:`feed`."""
         last = self._keep and event.meta_info is not None and event.meta_info.finish_reason
         return self._of(event, msgspec.json.decode(payload) if last else None)
 
+    @guarded
     def convert(self, output: Mapping[str, Any]) -> Chunk:
         """Return the chunk of an event that is an object, not yet JSON; errors as :meth:`feed`."""
-        try:
-            event = msgspec.convert(output, StreamEvent)
-        except UNREADABLE as error:
-            raise self._broken(
-                f"gave an output that cannot be read ({quote(str(error))})"
-            ) from error
-        return self._of(event, output)
+        return self._of(msgspec.convert(output, StreamEvent), output)
 
     def _of(self, event: StreamEvent, output: Mapping[str, Any] | None) -> Chunk:
         """The chunk of an event, which is `output` before it was typed."""
         if event.error is not None:
             raise self._rejected(event.error.message, event.error.code)
         if event.meta_info is None:
-            raise self._broken("sent an event without meta_info")
+            raise self.broken("sent an event without meta_info")
         entries: Mapping[str, Any] = {}
         if self._keep and output is not None:
             entries = output["meta_info"]
@@ -285,7 +279,7 @@ class ChunkAssembler(ResponseReader):
         tokens = list(map(_ID, fresh))
         # An abort is exempt: its output_ids hold a repeat of the last one.
         if finish != "abort" and tokens != output_ids[len(output_ids) - len(tokens) :]:
-            raise self._broken("sent output_ids that are not the tokens of its logprobs")
+            raise self.broken("sent output_ids that are not the tokens of its logprobs")
         begin, self.held = self.held, self.held + len(tokens)
         spans = self._spans(meta.weight_versions) if finish else None
         return Chunk(
@@ -320,10 +314,10 @@ class ChunkAssembler(ResponseReader):
             first = len(masks) - ((length or 0) - begin)
             rows = masks[max(0, first) : first + self.held - begin]
             if first < 0 or len(rows) < self.held - begin:
-                raise self._broken(
+                raise self.broken(
                     f"sent sampling masks that do not cover its tokens {begin} to {self.held}"
                 )
-            found[companion.name] = Rows.ragged(rows, companion.dtype)
+            found[companion.name] = self._ragged_rows(companion, rows)
         return found
 
     def _rows_of_context(self, meta: MetaInfo) -> dict[str, Rows]:
@@ -353,11 +347,11 @@ class ChunkAssembler(ResponseReader):
         cumulative one and at an abort), but its end is known: it is read from its end.
         """
         if meta.completion_tokens > self.max_tokens:
-            raise self._broken(
+            raise self.broken(
                 f"sent {meta.completion_tokens} tokens where {self.max_tokens} were asked for"
             )
         if meta.completion_tokens < self.held:
-            raise self._broken(
+            raise self.broken(
                 f"counts {meta.completion_tokens} tokens after it had sent {self.held}"
             )
         triples = meta.output_token_logprobs or []
@@ -365,13 +359,13 @@ class ChunkAssembler(ResponseReader):
         end = meta.completion_tokens if end is None else end
         upto = min(end, meta.completion_tokens)
         if upto < meta.completion_tokens and finish != "abort":
-            raise self._broken(
+            raise self.broken(
                 f"sent {end} logprobs for {meta.completion_tokens} tokens; every token needs one"
             )
         if upto <= self.held:
             return slice(0)
         if end - self.held > len(triples):
-            raise self._broken(
+            raise self.broken(
                 f"sent {len(triples)} logprobs where {end - self.held} were missing; every "
                 "token needs one"
             )
@@ -388,7 +382,7 @@ class ChunkAssembler(ResponseReader):
                 # for an abort of ours, it would be sent again for ever.
                 raise self._rejected(reason.message or "aborted", reason.status_code)
             case other:
-                raise self._broken(f"finished with the unknown reason {quote(other)!r}")
+                raise self.broken(f"finished with the unknown reason {quote(other)!r}")
 
     def _busy(self, reason: Finish) -> EngineBusy | None:
         """Why the server itself aborted the request, whose tokens so far are good; None if it did
