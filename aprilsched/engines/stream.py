@@ -167,16 +167,23 @@ class ResponseReader:
             raise self._no_rows(companion, error) from error
 
     def _context_rows(
-        self, companion: Companion, values: Callable[[], NDArray[Any]], *, first: int, start: int
+        self,
+        companion: Companion,
+        values: Callable[[], NDArray[Any]],
+        *,
+        first: int,
+        start: int,
+        spare: int | None,
     ) -> Rows:
         """The rows from `start` to the last position that was forwarded, which excludes the last
-        token. `values` reads what the server sent, whose rows begin at position `first`."""
+        token. `values` reads what the server sent, whose rows begin at position `first`. At most
+        `spare` rows may follow; with None there may be any number of rows."""
         upto = max(start, self._context + self.held - 1)
         try:
             rows = fitting(values().reshape(-1, *companion.shape), companion.dtype)
-            # At an abort there may be one row more, of a token that came without its logprob.
-            if len(rows) - (upto - first) not in (0, 1):
-                raise ValueError(f"{len(rows)} rows for {upto - first} positions")
+            count, positions = len(rows), upto - first
+            if spare is not None and not positions <= count <= positions + spare:
+                raise ValueError(f"{count} rows for {positions} positions")
         except Exception as error:
             raise self._no_rows(companion, error) from error
         return Rows(rows[start - first : upto - first])

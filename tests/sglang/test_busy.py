@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from aprilsched import (
@@ -43,7 +44,7 @@ async def test_all_rollouts_of_a_busy_server_come(
             max_new_tokens=24, ignore_eos=True, request={} if shares else {"priority": 0}
         ),
     )
-    prompts = [Prompt(input_ids=[i + 3, 5, 7]) for i in range(16)]
+    prompts = [Prompt(input_ids=np.array([i + 3, 5, 7], np.int32)) for i in range(16)]
     fleet = SGLangFleet([narrow_server.url], stream_interval=8)
     async with RolloutScheduler(fleet, prompts, config=config) as rollouts:
         with caplog.at_level(logging.WARNING, "aprilsched"):

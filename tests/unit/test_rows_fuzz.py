@@ -60,14 +60,11 @@ LITERALS = st.sampled_from([
     "(9999999999, 9999999999)", "(6, 3, 2)", "'|u1'", "'>u1'", "{}", "lambda: 0", "'\ud800'",
 ])
 # fmt: on
+REST = st.sampled_from(["", ",", ", 'x': 1", "}", "\n"])
 HEADERS = st.one_of(
     st.text(max_size=40),
-    st.builds(
-        lambda d, o, s, rest: f"{{'descr': {d}, 'fortran_order': {o}, 'shape': {s}{rest}}}",
-        LITERALS,
-        LITERALS,
-        LITERALS,
-        st.sampled_from(["", ",", ", 'x': 1", "}", "\n"]),
+    st.tuples(LITERALS, LITERALS, LITERALS, REST).map(
+        lambda parts: "{{'descr': {}, 'fortran_order': {}, 'shape': {}{}}}".format(*parts)
     ),
 )
 
@@ -219,10 +216,12 @@ def spoiled(draw: st.DrawFn, event: dict[str, Any]) -> dict[str, Any]:
     event = json.loads(json.dumps(event))
     place: Any = event
     while True:
-        keys = sorted(place) if isinstance(place, dict) else list(range(len(place)))
+        keys: list[Any] = list(place.keys() if hasattr(place, "keys") else range(len(place)))
         key = draw(st.sampled_from(keys))
-        inner = place[key]
-        if not (isinstance(inner, dict | list) and inner) or draw(st.booleans()):
+        inner: Any = place[key]
+        if not (hasattr(inner, "__getitem__") and not isinstance(inner, str) and inner) or draw(
+            st.booleans()
+        ):
             place[key] = draw(VALUES)
             return event
         place = inner

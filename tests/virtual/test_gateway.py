@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from base64 import b64decode
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -356,7 +356,7 @@ CALLS = {
 @asynccontextmanager
 async def front_of_one(
     server: SimServer, config: SchedulerConfig, folder: Path
-) -> AsyncIterator[Raw]:
+) -> AsyncGenerator[Raw]:
     """A gateway with a tokenizer in front of a server, and a client."""
     async with (
         server,

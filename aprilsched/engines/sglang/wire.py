@@ -328,6 +328,8 @@ class ChunkAssembler(ResponseReader):
                 lambda encoded=encoded: np.frombuffer(b64decode(encoded, validate=True), "<i4"),
                 first=start if companion.name == "routed_experts" else 0,
                 start=start,
+                # At an abort tokens may come without their logprobs, and one is not even counted.
+                spare=1 + meta.completion_tokens - self.held,
             )
             for companion, start in self._companions
             if companion.per == "context"

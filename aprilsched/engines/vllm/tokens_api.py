@@ -153,6 +153,8 @@ class EventReader(ResponseReader):
                 lambda encoded=encoded, row=companion.shape: _array(encoded, row),
                 first=start,
                 start=start,
+                # An abort may leave out the rows of the last step, or the tokens.
+                spare=None if choice.finish_reason == "abort" else 0,
             )
             for companion, start in self._companions
             if encoded is not None and companion.per == "context"
