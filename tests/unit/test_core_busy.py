@@ -90,7 +90,9 @@ def test_a_partial_response_waits_with_its_tokens():
     assert again.sampling.max_new_tokens == driver.config.sampling.max_new_tokens - 7
 
 
-@pytest.mark.parametrize(("asked", "waits"), [(7.5, 7.5), (1e9, MAX_RETRY_AFTER_S), (None, 1.0)])
+@pytest.mark.parametrize(
+    ("asked", "waits"), [(7.5, 7.5), (1e9, MAX_RETRY_AFTER_S), (None, 1.0), (0.0, 1.0)]
+)
 def test_nothing_is_sent_before_the_engine_may_be_asked_again(asked: float | None, waits: float):
     driver = driver_of()
     refuse(driver, *driver.attempts(), retry_after_s=asked)
@@ -192,6 +194,15 @@ def test_an_engine_that_is_busy_for_too_long_is_one_that_fails():
         refuse(driver, *driver.attempts())
     assert driver.state.in_flight.counters.retries
     assert FULL in driver.state.in_flight.ledger.entries[0].cause
+
+
+def test_time_in_which_an_engine_is_not_asked_does_not_count():
+    driver = driver_of(groups=1, health=Health(fleet_wait_s=30.0))
+    refuse(driver, *driver.attempts(), retry_after_s=5.0)
+    pass_time(driver, 6.0)
+    driver.now += 3600.0  # nothing happens: the trainer has held the loop
+    refuse(driver, *driver.attempts())
+    assert not driver.state.in_flight.counters.retries
 
 
 def test_an_engine_that_has_other_requests_may_be_busy_for_ever():

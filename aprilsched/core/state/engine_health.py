@@ -198,8 +198,8 @@ class FleetHealth:
 # few answers, and a limit that stays is met again once in eight times as many requests.
 
 PAUSE_S = 1.0
-"""Seconds without a request after a refusal that names no time, if the engine has no other request;
-the next pauses are twice as long each."""
+"""Seconds without a request after a refusal that names no time or less, if the engine has no other
+request; the next pauses are twice as long each."""
 MAX_PAUSE_S = 30.0
 """Largest number of seconds of such a pause."""
 MAX_RETRY_AFTER_S = 300.0
@@ -215,7 +215,7 @@ class Admission:
     """Largest number of open requests."""
     since: float = math.inf
     """When it refused the first request since it last had or answered one."""
-    closed_until: float = 0.0
+    closed_until: float = -math.inf
     """Nothing is sent to it before this time."""
     _last: int = -1
     """Number of attempts that had been sent, to any engine, at the latest refusal that counted."""
@@ -249,17 +249,19 @@ class Admission:
             wait_s: seconds that the engine asks to wait; None if it does not say.
         """
         fresh = sent > self._last
-        # An engine that has others of ours is not dead, whomever it prefers.
-        self.since = now if others else min(self.since, now)
+        # An engine with others of ours is not dead. Time in which it is not asked does not count.
+        asked = now - self.closed_until <= MAX_PAUSE_S
+        self.since = min(self.since, now) if asked and not others else now
         if fresh or not partial:
             self.limit = max(1, others if fresh else min(self.limit, others))
         if fresh:
             self._needed = min(max(1, 4 * self._needed), _MAX_ROUNDS * self.limit)
             self._last = attempts_sent
-        if wait_s is None and not others:
-            # With others of ours on the engine, the end of one of them is waited for.
+        wait_s = wait_s or 0.0
+        # With others of ours on the engine, the end of one of them is waited for.
+        if wait_s < PAUSE_S and not others:
             wait_s, self._pause_s = self._pause_s, min(2 * self._pause_s, MAX_PAUSE_S)
-        self.closed_until = max(self.closed_until, now + min(wait_s or 0.0, MAX_RETRY_AFTER_S))
+        self.closed_until = max(self.closed_until, now + min(wait_s, MAX_RETRY_AFTER_S))
         self._answers, self._grown_at = 0, math.inf
 
     def answer(self, open_requests: int, *, sent: int, attempts_sent: int) -> None:
