@@ -23,7 +23,6 @@ from aprilsched.config import SchedulerConfig
 from aprilsched.core.messages.events import EngineInfo, Opened
 from aprilsched.driver.loop import joining
 from aprilsched.engines.base import Chunk, Engine, GenerationRequest, HasAddress, ReportsLoad
-from aprilsched.engines.server import facts_of
 from aprilsched.errors import ConfigError, EngineError, EngineProtocolError, InconsistentWeights
 from aprilsched.types import SamplingParams
 
@@ -127,12 +126,6 @@ def _check_engine(engine: Engine, config: SchedulerConfig, fleet: Iterable[Engin
             raise ConfigError(
                 f"{engine.name} ({able.server}) does not return {companion.name}; {how}, or leave "
                 "it out of companions."
-            )
-        vocab = None if (facts := facts_of(engine)) is None else facts.vocab_size
-        if companion.ragged and vocab is not None and np.iinfo(companion.dtype).max < vocab - 1:
-            raise ConfigError(
-                f"companions: {companion.name} must have a type that holds the {vocab} token ids "
-                f"of {engine.name}, got {companion.dtype}; use int32."
             )
     if behaviour.needs_flush_while_paused(config.cached_kv) and not able.flush_while_paused:
         raise ConfigError(
