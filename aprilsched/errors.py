@@ -9,6 +9,7 @@
     │   ├── EngineUnreachable  nothing was sent; the call may be repeated
     │   ├── EngineProtocolError  the protocol does not allow the engine's answer
     │   ├── EngineRejected     the engine answered with an error status
+    │   │   └── EngineBusy     it has no room for a request now; sending it again later is safe
     │   ├── ControlTimeout     the engine did not answer a control call in time
     │   ├── EngineRestarted    another process answers than the one that was opened
     │   ├── EngineTaken        another scheduler, gateway or trainer controls the engine too
@@ -39,6 +40,7 @@ __all__ = [
     "CallbackError",
     "ConfigError",
     "ControlTimeout",
+    "EngineBusy",
     "EngineError",
     "EngineProtocolError",
     "EngineRejected",
@@ -96,6 +98,20 @@ class EngineRejected(EngineError):
     def __init__(self, engine: str, message: str, *, status: int) -> None:
         super().__init__(engine, message)
         self.status = status
+
+
+class EngineBusy(EngineRejected):
+    """The engine has no room for a request now, and does not have it; it may be sent again.
+
+    Attributes:
+        retry_after_s: seconds that the engine asks to wait; None if it does not.
+    """
+
+    def __init__(
+        self, engine: str, message: str, *, status: int, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(engine, message, status=status)
+        self.retry_after_s = retry_after_s
 
 
 class ControlTimeout(EngineError):

@@ -16,7 +16,7 @@ from aprilsched.core.messages.commands import Abort, Send
 from aprilsched.core.messages.events import Event, Failed, Interrupted
 from aprilsched.driver.loop import ending, progress
 from aprilsched.engines.base import Chunk, GenerationRequest
-from aprilsched.errors import EngineError, EngineRejected, EngineUnreachable
+from aprilsched.errors import EngineBusy, EngineError, EngineRejected, EngineUnreachable
 from aprilsched.types import ANSWER_BYTES
 
 log = logging.getLogger("aprilsched")
@@ -158,6 +158,15 @@ class Attempts(Part):
                         self._look_at_size(chunk, send)
                         last = [end] if news is None else [news, end]
                         break
+        except EngineBusy as error:
+            last = last or [
+                Interrupted(
+                    request_id=request_id,
+                    attempt=attempt,
+                    busy=str(error),
+                    retry_after_s=error.retry_after_s,
+                )
+            ]
         except EngineError as error:
             if not last:
                 status = error.status if isinstance(error, EngineRejected) else 0
@@ -180,7 +189,8 @@ class Attempts(Part):
         """Log once for each engine that it aborted a request which this run did not abort."""
         key: TaskKey = ("abort", (send.request_id, send.attempt))
         asked = self._tasks.running(key)
-        if isinstance(end, Interrupted) and not asked and send.engine not in self._aborts_unasked:
+        unasked = isinstance(end, Interrupted) and not (asked or end.busy)
+        if unasked and send.engine not in self._aborts_unasked:
             self._aborts_unasked.add(send.engine)
             log.warning(
                 "%s aborted a request although this run did not ask for it; the request is sent "

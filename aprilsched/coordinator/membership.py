@@ -264,6 +264,17 @@ def report_slow(command: facts.EngineSlow) -> None:
     )
 
 
+def report_busy(command: facts.EngineBusy) -> None:
+    """Log that an engine has no room for all requests, and what avoids that."""
+    log.warning(
+        "engine %s has no room for in_flight=%d, so requests wait; raise its bound "
+        "(--max-queued-requests), or lower dispatch.max_in_flight: %s",
+        command.engine,
+        command.in_flight,
+        command.cause,
+    )
+
+
 def report_outage(command: facts.FleetAwaited) -> None:
     """Log that no engine is left, and until when one may come back."""
     now = datetime.now().astimezone()

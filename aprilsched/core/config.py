@@ -138,7 +138,8 @@ class Health:
     """An engine is lost if it generates less for each request than this share of its own usual
     rate and of the other engines' rate; 0 for never."""
     fleet_wait_s: Annotated[float, AT_LEAST_0] = 600.0
-    """Seconds for which a fleet with no engine left is waited for."""
+    """Seconds for which a fleet with no engine left is waited for, and an engine that refuses all
+    requests because it is busy."""
 
 
 @suggesting()

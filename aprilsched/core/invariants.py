@@ -221,7 +221,7 @@ def _indexes(state: SchedulerState) -> Iterator[str]:
     due = [group for group in groups.values() if must.has(group, versions.trainer)]
     waiting = {group.group_id for group in due if not group.accepted}
     index.refresh()
-    index.leave_out(())
+    index.leave_out(set())
     kinds: dict[Kind, set[str]] = {}
     places: dict[str, float] = {}
     busy: dict[str, int] = {}

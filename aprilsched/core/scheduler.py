@@ -243,5 +243,7 @@ def _decides(state: SchedulerState, event: ev.Event) -> bool:
         return bool(state.facts)
     if kind is ev.LoadSeen:
         return bool(state.fleet.crowded)
-    # A tick matters where it has shown an engine to be lost, and during an outage.
-    return kind is not ev.Tick or bool(state.commands) or state.fleet.outage is not None
+    # A tick matters where it has shown an engine to be lost, during an outage, and where it may end
+    # the pause of a busy engine.
+    fleet = state.fleet
+    return kind is not ev.Tick or bool(state.commands or fleet.admissions or fleet.outage)

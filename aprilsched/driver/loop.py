@@ -159,6 +159,8 @@ def ending(chunk: Chunk, request_id: int, attempt: int) -> Finished | Interrupte
             spans=chunk.spans,
             rows=chunk.context_rows,
             answer=chunk.answer,
+            busy="" if chunk.busy is None else str(chunk.busy),
+            retry_after_s=None if chunk.busy is None else chunk.busy.retry_after_s,
         )
     return Finished(
         request_id=request_id,

@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 import msgspec
 
 from aprilsched.companions import Companion, Rows
+from aprilsched.errors import EngineBusy
 from aprilsched.types import (
     Answer,
     FinishReason,
@@ -125,6 +126,7 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     the position that the request names to the last one that was forwarded, or fewer.
     `prompt_tokens`, of requests with media, is the number of tokens of the context that was sent,
     with the media expanded. `answer`, on the last chunk only, is what the request wants to keep.
+    `busy`, of an abort by the engine itself, says that it has no room for the request now.
     """
 
     token_ids: Int32Array
@@ -137,6 +139,7 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     context_rows: Mapping[str, Rows] | None = None
     prompt_tokens: int | None = None
     answer: Answer | None = None
+    busy: EngineBusy | None = None
 
 
 class Engine(Protocol):
@@ -191,6 +194,7 @@ class Engine(Protocol):
         abort the request, so that it does not go on decoding for nobody.
 
         Raises:
+            EngineBusy: the engine has no room for the request now, which is no failure.
             EngineRejected: with status 400, 413 or 422 the request itself is at fault, and one
                 other engine is tried; with any other status the engine is.
             EngineUnreachable: nothing of the request has reached the engine.

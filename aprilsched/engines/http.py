@@ -18,11 +18,14 @@ import errno
 import logging
 import math
 import os
+import re
 import resource
 import socket
+import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, fields
+from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple, Protocol, cast
 from weakref import WeakValueDictionary
 
@@ -35,6 +38,7 @@ from yarl import URL
 from aprilsched.errors import (
     ConfigError,
     ControlTimeout,
+    EngineBusy,
     EngineError,
     EngineProtocolError,
     EngineRejected,
@@ -252,6 +256,10 @@ _MESSAGE_LIMIT = 300
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """The exceptions of decoding JSON; RecursionError comes from thousands of nested brackets."""
 
+_DECIMAL = re.compile(r"\d{1,9}(\.\d{1,9})?", re.ASCII)
+_RETRY_AFTER_LENGTH = 64
+"""Number of characters of a Retry-After header; a date has 29."""
+
 _MESSAGE_BYTES = 2**14
 """Number of bytes of an error's body that are searched for its message."""
 
@@ -261,10 +269,11 @@ class ConnectionDropped(EngineError):
 
 
 class Answer(NamedTuple):
-    """The status and body of a control call."""
+    """The status and body of a call, and what it says of a later one."""
 
     status: int
     body: bytes
+    retry_after_s: float | None = None
 
 
 def engine_error(name: str, url: URL, error: Exception) -> EngineError:
@@ -304,11 +313,39 @@ def rejection(name: str, what: str, answer: Answer) -> EngineRejected:
             "command as --admin-key-env and --api-key-env, to the gateway's as "
             "--engine-admin-key-env and --engine-api-key-env)"
         )
-    return EngineRejected(
+    return refusal(
         name,
         f"{what} answered {answer.status} ({message or 'no message'}){hint}.",
         status=answer.status,
+        retry_after_s=answer.retry_after_s,
     )
+
+
+BUSY_STATUSES = frozenset({408, 429, 503})
+"""Statuses of a server, or of a router before it, that has no room for a request now. SGLang sends
+503 to a full queue, to a request that waited too long in it and to one that it preempted (0.5.23),
+vLLM 503 to a full queue and while it scales (0.32), and SGLang's router 429 and 408 (0.3.2)."""
+
+
+def refusal(
+    name: str, message: str, *, status: int, retry_after_s: float | None = None
+) -> EngineRejected:
+    """The error of this package for an error status of an answer or of an event."""
+    if status in BUSY_STATUSES:
+        return EngineBusy(name, message, status=status, retry_after_s=retry_after_s)
+    return EngineRejected(name, message, status=status)
+
+
+def retry_after_s(header: str | None) -> float | None:
+    """The seconds in a Retry-After header: a number or a date. None if it has neither."""
+    if header is None or len(header) > _RETRY_AFTER_LENGTH:
+        return None
+    with suppress(ValueError, OverflowError):
+        if _DECIMAL.fullmatch(header.strip()):
+            return float(header)
+        when = parsedate_to_datetime(header)
+        return max(0.0, when.timestamp() - time.time())
+    return None
 
 
 def _message(body: bytes) -> str:

@@ -55,6 +55,7 @@ from aprilsched.engines.http import (
     inflow_of,
     quote,
     rejection,
+    retry_after_s,
 )
 from aprilsched.engines.stream import ResponseReader, empty_chunk, read_chunks, version_number
 from aprilsched.errors import (
@@ -414,6 +415,8 @@ class Call:
         """Whether the server was told to abort the request."""
         self.shared = False
         """Whether other requests are on the same connection."""
+        self.unsure = False
+        """Whether the server may have the request although it was refused with others."""
         self._response: aiohttp.ClientResponse | None = None
         self._broken_off: Exception | None = None
 
@@ -615,7 +618,7 @@ class HttpEngine(Control[FactsT]):
             yield empty_chunk(spans_known=self.capabilities.version_spans)
         except (EngineRejected, EngineUnreachable):
             # The server does not have the request. An abort could end another one of this id.
-            call.over = True
+            call.over = not call.unsure
             raise
         except (aiohttp.ClientError, OSError) as error:
             failure = engine_error(self.name, self._url, error)
@@ -704,7 +707,9 @@ class HttpEngine(Control[FactsT]):
         with suppress(TimeoutError):
             async with asyncio.timeout(self._limits.control_timeout):
                 body = await self._transport.read(response)
-        raise rejection(self.name, f"POST {response.url.path}", Answer(response.status, body))
+        wait = retry_after_s(response.headers.get("Retry-After"))
+        answer = Answer(response.status, body, wait)
+        raise rejection(self.name, f"POST {response.url.path}", answer)
 
     def _chunks(
         self, request: GenerationRequest, response: aiohttp.ClientResponse

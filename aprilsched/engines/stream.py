@@ -13,7 +13,8 @@ from __future__ import annotations
 from base64 import b64encode
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from typing import Annotated, Any
+from functools import wraps
+from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
 import numpy as np
@@ -21,9 +22,13 @@ from numpy.typing import NDArray
 
 from aprilsched.companions import Companion, Rows, fitting
 from aprilsched.engines.base import Chunk, GenerationRequest
-from aprilsched.engines.http import Allowance, EventSplitter, quote
-from aprilsched.errors import EngineError, EngineProtocolError, EngineRejected
+from aprilsched.engines.http import Allowance, EventSplitter, quote, refusal
+from aprilsched.errors import EngineBusy, EngineError, EngineProtocolError, EngineRejected
 from aprilsched.types import Media, VersionSpan
+
+P = ParamSpec("P")
+T = TypeVar("T")
+ReaderT = TypeVar("ReaderT", bound="ResponseReader")
 
 DONE = b"[DONE]"
 """The payload at the end of a stream of SGLang's or OpenAI's form."""
@@ -74,6 +79,24 @@ def version_number(label: str | None, first: int = 0) -> int:
     return number if (number := first + int(label)) <= _INT32_MAX else first
 
 
+def guarded(
+    read: Callable[Concatenate[ReaderT, P], T],
+) -> Callable[Concatenate[ReaderT, P], T]:
+    """Let `read` raise only errors of this package, whatever a server sends: a decoder may raise
+    anything, and so may what works on decoded values."""
+
+    @wraps(read)
+    def reading(self: ReaderT, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return read(self, *args, **kwargs)
+        except EngineError:
+            raise
+        except Exception as error:
+            raise self.broken(f"sent an event that cannot be read ({quote(str(error))})") from error
+
+    return reading
+
+
 class ResponseReader:
     """Turns the events of one request into chunks, and counts the tokens that were given.
 
@@ -119,7 +142,7 @@ class ResponseReader:
             exact.append(VersionSpan(version=version, start=at, end=end))
             at = end
         if at != self.held:
-            raise self._broken(f"sent weight_versions that do not cover its {self.held} tokens")
+            raise self.broken(f"sent weight_versions that do not cover its {self.held} tokens")
         return tuple(exact)
 
     def _top_rows(
@@ -129,44 +152,65 @@ class ResponseReader:
         of 0, of an id that a grammar forbids, arrives as null."""
         n = companion.shape[0]
         if len(rows) != tokens or any(len(row) < n for row in rows):
-            raise self._broken(f"sent top_logprobs that are not {n} for each of {tokens} tokens")
+            raise self.broken(f"sent top_logprobs that are not {n} for each of {tokens} tokens")
         values = [
             [(token_id, -np.inf if logprob is None else logprob) for logprob, token_id in row[:n]]
             for row in rows
         ]
         return Rows(np.array(values, dtype=np.float32).reshape(-1, n, 2))
 
+    def _ragged_rows(self, companion: Companion, rows: Sequence[Sequence[int]]) -> Rows:
+        """Rows of whole numbers, of any length."""
+        try:
+            return Rows.ragged(rows, companion.dtype)
+        except Exception as error:
+            raise self._no_rows(companion, error) from error
+
     def _context_rows(
-        self, companion: Companion, values: Callable[[], NDArray[Any]], *, first: int, start: int
+        self,
+        companion: Companion,
+        values: Callable[[], NDArray[Any]],
+        *,
+        first: int,
+        start: int,
+        spare: int | None,
     ) -> Rows:
         """The rows from `start` to the last position that was forwarded, which excludes the last
-        token. `values` reads what the server sent, whose rows begin at position `first`."""
+        token. `values` reads what the server sent, whose rows begin at position `first`. At most
+        `spare` rows may follow; with None there may be any number of rows."""
+        upto = max(start, self._context + self.held - 1)
         try:
             rows = fitting(values().reshape(-1, *companion.shape), companion.dtype)
-        except (ValueError, OverflowError) as error:
-            raise self._broken(
-                f"sent {companion.name} that are no rows of {companion.dtype} "
-                f"{list(companion.shape)} ({error}); correct companions"
-            ) from error
-        # At an abort there may be one row more, of a token that came without its logprob.
-        upto = max(start, self._context + self.held - 1)
+            count, positions = len(rows), upto - first
+            if spare is not None and not positions <= count <= positions + spare:
+                raise ValueError(f"{count} rows for {positions} positions")
+        except Exception as error:
+            raise self._no_rows(companion, error) from error
         return Rows(rows[start - first : upto - first])
 
-    def _broken(self, what: str) -> EngineProtocolError:
+    def _no_rows(self, companion: Companion, error: Exception) -> EngineProtocolError:
+        return self.broken(
+            f"sent {companion.name} that are not rows of {companion.dtype} "
+            f"{list(companion.shape)} ({quote(str(error))}); correct companions"
+        )
+
+    def broken(self, what: str) -> EngineProtocolError:
+        """The error of an answer that the protocol does not allow."""
         return EngineProtocolError(self.engine, f"request {self.request_id}: {what}.")
 
     def _rejected(self, message: str, status: int | None) -> EngineRejected:
         # Without the id of the request, so that refusals of one kind have one cause.
-        return EngineRejected(self.engine, quote(message), status=status or 400)
+        return refusal(self.engine, quote(message), status=status or 400)
 
 
-def empty_chunk(*, spans_known: bool) -> Chunk:
+def empty_chunk(*, spans_known: bool, busy: EngineBusy | None = None) -> Chunk:
     """The last chunk of a request that was aborted, where no token comes with it."""
     return Chunk(
         token_ids=np.empty(0, np.int32),
         logprobs=np.empty(0, np.float32),
         finish="abort",
         spans=() if spans_known else None,
+        busy=busy,
     )
 
 

@@ -29,7 +29,7 @@ from aprilsched.companions import CompanionRows, Rows
 from aprilsched.core.messages import facts as of
 from aprilsched.core.messages.facts import Fact
 from aprilsched.core.state.assembly import rollout_of
-from aprilsched.core.state.ledger import REFUSED, Reason
+from aprilsched.core.state.ledger import BUSY, REFUSED, Reason
 from aprilsched.core.state.records import GroupRecord, RolloutRecord
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.errors import ConfigError
@@ -44,7 +44,7 @@ _BROKEN_OFF = (
     "its server broke it off, and {} holds for a whole response, which cannot go on at another "
     "server; send the request again"
 )
-_REFUSED, _FAILED, _INTERRUPTED = 400, 500, 503
+_REFUSED, _FAILED, _UNAVAILABLE = 400, 500, 503
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -319,7 +319,7 @@ class Responses:
     def interrupt_all(self, cause: str) -> None:
         """End every response without a result, and leave the rollouts to the store."""
         for response in self._by_rid.values():
-            response.fail(cause, _INTERRUPTED)
+            response.fail(cause, _UNAVAILABLE)
 
     def expire(self, cause: str) -> None:
         """Give up the responses of the prior process for which nobody has asked."""
@@ -396,7 +396,7 @@ class Responses:
     def fail_all(self, cause: str) -> None:
         """End every response, because the run has ended."""
         for response in [*self._by_key.values(), *self._by_group.values()]:
-            response.fail(cause)
+            response.fail(cause, _UNAVAILABLE)
 
     def on_facts(self, facts: Sequence[Fact], now: float) -> None:
         """Take tokens, launches and drops; see :class:`~aprilsched.telemetry.base.Listener`."""
@@ -456,7 +456,7 @@ class Responses:
         if not (isinstance(sampling, SamplingParams) and response.token_ids) or response.over:
             return
         if grammar := sorted(_GRAMMARS & sampling.extra.keys()):
-            response.fail(_BROKEN_OFF.format(*grammar))
+            response.fail(_BROKEN_OFF.format(*grammar), _UNAVAILABLE)
             response.unwanted = response.failure
             self._withdraw(group_id, response.failure)
 
@@ -497,7 +497,8 @@ class Responses:
             response.abort(fact.cause)
         elif fact.reason != Reason.WITHDRAWN:
             refused = fact.reason == Reason.FAILED and fact.cause.startswith(REFUSED)
-            response.fail(fact.cause, _REFUSED if refused else _FAILED)
+            failed = _UNAVAILABLE if BUSY in fact.cause else _FAILED
+            response.fail(fact.cause, _REFUSED if refused else failed)
 
     def _forget(self, group_id: int) -> Response | None:
         for request_id in self._requests.pop(group_id, ()):

@@ -62,6 +62,7 @@ from aprilsched.serving import (
     PromptsBody,
     Refused,
     TensorBody,
+    Unavailable,
 )
 from aprilsched.store.codec import check_storable
 from aprilsched.store.sqlite import SqliteStore
@@ -492,11 +493,11 @@ class Service:
         """Carry a control call out in its turn; see :func:`_in_turn`.
 
         Raises:
-            ConfigError: if too many wait for their turn.
+            Unavailable: if too many wait for their turn.
         """
         if len(self._calls) >= _MOST_CALLS:
             call.close()
-            raise ConfigError(f"{_MOST_CALLS} control calls wait for their turn; try again later.")
+            raise Unavailable(f"{_MOST_CALLS} control calls wait for their turn; try again later.")
 
         async def alone() -> T:
             try:

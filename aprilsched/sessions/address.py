@@ -195,7 +195,7 @@ def _told(error: Exception, sessions: Sessions) -> tuple[int, str]:
         case RecursionError():
             return 400, "the body is nested too deeply; send fewer levels."
         case AprilschedError():
-            return 500, str(error)
+            return Unavailable.status, str(error)
         case web.HTTPRequestEntityTooLarge():
             return error.status, error.reason
         case _:

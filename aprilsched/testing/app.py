@@ -173,6 +173,9 @@ class Answer:
             "weight_version": self._served.label,
             "num_retractions": self._call.retractions,
         }
+        if chunk.busy is not None:
+            busy = {"message": str(chunk.busy), "status_code": chunk.busy.status}
+            meta["finish_reason"] |= busy
         if self._logprobs:
             meta["input_token_logprobs"] = []
             meta["output_token_logprobs"] = token_logprobs(ids, chunk.logprobs.tolist())

@@ -41,6 +41,7 @@ from aprilsched.serving import (
     PauseMode,
     Refused,
     TensorBody,
+    Unavailable,
     labelled,
 )
 from aprilsched.types import Int32Array, SamplingParams, VersionSpan
@@ -315,6 +316,8 @@ class ServedEngine:
         async with aclosing(self.generate(call)) as found:
             chunks = [chunk async for chunk in found]
         last = chunks[-1]
+        if last.busy is not None:
+            raise Unavailable(str(last.busy))
         ids = np.concatenate([chunk.token_ids for chunk in chunks])
         logprobs = np.concatenate([chunk.logprobs for chunk in chunks])
         if last.finish == "abort" and self.retracted:

@@ -101,7 +101,8 @@ def _parameters(kind: str, rng: np.random.Generator) -> Table:
             return {"carried_out": carried_out}
         case "status":
             status = int(rng.choice([400, 401, 404, 408, 429, 500, 502, 503]))
-            return {"status": status, "carried_out": carried_out}
+            later = {"retry_after": 2.0} if rng.random() < 0.5 else {}
+            return {"status": status, "carried_out": carried_out, **later}
         case "slow-loris":
             return {"bytes": int(rng.choice([1, 16, 256])), "seconds": 0.2}
         case "garbage":

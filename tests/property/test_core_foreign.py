@@ -114,8 +114,15 @@ class Servers(Driver):
         if key in self.sends:
             super().finish(key, 0, spans=self.spans(key))
 
-    def interrupt(self, key: Key, *, spans: tuple[VersionSpan, ...] | None = None) -> None:
-        super().interrupt(key, spans=self.spans(key))
+    def interrupt(
+        self,
+        key: Key,
+        *,
+        spans: tuple[VersionSpan, ...] | None = None,
+        busy: str = "",
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().interrupt(key, spans=self.spans(key), busy=busy, retry_after_s=retry_after_s)
 
     def come_back(self, engine: str, version: int | None = -1) -> None:
         """A server that was restarted: nobody has paused it, and its weights are whole."""

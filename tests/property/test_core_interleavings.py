@@ -40,6 +40,7 @@ from aprilsched.core.policies.refill import LengthBuckets, Pool, Refill, TailBat
 from aprilsched.core.policies.schedule import Pace, Schedule
 from aprilsched.core.policies.staleness import StalenessRule
 from aprilsched.core.policies.straggler import BEHAVIOURS, StragglerRule
+from aprilsched.core.state.engine_health import MAX_RETRY_AFTER_S
 from aprilsched.core.state.records import GENERATING
 from aprilsched.store import MemoryStore
 from aprilsched.types import NO_VERSION, EpisodeWait, Rollout, SamplingParams, Score, VersionSpan
@@ -442,6 +443,11 @@ class Interleavings(RuleBasedStateMachine):
     def fail(self, choice: int, final: bool, answered: bool) -> None:
         self.driver.fail(self._pick(choice), final=final, answered=answered)
 
+    @precondition(lambda self: self.driver.sends)
+    @rule(choice=st.integers(0, 99), wait_s=st.sampled_from([None, 0.0, 7.0, 1e9]))
+    def busy(self, choice: int, wait_s: float | None) -> None:
+        self.driver.interrupt(self._pick(choice), busy="full", retry_after_s=wait_s)
+
     # --- engines -------------------------------------------------------------------------------
 
     @precondition(lambda self: self.driver.controls)
@@ -647,6 +653,9 @@ class Interleavings(RuleBasedStateMachine):
             driver.feed(ev.Filtered(group_id=group.group_id, accepted=True))
         elif not driver.state.delivery.called:
             driver.feed(ev.BatchRequested())
+        elif driver.state.in_flight.queue and driver.state.fleet.admissions:
+            driver.now += MAX_RETRY_AFTER_S
+            driver.feed(ev.Tick())
         else:
             driver.feed(ev.PromptsArrived(prompts=(), last=True))
 

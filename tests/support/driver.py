@@ -287,7 +287,7 @@ class Driver:
                 self._lose(command)
             case do.EndOfPrompts():
                 self.ended = True
-            case facts.EngineSlow():
+            case facts.EngineSlow() | facts.EngineBusy():
                 pass
             case _:
                 assert kept is not None, f"nobody knows what to do about {command}"
@@ -411,10 +411,25 @@ class Driver:
         self.aborts.pop(key, None)
         self.feed(ev.Finished(request_id=key[0], attempt=key[1], reason="stop", spans=spans))
 
-    def interrupt(self, key: Key, *, spans: tuple[VersionSpan, ...] | None = None) -> None:
+    def interrupt(
+        self,
+        key: Key,
+        *,
+        spans: tuple[VersionSpan, ...] | None = None,
+        busy: str = "",
+        retry_after_s: float | None = None,
+    ) -> None:
         del self.sends[key]
         self.aborts.pop(key, None)
-        self.feed(ev.Interrupted(request_id=key[0], attempt=key[1], spans=spans))
+        self.feed(
+            ev.Interrupted(
+                request_id=key[0],
+                attempt=key[1],
+                spans=spans,
+                busy=busy,
+                retry_after_s=retry_after_s,
+            )
+        )
 
     def fail(
         self, key: Key, cause: str = "broken", *, final: bool = False, answered: bool = False

@@ -17,7 +17,7 @@ from aprilsched.engines.base import Chunk, GenerationRequest
 from aprilsched.engines.http import Allowance, EventSplitter, UnfinishedEvents
 from aprilsched.engines.sglang.wire import ChunkAssembler
 from aprilsched.engines.stream import read_chunks
-from aprilsched.errors import EngineError, EngineProtocolError, EngineRejected
+from aprilsched.errors import EngineBusy, EngineError, EngineProtocolError, EngineRejected
 from aprilsched.types import ANSWER_BYTES, Media, SamplingParams, VersionSpan
 
 MAX_TOKENS = 100
@@ -91,7 +91,7 @@ def test_an_event_may_be_an_object() -> None:
     for logprob in (float("nan"), float("-inf"), "-1", None):
         broken = json.loads(event(0, 1))
         broken["meta_info"]["output_token_logprobs"] = [(logprob, 100, None)]
-        with pytest.raises(EngineProtocolError, match="gave an output that cannot be read"):
+        with pytest.raises(EngineProtocolError, match="sent an event that cannot be read"):
             ChunkAssembler("engine:1", asked()).convert(broken)
 
 
@@ -258,11 +258,30 @@ def test_an_error_event_is_a_rejection_with_the_servers_words() -> None:
 
 
 def test_an_abort_by_the_server_itself_is_a_rejection_and_no_interruption() -> None:
-    timed_out = {"type": "abort", "message": "waited too long " * 99, "status_code": 503}
-    with pytest.raises(EngineRejected, match="waited too long") as caught:
-        feed(event(0, 0, finish=timed_out))
-    assert caught.value.status == 503
+    failed = {"type": "abort", "message": "out of memory " * 99, "status_code": 500}
+    with pytest.raises(EngineRejected, match="out of memory") as caught:
+        feed(event(0, 0, finish=failed))
+    assert caught.value.status == 500
     assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("tokens", [0, 3])
+def test_an_abort_by_a_busy_server_keeps_its_tokens_and_versions(tokens: int) -> None:
+    timed_out = {"type": "abort", "message": "waited too long " * 99, "status_code": 503}
+    spans = [("4", 0, tokens)] if tokens else []
+    (chunk,) = feed(event(0, tokens, finish=timed_out, spans=spans))
+    assert chunk.finish == "abort"
+    assert len(chunk.token_ids) == tokens
+    assert [(s.version, s.end) for s in chunk.spans or ()] == ([(4, 3)] if tokens else [])
+    assert chunk.busy is not None
+    assert chunk.busy.status == 503
+    assert "waited too long" in str(chunk.busy)
+    assert len(str(chunk.busy)) < 400
+
+
+def test_an_error_event_of_a_busy_server_says_that_it_is_busy() -> None:
+    with pytest.raises(EngineBusy, match="queue is full"):
+        feed(b'{"error": {"message": "The request queue is full.", "code": 503}}')
 
 
 def test_lines_are_cut_anywhere() -> None:
@@ -411,8 +430,8 @@ def test_routed_experts_come_with_the_last_event(extra: int) -> None:
 @pytest.mark.parametrize(
     ("rows", "complaint"),
     [
-        (b64encode(bytes(20)).decode(), "are no rows of uint8"),
-        ("%%%", "are no rows of uint8"),
+        (b64encode(bytes(20)).decode(), "are not rows of uint8"),
+        ("%%%", "are not rows of uint8"),
         (encoded(5, first=300), "do not fit uint8"),
     ],
 )

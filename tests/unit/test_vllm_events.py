@@ -76,8 +76,8 @@ def test_rows_begin_where_the_request_asks_and_end_before_the_last_token(
 @pytest.mark.parametrize(
     ("sent", "why"),
     [
-        ("!", "routed_experts that are no rows"),
-        (b64encode(b"no array").decode(), "routed_experts that are no rows"),
+        ("!", "routed_experts that are not rows"),
+        (b64encode(b"no array").decode(), "routed_experts that are not rows"),
         (npy(np.zeros((5, 2, 2))), "of float64"),
         (npy(np.zeros((5, 2, 3), np.uint8)), "correct companions"),
         (npy(np.full((5, 2, 2), 300, np.uint16)), "do not fit uint8"),

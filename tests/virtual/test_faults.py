@@ -24,12 +24,13 @@ from tenacity import wait_fixed
 from aprilsched.__main__ import main
 from aprilsched.engines import http
 from aprilsched.engines.base import Chunk
-from aprilsched.engines.http import ConnectionDropped, HttpLimits
+from aprilsched.engines.http import ConnectionDropped, HttpLimits, retry_after_s
 from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import (
     AprilschedError,
     ControlTimeout,
+    EngineBusy,
     EngineError,
     EngineProtocolError,
     EngineRejected,
@@ -288,13 +289,39 @@ async def test_several_faults_happen_to_one_stream():
 # -- whole answers ------------------------------------------------------------------------------
 
 
+async def test_a_busy_server_says_when_it_may_be_asked_again():
+    fault = {"kind": "status", "status": 429, "retry_after": 12.5, "times": 1, **SECOND}
+    async with Setting(fault) as setting:
+        error = (await read(setting.engine)).error
+        assert isinstance(error, EngineBusy)
+        assert error.retry_after_s == 12.5
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [
+        *[(None, None), ("", None), ("0", 0), (" 7 ", 7), ("1.5", 1.5), ("-1", None)],
+        *[("nan", None), ("1e9", None), ("soon", None), ("9" * 99, None), ("\u0663", None)],
+        ("Wed, 21 Oct 2015 07:28:00 GMT", 0),
+        ("Wed, 99 Oct 2015 07:28:00 GMT", None),
+    ],
+)
+def test_a_retry_after_is_a_number_or_a_date(header: str | None, seconds: float | None):
+    assert retry_after_s(header) == seconds
+
+
+def test_a_date_in_the_future_is_waited_for():
+    assert (retry_after_s("Fri, 31 Dec 2899 23:59:59 GMT") or 0) > 1e9
+
+
 @pytest.mark.parametrize("status", [400, 401, 404, 429, 500, 502, 503])
 async def test_a_status_is_a_rejection_with_the_servers_message(status: int):
     fault = {"kind": "status", "status": status, "message": "not today", "times": 1, **SECOND}
     async with Setting(fault) as setting:
         seen = await read(setting.engine)
         check(seen, whole=False)
-        assert type(seen.error) is EngineRejected
+        busy = status in (429, 503)
+        assert type(seen.error) is (EngineBusy if busy else EngineRejected)
         assert seen.error.status == status
         assert "not today" in str(seen.error)
         check(await read(setting.engine), whole=True)
@@ -381,7 +408,7 @@ async def test_a_control_call_that_never_answers_ends_in_its_time(route: str, ca
         ({"kind": "truncate"}, EngineProtocolError),
         ({"kind": "garbage"}, EngineProtocolError),
         ({"kind": "flood-answer", "bytes": 2**24}, EngineProtocolError),
-        ({"kind": "status", "status": 503}, EngineRejected),
+        ({"kind": "status", "status": 503}, EngineBusy),
     ],
     ids=str,
 )

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 from base64 import b64decode
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,9 @@ from aprilsched.core.state.ledger import Reason
 from aprilsched.doctor import examine
 from aprilsched.errors import ConfigError, EngineRejected
 from aprilsched.gateway import Gateway, GatewaySettings
+from aprilsched.testing import SimServer
 from aprilsched.testing.contract import PROMPT, until
+from aprilsched.testing.faults import faults_of
 from tests.support.gateway import LONG, Front, Reader, front, spans
 from tests.support.sim_http import CONFIG, INTERVAL, Raw, asked, served, two_weights
 from tests.support.tiny_tokenizer import bytes_tokenizer
@@ -343,6 +346,57 @@ async def test_a_response_survives_an_engine_that_dies(shown: dict[str, Any]):
         assert [engine["mode"] for engine in engines] == ["lost", "running"]
 
 
+CALLS = {
+    "/generate": asked(4),
+    "/v1/completions": {"prompt": "a", "max_tokens": 4},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4},
+}
+
+
+@asynccontextmanager
+async def front_of_one(
+    server: SimServer, config: SchedulerConfig, folder: Path
+) -> AsyncGenerator[Raw]:
+    """A gateway with a tokenizer in front of a server, and a client."""
+    async with (
+        server,
+        Gateway(
+            SGLangFleet([server.url], stream_interval=INTERVAL),
+            settings=GatewaySettings(port=0, drain_s=0, tokenizer=bytes_tokenizer(folder)),
+            config=config,
+        ) as gateway,
+        Raw(gateway.url) as raw,
+    ):
+        yield raw
+
+
+async def test_clients_of_a_busy_server_wait(tmp_path: Path):
+    narrow = SimServer(replace(CONFIG, max_running=1, max_queued=1), time_scale=0.1)
+    async with front_of_one(narrow, SchedulerConfig(), tmp_path) as raw:
+        answers = await asyncio.gather(
+            *(raw.post(path, body) for path, body in CALLS.items() for _ in range(8))
+        )
+        assert [status for status, _ in answers] == [200] * 8 * len(CALLS), answers
+
+
+@pytest.mark.parametrize("path", CALLS)
+async def test_clients_of_a_server_that_is_always_busy_are_told_when_to_ask_again(
+    path: str, tmp_path: Path
+):
+    # The first call is that of the opening, which looks for the size of the vocabulary.
+    faults = faults_of(
+        {"fault": [{"kind": "status", "status": 429, "retry_after": 0.01, "after": 2}]}
+    )
+    config = SchedulerConfig(health=Health(fleet_wait_s=0.0))
+    async with (
+        front_of_one(SimServer(CONFIG, faults=faults), config, tmp_path) as raw,
+        raw.session.post(path, json=CALLS[path]) as answer,
+    ):
+        assert answer.status == 503
+        assert answer.headers["Retry-After"] == "1"
+        assert "busy for too long" in (await answer.json())["error"]["message"]
+
+
 async def test_a_response_with_a_grammar_fails_with_its_engine_instead_of_beginning_again(
     tmp_path: Path,
 ):
@@ -359,7 +413,7 @@ async def test_a_response_with_a_grammar_fails_with_its_engine_instead_of_beginn
         await busy.crash()
         await reader.end()
         error = reader.events.pop()["error"]
-        assert (error["code"], "json_schema holds for a whole" in error["message"]) == (500, True)
+        assert (error["code"], "json_schema holds for a whole" in error["message"]) == (503, True)
         assert len(reader.ids) < LONG
         await until(lambda: two.state.in_flight.ledger.rollouts == {Reason.WITHDRAWN: 1})
 

@@ -214,6 +214,9 @@ class Faults(DispatchingListener):
             of.EngineSlow: lambda fact: self._note(
                 fact.engine, "is slow, and stays in use", fact.cause
             ),
+            of.EngineBusy: lambda fact: self._note(
+                fact.engine, f"had no room for {fact.in_flight} requests", fact.cause
+            ),
             of.FleetAwaited: lambda _: self._note("", "no engine was left: waiting for one", ""),
             of.FleetGivenUp: lambda _: self._note("", "no engine came back in time", ""),
             of.GroupsFailed: lambda fact: self._note("", "the run was given up", fact.cause),

@@ -282,13 +282,16 @@ class Finished(Event, frozen=True, gc=False):
 
 class Interrupted(Event, frozen=True, gc=False):
     """An attempt came back before its end: it was aborted, or never sent. Its tokens are known.
-    `spans`, `rows` and `answer` are as in :class:`Finished`."""
+    `spans`, `rows` and `answer` are as in :class:`Finished`. `busy` is what the engine said if it
+    has no room for the request now, and `retry_after_s` how many seconds it asks to wait."""
 
     request_id: int
     attempt: int
     spans: tuple[VersionSpan, ...] | None = None
     rows: Mapping[str, Rows] | None = None
     answer: Answer | None = None
+    busy: str = ""
+    retry_after_s: float | None = None
 
 
 class Failed(Event, frozen=True):

@@ -27,7 +27,7 @@ from aprilsched.core.messages.events import ControlCall, EngineInfo, LogprobComp
 from aprilsched.core.policies.schedule import Forecast, Pace
 from aprilsched.types import NO_VERSION, Batch, EpisodeWait, FinishReason, Rollout
 
-Outcome: TypeAlias = Literal["finished", "interrupted", "failed", "engine_lost"]
+Outcome: TypeAlias = Literal["finished", "interrupted", "busy", "failed", "engine_lost"]
 """How an attempt ended: it ran to its end, it came back before that (aborted or never sent), it
 failed, or its engine went out of use."""
 
@@ -426,9 +426,10 @@ class TokensReceived(Fact, frozen=True):
 
 
 class AttemptEnded(Fact, frozen=True):
-    """The attempt is closed. `retried`: it failed, and its request will be sent again. `spans`
-    (version, start, end) has the versions of its tokens, as the engine reports them. `answers` has
-    the size in bytes of what else the engine answered and the request keeps, by name."""
+    """The attempt is closed. "busy": the engine has no room for it now, so its request waits.
+    `retried`: it failed, and its request will be sent again. `spans` (version, start, end) has the
+    versions of its tokens, as the engine reports them. `answers` has the size in bytes of what else
+    the engine answered and the request keeps, by name."""
 
     request_id: int
     outcome: Outcome
@@ -512,6 +513,15 @@ class EngineSlow(Order, frozen=True):
     """The engine is slow, and stays in use because there is no other engine to compare it with."""
 
     engine: str
+    cause: str
+
+
+class EngineBusy(Order, frozen=True):
+    """The engine has no room for all `in_flight` requests that it was sent. It gets fewer, and the
+    others wait. This is reported once for each engine."""
+
+    engine: str
+    in_flight: int
     cause: str
 
 

@@ -76,9 +76,9 @@ class EngineIndex:
         """What requests are placed by: the number of open attempts of an engine, or its work."""
         return self._opened[name] if self._work is None else self._work.of(name)
 
-    def leave_out(self, controls: Iterable[EngineControl]) -> None:
+    def leave_out(self, names: set[str]) -> None:
         """Let the :meth:`places` be without these engines, and no others, from now on."""
-        before, self._left_out = self._left_out, {control.name for control in controls}
+        before, self._left_out = self._left_out, names & self._filed.keys()
         for name in self._left_out - before:
             self.places(self._versions[name]).put(name, None)
         for name in before - self._left_out:

@@ -14,6 +14,8 @@ from aprilsched.errors import PromptsExhausted, RunEnded, RunGivenUp
 
 REFUSED = "refused at attempt"
 """How the cause begins where an engine has refused the request itself (:data:`Reason.FAILED`)."""
+BUSY = "busy for too long"
+"""What the cause contains where an engine had no room for the request, and none for any other."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from aprilsched.core.policies.placement import Place, Placement, place_of
 from aprilsched.core.policies.schedule import Schedule, first_schedule
 from aprilsched.core.policies.straggler import CachedKV
 from aprilsched.core.state.engine_control import CUDA_GRAPH, WEIGHTS, FleetControl, Mode
-from aprilsched.core.state.engine_health import CallerTimes, FleetHealth, TrainerTimes
+from aprilsched.core.state.engine_health import Admission, CallerTimes, FleetHealth, TrainerTimes
 from aprilsched.core.state.engine_index import EngineIndex
 from aprilsched.core.state.expectation import EngineWork, Expectations
 from aprilsched.core.state.in_flight import InFlight
@@ -278,6 +278,9 @@ class Fleet:
     """When each of them was last looked at."""
     pools: dict[str, PoolReport] = field(default_factory=dict[str, PoolReport])
     """What each engine last reported of its KV pool."""
+    admissions: dict[str, Admission] = field(default_factory=dict[str, Admission])
+    """What is learned of the engines that have refused a request because they were busy. Steps:
+    ``requests``, ``dispatch``."""
     lost: dict[str, str] = field(default_factory=dict[str, str])
     """Causes by engine, for engines that were lost and have not come back."""
     rejoin_expected_until: float = 0.0

@@ -71,14 +71,15 @@ def dispatch(state: SchedulerState) -> None:
     if in_flight.queue.first(training=training, versions=lanes) is None:
         state.fleet.asking_since = None
         return
-    quiet = _quiet(state)
-    _ask_for_versions(state, quiet)
+    full = _full(state)
+    quiet = [control for control in _quiet(state) if control.name not in full]
+    _ask_for_versions(state, quiet, full)
     if _awaited(state):
         return
     state.fleet.asking_since = None
     if in_flight.work is not None:
         index.note_loads(in_flight.work.refresh(in_flight.open_requests))
-    index.leave_out(quiet)
+    index.leave_out({control.name for control in quiet} | full)
     works: dict[tuple[int, int], float] = {}
     while limit is None or in_flight.open_attempts < limit:
         request = in_flight.queue.first(training=training, versions=lanes)
@@ -89,14 +90,26 @@ def dispatch(state: SchedulerState) -> None:
         engine = _take_engine(state, request, index.places(version), works)
         if engine is not None:
             _send(state, request, engine)
+            if engine in _full(state, engine):
+                index.places(version).put(engine, None)
         elif lanes is None:
             return
         else:
             lanes.discard(lane)
 
 
-def _ask_for_versions(state: SchedulerState, quiet: Sequence[EngineControl]) -> None:
-    for control in _worth_asking(state, quiet):
+def _full(state: SchedulerState, engine: str | None = None) -> set[str]:
+    """The engines that get nothing now because they would refuse it, or `engine` if it is one."""
+    admissions = state.fleet.admissions
+    names = admissions if engine is None else admissions.keys() & {engine}
+    opened = state.in_flight.open
+    return {name for name in names if admissions[name].is_full(state.now, opened[name])}
+
+
+def _ask_for_versions(
+    state: SchedulerState, quiet: Sequence[EngineControl], full: Set[str]
+) -> None:
+    for control in _worth_asking(state, quiet, full):
         if state.fleet.asking_since is None:
             state.fleet.asking_since = state.now
         state.fleet.control.enter(control, Mode.VERIFYING)
@@ -218,7 +231,9 @@ def _quiet(state: SchedulerState) -> list[EngineControl]:
     return index.in_order(idle)
 
 
-def _worth_asking(state: SchedulerState, quiet: Sequence[EngineControl]) -> list[EngineControl]:
+def _worth_asking(
+    state: SchedulerState, quiet: Sequence[EngineControl], full: Set[str]
+) -> list[EngineControl]:
     """Those of the `quiet` engines that are asked for their version before a request is sent.
 
     With fewer requests than quiet engines these are the ones that requests are to go to. In a
@@ -232,7 +247,7 @@ def _worth_asking(state: SchedulerState, quiet: Sequence[EngineControl]) -> list
     idle: dict[int, set[str]] = {}
     for kind, controls in state.fleet.index.kinds.items():
         if kind.idle and not kind.leaves:
-            idle.setdefault(kind.version, set()).update(controls)
+            idle.setdefault(kind.version, set()).update(controls.keys() - full)
     versions = state.weights.versions.engines
     for version in sorted({versions[control.name] for control in quiet}):
         # An engine of another version takes none of these: counted as one that is ready for them,

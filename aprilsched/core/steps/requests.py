@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from aprilsched.core.messages import events as ev
 from aprilsched.core.messages import facts
-from aprilsched.core.state.ledger import Reason
+from aprilsched.core.state.engine_health import Admission
+from aprilsched.core.state.ledger import BUSY, Reason
 from aprilsched.core.state.records import Refusal, RequestRecord, State
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.steps.drop import count_failure, drop
@@ -47,6 +48,14 @@ def on_progress(state: SchedulerState, request: RequestRecord, event: ev.Progres
     if request.pending_prefill:
         request.pending_prefill = 0
         _note_success(state, request)
+    if state.fleet.admissions and not request.gained:
+        admission = state.fleet.admissions.get(request.engine)
+        if admission is not None:
+            admission.answer(
+                state.in_flight.open[request.engine],
+                sent=request.sent,
+                attempts_sent=state.fleet.attempts_sent,
+            )
     if dropped is not None:
         counters.tokens_discarded += tokens
         state.in_flight.ledger.late_tokens(dropped, tokens)
@@ -132,12 +141,41 @@ def on_finished(state: SchedulerState, request: RequestRecord, event: ev.Finishe
 
 
 def on_interrupted(state: SchedulerState, request: RequestRecord, event: ev.Interrupted) -> None:
+    if event.busy and _note_busy(state, request, event):
+        failed = ev.Failed(
+            request_id=event.request_id,
+            attempt=event.attempt,
+            cause=f"{BUSY}: {event.busy}",
+            answered=True,
+        )
+        on_failed(state, request, failed)
+        return
     if request.gained:
         request.failures, request.avoid = 0, frozenset()
-    foreign = _close(state, request, "interrupted", event)
+    foreign = _close(state, request, "busy" if event.busy else "interrupted", event, event.busy)
     take_back(state, request)
     if foreign is not None:
         disown(state, request, foreign)
+
+
+def _note_busy(state: SchedulerState, request: RequestRecord, event: ev.Interrupted) -> bool:
+    """Note that an engine has no room for a request now. Returns whether it has been so for too
+    long, and is taken for one that fails."""
+    engine, fleet = request.engine, state.fleet
+    in_flight = state.in_flight.open[engine]
+    if engine not in fleet.admissions:
+        fleet.admissions[engine] = Admission()
+        state.announce(facts.EngineBusy(engine=engine, in_flight=in_flight, cause=event.busy))
+    admission = fleet.admissions[engine]
+    admission.refuse(
+        state.now,
+        sent=request.sent,
+        attempts_sent=fleet.attempts_sent,
+        others=in_flight - 1,
+        partial=request.gained,
+        wait_s=event.retry_after_s,
+    )
+    return state.now - admission.since >= state.config.health.fleet_wait_s
 
 
 def _close(
@@ -145,6 +183,7 @@ def _close(
     request: RequestRecord,
     outcome: facts.Outcome,
     event: ev.Finished | ev.Interrupted,
+    cause: str = "",
 ) -> int | None:
     """Close an attempt that came back. Returns the first version in its spans that it cannot have
     been sampled under; None if there is none."""
@@ -157,7 +196,11 @@ def _close(
     answers = None if event.answer is None else dict(event.answer.sizes)
     state.tell(
         facts.AttemptEnded(
-            request_id=request.request_id, outcome=outcome, spans=told, answers=answers
+            request_id=request.request_id,
+            outcome=outcome,
+            cause=cause,
+            spans=told,
+            answers=answers,
         )
     )
     state.delivery.must_deliver.note(request.rollout.group, state.weights.versions.trainer)

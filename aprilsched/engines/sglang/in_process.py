@@ -45,7 +45,7 @@ from weakref import WeakKeyDictionary
 import msgspec
 
 from aprilsched.engines.base import Chunk, EngineLoad, GenerationRequest
-from aprilsched.engines.http import Answer, HttpLimits, quote, rejection
+from aprilsched.engines.http import Answer, HttpLimits, quote, refusal, rejection
 from aprilsched.engines.server import despite_cancellation
 from aprilsched.engines.sglang.control import ServerControl
 from aprilsched.engines.sglang.probe import probe
@@ -55,7 +55,6 @@ from aprilsched.errors import (
     ConfigError,
     ControlTimeout,
     EngineError,
-    EngineRejected,
     EngineUnreachable,
 )
 from aprilsched.extras import extra
@@ -591,7 +590,7 @@ class _Generation:
                     self._give(output)
         except ValueError as error:  # Over HTTP it is a refusal with status 400.
             status = getattr(error, "status_code", _BAD_REQUEST)
-            end = EngineRejected(_NAME, quote(str(error)), status=status)
+            end = refusal(_NAME, quote(str(error)), status=status)
         except Exception as error:
             what = f"{type(error).__name__}: {quote(str(error))}"
             end = EngineError(_NAME, f"request {rid}: SGLang failed ({what}).")

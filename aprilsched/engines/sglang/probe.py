@@ -296,7 +296,10 @@ def _age(answer: Loads) -> float:
     told = [rank.timestamp for rank in answer.loads if rank.timestamp]
     if answer.timestamp is None or not told:
         return 0.0
-    return max(0.0, answer.timestamp.timestamp() - min(told))
+    try:
+        return max(0.0, answer.timestamp.timestamp() - min(told))
+    except (ValueError, OverflowError):  # A date in the year 1.
+        return 0.0
 
 
 SERIES: Mapping[str, Over] = {

@@ -28,7 +28,7 @@ from aprilsched.engines.server import Call, HttpEngine, HungUp, companion_bytes,
 from aprilsched.engines.sglang.probe import ServerFacts
 from aprilsched.engines.sglang.wire import ChunkAssembler
 from aprilsched.engines.stream import DONE
-from aprilsched.errors import EngineError, EngineProtocolError, EngineRejected
+from aprilsched.errors import EngineBusy, EngineError, EngineProtocolError, EngineRejected
 
 _EACH = ("rid", "input_ids", "sampling_params", "extra_key", "lora_path")
 """The fields of a body that may differ between its requests."""
@@ -144,6 +144,10 @@ class SharingEngine(HttpEngine[ServerFacts]):
             await self._read(body)
             if body.heard:
                 news = EngineError(self.name, "the stream of several requests ended before they.")
+        except EngineBusy as error:
+            for member in body.members:
+                member.call.unsure = body.heard
+            news = error
         except EngineRejected as error:
             if body.heard:
                 news = EngineError(self.name, f"ended a stream of several requests ({error}).")
@@ -191,15 +195,16 @@ class SharingEngine(HttpEngine[ServerFacts]):
     def _give(self, body: _Body, payload: bytes, allowance: Allowance) -> None:
         """Give an event to its request, also if that was left: its bytes are accounted for."""
         event = body.members[0].reader.event(payload)
-        if event.index >= len(body.members):
+        index = event.index or 0
+        if index >= len(body.members):
             raise EngineProtocolError(
-                self.name, f"sent an event of index {event.index} of {len(body.members)}."
+                self.name, f"sent an event of index {index} of {len(body.members)}."
             )
-        member = body.members[event.index]
+        member = body.members[index]
         try:
             chunk = member.reader.chunk(event, payload)
         except EngineError as error:
-            if event.error is not None:  # It has no index: it ends the stream.
+            if event.error is not None and event.index is None:  # It ends the stream.
                 raise
             body.tell(member, error)
             return

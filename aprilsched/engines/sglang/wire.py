@@ -18,7 +18,7 @@ import numpy as np
 
 from aprilsched.companions import TOP, Rows
 from aprilsched.engines.base import Chunk, GenerationRequest
-from aprilsched.engines.http import UNREADABLE, quote
+from aprilsched.engines.http import BUSY_STATUSES, quote
 from aprilsched.engines.stream import (
     Count,
     ErrorBody,
@@ -27,14 +27,16 @@ from aprilsched.engines.stream import (
     Name,
     ResponseReader,
     TokenId,
+    guarded,
     media_source,
     version_number,
 )
+from aprilsched.errors import EngineBusy
 from aprilsched.types import Answer, FinishReason
 
 Triple: TypeAlias = tuple[Logprob, TokenId, str | None]
 """A sampled token as SGLang reports it: logprob, id, text."""
-Likely: TypeAlias = tuple[float | None, TokenId, str | None]
+Likely: TypeAlias = tuple[Logprob | None, TokenId, str | None]
 """A token that might have been sampled, in the same form."""
 
 
@@ -78,7 +80,7 @@ class StreamEvent(msgspec.Struct, frozen=True):
     meta_info: MetaInfo | None = None
     output_ids: list[TokenId] | None = None
     error: ErrorBody | None = None
-    index: Count = 0
+    index: Count | None = None
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
@@ -264,56 +266,50 @@ class ChunkAssembler(ResponseReader):
         self._label: tuple[str | None, int | None] = (None, None)
         """The server's latest label, and the version that it stands for."""
 
+    @guarded
     def feed(self, payload: bytes) -> Chunk:
         """Return the chunk that one event's payload carries."""
         event = self.event(payload)
-        if event.index != 0:
-            raise self._broken("sent an event that is not one of a single response")
+        if event.index:
+            raise self.broken("sent an event that is not one of a single response")
         return self.chunk(event, payload)
 
+    @guarded
     def event(self, payload: bytes) -> StreamEvent:
         """Decode an event, of whichever request it is; errors as :meth:`feed`."""
-        try:
-            return _decoder.decode(payload)
-        except UNREADABLE as error:
-            raise self._broken(
-                f"sent an event that cannot be read ({quote(str(error))})"
-            ) from error
+        return _decoder.decode(payload)
 
+    @guarded
     def chunk(self, event: StreamEvent, payload: bytes) -> Chunk:
         """Return the chunk of an event of this request; errors as :meth:`feed`."""
         last = self._keep and event.meta_info is not None and event.meta_info.finish_reason
         return self._of(event, msgspec.json.decode(payload) if last else None)
 
+    @guarded
     def convert(self, output: Mapping[str, Any]) -> Chunk:
         """Return the chunk of an event that is an object, not yet JSON; errors as :meth:`feed`."""
-        try:
-            event = msgspec.convert(output, StreamEvent)
-        except UNREADABLE as error:
-            raise self._broken(
-                f"gave an output that cannot be read ({quote(str(error))})"
-            ) from error
-        return self._of(event, output)
+        return self._of(msgspec.convert(output, StreamEvent), output)
 
     def _of(self, event: StreamEvent, output: Mapping[str, Any] | None) -> Chunk:
         """The chunk of an event, which is `output` before it was typed."""
         if event.error is not None:
             raise self._rejected(event.error.message, event.error.code)
         if event.meta_info is None:
-            raise self._broken("sent an event without meta_info")
+            raise self.broken("sent an event without meta_info")
         entries: Mapping[str, Any] = {}
         if self._keep and output is not None:
             entries = output["meta_info"]
         return self._chunk(event.output_ids or [], event.meta_info, entries)
 
     def _chunk(self, output_ids: list[int], meta: MetaInfo, entries: Mapping[str, Any]) -> Chunk:
-        finish = None if meta.finish_reason is None else self._finish(meta.finish_reason)
+        reason = meta.finish_reason
+        finish = None if reason is None else self._finish(reason)
         where = self._fresh(meta, finish)
         fresh = (meta.output_token_logprobs or [])[where]
         tokens = list(map(_ID, fresh))
         # An abort is exempt: its output_ids hold a repeat of the last one.
         if finish != "abort" and tokens != output_ids[len(output_ids) - len(tokens) :]:
-            raise self._broken("sent output_ids that are not the tokens of its logprobs")
+            raise self.broken("sent output_ids that are not the tokens of its logprobs")
         begin, self.held = self.held, self.held + len(tokens)
         spans = self._spans(meta.weight_versions) if finish else None
         return Chunk(
@@ -328,6 +324,7 @@ class ChunkAssembler(ResponseReader):
             context_rows=self._rows_of_context(meta) if finish and self._companions else None,
             prompt_tokens=meta.prompt_tokens if self._media else None,
             answer=Answer.of(entries, self._keep) if finish and entries else None,
+            busy=None if reason is None or finish != "abort" else self._busy(reason),
         )
 
     def _token_rows(self, meta: MetaInfo, begin: int, where: slice) -> dict[str, Rows]:
@@ -347,10 +344,10 @@ class ChunkAssembler(ResponseReader):
             first = len(masks) - ((length or 0) - begin)
             rows = masks[max(0, first) : first + self.held - begin]
             if first < 0 or len(rows) < self.held - begin:
-                raise self._broken(
+                raise self.broken(
                     f"sent sampling masks that do not cover its tokens {begin} to {self.held}"
                 )
-            found[companion.name] = Rows.ragged(rows, companion.dtype)
+            found[companion.name] = self._ragged_rows(companion, rows)
         return found
 
     def _rows_of_context(self, meta: MetaInfo) -> dict[str, Rows]:
@@ -361,6 +358,8 @@ class ChunkAssembler(ResponseReader):
                 lambda encoded=encoded: np.frombuffer(b64decode(encoded, validate=True), "<i4"),
                 first=start if companion.name == "routed_experts" else 0,
                 start=start,
+                # At an abort tokens may come without their logprobs, and one is not even counted.
+                spare=1 + meta.completion_tokens - self.held,
             )
             for companion, start in self._companions
             if companion.per == "context"
@@ -380,11 +379,11 @@ class ChunkAssembler(ResponseReader):
         cumulative one and at an abort), but its end is known: it is read from its end.
         """
         if meta.completion_tokens > self.max_tokens:
-            raise self._broken(
+            raise self.broken(
                 f"sent {meta.completion_tokens} tokens where {self.max_tokens} were asked for"
             )
         if meta.completion_tokens < self.held:
-            raise self._broken(
+            raise self.broken(
                 f"counts {meta.completion_tokens} tokens after it had sent {self.held}"
             )
         triples = meta.output_token_logprobs or []
@@ -392,13 +391,13 @@ class ChunkAssembler(ResponseReader):
         end = meta.completion_tokens if end is None else end
         upto = min(end, meta.completion_tokens)
         if upto < meta.completion_tokens and finish != "abort":
-            raise self._broken(
+            raise self.broken(
                 f"sent {end} logprobs for {meta.completion_tokens} tokens; every token needs one"
             )
         if upto <= self.held:
             return slice(0)
         if end - self.held > len(triples):
-            raise self._broken(
+            raise self.broken(
                 f"sent {len(triples)} logprobs where {end - self.held} were missing; every "
                 "token needs one"
             )
@@ -408,11 +407,19 @@ class ChunkAssembler(ResponseReader):
         match reason.type:
             case "stop" | "length" as natural:
                 return natural
-            case "abort" if reason.status_code is None:
+            case "abort" if reason.status_code is None or reason.status_code in BUSY_STATUSES:
                 return "abort"
             case "abort":
                 # The server itself failed the request (too long, timed out in the queue). Taken
                 # for an abort of ours, it would be sent again for ever.
                 raise self._rejected(reason.message or "aborted", reason.status_code)
             case other:
-                raise self._broken(f"finished with the unknown reason {quote(other)!r}")
+                raise self.broken(f"finished with the unknown reason {quote(other)!r}")
+
+    def _busy(self, reason: Finish) -> EngineBusy | None:
+        """Why the server itself aborted the request, whose tokens so far are good; None if it did
+        not."""
+        if reason.status_code is None:
+            return None
+        text = f"request {self.request_id}: {quote(reason.message or 'aborted')}"
+        return EngineBusy(self.engine, text, status=reason.status_code)

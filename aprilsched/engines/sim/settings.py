@@ -20,6 +20,8 @@ class SimConfig:
     Attributes:
         timing: time model of decode steps and prefill passes.
         max_running: largest number of requests that decode together.
+        max_queued: largest number of requests that may wait for a place in the batch, as
+            --max-queued-requests of SGLang; one more is refused. None for any number.
         kv_tokens: size of the KV pool. 1.0M tokens of a 4B shape (147 kB each) fill an H200.
         stream_interval: number of steps between the chunks of running requests.
         vocab_size: vocabulary size of the toy model.
@@ -44,6 +46,7 @@ class SimConfig:
 
     timing: StepTimeModel = H200_QWEN3_4B
     max_running: int = 512
+    max_queued: int | None = None
     kv_tokens: int = 1_000_000
     stream_interval: int = 64
     vocab_size: int = 32_000
@@ -60,6 +63,8 @@ class SimConfig:
         for name in ("max_running", "kv_tokens", "stream_interval"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; give at least 1.")
+        if self.max_queued is not None and self.max_queued < 1:
+            raise ConfigError(f"max_queued must be at least 1, got {self.max_queued}.")
         if self.vocab_size < 2:
             raise ConfigError(f"vocab_size is {self.vocab_size}; give at least 2.")
 

@@ -32,8 +32,10 @@ from aprilsched.engines.sim.batcher import Batcher
 from aprilsched.engines.sim.clock import Pacer
 from aprilsched.engines.sim.settings import Counters, SimConfig
 from aprilsched.engines.sim.toy_model import weights_key_of_version
+from aprilsched.engines.stream import empty_chunk
 from aprilsched.errors import (
     ConfigError,
+    EngineBusy,
     EngineError,
     EngineProtocolError,
     EngineRejected,
@@ -186,6 +188,11 @@ class SimEngine:
         """
         now = self._pacer.now()
         self.check(request)
+        most = self._config.max_queued
+        if most is not None and self._batcher.waiting >= most:
+            busy = EngineBusy(self._name, "The request queue is full.", status=503)
+            yield empty_chunk(spans_known=True, busy=busy)
+            return
         stream: asyncio.Queue[Chunk | EngineError] = asyncio.Queue()
         self._streams[request.request_id] = stream
         self._batcher.submit(request, now)

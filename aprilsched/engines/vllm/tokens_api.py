@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from aprilsched.companions import TOP, Rows
 from aprilsched.engines.base import Chunk, GenerationRequest
-from aprilsched.engines.http import UNREADABLE, quote
+from aprilsched.engines.http import quote
 from aprilsched.engines.stream import (
     Count,
     ErrorBody,
@@ -28,6 +28,7 @@ from aprilsched.engines.stream import (
     Name,
     ResponseReader,
     TokenId,
+    guarded,
     media_source,
 )
 from aprilsched.types import derived_seed
@@ -41,7 +42,7 @@ class Likely(msgspec.Struct, frozen=True):
     """A token that might have been sampled."""
 
     token_id: TokenId
-    logprob: float
+    logprob: Logprob
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
@@ -94,33 +95,29 @@ _decoder = msgspec.json.Decoder(StreamEvent)
 class EventReader(ResponseReader):
     """Turns vLLM's events of one request into chunks; each has only new tokens."""
 
+    @guarded
     def feed(self, payload: bytes) -> Chunk | None:
         """Return the chunk that one event's payload carries; None for an event without a choice."""
-        try:
-            event = _decoder.decode(payload)
-        except UNREADABLE as error:
-            raise self._broken(
-                f"sent an event that cannot be read ({quote(str(error))})"
-            ) from error
+        event = _decoder.decode(payload)
         if event.error is not None:
             raise self._rejected(event.error.message, event.error.code)
         if not event.choices:
             return None
         if len(event.choices) > 1 or event.choices[0].index != 0:
-            raise self._broken("sent an event that is not one of a single response")
+            raise self.broken("sent an event that is not one of a single response")
         return self._chunk(event.choices[0], event.usage)
 
     def _chunk(self, choice: Choice, usage: Usage | None) -> Chunk:
         tokens = choice.token_ids or []
         sampled = (choice.logprobs and choice.logprobs.content) or []
         if [token.token_id for token in sampled] != tokens:
-            raise self._broken("sent token_ids that are not the tokens of its logprobs")
+            raise self.broken("sent token_ids that are not the tokens of its logprobs")
         self.held += len(tokens)
         if self.held > self.max_tokens:
-            raise self._broken(f"sent {self.held} tokens where {self.max_tokens} were asked for")
+            raise self.broken(f"sent {self.held} tokens where {self.max_tokens} were asked for")
         finish = choice.finish_reason
         if not (finish is None or finish == "stop" or finish == "length" or finish == "abort"):
-            raise self._broken(f"finished with the unknown reason {quote(finish)!r}")
+            raise self.broken(f"finished with the unknown reason {quote(finish)!r}")
         return Chunk(
             token_ids=np.array(tokens, np.int32),
             logprobs=np.array([token.logprob for token in sampled], np.float32),
@@ -144,8 +141,8 @@ class EventReader(ResponseReader):
                 continue
             masks = choice.sampling_mask or []
             if len(masks) != len(sampled):
-                raise self._broken(f"sent {len(masks)} sampling masks for {len(sampled)} tokens")
-            found[companion.name] = Rows.ragged(masks, companion.dtype)
+                raise self.broken(f"sent {len(masks)} sampling masks for {len(sampled)} tokens")
+            found[companion.name] = self._ragged_rows(companion, masks)
         return found
 
     def _rows_of_context(self, choice: Choice) -> dict[str, Rows]:
@@ -153,18 +150,24 @@ class EventReader(ResponseReader):
         encoded = choice.routed_experts
         return {
             companion.name: self._context_rows(
-                companion, lambda encoded=encoded: _array(encoded), first=start, start=start
+                companion,
+                lambda encoded=encoded, row=companion.shape: _array(encoded, row),
+                first=start,
+                start=start,
+                # An abort may leave out the rows of the last step, or the tokens.
+                spare=None if choice.finish_reason == "abort" else 0,
             )
             for companion, start in self._companions
             if encoded is not None and companion.per == "context"
         }
 
 
-def _array(encoded: str) -> NDArray[Any]:
+def _array(encoded: str, row: tuple[int, ...]) -> NDArray[Any]:
     """The values of a .npy file in base64.
 
     Raises:
-        ValueError: if it is no such file, or has other values than whole numbers.
+        Exception: if it is not such a file, or not one of whole numbers in rows of the shape `row`.
+            NumPy's reader of headers raises ValueError, SyntaxError, TypeError and others.
     """
     file = BytesIO(b64decode(encoded, validate=True))
     npy.read_magic(file)
@@ -173,6 +176,8 @@ def _array(encoded: str) -> NDArray[Any]:
     content = file.read()
     if columns_first or dtype.kind not in "iu" or math.prod(shape) * dtype.itemsize != len(content):
         raise ValueError(f"{len(content)} bytes of an array {list(shape)} of {dtype}")
+    if shape[1:] != row:
+        raise ValueError(f"rows of the shape {list(shape[1:])}")
     return np.frombuffer(content, dtype)
 
 

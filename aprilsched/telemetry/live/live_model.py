@@ -247,6 +247,7 @@ class LiveModel(DispatchingListener):
             of.GroupDropped: self._group_dropped,
             of.EngineLost: lambda fact: self._note(f"{fact.engine} lost: {fact.cause}"),
             of.EngineSlow: lambda fact: self._note(f"{fact.engine} is slow: {fact.cause}"),
+            of.EngineBusy: lambda fact: self._note(f"{fact.engine} is busy: {fact.cause}"),
             of.FleetAwaited: lambda fact: self._note(
                 f"no engine is left; waited {fact.waited_s:.0f} s, {fact.left_s:.0f} s more"
             ),

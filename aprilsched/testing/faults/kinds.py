@@ -241,17 +241,24 @@ class Silence(CarriedOut, frozen=True, kw_only=True):
 
 
 class Status(CarriedOut, frozen=True, kw_only=True):
-    """The answer is an HTTP error with the body `body`, or with `message` in SGLang's form."""
+    """The answer is an HTTP error with the body `body`, or with `message` in SGLang's form.
+
+    `retry_after` is the Retry-After header, in seconds; None for no such header.
+    """
 
     kind = "status"
     status: Annotated[int, msgspec.Meta(ge=400, le=599)] = 500
     message: str = "a fault of the script"
     body: str | None = None
+    retry_after: Seconds | None = None
 
     def answer(self, met: Met, body: Body) -> web.Response:
+        answer = as_json({"error": {"message": self.message}}, self.status)
         if self.body is not None:
-            return web.Response(status=self.status, text=self.body)
-        return as_json({"error": {"message": self.message}}, self.status)
+            answer = web.Response(status=self.status, text=self.body)
+        if self.retry_after is not None:
+            answer.headers["Retry-After"] = f"{self.retry_after:g}"
+        return answer
 
 
 class Spoiled(Fault, frozen=True, kw_only=True):
