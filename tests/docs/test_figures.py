@@ -66,13 +66,6 @@ def frontier(kv: str, name: str, figure: str = "efficiency") -> float:
     return next(row for row in result("frontier/result.json")[kv] if row["name"] == name)[figure]
 
 
-def one_core() -> list[str]:
-    """Tokens a second that one core decides on, in millions, in events of 64 tokens."""
-    rows = [row for row in result("one_core/result.json")["first"] if row["event_tokens"] == 64]
-    costs = [row["cpu_us_per_event"]["after"] for row in rows[:3]]
-    return [f"{64 / costs:.1f}" for costs in (max(costs), min(costs))]
-
-
 def learning(arm: str) -> str:
     arms = result("learning/result.json")["arms"]
     return f"{_seconds(arms[arm]) / _seconds(arms['waiting']):.2f}"
@@ -214,7 +207,6 @@ FIGURES: list[tuple[str, str, Callable[[], Sequence[Any]]]] = [
             ("auto, KV kept", "dense", "dense-a", "auto-kept"),
         )
     ),
-    ("docs/scale.md", r"64, the default .* ([\d.]+) to ([\d.]+) million", one_core),
 ]
 
 

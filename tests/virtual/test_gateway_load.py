@@ -1,4 +1,4 @@
-"""The short form of experiments/gateway_load: clients who read, leave, abort and read slowly."""
+"""Tests clients of the gateway that read, leave, abort and read slowly, all at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from aprilsched import SGLangFleet
 from aprilsched.gateway import Gateway, GatewaySettings
 from aprilsched.testing.contract import until
-from experiments.gateway_load.clients import running, trouble
+from tests.support.gateway_clients import running, trouble
 from tests.support.sim_http import INTERVAL, served
 from tests.support.tiny_tokenizer import bytes_tokenizer
 

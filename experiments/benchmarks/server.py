@@ -2,22 +2,18 @@
 
 It has the part of SGLang 0.5.21's API that the adapter needs: the probes, the control calls, and
 ``/generate`` as incremental server-sent events with ``[logprob, id, null]`` triples.
-Every stream gives the same answer, one event every `pace` seconds, up to the event `limit`. Those
-of one body give their events one after the other. POST /bench sets both. The arguments are the
-tokens of an answer and of an event, by default 1024 and 64, and 1 for the routed experts of a
-Qwen3-30B-A3B in every answer.
-The server runs in a process of its own, so that its CPU time is not measured.
+Every stream gives the same answer, one event every `pace` seconds, up to the event `limit`. Streams
+of one body give their events one after the other. POST /bench sets both. It runs in a process of
+its own, so that its CPU time is not measured.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 import random
 import resource
 import sys
-from array import array
 
 from aiohttp import web
 
@@ -25,32 +21,21 @@ EVENT_TOKENS = 64
 ANSWER_TOKENS = 1024
 VOCABULARY = 151_936
 PROMPT_TOKENS = 128
-LAYERS, EXPERTS, EXPERTS_PER_TOKEN = 48, 128, 8
 _SEED = 7
 
 
-def answer(tokens: int, event_tokens: int, *, experts: bool = False) -> list[bytes]:
-    """The events of the one answer; the last one carries spans and, with `experts`, the routing:
-    int32 [prompt + response - 1, layers, experts per token] in base64, as SGLang sends it."""
+def answer(tokens: int, event_tokens: int) -> list[bytes]:
+    """The events of the one answer; the last one has the spans."""
     draw = random.Random(_SEED)
     ids = [draw.randrange(VOCABULARY) for _ in range(tokens)]
     logprobs = [-draw.expovariate(1.0) for _ in range(tokens)]
     return [
-        _event(ids, logprobs, start, start + event_tokens, experts=experts)
+        _event(ids, logprobs, start, start + event_tokens)
         for start in range(0, tokens, event_tokens)
     ]
 
 
-def _experts(tokens: int) -> str:
-    draw = random.Random(_SEED)
-    rows = (PROMPT_TOKENS + tokens - 1) * LAYERS
-    chosen = array(
-        "i", (i for _ in range(rows) for i in draw.sample(range(EXPERTS), EXPERTS_PER_TOKEN))
-    )
-    return base64.b64encode(chosen.tobytes()).decode()
-
-
-def _event(ids: list[int], logprobs: list[float], start: int, end: int, *, experts: bool) -> bytes:
+def _event(ids: list[int], logprobs: list[float], start: int, end: int) -> bytes:
     last = end == len(ids)
     meta: dict[str, object] = {
         "id": "0123456789ab-0000000001-0001",
@@ -68,7 +53,6 @@ def _event(ids: list[int], logprobs: list[float], start: int, end: int, *, exper
     if last:
         meta["weight_versions"] = [{"version": "0", "start": 0, "end": end}]
         meta["e2e_latency"] = 10.25
-        meta |= {"routed_experts": _experts(end)} if experts else {}
     body = json.dumps({"output_ids": ids[start:end], "meta_info": meta}, separators=(",", ":"))
     return b"data: " + body.encode() + b"\n\n"
 
@@ -76,8 +60,8 @@ def _event(ids: list[int], logprobs: list[float], start: int, end: int, *, exper
 class Server:
     """The endpoints."""
 
-    def __init__(self, tokens: int, event_tokens: int, experts: bool = False) -> None:
-        self._events = answer(tokens, event_tokens, experts=experts)
+    def __init__(self, tokens: int, event_tokens: int) -> None:
+        self._events = answer(tokens, event_tokens)
         self._pace = 0.0
         self._limit = len(self._events)
         self._held = 0
@@ -100,8 +84,7 @@ class Server:
         return web.json_response({"model_path": "canned", "weight_version": "0"})
 
     async def server_info(self, _: web.Request) -> web.Response:
-        able = {"incremental_streaming_output": True, "enable_return_routed_experts": True}
-        return web.json_response({"version": "0.5.21", **able})
+        return web.json_response({"version": "0.5.21", "incremental_streaming_output": True})
 
     async def openapi(self, _: web.Request) -> web.Response:
         return web.json_response({"components": {"schemas": {}}})
@@ -159,11 +142,9 @@ class Server:
         self._held -= streams
 
 
-async def main(
-    tokens: int = ANSWER_TOKENS, event_tokens: int = EVENT_TOKENS, experts: int = 0
-) -> None:
+async def main() -> None:
     """Serve on a free port, which is printed, until the standard input ends."""
-    runner = web.AppRunner(Server(tokens, event_tokens, bool(experts)).app(), access_log=None)
+    runner = web.AppRunner(Server(ANSWER_TOKENS, EVENT_TOKENS).app(), access_log=None)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0, backlog=8192)
     await site.start()
@@ -175,4 +156,4 @@ async def main(
 if __name__ == "__main__":
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    asyncio.run(main(*map(int, sys.argv[1:])))
+    asyncio.run(main())
