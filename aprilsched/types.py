@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aprilsched.checks import (
+    MAX_COUNT,
     OWN,
     SYNONYMS,
     checked,
@@ -56,9 +57,6 @@ _PLAIN: Mapping[str, type] = {
 """Types that need no conversion. This saves time, because a new SamplingParams is made for each
 attempt that continues a response."""
 _NO_SEED = ("sampling_seed", None)
-_BITS = {"max_new_tokens": 31, "top_k": 31, "sampling_seed": 63}
-"""Bits of the integers in which engines keep a parameter. One that needs more would end the process
-of a SGLang server."""
 
 SCORE_BYTES = 1 << 14
 """Largest size of the parts and the info of a :class:`Score` as JSON, in bytes. They are kept with
@@ -108,7 +106,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, kind in OWN.items():
             value = getattr(self, name)
-            if type(value) is not _PLAIN.get(name) and (name, value) != _NO_SEED:
+            needless = type(value) is _PLAIN.get(name) and abs(value) <= MAX_COUNT
+            if not needless and (name, value) != _NO_SEED:
                 object.__setattr__(self, name, converted(name, value, kind))
         if self.extra or type(self.extra) is not dict:
             extra: Any = plain("extra", checked("extra", self.extra, Mapping))
@@ -134,11 +133,6 @@ class SamplingParams:
             raise ConfigError(f"top_k is {self.top_k}; give 1 or more, or -1 for no limit.")
         if not 0 <= self.min_p <= 1:
             raise ConfigError(f"min_p is {self.min_p}; give a number from 0 to 1.")
-        for name, bits in _BITS.items():
-            value = getattr(self, name)
-            if value is not None and value.bit_length() > bits:
-                most = 2**bits - 1
-                raise ConfigError(f"`{name}` must be at most {most} in magnitude, got {value}.")
 
     def after(self, generated: int) -> SamplingParams:
         """The parameters for the rest of a response of which `generated` tokens are known."""

@@ -53,7 +53,10 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("--group-size 99999999999999999999", "give 1 to 65,536"),
         ("--batch-groups 99999999999999999999", "batch_groups must be at most 2**53"),
         ("--cap 99999999999999999999", "give 1 to 2**31 - 1"),
-        ("--sampling.max-new-tokens 99999999999999999999", "max_new_tokens must be at most 2**53"),
+        (
+            "--sampling.max-new-tokens 99999999999999999999",
+            "max_new_tokens must be at most 2147483647",
+        ),
         ("--train-seconds 1e20", "train_seconds must be at most 1e9"),
         ("--batches 0", "batches is 0; give 1 or more"),
         ("--seed -1", "seed is -1"),

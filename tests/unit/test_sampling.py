@@ -100,9 +100,6 @@ def test_a_stop_string_of_one_token_becomes_its_id(stop: object):
         ({"stop": "<end>"}, "there is no tokenizer"),
         ({"max_tokens": "5"}, "max_tokens is '5' (str); give a whole number"),
         ({"max_tokens": 5.0}, "max_tokens is 5.0 (float); give a whole number"),
-        ({"max_tokens": 10**19}, "`max_new_tokens` must be at most 2147483647 in magnitude"),
-        ({"top_k": 2**31}, "`top_k` must be at most 2147483647"),
-        ({"seed": -(2**63)}, "`sampling_seed` must be at most 9223372036854775807"),
         ({"max_tokens": True}, "max_tokens is True (bool); give a whole number"),
         ({"temperature": "hot"}, "temperature is 'hot' (str); give a finite number"),
         ({"temperature": float("nan")}, "temperature is nan (float); give a finite number"),
@@ -244,6 +241,10 @@ def test_media_are_checked_when_they_are_made():
 def test_numbers_that_no_engine_can_hold_are_refused(name: str, digits: int) -> None:
     with pytest.raises(ConfigError, match=f"{name} must be at most"):
         sampling_params({name: 10**digits})
+    own: Any = {SYNONYMS.get(name, name): 10**digits}
+    if name != "stop_token_ids":
+        with pytest.raises(ConfigError, match="must be at most"):
+            SamplingParams(**own)
     with pytest.raises(ConfigError, match=r"must have whole numbers below 2\*\*63"):
         SamplingParams(request={"priority": 10**digits})
 
