@@ -353,9 +353,10 @@ def file_writer(path: Path, *, max_bytes: int = 100, close_seconds: float = 600.
 
 
 @pytest.fixture
-def pipe(tmp_path: Path) -> Path:
+def pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file that cannot even be opened until something reads it."""
     path = tmp_path / "lines"
+    monkeypatch.setattr("aprilsched.telemetry.worker.open_private", os.open)
     os.mkfifo(path)
     return path
 
