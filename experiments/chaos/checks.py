@@ -239,19 +239,20 @@ class Checks:
             return
         index = key if isinstance(key, int) else int(str(key).split()[1])
         if mix.episodes:
-            sampling = SamplingParams(temperature=0.0)
+            asked = [SamplingParams(temperature=0.0)]
         else:
             prompt = prompt_of(mix, index, max(rollout.index + 1, 1))
-            sampling = sampling_of(rollout, prompt)
+            # An evaluation may have one response of each prompt, which keeps its seed.
+            asked = [sampling_of(rollout, prompt, size) for size in (2, 1)]
             if not np.array_equal(rollout.prompt_ids, prompt.input_ids):
                 return  # a bad prompt that could be used
-            if len(rollout) != sampling.max_new_tokens:
+            if len(rollout) != asked[0].max_new_tokens:
                 self._complain(
                     f"rollout {rollout.rollout_id} has {len(rollout)} of "
-                    f"{sampling.max_new_tokens} tokens"
+                    f"{asked[0].max_new_tokens} tokens"
                 )
         self.content_checked += 1
-        if not is_right(rollout, sampling, self._model):
+        if not any(is_right(rollout, sampling, self._model) for sampling in asked):
             self._complain(f"rollout {rollout.rollout_id} of prompt {key} has tokens of another")
 
     # --- the end of a life -----------------------------------------------------------------------

@@ -330,6 +330,8 @@ def _allowed(settings: dict[str, Any], draw: random.Random) -> dict[str, Any]:
         found["over_provision"] = "auto"
     if found["refit"] == "rolling":
         found["pace"], found["straggler"] = "asynchronous", "run"
+        if found["over_provision"] == "auto":
+            found["over_provision"] = 1.5
         found["refill"] = "pool" if found["refill"] == "rounds" else found["refill"]
     if found["refill"] == "rounds":
         found["pace"] = "auto" if found["pace"] == "auto" else "synchronous"

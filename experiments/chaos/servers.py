@@ -332,7 +332,7 @@ class _Run:
         for group in batch.groups:
             for rollout in group.rollouts:
                 if rollout.versions_exact:
-                    sampling = sampling_of(rollout, group.prompt)
+                    sampling = sampling_of(rollout, group.prompt, len(group.rollouts))
                     self.figures["checked"] += 1
                     self.figures["wrong"] += not self._is_true(rollout, sampling)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
@@ -26,7 +27,15 @@ from aprilsched.engines.sim.toy_model import (
     toy_rows,
     weights_key_of_version,
 )
-from aprilsched.types import NO_VERSION, Float32Array, Int32Array, Prompt, Rollout, SamplingParams
+from aprilsched.types import (
+    NO_VERSION,
+    Float32Array,
+    Int32Array,
+    Prompt,
+    Rollout,
+    SamplingParams,
+    derived_seed,
+)
 
 __all__ = [
     "COMPANIONS",
@@ -89,13 +98,16 @@ def _version_of(key: int) -> int:
     raise LookupError(f"no version has the weights key {key}")
 
 
-def sampling_of(rollout: Rollout, prompt: Prompt) -> SamplingParams:
-    """How a response of a single turn was asked for."""
+def sampling_of(rollout: Rollout, prompt: Prompt, size: int) -> SamplingParams:
+    """How a response of a single turn was asked for, in a group of `size`."""
     sampling = prompt.sampling
     if isinstance(sampling, tuple):
         sampling = sampling[rollout.index]
     if not isinstance(sampling, SamplingParams):
         raise TypeError("every prompt of the campaign has sampling parameters")
+    if sampling is prompt.sampling and sampling.sampling_seed is not None and size > 1:
+        own = derived_seed(sampling.sampling_seed, rollout.rollout_id)
+        return replace(sampling, sampling_seed=own)
     return sampling
 
 

@@ -68,7 +68,7 @@ def unregister() -> None:
 
 def copy_kv() -> None:
     """Let SGLang copy KV between its pools by torch, in the place of a kernel for GPUs."""
-    from sglang.srt.mem_cache.pool_host import mha
+    from sglang.srt.mem_cache.pool_host import base, mha
 
     def copy(
         *,
@@ -82,6 +82,8 @@ def copy_kv() -> None:
             target[dst_indices] = source[src_indices]
 
     mha.transfer_kv_direct = copy
+    # Otherwise a host with less than 10 GB to spare has no room for a tier of any size.
+    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
 
 
 def fork() -> None:
