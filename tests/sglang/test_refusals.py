@@ -9,9 +9,17 @@ import msgspec
 import numpy as np
 import pytest
 
+from aprilsched import (
+    Prompt,
+    RolloutScheduler,
+    SamplingParams,
+    SchedulerConfig,
+    SGLangFleet,
+    Turn,
+)
 from aprilsched.engines.http import HttpLimits
 from aprilsched.engines.sglang import SGLangEngine
-from aprilsched.errors import EngineError, EngineProtocolError, EngineRejected
+from aprilsched.errors import EngineError, EngineProtocolError, EngineRejected, TurnRefused
 from aprilsched.testing.contract import ENDLESS, PROMPT, Stream, greedy, whole
 from tests.sglang.server import CpuServer
 
@@ -37,6 +45,36 @@ async def test_a_prompt_beyond_the_context_is_a_rejection_and_no_interruption(
     with pytest.raises(EngineRejected, match="longer than the model's context length") as caught:
         await whole(engine, greedy(3, prompt=prompt))
     assert caught.value.status == 400
+
+
+async def test_a_turn_beyond_the_context_costs_one_answer(clean_server: CpuServer) -> None:
+    refused: list[str] = []
+
+    async def episode(turn: Turn, prompt: Prompt) -> float:
+        output = await turn.generate(PROMPT)
+        context = np.concatenate((PROMPT, output.token_ids))
+        if turn.index:
+            with pytest.raises(TurnRefused) as caught:
+                await turn.generate(np.concatenate((context, np.tile(PROMPT, 300))))
+            refused.append(str(caught.value))
+        await turn.generate(np.concatenate((context, PROMPT)))
+        return 1.0
+
+    config = SchedulerConfig(
+        batch_groups=1,
+        group_size=3,
+        over_provision=1.0,
+        sampling=SamplingParams(max_new_tokens=4, ignore_eos=True),
+    )
+    fleet = SGLangFleet([clean_server.url])
+    async with RolloutScheduler(
+        fleet, [Prompt(input_ids=PROMPT)], episode=episode, config=config
+    ) as rollouts:
+        batch = await rollouts.next_batch()
+        assert not rollouts.state.in_flight.ledger.total
+    assert [rollout.turns for rollout in batch.rollouts] == [2, 2, 2]
+    assert len(refused) == 2
+    assert all("longer than the model's context length" in each for each in refused)
 
 
 @pytest.mark.parametrize("unknown", [True, False])
