@@ -243,7 +243,7 @@ class Checks:
         else:
             prompt = prompt_of(mix, index, max(rollout.index + 1, 1))
             # An evaluation may have one response of each prompt, which keeps its seed.
-            asked = [sampling_of(rollout, prompt, size) for size in (2, 1)]
+            asked = [*sampling_of(rollout, prompt, 2), *sampling_of(rollout, prompt, 1)]
             if not np.array_equal(rollout.prompt_ids, prompt.input_ids):
                 return  # a bad prompt that could be used
             if len(rollout) != asked[0].max_new_tokens:

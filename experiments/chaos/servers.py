@@ -332,9 +332,9 @@ class _Run:
         for group in batch.groups:
             for rollout in group.rollouts:
                 if rollout.versions_exact:
-                    sampling = sampling_of(rollout, group.prompt, len(group.rollouts))
+                    asked = sampling_of(rollout, group.prompt, len(group.rollouts))
                     self.figures["checked"] += 1
-                    self.figures["wrong"] += not self._is_true(rollout, sampling)
+                    self.figures["wrong"] += not any(self._is_true(rollout, s) for s in asked)
 
     def _is_true(self, rollout: Rollout, sampling: Any) -> bool:
         """Each version is that which sampled its token, and each token what it samples there."""

@@ -98,17 +98,23 @@ def _version_of(key: int) -> int:
     raise LookupError(f"no version has the weights key {key}")
 
 
-def sampling_of(rollout: Rollout, prompt: Prompt, size: int) -> SamplingParams:
-    """How a response of a single turn was asked for, in a group of `size`."""
+_MOST_AGAIN = 20
+
+
+def sampling_of(rollout: Rollout, prompt: Prompt, size: int) -> list[SamplingParams]:
+    """How a response of a single turn may have been asked for, in a group of `size`: a member that
+    takes the place of a lost one has another seed."""
     sampling = prompt.sampling
     if isinstance(sampling, tuple):
         sampling = sampling[rollout.index]
     if not isinstance(sampling, SamplingParams):
         raise TypeError("every prompt of the campaign has sampling parameters")
-    if sampling is prompt.sampling and sampling.sampling_seed is not None and size > 1:
-        own = derived_seed(sampling.sampling_seed, rollout.rollout_id)
-        return replace(sampling, sampling_seed=own)
-    return sampling
+    if sampling is not prompt.sampling or sampling.sampling_seed is None or size == 1:
+        return [sampling]
+    seeds = [derived_seed(sampling.sampling_seed, rollout.group_id, rollout.index)]
+    for again in range(1, _MOST_AGAIN):
+        seeds.append(derived_seed(seeds[-1], again))
+    return [replace(sampling, sampling_seed=seed) for seed in seeds]
 
 
 def is_right(

@@ -119,7 +119,7 @@ class InFlight:
                 rollout_id=rollout_id,
                 index=index,
                 group=group,
-                sampling=_seeded(sampling, prompt, rollout_id, size=len(samplings)),
+                sampling=_seeded(sampling, prompt, group.group_id, index, size=len(samplings)),
                 state=State.THINKING,
                 prompt_ids=prompt.input_ids,
                 eligible=not deferred,
@@ -143,7 +143,7 @@ class InFlight:
             rollout_id=rollout_id,
             index=lost.index,
             group=group,
-            sampling=_seeded(lost.sampling, group.prompt, rollout_id, size=group.size),
+            sampling=_seeded(lost.sampling, group.prompt, lost.again + 1, size=group.size),
             state=State.THINKING,
             prompt_ids=group.prompt.input_ids,
             eligible=lost.eligible,
@@ -498,11 +498,11 @@ class InFlight:
 
 
 def _seeded(
-    sampling: SamplingParams, prompt: Prompt, rollout_id: int, *, size: int
+    sampling: SamplingParams, prompt: Prompt, *path: int, size: int
 ) -> SamplingParams:
-    """Return the parameters with a seed of this rollout, if it shares theirs with others: with one
-    seed, engines would sample the same response for the whole group, and again in each epoch."""
+    """Return the parameters with a seed derived for `path`, if others share them: with one seed,
+    engines would sample the same response for the whole group, and again in each epoch."""
     own = isinstance(prompt.sampling, tuple) or (size == 1 and prompt.sampling is not None)
     if sampling.sampling_seed is None or own:
         return sampling
-    return replace(sampling, sampling_seed=derived_seed(sampling.sampling_seed, rollout_id))
+    return replace(sampling, sampling_seed=derived_seed(sampling.sampling_seed, *path))
