@@ -46,8 +46,8 @@ _ACCEPT = "the accept function"
 _EPISODE = "the episode"
 _TEARDOWN = "the teardown of an episode"
 
-_WARN_AT = (100, 1_000, 10_000, 100_000)
-"""Numbers of groups rejected in a row at which a warning is logged."""
+_WARN_AT = 100
+"""Number of groups rejected in a row at which a warning is logged."""
 
 _TEARDOWN_S = 30.0
 """Seconds that each function has that an episode registered for its end."""
@@ -189,7 +189,7 @@ class Work:
     def _note_verdict(self, accepted: bool) -> None:
         """Warn of a function that rejects everything: the trainer would wait forever."""
         self._rejected_in_row = 0 if accepted else self._rejected_in_row + 1
-        if self._rejected_in_row in _WARN_AT:
+        if self._rejected_in_row == _WARN_AT:
             log.warning(
                 "%s has accepted no group, rejected_in_a_row=%d; correct %s, the reward or the "
                 "prompts",

@@ -119,6 +119,9 @@ class Retries:
     failed_groups: Annotated[int, AT_LEAST_1] = 64
     """Number of groups that may fail in a row, with no accepted one between them. After them the
     run is given up."""
+    rejected_groups: Annotated[int, AT_LEAST_1] = 1_000
+    """Number of groups that `accept` may refuse in a row. After them the run is given up, because
+    the trainer would wait forever."""
     failed_share: Annotated[float, _SHARE_FROM_0] = 0.5
     """Share of all prompts whose groups may fail. If more have failed when the prompts end, the run
     ends with an error; 1 allows any number, as long as a group was delivered."""

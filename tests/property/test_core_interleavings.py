@@ -130,7 +130,7 @@ class Interleavings(RuleBasedStateMachine):
         member: MemberRule,
     ) -> None:
         if rolling:
-            pace, straggler, adapters = "asynchronous", "run", False
+            pace, straggler, adapters, automatic = "asynchronous", "run", False, False
         if pace == "asynchronous" or straggler not in ("retract", "abort"):
             refill = refill if refill in ("wave", Pool(together=2)) else Pool(together=2)
         tail = refill == "tail" or isinstance(refill, TailBatching)

@@ -98,7 +98,7 @@ def test_it_has_every_public_name_of_the_other():
 
     # What the fronts of a scheduler ask, and a trainer does not.
     fronts = {"acknowledge", "hand_back", "hold", "offered", "restores", "stored"}
-    fronts |= {"suspect_weights", "take", "trainer_has"}
+    fronts |= {"suspect_weights", "take", "trainer_has", "trust_weights"}
     assert public(aprilsched.RolloutScheduler) - fronts <= public(blocking.RolloutScheduler)
 
 

@@ -775,3 +775,9 @@ async def test_an_accept_function_that_rejects_all_is_logged(caplog: pytest.LogC
     ]
     assert "rejected_in_a_row=100" in warning
     assert "never (" in warning
+
+
+async def test_a_filter_that_rejects_endless_prompts_ends_the_run():
+    settings = config(retries=Retries(rejected_groups=20))
+    error = await ended(10_000, accept=never, config=settings)
+    assert "accept rejected 20 groups in a row" in str(error)

@@ -237,7 +237,6 @@ class Pool(Refill):
 # again in a long batch does not race within itself.
 
 
-@suggesting()
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OnDemand(Refill):
     """Starts every prompt that is there: the trainer or the clients decide how many there are."""
@@ -254,6 +253,7 @@ class OnDemand(Refill):
         return f"what is asked for, at most {self.limit} rollouts at a time"
 
 
+@suggesting()
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TailBatching(Refill):
     """Lets groups race for their batch, and gathers the losers in batches without a race. The

@@ -497,9 +497,7 @@ class InFlight:
         return (group for group in self.groups.values() if group.evaluation_id is None)
 
 
-def _seeded(
-    sampling: SamplingParams, prompt: Prompt, *path: int, size: int
-) -> SamplingParams:
+def _seeded(sampling: SamplingParams, prompt: Prompt, *path: int, size: int) -> SamplingParams:
     """Return the parameters with a seed derived for `path`, if others share them: with one seed,
     engines would sample the same response for the whole group, and again in each epoch."""
     own = isinstance(prompt.sampling, tuple) or (size == 1 and prompt.sampling is not None)

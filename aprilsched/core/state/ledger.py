@@ -169,6 +169,15 @@ class Outcome:
             causes=self.causes,
         )
 
+    def all_rejected(self, groups: int) -> RunGivenUp:
+        """The error for a run whose `accept` refused `groups` groups in a row."""
+        return RunGivenUp(
+            f"accept rejected {groups} groups in a row; correct it, the reward or the prompts, or "
+            f"raise retries.rejected_groups (in all {self.delivered} groups were delivered).",
+            delivered=self.delivered,
+            causes=self.causes,
+        )
+
     def end(self, prompts: int, share: float) -> RunEnded:
         """The error for a trainer that waits for a batch after the last of `prompts` prompts, of
         which the share `share` may fail."""

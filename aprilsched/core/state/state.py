@@ -97,6 +97,8 @@ class PromptSupply:
     """The source has ended."""
     consecutive_failures: int = 0
     """Groups dropped for a failure since a group was last accepted."""
+    consecutive_rejections: int = 0
+    """Groups refused by `accept` since a group was last accepted."""
     outcome: Outcome = field(default_factory=Outcome)
     """What became of those that were launched."""
     usual_size: float
@@ -480,5 +482,9 @@ class SchedulerState:
 
     @property
     def given_up(self) -> bool:
-        """Whether nothing new is launched, because too many groups failed in a row."""
-        return self.prompts.consecutive_failures >= self.config.retries.failed_groups
+        """Whether too many groups in a row failed or were refused to launch more."""
+        retries = self.config.retries
+        return (
+            self.prompts.consecutive_failures >= retries.failed_groups
+            or self.prompts.consecutive_rejections >= retries.rejected_groups
+        )

@@ -128,6 +128,14 @@ def _count_failure(state: SchedulerState, cause: str) -> None:
         state.commands.append(do.GiveUp(error=state.prompts.outcome.given_up(groups, cause)))
 
 
+def count_rejection(state: SchedulerState) -> None:
+    """Count a group that `accept` refused, and give the run up after too many in a row."""
+    state.prompts.consecutive_rejections += 1
+    if state.prompts.consecutive_rejections == state.config.retries.rejected_groups:
+        error = state.prompts.outcome.all_rejected(state.prompts.consecutive_rejections)
+        state.commands.append(do.GiveUp(error=error))
+
+
 def count_failure(request: RequestRecord, config: SchedulerConfig, event: ev.Failed) -> str:
     """Count a failed attempt. Returns why the request is given up, with the cause; empty if it is
     tried again."""

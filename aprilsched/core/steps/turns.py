@@ -26,7 +26,7 @@ from aprilsched.core.state.records import (
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.state.token_log import clipped
 from aprilsched.core.steps.branches import forget, settle, take_branch
-from aprilsched.core.steps.drop import abort, discard, drop
+from aprilsched.core.steps.drop import abort, count_rejection, discard, drop
 from aprilsched.types import NO_VERSION, FinishReason, Int32Array, Score
 
 
@@ -368,6 +368,7 @@ def on_filtered(state: SchedulerState, group: GroupRecord, event: ev.Filtered) -
     else:
         _note_scored(state, group)
         drop(state, group, Reason.REJECTED, "refused by accept")
+        count_rejection(state)
 
 
 def _score(state: SchedulerState, rollout: RolloutRecord) -> None:
@@ -410,7 +411,7 @@ def _accept(state: SchedulerState, group: GroupRecord) -> None:
         state.in_flight.ready.accept(group)
     state.tell(facts.GroupAccepted(group_id=group.group_id))
     state.in_flight.journal.change_group(group)
-    state.prompts.consecutive_failures = 0
+    state.prompts.consecutive_failures = state.prompts.consecutive_rejections = 0
 
 
 # --- episode replay ------------------------------------------------------------------------------
