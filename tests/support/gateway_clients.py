@@ -40,12 +40,12 @@ class Tally:
         versions: number of answers by the number of versions that sampled them.
     """
 
-    ended: Counter[str] = field(default_factory=Counter)
+    ended: Counter[str] = field(default_factory=Counter[str])
     tokens: int = 0
-    first_s: list[float] = field(default_factory=list)
-    all_s: list[float] = field(default_factory=list)
-    wrong: list[str] = field(default_factory=list)
-    versions: Counter[int] = field(default_factory=Counter)
+    first_s: list[float] = field(default_factory=list[float])
+    all_s: list[float] = field(default_factory=list[float])
+    wrong: list[str] = field(default_factory=list[str])
+    versions: Counter[int] = field(default_factory=Counter[int])
 
 
 @dataclass
@@ -56,9 +56,9 @@ class _Request:
     tokens: int
     choices: int
     rid: str
-    texts: Counter[int] = field(default_factory=Counter)
-    spans: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
-    reasons: dict[int, str] = field(default_factory=dict)
+    texts: Counter[int] = field(default_factory=Counter[int])
+    spans: dict[int, list[dict[str, Any]]] = field(default_factory=dict[int, list[dict[str, Any]]])
+    reasons: dict[int, str] = field(default_factory=dict[int, str])
 
     def asked(self) -> tuple[str, dict[str, Any]]:
         """Path and body."""
