@@ -87,12 +87,7 @@ def copris(config: SchedulerConfig) -> SchedulerConfig:
     Known cost: the whole pool is interrupted at each update. It also makes a prefill pass for each
     group, because groups are started one by one.
     """
-    return replace(
-        config,
-        over_provision=1.5,
-        refill=Pool(together=1),
-        dispatch=replace(config.dispatch, order="carried"),
-    )
+    return replace(config, over_provision=1.5, refill=Pool(together=1))
 
 
 def pool(config: SchedulerConfig) -> SchedulerConfig:

@@ -20,7 +20,7 @@ from aprilsched.bounds import AT_LEAST_0, AT_LEAST_1, Bound, check_settings
 from aprilsched.checks import suggesting
 from aprilsched.companions import Companion
 from aprilsched.core.policies.kinds import REFILLS, RefillRule, StopUnit
-from aprilsched.core.policies.placement import Placement, ResumeOrder
+from aprilsched.core.policies.placement import Placement
 from aprilsched.core.policies.refill import Refill, Wave
 from aprilsched.core.policies.schedule import (
     RATIO,
@@ -74,9 +74,6 @@ class Caller:
 class Dispatch:
     """Which requests are sent, when, and to which engine."""
 
-    order: ResumeOrder = "carried"
-    """Which waiting request is sent first: a "carried" one, the one with the "shortest" expected
-    remainder, or the one with the "longest"."""
     placement: Placement | Literal["auto"] = "auto"
     """"prefix" keeps a group on one engine, which has its prompt cached; "spread" sends each
     rollout to the engine with the fewest requests; "length" sends it to the engine whose requests

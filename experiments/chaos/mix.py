@@ -247,7 +247,6 @@ def _settings(draw: random.Random, *, stops: bool) -> dict[str, Any]:
         "store_batches": draw.choice([1.0, 2.5, 5.0]),
         "probes": draw.choice([0, 1, 2]),
         "oldest_batches": draw.choice([1, 4, 16]),
-        "resume_order": draw.choice(["carried", "shortest", "longest"]),
         "placement": draw.choice(["prefix", "spread"]),
         "stop": stop,
         "batch_samples": samples,
@@ -293,7 +292,6 @@ def _tree(drawn: dict[str, Any]) -> dict[str, Any]:
         **{name: policies.get((name, drawn[name]), drawn[name]) for name in plain},
         "max_staleness": Staleness(drawn["max_staleness"], rule=drawn["staleness_rule"]),
         "dispatch": Dispatch(
-            order=drawn["resume_order"],
             placement=drawn["placement"],
             max_in_flight=drawn["max_in_flight"],
             rate=drawn["dispatch_rate"],

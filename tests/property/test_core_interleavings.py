@@ -35,7 +35,7 @@ from aprilsched.config import (
 )
 from aprilsched.core.config import MemberRule, PaceRule, RewardScope
 from aprilsched.core.messages import events as ev
-from aprilsched.core.policies.placement import Placement, ResumeOrder
+from aprilsched.core.policies.placement import Placement
 from aprilsched.core.policies.refill import LengthBuckets, Pool, Refill, TailBatching, Wave
 from aprilsched.core.policies.schedule import Pace, Schedule
 from aprilsched.core.policies.staleness import StalenessRule
@@ -76,7 +76,6 @@ class Interleavings(RuleBasedStateMachine):
                 TailBatching(responses=1.5),
             ]
         ),
-        order=st.sampled_from(["carried", "shortest", "longest"]),
         placement=st.sampled_from(["prefix", "spread", "length"]),
         rule_=st.sampled_from(["mask", "evict", "finish", "restart"]),
         bound=st.sampled_from([None, 0, 1, 3]),
@@ -105,7 +104,6 @@ class Interleavings(RuleBasedStateMachine):
         straggler: StragglerRule,
         pace: PaceRule,
         refill: RefillRule | Refill,
-        order: ResumeOrder,
         placement: Placement,
         rule_: StalenessRule,
         bound: int | None,
@@ -152,9 +150,7 @@ class Interleavings(RuleBasedStateMachine):
             pace=pace,
             refit="rolling" if rolling else "together",
             refill=refill,
-            dispatch=Dispatch(
-                order=order, placement=placement, migrate=pool is not None and straggler != "run"
-            ),
+            dispatch=Dispatch(placement=placement, migrate=pool is not None and straggler != "run"),
             max_staleness=Staleness(bound, rule="mask" if bound is None else rule_),
             # Being given up is an end of its own, tested elsewhere.
             retries=Retries(

@@ -30,7 +30,7 @@ from aprilsched import (
     SqliteStore,
 )
 from aprilsched.companions import Companion, routed_experts, top_logprobs
-from aprilsched.config import Dispatch, Pool
+from aprilsched.config import Pool
 from aprilsched.core.policies.straggler import StragglerRule
 from aprilsched.corrections import renormalized
 from aprilsched.doctor import examine
@@ -59,7 +59,7 @@ RULES: dict[str, tuple[StragglerRule, dict[str, Any]]] = {
     "abort": ("abort", {}),
     "in place": ("in_place", {}),
     "run": ("run", {}),
-    "choose": ("choose", {"dispatch": Dispatch(order="longest")}),
+    "choose": ("choose", {}),
     "rolling": ("run", {"pace": "asynchronous", "refit": "rolling", "refill": Pool(together=1)}),
 }
 LONG = ("abort", "in place", "run", "choose", "rolling")

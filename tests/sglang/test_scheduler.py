@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from aprilsched import DiskPublisher, RolloutScheduler, SchedulerConfig, SGLangFleet
-from aprilsched.config import Dispatch, LengthBuckets
+from aprilsched.config import LengthBuckets
 from aprilsched.core.policies.straggler import StragglerRule
 from aprilsched.testing.contract import until
 from aprilsched.types import Rollout
@@ -36,7 +36,7 @@ KINDS: dict[str, tuple[StragglerRule, dict[str, object]]] = {
     "retract": ("retract", {}),
     "in_place": ("in_place", {}),
     "abort": ("abort", {}),
-    "choose": ("choose", {"dispatch": Dispatch(order="longest")}),
+    "choose": ("choose", {}),
     "buckets": ("retract", {"refill": LengthBuckets(store=3.0), "over_provision": 1.5}),
 }
 """Straggler rules with settings, including schedules that combine several ways."""

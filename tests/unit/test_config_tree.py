@@ -51,7 +51,7 @@ CONFIGS: list[dict[str, Any]] = [
     {"max_staleness": Staleness(2, rule="finish")},
     {"max_staleness": 0, "pace": "asynchronous", "straggler": "choose"},
     {
-        "dispatch": Dispatch(order="longest", max_in_flight=7, migrate=True),
+        "dispatch": Dispatch(max_in_flight=7, migrate=True),
         "retries": Retries(attempts=5, interruptions=2, failed_groups=9),
         "health": Health(stall_s=9.5, slow_share=0.0, fleet_wait_s=3),
         "timeouts": Timeouts(control_s=3, refit_s=4),
@@ -197,12 +197,12 @@ def test_another_rule_begins_with_its_own_defaults() -> None:
 
 
 def test_a_policy_by_name_takes_settings_by_their_paths() -> None:
-    one, other = chosen("pool:refill.until=0.25|0.5:dispatch.order=shortest")
-    assert one.name == "pool:refill.until=0.25:dispatch.order=shortest"
+    one, other = chosen("pool:refill.until=0.25|0.5:dispatch.placement=spread")
+    assert one.name == "pool:refill.until=0.25:dispatch.placement=spread"
     for policy, until in ((one, 0.25), (other, 0.5)):
         config = policy.apply(SchedulerConfig(max_staleness=1))
         assert config.refill == Pool(together=4, until=until)
-        assert config.dispatch == Dispatch(order="shortest")
+        assert config.dispatch == Dispatch(placement="spread")
         assert config.policies.staleness == Staleness(1)
 
 

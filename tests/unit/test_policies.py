@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aprilsched.config import Dispatch, SchedulerConfig
+from aprilsched.config import SchedulerConfig
 from aprilsched.coordinator.opening import check_engines, examine
 from aprilsched.core.messages import events as ev
-from aprilsched.core.policies.placement import Place, Places, ResumeOrder, place_of
+from aprilsched.core.policies.placement import Place, Places, place_of
 from aprilsched.core.policies.refill import Pool, PoolView
 from aprilsched.core.policies.schedule import Schedule
 from aprilsched.core.policies.stop import Groups, Samples, Stop, Tokens
@@ -174,7 +174,7 @@ def waiting(driver: Driver) -> list[RequestRecord]:
     ]
 
 
-def interrupted(order: ResumeOrder, tokens: Sequence[int]) -> Driver:
+def interrupted(tokens: Sequence[int]) -> Driver:
     """A driver that has delivered two groups of 20-token responses. The other responses were called
     back with these numbers of tokens, and everything waits."""
     driver = Driver(
@@ -183,7 +183,6 @@ def interrupted(order: ResumeOrder, tokens: Sequence[int]) -> Driver:
             group_size=2,
             over_provision=4.0,
             straggler="abort",
-            dispatch=Dispatch(order=order),
         )
     )
     driver.request_batch()
@@ -202,81 +201,40 @@ def interrupted(order: ResumeOrder, tokens: Sequence[int]) -> Driver:
 
 
 def test_carried_groups_go_on_in_the_order_of_their_launches() -> None:
-    driver = interrupted("carried", tokens=[12, 5, 38, 4, 30, 2])
+    driver = interrupted(tokens=[12, 5, 38, 4, 30, 2])
     groups = [request.rollout.group.group_id for request in waiting(driver)]
     assert groups == sorted(groups)
 
 
-@pytest.mark.parametrize("order", ["shortest", "longest"])
-def test_groups_go_on_in_the_order_of_what_they_are_expected_to_need(order: ResumeOrder) -> None:
-    driver = interrupted(order, tokens=[12, 5, 38, 4, 30, 2])
-    rests = [driver.state.expectations.remaining(request) for request in waiting(driver)]
-    assert len(set(rests)) > 2
-    assert rests == sorted(rests, reverse=order == "longest")
-
-
-def placed(request: RequestRecord, order: ResumeOrder, remaining: float) -> Place:
-    """The place of a request that is expected to need this number of further tokens."""
+def place(request: RequestRecord) -> Place:
     rollout = request.rollout
     return place_of(
-        order,
         training=rollout.group.evaluation_id is None,
         carried=rollout.carried,
         group_id=rollout.group.group_id,
         index=rollout.index,
-        remaining=lambda: remaining,
     )
 
 
-@pytest.mark.parametrize("order", ["carried", "shortest", "longest"])
-def test_an_evaluation_goes_before_whatever_is_expected(order: ResumeOrder) -> None:
-    driver = interrupted(order, tokens=[12, 5, 38, 4, 30, 2])
+def test_an_evaluation_goes_before_training() -> None:
+    driver = interrupted(tokens=[12, 5, 38, 4, 30, 2])
     driver.feed(
         ev.EvaluationRequested(evaluation_id=1, prompts=prompts(2, start=900), group_size=1)
     )
     evaluated = next(driver.state.in_flight.open_requests())
     assert evaluated.rollout.group.evaluation_id == 1
-    place = placed(evaluated, order, 1e9)
-    assert all(place < placed(request, order, 0.0) for request in waiting(driver))
+    assert all(place(evaluated) < place(request) for request in waiting(driver))
 
 
-@pytest.mark.parametrize(("order", "first"), [("shortest", "short"), ("longest", "long")])
-def test_what_a_finished_sibling_took_decides_about_the_others(
-    order: ResumeOrder, first: str
-) -> None:
-    driver = Driver(
-        SchedulerConfig(
-            batch_groups=2,
-            group_size=2,
-            over_provision=2.0,
-            straggler="abort",
-            dispatch=Dispatch(order=order),
-        )
-    )
-    driver.request_batch()
-    one, two, long, short = driver.group_ids()
-    driver.finish(driver.attempts(long)[0], 90)
-    driver.finish(driver.attempts(short)[0], 6)
-    for group_id, count in ((one, 12), (two, 50)):
-        for key in driver.attempts(group_id):
-            driver.finish(key, count)
-    driver.settle()
-    assert [request.rollout.group.group_id for request in waiting(driver)] == (
-        [short, long] if first == "short" else [long, short]
-    )
-
-
-def test_what_was_never_sent_goes_last_unless_the_longest_go_first() -> None:
-    driver = interrupted("carried", tokens=[3] * 6)
+def test_a_new_request_goes_after_carried_ones() -> None:
+    driver = interrupted(tokens=[3] * 6)
     carried = waiting(driver)[0]
     driver.feed(ev.BatchRequested())
     driver.settle()
     fresh = next(r for r in driver.state.in_flight.requests.values() if r.attempt == 1)
     fresh.attempt = 0
     carried.rollout.group.group_id = 10**6  # launched later, but sent before
-    for order in ("carried", "shortest"):
-        assert placed(carried, order, 9.0) < placed(fresh, order, 1.0)
-    assert placed(fresh, "longest", 1.0) < placed(carried, "longest", 0.0)
+    assert place(carried) < place(fresh)
 
 
 # --- stragglers ----------------------------------------------------------------------------------

@@ -34,7 +34,6 @@ from aprilsched import (
     Turn,
 )
 from aprilsched.companions import Companion
-from aprilsched.config import Dispatch
 from aprilsched.engines.sim import SimConfig
 from aprilsched.engines.sim.sequence import MEDIA_TOKENS
 from aprilsched.errors import ConfigError
@@ -286,8 +285,7 @@ async def test_fields_media_and_ranks_arrive_at_a_server(ranked: bool) -> None:
 
     async with SimServer(server_config, time_scale=0.01) as server:
         fleet = SGLangFleet([server.url])
-        dispatch = Dispatch(order="carried")
-        async with RolloutScheduler(fleet, asked(), config=config(dispatch=dispatch)) as rollouts:
+        async with RolloutScheduler(fleet, asked(), config=config()) as rollouts:
             rollout = next((await rollouts.next_batch()).rollouts)
             (evaluated,) = (await rollouts.evaluate([next(asked())])).rollouts
     told = rollout.answers[0].values

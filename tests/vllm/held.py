@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 
 from aprilsched import Rollout, VLLMFleet
-from aprilsched.config import Dispatch
 from aprilsched.core.policies.straggler import StragglerRule
 from tests.sglang.recorded import TOLERANCE, Run, crossing, long_tail, record, scores
 from tests.vllm.conftest import KEY, reset
@@ -22,7 +21,7 @@ KINDS: dict[str, tuple[StragglerRule, dict[str, object]]] = {
     "retract": ("retract", {}),
     "in_place": ("in_place", {}),
     "abort": ("abort", {}),
-    "choose": ("choose", {"dispatch": Dispatch(order="longest")}),
+    "choose": ("choose", {}),
     "run": ("run", {}),
     "rolling": ("run", {"refit": "rolling", "pace": "asynchronous"}),
 }

@@ -13,7 +13,7 @@ length      each rollout goes to the engine whose requests are expected to need 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Literal, TypeAlias
 
 _LEFT_OVER = 4
@@ -100,55 +100,26 @@ class Places:
         return min(others, key=lambda other: (self.loads[other], other), default=top[1])
 
 
-# --- resume order --------------------------------------------------------------------------------
-
-# The order in which waiting requests are sent (``dispatch.order``).
-#
-# ==========  ============================================================================
-# carried     interrupted requests first, then the others in the order of their launch (APRIL,
-#             CoPRIS)
-# shortest    interrupted requests first, the one that is expected to need the fewest further
-#             tokens before all others
-# longest     the request that is expected to need the most further tokens first, so that nothing
-#             long is begun at the end of a batch
-# ==========  ============================================================================
-#
-# Requests of evaluations go before those of training, which they delay only briefly.
-
-ResumeOrder: TypeAlias = Literal["carried", "shortest", "longest"]
-
-Place: TypeAlias = tuple[bool, bool, float, int, int]
+Place: TypeAlias = tuple[bool, bool, int, int]
+"""The sort key of a request that waits to be sent."""
 
 
-def place_of(
-    order: ResumeOrder,
-    *,
-    training: bool,
-    carried: bool,
-    group_id: int,
-    index: int,
-    remaining: Callable[[], float],
-) -> Place:
-    """The sort key of a request that begins to wait.
+def place_of(*, training: bool, carried: bool, group_id: int, index: int) -> Place:
+    """Return the sort key of a request: evaluations first, which delay training only briefly, then
+    carried requests, then new ones (APRIL, CoPRIS).
 
     Args:
-        order: the setting.
         training: False for a request of an evaluation.
         carried: the rollout was sent before.
         group_id: groups have ascending ids in the order of their launch.
         index: the rollout's place in its group.
-        remaining: the number of tokens that the rollout is expected to need yet; it is only asked
-            for where the order depends on it.
     """
-    if not training or order == "carried":
-        return (training, training and not carried, 0.0, group_id, index)
-    if order == "shortest":
-        return (training, not carried, remaining(), group_id, index)
-    return (training, False, -remaining(), group_id, index)
+    return (training, training and not carried, group_id, index)
 
 
-def rank_of(order: ResumeOrder, *, training: bool, carried: bool) -> int:
-    """What an engine that has priorities is told of the order of requests that wait inside it: one
-    of a lower rank goes first. It is 0 for an evaluation, 1 for a carried rollout and 2 for a new
-    one. Ranks differ too little to put a running request out of an engine's batch for another."""
-    return training + (training and not carried and order != "longest")
+def rank_of(*, training: bool, carried: bool) -> int:
+    """Return the priority of a request inside an engine that has priorities; lower ranks go first.
+
+    It is 0 for an evaluation, 1 for a carried rollout and 2 for a new one. Ranks differ too little
+    to put a running request out of an engine's batch for another."""
+    return training + (training and not carried)

@@ -373,12 +373,10 @@ class SchedulerState:
         """Where the request goes among those that wait to be sent."""
         rollout = request.rollout
         return place_of(
-            self.config.dispatch.order,
             training=rollout.group.evaluation_id is None,
             carried=rollout.carried,
             group_id=rollout.group.group_id,
             index=rollout.index,
-            remaining=lambda: self.expectations.remaining(request),
         )
 
     def booked(self, request: RequestRecord) -> int | None:

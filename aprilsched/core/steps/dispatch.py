@@ -296,7 +296,6 @@ def _cache_key(state: SchedulerState, engine: str) -> str | None:
 def _send(state: SchedulerState, request: RequestRecord, engine: str) -> None:
     version, key = state.weights.versions.engines[engine], _cache_key(state, engine)
     rank = rank_of(
-        state.config.dispatch.order,
         training=request.rollout.group.evaluation_id is None,
         carried=request.rollout.carried,
     )
