@@ -76,8 +76,7 @@ class Dispatch:
 
     placement: Placement | Literal["auto"] = "auto"
     """"prefix" keeps a group on one engine, which has its prompt cached; "spread" sends each
-    rollout to the engine with the fewest requests; "length" sends it to the engine whose requests
-    are expected to need the fewest further tokens; "auto" is "prefix", and with
+    rollout to the engine with the fewest requests; "auto" is "prefix", and with
     `over_provision="auto"` the schedule may name "spread" instead."""
     max_in_flight: Annotated[int, AT_LEAST_1] | None = None
     """Largest number of requests that the engines have at the same time; None leaves the queueing

@@ -232,7 +232,7 @@ def _indexes(state: SchedulerState) -> Iterator[str]:
         kinds.setdefault(kind, set()).add(name)
         requests[kind[:2]] = requests.get(kind[:2], 0) + opened
         if kind.mode is Mode.RUNNING and not kind.leaves:
-            places[name] = index.load(name)
+            places[name] = opened
         if kind.generates:
             busy[name] = opened
     for what, kept, there in (
@@ -247,14 +247,6 @@ def _indexes(state: SchedulerState) -> Iterator[str]:
     ):
         if kept != there:
             yield f"{what} is kept as {kept} and is {there}"
-    if in_flight.work is not None and state.expectations.up_to_date:
-        index.note_loads(in_flight.work.refresh(in_flight.open_requests))
-        for name in state.fleet.control.engines:
-            opened = list(in_flight.open_requests(name))
-            work = float(state.expectations.work(opened).sum()) if opened else 0.0
-            if abs(in_flight.work.of(name) - work) > 1e-3:
-                kept = in_flight.work.of(name)
-                yield f"{name} has a work of {work} and not {kept}"
 
 
 def _loads(places: Iterable[Places]) -> dict[str, float]:

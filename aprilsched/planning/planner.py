@@ -552,7 +552,6 @@ def _together(setting: Setting) -> int:
 _PLACED: dict[Placement, str] = {
     "prefix": "each group on one engine",
     "spread": "groups divided over the engines",
-    "length": "placed by expected length",
 }
 
 

@@ -76,7 +76,7 @@ class Interleavings(RuleBasedStateMachine):
                 TailBatching(responses=1.5),
             ]
         ),
-        placement=st.sampled_from(["prefix", "spread", "length"]),
+        placement=st.sampled_from(["prefix", "spread"]),
         rule_=st.sampled_from(["mask", "evict", "finish", "restart"]),
         bound=st.sampled_from([None, 0, 1, 3]),
         ratio=st.sampled_from([1.0, 1.5, 2.5]),

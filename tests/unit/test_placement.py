@@ -1,8 +1,7 @@
-"""Tests placement by expected length, and moves from a full KV pool to one with room."""
+"""Tests a schedule's placement, and moves from a full KV pool to one with room."""
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +18,6 @@ from aprilsched.types import Prompt
 from aprilsched.workload import LongTailWorkload
 from tests.support.driver import Driver
 
-LENGTHS = {"long": 900, "middle": 100, "short": 10, "brief": 10}
-
 
 def configured(**dispatch: Any) -> SchedulerConfig:
     return SchedulerConfig(
@@ -31,37 +28,8 @@ def configured(**dispatch: Any) -> SchedulerConfig:
 def epoch(driver: Driver) -> None:
     """Ask for a batch of the four prompts."""
     driver.feed(ev.BatchRequested())
-    prompts = tuple(Prompt(input_ids=np.array([1, 2]), key=key) for key in LENGTHS)
+    prompts = tuple(Prompt(input_ids=np.array([1, 2]), key=key) for key in "wxyz")
     driver.feed(ev.PromptsArrived(prompts=prompts))
-
-
-def finish(driver: Driver) -> None:
-    """End every response with the length of its prompt."""
-    for key in driver.attempts():
-        prompt = driver.state.in_flight.rollouts[driver.sends[key].rollout_id].group.prompt
-        driver.finish(key, LENGTHS[str(prompt.key)])
-
-
-@pytest.mark.parametrize("placement", ["spread", "length"])
-def test_engines_get_equal_work_and_not_equal_numbers(placement: Placement) -> None:
-    """In a later epoch of the same prompts. Spread is the control: it gives each of the four
-    engines two responses, of whatever length."""
-    driver = Driver(
-        configured(placement=placement), engines=("a", "b", "c", "d"), auto_prompts=False
-    )
-    for _ in range(3):
-        epoch(driver)
-        finish(driver)
-    epoch(driver)
-    requests = Counter(driver.sends[key].engine for key in driver.attempts())
-    # The two long responses stand apart.
-    longest = [
-        driver.sends[key].engine
-        for key in driver.attempts()
-        if driver.state.in_flight.rollouts[driver.sends[key].rollout_id].group.prompt.key == "long"
-    ]
-    assert len(set(longest)) == 2
-    assert all(requests[engine] == 1 for engine in longest) is (placement == "length")
 
 
 @pytest.mark.parametrize(("placement", "engines"), [("auto", 3), ("prefix", 1)])
@@ -79,29 +47,6 @@ def test_a_schedule_divides_groups_only_where_no_placement_is_configured(
     for group in driver.group_ids():
         driver.finish_group(group, 5)
     assert [plan.places for plan in driver.plans] == [placement == "auto"]
-
-
-def test_an_engine_without_room_in_its_pool_is_passed_over() -> None:
-    driver = Driver(
-        configured(placement="length"), engines=("a", "b"), kv_tokens=100, auto_prompts=False
-    )
-    epoch(driver)
-    crowded = driver.attempts()[0]
-    driver.progress(crowded, 95)
-    full = driver.sends[crowded].engine
-    for key in [k for k in driver.attempts() if k != crowded][:3]:
-        driver.finish(key, 1)
-    driver.feed(
-        ev.EvaluationRequested(
-            evaluation_id=1,
-            prompts=(
-                Prompt(input_ids=np.arange(9, dtype=np.int32)),
-                Prompt(input_ids=np.arange(9, dtype=np.int32)),
-            ),
-            group_size=1,
-        )
-    )
-    assert {send.engine for send in driver.sent[-2:]} == set(driver.engines) - {full}
 
 
 # --- full pools ----------------------------------------------------------------------------------

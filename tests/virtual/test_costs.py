@@ -24,11 +24,10 @@ ROLLING: dict[str, Any] = {"pace": "asynchronous", "straggler": "run", "refit": 
 POLICIES: dict[str, dict[str, Any]] = {
     "retract": {},
     "finish": {"max_staleness": Staleness(1, rule="finish")},
-    "length": {"refill": Pool(), "dispatch": Dispatch(placement="length")},
     "few at once": {"refill": Pool()},
     "rolling": ROLLING,
 }
-AT_LENGTH = ("rolling", "finish", "length", "few at once")
+AT_LENGTH = ("rolling", "finish", "few at once")
 
 
 class Counted:

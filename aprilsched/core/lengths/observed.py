@@ -163,8 +163,6 @@ class LengthMemory:
         most."""
         self.squares = 0.0
         """Sum of the squares of the predicted deviations, in the same way."""
-        self.renewed = 0
-        """Number of records that were replaced by a later one of their key."""
 
     def __len__(self) -> int:
         """Number of keys."""
@@ -206,7 +204,6 @@ class LengthMemory:
             predicted *= before.mean_log - law.mean
             self.products = self.products * _FORGETS + predicted * (mean - law.mean)
             self.squares = self.squares * _FORGETS + predicted**2
-            self.renewed += 1
             mean = (mean * responses + before.mean_log * believed) / (responses + believed)
             responses += believed
         record = Remembered(key=name, responses=responses, mean_log=mean, version=version)

@@ -4,9 +4,6 @@
 prefix      a group stays on one engine, which has its prompt cached, and an episode on the
             one that had its last turn, unless that has far more requests than the others
 spread      each rollout goes to the engine with the fewest requests
-length      each rollout goes to the engine whose requests are expected to need the fewest
-            further tokens together, among those that have room for it in their KV pool. So
-            long responses stand apart (Seer, arXiv 2511.14617)
 ==========  ============================================================================
 """
 
@@ -19,7 +16,7 @@ from typing import Literal, TypeAlias
 _LEFT_OVER = 4
 """Entries of the heap for each engine, from which on it is made anew."""
 
-Placement: TypeAlias = Literal["prefix", "spread", "length"]
+Placement: TypeAlias = Literal["prefix", "spread"]
 
 
 class Places:
@@ -31,8 +28,7 @@ class Places:
     there.
 
     Args:
-        loads: number of open requests of each engine that takes requests, or another measure of
-            its work.
+        loads: number of open requests of each engine that takes requests.
     """
 
     def __init__(self, loads: Mapping[str, float]) -> None:
@@ -60,11 +56,9 @@ class Places:
         """The engine with the smallest load."""
         return self._least(())
 
-    def take(
-        self, *, prefer: str, slack: float, avoid: Collection[str], amount: float = 1
-    ) -> str | None:
+    def take(self, *, prefer: str, slack: float, avoid: Collection[str]) -> str | None:
         """The engine for one request, or None if no engine takes requests. The request counts as a
-        load of `amount` on the engine from now on.
+        load of 1 on the engine from now on.
 
         Args:
             prefer: name of the engine that has the prompt's prefix in its cache.
@@ -79,7 +73,7 @@ class Places:
         near = self.loads[least] + slack
         if prefer not in avoid and prefer in self.loads and self.loads[prefer] <= near:
             least = prefer
-        self.loads[least] += amount
+        self.loads[least] += 1
         return least
 
     def _least(self, avoid: Collection[str]) -> str | None:

@@ -1,4 +1,4 @@
-"""The engines in use by what a decision asks of them: their version, mode and work.
+"""The engines in use by what a decision asks of them: their version, mode and requests.
 
 In a fleet of a thousand, looking at every engine after every event would take longer than
 everything else. So an engine is filed again only after something of it has changed. That is noted
@@ -8,12 +8,11 @@ in :attr:`EngineIndex.changed` by the fleet control, the policy versions and the
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from aprilsched.core.policies.placement import Places
 from aprilsched.core.state.engine_control import EngineControl, Mode
-from aprilsched.core.state.expectation import EngineWork
 
 
 class Kind(NamedTuple):
@@ -39,7 +38,6 @@ class EngineIndex:
         engines: their records.
         versions: the version of each.
         opened: the number of open attempts on each.
-        work: the expected work of each, where requests are placed by it.
         changed: names of engines whose record, version or number of attempts has changed since the
             last :meth:`refresh`; whoever changes one adds it.
     """
@@ -49,11 +47,10 @@ class EngineIndex:
         engines: Mapping[str, EngineControl],
         versions: Mapping[str, int],
         opened: Mapping[str, int],
-        work: EngineWork | None,
         changed: dict[str, None],
     ) -> None:
         self._engines, self._versions, self._opened = engines, versions, opened
-        self._work, self._changed = work, changed
+        self._changed = changed
         self._filed: dict[str, tuple[Kind, int]] = {}
         self.kinds: dict[Kind, dict[str, EngineControl]] = {}
         """The engines of each kind that there is, by name."""
@@ -64,17 +61,6 @@ class EngineIndex:
         self._left_out = set[str]()
         self._places: dict[int, Places] = {}
         self._busy: dict[int, Places] = {}
-
-    def note_loads(self, names: Iterable[str]) -> None:
-        """Note the loads of some engines again, of which nothing else has changed since the last
-        :meth:`refresh`."""
-        for name in names:
-            if name in self._filed:
-                self._note_load(name, self._filed[name][0])
-
-    def load(self, name: str) -> float:
-        """What requests are placed by: the number of open attempts of an engine, or its work."""
-        return self._opened[name] if self._work is None else self._work.of(name)
 
     def leave_out(self, names: set[str]) -> None:
         """Let the :meth:`places` be without these engines, and no others, from now on."""
@@ -117,7 +103,7 @@ class EngineIndex:
 
     def _note_load(self, name: str, kind: Kind) -> None:
         if kind.mode is Mode.RUNNING and not kind.leaves and name not in self._left_out:
-            self.places(kind.version).put(name, self.load(name))
+            self.places(kind.version).put(name, self._opened[name])
 
     def _remove(self, name: str) -> None:
         if name not in self._filed:

@@ -20,7 +20,6 @@ length as its limit, and a policy that used it would know what no policy can kno
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -41,82 +40,8 @@ from aprilsched.core.state.records import (
     member_tokens,
 )
 
-_PARTS_OF_A_TOKEN = 2**20
-"""How finely expected numbers of tokens are summed up."""
 _SHARED = 0.5
 """Share of the log variance within a group while it cannot be estimated."""
-
-
-class EngineWork:
-    """The tokens that the requests of each engine are expected to need still, summed up.
-
-    Only requests that were noted since are looked at again. The sums are of whole numbers, so that
-    they do not depend on the order in which requests come and go.
-    """
-
-    def __init__(self, expectations: Expectations) -> None:
-        self._expectations = expectations
-        self._changed: dict[int, RequestRecord] = {}
-        self._counted: dict[int, tuple[str, int]] = {}
-        self._sums: Counter[str] = Counter()
-        self._estimates = -1
-        self._recollection: tuple[float, ...] = ()
-        self._seen: dict[int, RequestRecord] = {}
-        """Requests whose prompts were seen before."""
-        self._unseen: dict[str | int, dict[int, RequestRecord]] = {}
-        """The others, by the keys of their prompts."""
-        self._keys: list[str | int] = []
-        expectations.noted_keys = self._keys
-
-    def note(self, request: RequestRecord) -> None:
-        """Look at a request again: it was sent, came back, or has got tokens."""
-        self._changed[request.request_id] = request
-
-    def note_group(self, group: GroupRecord) -> None:
-        """Look at all of a group again: a member is finished, or the group was dropped."""
-        for member in group.members:
-            if member.request is not None and member.request.open:
-                self.note(member.request)
-
-    def of(self, engine: str) -> float:
-        """The work of an engine, as it was at the last refresh."""
-        return self._sums[engine] / _PARTS_OF_A_TOKEN
-
-    def refresh(self, opened: Callable[[], Iterable[RequestRecord]]) -> set[str]:
-        """Look at what was noted; `opened` gives all open requests. Returns the engines whose work
-        may be another one."""
-        expected = self._expectations
-        engines = set[str]()
-        if expected.estimates != self._estimates:
-            self._estimates = expected.estimates
-            engines.update(self._sums)
-            self._counted, self._sums, self._seen, self._unseen = {}, Counter(), {}, {}
-            self._changed = {request.request_id: request for request in opened()}
-        for key in self._keys:
-            self._changed |= self._unseen.pop(key, {})
-        self._keys.clear()
-        if expected.recollection != self._recollection:
-            self._recollection = expected.recollection
-            self._changed |= self._seen
-            self._seen = {}
-        for request_id in self._changed:
-            engine, tokens = self._counted.pop(request_id, ("", 0))
-            self._sums[engine] -= tokens
-            engines.add(engine)
-        requests = [request for request in self._changed.values() if request.open]
-        works = expected.work(requests) if requests else ()
-        for request, tokens in zip(requests, works, strict=True):
-            whole = round(float(tokens) * _PARTS_OF_A_TOKEN)
-            self._counted[request.request_id] = (request.engine, whole)
-            self._sums[request.engine] += whole
-            engines.add(request.engine)
-            key = request.rollout.group.prompt.key
-            if key is not None and expected.memory.knows(key):
-                self._seen[request.request_id] = request
-            elif key is not None:
-                self._unseen.setdefault(key, {})[request.request_id] = request
-        self._changed = {}
-        return engines
 
 
 class Expectations:
@@ -146,27 +71,6 @@ class Expectations:
         """The most tokens that any response may have."""
         self._shared = _SHARED
         self._stale = True
-        self._estimates = 0
-        self.noted_keys: list[str | int] | None = None
-        """Keys of the groups that have ended, for a reader who takes them out again."""
-
-    @property
-    def estimates(self) -> int:
-        """Number of times that the law was estimated. While it is the same, so is the :meth:`work`
-        of a request whose group has not changed and whose prompt was not seen before."""
-        self._fresh_law()
-        return self._estimates
-
-    @property
-    def up_to_date(self) -> bool:
-        """Whether nothing was delivered since the law was last estimated."""
-        return not self._stale
-
-    @property
-    def recollection(self) -> tuple[float, ...]:
-        """What the work of requests whose prompts were seen before follows from in addition."""
-        memory = self.memory
-        return (self._version(), memory.products, memory.squares, memory.renewed)
 
     @property
     def limit(self) -> int:
@@ -213,8 +117,6 @@ class Expectations:
         new record; None if the prompt has no key."""
         if group.prompt.key is None:
             return None
-        if self.noted_keys is not None:
-            self.noted_keys.append(group.prompt.key)
         # The law is not estimated for this: it would stay that of the first group until the first
         # batch is full.
         return self.memory.note(
@@ -326,7 +228,6 @@ class Expectations:
 
     def _estimate(self) -> None:
         self._stale = False
-        self._estimates += 1
         self._law = self.observed.law()
         if self._law is None:
             return

@@ -14,7 +14,6 @@ import numpy as np
 
 from aprilsched.companions import Companion, CompanionLog, Rows, of_prompt
 from aprilsched.core.policies.placement import Place
-from aprilsched.core.state.expectation import EngineWork
 from aprilsched.core.state.journal import Journal
 from aprilsched.core.state.ledger import Counters, Entry, Ledger, Reason
 from aprilsched.core.state.queues import Ready, Waiting
@@ -52,11 +51,8 @@ class InFlight:
         place: Callable[[RequestRecord], Place],
         version: Callable[[RequestRecord], int | None],
         changed: dict[str, None],
-        work: EngineWork | None,
         companions: Sequence[Companion] = (),
     ) -> None:
-        self.work = work
-        """The expected work of the engines, where requests are placed by it."""
         self._changed = changed
         self._companions = companions
         self.groups: dict[int, GroupRecord] = {}
@@ -277,8 +273,6 @@ class InFlight:
         self.open_attempts += 1
         self.held_on[engine] += context
         self._open_on.setdefault(engine, {})[request.request_id] = request
-        if self.work is not None:
-            self.work.note(request)
 
     def _note_home(self, affinity: str | None, engine: str) -> None:
         if affinity is None:
@@ -313,8 +307,6 @@ class InFlight:
         self.held_on[request.engine] -= request.rollout.context_tokens + request.media_tokens
         del self._open_on[request.engine][request.request_id]
         self.called_back -= request.aborting
-        if self.work is not None:
-            self.work.note(request)
         log = request.rollout.log
         # An engine reports the version of its base model, which says nothing of adapters.
         if spans and request.adapter is None:
@@ -343,8 +335,6 @@ class InFlight:
         """Add new tokens of an open attempt, and their rows of the companions of tokens."""
         rollout, version, engine = request.rollout, request.version, request.engine
         self.held_on[engine] += len(ids)
-        if self.work is not None:
-            self.work.note(request)
         rollout.log.append(ids, logprobs, version=version, engine=engine)
         if rows is not None:
             self.journal.expect_rows(rollout)
@@ -393,8 +383,6 @@ class InFlight:
         self.journal.finish(rollout)
         group = rollout.group
         group.unfinished -= 1
-        if self.work is not None:
-            self.work.note_group(group)
         if group.evaluation_id is not None:
             return
         self.generating -= 1
@@ -431,8 +419,6 @@ class InFlight:
             member.group = own
         self.groups[own.group_id] = own
         self.training += own.evaluation_id is None
-        if self.work is not None:
-            self.work.note_group(group)
         return own
 
     # --- leaving ---------------------------------------------------------------------------
@@ -471,8 +457,6 @@ class InFlight:
                 self.enter(member.rollout_id, group.group_id, why, cause, tokens=tokens, now=now)
             )
         self.journal.drop(group, entries)
-        if self.work is not None:
-            self.work.note_group(group)
         self._remove(group)
         return entries
 

@@ -20,7 +20,7 @@ from aprilsched.core.policies.straggler import CachedKV
 from aprilsched.core.state.engine_control import CUDA_GRAPH, WEIGHTS, FleetControl, Mode
 from aprilsched.core.state.engine_health import Admission, CallerTimes, FleetHealth, TrainerTimes
 from aprilsched.core.state.engine_index import EngineIndex
-from aprilsched.core.state.expectation import EngineWork, Expectations
+from aprilsched.core.state.expectation import Expectations
 from aprilsched.core.state.in_flight import InFlight
 from aprilsched.core.state.ledger import Outcome
 from aprilsched.core.state.queues import MustDeliver
@@ -329,7 +329,6 @@ class SchedulerState:
             self._place,
             self.booked,
             changed,
-            EngineWork(self.expectations) if config.dispatch.placement == "length" else None,
             policies.companions,
         )
         self.delivery = Delivery(must_deliver=MustDeliver(self.staleness))
@@ -361,7 +360,6 @@ class SchedulerState:
             control.engines,
             self.weights.versions.engines,
             self.in_flight.open,
-            self.in_flight.work,
             changed,
         )
         self.fleet = Fleet(control=control, index=index)

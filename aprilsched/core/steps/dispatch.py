@@ -7,7 +7,7 @@ from collections.abc import Sequence, Set
 
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import facts
-from aprilsched.core.policies.placement import Places, rank_of
+from aprilsched.core.policies.placement import rank_of
 from aprilsched.core.state.engine_control import RUN, EngineControl, Goal, Mode
 from aprilsched.core.state.records import RequestRecord, RolloutRecord
 from aprilsched.core.state.state import SchedulerState
@@ -77,17 +77,15 @@ def dispatch(state: SchedulerState) -> None:
     if _awaited(state):
         return
     state.fleet.asking_since = None
-    if in_flight.work is not None:
-        index.note_loads(in_flight.work.refresh(in_flight.open_requests))
     index.leave_out({control.name for control in quiet} | full)
-    works: dict[tuple[int, int], float] = {}
     while limit is None or in_flight.open_attempts < limit:
         request = in_flight.queue.first(training=training, versions=lanes)
         if request is None:
             return
         lane = in_flight.queue.version_of(request)
         version = state.weights.versions.trainer if lane is None else lane
-        engine = _take_engine(state, request, index.places(version), works)
+        prefer, slack = _preferred(state, request)
+        engine = index.places(version).take(prefer=prefer, slack=slack, avoid=request.avoid)
         if engine is not None:
             _send(state, request, engine)
             if engine in _full(state, engine):
@@ -116,29 +114,6 @@ def _ask_for_versions(
         state.commands.append(do.Verify(engine=control.name, generates=control.suspect))
 
 
-def _take_engine(
-    state: SchedulerState,
-    request: RequestRecord,
-    free: Places,
-    works: dict[tuple[int, int], float],
-) -> str | None:
-    """The engine for a request, whose load counts it from now on; None if none of the `free` ones
-    takes requests. `works` has what was expected of other requests in this event."""
-    prefer, slack = _preferred(state, request)
-    if state.placement != "length":
-        return free.take(prefer=prefer, slack=slack, avoid=request.avoid)
-    # The members of a group that have as many tokens are expected to need as many.
-    alike = request.rollout.group.group_id, request.rollout.log.size
-    if alike not in works:
-        works[alike] = float(state.expectations.work([request])[0])
-    avoid = request.avoid
-    likely = free.least() if slack < 0 else prefer
-    # Only where the engine that would get it has no room is every engine looked at.
-    if avoid or likely is None or not _has_room(state, likely, request):
-        avoid = _without_room(state, request, avoid)
-    return free.take(prefer=prefer, slack=slack, avoid=avoid, amount=works[alike])
-
-
 def _preferred(state: SchedulerState, request: RequestRecord) -> tuple[str, float]:
     """The engine that a request should go to, and how many requests more than the least loaded one
     that may have; -1 where it makes no difference."""
@@ -162,27 +137,6 @@ def _home(state: SchedulerState, rollout: RolloutRecord) -> str:
     if rollout.turns and rollout.engine:
         return rollout.engine
     return group.engine or ("" if affinity is None else state.in_flight.homes.get(affinity, ""))
-
-
-def _has_room(state: SchedulerState, engine: str, request: RequestRecord) -> bool:
-    """Whether the engine's KV pool has room for the context of the request, as far as its size is
-    known."""
-    control = state.fleet.control.engines.get(engine)
-    if control is None or control.kv_tokens is None:
-        return True
-    held = state.in_flight.held_on[engine]
-    return control.kv_tokens - held >= request.rollout.computed_tokens
-
-
-def _without_room(
-    state: SchedulerState, request: RequestRecord, avoid: frozenset[str]
-) -> frozenset[str]:
-    """The engines to avoid, and those whose KV pools have no room for the request; if all pools are
-    full, these are no worse than others."""
-    engines = state.fleet.control.engines
-    full = frozenset(name for name in engines if not _has_room(state, name, request))
-    known = sum(control.kv_tokens is not None for control in engines.values())
-    return avoid | full if len(full) < known else avoid
 
 
 def _lanes(state: SchedulerState) -> set[int | None] | None:
