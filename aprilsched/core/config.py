@@ -339,9 +339,7 @@ class SchedulerConfig:
         refill = schedule.refill
         if refill.settles:
             return True
-        # What is held back when it is complete would be thrown away at the next update.
-        keeps = refill.defers and not refill.held_batches
-        waits = keeps or isinstance(refill, Wave)
+        waits = refill.defers or isinstance(refill, Wave)
         return waits and schedule.over_provision == 1
 
     @property

@@ -76,8 +76,6 @@ def schedules() -> Iterator[Schedule]:
     yield Schedule(name="april, streamed", config=PRESETS["april"](base), streamed=True)
     buckets = replace(base, over_provision=1.69, refill=LengthBuckets(store=5, probes=1, oldest=16))
     yield Schedule(name="buckets", config=buckets)
-    mixed = replace(base, over_provision=1.69, refill=LengthBuckets(mixed=1))
-    yield Schedule(name="buckets, mixed", config=mixed)
     tail = replace(base, over_provision=1.25, refill="tail")
     yield Schedule(name="tail, tokens kept", config=tail)
     for name in ("rollpacker", "on_policy"):

@@ -70,7 +70,6 @@ class Interleavings(RuleBasedStateMachine):
                 "wave",
                 Pool(together=2),
                 LengthBuckets(store=2.5),
-                LengthBuckets(store=2.5, mixed=1),
                 LengthBuckets(store=2.5, probe_after=0.5),
                 "tail",
                 TailBatching(responses=1.5),
@@ -138,8 +137,7 @@ class Interleavings(RuleBasedStateMachine):
             # Only such schedules may let groups begin again.
             automatic, ratio = False, 1.0
             pace = "synchronous" if pace == "auto" else pace
-            keeps = isinstance(refill, LengthBuckets) and refill.held_batches > 0
-            if isinstance(refill, Pool) or pace == "asynchronous" or keeps:
+            if isinstance(refill, Pool) or pace == "asynchronous":
                 rule_ = "mask"
         config = SchedulerConfig(
             batch_groups=2,
@@ -276,7 +274,7 @@ class Interleavings(RuleBasedStateMachine):
         before = self.driver.state.plan.schedule
         refills: list[Refill | None] = [None, Wave(), Pool(together=1)]
         if self.driver.config.may_defer:
-            refills += [LengthBuckets(store=2.5), LengthBuckets(store=2.5, mixed=0.5)] * 2
+            refills += [LengthBuckets(store=2.5), LengthBuckets(store=2.5, probe_after=0.5)] * 2
         refill = refills[choice % len(refills)]
         ratio = 1.0 + choice % 3 / 2
         if refill is None:

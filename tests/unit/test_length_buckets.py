@@ -16,7 +16,7 @@ from aprilsched.config import Dispatch, SchedulerConfig, Staleness
 from aprilsched.core.lengths.laws import LogLaw, rest_of_groups
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
-from aprilsched.core.policies.refill import LengthBuckets, PoolView, Wave, stratified, window
+from aprilsched.core.policies.refill import LengthBuckets, PoolView, Wave, window
 from aprilsched.core.policies.schedule import Schedule
 from aprilsched.core.state.ledger import Reason
 from aprilsched.core.state.records import GENERATING
@@ -576,96 +576,3 @@ def test_only_what_is_with_an_engine_is_called_back() -> None:
     commands = driver.feed(ev.SleepRequested(tags=("kv_cache",)))
     assert [type(command) for command in commands] == [do.Abort] * 4
     assert not driver.state.in_flight.queue
-
-
-# --- batches of all lengths ----------------------------------------------------------------------
-
-
-def test_a_choice_has_one_group_of_each_class_of_length() -> None:
-    lengths = np.array([900, 10, 500, 20, 30, 910, 510, 40, 520], dtype=np.float64)
-    none = np.zeros(9, dtype=np.bool_)
-    assert stratified(lengths, 3, none).tolist() == [0, 1, 2]
-    begun = none.copy()
-    begun[[4, 5]] = True
-    assert stratified(lengths, 3, begun).tolist() == [2, 4, 5]
-    assert stratified(lengths, 9, none).tolist() == list(range(9))
-    assert stratified(lengths[:2], 5, none[:2]).tolist() == [0, 1]
-    assert stratified(lengths, 0, none).tolist() == []
-
-
-def test_no_group_is_held_for_ever() -> None:
-    """Groups come in buckets of like length, and each batch takes a choice. A rule that takes those
-    nearest to the median holds some for more than fifty batches."""
-    rng = np.random.default_rng(1)
-    held: list[tuple[float, int]] = []
-    ages: list[int] = []
-    for batch in range(300):
-        bucket = np.exp(rng.normal(6 + 2 * (batch % 4), 0.5, size=8))
-        held += [(float(length), batch) for length in bucket]
-        if len(held) < 24:
-            continue
-        lengths = np.array([length for length, _ in held], dtype=np.float64)
-        chosen = stratified(lengths, 8, np.zeros(len(held), dtype=np.bool_)).tolist()
-        ages += [batch - held[place][1] for place in chosen]
-        held = [group for place, group in enumerate(held) if place not in chosen]
-    ages += [300 - came for _, came in held]
-    assert max(ages) <= 50
-
-
-def mixing(mixed: float) -> Driver:
-    """Batches of 2 groups of 2; six of them are open, and one bucket of four ends."""
-    refill = LengthBuckets(store=3.0, probes=0, mixed=mixed)
-    driver = Driver(config(over_provision=2.0, refill=refill), takes=False)
-    driver.feed(ev.BatchRequested())
-    return driver
-
-
-def test_a_batch_waits_for_the_groups_that_are_held_and_takes_both_ends() -> None:
-    driver = mixing(1.0)
-    tokens = [1, 1, 500, 500]
-    for group_id, count in zip(driver.group_ids()[:4], tokens, strict=True):
-        assert driver.state.delivery.offer is None
-        driver.finish_group(group_id, count)
-    ready = [group.tokens for group in driver.state.in_flight.ready]
-    assert driver.state.delivery.offer is not None
-    assert sorted(g.tokens for g in driver.state.delivery.offer.groups) == [2, 1000]
-    assert sorted(ready) == [2, 1000]
-
-
-def test_without_mixing_a_batch_takes_the_groups_that_end_together() -> None:
-    driver = mixing(0.0)
-    for group_id in driver.group_ids()[:2]:
-        driver.finish_group(group_id, 1)
-    assert driver.state.delivery.offer is not None
-    assert sorted(g.tokens for g in driver.state.delivery.offer.groups) == [2, 2]
-
-
-def test_nothing_is_held_where_no_group_generates_any_more() -> None:
-    """The prompts have ended, and the trainer must get what is complete."""
-    driver = Driver(replace(mixing(5.0).config), supply=4, takes=True)
-    for _ in range(2):
-        driver.feed(ev.BatchRequested())
-        for _ in range(9):
-            driver.settle()
-            for group_id in driver.group_ids():
-                driver.finish_group(group_id, 3)
-    assert driver.state.in_flight.counters.batches == 2
-    assert not driver.state.in_flight.groups
-
-
-def test_groups_of_a_mixed_batch_come_one_by_one_too() -> None:
-    driver = mixing(1.0)
-    driver.feed(ev.BatchRequested(streamed=True))
-    for group_id, count in zip(driver.group_ids()[:4], [1, 1, 500, 500], strict=True):
-        assert driver.state.delivery.offer is None
-        driver.finish_group(group_id, count)
-    first = driver.state.delivery.offer
-    assert first is not None
-    taken = [len(first.given.groups[0].rollouts[0])]
-    driver.take()
-    second = driver.state.delivery.offer
-    assert second is not None
-    taken += [len(group.rollouts[0]) for group in second.given.groups]
-    assert sorted(taken) == [1, 500]
-    driver.take()
-    assert driver.state.in_flight.counters.batches == 1

@@ -367,10 +367,6 @@ def test_the_preset_is_on_policy_and_leaves_stragglers_alone() -> None:
         ({"refill": "pool", "over_provision": 1.0}, "may begin again for ever"),
         ({"refill": LengthBuckets()}, "may begin again for ever"),
         (
-            {"refill": LengthBuckets(mixed=2.0), "over_provision": 1.0},
-            "may begin again for ever",
-        ),
-        (
             {"refill": "wave", "over_provision": "auto", "pace": "asynchronous"},
             "may begin again for ever",
         ),

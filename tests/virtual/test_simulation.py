@@ -187,25 +187,19 @@ def test_the_end_of_the_prompts_ends_the_run() -> None:
 
 @pytest.mark.long
 def test_batches_of_like_length_are_far_from_the_law_and_others_are_not() -> None:
-    """The distance of each batch against that of a batch drawn at random. Length buckets that hold
-    nothing back are the control: their batches are all short or all long."""
+    """The distance of each batch against that of a batch drawn at random. Those of
+    length buckets are all short or all long."""
     workload = LongTailWorkload(within_group=0.9, median=200.0, cap=2000)
     first = april(SchedulerConfig(batch_groups=32, group_size=8))
-    policies = [first]
-    for kept in (0.0, 2.0):
-        rule = LengthBuckets(mixed=kept)
-        policies.append(replace(first, refill=rule, over_provision=1.25))
+    policies = [first, replace(first, refill=LengthBuckets(), over_provision=1.25)]
     results = [simulate(workload, each, batches=24, burn_in=8) for each in policies]
-    waves, buckets, mixed = (result.summary.steady_state for result in results)
+    waves, buckets = (result.summary.steady_state for result in results)
     assert waves.length_distance is not None
     assert waves.iid_length_distance is not None
     assert buckets.length_distance is not None
     assert buckets.iid_length_distance is not None
     assert waves.length_distance < 1.35 * waves.iid_length_distance
     assert buckets.length_distance > 1.8 * buckets.iid_length_distance
-    assert mixed.length_distance is not None
-    assert mixed.iid_length_distance is not None
-    assert mixed.length_distance < 1.35 * mixed.iid_length_distance
 
 
 def test_a_result_has_the_arrays_and_the_picture_of_its_run() -> None:

@@ -32,7 +32,7 @@ from aprilsched import (
 from aprilsched.__main__ import main
 from aprilsched.analysis.plots import bias
 from aprilsched.analysis.run import read_run
-from aprilsched.config import Dispatch, LengthBuckets, Staleness, TailBatching
+from aprilsched.config import Dispatch, Staleness, TailBatching
 from aprilsched.coordinator.live_bias import LiveBias
 from aprilsched.core.lengths.laws import kaplan_meier
 from aprilsched.core.lengths.observed import GroupLengths, pooled
@@ -196,7 +196,6 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 
 ALL: dict[str, dict[str, Any]] = {
     **SCHEDULES,
-    "mixed": {"refill": LengthBuckets(mixed=1), "over_provision": 1.5},
 }
 """Also one whose batches are chosen among complete groups, so that stopping it says nothing new."""
 
@@ -218,7 +217,6 @@ AT_LENGTH = [
     pytest.param("pool", marks=pytest.mark.long),
     pytest.param("abort", marks=pytest.mark.long),
     pytest.param("buckets", marks=pytest.mark.long),
-    pytest.param("mixed", marks=pytest.mark.long),
 ]
 """Of a property that only many batches show: the plainest schedule; the others at length. One
 drained run shows of each that all is delivered as drawn."""
@@ -320,7 +318,7 @@ def test_every_id_is_delivered_once_or_in_flight(name: str):
 @pytest.mark.parametrize("name", AT_LENGTH)
 def test_after_the_burn_in_delivered_equals_drawn(name: str):
     # Neighbouring batches of length buckets are unlike each other in length, by intention.
-    found = compared(outcome(**ALL[name]).lengths, block=8 if name in ("buckets", "mixed") else 1)
+    found = compared(outcome(**ALL[name]).lengths, block=8 if name == "buckets" else 1)
     assert found.equivalent, found
 
 

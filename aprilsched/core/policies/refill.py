@@ -105,12 +105,6 @@ class Refill(ABC):
     that run for a batch do not end in it."""
 
     @property
-    def held_batches(self) -> float:
-        """Number of batches of complete groups that are held back while others generate. If it is
-        above 0, each batch is composed of groups of all lengths."""
-        return 0.0
-
-    @property
     def tail_begins(self) -> float | None:
         """Share of a batch's rollouts that have ended when :meth:`members` is asked a second time,
         what shall run in the batch's tail; None if it is not."""
@@ -326,10 +320,7 @@ def _start(
 # keys. What is delivered is then drawn after it was chosen, so its lengths are not biased. Probes
 # cost least in the tail of a batch (`probe_after`), where an engine has free slots.
 #
-# The groups of a bucket end together, so batches are all short or all long. With ``mixed``,
-# complete groups are held back, and each batch takes one group from each of as many classes of
-# length as it has groups. By Little's law this makes every token older by the number of batches
-# that are held.
+# The groups of a bucket end together, so batches are all short or all long.
 #
 # :func:`aprilsched.core.lengths.laws.rest_of_groups` estimates what a group still needs. The
 # rule was found by a search over schedules on the built-in workload (experiments/frontier).
@@ -354,18 +345,10 @@ class LengthBuckets(Refill):
     probe_after: Annotated[float, SHARE_OR_0] = 0.0
     """Share of a batch's rollouts that have ended when the probes start; 0 starts them with the
     batch. Probes that start late have less time, and take less of the others' time."""
-    mixed: Annotated[float, AT_LEAST_0] = 0.0
-    """Number of batches of complete groups that are held back, so that each batch can be composed
-    of groups of all lengths. Every token is older by so many batches on average. With 0 the groups
-    of a bucket are delivered together, and batches are all short or all long."""
 
     @property
     def tail_begins(self) -> float | None:
         return self.probe_after or None
-
-    @property
-    def held_batches(self) -> float:
-        return self.mixed
 
     def launches(self, view: PoolView) -> int:
         """Number of groups to open now.
@@ -404,35 +387,6 @@ class LengthBuckets(Refill):
 
     def told(self, ratio: str) -> str:
         return f"{ratio} batches of groups of similar length, out of {self.store:g} open batches"
-
-
-def stratified(
-    lengths: NDArray[np.float64], count: int, begun: NDArray[np.bool_]
-) -> NDArray[np.int64]:
-    """`count` of the complete groups, one from each of as many classes of length.
-
-    The classes have equally many groups, so the lengths of the choice are distributed as those of
-    all that are held. Since every class loses a group to each batch, none is held for ever: a class
-    with more groups than the law gives it becomes several.
-
-    Args:
-        lengths: mean length of each group, float64 [G], in the order of completion.
-        count: number of groups to choose.
-        begun: groups that are in the batch already, bool [G].
-
-    Returns:
-        Indices of the groups, int64 [count]: of each class a group that is in the batch already, or
-        the one that was complete first.
-    """
-    size = len(lengths)
-    if count >= size:
-        return np.arange(size)
-    order = np.argsort(lengths, kind="stable")
-    edges = np.arange(count + 1) * size // max(1, count)
-    chosen: list[int] = []
-    for first, end in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
-        chosen.append(min(order[first:end].tolist(), key=lambda place: (not begun[place], place)))
-    return np.array(sorted(chosen), dtype=np.int64)
 
 
 def _known(groups: OpenGroups) -> NDArray[np.bool_]:

@@ -6,7 +6,6 @@ belongs to one subject, and only the few steps that deal with the subject change
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -461,20 +460,6 @@ class SchedulerState:
     def ready_groups(self) -> int:
         """The complete groups, as a number of groups of the expected size."""
         return self.stop.as_groups(self.in_flight.ready, self.plan.usual_group)
-
-    @property
-    def held_batches(self) -> float:
-        """Number of batches of complete groups that are held back now. Nothing is held where no
-        group generates any more, because no other would come."""
-        held = self.plan.schedule.refill.held_batches
-        return held if held and self.open_groups > 0 else 0.0
-
-    @property
-    def spare_groups(self) -> int:
-        """The complete groups beyond those that are held back, as a number of groups of the
-        expected size."""
-        held = math.ceil(self.held_batches * self.batch_groups)
-        return max(0, self.ready_groups - held)
 
     @property
     def given_up(self) -> bool:

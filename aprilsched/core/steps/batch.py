@@ -19,13 +19,10 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from aprilsched.core.lengths.observed import DEFAULT_WINDOW, GroupLengths
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
 from aprilsched.core.messages import facts
-from aprilsched.core.policies.refill import stratified
 from aprilsched.core.state.assembly import batch_again, batch_of
 from aprilsched.core.state.records import DeliveredBatch, GroupRecord, Offered, group_lengths
 from aprilsched.core.state.state import SchedulerState
@@ -135,7 +132,7 @@ def handed_over(state: SchedulerState) -> tuple[int, ...]:
 
 def full(state: SchedulerState) -> bool:
     """Whether enough is generated for the present batch. Rewards may still be missing."""
-    if not _enough(state):
+    if not state.stop.enough(state.in_flight.ready):
         return False
     groups, version = state.in_flight.groups, state.weights.versions.trainer
     return not state.delivery.must_deliver.grows(groups, version)
@@ -155,25 +152,6 @@ def awaits_scores(state: SchedulerState) -> bool:
         and full(state)
         and not state.stop.enough(state.in_flight.ready.accepted)
     )
-
-
-def _enough(state: SchedulerState) -> bool:
-    """Whether the complete groups are enough for a batch, beyond those that are held back."""
-    return state.stop.enough(state.in_flight.ready, batches=1 + state.held_batches)
-
-
-def _mixed(state: SchedulerState, groups: list[GroupRecord]) -> list[GroupRecord]:
-    """The groups in the order in which a batch takes them: first a choice of all lengths, if the
-    refill rule holds groups back for that."""
-    if not state.plan.schedule.refill.held_batches:
-        return groups
-    chosen = stratified(
-        np.array([group.tokens / len(group.members) for group in groups], dtype=np.float64),
-        state.batch_groups,
-        np.array([group.group_id in state.delivery.streamed for group in groups], dtype=np.bool_),
-    ).tolist()
-    others = sorted(set(range(len(groups))).difference(chosen))
-    return [groups[place] for place in (*chosen, *others)]
 
 
 def training_runs(state: SchedulerState) -> bool:
@@ -211,7 +189,7 @@ def offer(state: SchedulerState) -> None:
     if delivery.by_group:
         _offer_next_group(state)
         return
-    if not (_enough(state) or _drained(state)):
+    if not (state.stop.enough(state.in_flight.ready) or _drained(state)):
         return
     # What follows looks at every complete group, so it is not done before there can be an offer.
     if not (state.stop.enough(state.in_flight.ready.accepted) or _drained(state)):
@@ -219,7 +197,7 @@ def offer(state: SchedulerState) -> None:
     must, version = state.delivery.must_deliver, state.weights.versions.trainer
     if must.waits(state.in_flight.groups, version):
         return
-    accepted = _mixed(state, [group for group in state.in_flight.ready if group.accepted])
+    accepted = [group for group in state.in_flight.ready if group.accepted]
     due = 0
     if state.delivery.groups_given:
         accepted.sort(key=lambda group: group.group_id not in state.delivery.groups_given)
@@ -276,9 +254,7 @@ def _offer_next_group(state: SchedulerState) -> None:
     too_few = len(accepted) == len(state.delivery.streamed) and not state.stop.enough(accepted)
     if too_few and not _drained(state):
         return  # the trainer has every group that is accepted
-    streamed, ready = state.delivery.streamed, _mixed(state, list(state.in_flight.ready))
-    if state.held_batches and not (streamed or _enough(state)):
-        return
+    streamed, ready = state.delivery.streamed, list(state.in_flight.ready)
     taken = [group for group in ready if group.group_id in streamed]
     waiting = [group for group in ready if group.accepted and group.group_id not in streamed]
     due = {group.group_id for group in _required(state, waiting)}
