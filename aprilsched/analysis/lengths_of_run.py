@@ -27,7 +27,7 @@ from aprilsched.core.state.ledger import Reason
 from aprilsched.telemetry.event_log.reading import read_facts
 from aprilsched.telemetry.run_folder import EVENTS
 
-_LEAVING = frozenset({Reason.OUTRACED, Reason.MEMBER_LOST})
+_LEAVING = frozenset({Reason.MEMBER_LOST})
 """Reasons of rollouts that leave a group which goes on."""
 
 

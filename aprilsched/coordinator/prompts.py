@@ -9,7 +9,6 @@ from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, It
 from typing import Any, Self
 
 from aprilsched.companions import Companion, of_prompt
-from aprilsched.core.policies.refill import Refill
 from aprilsched.errors import ConfigError
 from aprilsched.sampling import check_sampling
 from aprilsched.store.codec import check_storable
@@ -30,13 +29,11 @@ class PromptSource:
         prompts: Iterable[Prompt] | AsyncIterable[Prompt],
         *,
         group_size: int,
-        refill: Refill | None = None,
         companions: Sequence[Companion] = (),
     ) -> None:
         self.companions = companions
         """What the run asks the engines for beside the tokens."""
         self._group_size = group_size
-        self._refill = refill
         self._async: AsyncIterator[Prompt] | None = None
         self._sync: Iterator[Prompt] = iter(())
         self._skip: Callable[[int], Any] | None = getattr(prompts, "skip", None)
@@ -116,7 +113,7 @@ class PromptSource:
                     raise self._raised
                 return None
             self._raised = None
-            usable = checked(prompt, self._group_size, self._refill, self.companions)
+            usable = checked(prompt, self._group_size, self.companions)
             if self._storable:
                 check_storable(usable)
         except ConfigError as error:
@@ -146,12 +143,10 @@ class PromptSource:
 def checked(
     prompt: object,
     group_size: int,
-    refill: Refill | None = None,
     companions: Sequence[Companion] = (),
 ) -> Prompt:
-    """`prompt`, if a group can be launched for it, of `group_size` unless it has its own size. If
-    the responses of a group race by the `refill` rule, it may have sampling parameters for all that
-    are launched. The run asks for the `companions`.
+    """`prompt`, if a group can be launched for it, of `group_size` unless it has its own size.
+    The run asks for the `companions`.
 
     Raises:
         ConfigError: if it cannot.
@@ -161,8 +156,7 @@ def checked(
             f"prompts gave a {type(prompt).__name__}; wrap token ids in Prompt(input_ids=...)."
         )
     size = prompt.group_size or group_size
-    sizes = {size, size if refill is None else refill.launched(size)}
-    if isinstance(prompt.sampling, tuple) and len(prompt.sampling) not in sizes:
+    if isinstance(prompt.sampling, tuple) and len(prompt.sampling) != size:
         raise ConfigError(
             f"a prompt has {len(prompt.sampling)} sampling parameters for a group of {size}; "
             "give one for each rollout, or one for all."
@@ -200,7 +194,7 @@ def checked_evaluation(
     """
     if group_size < 1:
         raise ConfigError(f"group_size is {group_size}; give 1 or more.")
-    chosen = tuple(checked(prompt, group_size, None, companions) for prompt in prompts)
+    chosen = tuple(checked(prompt, group_size, companions) for prompt in prompts)
     if not chosen:
         raise ConfigError("evaluate() got no prompts; give at least one.")
     return chosen

@@ -88,17 +88,10 @@ class RolloutScheduler(FleetScheduler):
             accepts=accept is not None,
             episodes=episode is not None,
         )
-        refill, size = self.config.policies.refill, self.config.group_size
-        if caller.episodes and refill.launched(size) > size:
-            raise ConfigError(
-                "an episode may have used tools before it loses a race of responses, so "
-                "TailBatching(responses=...) is refused with an episode function; leave it 1."
-            )
         work = Work(
             prompts=PromptSource(
                 prompts,
-                group_size=size,
-                refill=refill,
+                group_size=self.config.group_size,
                 companions=self.config.policies.companions,
             ),
             reward=reward,

@@ -52,7 +52,7 @@ _WARN_AT = 100
 _TEARDOWN_S = 30.0
 """Seconds that each function has that an episode registered for its end."""
 
-_EXPECTED = frozenset({"rejected", "stale", "begun_again", "outraced", "withdrawn"})
+_EXPECTED = frozenset({"rejected", "stale", "begun_again", "withdrawn"})
 """Reasons that the user asked for. All other reasons are failures."""
 _NOTED = (f"{_REWARD} r", f"{_ACCEPT} r", f"{_EPISODE} r")
 """How the causes begin that were logged with their traceback: raised or returned."""

@@ -104,8 +104,7 @@ class Retries:
     member: MemberRule = "again"
     """What happens to a group when one of its rollouts is lost, because its attempts are used up or
     user code raises MemberLost or TurnRefused: "again" generates that member again, "shrink"
-    delivers the group without it, and "drop_group" drops the group. A group that races uses a spare
-    member first, except with "drop_group"."""
+    delivers the group without it, and "drop_group" drops the group."""
     regenerations: Annotated[int, AT_LEAST_0] = 2
     """Number of times that one member of a group may be generated or scored again. After them its
     group is dropped."""

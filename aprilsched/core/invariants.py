@@ -66,8 +66,7 @@ def _group(state: SchedulerState, group: GroupRecord) -> Iterator[str]:
     own_size = group.prompt.group_size
     if own_size is not None and group.size + group.lost != own_size:
         yield f"{name} delivers {group.size} of {own_size} members and has lost {group.lost}"
-    spare = len(group.members) - group.size
-    if spare < 0 or (spare and generating <= spare):
+    if len(group.members) != group.size:
         yield f"{name} of {group.size} has {len(group.members)} members"
     left = [m for m in group.members if m.state in TERMINAL]
     if left:

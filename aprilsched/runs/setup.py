@@ -66,8 +66,7 @@ def prepare(settings: RunSettings) -> Setup:
     """
     settings.check()
     config = settings.scheduler
-    launched = config.policies.refill.launched(config.group_size)
-    workload = settings.workload.checked(seed=settings.seed, group_size=launched)
+    workload = settings.workload.checked(seed=settings.seed, group_size=config.group_size)
     timing = H200_QWEN3_4B if settings.model is None else load_model(Path(settings.model))
     simulated, sim = settings.simulated, settings.sim
     known = simulated or settings.model is not None
@@ -114,7 +113,7 @@ def _prompts(
         input_key=settings.input_key,
         apply_chat_template=settings.apply_chat_template,
     )
-    return [checked(prompt, config.group_size, config.policies.refill) for prompt in prompts]
+    return [checked(prompt, config.group_size) for prompt in prompts]
 
 
 def _fleet(settings: RunSettings, timing: StepTimeModel) -> Fleet:

@@ -220,9 +220,8 @@ def simulate(
         checked_count("burn_in", burn_in, least=0)
     mean: float | None = None
     if isinstance(workload, LongTailWorkload):
-        launched = config.policies.refill.launched(config.group_size)
         workload = replace(
-            workload, group_size=launched, seed=workload.seed if seed is None else seed
+            workload, group_size=config.group_size, seed=workload.seed if seed is None else seed
         )
         mean = workload.mean_length()
         if (warning := workload.cap_warning()) is not None:

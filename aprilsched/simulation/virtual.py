@@ -376,10 +376,8 @@ def _models(
         raise ConfigError(
             f"there are {engines} engines and settings for {len(models)}; give one for each."
         )
-    races = config.policies.refill.launched(config.group_size) > config.group_size
-    if config.refit == "rolling" or races:
-        # What it costs to move a response depends on the length that it has so far, and so does
-        # what is known of the length of one that is thrown away in the middle of a batch.
+    if config.refit == "rolling":
+        # What it costs to move a response depends on the length that it has so far.
         return [replace(m, stream_interval=min(m.stream_interval, _OFTEN)) for m in models]
     return list(models)
 

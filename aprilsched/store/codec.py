@@ -206,7 +206,6 @@ class _Group(msgspec.Struct, array_like=True):
     group_size: int | None = None
     affinity: str | None = None
     again: int | None = None
-    size: int | None = None
     media: list[list[Any]] = []
     """The kind and the source, str or bytes, of each."""
     lost: int = 0
@@ -307,7 +306,6 @@ def group_record(group: SavedGroup) -> bytes:
         group_size=prompt.group_size,
         affinity=prompt.affinity,
         again=group.again,
-        size=group.size,
         media=[[each.kind, each.source] for each in prompt.media],
         companions=prompt.companions,
         lost=group.lost,
@@ -342,7 +340,6 @@ def group_from(body: bytes) -> SavedGroup:
         group_id=record.group_id,
         opened=record.opened,
         again=record.again,
-        size=record.size,
         lost=record.lost,
         prompt=Prompt(
             input_ids=np.frombuffer(record.input_ids, dtype=np.int32),

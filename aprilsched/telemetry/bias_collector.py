@@ -186,7 +186,6 @@ def deciles(lengths: NDArray[np.int64], ages: NDArray[np.int64]) -> DecileFigure
 CENSORS = frozenset(
     {
         Reason.STALE,
-        Reason.OUTRACED,
         Reason.FAILED,
         Reason.SIBLING_FAILED,
         Reason.EPISODE_FAILED,
@@ -272,10 +271,9 @@ def warning_of(reasons: Sequence[str], rollouts: int, effect: float | None) -> s
     """One sentence that says what censors lengths, how much, and what to change."""
     size = "" if effect is None else f" by at least {abs(effect):.1%}"
     shift = "longer" if effect is not None and effect > 0 else "shorter"
-    race = "leave TailBatching(responses=1) for outraced ones, " * (Reason.OUTRACED in reasons)
     return (
         f"{rollouts} rollouts were dropped ({', '.join(reasons)}), which makes what is delivered "
-        f"{shift}{size} for good; {race}raise max_staleness or set its rule to mask or finish for "
+        f"{shift}{size} for good; raise max_staleness or set its rule to mask or finish for "
         "stale ones, and mend the cause of failed ones."
     )
 
@@ -306,8 +304,8 @@ def _censors(reason: str, figures: DropFigures) -> bool:
         return (figures.effect or 0.0) < -_LEAST_EFFECT_OF_LUCK
     if reason not in CENSORS:
         return False
-    # An eviction and a race select long responses in any case; a failure may hit any response.
-    return reason in (Reason.STALE, Reason.OUTRACED) or (figures.effect or 0.0) < -_LEAST_EFFECT
+    # An eviction selects long responses in any case; a failure may hit any response.
+    return reason == Reason.STALE or (figures.effect or 0.0) < -_LEAST_EFFECT
 
 
 # --- collector -----------------------------------------------------------------------------------

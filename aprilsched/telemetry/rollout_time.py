@@ -184,7 +184,7 @@ class RolloutTime(DispatchingListener):
         gone = set(rollout_ids)
         left = tuple(each for each in self._groups.pop(group_id, ()) if each not in gone)
         if left:
-            # A lost member, or one that has lost a race, leaves a group that goes on.
+            # A lost member leaves a group that goes on.
             self._groups[group_id] = left
         for rollout_id in gone:
             self.rollouts.pop(rollout_id, None)

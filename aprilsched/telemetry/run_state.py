@@ -483,7 +483,7 @@ class RunState:
         self._forget([fact.group_id])
 
     def _leave(self, group_id: int, rollout_id: int) -> None:
-        """A rollout that has lost a race, or is lost, leaves its group, which goes on."""
+        """A rollout that is lost leaves its group, which goes on."""
         grew = rollout_id in self.growing
         self._let_go(rollout_id)
         group = self.groups[group_id]

@@ -36,7 +36,7 @@ from aprilsched.config import (
 from aprilsched.core.config import MemberRule, PaceRule, RewardScope
 from aprilsched.core.messages import events as ev
 from aprilsched.core.policies.placement import Placement
-from aprilsched.core.policies.refill import LengthBuckets, Pool, Refill, TailBatching, Wave
+from aprilsched.core.policies.refill import LengthBuckets, Pool, Refill, Wave
 from aprilsched.core.policies.schedule import Pace, Schedule
 from aprilsched.core.policies.staleness import StalenessRule
 from aprilsched.core.policies.straggler import BEHAVIOURS, StragglerRule
@@ -72,7 +72,6 @@ class Interleavings(RuleBasedStateMachine):
                 LengthBuckets(store=2.5),
                 LengthBuckets(store=2.5, probe_after=0.5),
                 "tail",
-                TailBatching(responses=1.5),
             ]
         ),
         placement=st.sampled_from(["prefix", "spread"]),
@@ -130,9 +129,7 @@ class Interleavings(RuleBasedStateMachine):
             pace, straggler, adapters, automatic = "asynchronous", "run", False, False
         if pace == "asynchronous" or straggler not in ("retract", "abort"):
             refill = refill if refill in ("wave", Pool(together=2)) else Pool(together=2)
-        tail = refill == "tail" or isinstance(refill, TailBatching)
-        # An episode that loses a race of responses has used its tools in vain: this is refused.
-        episodes = episodes and not isinstance(refill, TailBatching)
+        tail = refill == "tail"
         if rule_ == "restart" and (automatic or not tail):
             # Only such schedules may let groups begin again.
             automatic, ratio = False, 1.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from aprilsched.config import Retries, SchedulerConfig, Staleness, TailBatching
+from aprilsched.config import Retries, SchedulerConfig, Staleness
 from aprilsched.core.messages import events as ev
 from aprilsched.core.messages import facts
 from aprilsched.core.state.ledger import Reason
@@ -218,7 +218,7 @@ def test_a_shrunken_group_that_begins_again_has_its_full_size():
     assert len(again.members) == 3
 
 
-# --- drop_group, evaluations and races -----------------------------------------------------------
+# --- drop_group and evaluations ------------------------------------------------------------------
 
 
 def test_with_drop_group_a_lost_member_drops_its_group():
@@ -237,21 +237,6 @@ def test_an_evaluation_keeps_the_rule_and_may_shrink_to_one_response(rule: str, 
     driver.finish_group(group_id, 4)
     assert [len(group.rollouts) for group in driver.evaluations[0].groups] == [size]
     assert ledger(driver) == {Reason.MEMBER_LOST: (1, 3)}
-
-
-@pytest.mark.parametrize("rule", ["again", "shrink"])
-def test_a_group_that_races_uses_a_spare_member_first(rule: str):
-    driver = Driver(config(rule, group_size=2, refill=TailBatching(responses=1.5)))
-    group = begun(driver)
-    first, second, third = driver.attempts(group.group_id)
-    driver.finish(third, 6)
-    lose(driver, second, tokens=5)
-    assert (group.size, len(group.members), group.racing) == (2, 2, False)
-    assert driver.state.in_flight.counters.regenerated == 0
-    driver.finish(first, 4)
-    (delivered,) = driver.batches[0].groups
-    assert [(r.index, len(r)) for r in delivered.rollouts] == [(0, 6), (1, 4)]
-    assert ledger(driver) == {Reason.MEMBER_LOST: (1, 5)}
 
 
 # --- stores and listeners ------------------------------------------------------------------------

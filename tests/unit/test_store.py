@@ -215,7 +215,7 @@ def test_the_file_holds_which_members_lost_a_race(path: Path):
     driver = Driver(config(), journal=True)
     driver.request_batch()
     snapshot = take_full(driver.state)
-    states = [replace(state, first_run=3, left=(7, 8)) for state in snapshot.group_states]
+    states = [replace(state, first_run=3) for state in snapshot.group_states]
     assert states
     with closing(SqliteStore(path)) as file:
         file.open()

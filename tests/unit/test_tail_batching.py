@@ -10,10 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aprilsched import RolloutScheduler, SimFleet, Turn
 from aprilsched.analysis.lengths_of_run import Launches
 from aprilsched.config import LengthBuckets, SchedulerConfig, Staleness
-from aprilsched.coordinator.prompts import checked
 from aprilsched.core.lengths.laws import LogLaw
 from aprilsched.core.messages import events as ev
 from aprilsched.core.messages.facts import Fact, GroupLaunched
@@ -23,7 +21,7 @@ from aprilsched.core.state.records import GroupRecord
 from aprilsched.errors import ConfigError
 from aprilsched.presets import rollpacker
 from aprilsched.store import MemoryStore
-from aprilsched.types import Group, Prompt, SamplingParams
+from aprilsched.types import Group
 from tests.support.driver import Driver
 
 RESTART = Staleness(0, rule="restart")
@@ -262,90 +260,6 @@ def test_a_version_for_two_batches_throws_nothing_away_between_them() -> None:
     driver.request_batch()
     assert loser in driver.state.in_flight.groups
     assert not driver.state.in_flight.ledger.total
-
-
-# --- a race of responses -------------------------------------------------------------------------
-
-
-responses_race: Any = partial(config, refill=TailBatching(responses=1.5))
-"""Groups of two that start with three responses."""
-
-
-def test_the_first_responses_make_the_group_and_the_others_are_thrown_away() -> None:
-    driver = Driver(responses_race(), reward_scope="group")
-    driver.request_batch()
-    group_id = driver.group_ids()[0]
-    slow, *fast = driver.attempts(group_id)
-    driver.progress(slow, 7)
-    for attempt in fast:
-        assert not driver.aborts
-        driver.finish(attempt, 5)
-    assert list(driver.aborts) == [slow]
-    driver.progress(slow, 2)
-    driver.interrupt(slow)
-    ledger = driver.state.in_flight.ledger
-    assert ledger.rollouts == {Reason.OUTRACED: 1}
-    assert ledger.tokens == {Reason.OUTRACED: 9}
-    (asked,) = driver.group_scores
-    assert [(r.index, len(r)) for r in asked.group.rollouts] == [(0, 5), (1, 5)]
-    (seen,) = driver.state.expectations.observed.cohort()
-    assert sorted(zip(seen.tokens, seen.finished, strict=True)) == [(5, 1), (5, 1), (7, 0)], (
-        "the law has the response that was too long"
-    )
-
-
-def test_a_group_that_begins_again_is_waited_for_with_every_response() -> None:
-    driver = Driver(responses_race())
-    race(driver)
-    race(driver)
-    driver.request_batch()
-    assert [len(driver.attempts(group_id)) for group_id in driver.group_ids()] == [2, 2]
-
-
-def test_a_restart_within_a_race_of_responses_goes_on_with_it() -> None:
-    driver = Driver(responses_race(), store=MemoryStore())
-    driver.request_batch()
-    ended, open_one, *_ = driver.group_ids()
-    driver.save()
-    for attempt in driver.attempts(ended)[1:]:
-        driver.finish(attempt)
-    driver.finish(driver.attempts(open_one)[2])
-    restart(driver)
-    driver.request_batch()
-    driver.settle()
-    groups = driver.state.in_flight.groups
-    assert [member.index for member in groups[ended].members] == [0, 1]
-    assert not driver.attempts(ended)
-    assert len(driver.attempts(open_one)) == 2
-    driver.finish(driver.attempts(open_one)[1])
-    assert driver.state.in_flight.ledger.rollouts[Reason.OUTRACED] == 2
-    assert [len(group.rollouts) for group in driver.batches[-1].groups] == [2, 2]
-
-
-def test_parameters_for_each_response_may_be_as_many_as_start() -> None:
-    rule = TailBatching(responses=1.5)
-    for count, usable in ((2, True), (3, True), (4, False)):
-        asked = Prompt(
-            input_ids=np.array([1], dtype=np.int32), sampling=(SamplingParams(),) * count
-        )
-        if usable:
-            assert checked(asked, 2, rule) is asked
-        else:
-            with pytest.raises(ConfigError, match="4 sampling parameters for a group of 2"):
-                checked(asked, 2, rule)
-    with pytest.raises(ConfigError, match="3 sampling parameters for a group of 2"):
-        checked(
-            Prompt(input_ids=np.array([1], dtype=np.int32), sampling=(SamplingParams(),) * 3),
-            2,
-            TailBatching(),
-        )
-
-
-def test_episodes_do_not_race() -> None:
-    async def episode(turn: Turn, prompt: Prompt) -> None: ...
-
-    with pytest.raises(ConfigError, match="refused with an episode function"):
-        RolloutScheduler(SimFleet(1), [], episode=episode, config=responses_race())
 
 
 # --- settings ------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from aprilsched import (
 from aprilsched.__main__ import main
 from aprilsched.analysis.plots import bias
 from aprilsched.analysis.run import read_run
-from aprilsched.config import Dispatch, Staleness, TailBatching
+from aprilsched.config import Dispatch, Staleness
 from aprilsched.coordinator.live_bias import LiveBias
 from aprilsched.core.lengths.laws import kaplan_meier
 from aprilsched.core.lengths.observed import GroupLengths, pooled
@@ -458,19 +458,13 @@ class Again:
 
 
 @cache
-def drawn_again(preset: str, responses: float = 1.0) -> tuple[Again, RunSummary]:
-    """A run of a preset without stale tokens, and its summary. Above 1, `responses` lets responses
-    of a group race."""
+def drawn_again(preset: str) -> tuple[Again, RunSummary]:
+    """A run of a preset without stale tokens, and its summary."""
     config = PRESETS[preset](SchedulerConfig(batch_groups=32, group_size=GROUP))
     prompts = workload()
-    if responses > 1:
-        config = replace(config, refill=TailBatching(responses=responses))
-        prompts = replace(prompts, group_size=config.policies.refill.launched(GROUP))
     listener, summary = Again(prompts), Summary(trainer_waits=True)
-    # What is thrown away in the middle of a batch is censored where it was reported last.
-    engine = replace(TIMED, stream_interval=4) if responses > 1 else TIMED
     simulation = Simulation(
-        config, prompts, engine=engine, batches=100, listeners=[listener, summary]
+        config, prompts, engine=TIMED, batches=100, listeners=[listener, summary]
     )
     listener.live = LiveBias(simulation.state)
     simulation.run()
@@ -520,20 +514,6 @@ def test_the_live_bias_counts_what_was_generated_again_from_where_it_was_stopped
     assert everything is not None
     delivered = (1 + now.length_bias) * now.drawn.mean
     assert delivered / everything.mean() - 1 < estimate - 0.06
-
-
-@pytest.mark.long
-def test_racing_responses_censor_and_the_ledger_says_by_how_much():
-    """On top of the race of groups, which is the run that this one is compared with."""
-    groups_alone = drawn_again("rollpacker")[0].bias()[0]
-    run, summary = drawn_again("rollpacker", responses=1.25)
-    estimate, error = run.bias()
-    assert estimate < groups_alone - 8 * error
-    told = summary.bias.censoring
-    assert told.policies == ["begun_again", "outraced"]
-    assert told.effect == pytest.approx(estimate, abs=0.035)
-    assert told.warning is not None
-    assert "leave TailBatching(responses=1)" in told.warning
 
 
 # --- 4. a planted reward -------------------------------------------------------------------------

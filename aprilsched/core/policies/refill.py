@@ -114,11 +114,6 @@ class Refill(ABC):
     def launches(self, view: PoolView) -> int:
         """Number of groups to start now."""
 
-    def launched(self, size: int) -> int:
-        """Number of responses that a new group of `size` starts with. If it is larger, the first
-        `size` of them that are complete make the group, and the others are thrown away."""
-        return size
-
     def members(self, groups: OpenGroups) -> NDArray[np.int64]:
         """Number of members of each group that run now, from its first one on, int64 [groups].
 
@@ -225,10 +220,6 @@ class Pool(Refill):
 # tokens of a batch are of its version (RollPacker, arXiv 2509.21009). The second response to a
 # prompt is then drawn again, although the first one lost because it was long. This makes what is
 # delivered too short for good; docs/bias.md says by how much.
-#
-# Responses may race too (``responses``): a group starts with more responses than it delivers, and
-# the first that are complete make it. The group is launched for a short batch; one that has begun
-# again in a long batch does not race within itself.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -257,14 +248,6 @@ class TailBatching(Refill):
     defers: ClassVar[bool] = True
     settles: ClassVar[bool] = True
 
-    responses: Annotated[float, AT_LEAST_1] = 1.0
-    """Ratio of the responses that a group starts with to those that it delivers. Above 1 the first
-    that are complete make the group, and the others are thrown away. This makes what is delivered
-    too short for good (RollPacker's race of responses, arXiv 2509.21009)."""
-
-    def launched(self, size: int) -> int:
-        return math.ceil(self.responses * size - 1e-9)
-
     def launches(self, view: PoolView) -> int:
         """Number of groups that join the race; 0 for a long batch.
 
@@ -290,8 +273,7 @@ class TailBatching(Refill):
         return np.where(runs, groups.sizes, 0)
 
     def told(self, ratio: str) -> str:
-        told = f"races of {ratio} batches of groups, whose losers share batches without a race"
-        return told if self.responses == 1 else f"{told}, and of {self.responses:g} times responses"
+        return f"races of {ratio} batches of groups, whose losers share batches without a race"
 
 
 def _start(

@@ -387,18 +387,7 @@ class InFlight:
             return
         self.generating -= 1
         if group.complete:
-            if group.left:
-                group.members.sort(key=lambda member: member.index)
             self.ready.add(group)
-
-    def end_race(self, group: GroupRecord) -> GroupRecord:
-        """Complete a training group with the members that are generated to their end. The others
-        leave it as a group of their own, which the caller drops."""
-        losers = self.part(group, [m for m in group.members if m.state in GENERATING])
-        group.members.sort(key=lambda member: member.index)
-        self.ready.add(group)
-        self.journal.change_group(group)
-        return losers
 
     def part(self, group: GroupRecord, leaving: list[RolloutRecord]) -> GroupRecord:
         """Let members leave their group, which is not among the ready. They become a group of their
@@ -411,8 +400,6 @@ class InFlight:
         )
         own.members = leaving
         own.unfinished = sum(member.state in GENERATING for member in leaving)
-        if group.racing:
-            group.left = (*group.left, *(member.rollout_id for member in leaving))
         group.members = [member for member in group.members if member not in leaving]
         group.unfinished -= own.unfinished
         for member in leaving:

@@ -70,9 +70,6 @@ class Reason(StrEnum):
     BEGUN_AGAIN = "begun_again"
     """Its tokens were thrown away at an update, because they would pass the staleness bound. Its
     prompt is generated again, as another group."""
-    OUTRACED = "outraced"
-    """Others of its prompt were complete first, and its group started with more responses than it
-    delivers. This censors lengths."""
     RESTARTED = "restarted"
     """The scheduler was resumed: the rollout belonged to an evaluation, or its tokens to an episode
     that took another way this time."""

@@ -316,11 +316,8 @@ class GroupRecord:
     prompt: Prompt
     evaluation_id: int | None = None
     size: int = 0
-    """Number of members that the group delivers. More members race: the first `size` that are
-    complete make the group."""
+    """Number of members that the group delivers."""
     members: list[RolloutRecord] = field(default_factory=list["RolloutRecord"])
-    left: tuple[int, ...] = ()
-    """Ids of the members that have left such a race, because they lost it or were lost in it."""
     lost: int = 0
     """Number of lost members by which the group has shrunk."""
     unfinished: int = 0
@@ -360,11 +357,6 @@ class GroupRecord:
     def scored(self) -> bool:
         """Whether every member has its reward."""
         return self.complete and all(member.state is State.DONE for member in self.members)
-
-    @property
-    def racing(self) -> bool:
-        """Whether it has more members than it delivers."""
-        return len(self.members) > self.size
 
     @property
     def oldest_version(self) -> int | None:

@@ -82,8 +82,6 @@ class SavedGroup:
     opened: int
     members: tuple[SavedMember, ...]
     again: int | None = None
-    size: int | None = None
-    """Number of members that it delivers; None for all of them."""
     lost: int = 0
     """Number of lost members by which it has shrunk."""
 
@@ -95,8 +93,6 @@ class GroupState:
     group_id: int
     accepted: bool | None = None
     first_run: int | None = None
-    left: tuple[int, ...] = ()
-    """Ids of the members that have left a race, and with it the group."""
 
 
 class SavedRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,13 +129,10 @@ class RolloutState(msgspec.Struct, frozen=True, kw_only=True):
             work, whose path goes on with later tokens.
         foreign: for each companion of each branch (:func:`row_name`) the response tokens whose row
             is of another pass.
-        index: its place in its group, if a race of responses has given it one; None if it is the
-            one that it was launched with.
     """
 
     rollout_id: int
     group_id: int
-    index: int | None = None
     stage: Stage = Stage.GENERATING
     rewritten: bool = False
     runs: tuple[SavedRun, ...] = ()

@@ -48,9 +48,7 @@ def drop(
     for member in group.members:
         if member.request is not None and member.request.open:
             abort(state, member.request)
-    # Those that lost a race were noted with their group.
-    noted = group.complete or reason is Reason.OUTRACED
-    if group.evaluation_id is None and not noted:
+    if group.evaluation_id is None and not group.complete:
         state.note_lengths(group)
     entries = state.in_flight.drop(group, reason, cause, culprit=culprit, now=state.now)
     state.announce(

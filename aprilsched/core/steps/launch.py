@@ -219,12 +219,9 @@ def _launch_group(
 ) -> GroupRecord:
     """Launch a group; `before` is the group of the same prompt in whose place it comes."""
     episodes = state.caller.episodes
-    # A group that begins again has lost its race, and is waited for.
-    races = evaluation_id is None and before is None
-    several = state.plan.schedule.refill.launched(size) if races else size
     group = state.in_flight.add_group(
         prompt,
-        _samplings(prompt, state.config.sampling, several),
+        _samplings(prompt, state.config.sampling, size),
         evaluation_id=evaluation_id,
         episodes=episodes,
         opened=state.begun if before is None else before.opened,

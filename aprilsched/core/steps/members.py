@@ -30,20 +30,19 @@ def lose_member(state: SchedulerState, rollout: RolloutRecord, reason: Reason, c
     If the group cannot go on, it is dropped with `reason`."""
     group, retries = rollout.group, state.config.retries
     generates = rollout.state in GENERATING
-    spare = group.racing and retries.member != "drop_group"
     again = retries.member == "again" and generates and rollout.again < retries.regenerations
     smallest = 1 if group.evaluation_id is not None else retries.smallest_group
     shrinks = retries.member == "shrink" and group.size > smallest
-    if not (spare or again or shrinks):
+    if not (again or shrinks):
         drop(state, group, reason, cause, culprit=rollout.rollout_id)
         return
     was_complete = group.complete
     if group in state.in_flight.ready:
         state.in_flight.ready.remove(group)
     drop(state, state.in_flight.part(group, [rollout]), Reason.MEMBER_LOST, cause)
-    if again and not spare:
+    if again:
         _launch_again(state, group, rollout)
-    elif not spare:
+    else:
         group.size -= 1
         group.lost += 1
     state.in_flight.journal.launch(group)

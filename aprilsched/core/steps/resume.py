@@ -188,12 +188,6 @@ def _restore_schedule(state: SchedulerState, schedule: Schedule | None) -> None:
         state.plan.schedule = fits
 
 
-def _members(saved: Saved, group: SavedGroup) -> list[SavedMember]:
-    """The members of a group without those that lost a race and have left it."""
-    left = _now(saved, group).left
-    return [member for member in group.members if member.rollout_id not in left]
-
-
 def _now(saved: Saved, group: SavedGroup) -> GroupState:
     """What has become of the group since it was launched."""
     return saved.group_states.get(group.group_id) or GroupState(group_id=group.group_id)
@@ -208,10 +202,9 @@ def _group(state: SchedulerState, saved: Saved, group: SavedGroup) -> GroupRecor
         again=group.again,
         accepted=now.accepted,
         first_run=now.first_run,
-        left=now.left,
         lost=group.lost,
     )
-    for member in _members(saved, group):
+    for member in group.members:
         new = RolloutState(rollout_id=member.rollout_id, group_id=group.group_id)
         known = saved.rollouts.get(member.rollout_id, new)
         tokens = saved.tokens.get(member.rollout_id, SavedTokens())
@@ -239,10 +232,8 @@ def _group(state: SchedulerState, saved: Saved, group: SavedGroup) -> GroupRecor
             rollout.log.companions = at_work.companions
             rollout.log.go_on(at_work.path)
         record.members.append(rollout)
-    record.size = len(record.members) if group.size is None else group.size
+    record.size = len(record.members)
     record.unfinished = sum(member.state in GENERATING for member in record.members)
-    if now.left and record.complete:
-        record.members.sort(key=lambda member: member.index)
     return record
 
 
@@ -303,7 +294,7 @@ def _rollout(
         prompt = np.array(known.prompt_ids, dtype=np.int32)
     record = RolloutRecord(
         rollout_id=member.rollout_id,
-        index=member.index if known.index is None else known.index,
+        index=member.index,
         group=group,
         sampling=member.sampling,
         state=_STATES[stage],
@@ -439,7 +430,7 @@ def _take_back(state: SchedulerState, group: GroupRecord) -> None:
 
 def _drop_damaged(state: SchedulerState, saved: Saved, delivered: set[int]) -> None:
     in_flight = state.in_flight
-    members = {group.group_id: _members(saved, group) for group in saved.groups}
+    members = {group.group_id: group.members for group in saved.groups}
     for group_id, cause in saved.damaged.items():
         # If the group cannot be read, its rollouts are those that name it. The first one has the id
         # that follows the group's.

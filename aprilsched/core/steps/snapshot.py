@@ -180,7 +180,6 @@ def _group(group: GroupRecord) -> SavedGroup:
         prompt=group.prompt,
         opened=group.opened,
         again=group.again,
-        size=group.size if group.racing else None,
         lost=group.lost,
         members=tuple(
             SavedMember(rollout_id=m.rollout_id, index=m.index, sampling=m.sampling, again=m.again)
@@ -194,7 +193,6 @@ def _group_state(group: GroupRecord) -> GroupState:
         group_id=group.group_id,
         accepted=group.accepted,
         first_run=group.first_run,
-        left=group.left,
     )
 
 
@@ -205,7 +203,6 @@ def _rollout(rollout: RolloutRecord) -> RolloutState:
     return RolloutState(
         rollout_id=rollout.rollout_id,
         group_id=group.group_id,
-        index=rollout.index if group.racing or group.left else None,
         stage=_stage(rollout),
         rewritten=rollout.rewritten,
         runs=rollout.log.runs,

@@ -303,15 +303,9 @@ def _resolve(
 def finish(state: SchedulerState, rollout: RolloutRecord, score: Score | None) -> None:
     """Finish a rollout that is generated to its end; `score` is its episode's, if it has one."""
     group = rollout.group
-    if group.racing or group.left:
-        # Its place in what is delivered, before a reward function can see it.
-        taken = {each.index for each in group.members if each.state not in GENERATING}
-        rollout.index = min(set(range(len(group.members))) - taken)
     state.in_flight.finish(rollout)
     state.tell(facts.RolloutFinished(rollout_id=rollout.rollout_id, group_id=group.group_id))
-    if group.racing and len(group.members) - group.unfinished == group.size:
-        _end_race(state, group)
-    elif group.complete and group.evaluation_id is None:
+    if group.complete and group.evaluation_id is None:
         state.note_lengths(group)
     if group.complete:
         group.complete_at = state.now
@@ -338,15 +332,6 @@ def ask_for_rewards(state: SchedulerState, group: GroupRecord) -> None:
     """Ask the reward function about a whole group."""
     state.tell(facts.RewardRequested(group_id=group.group_id))
     state.commands.append(do.ScoreGroup(group=group_of(group)))
-
-
-def _end_race(state: SchedulerState, group: GroupRecord) -> None:
-    """Throw away the members that are not complete, because enough of them are."""
-    # The lengths of all members together, where those of the losers are censored: the delivered
-    # ones alone would be taken for a law of shorter responses.
-    state.note_lengths(group)
-    losers = state.in_flight.end_race(group)
-    drop(state, losers, Reason.OUTRACED, "enough other responses of its prompt were complete")
 
 
 def on_rewarded(state: SchedulerState, rollout: RolloutRecord, event: ev.Rewarded) -> None:
