@@ -491,6 +491,10 @@ class _Life:
                         return "closed"
                     raise
                 if isinstance(error, RefitError):
+                    if self.source.dry and now - asked_at > DRY_S:
+                        # Engines that restart refuse updates for as long as no prompt comes.
+                        self._check_dry()
+                        return "dry"
                     refused += 1
                     if refused > 60:
                         self.complain(f"update after update is refused: {error}")
