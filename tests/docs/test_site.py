@@ -229,8 +229,7 @@ def test_every_setting_is_there_with_its_default_and_what_it_does():
     assert rows(setting_parts()) >= {"max_in_flight", "interruptions", "stall_s", "refit_s"}
     assert rows(setting_policies()) == {
         *("amount", "together", "until"),
-        *("store", "probes", "probe_after", "oldest", "mixed", "bound", "rule"),
-        "responses",
+        *("store", "probes", "probe_after", "oldest", "bound", "rule"),
     }
 
 

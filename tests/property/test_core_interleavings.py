@@ -642,7 +642,7 @@ class Interleavings(RuleBasedStateMachine):
         elif driver.verdicts:
             group = driver.verdicts.pop(0).group
             driver.feed(ev.Filtered(group_id=group.group_id, accepted=True))
-        elif not driver.state.delivery.called:
+        elif not driver.state.delivery.called and not driver.ended:
             driver.feed(ev.BatchRequested())
         elif driver.state.in_flight.queue and driver.state.fleet.admissions:
             driver.now += MAX_RETRY_AFTER_S

@@ -235,13 +235,13 @@ async def test_hazard_13_no_timeout_and_no_pool_stop_a_long_tail(
     limits = HttpLimits(control_timeout=seconds, connect_timeout=seconds)
     engine = SGLangEngine(clean_server.url, limits=limits)
     await engine.open()
-    streams = [Stream(engine, greedy(20)).start() for _ in range(120)]
+    streams = [Stream(engine, greedy(60)).start() for _ in range(120)]
     await until(lambda: len(streams[0]) > 0)
     await engine.pause("retract")
     assert not streams[-1].done
     await asyncio.sleep(1.2 * seconds)
     await engine.resume()
-    assert [len(await stream.end()) for stream in streams] == [20] * 120
+    assert [len(await stream.end()) for stream in streams] == [60] * 120
     await engine.close()
 
 
