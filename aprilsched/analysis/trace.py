@@ -25,7 +25,6 @@ from aprilsched.telemetry.run_folder import EVENTS, TRACE
 
 _BEGIN = b'{"displayTimeUnit":"ms","traceEvents":[\n'
 _END = b"\n]}\n"
-_BUFFER = 1 << 20
 
 
 class TraceFile:

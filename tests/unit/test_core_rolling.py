@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
 from aprilsched.config import Pool, Prices, SchedulerConfig
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
-from aprilsched.core.policies.repack import Load, engine_to_free, surplus
+from aprilsched.core.policies.repack import Load, is_worth_freeing, surplus
 from aprilsched.core.state.engine_control import Mode
 from aprilsched.core.state.ledger import Reason
 from aprilsched.errors import ConfigError
@@ -409,6 +411,25 @@ def load(engine: str, requests: int, *, room: int | None = None, kv: int | None 
 
 
 PRICES = Prices(step_seconds=1e-3, prefill_tokens_per_s=10_000)
+
+
+def engine_to_free(
+    loads: Sequence[Load], *, requests: int, share: float, prices: Prices, needed: bool
+) -> str | None:
+    """Return the engine whose requests move to the others of its version, or None."""
+    if len(loads) < 2:
+        return None
+    least = min(loads, key=lambda load: (load.requests, load.engine))
+    worth = is_worth_freeing(
+        least,
+        lambda: [load for load in loads if load is not least],
+        engines=len(loads),
+        requests=requests,
+        share=share,
+        prices=prices,
+        needed=needed,
+    )
+    return least.engine if worth else None
 
 
 def test_requests_are_moved_when_waiting_costs_more():

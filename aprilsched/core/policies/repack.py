@@ -55,26 +55,6 @@ def surplus(*, engines: int, requests: int, share: float) -> float:
     return engines - requests / share if share else 0.0
 
 
-def engine_to_free(
-    loads: Sequence[Load], *, requests: int, share: float, prices: Prices, needed: bool
-) -> str | None:
-    """The engine, of those of one version that take requests, whose requests are to be moved to the
-    others now; None if waiting is better. See :func:`is_worth_freeing`."""
-    if len(loads) < 2:
-        return None
-    least = min(loads, key=lambda load: (load.requests, load.engine))
-    worth = is_worth_freeing(
-        least,
-        lambda: [load for load in loads if load is not least],
-        engines=len(loads),
-        requests=requests,
-        share=share,
-        prices=prices,
-        needed=needed,
-    )
-    return least.engine if worth else None
-
-
 def is_worth_freeing(
     least: Load,
     others: Callable[[], Sequence[Load]],
