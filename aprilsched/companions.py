@@ -1,6 +1,6 @@
-"""Companions: typed data that an engine returns beside token ids and log-probabilities.
+"""Companions: typed data that an engine returns in addition to token ids and log-probabilities.
 
-A :class:`Companion` says what the rows of one kind of data are, and which token each row belongs
+A :class:`Companion` describes the rows of one kind of data, and which token each row belongs
 to. There are two kinds:
 
 - *context*: a row for each position of the context that the engine has forwarded, such as the
@@ -61,10 +61,10 @@ class Companion:
             "top_logprobs"; rows are stored in it.
         shape: shape of a row; it is not given for "sampling_mask".
         required: whether tokens without the row of the pass that sampled them are masked in the
-            loss. Without it the rollout says which tokens these are, and nothing else happens.
+            loss. Without it the rollout only records which tokens these are.
 
     Raises:
-        ConfigError: if there is no such companion, or if its type or shape cannot be used.
+        ConfigError: if the companion is unknown, or if its type or shape cannot be used.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Companion:
     def __post_init__(self) -> None:
         if self.name not in KINDS:
             raise ConfigError(
-                f"there is no companion {self.name!r}; choose one of {', '.join(KINDS)}."
+                f"companion {self.name!r} is unknown; choose one of {', '.join(KINDS)}."
             )
         try:
             kind = np.dtype(self.dtype)
@@ -129,11 +129,11 @@ class Companion:
                 given: dict[str, Any] = {**value, "shape": tuple(value.get("shape", ()))}
                 return Companion(**given)
             except TypeError as error:
-                raise ConfigError(f"{dict(value)!r} is no companion ({error}).") from error
+                raise ConfigError(f"{dict(value)!r} is not a companion ({error}).") from error
         written = _WRITTEN.fullmatch(value)
         if written is None:
             raise ConfigError(
-                f"{value!r} is no companion; write its name, type and shape as in "
+                f"{value!r} is not a companion; write its name, type and shape as in "
                 '"routed_experts=uint8[48,8]".'
             )
         sizes = [int(size) for size in (written["shape"] or "").split(",") if size.strip()]
@@ -142,7 +142,7 @@ class Companion:
         )
 
     def blank(self, rows: int) -> Rows:
-        """So many rows of zeros or NaN, or of no value where rows differ in length."""
+        """Rows of zeros or NaN, or without values if rows differ in length."""
         nothing = np.nan if self.name == TOP else 0
         values = np.full((0 if self.ragged else rows, *self.shape), nothing, dtype=self.dtype)
         return Rows(values, np.zeros(rows, dtype=np.int64) if self.ragged else None)
@@ -199,14 +199,14 @@ class Rows:
         """Size of the values in bytes."""
         return self.values.nbytes
 
-    def part(self, begin: int, end: int | None = None) -> Rows:
-        """The rows `begin` to `end`, without a copy of the values."""
+    def part(self, start: int, end: int | None = None) -> Rows:
+        """The rows `start` to `end`, without a copy of the values."""
         end = len(self) if end is None else end
         if self.ends is None:
-            return Rows(self.values[begin:end])
-        at = int(self.ends[begin - 1]) if begin else 0
-        upto = int(self.ends[end - 1]) if end > begin else at
-        return Rows(self.values[at:upto], self.ends[begin:end] - at)
+            return Rows(self.values[start:end])
+        at = int(self.ends[start - 1]) if start else 0
+        upto = int(self.ends[end - 1]) if end > start else at
+        return Rows(self.values[at:upto], self.ends[start:end] - at)
 
     def row(self, index: int) -> NDArray[Any]:
         """One row."""
@@ -296,7 +296,7 @@ class CompanionLog:
             self.held += len(rows)
 
     def forked(self, rows: int, tokens: int) -> CompanionLog:
-        """A log that begins with the first `rows` rows of this one, for as many as `tokens`
+        """A log that starts with the first `rows` rows of this one, for `tokens`
         response tokens."""
         log = CompanionLog(self.companion)
         log.add(self.since(0))
@@ -314,22 +314,22 @@ class CompanionLog:
         )
 
     def fill(self, rows: int) -> None:
-        """Add rows of nothing until there are so many."""
+        """Pad with blank rows up to `rows`."""
         if rows > self.held:
             self.add(self.companion.blank(rows - self.held))
 
-    def mark(self, foreign: NDArray[np.bool_], begin: int, end: int) -> None:
-        """Note which of the response tokens from `begin` to `end` are `foreign`, bool [T]."""
-        edges = np.flatnonzero(np.diff(foreign[begin:end], prepend=False, append=False)) + begin
+    def mark(self, foreign: NDArray[np.bool_], start: int, end: int) -> None:
+        """Note which of the response tokens from `start` to `end` are `foreign`, bool [T]."""
+        edges = np.flatnonzero(np.diff(foreign[start:end], prepend=False, append=False)) + start
         self.foreign += zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
 
-    def since(self, begin: int) -> Rows:
-        """The rows from `begin` on."""
+    def since(self, start: int) -> Rows:
+        """The rows from `start` on."""
         found: list[Rows] = [self.companion.blank(0)]
         at = 0
         for part in self._parts:
-            if at + len(part) > begin:
-                found.append(part.part(max(0, begin - at)))
+            if at + len(part) > start:
+                found.append(part.part(max(0, start - at)))
             at += len(part)
         return Rows.join(found)
 
@@ -354,7 +354,7 @@ class CompanionLog:
         exact = np.ones(tokens, dtype=np.bool_)
         first = prompt - 1 if per_context else 0
         exact[max(0, self.held - first) :] = False
-        for begin, end in self.foreign:
-            exact[begin:end] = False
+        for start, end in self.foreign:
+            exact[start:end] = False
         exact |= ~sampled
         return CompanionRows(self.companion, rows, exact)

@@ -12,7 +12,7 @@ else is needed here, so the functions work in any trainer::
 
 Three policies have names in all signatures and formulas. The *behaviour* policy b sampled the
 token: its log-probabilities are those of the batch. The *proximal* policy p is the one that the
-training step begins with, and the trust region is around it. The *current* policy θ is being
+training step starts with, and the trust region is around it. The *current* policy θ is being
 trained, and only its log-probabilities carry a gradient.
 
 Every function takes either numpy arrays or torch tensors, not a mixture, and returns the same
@@ -290,7 +290,7 @@ def interpolated_proximal(
         logprobs: log-probabilities under the current policy, any shape.
         behaviour_logprobs: those of the batch, same shape.
         versions: integers, same shape; the versions of the batch.
-        proximal_version: the version that the training step begins with.
+        proximal_version: the version that the training step starts with.
         current_version: the version that is being trained; None means ``proximal_version + 1``.
 
     Returns:

@@ -19,9 +19,9 @@
     ├── RunEnded               no further batch comes; it counts what was delivered and failed
     │   ├── RunGivenUp         too many groups failed, or none was delivered
     │   └── PromptsExhausted   the prompts have ended, as they should
-    ├── TurnRefused            the engines refuse one turn of an episode, which may go on
+    ├── TurnRefused            the engines refuse one turn of an episode, which may continue
     ├── EpisodeError           an episode used its turn in a way that cannot be recorded
-    ├── MemberLost             raised by user code: its rollout is lost, and its group may go on
+    ├── MemberLost             raised by user code: its rollout is lost, and its group may continue
     ├── CallbackError          the caller's code raised CancelledError, StopIteration or the like
     ├── RunFolderError         a run folder is missing, in use or unreadable
     ├── StoreError             a store or checkpoint cannot be read, written or used
@@ -69,7 +69,7 @@ class AprilschedError(Exception):
 
 
 class ConfigError(AprilschedError, ValueError):
-    """A setting, prompt or sampling parameter is wrong; the message says what to change."""
+    """A setting, prompt or sampling parameter is wrong; the message names the change."""
 
 
 class MissingExtra(ConfigError, ImportError):
@@ -207,7 +207,7 @@ class RunFolderError(AprilschedError):
 
 
 class StoreError(AprilschedError):
-    """A store or checkpoint cannot be opened, read or written; the message says what to do."""
+    """A store or checkpoint cannot be opened, read or written; the message names a remedy."""
 
 
 class SchedulerClosed(AprilschedError, RuntimeError):
@@ -217,7 +217,7 @@ class SchedulerClosed(AprilschedError, RuntimeError):
 def closed_meanwhile() -> SchedulerClosed:
     """The error for a call that was waiting when the scheduler was closed, or came later."""
     return SchedulerClosed(
-        "the scheduler is closed, so nothing comes from it any more; call it inside its block."
+        "the scheduler is closed, so it returns nothing; call it inside its block."
     )
 
 

@@ -1,4 +1,4 @@
-"""Optional dependencies: whoever lacks one is told in one sentence which extra brings it.
+"""Optional dependencies: one sentence names the extra that brings a missing one.
 
 `import aprilsched` and a scheduler on SGLang servers need only the packages that the base install
 requires. Everything else is imported inside ``with extra(NAME)``, where NAME is an entry of
@@ -30,7 +30,7 @@ def extra(name: str) -> Generator[None]:
     except ImportError as error:
         missing = error.name or str(error)
         if missing.partition(".")[0] == "aprilsched":
-            raise  # a mistake of this package, which no installation mends
+            raise  # a mistake of this package, which no installation fixes
         absent = isinstance(error, ModuleNotFoundError)
         what = "is not installed" if absent else f"cannot be imported ({error})"
         raise MissingExtra(f"{missing} {what}; {_command(name)}.") from error
@@ -39,7 +39,7 @@ def extra(name: str) -> Generator[None]:
 def _command(name: str) -> str:
     """What installs the extra `name` of this installation: an index may have another aprilsched, or
     none, than the folder, the file or the repository that this one is from."""
-    # Imported by whoever lacks a package, and by nobody else: it takes long.
+    # Imported only if a package is missing: it takes long.
     from importlib.metadata import PackageNotFoundError, distribution
 
     try:

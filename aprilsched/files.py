@@ -1,6 +1,6 @@
 """Reads regular files only, and writes files that no link planted by another user redirects.
 
-A folder may come from somebody else, or be writable by others. A FIFO or an endless device in it
+A folder may come from another user, or be writable by others. A FIFO or an endless device in it
 must not block a command, and a link in it must not lead a write out of it.
 """
 
@@ -74,7 +74,7 @@ def written_whole(path: Path, *, mode: int = PRIVATE) -> Generator[BinaryIO]:
         OSError: if it cannot be written.
     """
     writing = unused_name(path)
-    # The file must be new, so that nobody can have planted a link of its name.
+    # The file must be new, so that no link of its name can have been planted.
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     file = os.fdopen(os.open(writing, flags, mode), "wb")
     try:

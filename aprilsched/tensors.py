@@ -133,7 +133,7 @@ class PackedTensors(_BatchTensors):
     """Tensors [N]: all rollouts in one row without padding, N tokens in total.
 
     The fields are those of :class:`PaddedTensors` without the attention mask, with shape [N]
-    instead of [B, S]. Two fields say where each rollout begins:
+    instead of [B, S]. Two fields give the start of each rollout:
 
     Attributes:
         cu_seqlens: int32 [B + 1]; rollout b has the tokens ``cu_seqlens[b]`` to

@@ -85,9 +85,10 @@ class SamplingParams:
     A ``sampling_seed`` that several rollouts share, of the run or of a prompt with a group, gives
     each of them a seed of its own (:func:`derived_seed`). Parameters of one rollout keep theirs.
 
-    ``request`` has further fields of the request itself, beside the sampling parameters, such as
-    ``{"priority": 3}``; fields that the scheduler sets are refused. ``keep`` names what the engine
-    answers beside the tokens (SGLang: entries of ``meta_info``); a rollout has it as ``answers``.
+    ``request`` has further fields of the request itself, in addition to the sampling parameters,
+    such as ``{"priority": 3}``; fields that the scheduler sets are refused. ``keep`` names what the
+    engine answers beside the tokens (SGLang: entries of ``meta_info``); a rollout has it as
+    ``answers``.
     """
 
     max_new_tokens: int = 1024
@@ -166,7 +167,7 @@ class Media:
         source: a path or URL that the engines can read, or the content of the file.
 
     Raises:
-        ConfigError: if there is no such kind, or if the source is empty or neither str nor bytes.
+        ConfigError: if the kind is unknown, or if the source is empty or neither str nor bytes.
     """
 
     kind: MediaKind
@@ -195,9 +196,9 @@ class Prompt:
         metadata: anything that a reward or an episode needs; it is never sent to an engine.
         group_size: number of rollouts of this prompt; None for that of the scheduler's
             configuration, or of the call of ``evaluate()``.
-        affinity: name that prompts share whose contexts begin alike, such as the turns of one
-            conversation. With ``Dispatch(placement="prefix")`` their rollouts go to the same
-            engine, for its cached keys, unless that has far more to do than the others.
+        affinity: name that prompts share whose contexts start with the same tokens, such as the
+            turns of one conversation. With ``Dispatch(placement="prefix")`` their rollouts go to
+            the same engine, for its cached keys, unless that has far more to do than the others.
         media: images and other media, in the order of their places in `input_ids`. These ids have
             one placeholder for each, as the chat template writes it: the engine expands it.
         companions: names of those of the run's companions that the responses have; None for all.
@@ -323,7 +324,9 @@ def token_array(ids: Sequence[int] | Int32Array, what: str) -> Int32Array:
     try:
         array = np.asarray(ids)
     except ValueError as error:
-        raise ConfigError(f"{what} is no row of token ids ({error}); give integers.") from error
+        raise ConfigError(
+            f"{what} must be a row of integer token ids ({error})."
+        ) from error
     if array.dtype.kind in "US":
         raise ConfigError(f"{what} is text; give the ids that the model's tokenizer makes of it.")
     if array.ndim != 1 or array.size == 0:
@@ -360,10 +363,10 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What an engine answered beside the tokens of one attempt (``SamplingParams.keep``).
+    """What an engine answered in addition to the tokens of one attempt (``SamplingParams.keep``).
 
     Attributes:
-        start: where the tokens of the attempt begin in the response.
+        start: index of the attempt's first token in the response.
         values: the entries by name, in JSON's types.
         sizes: the size of each entry that came, as JSON in bytes; 0 if JSON has no form for it. An
             entry that is not in `values` was left out: those of one attempt have at most 1 MiB
@@ -420,12 +423,12 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         stale_keys: True if an engine kept the rollout's KV across a refit, or may have found it in
             a storage, and sampled tokens after it. These tokens attend to keys that older weights
             computed, so their logprobs belong to no single version, although `versions` names one.
-        companions: what the engines returned beside the tokens, by name, if
+        companions: what the engines returned in addition to the tokens, by name, if
             ``SchedulerConfig.companions`` asks for it.
         answers: what else the engines answered, for each attempt that brought something of what
             ``SamplingParams.keep`` names, in their order.
         branches: the later branches of an episode that left its context and kept all of them
-            (``Turn.branches``), in the order in which they began, each as a rollout with the same
+            (``Turn.branches``), in the order in which they started, each as a rollout with the same
             ids. The reward is that of all of them: each branch has it, and the advantage of the
             group counts it once. :meth:`Batch.to_torch` makes a row of each.
         shared: number of the first response tokens that an earlier branch has too. Their loss mask
@@ -465,7 +468,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     def staleness(self, version: int) -> int:
         """Number of versions from the oldest sampled token to `version`, which consumes it.
 
-        It is 0 if the tokens are of a newer version, which somebody other than the trainer loaded.
+        It is 0 if the tokens are of a newer version, which another program loaded.
         """
         oldest = self.oldest_version
         return 0 if oldest is None else max(0, version - oldest)
@@ -481,7 +484,7 @@ class Group:
 
 
 class Receipt:
-    """Tells the scheduler that the trainer is done with a batch.
+    """Acknowledges a batch that the trainer is done with.
 
     A copy in another process, whether sent or forked, cannot do so: the scheduler is not there.
     """

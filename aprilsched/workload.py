@@ -116,7 +116,7 @@ class Empirical:
     lengths: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        _check(len(self.lengths) > 0, "there are no lengths; give at least one.")
+        _check(len(self.lengths) > 0, "lengths must not be empty; list at least one.")
         lengths = sorted(converted("a length", length, Integral) for length in self.lengths)
         _check(lengths[0] >= 1, "a length is below 1; give tokens, each 1 or more.")
         object.__setattr__(self, "lengths", tuple(lengths))
@@ -127,7 +127,7 @@ class Empirical:
         between them.
 
         Raises:
-            ConfigError: if it cannot be read, or something in it is no length.
+            ConfigError: if it cannot be read, or something in it is not a length.
         """
         try:
             text = read_text(path)
@@ -135,14 +135,14 @@ class Empirical:
             reason = error.strerror or error
             raise ConfigError(f"the lengths in {path} cannot be read: {reason}.") from error
         except UnicodeDecodeError as error:
-            raise ConfigError(f"the lengths in {path} are no text: {error}.") from error
+            raise ConfigError(f"the lengths in {path} are not text: {error}.") from error
         lengths: list[int] = []
         for number, line in enumerate(text.splitlines(), start=1):
             for word in line.replace(",", " ").split():
                 length = _length(word)
                 if length is None:
                     raise ConfigError(
-                        f"line {number} of {path} has {word!r}, which is no length; give whole "
+                        f"line {number} of {path} has {word!r}, which is not a length; write whole "
                         "numbers of tokens, each from 1 to 2**31 - 1."
                     )
                 lengths.append(length)

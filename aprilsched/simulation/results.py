@@ -189,7 +189,7 @@ def simulate(
         workload: the prompts. Each response has the length that ``max_new_tokens`` gives, as
             :class:`~aprilsched.LongTailWorkload` draws it. A workload of that class gets the
             configuration's group size.
-        config: how it is scheduled; by default as :class:`~aprilsched.SchedulerConfig` says.
+        config: how it is scheduled; by default :class:`~aprilsched.SchedulerConfig`'s defaults.
             Recipes are in :mod:`aprilsched.presets`.
         engines: number of engines.
         engine: settings of every engine, with its step-time model (one H200 with a dense model of
@@ -258,7 +258,7 @@ def simulate(
 
 
 class _Generation:
-    """Counts generated tokens when they arrive, as a listener, and says how fast they came."""
+    """Counts generated tokens when they arrive, as a listener, and reports their rate."""
 
     def __init__(self) -> None:
         self._tokens = 0
@@ -279,13 +279,13 @@ class _Generation:
         batches."""
         if len(self._deliveries) <= max(1, burn_in):
             return None
-        begin, before = self._deliveries[max(0, burn_in - 1)]
+        start, before = self._deliveries[max(0, burn_in - 1)]
         end, after = self._deliveries[-1]
-        return (after - before) / (end - begin) if end > begin else None
+        return (after - before) / (end - start) if end > start else None
 
 
 class _Progress:
-    """Tells on stderr how far a simulation is, once a second."""
+    """Reports on stderr how far a simulation is, once a second."""
 
     def __init__(self, batches: int) -> None:
         self._wanted, self._done = batches, 0

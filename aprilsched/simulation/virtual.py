@@ -197,7 +197,7 @@ class ModelledTrainer:
     """Takes `batches` batches, with a new version after every `update_every` (0: no versions).
 
     With `streamed` it takes each batch group by group, and trains on each group for an equal part
-    of `train_seconds` before it asks for the next one. Otherwise it begins when it has the whole
+    of `train_seconds` before it asks for the next one. Otherwise it starts when it has the whole
     batch.
     """
 
@@ -227,7 +227,7 @@ class ModelledTrainer:
         """For how long it trains on what it has taken last."""
         self._version = 0
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Ask for a batch, or for the next group of one."""
         self._asks = True
         self._feed(ev.BatchRequested(streamed=self._streamed))
@@ -249,7 +249,7 @@ class ModelledTrainer:
         if self._streamed:
             self._seconds = self._group_seconds * len(offered.groups)
         if not offered.complete:
-            self._agenda.after(self._seconds, self.begin)
+            self._agenda.after(self._seconds, self.start)
         self._feed(ev.BatchTaken(index=offered.index))
 
     def deliver(self, _: do.Deliver) -> None:
@@ -274,7 +274,7 @@ class ModelledTrainer:
         if self.batches >= self._wanted:
             self.done = True
         else:
-            self.begin()
+            self.start()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -287,7 +287,7 @@ class Costs:
         refit_seconds: duration of bringing one version into the engines, which load it together;
             with rolling refits, of bringing it into one engine.
         train_seconds: duration of training, between a batch and the update that follows it.
-        reward_seconds: duration of scoring one rollout; with 0 there is no reward at all.
+        reward_seconds: duration of scoring one rollout; with 0 rewards are not used.
 
     Raises:
         ConfigError: if one is negative, or no number.
@@ -336,7 +336,7 @@ class _Episode:
     tokens: list[int]
     """Number of tokens of each turn that was not asked for yet."""
     pauses: list[float]
-    """Seconds of each gap that has not begun."""
+    """Seconds of each gap that has not started."""
 
 
 def checked_config(config: SchedulerConfig) -> None:
@@ -492,7 +492,7 @@ class Simulation:
             for name, each in self.engines.items()
         )
         feed(ev.Opened(engines=tuple(infos)))
-        self.trainer.begin()
+        self.trainer.start()
         while not self.trainer.done and self._failure is None:
             if not self.agenda.step():
                 raise AssertionError("nothing is due and the trainer still waits")
@@ -578,7 +578,7 @@ class Simulation:
             pauses = list(self._pauses(command.prompt, command.index))
             turns = len(pauses) + 1
             ends = [command.sampling.max_new_tokens * n // turns for n in range(turns + 1)]
-            tokens = [max(1, end - begin) for begin, end in pairwise(ends)]
+            tokens = [max(1, end - start) for start, end in pairwise(ends)]
             episode = _Episode(command.sampling, command.prompt.input_ids, tokens, pauses)
             self._episodes[command.rollout_id] = episode
             self._ask(command.rollout_id, episode)

@@ -61,7 +61,7 @@ def connect(path: Path) -> sqlite3.Connection:
     with store_errors(path, "opened"):
         safe_path(path)
         # SQLite gives the files that belong to it the same mode. Prompts and responses are for
-        # nobody else to read. What fails here fails in SQLite too, which says more.
+        # no other process to read. What fails here fails in SQLite too, with a better message.
         with suppress(OSError):
             os.close(open_private(path, os.O_RDWR | os.O_CREAT))
         connection = sqlite3.connect(
@@ -125,7 +125,7 @@ class Progress(NamedTuple):
 
 
 class Marker:
-    """How far the last save had come, in a small file beside the store.
+    """How far the last save had come, in a small file next to the store.
 
     SQLite drops what follows a damaged place of the write-ahead log without a word, as if it had
     never been saved. The marker is not in the log, so it shows that, also where the log was cut.
@@ -136,7 +136,7 @@ class Marker:
         self._file = -1
 
     def open(self) -> Progress | None:
-        """Open the file; returns what it says, None if it says nothing.
+        """Open the file; returns its content, None if it is empty.
 
         Raises:
             OSError: if it cannot be opened.

@@ -74,9 +74,9 @@ log = logging.getLogger("aprilsched")
 T = TypeVar("T")
 
 KEPT_ENTRIES = 10_000
-"""Number of ledger entries that are kept, as many as the scheduler itself keeps."""
+"""Number of ledger entries that are kept; the scheduler keeps the same number."""
 KEPT_LENGTHS = 4096
-"""Number of groups whose lengths are kept; the scheduler uses as many responses."""
+"""Number of groups whose lengths are kept; the scheduler uses the same number of responses."""
 _FREE_BYTES = 1 << 24
 """Free space that a file always keeps for the next tokens."""
 _FREE_PAGES = 1024
@@ -219,7 +219,7 @@ class SqliteStore:
     def _compare(
         self, saved: Saved | None, connection: sqlite3.Connection, last: Progress | None
     ) -> Saved | None:
-        """`saved`, with what is said of it if the marker says `last` that more was saved."""
+        """`saved`, with a note if the marker `last` shows that more was saved."""
         self._given = 0
         if last is None:
             return saved
@@ -235,7 +235,7 @@ class SqliteStore:
         self._given = last.batches
         log.warning(
             "%s has lost its last saves, because its write-ahead log is damaged or the file was "
-            "replaced; the run goes on after %d batches, and %d that may have been given come "
+            "replaced; the run continues after %d batches, and %d that may have been given come "
             "again with other responses, as redelivered",
             self.path,
             found.batches,
@@ -368,9 +368,9 @@ def _by_group(page: TokenPage) -> TokenPage:
     """
     order = np.lexsort((page.slices[:, 1], page.slices[:, 0], page.slices[:, 5]))
     lengths = page.slices[:, 2].astype(np.int64)
-    begins = (np.cumsum(lengths) - lengths)[order]
+    starts = (np.cumsum(lengths) - lengths)[order]
     slices, lengths = page.slices[order], lengths[order]
-    tokens = np.repeat(begins - (np.cumsum(lengths) - lengths), lengths) + np.arange(page.tokens)
+    tokens = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths) + np.arange(page.tokens)
     before, after = slices[:-1], slices[1:]
     continues = (after[:, 1] == before[:, 1] + before[:, 2]) & (
         after[:, (0, 3, 4)] == before[:, (0, 3, 4)]
@@ -634,7 +634,7 @@ def read_checkpoint(path: Path) -> Saved:
     """Read a file that :func:`write_checkpoint` wrote; the file is not changed.
 
     Raises:
-        StoreError: if there is no such file, or it cannot be read.
+        StoreError: if the file does not exist, or it cannot be read.
     """
     if not safe_path(path).exists():
         raise StoreError(f"{path} is not there; name a checkpoint that was written.")

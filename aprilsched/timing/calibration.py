@@ -120,7 +120,7 @@ def _model(
 
 
 def _resampled(windows: Windows, rng: np.random.Generator) -> Windows:
-    """As many windows, drawn with replacement in blocks of neighbours."""
+    """The same number of windows, drawn with replacement in blocks of neighbours."""
     count = len(windows)
     starts = rng.integers(0, max(1, count - BLOCK + 1), -(-count // BLOCK))
     chosen = (starts[:, None] + np.arange(BLOCK)).ravel()[:count]

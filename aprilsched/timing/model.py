@@ -50,7 +50,7 @@ class StepTimeModel:
         t0_wide: additional seconds of a step of a larger batch.
         fill: number of sequences that use the full memory bandwidth; fewer sequences read at
             their share of it. With 0, any number uses it fully.
-        t0_experts: seconds for reading all experts of a mixture of experts, beside `t0`.
+        t0_experts: seconds for reading all experts of a mixture of experts, in addition to `t0`.
         expert_share: share of the experts that one sequence uses: 1/16 for 8 of 128.
     """
 
@@ -165,8 +165,8 @@ def share_of_experts(share: float, batch: NDArray[np.float64]) -> NDArray[np.flo
 def share_of_experts(
     share: float, batch: float | NDArray[np.float64]
 ) -> float | NDArray[np.float64]:
-    """The share of the experts that any of so many sequences uses, if each uses a `share` of them,
-    independently of the others."""
+    """The share of the experts that any of `sequences` sequences uses, if each uses a `share` of
+    them, independently of the others."""
     return 1.0 - (1.0 - share) ** batch
 
 

@@ -9,7 +9,7 @@ Invariants:
 - No coefficient is ever negative, and one that is 0 in the prior stays 0.
 - Observations that are further from the others than most count the less for it, so an engine that
   was disturbed in some of its windows has the model of the others.
-- With fewer than `LEAST` observations the model is the prior: of two nobody can tell which one was
+- With fewer than `LEAST` observations the model is the prior: of two it is unknown which one was
   disturbed.
 """
 

@@ -214,8 +214,8 @@ class DiskPublisher:
             ConfigError: if `version` was not prepared.
         """
         path = self.path(version)
-        # Before the check, which takes a thread: another engine may end its load meanwhile, and
-        # what nobody loads is deleted.
+        # Before the check, which takes a thread: another engine may finish its load, and
+        # a checkpoint that no engine loads is deleted.
         self._in_use.append(version)
         try:
             await self._versions.check(path)
@@ -323,8 +323,8 @@ class LoraPublisher:
     async def retire(self, version: int, engine: Engine) -> None:
         """Unload the adapter of `version` from `engine`.
 
-        No request may sample with it any more: SGLang waits for an adapter's last request and
-        lets no other adapter be loaded meanwhile.
+        No request may still sample with it: SGLang waits for an adapter's last request and
+        loads no other adapter until then.
 
         Raises:
             EngineError: if the engine does not answer, or refuses.

@@ -11,11 +11,11 @@ bucket, and an address that the engines reach. Of a trainer of several processes
 - An engine that fails is left behind and harms no other one: the group is made again without it,
   and everything is sent again from the beginning.
 - The next bucket is asked for only after the last one was sent. Gathering is often a collective
-  operation too, and two NCCL communicators on one device may wait for each other for ever.
+  operation too, and two NCCL communicators on one device may wait for each other forever.
 - While the engines load a bucket, the next one is read and joined. It is announced only when every
   engine has answered for the last one: a broadcast can end on the trainer's side before a distant
-  engine was even told of it, and two announcements on their way to an engine may overtake each
-  other. Bytes that were loaded under the names of another bucket would go unnoticed.
+  engine has even received the call, and two announcements on their way to an engine may overtake
+  each other. Bytes that were loaded under the names of another bucket would go unnoticed.
 - Every wait is bounded. A cancelled publish drops the trainer's side at once, so that no engine
   waits for a broadcast any longer. The one exception is a gloo broadcast that hangs in an engine:
   it is dropped after `timeout_s`.
@@ -72,7 +72,7 @@ class DistributedPublisher(ReadingPublisher):
         backend: "nccl" between GPUs, "gloo" between CPUs; the engines use the same.
         address: address of this machine, as the engines reach it. None takes the address of the
             interface towards them, or loopback if they are on this machine. An SGLang server that
-            does not reach it waits for half an hour and answers nothing meanwhile.
+            does not reach it waits for half an hour without an answer.
         port: port at which the group's members meet; 0 for any free one.
         bucket_bytes: bytes of tensors that are broadcast at a time; a larger tensor goes alone.
         group: prefix of the group's name.
@@ -83,10 +83,10 @@ class DistributedPublisher(ReadingPublisher):
             trainer takes part in the iteration, as in gathering shards. `weights` is then called
             exactly once for each ``update_weights()`` call and read to its end, whatever becomes
             of the update, so that no other rank waits. A broadcast that breaks off cannot be
-            repeated: the engines that it has begun with wait for the next ``update_weights()``.
+            repeated: the engines that it has started with wait for the next ``update_weights()``.
 
     Raises:
-        ConfigError: if an argument is out of its range, or `weights` is no function.
+        ConfigError: if an argument is out of its range, or `weights` is not a function.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class DistributedPublisher(ReadingPublisher):
                 ]
                 unexplained_left -= not broken.behind
                 why = ""
-                if self._once and source.begun:
+                if self._once and source.started:
                     why = (
                         f"the broadcast to it broke off ({broken}), and weights with once=True are "
                         "not read again; call update_weights() again."
@@ -207,14 +207,15 @@ class DistributedPublisher(ReadingPublisher):
     ) -> Mapping[str, Exception]:
         """Broadcast all weights from the beginning; return the failures at the final step."""
         group = await self._join(engines)
-        # The first bucket comes before any begin, so that a caller's mistake harms no engine.
+        # The first bucket comes before any engine starts, so that a caller's mistake harms no
+        # engine.
         bucket = await source.next()
         if bucket is None:
             raise ConfigError("weights() gave no tensors; it has to give all, each time.")
         failures = await self._each(engines, lambda engine: engine.begin_update())
         if failures:
             source.put_back(bucket)
-            raise BrokenOff("an engine did not begin", failures, set(failures))
+            raise BrokenOff("an engine did not start the update", failures, set(failures))
         sending: list[_Row] | None = [await self._row_of(bucket)]
         bucket = None  # Only one bucket takes memory.
         while sending is not None:
@@ -254,7 +255,7 @@ class DistributedPublisher(ReadingPublisher):
             )
         except BrokenOff:
             for task in reading:
-                await task  # A mistake in the weights is told before a failure of engines.
+                await task  # Report a mistake in the weights before a failure of engines.
             raise
         except BaseException:
             for task in reading:

@@ -1,12 +1,12 @@
 """Takes weights that the trainer brings into the engines itself, by its own calls.
 
 - :class:`Handshake` is for a trainer that can wait for the scheduler: the scheduler pauses and
-  flushes the engines, the trainer loads the weights and says so, and the scheduler continues.
+  flushes the engines, the trainer loads the weights and reports it, and the scheduler continues.
 - :class:`ExternalWeights` is for a trainer that has paused the engines, loaded the weights,
   labelled them and let the engines continue before the scheduler hears of it. Nothing is paused a
   second time.
 
-Only the label tells the scheduler what an engine has, so a version is in use only where the label
+Only the label shows which version an engine has, so a version is in use only where the label
 names it, as a decimal number. A trainer that does not label its weights so has them labelled here.
 """
 
@@ -45,12 +45,12 @@ class Handshake:
 
     From the moment in which :meth:`paused` returns, the weights of the engines count as
     inconsistent. They are in use again when :meth:`done` was called and they report the version. If
-    the trainer fails, or says nothing for `timeouts.refit_s`, the engines stand by and the next
+    the trainer fails, or is silent for `timeouts.refit_s`, the engines stand by and the next
     update, with a new handshake, repairs them.
 
     Args:
         label: True if the trainer does not label the weights with the decimal version. The engines
-            are then told the label after :meth:`done`.
+            get the label after :meth:`done`.
         timeout_s: seconds after :meth:`done` within which every engine must report the version.
 
     Raises:
@@ -109,7 +109,7 @@ class Handshake:
             self._failure.set_result(error)
         except InvalidStateError:
             raise RefitError(
-                "the update of this handshake is over; begin another one, with a new handshake."
+                "the update of this handshake is over; start another one, with a new handshake."
             ) from None
 
     # --- for the scheduler ---------------------------------------------------------------------
@@ -157,11 +157,11 @@ class ExternalWeights:
     update. The engines report which version sampled each token of the requests that were in flight.
 
     The trainer must have flushed the KV cache in its pause, or `kv_after_refit` must be "keep" or
-    "apart": nobody else can tell whether later tokens attend to keys of older weights.
+    "apart": only the trainer knows whether later tokens attend to keys of older weights.
 
     Args:
         label: True if the trainer does not label its weights with the decimal version. The engines
-            are then told the label, and the trainer's word that the weights are complete counts.
+            get the label, and the trainer vouches that the weights are complete.
             Rollouts in flight get ``versions_exact=False``, because their tokens between the load
             and the label are reported under the old version.
         timeout_s: seconds within which every engine must report the version.
@@ -187,7 +187,7 @@ class ExternalWeights:
 class FollowedWeights:
     """Waits until engines have a version that another engine has shown, for a minute at most.
 
-    The scheduler uses it with ``follow_weights``. It says nothing of the engines: afterwards each
+    The scheduler uses it with ``follow_weights``. It does not describe the engines: afterwards each
     is asked for its version, as after every update.
     """
 
@@ -245,7 +245,7 @@ def _taker(engine: Engine) -> _Taker:
     """The engine, if others may load weights into it."""
     if not isinstance(engine, RefitElsewhere):
         raise ConfigError(
-            f"{engine.name} does not let anybody else load weights; use another publisher for it."
+            f"{engine.name} lets no other program load weights; use another publisher for it."
         )
     return cast(_Taker, engine)
 

@@ -49,11 +49,12 @@ _building = threading.Lock()
 
 
 class GroupBroken(AprilschedError):
-    """The group could not be made or a broadcast failed; the group cannot be used any more."""
+    """The group could not be made or a broadcast failed; the group is no longer usable."""
 
 
 class TrainerGroup:
-    """Rank 0 of one group. It listens from the start, so engines may be told of it at once.
+    """Rank 0 of one group. It listens from the start, so its address may be sent to engines at
+    once.
 
     Args:
         name: name of the group; a name is never used twice.
@@ -110,7 +111,7 @@ class TrainerGroup:
             self._members = self._rendezvous()
         except Exception as error:
             failure = _reason(error)
-        if self._closed:  # close() was called meanwhile and could not drop the members.
+        if self._closed:  # close() ran in between and could not drop the members.
             self._members = None
             failure = failure or "the group was closed"
         if failure:
@@ -181,12 +182,12 @@ class TrainerGroup:
         By default gloo listens at the address for which the machine's name stands.
         """
         gloo = _distributed().distributed_c10d.ProcessGroupGloo
-        told = os.environ.get(_GLOO_INTERFACE, "")
+        names = os.environ.get(_GLOO_INTERFACE, "")
         options = gloo._Options()
         options._timeout = self._timeout
         options._devices = [
             gloo.create_device(interface=name)
-            for name in filter(None, (part.strip() for part in told.split(",")))
+            for name in filter(None, (part.strip() for part in names.split(",")))
         ] or [gloo.create_device(hostname=self.refit.address)]
         return options
 
@@ -290,7 +291,7 @@ def _is_loopback(host: str) -> bool:
 #
 # - Every engine is waited for, for a bounded time; then the step has succeeded or is broken off.
 # - An engine that does not take part makes all others wait inside of torch, where nothing can be
-#   cancelled. It is told to leave the group, or the trainer's side is closed: either one ends the
+#   cancelled. It is asked to leave the group, or the trainer's side is closed: either one ends the
 #   others' waiting with an error that is not their fault.
 
 _GRACE_SECONDS = 1.0
@@ -305,7 +306,7 @@ class GroupEngine(Engine, RefitFromGroup, Protocol):
 
 
 class BrokenOff(AprilschedError):
-    """The step failed, and the group cannot be used any more.
+    """The step failed, and the group is no longer usable.
 
     Attributes:
         failures: error of each engine that failed, in the order of the failures.
@@ -326,7 +327,7 @@ def behind(
     When one engine dies, others refuse calls because their connection to it broke. So if an
     engine does not answer, those that answer are innocent. If all answer, those are to blame that
     had refused `before` the group was closed for the others. If the trainer's own side failed
-    without being closed, nobody is known to be to blame.
+    without being closed, it is unknown who is to blame.
     """
     silent = {name for name, error in failures.items() if not isinstance(error, EngineRejected)}
     return silent or (set[str]() if own_failed else set(before))

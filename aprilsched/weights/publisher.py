@@ -76,9 +76,9 @@ class RepublishingPublisher(WeightPublisher, Protocol):
 
 @runtime_checkable
 class WholePublisher(WeightPublisher, Protocol):
-    """A publisher that tells whether an engine takes a version and its label in one call.
+    """A publisher that reports whether an engine takes a version and its label in one call.
 
-    Where it is not so, a store notes each update before it begins. If the process is killed in the
+    If it does not, a store notes each update before it starts. If the process is killed in the
     middle, the next one uses no engine before another update.
     """
 
@@ -90,7 +90,7 @@ class WholePublisher(WeightPublisher, Protocol):
 
 @runtime_checkable
 class ConcludingPublisher(WeightPublisher, Protocol):
-    """A publisher that is told when a call of ``update_weights()`` is over."""
+    """A publisher that is notified when a call of ``update_weights()`` is over."""
 
     async def conclude(self) -> None:
         """End what waits for the update, whatever became of it.
@@ -115,7 +115,7 @@ class AdapterPublisher(WeightPublisher, Protocol):
         ...
 
     async def retire(self, version: int, engine: Engine) -> None:
-        """Unload the adapter of `version` from `engine`; no request samples with it any more."""
+        """Unload the adapter of `version` from `engine`; no request samples with it."""
         ...
 
 
@@ -231,7 +231,7 @@ async def in_daemon(work: Callable[[], T], *, name: str) -> T:
             if not ended.done():
                 result(ended)
 
-        with suppress(RuntimeError):  # The loop is closed, so nobody waits any more.
+        with suppress(RuntimeError):  # The loop is closed, so no caller waits.
             loop.call_soon_threadsafe(settle)
 
     def run() -> None:
@@ -254,8 +254,8 @@ async def in_daemon(work: Callable[[], T], *, name: str) -> T:
 # - Tensors keep their order; each is in exactly one bucket, and no bucket is empty.
 # - A bucket holds at most a given number of bytes, unless it holds a single larger tensor.
 # - An engine gets a bucket as one row of bytes and views each part of it as the tensor's own type.
-#   torch allows that only where the part begins at a multiple of its element size, so a tensor that
-#   would begin elsewhere begins the next bucket.
+#   torch allows that only if the part starts at a multiple of its element size, so a tensor that
+#   would start elsewhere starts the next bucket.
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -300,7 +300,7 @@ def check_weights(weights: object) -> None:
     """Refuse weights themselves, where a function that returns them is needed.
 
     Raises:
-        ConfigError: if `weights` is no function.
+        ConfigError: if `weights` is not a function.
     """
     if not callable(weights):
         raise ConfigError(
@@ -349,7 +349,7 @@ class Source:
         self._kept: Bucket | None = None
 
     @property
-    def begun(self) -> bool:
+    def started(self) -> bool:
         """Whether a bucket was given that was not put back."""
         return self._buckets is not None and self._kept is None
 
@@ -358,8 +358,8 @@ class Source:
         self._kept = bucket
 
     async def start_again(self) -> None:
-        """Begin with the first bucket again."""
-        if self.begun:
+        """Start again with the first bucket."""
+        if self.started:
             await self.close()
 
     async def drain(self) -> None:
@@ -406,7 +406,7 @@ class ReadingPublisher:
         once: whether the weights are read exactly once for each ``update_weights()``, to their end.
 
     Raises:
-        ConfigError: if `bucket_bytes` is below 1, or `weights` is no function.
+        ConfigError: if `bucket_bytes` is below 1, or `weights` is not a function.
     """
 
     def __init__(self, weights: Weights, *, bucket_bytes: int, once: bool) -> None:

@@ -1,6 +1,6 @@
 """Keeps each version in the trainer's host memory, for engines that take it one after the other.
 
-With rolling refits an engine takes a version when it is free, and the trainer has gone on by then.
+With rolling refits an engine takes a version when it is free, and the trainer has moved on by then.
 So the weights are copied when the version is prepared, while the engines generate. Another
 publisher sends the copy to one engine at a time: `DistributedPublisher` over a torch.distributed
 group of this engine and the trainer, which lasts from one version to the next, or `TensorPublisher`
@@ -44,7 +44,7 @@ class RelayPublisher:
         settings: other settings of `through`, such as ``backend="gloo"`` or ``bucket_bytes``.
 
     Raises:
-        ConfigError: if a setting is out of its range, or `weights` is no function.
+        ConfigError: if a setting is out of its range, or `weights` is not a function.
     """
 
     def __init__(

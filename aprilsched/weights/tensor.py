@@ -40,7 +40,7 @@ class TensorPublisher(ReadingPublisher):
     """Publishes CUDA tensors by handle.
 
     An engine that fails at one bucket gets no further one: its weights are inconsistent and its
-    label stays, while the other engines go on. The trainer may change its weights again as soon
+    label stays, while the other engines continue. The trainer may change its weights again as soon
     as :meth:`publish` has returned. A cancelled publish returns only when the bucket in transfer
     was answered, because the engines read the trainer's memory until then.
 
@@ -58,7 +58,7 @@ class TensorPublisher(ReadingPublisher):
             read to its end, whatever becomes of the update, so that no other rank waits.
 
     Raises:
-        ConfigError: if `bucket_bytes` is below 1, or `weights` is no function.
+        ConfigError: if `bucket_bytes` is below 1, or `weights` is not a function.
     """
 
     def __init__(
@@ -99,7 +99,8 @@ class TensorPublisher(ReadingPublisher):
     async def _hand_over_all(
         self, version: int, takers: Takers[_Target], sglang: _SGLang, source: Source
     ) -> None:
-        # The first bucket comes before any begin, so that a caller's mistake harms no engine.
+        # The first bucket comes before any engine starts, so that a caller's mistake harms no
+        # engine.
         bucket = await _next(source)
         if bucket is None:
             raise ConfigError("weights() gave no tensors; it has to give all of them each time.")

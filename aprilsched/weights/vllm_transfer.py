@@ -9,10 +9,10 @@ Requirements: the trainer has a GPU and vLLM, in the servers' version; the serve
 ``VLLM_ALLOW_INSECURE_SERIALIZATION=1``, because vLLM sends the handles of CUDA IPC as a pickle.
 
 - An engine that fails breaks the transfer off for all engines of the call, since the others wait
-  inside NCCL for what does not come any more: only those that had ended the update have the
+  inside NCCL for what never comes: only those that had ended the update have the
   version. The next call makes a new group of the engines that are there then.
-- Every wait is bounded. A transfer that broke off may go on inside NCCL: vLLM's own thread is left
-  behind, and its communicator is aborted.
+- Every wait is bounded. A transfer that broke off may continue inside NCCL: vLLM's own thread is
+  left behind, and its communicator is aborted.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class VLLMPublisher:
         if client is None or client.engines != engines or not client.joined():
             self._drop()
             client = self._client = _Client(engines)
-        client.begin(version)
+        client.start(version)
         return client
 
     async def _send(self, client: _Client) -> Mapping[str, Exception | None]:
@@ -153,7 +153,7 @@ class VLLMPublisher:
         end, self._end, self._client = self._end, None, None
         if end is not None:
             ending = asyncio.ensure_future(in_daemon(end.shutdown, name="vllm-weights-end"))
-            # Its error is marked as seen, because nobody asks for it.
+            # Its error is marked as seen, because no caller asks for it.
             ending.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     # --- in a thread ---------------------------------------------------------------------------
@@ -165,7 +165,7 @@ class VLLMPublisher:
             end = _vllm("factory").WeightTransferTrainerFactory.trainer_init(
                 self._init_info(client, source.metadata()), client=client, source=source
             )
-            if self._client is not client:  # The call was given up meanwhile.
+            if self._client is not client:  # The call was given up in between.
                 return end.shutdown()
             self._end = end
         self._end.send_weights()
@@ -206,7 +206,7 @@ class _Client:
         self._loop = asyncio.get_running_loop()
         self._version = 0
 
-    def begin(self, version: int) -> None:
+    def start(self, version: int) -> None:
         """Expect a transfer of `version`."""
         self._version, self.failed = version, asyncio.Event()
         self.took = set()
@@ -228,7 +228,7 @@ class _Client:
         self._each(lambda engine: engine.join_transfer(id(self), infos[engine.name]))
 
     def start_weight_update(self) -> None:
-        """Begin an update on every engine."""
+        """Start an update on every engine."""
         self._each(lambda engine: engine.begin_update())
 
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
@@ -302,6 +302,6 @@ def _vllm(module: str) -> Any:
 
 
 def _free_port(address: str) -> int:
-    """A port that is free now: vLLM has to be told one."""
+    """A port that is free now: vLLM requires one."""
     with socket.create_server((address, 0)) as listening:
         return int(listening.getsockname()[1])

@@ -187,7 +187,7 @@ def test_lengths_are_read_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "lengths.txt").write_text("12, 500\n80.0 80\n")
     assert Empirical.read(tmp_path / "lengths.txt").lengths == (12, 80, 80, 500)
     for name, content, sentence in (
-        ("words", "12\n80 long", "line 2 of .* has 'long', which is no length; give"),
+        ("words", "12\n80 long", "line 2 of .* has 'long', which is not a length; write"),
         ("half", "12.5", "line 1 of .* has '12.5'"),
         ("zero", "12\n\n0", "line 3 of .* has '0'"),
         ("empty", "", "has no lengths; give at least one.$"),
@@ -236,7 +236,7 @@ def wrong(value: Any) -> Any:
         (lambda: Pareto(0, 1), "least is 0; give a finite number above 0"),
         (lambda: Pareto(alpha=wrong("1")), "alpha is '1'; give a finite number above 0"),
         (lambda: Lognormal(1, 0), "sigma is 0; give"),
-        (lambda: Empirical(()), "there are no lengths"),
+        (lambda: Empirical(()), "lengths must not be empty"),
         (lambda: Empirical((0,)), "a length is below 1"),
         (lambda: Empirical(wrong((3, 2.5))), "a length is 2.5 (float); give a whole number"),
         (Mixture, "a mixture has no laws"),
@@ -271,7 +271,7 @@ def drawn(**settings: Any) -> object:
 
 def test_lengths_that_no_engine_can_give_are_refused(tmp_path: Path):
     (tmp_path / "lengths").write_text("80 99999999999999999999\n")
-    with pytest.raises(ConfigError, match="has '99999999999999999999', which is no length"):
+    with pytest.raises(ConfigError, match="has '99999999999999999999', which is not a length"):
         Empirical.read(tmp_path / "lengths")
     with pytest.raises(ConfigError, match="a length must be at most"):
         Empirical((80, 10**20))
