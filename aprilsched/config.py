@@ -15,10 +15,11 @@ from aprilsched.core.config import (
 )
 from aprilsched.core.policies.kinds import RefillRule, StopUnit
 from aprilsched.core.policies.refill import LengthBuckets, Pool, Refill, TailBatching, Wave
+from aprilsched.core.policies.repack import Prices
 from aprilsched.core.policies.schedule import Objective
 from aprilsched.core.policies.staleness import Staleness
 from aprilsched.core.policies.stop import Groups, Samples, Stop, Tokens
-from aprilsched.core.policies.straggler import Prices, StragglerRule
+from aprilsched.core.policies.straggler import StragglerRule
 from aprilsched.types import SamplingParams
 
 __all__ = [

@@ -22,6 +22,7 @@ from aprilsched.companions import Companion
 from aprilsched.core.policies.kinds import REFILLS, RefillRule, StopUnit
 from aprilsched.core.policies.placement import Placement
 from aprilsched.core.policies.refill import Refill, Wave
+from aprilsched.core.policies.repack import Prices
 from aprilsched.core.policies.schedule import (
     RATIO,
     Objective,
@@ -34,7 +35,6 @@ from aprilsched.core.policies.straggler import (
     BEHAVIOURS,
     Behaviour,
     CachedKV,
-    Prices,
     StragglerRule,
     rules_that,
 )
@@ -205,8 +205,7 @@ class SchedulerConfig:
     """What happens to the rollouts that still generate when a batch is full: "retract" pauses them
     in the engine and recomputes their KV after a refit, "in_place" pauses them and keeps their KV,
     so that later tokens attend to stale keys, "abort" calls them back and sends them again, "run"
-    lets them run to their end, so that no rollout has two versions, and "choose" takes for each
-    what costs least by `prices`."""
+    lets them run to their end, so that no rollout has two versions."""
     pace: PaceRule = "synchronous"
     """"synchronous" pauses the engines from a full batch until the next one is requested;
     "asynchronous" keeps generating while the trainer trains, and pauses only for a refit; "auto"
@@ -238,14 +237,14 @@ class SchedulerConfig:
     companions: tuple[Companion | str, ...] = ()
     """What engines return beside each token: Companion or its string, such as
     "routed_experts=uint8[48,8]" or "sampling_mask". Rows of the context are those of the pass that
-    sampled each token, so where a refit would make engines compute contexts again ("retract" and
-    "choose" with recomputed KV), unfinished responses are called back as with "abort"."""
+    sampled each token, so where a refit would make engines compute contexts again ("retract"),
+    unfinished responses are called back as with "abort"."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     """Sampling parameters of prompts that have none of their own."""
     dispatch: Dispatch = field(default_factory=Dispatch)
     """Which requests are sent, when, and to which engine."""
     prices: Prices = field(default_factory=Prices)
-    """What interrupting and waiting cost, for `straggler="choose"` and `refit="rolling"`."""
+    """Costs of moving a request to another engine, for `refit="rolling"` and `dispatch.migrate`."""
     retries: Retries = field(default_factory=Retries)
     """How often something may fail before it is given up."""
     health: Health = field(default_factory=Health)
@@ -256,8 +255,8 @@ class SchedulerConfig:
     """Seconds between two saves of new tokens, if there is a store. Rollouts that end and batches
     that are handed over are saved at once."""
     allow_inexact_versions: bool = False
-    """Whether "retract", "in_place" and "choose" are accepted on servers that cannot tell the
-    version of each token."""
+    """Whether "retract" and "in_place" are accepted on servers that cannot tell the version of
+    each token."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "companions", tuple(map(Companion.of, self.companions)))

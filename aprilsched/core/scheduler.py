@@ -154,17 +154,17 @@ DECISIONS: tuple[Callable[[SchedulerState], None], ...] = (
     # Before `stragglers.choose_groups`, which chooses among the open groups, new ones included.
     launch.launch,
     # Before `dispatch.dispatch`, because only chosen groups wait to be sent. It acts while
-    # training rollouts run and `stragglers.resolve_stragglers` when they stop, so the order of
+    # training rollouts run and `stragglers.defer_stragglers` when they stop, so the order of
     # these two does not matter.
     stragglers.choose_groups,
     # Before `dispatch.dispatch`, which sends what came back to the engine that was chosen for it.
     migration.migrate,
-    # Before `dispatch.steer`, which pauses no engine as long as a straggler may run on or is being
-    # called back: a request that is aborted after a retract comes back without the tokens that
-    # were not streamed yet (hazard 1).
-    stragglers.resolve_stragglers,
+    # Before `dispatch.steer`, which pauses no engine while a straggler is being called back: a
+    # request that is aborted after a retract comes back without the tokens that were not streamed
+    # yet (hazard 1).
+    stragglers.defer_stragglers,
     # Before `dispatch.steer`, so that requests inside a paused engine are called back before it
-    # goes on. After `stragglers.resolve_stragglers` or before it: what was called back once is not
+    # goes on. After `stragglers.defer_stragglers` or before it: what was called back once is not
     # called back again.
     dispatch.interrupt,
     # After `launch.launch`, because an engine is freed where requests of the newest version wait
@@ -233,12 +233,11 @@ def _decides(state: SchedulerState, event: ev.Event) -> bool:
     """Whether the event can change a decision; most events of a run cannot."""
     kind = event.__class__
     if kind is ev.Progress:
-        # New tokens matter to a straggler that may run on up to a limit. A label that costs an
-        # engine its place gives a command. A run has sixteen such events for each rollout.
-        # The same holds for a label that begins an update.
+        # A label that costs an engine its place gives a command, and so does one that starts an
+        # update. A run has sixteen such events for each rollout.
         update = state.weights.update
         asks = update is not None and update.followed and not update.refitting
-        return bool(state.stragglers.run_on or state.commands or state.fleet.crowded) or asks
+        return bool(state.commands or state.fleet.crowded) or asks
     if kind is ev.VersionSeen:
         return bool(state.facts)
     if kind is ev.LoadSeen:

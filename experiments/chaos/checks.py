@@ -232,9 +232,7 @@ class Checks:
         mix = self.mix
         # Under weights that somebody else brought in, keys of older ones are met. In an earlier
         # life keys may have been kept too.
-        straggler, kv = mix.settings["straggler"], mix.settings["kv_after_refit"]
-        keeps = straggler == "in_place" or (straggler == "choose" and kv == "apart")
-        mixed = keeps or mix.has("foreign")
+        mixed = mix.settings["straggler"] == "in_place" or mix.has("foreign")
         if mix.has("adapters") or mixed or rollout.stale_keys:
             return
         index = key if isinstance(key, int) else int(str(key).split()[1])

@@ -251,7 +251,7 @@ def _settings(draw: random.Random, *, stops: bool) -> dict[str, Any]:
         "stop": stop,
         "batch_samples": samples,
         "batch_tokens": draw.choice([1, 60, 200, 600]),
-        "straggler": draw.choice(["retract", "in_place", "abort", "run", "choose"]),
+        "straggler": draw.choice(["retract", "in_place", "abort", "run"]),
         "kv_after_refit": draw.choice(["auto", "auto", "recompute", "keep", "apart"]),
         "pace": draw.choice(["synchronous", "asynchronous", "synchronous", "asynchronous", "auto"]),
         "max_staleness": bound,
@@ -317,7 +317,6 @@ _KV = {
     "in_place": ["keep", "apart"],
     "abort": ["recompute", "apart"],
     "run": ["recompute", "apart"],
-    "choose": ["recompute", "apart"],
 }
 
 

@@ -146,7 +146,7 @@ class Foreign(Interleavings):
     driver: Servers  # pyright: ignore[reportIncompatibleVariableOverride]
 
     @initialize(
-        straggler=st.sampled_from(["retract", "in_place", "abort", "run", "choose"]),
+        straggler=st.sampled_from(["retract", "in_place", "abort", "run"]),
         pace=st.sampled_from(["synchronous", "asynchronous"]),
         follows=st.booleans(),
         ratio=st.sampled_from([1.0, 2.5]),

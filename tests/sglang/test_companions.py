@@ -59,10 +59,9 @@ RULES: dict[str, tuple[StragglerRule, dict[str, Any]]] = {
     "abort": ("abort", {}),
     "in place": ("in_place", {}),
     "run": ("run", {}),
-    "choose": ("choose", {}),
     "rolling": ("run", {"pace": "asynchronous", "refit": "rolling", "refill": Pool(together=1)}),
 }
-LONG = ("abort", "in place", "run", "choose", "rolling")
+LONG = ("abort", "in place", "run", "rolling")
 OF_ONE_VERSION = ("run", "rolling")
 TRIES = 8
 """Number of runs until one has rollouts of several versions. On a busy machine the long responses

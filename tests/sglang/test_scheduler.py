@@ -36,7 +36,6 @@ KINDS: dict[str, tuple[StragglerRule, dict[str, object]]] = {
     "retract": ("retract", {}),
     "in_place": ("in_place", {}),
     "abort": ("abort", {}),
-    "choose": ("choose", {}),
     "buckets": ("retract", {"refill": LengthBuckets(store=3.0), "over_provision": 1.5}),
 }
 """Straggler rules with settings, including schedules that combine several ways."""
@@ -148,7 +147,7 @@ def _differences(
     return out
 
 
-@pytest.mark.parametrize("rule", kinds("retract", "abort", "choose", "buckets"))
+@pytest.mark.parametrize("rule", kinds("retract", "abort", "buckets"))
 def test_each_logprob_is_the_score_under_the_weights_of_its_own_version(
     runs: Callable[[str], Run],
     rule: str,

@@ -826,7 +826,7 @@ def lose(made: RolloutEngine, name: str) -> None:
     made.scheduler._wait(feed)
 
 
-@pytest.mark.parametrize("straggler", ["retract", "in_place", "choose"])
+@pytest.mark.parametrize("straggler", ["retract", "in_place"])
 def test_requests_that_would_wait_in_the_engine_are_refused_for_a_broadcast(
     parts: SimpleNamespace, straggler: Any
 ):

@@ -49,7 +49,7 @@ CONFIGS: list[dict[str, Any]] = [
     {"refill": LengthBuckets(store=3.0, probes=2, oldest=6), "stop": Samples(30)},
     {"refill": "pool", "stop": "samples"},
     {"max_staleness": Staleness(2, rule="finish")},
-    {"max_staleness": 0, "pace": "asynchronous", "straggler": "choose"},
+    {"max_staleness": 0, "pace": "asynchronous", "straggler": "run"},
     {
         "dispatch": Dispatch(max_in_flight=7, migrate=True),
         "retries": Retries(attempts=5, interruptions=2, failed_groups=9),

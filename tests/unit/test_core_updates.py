@@ -213,8 +213,6 @@ KEEPING: list[tuple[dict[str, Any], bool]] = [
     ({"straggler": "retract"}, False),
     ({"straggler": "in_place"}, True),
     ({"straggler": "in_place", "kv_after_refit": "apart"}, True),
-    ({"straggler": "choose"}, False),
-    ({"straggler": "choose", "kv_after_refit": "apart"}, True),
 ]
 
 

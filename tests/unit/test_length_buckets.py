@@ -550,7 +550,6 @@ def test_a_group_longer_than_the_others_goes_last() -> None:
     [
         ({"straggler": "in_place"}, 'set pace="synchronous" and straggler="retract" or "abort"'),
         ({"straggler": "run"}, 'set pace="synchronous" and straggler="retract" or "abort"'),
-        ({"straggler": "choose"}, 'set pace="synchronous" and straggler="retract" or "abort"'),
         ({"pace": "asynchronous"}, 'set pace="synchronous" and straggler="retract" or "abort"'),
         ({"refill": LengthBuckets(store=0.5)}, "refill.store is 0.5"),
         ({"refill": LengthBuckets(probes=-1)}, "refill.probes is -1"),

@@ -942,7 +942,6 @@ def test_the_bound_on_staleness_changes_no_other_figure() -> None:
         ({"pace": "asynchronous"}, False),
         ({"straggler": "in_place"}, False),
         ({"straggler": "run"}, False),
-        ({"straggler": "choose"}, False),
     ],
     ids=str,
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,11 +23,7 @@ from aprilsched.core.policies.straggler import (
     BEHAVIOURS,
     Behaviour,
     CachedKV,
-    Prices,
-    Straggler,
     StragglerRule,
-    keeps_kv,
-    run_out_tokens,
 )
 from aprilsched.core.state.records import RequestRecord
 from aprilsched.engines.base import Capabilities, Engine, PauseMode
@@ -240,70 +235,6 @@ def test_a_new_request_goes_after_carried_ones() -> None:
 # --- stragglers ----------------------------------------------------------------------------------
 
 
-def stragglers(
-    count: int, *, context: int = 2000, mean_rest: float = 50.0, last: bool = False
-) -> list[Straggler]:
-    """Stragglers whose remaining lengths have an exponential law."""
-    return [
-        Straggler(
-            context=context,
-            group_tokens=8 * context if last else 0,
-            ends_within=lambda tokens: 1 - math.exp(-tokens / mean_rest),
-            remaining=lambda: mean_rest,
-        )
-        for _ in range(count)
-    ]
-
-
-def test_the_dearer_staleness_is_the_longer_they_run() -> None:
-    several = stragglers(4, last=True, mean_rest=300.0)
-    limits = [
-        run_out_tokens(several, Prices(stale_token_seconds=price), usual=100, engines=1)
-        for price in (0.0, 1e-5, 1e-4, 1e-3)
-    ]
-    assert limits == sorted(limits)
-    assert limits[0] == 0
-    assert limits[1] < limits[-1]
-
-
-@pytest.mark.parametrize("usual", [0.0, 100.0])
-@pytest.mark.parametrize("step_seconds", [0.0, 3.66e-3])
-def test_nobody_is_not_waited_for(usual: float, step_seconds: float) -> None:
-    prices = Prices(step_seconds=step_seconds, prefill_tokens_per_s=1.0, stale_token_seconds=1.0)
-    assert run_out_tokens([], prices, usual=usual, engines=1) == 0
-
-
-@pytest.mark.parametrize("count", [4, 20, 100])
-def test_a_fleet_waits_as_long_as_one_engine_with_its_share_of_the_stragglers(count: int) -> None:
-    prices = Prices(prefill_tokens_per_s=6_000)
-    alone = run_out_tokens(stragglers(count), prices, usual=100, engines=1)
-    assert run_out_tokens(stragglers(8 * count), prices, usual=800, engines=8) == alone
-
-
-def test_waiting_is_free_while_the_steps_are_as_full_as_usual() -> None:
-    several = stragglers(200, mean_rest=5000.0)
-    assert run_out_tokens(several, Prices(), usual=100, engines=1) > run_out_tokens(
-        several, Prices(), usual=10_000, engines=1
-    )
-
-
-@pytest.mark.parametrize(
-    ("context", "remaining", "price", "kept"),
-    [
-        (6000, 1000.0, 0.0, True),
-        (6000, 1000.0, 0.99e-4, True),
-        (6000, 1000.0, 1.01e-4, False),
-        (0, 0.0, 1.0, True),
-        (0, 1.0, 1e-9, False),
-    ],
-)
-def test_kv_is_kept_while_that_is_cheaper_than_a_prefill(
-    context: int, remaining: float, price: float, kept: bool
-) -> None:
-    prices = Prices(prefill_tokens_per_s=60_000.0, stale_key_seconds=price)
-    assert keeps_kv(context=context, remaining=remaining, prices=prices) is kept
-
-
 def test_every_rule_has_its_behaviour() -> None:
     assert tuple(BEHAVIOURS) == get_args(StragglerRule)
 
@@ -313,12 +244,10 @@ def test_a_behaviour_does_not_contradict_itself(behaviour: Behaviour) -> None:
     assert behaviour.kv
     if behaviour.waits_asleep:
         assert behaviour.waits_inside
-    if behaviour.decide or "keep" in behaviour.kv:
-        assert behaviour.waits_inside, "only what waits in a pause is decided about or keeps its KV"
+    if "keep" in behaviour.kv:
+        assert behaviour.waits_inside, "only what waits in a pause keeps its KV"
     if behaviour.called_back == "always":
         assert not behaviour.waits_inside
-    if behaviour.decide:
-        assert not behaviour.deferrable, "length buckets call every straggler back"
 
 
 class OldServer:
@@ -349,8 +278,6 @@ REFUSED = {
     ("abort", "apart"): (False, False),
     ("run", "recompute"): (False, False),
     ("run", "apart"): (False, False),
-    ("choose", "recompute"): (True, True),
-    ("choose", "apart"): (True, False),
 }
 """Whether an old server is refused, and whether it still is where inexact versions are allowed."""
 

@@ -121,7 +121,6 @@ def test_the_planner_knows_the_length_of_prompts_when_nothing_is_in_flight() -> 
     [
         ("abort", "synchronous"),
         ("run", "asynchronous"),
-        ("choose", "synchronous"),
         pytest.param("retract", "synchronous", marks=pytest.mark.long),
         pytest.param("in_place", "asynchronous", marks=pytest.mark.long),
     ],

@@ -54,8 +54,6 @@ RULES: dict[str, dict[str, Any]] = {
     "abort": {"straggler": "abort"},
     "in place": {"straggler": "in_place"},
     "run": {"straggler": "run"},
-    "choose": {"straggler": "choose"},
-    "choose apart": {"straggler": "choose", "kv_after_refit": "apart"},
     "asynchronous": {"pace": "asynchronous"},
     "asynchronous in place": {"pace": "asynchronous", "straggler": "in_place"},
     "rolling": {"pace": "asynchronous", "straggler": "run", "refit": "rolling"},

@@ -158,7 +158,7 @@ async def test_a_trainer_that_updates_between_two_batches_says_so_afterwards():
         check_whole(rollouts, batches)
 
 
-@pytest.mark.parametrize("straggler", ["retract", "abort", "run", "choose"])
+@pytest.mark.parametrize("straggler", ["retract", "abort", "run"])
 @pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
 async def test_requests_that_the_foreign_pause_met_are_carried_over_three_updates(
     straggler: str, pace: str
@@ -252,7 +252,7 @@ async def load(engines: Sequence[SimEngine], version: int, *, seconds: float = 0
         await engine.refit(version)
 
 
-@pytest.mark.parametrize("straggler", ["retract", "abort", "run", "choose"])
+@pytest.mark.parametrize("straggler", ["retract", "abort", "run"])
 @pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
 async def test_the_trainer_loads_in_a_block_in_which_the_engines_are_paused(
     straggler: str, pace: str
@@ -455,7 +455,7 @@ async def test_who_waits_for_the_pause_hears_of_an_update_that_was_refused():
             raise AssertionError("the engines were paused")
 
 
-@pytest.mark.parametrize("straggler", ["retract", "in_place", "abort", "choose"])
+@pytest.mark.parametrize("straggler", ["retract", "in_place", "abort"])
 async def test_engines_that_the_trainer_has_continued_are_paused_again_for_the_next_update(
     straggler: str,
 ):
@@ -483,7 +483,7 @@ async def until_at(rollouts: RolloutScheduler, version: int) -> None:
 @pytest.mark.parametrize(
     ("straggler", "pace"),
     [
-        *((rule, "asynchronous") for rule in ("retract", "abort", "run", "choose")),
+        *((rule, "asynchronous") for rule in ("retract", "abort", "run")),
         *((rule, "synchronous") for rule in ("abort", "run")),
     ],
 )

@@ -71,7 +71,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "tail restart": {"refill": "tail", "max_staleness": Staleness(0, rule="restart")},
     "buckets abort": {"refill": LengthBuckets(store=3.0), "straggler": "abort"},
     "run": {"straggler": "run"},
-    "choose": {"straggler": "choose", "kv_after_refit": "apart"},
     "asynchronous": {"pace": "asynchronous"},
     "asynchronous auto": {"pace": "asynchronous", "over_provision": "auto"},
     "asynchronous pool": {"pace": "asynchronous", "refill": "pool", **FINISH},

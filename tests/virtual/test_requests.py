@@ -90,7 +90,6 @@ RULES: dict[str, dict[str, Any]] = {
     "retract": {},
     "abort": {"straggler": "abort"},
     "in place": {"straggler": "in_place"},
-    "choose": {"straggler": "choose"},
     "rolling": {"pace": "asynchronous", "straggler": "run", "refit": "rolling"},
 }
 

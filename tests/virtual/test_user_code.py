@@ -503,7 +503,7 @@ async def test_a_resumed_run_passes_over_bad_prompts_too():
 # --- evaluations -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("straggler", ["retract", "abort", "run", "choose"])
+@pytest.mark.parametrize("straggler", ["retract", "abort", "run"])
 @pytest.mark.parametrize("delay", [0.01, 0.5])
 async def test_a_cancelled_evaluation_ends_and_no_update_waits_for_it(straggler: str, delay: float):
     long = SamplingParams(max_new_tokens=100_000, ignore_eos=True)

@@ -21,7 +21,6 @@ KINDS: dict[str, tuple[StragglerRule, dict[str, object]]] = {
     "retract": ("retract", {}),
     "in_place": ("in_place", {}),
     "abort": ("abort", {}),
-    "choose": ("choose", {}),
     "run": ("run", {}),
     "rolling": ("run", {"refit": "rolling", "pace": "asynchronous"}),
 }

@@ -18,12 +18,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
-from aprilsched.core.policies.straggler import Prices
+from aprilsched.bounds import ABOVE_0, AT_LEAST_0
+from aprilsched.checks import suggesting
 
 LOOK_AGAIN = 0.05
 """By how many engines the surplus of a version must have grown before the costs are compared
 again. Each comparison looks at all requests of an engine."""
+
+
+@suggesting()
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prices:
+    """The costs of moving a request and of waiting, in seconds of an engine.
+
+    The defaults are those of one H200 with a 4B model; ``aprilsched calibrate`` measures them.
+
+    Attributes:
+        step_seconds: The part of a decode step's duration that does not depend on the batch.
+        prefill_tokens_per_s: The number of tokens that an engine prefills in a second.
+    """
+
+    step_seconds: Annotated[float, AT_LEAST_0] = 3.66e-3
+    prefill_tokens_per_s: Annotated[float, ABOVE_0] = 59_900.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -190,17 +190,6 @@ class Expectations:
         usual = self.observed.iid_distance(len(lengths), seed=delivered[0].group_id)
         return None if usual is None else (law.distance(np.concatenate(lengths)), usual)
 
-    def ends_within(self, request: RequestRecord, tokens: int) -> float:
-        """Probability that the response ends within `tokens` further tokens; 0 while no length is
-        known."""
-        law = self._fresh_law()
-        if law is None:
-            return 0.0
-        stretch = self._stretch(request.rollout.group)
-        so_far = request.rollout.log.size
-        now, then = law.survival_at(np.array([so_far, so_far + tokens]) / stretch)
-        return float(1 - then / now) if now > 0 else 1.0
-
     def _stretch(self, group: GroupRecord) -> float:
         finished = [m.log.size for m in group.members if m.state not in GENERATING]
         key = group.prompt.key

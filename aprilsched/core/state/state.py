@@ -171,14 +171,11 @@ class Plan:
 class Stragglers:
     """Rollouts that still run when their batch is full. Steps: ``stragglers``."""
 
-    run_on: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
-    """Requests that may continue although their batch is full: with which attempt, and up to which
-    output length. The last one does; others may have ended."""
     calling_back: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    """Requests that are being aborted before the engines are paused, each with its attempt. The
-    last one is; others may have ended."""
-    resolved: bool = True
-    """Whether it is decided what happens to the stragglers of the current stop."""
+    """Requests, each with its attempt, that are being aborted before the engines are paused (length
+    buckets). The last one has not ended; others may have."""
+    deferred: bool = True
+    """The stragglers of the current stop are deferred (length buckets)."""
     looked: dict[int, float] = field(default_factory=dict[int, float])
     """For each older version by how many engines those that have it were too many, when it was
     last found not to be worth it to gather their requests (rolling refits)."""
@@ -444,12 +441,6 @@ class SchedulerState:
         """Number of batches before the one in work: those that were taken and the one that is
         offered."""
         return self.in_flight.counters.batches + (self.offered_groups > 0)
-
-    @property
-    def usual_running(self) -> float:
-        """About the mean number of rollouts that generate together during a batch: half of those
-        launched run to its end."""
-        return self.plan.target_groups * self.prompts.usual_size / 2
 
     @property
     def batch_groups(self) -> int:

@@ -45,8 +45,6 @@ def interrupt(state: SchedulerState) -> None:
         return
     if state.evaluations.running or training_runs(state):
         return
-    if rule == "always" and state.stragglers.run_on:
-        return
     for request in in_flight.open_requests():
         abort(state, request)
 
@@ -298,7 +296,7 @@ def _send(state: SchedulerState, request: RequestRecord, engine: str) -> None:
 def _goal(state: SchedulerState) -> Goal:
     """What the engines should be doing: run, pause, or pause ready for a refit."""
     update, sleep = state.weights.update, state.fleet.sleep
-    if state.stragglers.run_on or state.stragglers.calling_back:
+    if state.stragglers.calling_back:
         return RUN
     if update is not None and update.pauses:
         # Until an update may pause the engines, it waits for the requests in them to end.

@@ -2,7 +2,7 @@
 the hold of a trainer that pauses and continues them by calls of its own.
 
 A held fleet is paused like one whose batch is full: requests wait inside the engines where the
-straggler policy lets them (``retract``, ``in_place``, ``choose``), are called back (``abort``), or
+straggler policy lets them (``retract``, ``in_place``), are called back (``abort``), or
 run to their end (``run``). Running evaluations end first. An update that comes meanwhile is carried
 out, and the engines stay paused after it.
 """

@@ -1,10 +1,11 @@
-"""Decides what becomes of each straggler, once when a batch is full or an update begins.
+"""Defers stragglers and chooses the groups that run, if more are open than run (length buckets).
 
-A straggler is a rollout that still runs then. Some may run on up to a limit of tokens. Some are
-called back, because their KV is not worth keeping. The others stay inside the paused engine.
-Engines are paused only when those that run on have ended or reached their limit, and those that
-were called back are back: a request that is aborted after a retract comes back without the tokens
-that were not streamed yet (hazard 1).
+The request of a deferred rollout neither waits to be sent nor is with an engine. When a batch is
+full or an update starts, everything is called back and deferred. When the next batch starts, the
+members that the rule chooses become eligible.
+
+Engines are paused only once the requests that were called back have returned: a request that is
+aborted after a retract returns without the tokens that were not streamed yet (hazard 1).
 """
 
 from __future__ import annotations
@@ -12,11 +13,9 @@ from __future__ import annotations
 import numpy as np
 
 from aprilsched.core.policies.refill import OpenGroups, Refill
-from aprilsched.core.policies.straggler import Situation, Straggler
 from aprilsched.core.state.records import (
     GENERATING,
     GroupRecord,
-    RequestRecord,
     RolloutRecord,
     State,
     member_tokens,
@@ -26,96 +25,33 @@ from aprilsched.core.steps.batch import training_runs
 from aprilsched.core.steps.drop import abort
 
 
-def resolve_stragglers(state: SchedulerState) -> None:
-    """Decide about the stragglers of a stop, once; and forget those that have ended since then."""
-    if state.stragglers.run_on or state.stragglers.calling_back:
-        _prune(state)
-    defers = state.plan.schedule.refill.defers
-    if not (defers or state.behaviour.decide):
+def defer_stragglers(state: SchedulerState) -> None:
+    """Call all training requests back and defer them, once for each stop of the generation."""
+    _forget_returned(state)
+    if not state.plan.schedule.refill.defers:
         return
     if training_runs(state):
-        state.stragglers.resolved = False
+        state.stragglers.deferred = False
         return
-    if state.stragglers.resolved:
+    if state.stragglers.deferred:
         return
-    state.stragglers.resolved = True
-    if defers:
-        defer_all(state)
-    stragglers = [
-        r for r in state.in_flight.open_requests() if r.rollout.group.in_training and not r.aborting
-    ]
-    if not stragglers:
-        return
-    if defers:
-        for request in stragglers:
-            _call_back(state, request)
-        return
-    _decide(state, stragglers)
+    state.stragglers.deferred = True
+    defer_all(state)
+    for request in state.in_flight.open_requests():
+        if request.rollout.group.in_training and not request.aborting:
+            state.stragglers.calling_back.append((request.request_id, request.attempt))
+            abort(state, request)
 
 
-def _prune(state: SchedulerState) -> None:
-    """Forget the last ones as far as they have ended. What counts is whether one is left, and to
-    look at thousands of them after every event would cost more than everything else."""
-    run_on = state.stragglers.run_on
-    while run_on:
-        request_id, (attempt, limit) = next(reversed(run_on.items()))
-        request = state.in_flight.attempt(request_id, attempt)
-        if request is not None and request.rollout.log.size < limit:
-            break
-        run_on.popitem()
+def _forget_returned(state: SchedulerState) -> None:
+    """Remove returned requests from the end of the list.
+
+    Only whether one is left matters. Examining thousands of them after every event would cost more
+    than everything else.
+    """
     calling_back = state.stragglers.calling_back
-    while calling_back:
-        if state.in_flight.attempt(*calling_back[-1]) is not None:
-            break
+    while calling_back and state.in_flight.attempt(*calling_back[-1]) is None:
         calling_back.pop()
-
-
-def _decide(state: SchedulerState, stragglers: list[RequestRecord]) -> None:
-    config = state.config
-    if state.behaviour.decide is None:
-        return
-    decisions = state.behaviour.decide(
-        [_straggler(state, request) for request in stragglers],
-        Situation(
-            prices=config.prices,
-            usual=state.usual_running,
-            engines=len(state.fleet.control.engines),
-            kv=state.cached_kv,
-        ),
-    )
-    for request, decision in zip(stragglers, decisions, strict=True):
-        if decision.call_back:
-            _call_back(state, request)
-        elif decision.run_on:
-            limit = request.rollout.log.size + decision.run_on
-            state.stragglers.run_on[request.request_id] = (request.attempt, limit)
-
-
-def _straggler(state: SchedulerState, request: RequestRecord) -> Straggler:
-    rollout = request.rollout
-    group = rollout.group
-    expected = state.expectations
-    return Straggler(
-        context=rollout.computed_tokens,
-        group_tokens=group.tokens if group.unfinished == 1 else 0,
-        ends_within=lambda tokens: expected.ends_within(request, tokens),
-        remaining=lambda: expected.remaining(request),
-    )
-
-
-def _call_back(state: SchedulerState, request: RequestRecord) -> None:
-    state.stragglers.run_on.pop(request.request_id, None)
-    state.stragglers.calling_back.append((request.request_id, request.attempt))
-    abort(state, request)
-
-
-# --- buckets -------------------------------------------------------------------------------------
-
-# Decides which open groups run, if the refill rule keeps more groups open than run.
-#
-# The request of a deferred rollout neither waits to be sent nor is with an engine. When a batch is
-# full, everything is called back and deferred. When the next batch begins, the members that the
-# rule chooses become eligible.
 
 
 def choose_groups(state: SchedulerState) -> None:

@@ -82,7 +82,6 @@ def refuse_turn(state: SchedulerState, request: RequestRecord, cause: str) -> No
     rollout = request.rollout
     rollout.move(Move.END_TURN)
     state.in_flight.forget(request)
-    state.stragglers.run_on.pop(request.request_id, None)
     state.in_flight.journal.change(rollout)
     rollout.undecided = request.output_start
     _drop_undecided(state, rollout, Reason.FAILED)
@@ -158,7 +157,6 @@ def on_turn_withdrawn(state: SchedulerState, rollout: RolloutRecord, _: ev.TurnW
     if request is None or rollout.state not in GENERATING:
         return
     rollout.move(Move.WITHDRAW)
-    state.stragglers.run_on.pop(request.request_id, None)
     if request.open:
         abort(state, request)
         return
