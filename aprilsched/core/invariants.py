@@ -109,7 +109,7 @@ def _held_on(state: SchedulerState) -> dict[str, int]:
 
 
 def _batches(state: SchedulerState) -> Iterator[str]:
-    waiting = [batch.index for batch in state.delivery.redelivery]
+    waiting = [batch.index for batch in state.delivery.batches_again]
     unknown = [index for index in waiting if index not in state.delivery.unacknowledged]
     if unknown:
         yield f"batches {unknown} wait to be delivered again and are not kept"
@@ -118,10 +118,10 @@ def _batches(state: SchedulerState) -> Iterator[str]:
         yield (
             f"{len(offered)} groups in flight are marked as offered, and {state.offered_groups} are"
         )
-    if state.weights.update is not None and (state.delivery.offer or state.delivery.streamed):
+    if state.weights.update is not None and (state.delivery.offer or state.delivery.fresh.taken):
         yield ("a batch is offered while a version is on its way")
     ready = {group.group_id for group in (*state.in_flight.ready, *offered)}
-    if state.delivery.streamed.keys() - ready:
+    if state.delivery.fresh.taken.keys() - ready:
         yield ("the trainer has groups of a batch that are not ready any more")
     for batch in state.delivery.unacknowledged.values():
         if not all(group.members for group in batch.groups):

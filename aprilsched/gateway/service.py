@@ -678,7 +678,7 @@ class Service:
         self._labels.open()
         self._failed: asyncio.Future[AprilschedError] = asyncio.get_running_loop().create_future()
         await self._closing.enter_async_context(self._rollouts)
-        for batch in self._rollouts.state.delivery.redelivery:
+        for batch in self._rollouts.state.delivery.batches_again:
             # Now, and not when it is delivered: its client may ask for it at once.
             self.responses.restore(batch)
         if self.responses.foreign:

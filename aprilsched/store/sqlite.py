@@ -241,7 +241,7 @@ class SqliteStore:
             found.batches,
             max(0, last.batches - found.batches),
         )
-        return replace(saved, given=last.batches)
+        return replace(saved, first_new_batch=last.batches)
 
     def _require_open(self) -> sqlite3.Connection:
         if self._connection is None:

@@ -571,7 +571,7 @@ class _Life:
         parts, state = self.parts, self.scheduler.state
         if not parts or parts[-1].index >= state.in_flight.counters.batches:
             return
-        if any(batch.index == parts[-1].index for batch in state.delivery.redelivery):
+        if any(batch.index == parts[-1].index for batch in state.delivery.batches_again):
             return  # the rest of it comes
         self.parts = []
         groups = tuple(group for part in parts for group in part.groups)

@@ -187,7 +187,7 @@ class Interleavings(RuleBasedStateMachine):
     @rule(streamed=st.booleans())
     def request_batch(self, streamed: bool) -> None:
         delivery = self.driver.state.delivery
-        if not delivery.called or delivery.by_group:
+        if not delivery.takes_parts or delivery.by_group:
             self.streamed = self.streamed or streamed
             self.driver.feed(ev.BatchRequested(streamed=streamed))
 
@@ -592,7 +592,7 @@ class Interleavings(RuleBasedStateMachine):
         if (
             driver.state.weights.update is None
             and driver.state.fleet.sleep is None
-            and not driver.state.delivery.called
+            and not driver.state.delivery.takes_parts
         ):
             driver.feed(ev.BatchRequested())
         told = len(driver.updates_wanted)
@@ -607,7 +607,7 @@ class Interleavings(RuleBasedStateMachine):
         if driver.controls or driver.refits:
             return
         # Once it was told, or a batch is offered, the trainer waits for no tokens.
-        waits = state.delivery.called and state.collecting
+        waits = state.delivery.takes_parts and state.collecting
         assert len(driver.updates_wanted) > told or not waits, (
             f"it waits for ever: {state.fleet.control.standby}, {driver.verifications}"
         )
@@ -642,7 +642,7 @@ class Interleavings(RuleBasedStateMachine):
         elif driver.verdicts:
             group = driver.verdicts.pop(0).group
             driver.feed(ev.Filtered(group_id=group.group_id, accepted=True))
-        elif not driver.state.delivery.called and not driver.ended:
+        elif not driver.state.delivery.takes_parts and not driver.ended:
             driver.feed(ev.BatchRequested())
         elif driver.state.in_flight.queue and driver.state.fleet.admissions:
             driver.now += MAX_RETRY_AFTER_S

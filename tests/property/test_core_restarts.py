@@ -142,30 +142,30 @@ class Restarts(Interleavings):
         """It has the first batches only, and gets the others again, as they were."""
         delivery = self.driver.state.delivery
         had = {batch.index: batch for batch in self.driver.batches}
-        had |= {batch.index: batch for batch in delivery.redelivery}
+        had |= {batch.index: batch for batch in delivery.batches_again}
         # What was only offered before a restart, no trainer has.
         given = {batch.index for batch in (*self.driver.batches, *self.driver.redelivered)}
         kept = list(takewhile(given.__contains__, delivery.unacknowledged))[:has]
         missing = list(delivery.unacknowledged)[len(kept) :]
         self.driver.feed(ev.TrainerReturned(batches=tuple(kept)))
-        assert [batch.index for batch in delivery.redelivery] == missing
-        for again in delivery.redelivery:
+        assert [batch.index for batch in self.driver.state.delivery.batches_again] == missing
+        for again in self.driver.state.delivery.batches_again:
             assert again.redelivered
             assert content(again) == content(had[again.index])
 
-    @precondition(lambda self: self.driver.state.delivery.streamed)
+    @precondition(lambda self: self.driver.state.delivery.fresh.taken)
     @rule(count=st.integers(0, 3))
     def trainer_with_some_groups(self, count: int) -> None:
         """Of the batch that is taken group by group it has these, and gets the others again."""
         delivery = self.driver.state.delivery
         batches = tuple(i for i in handed_over(self.driver.state) if i in delivery.unacknowledged)
         groups = {
-            group_id: delivery.streamed[group_id] for group_id in [*delivery.streamed][:count]
+            group_id: delivery.fresh.taken[group_id] for group_id in [*delivery.fresh.taken][:count]
         }
         self.driver.feed(ev.TrainerReturned(batches=batches, groups=tuple(groups)))
         # A trainer that waits may have taken others again at once.
-        assert groups.items() <= delivery.streamed.items()
-        assert delivery.called or delivery.streamed == groups
+        assert groups.items() <= delivery.fresh.taken.items()
+        assert delivery.takes_parts or delivery.fresh.taken == groups
 
     @rule(
         saved=st.booleans(),
@@ -185,7 +185,7 @@ class Restarts(Interleavings):
         waiting = {
             b.index: b for b in driver.batches if b.index in driver.state.delivery.unacknowledged
         }
-        for again in driver.state.delivery.redelivery:
+        for again in driver.state.delivery.batches_again:
             waiting[again.index] = again
         if (offered := offered_batch(driver.state)) is not None:
             waiting[offered.index] = offered
@@ -212,10 +212,10 @@ class Restarts(Interleavings):
                 before = {part: was for part, was in before.items() if part not in LAUNCHING}
             for part, was in before.items():
                 assert after[part] == was, part
-        for again in driver.state.delivery.redelivery:
+        for again in driver.state.delivery.batches_again:
             assert again.redelivered
             assert content(again) == content(waiting[again.index])
-        assert {b.index for b in driver.state.delivery.redelivery} == set(waiting)
+        assert {b.index for b in driver.state.delivery.batches_again} == set(waiting)
 
     def _lost(self) -> tuple[int, int]:
         ledger = self.driver.state.in_flight.ledger

@@ -123,7 +123,7 @@ def test_another_trainer_gets_the_batches_that_were_not_acknowledged():
         ((first,), (second,)) = ([*batch.rollouts] for batch in (old, new))
         assert first.token_ids.tolist() == second.token_ids.tolist()
     driver.feed(ev.TrainerReturned(batches=(2,)))
-    assert [batch.index for batch in driver.state.delivery.redelivery] == [1]
+    assert [again.index for again in driver.state.delivery.batches_again] == [1]
     driver.feed(ev.TrainerReturned(batches=(1, 2)))
     driver.request_batch()
     driver.finish(driver.attempts()[0], 1)

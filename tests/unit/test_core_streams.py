@@ -133,7 +133,7 @@ def test_a_group_that_is_offered_to_the_trainer_cannot_be_withdrawn():
     driver.finish_group(ids[0])
     driver.feed(ev.GroupWithdrawn(group_id=ids[0], cause="too late"))
     driver.take()
-    assert list(driver.state.delivery.streamed) == [ids[0]]
+    assert list(driver.state.delivery.fresh.taken) == [ids[0]]
     assert not driver.state.in_flight.ledger.rollouts[Reason.WITHDRAWN]
 
 

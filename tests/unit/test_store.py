@@ -81,7 +81,7 @@ def run(driver: Driver, steps: int, seed: int) -> None:
         dice = rng.random()
         if driver.controls or driver.refits or driver.aborts:
             driver.settle()
-        elif not driver.state.delivery.called:
+        elif not driver.state.delivery.takes_parts:
             driver.feed(ev.BatchRequested())
         elif dice < 0.05 and driver.state.weights.update is None:
             driver.update()
@@ -483,7 +483,7 @@ def test_a_damaged_place_of_the_log_is_told_with_what_is_behind_it(
     saved = damaged.open()
     assert saved is not None
     assert whole is not None
-    assert saved.given >= whole.run.counters.batches
+    assert saved.first_new_batch >= whole.run.counters.batches
     assert len(caplog.records) == 1
     assert "has lost its last saves" in caplog.text
     damaged.close()
@@ -502,7 +502,7 @@ def test_the_marker_of_the_last_save_may_be_behind_or_damaged(
     assert marker.read_bytes() != behind
     for content in (behind, b"", behind[:9], bytes(28), b"x" * 28, behind + b"more"):
         marker.write_bytes(content)
-        assert held_in(path).given == 0
+        assert held_in(path).first_new_batch == 0
     assert not caplog.records
 
 

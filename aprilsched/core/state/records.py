@@ -22,7 +22,6 @@ from aprilsched.core.state.ledger import Reason
 from aprilsched.core.state.token_log import Path, TokenLog
 from aprilsched.errors import InvariantViolation
 from aprilsched.types import (
-    Batch,
     FinishReason,
     Int32Array,
     Media,
@@ -380,34 +379,6 @@ class DeliveredBatch:
     oldest_unmasked: int | None
     """Tokens of older versions than this are masked; None if none are."""
     groups: tuple[GroupRecord, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Offered:
-    """What the trainer may take, with what is needed to withdraw the offer: a batch, or the next
-    part of a streamed batch."""
-
-    batch: Batch
-    """The batch, or a part of it that is not the last one."""
-    last_part: Batch | None = None
-    """What the trainer gets of the batch, if it has the other groups already."""
-    streamed: bool = False
-    """The trainer takes the batch group by group."""
-    record: DeliveredBatch | None = None
-    """The batch's groups; None if the batch is one that is delivered again after a restart, and if
-    this is a part that is not the last one."""
-    target_groups: int = 0
-    """The number of groups to keep open that was in force before the offer."""
-
-    @property
-    def groups(self) -> tuple[GroupRecord, ...]:
-        """Groups that leave flight when the trainer has taken this."""
-        return () if self.record is None else self.record.groups
-
-    @property
-    def given(self) -> Batch:
-        """What the trainer gets."""
-        return self.batch if self.last_part is None else self.last_part
 
 
 def group_lengths(record: GroupRecord) -> GroupLengths:

@@ -192,7 +192,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     batches_since_update: int
     accepts: bool
     """Whether groups were filtered."""
-    groups_given: tuple[int, ...] = ()
+    seen_groups: tuple[int, ...] = ()
     """Groups of the batch in work that the trainer may have already."""
     in_parts: bool = False
     """Whether engines may have parts of two versions."""
@@ -283,6 +283,5 @@ class Saved:
     damaged: dict[int, str]
     remembered: Sequence[Remembered] = ()
     companions: dict[int, list[SavedRows]] = field(default_factory=dict[int, list[SavedRows]])
-    given: int = 0
-    """Batches with a smaller index may have been given to the trainer, also where the store has
-    lost them."""
+    first_new_batch: int = 0
+    """Batches with a smaller index may be with the trainer, even if the store has lost them."""

@@ -16,6 +16,7 @@ from aprilsched.core.messages import facts
 from aprilsched.core.policies.placement import Place, Placement, place_of
 from aprilsched.core.policies.schedule import Schedule, first_schedule
 from aprilsched.core.policies.straggler import CachedKV
+from aprilsched.core.state.delivery import Delivery
 from aprilsched.core.state.engine_control import CUDA_GRAPH, WEIGHTS, FleetControl, Mode
 from aprilsched.core.state.engine_health import Admission, CallerTimes, FleetHealth, TrainerTimes
 from aprilsched.core.state.engine_index import EngineIndex
@@ -24,54 +25,12 @@ from aprilsched.core.state.in_flight import InFlight
 from aprilsched.core.state.ledger import Outcome
 from aprilsched.core.state.queues import MustDeliver
 from aprilsched.core.state.records import (
-    DeliveredBatch,
     GroupRecord,
-    Offered,
     RequestRecord,
     group_lengths,
 )
 from aprilsched.core.state.weights import PolicyVersionTracker, Weights
-from aprilsched.types import NO_VERSION, Batch, Group, Prompt, RefusedPrompt
-
-
-@dataclass(slots=True)
-class Delivery:
-    """The batch that the trainer asks for, and the batches that it was given. Steps: ``batch``."""
-
-    must_deliver: MustDeliver
-    """Groups that the next batch must contain (staleness rule "finish")."""
-    batch_requested: bool = False
-    """The trainer has asked for a batch, which is in work. A call that gave up its wait has not
-    ended it: the next one goes on with it."""
-    called: bool = False
-    """A call of the trainer for the batch in work is open, or goes on with its next group."""
-    by_group: bool = False
-    """The trainer takes the batch group by group."""
-    has_part: bool = False
-    """The trainer has taken a group of a batch, and has not asked for the next one since."""
-    streamed: dict[int, Group] = field(default_factory=dict[int, Group])
-    """Groups of the batch in work, by id, that the trainer has already. They stay in flight, as
-    ready groups, until their batch is delivered, so a resumed run gives them again."""
-    groups_given: set[int] = field(default_factory=set[int])
-    """Groups of the batch in work that the trainer may have from before the run was resumed."""
-    streamed_again: set[int] = field(default_factory=set[int])
-    """Groups that the trainer has of the first batch in `redelivery`."""
-    offer: Offered | None = None
-    """The batch that the trainer may take and has not taken yet."""
-    batches_since_update: int = 0
-    """Batches that were delivered since the policy version last changed."""
-    given: int = 0
-    """Batches with a smaller index may have been given before, and the store has lost them."""
-    unacknowledged: dict[int, DeliveredBatch] = field(default_factory=dict[int, DeliveredBatch])
-    """Delivered batches, by index, that a resumed run would have to deliver again."""
-    redelivery: deque[Batch] = field(default_factory=deque[Batch])
-    """Unacknowledged batches that the trainer has not been given again since the run was
-    resumed."""
-
-    def end_request(self) -> None:
-        """The batch that the trainer had asked for is not in work any more."""
-        self.batch_requested = self.called = self.has_part = False
-
+from aprilsched.types import NO_VERSION, Prompt, RefusedPrompt
 
 _WORKING = (Mode.RUNNING, Mode.PAUSING, Mode.VERIFYING)
 """Modes in which an engine generates."""
@@ -424,7 +383,7 @@ class SchedulerState:
     def collecting(self) -> bool:
         """Whether a batch is in work that is not offered yet as a whole."""
         offer = self.delivery.offer
-        return self.delivery.batch_requested and (offer is None or not offer.given.complete)
+        return self.delivery.batch_requested and (offer is None or not offer.part.last)
 
     @property
     def offered_groups(self) -> int:

@@ -96,9 +96,7 @@ def on_group_withdrawn(state: SchedulerState, group: GroupRecord, event: ev.Grou
     """Drop a group that nobody wants any more, unless its batch is with the trainer."""
     if group.evaluation_id is not None or group.offered:
         return
-    offer = state.delivery.offer
-    part = () if offer is None else (each.group_id for each in offer.batch.groups)
-    if group.group_id not in state.delivery.streamed and group.group_id not in part:
+    if not state.delivery.fresh.involves(group.group_id):
         drop(state, group, Reason.WITHDRAWN, event.cause)
 
 

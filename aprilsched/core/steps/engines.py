@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from aprilsched.core.messages import events as ev
 from aprilsched.core.messages import facts
+from aprilsched.core.state.delivery import Demand
 from aprilsched.core.state.engine_control import EngineControl, Mode
 from aprilsched.core.state.engine_health import (
     PREFILL_TOKENS_PER_S,
@@ -375,7 +376,7 @@ def _await(state: SchedulerState, outage: Outage) -> None:
 
 
 def _want_update(state: SchedulerState) -> None:
-    batch = state.delivery.called and state.collecting and stranded(state)
+    batch = state.delivery.takes_parts and state.collecting and stranded(state)
     begun = state.weights.update is not None and state.weights.update.may_pause
     abandoned = () if begun else tuple(state.evaluations.running)
     if not (batch or abandoned):
@@ -387,7 +388,7 @@ def _want_update(state: SchedulerState) -> None:
             if group.dropped is None:
                 drop(state, group, Reason.ABANDONED, cause)
     if batch:
-        state.delivery.called = False
+        state.delivery.demand = Demand.LEFT
     state.announce(
         facts.UpdateWanted(
             engines=engines,

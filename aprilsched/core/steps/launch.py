@@ -16,8 +16,9 @@ from aprilsched.core.state.assembly import launched
 from aprilsched.core.state.ledger import Reason
 from aprilsched.core.state.records import GroupRecord
 from aprilsched.core.state.state import Plan, PromptSupply, SchedulerState
-from aprilsched.core.steps.batch import awaits_scores, full, retarget
+from aprilsched.core.steps.batch import awaits_scores, full
 from aprilsched.core.steps.drop import drop, refuse
+from aprilsched.core.steps.target import retarget
 from aprilsched.core.steps.turns import start_episode
 from aprilsched.types import Prompt, RefusedPrompt, SamplingParams
 

@@ -27,8 +27,8 @@ from aprilsched.core.messages import facts
 from aprilsched.core.policies.schedule import Pace, Schedule
 from aprilsched.core.state.records import group_lengths
 from aprilsched.core.state.state import SchedulerState
-from aprilsched.core.steps.batch import retarget
 from aprilsched.core.steps.stragglers import release_all
+from aprilsched.core.steps.target import retarget
 
 _LATER = 3
 """The next schedule is asked for after this many times as many batches as the last one."""
@@ -54,7 +54,7 @@ def measure(state: SchedulerState) -> None:
         return
     update, sleep = state.weights.update, state.fleet.sleep
     trains = not (
-        (delivery.called and not delivery.has_part)
+        delivery.trainer_waits
         or (update is not None and not update.followed)
         or state.evaluations.running
         or state.evaluations.waiting
@@ -62,7 +62,7 @@ def measure(state: SchedulerState) -> None:
         or (sleep is not None and (sleep.waking or not sleep.asleep))
     )
     times.follow(trains=trains, now=state.now)
-    if delivery.called and not (delivery.streamed or delivery.streamed_again):
+    if delivery.trainer_waits and not delivery.work.taken:
         times.end(state.now)
 
 

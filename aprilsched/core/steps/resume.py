@@ -22,6 +22,7 @@ from aprilsched.companions import CompanionLog
 from aprilsched.core.messages import facts
 from aprilsched.core.policies.schedule import Schedule
 from aprilsched.core.state.assembly import batch_again, launched
+from aprilsched.core.state.delivery import BatchInWork
 from aprilsched.core.state.ledger import Outcome, Reason
 from aprilsched.core.state.records import (
     GENERATING,
@@ -49,9 +50,9 @@ from aprilsched.core.state.saved import (
 )
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.state.token_log import TokenLog, clipped
-from aprilsched.core.steps.batch import retarget
 from aprilsched.core.steps.replan import fitting
 from aprilsched.core.steps.stragglers import release_all
+from aprilsched.core.steps.target import retarget
 from aprilsched.core.steps.turns import (
     ask_for_reward,
     ask_for_rewards,
@@ -82,7 +83,7 @@ def restore(state: SchedulerState, saved: Saved) -> None:
             "or a new store."
         )
     _restore_run(state, saved)
-    state.delivery.given = saved.given
+    state.delivery.first_new_batch = saved.first_new_batch
     delivered = {group_id for batch in saved.batches for group_id in batch.group_ids}
     groups = {
         group.group_id: _group(state, saved, group)
@@ -164,7 +165,7 @@ def _restore_run(state: SchedulerState, saved: Saved) -> None:
     state.weights.base, state.weights.adapter = run.base, run.adapter
     state.weights.in_parts = run.in_parts
     state.delivery.batches_since_update = run.batches_since_update
-    state.delivery.groups_given = set(run.groups_given)
+    state.delivery.fresh.seen = frozenset(run.seen_groups)
     state.plan.wave_pending = run.wave_pending
     state.plan.target_groups = run.target_groups
     _restore_schedule(state, saved.schedule)
@@ -404,7 +405,7 @@ def _restore_batch(
         oldest_unmasked=batch.oldest_unmasked,
         groups=tuple(members),
     )
-    state.delivery.redelivery.append(batch_again(record))
+    state.delivery.redelivery.append(BatchInWork(known=batch_again(record)))
     state.delivery.unacknowledged[batch.index] = record
     if len(members) < len(batch.group_ids):
         # Another restart would take the others for delivered, once they are complete again.

@@ -296,7 +296,7 @@ def _run(state: SchedulerState, *, taken: bool = True) -> RunState:
         longest=state.expectations.limit,
         batches_since_update=state.delivery.batches_since_update + bool(groups),
         accepts=state.caller.accepts,
-        groups_given=_groups_given(state),
+        seen_groups=_seen_groups(state),
         in_parts=state.weights.in_parts,
         delivered_groups=state.prompts.outcome.delivered + len(groups),
         failed_groups=dict(state.prompts.outcome.causes),
@@ -316,14 +316,16 @@ def _counters(state: SchedulerState) -> Counters:
     return counters
 
 
-def _groups_given(state: SchedulerState) -> tuple[int, ...]:
-    """Groups of the batch in work that the trainer has or is offered. Those of a batch that is
-    offered as a whole are saved with it."""
-    delivery, offer = state.delivery, state.delivery.offer
-    if offer is not None and offer.given.complete:
+def _seen_groups(state: SchedulerState) -> tuple[int, ...]:
+    """Return the groups of the fresh batch that the trainer has or is offered.
+
+    Once its last part is offered, the batch is saved as a whole.
+    """
+    work = state.delivery.fresh
+    if work.offer is not None and work.offer.part.last:
         return ()
-    groups = () if offer is None or delivery.redelivery else offer.batch.groups
-    return (*delivery.groups_given, *delivery.streamed, *(group.group_id for group in groups))
+    offered = () if work.offer is None else work.offer.part.units
+    return (*work.seen, *work.taken, *(unit.group_id for unit in offered))
 
 
 def _schedule(state: SchedulerState) -> Schedule | None:
