@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
-from aprilsched.core.policies.placement import Places
+from aprilsched.core.policies.placement import EngineLoads
 from aprilsched.core.state.engine_control import Mode
 from aprilsched.core.state.engine_index import Kind
 from aprilsched.core.state.records import (
@@ -222,7 +222,7 @@ def _indexes(state: SchedulerState) -> Iterator[str]:
     index.refresh()
     index.leave_out(set())
     kinds: dict[Kind, set[str]] = {}
-    places: dict[str, float] = {}
+    accepting: dict[str, float] = {}
     busy: dict[str, int] = {}
     requests: dict[tuple[int, bool], int] = {}
     for name, control in state.fleet.control.engines.items():
@@ -231,7 +231,7 @@ def _indexes(state: SchedulerState) -> Iterator[str]:
         kinds.setdefault(kind, set()).add(name)
         requests[kind[:2]] = requests.get(kind[:2], 0) + opened
         if kind.mode is Mode.RUNNING and not kind.leaves:
-            places[name] = opened
+            accepting[name] = opened
         if kind.generates:
             busy[name] = opened
     for what, kept, there in (
@@ -241,15 +241,15 @@ def _indexes(state: SchedulerState) -> Iterator[str]:
         ("versions", set(versions.present), set(versions.engines.values())),
         ("engines", {kind: set(names) for kind, names in index.kinds.items()}, kinds),
         ("requests", dict(index.requests), {key: n for key, n in requests.items() if n}),
-        ("places", _loads(index.places(v) for v in versions.present), places),
+        ("accepting", _loads(index.accepting(v) for v in versions.present), accepting),
         ("busy", _loads(index.busy(v) for v in versions.present), busy),
     ):
         if kept != there:
             yield f"{what} is kept as {kept} and is {there}"
 
 
-def _loads(places: Iterable[Places]) -> dict[str, float]:
-    return {name: load for each in places for name, load in each.loads.items()}
+def _loads(engines: Iterable[EngineLoads]) -> dict[str, float]:
+    return {name: load for each in engines for name, load in each.loads.items()}
 
 
 def _engines(state: SchedulerState) -> Iterator[str]:
@@ -264,7 +264,7 @@ def _engines(state: SchedulerState) -> Iterator[str]:
                 f"{state.weights.versions.trainer}"
             )
         alone = state.rolling and control.catching_up
-        # A doubted engine may still be answering for its version when it is told to leave.
+        # An unverified engine may still be answering for its version when it is told to leave.
         stopped = control.mode not in (Mode.RUNNING, Mode.VERIFYING)
         if alone and stopped and state.in_flight.open[control.name]:
             yield f"{control.name} is refitted alone and has open requests"

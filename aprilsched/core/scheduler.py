@@ -24,17 +24,18 @@ from aprilsched.core.state.saved import Saved
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.core.steps import (
     batch,
-    dispatch,
     drop,
     engines,
     follow,
     launch,
     members,
     migration,
+    placement,
     refit,
     replan,
     requests,
     rolling,
+    steering,
     stragglers,
     turns,
 )
@@ -140,7 +141,7 @@ DECISIONS: tuple[Callable[[SchedulerState], None], ...] = (
     # update or wholly after it.
     launch.begin_evaluations,
     # After the update, because engines wake only when the update that brings their weights has
-    # ended. Before `dispatch.steer`, because the goal of the engines follows from the phase of the
+    # ended. Before `steering.steer`, because the goal of the engines follows from the phase of the
     # sleep.
     refit.advance_sleep,
     # Before `launch.launch`, because an offer ends the batch in work: how many groups are launched
@@ -153,40 +154,40 @@ DECISIONS: tuple[Callable[[SchedulerState], None], ...] = (
     replan.plan,
     # Before `stragglers.choose_groups`, which chooses among the open groups, new ones included.
     launch.launch,
-    # Before `dispatch.dispatch`, because only chosen groups wait to be sent. It acts while
+    # Before `placement.place`, because only chosen groups wait to be sent. It acts while
     # training rollouts run and `stragglers.defer_stragglers` when they stop, so the order of
     # these two does not matter.
     stragglers.choose_groups,
-    # Before `dispatch.dispatch`, which sends what came back to the engine that was chosen for it.
+    # Before `placement.place`, which sends what came back to the engine that was chosen for it.
     migration.migrate,
-    # Before `dispatch.steer`, which pauses no engine while a straggler is being called back: a
+    # Before `steering.steer`, which pauses no engine while a straggler is being called back: a
     # request that is aborted after a retract comes back without the tokens that were not streamed
     # yet (hazard 1).
     stragglers.defer_stragglers,
-    # Before `dispatch.steer`, so that requests inside a paused engine are called back before it
+    # Before `steering.steer`, so that requests inside a paused engine are called back before it
     # goes on. After `stragglers.defer_stragglers` or before it: what was called back once is not
     # called back again.
-    dispatch.interrupt,
+    steering.interrupt,
     # After `launch.launch`, because an engine is freed where requests of the newest version wait
     # for one. Before `refit.catch_up`, which refits the engines that are free.
     rolling.roll,
     # Before `engines.attend`, which would ask the trainer for a new version otherwise, although an
-    # engine on standby can have the present one; and before `dispatch.steer`, which gives the
+    # engine on standby can have the present one; and before `steering.steer`, which gives the
     # engine its first control call.
     refit.catch_up,
     # Anywhere after `refit.catch_up`: while no engine is in use every tick is followed by all
     # decisions, so what is abandoned here is seen a second later at the latest.
     engines.attend,
     # Before `refit.refit`, because memory that a refit needs is taken back first. Whether it comes
-    # before or after `dispatch.dispatch` does not matter: both follow the same goal, and requests
+    # before or after `placement.place` does not matter: both follow the same goal, and requests
     # are sent only while the goal is to run (hazard 4).
-    dispatch.steer,
-    # After `dispatch.steer` has paused and flushed what has to be; nothing later depends on it.
+    steering.steer,
+    # After `steering.steer` has paused and flushed what has to be; nothing later depends on it.
     refit.refit,
     # Anywhere: an adapter that is unloaded here is one that nothing is sent with any more.
     refit.retire,
     # Last, because it sends what all the others have left to be sent.
-    dispatch.dispatch,
+    placement.place,
 )
 
 

@@ -326,9 +326,9 @@ def test_only_so_many_affinities_are_remembered():
     driver.request_batch()
     given = tuple(replace(prompt, affinity=str(at)) for at, prompt in enumerate(prompts(5000)))
     driver.feed(ev.PromptsArrived(prompts=given))
-    homes = driver.state.in_flight.homes
-    assert list(homes) == [str(at) for at in range(5000 - len(homes), 5000)]
-    assert len(homes) == 4096
+    engines = driver.state.in_flight.affinity_engines
+    assert list(engines) == [str(at) for at in range(5000 - len(engines), 5000)]
+    assert len(engines) == 4096
 
 
 def test_carried_rollouts_are_sent_first():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,7 +16,15 @@ from hypothesis import strategies as st
 from aprilsched.config import SchedulerConfig
 from aprilsched.coordinator.opening import check_engines, examine
 from aprilsched.core.messages import events as ev
-from aprilsched.core.policies.placement import Place, Places, place_of
+from aprilsched.core.policies.placement import (
+    EngineLoads,
+    Place,
+    Placement,
+    Preference,
+    choose_engine,
+    place_of,
+    preference_of,
+)
 from aprilsched.core.policies.refill import Pool, PoolView
 from aprilsched.core.policies.schedule import Schedule
 from aprilsched.core.policies.stop import Groups, Samples, Stop, Tokens
@@ -108,18 +117,18 @@ def test_a_tapered_batch_still_fills_when_everything_else_has_ended() -> None:
 
 
 @dataclass
-class SlowPlaces:
-    """A slow reference for Places, which computes everything again at each call."""
+class SlowLoads:
+    """A slow reference for EngineLoads, which computes everything again at each call."""
 
     loads: dict[str, int]
-    slack: int
+    max_lead: int
 
     def take(self, prefer: str, avoid: frozenset[str]) -> str | None:
         names = [name for name in self.loads if name not in avoid] or list(self.loads)
         if not names:
             return None
         taken = min(names, key=lambda name: (self.loads[name], name))
-        near = self.loads[taken] + self.slack
+        near = self.loads[taken] + self.max_lead
         if prefer in names and prefer not in avoid and self.loads[prefer] <= near:
             taken = prefer
         self.loads[taken] += 1
@@ -131,19 +140,54 @@ ENGINES = ("a", "b", "c", "d")
 
 @given(
     loads=st.dictionaries(st.sampled_from(ENGINES), st.integers(0, 6)),
-    slack=st.integers(-1, 4),
+    max_lead=st.integers(-1, 4),
     asked=st.lists(
         st.tuples(st.sampled_from(["", *ENGINES]), st.frozensets(st.sampled_from(ENGINES))),
         max_size=40,
     ),
 )
-def test_places_are_those_of_a_plain_search(
-    loads: dict[str, int], slack: int, asked: list[tuple[str, frozenset[str]]]
+def test_engines_are_those_of_a_plain_search(
+    loads: dict[str, int], max_lead: int, asked: list[tuple[str, frozenset[str]]]
 ) -> None:
-    slow = SlowPlaces(loads=dict(loads), slack=slack)
-    places = Places(loads)
+    slow = SlowLoads(loads=dict(loads), max_lead=max_lead)
+    fast = EngineLoads(loads)
     for prefer, avoid in asked:
-        assert places.take(prefer=prefer, slack=slack, avoid=avoid) == slow.take(prefer, avoid)
+        preference = Preference(engine=prefer, max_lead=max_lead) if prefer else None
+        engine = choose_engine(fast, preference, avoid=avoid)
+        assert engine == slow.take(prefer, avoid)
+        if engine is not None:
+            fast.add_request(engine)
+
+
+def test_an_engine_that_takes_no_requests_is_not_preferred() -> None:
+    moved = Preference(engine="b", max_lead=math.inf)
+    assert choose_engine(EngineLoads({"a": 9}), moved, avoid=()) == "a"
+
+
+PREFERENCES: list[tuple[Placement, dict[str, Any], Preference | None]] = [
+    ("prefix", {}, Preference(engine="a", max_lead=4)),
+    ("prefix", {"shares_context": True}, Preference(engine="a", max_lead=8)),
+    ("prefix", {"shares_context": True, "members": 9}, Preference(engine="a", max_lead=9)),
+    ("prefix", {"context_engine": ""}, None),
+    ("spread", {"shares_context": True}, None),
+    ("spread", {"destination": "b"}, Preference(engine="b", max_lead=math.inf)),
+    ("spread", {"destination": "b", "avoid": {"b"}}, None),
+    ("prefix", {"destination": "b", "avoid": {"b"}}, Preference(engine="a", max_lead=4)),
+]
+
+
+@pytest.mark.parametrize(("placement", "changes", "expected"), PREFERENCES)
+def test_a_request_prefers_its_destination_and_then_the_engine_with_its_context(
+    placement: Placement, changes: dict[str, Any], expected: Preference | None
+) -> None:
+    values: dict[str, Any] = {
+        "destination": "",
+        "avoid": frozenset[str](),
+        "context_engine": "a",
+        "members": 4,
+        "shares_context": False,
+    }
+    assert preference_of(placement, **{**values, **changes}) == expected
 
 
 # --- over-provisioning ---------------------------------------------------------------------------

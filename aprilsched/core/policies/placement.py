@@ -1,4 +1,4 @@
-"""Chooses the engine for a request: the least loaded one, or the one with the group's prefix.
+"""Chooses the engine for a request: the least loaded one, or the one that has its context cached.
 
 ==========  ============================================================================
 prefix      a group stays on one engine, which has its prompt cached, and an episode on the
@@ -10,22 +10,29 @@ spread      each rollout goes to the engine with the fewest requests
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 _LEFT_OVER = 4
 """Entries of the heap for each engine, from which on it is made anew."""
 
+CONTEXT_LEAD_REQUESTS = 8
+"""How many requests more than the least loaded engine the engine may have that caches the context
+of earlier turns, or of prompts with one affinity. Another engine would prefill the whole
+context."""
+
 Placement: TypeAlias = Literal["prefix", "spread"]
 
 
-class Places:
+class EngineLoads:
     """The engines that take requests now, with their loads.
 
-    Invariant: the heap has an entry for each engine whose load is that of the engine, or less if a
-    request was put there by preference; it is corrected when the entry comes to the top. Entries of
-    greater loads, and those of engines that take no more requests, are left over and thrown away
-    there.
+    Invariant: the heap contains an entry for each engine with the load of the engine, or a smaller
+    one if :meth:`add_request` has raised it; the entry is corrected when it comes to the top.
+    Entries of greater loads, and those of engines that take no more requests, are left over and
+    thrown away there.
 
     Args:
         loads: number of open requests of each engine that takes requests.
@@ -52,31 +59,15 @@ class Places:
     def __len__(self) -> int:
         return len(self.loads)
 
-    def least(self) -> str | None:
-        """The engine with the smallest load."""
-        return self._least(())
+    def add_request(self, engine: str) -> None:
+        """Count one more request on an engine that takes requests."""
+        self.loads[engine] += 1
 
-    def take(self, *, prefer: str, slack: float, avoid: Collection[str]) -> str | None:
-        """The engine for one request, or None if no engine takes requests. The request counts as a
-        load of 1 on the engine from now on.
+    def least(self, avoid: Collection[str] = ()) -> str | None:
+        """Return the engine with the smallest load, or None if no engine takes requests.
 
-        Args:
-            prefer: name of the engine that has the prompt's prefix in its cache.
-            slack: how many more requests than the least loaded engine that engine may have and
-                still be preferred; -1 for never.
-            avoid: names of engines that failed the request. They are chosen only if there is no
-                other.
+        Engines in `avoid` are chosen only if there is no other.
         """
-        least = self._least(avoid)
-        if least is None:
-            return None
-        near = self.loads[least] + slack
-        if prefer not in avoid and prefer in self.loads and self.loads[prefer] <= near:
-            least = prefer
-        self.loads[least] += 1
-        return least
-
-    def _least(self, avoid: Collection[str]) -> str | None:
         while self._heap:
             top = self._heap[0]
             load = self.loads.get(top[1])
@@ -92,6 +83,61 @@ class Places:
             return top[1]
         others = (other for other in self.loads if other not in avoid)
         return min(others, key=lambda other: (self.loads[other], other), default=top[1])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preference:
+    """The engine that a request should go to."""
+
+    engine: str
+    max_lead: float
+    """How many requests more than the least loaded engine it may have."""
+
+
+def preference_of(
+    placement: Placement,
+    *,
+    destination: str,
+    avoid: Collection[str],
+    context_engine: str,
+    members: int,
+    shares_context: bool,
+) -> Preference | None:
+    """Return the engine that a request should go to, or None if it makes no difference.
+
+    Args:
+        destination: the engine that a moved request is on its way to; empty if it was not moved.
+        avoid: names of engines that failed the request.
+        context_engine: the engine that has the request's context in its cache; empty if none.
+        members: number of rollouts of its group.
+        shares_context: the context is that of earlier turns, or of prompts with one affinity.
+    """
+    if destination and destination not in avoid:
+        return Preference(engine=destination, max_lead=math.inf)
+    if placement != "prefix" or not context_engine:
+        return None
+    # A group stays on its engine while that has less than a group more to do than the others.
+    lead = max(members, CONTEXT_LEAD_REQUESTS) if shares_context else members
+    return Preference(engine=context_engine, max_lead=lead)
+
+
+def choose_engine(
+    loads: EngineLoads, preference: Preference | None, *, avoid: Collection[str]
+) -> str | None:
+    """Return the engine for a request, or None if no engine takes requests.
+
+    Args:
+        loads: the engines that take requests.
+        preference: the engine that it should go to.
+        avoid: names of engines that failed the request. They are chosen only if there is no other.
+    """
+    least = loads.least(avoid)
+    if least is None or preference is None or preference.engine in avoid:
+        return least
+    load = loads.loads.get(preference.engine)
+    if load is None or load > loads.loads[least] + preference.max_lead:
+        return least
+    return preference.engine
 
 
 Place: TypeAlias = tuple[bool, bool, int, int]

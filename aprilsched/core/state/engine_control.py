@@ -140,7 +140,7 @@ class EngineControl:
     version_seen_at: float = 0.0
     """When it last showed that it has the fleet's version: by an answer, or by a finished
     response."""
-    doubt: str = ""
+    broken_connection: str = ""
     """How a connection to it broke, after which it may have been restarted; empty if none broke."""
     suspect: bool = False
     """It failed too many requests in a row that may be at fault themselves, so it has to generate
@@ -221,10 +221,10 @@ class FleetControl:
         self._touched.add(engine)
         self._changed[engine] = None
 
-    def doubt(self, control: EngineControl, cause: str) -> None:
+    def note_broken_connection(self, control: EngineControl, cause: str) -> None:
         """Note that a connection to the engine broke, so that it is asked for its version before it
         gets another request."""
-        control.doubt = control.doubt or cause
+        control.broken_connection = control.broken_connection or cause
         self._changed[control.name] = None
 
     def of(self, engine: str) -> EngineControl | None:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from aprilsched.core.policies.placement import Places
+from aprilsched.core.policies.placement import EngineLoads
 from aprilsched.core.state.engine_control import EngineControl, Mode
 
 
@@ -56,17 +56,17 @@ class EngineIndex:
         """The engines of each kind that there is, by name."""
         self.requests: Counter[tuple[int, bool]] = Counter()
         """Number of open attempts on the engines of each version, by whether these leave."""
-        self.doubted: dict[str, EngineControl] = {}
+        self.disconnected: dict[str, EngineControl] = {}
         """Those to which a connection broke."""
         self._left_out = set[str]()
-        self._places: dict[int, Places] = {}
-        self._busy: dict[int, Places] = {}
+        self._accepting: dict[int, EngineLoads] = {}
+        self._busy: dict[int, EngineLoads] = {}
 
     def leave_out(self, names: set[str]) -> None:
-        """Let the :meth:`places` be without these engines, and no others, from now on."""
+        """Keep these engines, and no others, out of :meth:`accepting` from now on."""
         before, self._left_out = self._left_out, names & self._filed.keys()
         for name in self._left_out - before:
-            self.places(self._versions[name]).put(name, None)
+            self.accepting(self._versions[name]).put(name, None)
         for name in before - self._left_out:
             if name in self._filed:
                 self._note_load(name, self._filed[name][0])
@@ -88,8 +88,8 @@ class EngineIndex:
                 self.requests[kind[:2]] += opened - before[1]
                 if kind.generates:
                     self.busy(kind.version).put(name, opened)
-            if control.doubt:
-                self.doubted[name] = control
+            if control.broken_connection:
+                self.disconnected[name] = control
             self._note_load(name, kind)
         self._changed.clear()
 
@@ -103,36 +103,36 @@ class EngineIndex:
 
     def _note_load(self, name: str, kind: Kind) -> None:
         if kind.mode is Mode.RUNNING and not kind.leaves and name not in self._left_out:
-            self.places(kind.version).put(name, self._opened[name])
+            self.accepting(kind.version).put(name, self._opened[name])
 
     def _remove(self, name: str) -> None:
         if name not in self._filed:
             return
         kind, opened = self._filed.pop(name)
-        self.doubted.pop(name, None)
+        self.disconnected.pop(name, None)
         del self.kinds[kind][name]
         if not self.kinds[kind]:
             del self.kinds[kind]
         self.requests[kind[:2]] -= opened
         if not self.requests[kind[:2]]:
             del self.requests[kind[:2]]
-        self.places(kind.version).put(name, None)
+        self.accepting(kind.version).put(name, None)
         self.busy(kind.version).put(name, None)
 
-    def places(self, version: int) -> Places:
+    def accepting(self, version: int) -> EngineLoads:
         """The running engines of a version that take requests, with their loads."""
-        return self._of_version(self._places, version)
+        return self._of_version(self._accepting, version)
 
-    def busy(self, version: int) -> Places:
+    def busy(self, version: int) -> EngineLoads:
         """The engines of a version that do not leave and have open attempts, with their number."""
         return self._of_version(self._busy, version)
 
     @staticmethod
-    def _of_version(by_version: dict[int, Places], version: int) -> Places:
+    def _of_version(by_version: dict[int, EngineLoads], version: int) -> EngineLoads:
         if version not in by_version:
             for old in [v for v, places in by_version.items() if not places]:
                 del by_version[old]
-            by_version[version] = Places({})
+            by_version[version] = EngineLoads({})
         return by_version[version]
 
     def in_order(self, controls: list[EngineControl]) -> list[EngineControl]:

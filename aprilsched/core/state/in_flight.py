@@ -37,7 +37,7 @@ from aprilsched.types import (
     derived_seed,
 )
 
-_MOST_HOMES = 4096
+_MAX_AFFINITIES = 4096
 """Affinities of prompts that are remembered; those that were used last are kept."""
 
 
@@ -69,7 +69,7 @@ class InFlight:
         """Number of rollouts of training groups that are not generated to their end."""
         self.open: Counter[str] = Counter()
         """Number of open attempts on each engine."""
-        self.homes: dict[str, str] = {}
+        self.affinity_engines: dict[str, str] = {}
         """For each affinity of prompts the engine that the latest attempt was sent to."""
         self.open_attempts = 0
         """Number of open attempts, including those of dropped rollouts and of evaluations."""
@@ -256,7 +256,7 @@ class InFlight:
         rollout = request.rollout
         rollout.move(Move.SEND)
         rollout.engine = rollout.group.engine = engine
-        self._note_home(rollout.group.prompt.affinity, engine)
+        self._note_affinity_engine(rollout.group.prompt.affinity, engine)
         request.media_tokens = max(request.media_tokens, rollout.group.media_tokens)
         context = rollout.context_tokens + request.media_tokens
         request.pending_prefill = context if request.attempt else 0
@@ -274,13 +274,27 @@ class InFlight:
         self.held_on[engine] += context
         self._open_on.setdefault(engine, {})[request.request_id] = request
 
-    def _note_home(self, affinity: str | None, engine: str) -> None:
+    def _note_affinity_engine(self, affinity: str | None, engine: str) -> None:
         if affinity is None:
             return
-        self.homes.pop(affinity, None)
-        self.homes[affinity] = engine
-        if len(self.homes) > _MOST_HOMES:
-            del self.homes[next(iter(self.homes))]
+        self.affinity_engines.pop(affinity, None)
+        self.affinity_engines[affinity] = engine
+        if len(self.affinity_engines) > _MAX_AFFINITIES:
+            del self.affinity_engines[next(iter(self.affinity_engines))]
+
+    def context_engine(self, rollout: RolloutRecord) -> str:
+        """Return the engine that caches the rollout's context; empty if no engine does.
+
+        That is the context of earlier turns, or the prompt of its group, or the context of the
+        prompts with its affinity.
+        """
+        group = rollout.group
+        affinity = group.prompt.affinity
+        if rollout.turns and rollout.engine:
+            return rollout.engine
+        if group.engine or affinity is None:
+            return group.engine
+        return self.affinity_engines.get(affinity, "")
 
     def attempt(self, request_id: int, attempt: int) -> RequestRecord | None:
         """The request, if this attempt of it is open. Late answers to other attempts are

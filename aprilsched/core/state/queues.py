@@ -20,7 +20,7 @@ from aprilsched.core.state.records import GroupRecord, RequestRecord
 
 T = TypeVar("T")
 
-_Lane: TypeAlias = tuple[bool, int | None]
+_QueueKey: TypeAlias = tuple[bool, int | None]
 """Whether a request is one of training, and the version whose engines may take it."""
 
 
@@ -119,32 +119,32 @@ class Waiting:
     ) -> None:
         self._place = place
         self._version = version
-        self._waiting: dict[int, tuple[RequestRecord, _Lane]] = {}
-        self._heaps: dict[_Lane, list[tuple[Place, int]]] = {}
+        self._waiting: dict[int, tuple[RequestRecord, _QueueKey]] = {}
+        self._heaps: dict[_QueueKey, list[tuple[Place, int]]] = {}
         self._of: Counter[int | None] = Counter()
         """Number of requests that wait for each version."""
 
     def add(self, request: RequestRecord) -> None:
-        lane = (request.rollout.group.evaluation_id is None, self._version(request))
+        key = (request.rollout.group.evaluation_id is None, self._version(request))
         self.discard(request)
-        self._waiting[request.request_id] = (request, lane)
-        self._of[lane[1]] += 1
-        heap = self._heaps.setdefault(lane, [])
+        self._waiting[request.request_id] = (request, key)
+        self._of[key[1]] += 1
+        heap = self._heaps.setdefault(key, [])
         heapq.heappush(heap, (self._place(request), request.request_id))
 
     def discard(self, request: RequestRecord) -> None:
         """Remove a request. It leaves the inside of the heap later, when it comes to the top."""
         if request.request_id not in self._waiting:
             return
-        _, lane = self._waiting.pop(request.request_id)
-        self._of[lane[1]] -= 1
-        heap = self._heaps[lane]
-        while heap and not self._in_lane(heap[0][1], lane):
+        _, key = self._waiting.pop(request.request_id)
+        self._of[key[1]] -= 1
+        heap = self._heaps[key]
+        while heap and not self._waits_under(heap[0][1], key):
             heapq.heappop(heap)
         if not heap:
-            del self._heaps[lane]
-        if not self._of[lane[1]]:
-            del self._of[lane[1]]
+            del self._heaps[key]
+        if not self._of[key[1]]:
+            del self._of[key[1]]
 
     def first(
         self, *, training: bool, versions: Collection[int | None] | None = None
@@ -189,14 +189,14 @@ class Waiting:
 
     def places(self) -> Iterator[tuple[Place, RequestRecord]]:
         """Every request with its place, for the check of the invariants."""
-        for lane, heap in self._heaps.items():
+        for key, heap in self._heaps.items():
             for place, request_id in heap:
-                if self._in_lane(request_id, lane):
+                if self._waits_under(request_id, key):
                     yield place, self._waiting[request_id][0]
 
-    def _in_lane(self, request_id: int, lane: _Lane) -> bool:
+    def _waits_under(self, request_id: int, key: _QueueKey) -> bool:
         found = self._waiting.get(request_id)
-        return found is not None and found[1] == lane
+        return found is not None and found[1] == key
 
 
 class MustDeliver:

@@ -95,7 +95,8 @@ class PromptSupply:
 
 @dataclass(slots=True)
 class Plan:
-    """How many groups to start and when. Steps: ``launch``, ``target``, ``replan``, ``buckets``."""
+    """How many groups to start and when. Steps: ``launch``, ``target``, ``replan``,
+    ``stragglers``."""
 
     schedule: Schedule
     """The schedule that is in force."""
@@ -204,7 +205,7 @@ class PoolReport:
 
 @dataclass(slots=True)
 class Fleet:
-    """The engines. Steps: ``dispatch``, ``engines``, ``health``, ``outage``, ``verify``."""
+    """The engines. Steps: ``steering``, ``verification``, ``placement``, ``engines``."""
 
     control: FleetControl
     """The control state of each engine: running, paused, being refitted, and so on."""
@@ -214,17 +215,17 @@ class Fleet:
     """Token rates, by which silent and slow engines are found."""
     attempts_sent: int = 0
     """Number of attempts that were sent."""
-    asking_since: float | None = None
+    verifying_since: float | None = None
     """When the engines were first asked for their version on behalf of the requests that wait now;
-    None where they were not."""
+    None if they were not."""
     sleep: Sleep | None = None
     """The sleep that is under way: the trainer has the engines' memory."""
     lent: bool = False
     """The trainer has asked for the engines' memory in this run, so nothing may be generated while
     it trains."""
     held: bool = False
-    """The trainer wants the engines to be paused, with the requests inside them. Steps: ``hold``.
-    A resumed run does not know it any more."""
+    """The trainer wants the engines to be paused, with the requests inside them. Not known
+    to a resumed run."""
     outage: Outage | None = None
     """The outage, while no engine is in use."""
     crowded: set[str] = field(default_factory=set[str])
@@ -237,7 +238,7 @@ class Fleet:
     """What each engine last reported of its KV pool."""
     admissions: dict[str, Admission] = field(default_factory=dict[str, Admission])
     """What is learned of the engines that have refused a request because they were busy. Steps:
-    ``requests``, ``dispatch``."""
+    ``requests``, ``placement``."""
     lost: dict[str, str] = field(default_factory=dict[str, str])
     """Causes by engine, for engines that were lost and have not come back."""
     rejoin_expected_until: float = 0.0

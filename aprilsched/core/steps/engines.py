@@ -111,7 +111,7 @@ def promote(state: SchedulerState, engine: str) -> None:
     """Bring an engine on standby into use, because it has the fleet's version."""
     control = state.fleet.control.standby.pop(engine)
     control.catching_up = False
-    control.doubt, control.version_seen_at = "", state.now
+    control.broken_connection, control.version_seen_at = "", state.now
     if state.weights.adapter is None:
         control.base = state.weights.versions.trainer
     state.fleet.control.engines[engine] = control
@@ -153,7 +153,11 @@ def on_control_failed(state: SchedulerState, event: ev.ControlFailed) -> None:
     control = state.fleet.control.of(event.engine)
     if control is not None:
         state.tell(facts.ControlCallFailed(engine=event.engine, call=event.call, cause=event.cause))
-    before = f"{control.doubt}; then " if control is not None and control.doubt else ""
+    before = (
+        f"{control.broken_connection}; then "
+        if control is not None and control.broken_connection
+        else ""
+    )
     lose(state, event.engine, f"{before}{event.call} failed: {event.cause}")
 
 

@@ -101,7 +101,7 @@ def on_verified(state: SchedulerState, event: ev.Verified) -> None:
     update = state.weights.update
     awaited = update is not None and update.external and event.version == update.version
     if event.version == _expected(state, control) or awaited:
-        control.doubt, control.version_seen_at = "", state.now
+        control.broken_connection, control.version_seen_at = "", state.now
         if control.suspect:
             # It has just generated tokens, so the requests that failed on it were at fault.
             control.suspect, control.consecutive_failures = False, 0

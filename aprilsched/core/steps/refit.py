@@ -329,7 +329,7 @@ def _caught_up(state: SchedulerState, event: ev.Refitted) -> None:
         state.times.refits.add(state.now - control.loading_since)
         state.weights.versions.note(control.name, control.loading)
         control.base = control.loading
-        control.version_seen_at, control.doubt = state.now, ""
+        control.version_seen_at, control.broken_connection = state.now, ""
     elif control.loading == state.weights.versions.trainer:
         promote(state, event.engine)
         if state.weights.adapter is not None:
@@ -413,7 +413,7 @@ def _publish(state: SchedulerState, update: Update, took: frozenset[str]) -> Non
     for engine in sorted(took & state.fleet.control.engines.keys()):
         state.weights.versions.note(engine, update.version)
         control = state.fleet.control.engines[engine]
-        control.version_seen_at, control.doubt = state.now, ""
+        control.version_seen_at, control.broken_connection = state.now, ""
         if update.external:
             # Whoever loaded the version has let the engine continue.
             control.continued_elsewhere = control.mode is not Mode.RUNNING

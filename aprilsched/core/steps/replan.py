@@ -231,7 +231,7 @@ def _places(state: SchedulerState) -> bool:
     """Whether a schedule may name the placement. The contexts of earlier turns, and of prompts with
     one affinity, are on one engine, and with rolling refits only some engines take new groups."""
     dispatch, caller = state.config.dispatch, state.caller
-    kept = caller.episodes or state.in_flight.homes or state.rolling or dispatch.migrate
+    kept = caller.episodes or state.in_flight.affinity_engines or state.rolling or dispatch.migrate
     return dispatch.placement == "auto" and not kept
 
 

@@ -238,19 +238,19 @@ def on_failed(state: SchedulerState, request: RequestRecord, event: ev.Failed) -
         state.in_flight.counters.retries += rollout.group.dropped is None
         take_back(state, request)
     if not event.final:
-        _doubt(state, engine, event.cause)
+        _note_broken_connection(state, engine, event.cause)
         if not (event.answered and _serves_others(state, engine)):
             _count_engine_failure(
                 state, engine, event.cause, sent=request.sent, proven=not event.answered
             )
 
 
-def _doubt(state: SchedulerState, engine: str, cause: str) -> None:
+def _note_broken_connection(state: SchedulerState, engine: str, cause: str) -> None:
     """Let the engine be asked for its version before it gets another request: a server that died
     and was restarted at once answers with the weights that it was first started with."""
     control = state.fleet.control.engines.get(engine)
     if control is not None:
-        state.fleet.control.doubt(control, cause)
+        state.fleet.control.note_broken_connection(control, cause)
 
 
 def _another_may_take_it(state: SchedulerState, request: RequestRecord) -> bool:
