@@ -22,6 +22,7 @@ from aprilsched.core.messages import facts
 from aprilsched.core.state.records import GroupRecord, RequestRecord, RolloutRecord
 from aprilsched.core.state.saved import Saved
 from aprilsched.core.state.state import SchedulerState
+from aprilsched.core.state.weights import UpdateKind, UpdatePhase
 from aprilsched.core.steps import (
     batch,
     drop,
@@ -237,7 +238,11 @@ def _decides(state: SchedulerState, event: ev.Event) -> bool:
         # A label that costs an engine its place gives a command, and so does one that starts an
         # update. A run has sixteen such events for each rollout.
         update = state.weights.update
-        asks = update is not None and update.followed and not update.refitting
+        asks = (
+            update is not None
+            and update.kind is UpdateKind.FOLLOWED
+            and update.phase is UpdatePhase.PREPARING
+        )
         return bool(state.commands or state.fleet.crowded) or asks
     if kind is ev.VersionSeen:
         return bool(state.facts)

@@ -21,6 +21,7 @@ from aprilsched.config import Health, Retries, SchedulerConfig, Staleness
 from aprilsched.core.config import Pace
 from aprilsched.core.messages import events as ev
 from aprilsched.core.policies.straggler import StragglerRule
+from aprilsched.core.state.weights import UpdateKind
 from aprilsched.errors import ConfigError
 from aprilsched.types import Batch, SamplingParams, VersionSpan
 from tests.property.conftest import RecordSteps
@@ -222,7 +223,8 @@ class Foreign(Interleavings):
         state = driver.state
         if state.fleet.sleep is not None:
             return
-        if state.weights.update is None or state.weights.update.followed:
+        update = state.weights.update
+        if update is None or update.kind is UpdateKind.FOLLOWED:
             version = state.weights.versions.trainer + behind
             driver.feed(ev.UpdateRequested(version=version, external=True, labelled=labelled))
 

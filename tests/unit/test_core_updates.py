@@ -8,9 +8,29 @@ import pytest
 
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
+from aprilsched.core.state.weights import PHASES, Update, UpdateKind, UpdatePhase
+from aprilsched.errors import InvariantViolation
 from aprilsched.store import MemoryStore
 from aprilsched.types import VersionSpan
 from tests.support.driver import Driver, Key, config, names, prompts
+
+
+@pytest.mark.parametrize("kind", UpdateKind)
+@pytest.mark.parametrize("start", UpdatePhase)
+@pytest.mark.parametrize("finish", UpdatePhase)
+def test_an_update_enters_only_the_next_phase_of_its_kind(
+    kind: UpdateKind, start: UpdatePhase, finish: UpdatePhase
+):
+    update = Update(version=1, kind=kind)
+    assert update.phase is PHASES[kind][0]
+    update.phase = start
+    position = PHASES[kind].index(start) if start in PHASES[kind] else len(PHASES[kind])
+    if finish in PHASES[kind][position + 1 : position + 2]:
+        update.enter(finish)
+        assert update.phase is finish
+    else:
+        with pytest.raises(InvariantViolation, match=f"cannot go from {start} to {finish}"):
+            update.enter(finish)
 
 
 def test_retract_pauses_flushes_refits_and_continues_in_this_order():

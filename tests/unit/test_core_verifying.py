@@ -8,6 +8,7 @@ from aprilsched.core.messages import events as ev
 from aprilsched.core.messages import facts
 from aprilsched.core.policies.straggler import BEHAVIOURS
 from aprilsched.core.state.ledger import Reason
+from aprilsched.core.state.weights import UpdatePhase
 from aprilsched.types import VersionSpan
 from tests.support.driver import Driver, config, names, prompts
 
@@ -319,7 +320,7 @@ def test_an_evaluation_asked_for_during_an_update_begins_after_it(straggler: str
         for key in driver.attempts():  # until nothing runs the update waits, and has not begun
             driver.interrupt(key)
     assert driver.state.weights.update is not None
-    assert driver.state.weights.update.may_pause
+    assert driver.state.weights.update.phase is not UpdatePhase.WAITING
     driver.feed(ev.EvaluationRequested(evaluation_id=1, prompts=prompts(3), group_size=2))
     assert not driver.state.evaluations.running
     driver.settle()

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import pairwise
 
 from aprilsched.core.state.engine_control import EngineControl
 from aprilsched.core.state.queues import Unmet
@@ -76,45 +78,95 @@ Answer = tuple[int | None, str]
 its refit failed."""
 
 
+class UpdateKind(StrEnum):
+    """How a version reaches the engines."""
+
+    PAUSING = "pausing"
+    """All engines are paused together and load a full model."""
+    ROLLING = "rolling"
+    """The version becomes the trainer's at once, and each engine takes it alone, when it has no
+    rollouts of an older version any more."""
+    ADAPTER = "adapter"
+    """The engines load an adapter while they run."""
+    EXTERNAL = "external"
+    """The trainer reports that the version was loaded without the scheduler. The engines are asked
+    for it, and not paused."""
+    FOLLOWED = "followed"
+    """As external, but an engine has shown the version, and the trainer has reported nothing."""
+
+
+class UpdatePhase(StrEnum):
+    """The progress of an update."""
+
+    WAITING = "waiting"
+    """It waits for evaluations to end, and for requests that cannot wait inside the engines."""
+    PREPARING = "preparing"
+    """The engines become ready to load the version. Those that are to be paused may be."""
+    LOADING = "loading"
+    """The engines were told to load the version, or were asked for it."""
+
+
+PHASES: dict[UpdateKind, tuple[UpdatePhase, ...]] = {
+    UpdateKind.PAUSING: (UpdatePhase.WAITING, UpdatePhase.PREPARING, UpdatePhase.LOADING),
+    UpdateKind.ROLLING: (UpdatePhase.WAITING,),
+    UpdateKind.ADAPTER: (UpdatePhase.WAITING, UpdatePhase.PREPARING, UpdatePhase.LOADING),
+    UpdateKind.EXTERNAL: (UpdatePhase.PREPARING, UpdatePhase.LOADING),
+    UpdateKind.FOLLOWED: (UpdatePhase.PREPARING, UpdatePhase.LOADING),
+}
+"""The phases of each kind of update, in their order. :meth:`Update.enter` refuses any other. The
+trainer can withdraw an update until it is loading."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Update:
     """One update of the policy version, from the trainer's request to the last engine's answer."""
 
     version: int
-    adapter: bool = False
-    """The version is an adapter. It is loaded while the engines run, and nothing is paused."""
-    external: bool = False
-    """Somebody else has brought the version into the engines; they are asked for it and not
-    paused."""
-    followed: bool = False
-    """Nobody has asked for the `external` version: some engine has shown it."""
+    kind: UpdateKind
+    phase: UpdatePhase = field(init=False)
     labelled: bool = True
-    """The engines named the version of `external` weights from their first token on."""
+    """The engines named the version of external weights from their first token on."""
     republishable: bool = False
     """The version can be published again later, to an engine that comes back."""
     acknowledges: tuple[int, ...] = ()
     """Indexes of the batches that the trainer has learned from to make this version."""
-    rolls: bool = False
-    """The version becomes the trainer's at once, and each engine takes it alone, when it has no
-    rollouts of an older version any more."""
-    may_pause: bool = False
-    """Everything that had to end before the update has ended, so the engines may be paused."""
     refitting: frozenset[str] = frozenset()
     """The engines that were told to load the version; empty until they are told."""
     loading_since: float = 0.0
     """When they were told."""
     met: set[int] = field(default_factory=set[int])
-    """Ids of the requests in flight at its begin whose versions are uncertain only because of it,
-    until their engine has said which version it has. For `external` weights."""
+    """Ids of the requests in flight at its start whose versions are uncertain only because of it,
+    until their engine has reported its version. For external weights."""
     answers: dict[str, Answer] = field(default_factory=dict[str, Answer])
     """The answer of each engine that has answered, or that was lost before it could."""
     not_ready: Unmet[EngineControl] = field(default_factory=Unmet[EngineControl], repr=False)
     """Engines that it waits for before any is told."""
 
+    def __post_init__(self) -> None:
+        self.phase = PHASES[self.kind][0]
+
+    def enter(self, phase: UpdatePhase) -> None:
+        """Take the update to its next phase.
+
+        Raises:
+            InvariantViolation: if :data:`PHASES` has another phase next.
+        """
+        if (self.phase, phase) not in pairwise(PHASES[self.kind]):
+            raise InvariantViolation(
+                f"the {self.kind} update to version {self.version} cannot go from {self.phase} to "
+                f"{phase}"
+            )
+        self.phase = phase
+
     @property
     def pauses(self) -> bool:
         """Whether the engines are paused while the version is loaded."""
-        return not (self.adapter or self.external or self.rolls)
+        return self.kind is UpdateKind.PAUSING
+
+    @property
+    def external(self) -> bool:
+        """Whether the version was loaded without the scheduler."""
+        return self.kind in (UpdateKind.EXTERNAL, UpdateKind.FOLLOWED)
 
     @property
     def answered(self) -> bool:

@@ -22,6 +22,7 @@ from aprilsched.core.state.engine_health import (
 from aprilsched.core.state.ledger import Reason
 from aprilsched.core.state.records import GENERATING, Move, RequestRecord, State
 from aprilsched.core.state.state import Outage, SchedulerState
+from aprilsched.core.state.weights import UpdatePhase
 from aprilsched.core.steps.drop import count_interruption, drop
 from aprilsched.core.steps.members import lose_member
 from aprilsched.core.steps.replan import tell_schedule
@@ -381,7 +382,8 @@ def _await(state: SchedulerState, outage: Outage) -> None:
 
 def _want_update(state: SchedulerState) -> None:
     batch = state.delivery.takes_parts and state.collecting and stranded(state)
-    begun = state.weights.update is not None and state.weights.update.may_pause
+    update = state.weights.update
+    begun = update is not None and update.phase is not UpdatePhase.WAITING
     abandoned = () if begun else tuple(state.evaluations.running)
     if not (batch or abandoned):
         return

@@ -22,7 +22,7 @@ from aprilsched.core.state.engine_control import EngineControl, Mode
 from aprilsched.core.state.ledger import Reason
 from aprilsched.core.state.records import RequestRecord
 from aprilsched.core.state.state import SchedulerState
-from aprilsched.core.state.weights import Update
+from aprilsched.core.state.weights import Update, UpdateKind
 from aprilsched.core.steps.drop import drop
 from aprilsched.core.steps.engines import demote, promote
 from aprilsched.core.steps.launch import launch_again
@@ -36,11 +36,11 @@ def follow(state: SchedulerState, engine: str, version: int | None) -> bool:
     if control is None or version is None or not (newer and state.config.follow_weights):
         return False
     if update is not None:
-        return update.followed
+        return update.kind is UpdateKind.FOLLOWED
     alone = version == control.not_followed
     if alone or state.fleet.sleep is not None or state.weights.adapter is not None:
         return False
-    begin(state, Update(version=version, external=True, followed=True, may_pause=True))
+    begin(state, Update(version=version, kind=UpdateKind.FOLLOWED))
     return True
 
 
@@ -156,14 +156,14 @@ def _possible(state: SchedulerState, request: RequestRecord) -> tuple[int, int]:
     if request.adapter is not None:
         # A label is the version of the full model, which stays the same under its adapters.
         return state.weights.base, state.weights.base
-    if state.rolling and (state.weights.update is None or state.weights.update.rolls):
+    update, newest = state.weights.update, state.weights.versions.trainer
+    if state.rolling and (update is None or update.kind is UpdateKind.ROLLING):
         # An engine is refitted only when it has no requests.
         return request.sent_version, request.sent_version
-    update, newest = state.weights.update, state.weights.versions.trainer
     # An update that waits, for an evaluation to end for example, has loaded nothing yet. Somebody
     # else may have loaded weights under the same number.
     loads = update is not None and (update.external or request.engine in update.refitting)
-    if update is not None and loads and not update.adapter:
+    if update is not None and loads and update.kind is not UpdateKind.ADAPTER:
         newest = max(newest, update.version)
     return request.sent_version, newest
 

@@ -22,7 +22,7 @@ from aprilsched.core.state.engine_control import WEIGHTS, EngineControl, Mode
 from aprilsched.core.state.ledger import Reason
 from aprilsched.core.state.records import RequestRecord
 from aprilsched.core.state.state import SchedulerState, Sleep
-from aprilsched.core.state.weights import Update
+from aprilsched.core.state.weights import Update, UpdateKind, UpdatePhase
 from aprilsched.core.steps.batch import acknowledge, end_stream, withdraw_offer
 from aprilsched.core.steps.drop import drop
 from aprilsched.core.steps.engines import demote, promote
@@ -47,22 +47,24 @@ def on_update_requested(state: SchedulerState, event: ev.UpdateRequested) -> Non
         state,
         Update(
             version=event.version,
-            adapter=event.adapter,
-            external=event.external,
+            kind=_kind_of(state, event),
             labelled=event.labelled,
             republishable=event.republishable,
             acknowledges=event.acknowledges,
-            rolls=_may_roll(state, event),
-            may_pause=event.external,
         ),
     )
 
 
-def _may_roll(state: SchedulerState, event: ev.UpdateRequested) -> bool:
-    """Whether engines can take the version one by one, now and later. Engines that sleep take it
-    together, because nothing runs in them."""
-    full = not (event.adapter or event.external)
-    return state.rolling and full and event.republishable and state.fleet.sleep is None
+def _kind_of(state: SchedulerState, event: ev.UpdateRequested) -> UpdateKind:
+    """Return how the version reaches the engines."""
+    if event.external:
+        return UpdateKind.EXTERNAL
+    if event.adapter:
+        return UpdateKind.ADAPTER
+    # Engines that sleep take the version together, because nothing runs in them.
+    if state.rolling and event.republishable and state.fleet.sleep is None:
+        return UpdateKind.ROLLING
+    return UpdateKind.PAUSING
 
 
 def on_parts_follow(state: SchedulerState, _: ev.PartsFollow) -> None:
@@ -71,10 +73,10 @@ def on_parts_follow(state: SchedulerState, _: ev.PartsFollow) -> None:
 
 
 def end_following(state: SchedulerState, cause: str) -> None:
-    """Give up an update that nobody has asked for, if there is one. Engines that have its version
-    show it again."""
+    """Give up an update that the trainer has not requested, if there is one. Engines that have its
+    version show it again."""
     update = state.weights.update
-    if update is not None and update.followed:
+    if update is not None and update.kind is UpdateKind.FOLLOWED:
         state.weights.update = None
         state.tell(facts.UpdateFinished(version=update.version, cause=cause))
 
@@ -83,11 +85,15 @@ def begin(state: SchedulerState, update: Update) -> None:
     """Begin an update; there must be none under way."""
     end_stream(state)
     state.tell(
-        facts.UpdateBegun(version=update.version, adapter=update.adapter, external=update.external)
+        facts.UpdateBegun(
+            version=update.version,
+            adapter=update.kind is UpdateKind.ADAPTER,
+            external=update.external,
+        )
     )
     withdraw_offer(state)
     state.weights.update = update
-    if update.may_pause:
+    if update.phase is UpdatePhase.PREPARING:
         _stop_catching_up(state)
     if update.external:
         # A response that ends before the engines have answered may have tokens of both versions.
@@ -100,7 +106,11 @@ def begin(state: SchedulerState, update: Update) -> None:
 def on_update_withdrawn(state: SchedulerState, event: ev.UpdateWithdrawn) -> None:
     """End an update that the trainer gave up. An update whose weights are being loaded goes on."""
     update = state.weights.update
-    if update is not None and update.version == event.version and not update.refitting:
+    if (
+        update is not None
+        and update.version == event.version
+        and update.phase is not UpdatePhase.LOADING
+    ):
         state.tell(facts.UpdateWithdrawn(version=event.version))
         cause = "the call was cancelled before any weights were loaded"
         _finish(state, update, cause=cause)
@@ -138,7 +148,7 @@ def _asked(update: Update | None, event: ev.Refitted) -> bool:
     trainer asked for another."""
     return (
         update is not None
-        and update.followed == event.followed
+        and (update.kind is UpdateKind.FOLLOWED) == event.followed
         and event.engine in update.refitting
         and event.engine not in update.answers
     )
@@ -158,20 +168,18 @@ def advance(state: SchedulerState) -> None:
         return
     if update.answered:
         _conclude(state, update)
-    elif update.rolls:
+    elif update.kind is UpdateKind.ROLLING:
         # An evaluation has one version, so it ends first.
         if not state.evaluations.running:
             _roll_over(state, update)
-    elif not update.may_pause:
+    elif update.phase is UpdatePhase.WAITING:
         # An evaluation has one version, so it ends first. So do requests that cannot wait inside
         # a paused engine, or that would have their adapter on another model.
-        inside = update.adapter or (
+        inside = update.kind is UpdateKind.ADAPTER or (
             state.behaviour.waits_inside and not state.weights.leaves_adapters
         )
-        update.may_pause = not state.evaluations.running and (
-            inside or not state.in_flight.open_attempts
-        )
-        if update.may_pause:
+        if not state.evaluations.running and (inside or not state.in_flight.open_attempts):
+            update.enter(UpdatePhase.PREPARING)
             _stop_catching_up(state)
 
 
@@ -179,8 +187,8 @@ def _stop_catching_up(state: SchedulerState) -> None:
     """Let the update have the engines on standby that are not being refitted: the version that they
     were about to catch up with will soon be out of date.
 
-    That is not earlier: while the update waits for an evaluation, others may begin to catch up with
-    its version. Left so, they kept an update waiting for ever whose other engines were lost.
+    While the update waits for an evaluation, this would be too early: other engines may start to
+    catch up then, and would keep the update waiting forever once its other engines are lost.
     """
     if state.weights.adapter is not None:
         return
@@ -193,13 +201,13 @@ def _stop_catching_up(state: SchedulerState) -> None:
 def refit(state: SchedulerState) -> None:
     """Load the new version, once all engines that should get it are ready."""
     update = state.weights.update
-    if update is None or not update.may_pause or update.refitting:
+    if update is None or update.phase is not UpdatePhase.PREPARING:
         return
     if not update.not_ready.none(state.fleet.control.all, lambda c: _is_ready(state, update, c)):
         return
     there = list(state.fleet.control.all())
     targets = [control for control in there if not control.catching_up]
-    if update.adapter:
+    if update.kind is UpdateKind.ADAPTER:
         targets = [control for control in targets if _has_base(state, control)]
     if not targets:
         # While there is no engine, or while one is catching up, the update waits.
@@ -216,6 +224,7 @@ def refit(state: SchedulerState) -> None:
             state.fleet.control.enter(control, Mode.REFITTING)
         # An answer from before, noted when the engine went on standby, does not count.
         update.answers.pop(control.name, None)
+    update.enter(UpdatePhase.LOADING)
     update.refitting = frozenset(control.name for control in targets)
     update.loading_since = state.now
     names = tuple(control.name for control in targets)
@@ -223,9 +232,9 @@ def refit(state: SchedulerState) -> None:
         facts.RefitBegun(
             version=update.version,
             engines=names,
-            adapter=update.adapter,
+            adapter=update.kind is UpdateKind.ADAPTER,
             external=update.external,
-            followed=update.followed,
+            followed=update.kind is UpdateKind.FOLLOWED,
         )
     )
 
@@ -241,7 +250,7 @@ def _is_ready(state: SchedulerState, update: Update, control: EngineControl) -> 
     if update.external:
         # While it is asked for its version, the answer may be the version from before.
         return control.mode is not Mode.VERIFYING
-    return update.adapter or fleet.refittable(control)
+    return update.kind is UpdateKind.ADAPTER or fleet.refittable(control)
 
 
 def all_stop(state: SchedulerState) -> bool:
@@ -253,7 +262,7 @@ def all_stop(state: SchedulerState) -> bool:
     update, sleep = state.weights.update, state.fleet.sleep
     if not state.rolling:
         return update is not None or sleep is not None
-    stops = update is not None and not update.rolls and update.may_pause
+    stops = update is not None and update.phase is not UpdatePhase.WAITING
     return stops or (sleep is not None and sleep.may_pause)
 
 
@@ -318,7 +327,8 @@ def _caught_up(state: SchedulerState, event: ev.Refitted) -> None:
         return
     control.catching_up = False
     state.fleet.control.touch(control.name)
-    loads = state.weights.update is not None and bool(state.weights.update.refitting)
+    update = state.weights.update
+    loads = update is not None and update.phase is UpdatePhase.LOADING
     took = event.version == control.loading and not event.cause and not loads
     if not took:
         control.failed_version = control.loading
@@ -340,7 +350,7 @@ def _conclude(state: SchedulerState, update: Update) -> None:
     took = update.took() & {control.name for control in state.fleet.control.all()}
     failed = update.failed()
     old = state.weights.versions.trainer
-    if update.followed and _leads_astray(state, update, took):
+    if update.kind is UpdateKind.FOLLOWED and _leads_astray(state, update, took):
         return
     for engine, why in failed:
         kept_old = update.answers[engine][0] == old
@@ -408,7 +418,7 @@ def _leads_astray(state: SchedulerState, update: Update, took: frozenset[str]) -
 
 def _publish(state: SchedulerState, update: Update, took: frozenset[str]) -> None:
     """Make the version the fleet's, and note it for every engine that took it."""
-    old = state.weights.versions.trainer
+    old, adapter = state.weights.versions.trainer, update.kind is UpdateKind.ADAPTER
     # In the order of names: the cache keys are numbered, and a run must repeat exactly.
     for engine in sorted(took & state.fleet.control.engines.keys()):
         state.weights.versions.note(engine, update.version)
@@ -418,7 +428,7 @@ def _publish(state: SchedulerState, update: Update, took: frozenset[str]) -> Non
             # Whoever loaded the version has let the engine continue.
             control.continued_elsewhere = control.mode is not Mode.RUNNING
             state.fleet.control.touch(engine)
-        if not update.adapter:
+        if not adapter:
             for request in state.in_flight.open_requests(engine):
                 _cross(state, request, update)
                 kept = _keeps_keys(state, control, update)
@@ -426,13 +436,13 @@ def _publish(state: SchedulerState, update: Update, took: frozenset[str]) -> Non
                 request.version = update.version
     state.weights.versions.publish(update.version)
     state.weights.republishable = update.republishable
-    if update.adapter:
+    if adapter:
         # Before an engine comes into use with it: its full model is still the one from before, and
         # would be taken for a model of this version, which no later adapter belongs to.
         state.weights.adapter = update.version
     for engine in sorted(took & state.fleet.control.standby.keys()):
         promote(state, engine)
-    if update.adapter:
+    if adapter:
         for engine in took:
             state.weights.adapters.setdefault(engine, set()).add(update.version)
     else:
@@ -446,7 +456,7 @@ def _publish(state: SchedulerState, update: Update, took: frozenset[str]) -> Non
         state.delivery.batches_since_update = 0
     if update.external:
         _evaluate_again(state, update)
-    if not update.adapter:
+    if not adapter:
         state.weights.in_parts = False
     state.in_flight.counters.updates += 1
 

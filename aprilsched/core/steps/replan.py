@@ -27,6 +27,7 @@ from aprilsched.core.messages import facts
 from aprilsched.core.policies.schedule import Pace, Schedule
 from aprilsched.core.state.records import group_lengths
 from aprilsched.core.state.state import SchedulerState
+from aprilsched.core.state.weights import UpdateKind
 from aprilsched.core.steps.stragglers import release_all
 from aprilsched.core.steps.target import retarget
 
@@ -55,7 +56,7 @@ def measure(state: SchedulerState) -> None:
     update, sleep = state.weights.update, state.fleet.sleep
     trains = not (
         delivery.trainer_waits
-        or (update is not None and not update.followed)
+        or (update is not None and update.kind is not UpdateKind.FOLLOWED)
         or state.evaluations.running
         or state.evaluations.waiting
         or state.fleet.held

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from aprilsched.core.state.engine_control import RUN, Goal
 from aprilsched.core.state.state import SchedulerState
+from aprilsched.core.state.weights import UpdatePhase
 from aprilsched.core.steps.batch import training_runs
 from aprilsched.core.steps.drop import abort
 
@@ -48,7 +49,7 @@ def goal(state: SchedulerState) -> Goal:
         return RUN
     if update is not None and update.pauses:
         # Until an update may pause the engines, it waits for the requests in them to end.
-        if not update.may_pause:
+        if update.phase is UpdatePhase.WAITING:
             return RUN
         return Goal(kind="refit", away=sleep.away_in_refit if sleep else frozenset())
     if sleep is not None and not sleep.waking:

@@ -13,6 +13,7 @@ from aprilsched.core.messages import commands as do
 from aprilsched.core.state.engine_control import EngineControl, Mode
 from aprilsched.core.state.records import RequestRecord
 from aprilsched.core.state.state import SchedulerState
+from aprilsched.core.state.weights import UpdateKind
 
 TRUSTED_IDLE_S = 1.0
 """Seconds without requests after which an engine is unverified. No server restarts in less time."""
@@ -37,7 +38,8 @@ def awaits_answers(state: SchedulerState) -> bool:
     """Whether nothing is sent before some engine has answered."""
     state.fleet.index.refresh()
     modes = {kind.mode for kind in state.fleet.index.kinds if not kind.leaves}
-    if state.rolling and (state.weights.update is None or state.weights.update.rolls):
+    update = state.weights.update
+    if state.rolling and (update is None or update.kind is UpdateKind.ROLLING):
         # An engine that continues alone, after its refit, delays no other one.
         return Mode.VERIFYING in modes
     # Otherwise the first engine that continues after a pause would get the whole wave, or, if it
