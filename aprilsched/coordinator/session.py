@@ -32,8 +32,9 @@ from aprilsched.coordinator.membership import (
     wants_update,
 )
 from aprilsched.coordinator.opening import Claim, check_engines, disclaim
+from aprilsched.coordinator.planning import Planning
 from aprilsched.coordinator.refits import Refits, moves_elsewhere
-from aprilsched.coordinator.replanning import Planning, StepTimes
+from aprilsched.coordinator.step_times import StepTimes
 from aprilsched.coordinator.tasks import Shell, Tasks, Waits
 from aprilsched.coordinator.work import Work
 from aprilsched.core.config import Caller, SchedulerConfig

@@ -52,7 +52,8 @@ BANNED_CALLS = frozenset(
 BANNED_NAMES = frozenset(
     {
         "ForkingPickler", "MultiprocessingSerializer", "Unpickler", "broadcast_object_list",
-        "enable_load_extension", "load_extension", "recv_object_list", "scatter_object_list",
+        "create_subprocess_exec", "create_subprocess_shell", "enable_load_extension",
+        "load_extension", "recv_object_list", "scatter_object_list",
     }
 )  # fmt: skip
 BANNED_ARGUMENTS = {
@@ -69,14 +70,17 @@ REASONED = {
         "aprilsched.weights.vllm_transfer": "modules of vLLM, which are named in the module itself",
     },
     "imports pickle": {
-        "aprilsched.coordinator.replanning": "to a process that it starts itself, by own pipes",
+        "aprilsched.coordinator.planning": "to a process that it starts itself, by own pipes",
+        "aprilsched.coordinator.planning_child": "of the process that has started it, by a pipe",
         "aprilsched.process": "between two processes of one program, by their own pipe",
         "aprilsched.remote": "exceptions between processes of one program, by a pipe or by Ray",
         "aprilsched.weights.vllm_transfer": "it only serializes handles of CUDA IPC, for vLLM",
     },
     "imports subprocess": {
-        "aprilsched.coordinator.replanning": "this library in Python's own executable alone",
         "aprilsched.ray.servers": "the command of a server, which the user's own program gives",
+    },
+    "create_subprocess_exec": {
+        "aprilsched.coordinator.planning": "this library in Python's own executable alone",
     },
     "imports runpy": {
         "aprilsched.integrations.openrlhf": "OpenRLHF's own command, as `python -m` runs it",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
-from aprilsched.coordinator.replanning import StepTimes
+from aprilsched.coordinator.step_times import StepTimes
 from aprilsched.core.messages import facts as of
 from aprilsched.planning import Planner
 from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel

@@ -21,7 +21,7 @@ from aprilsched import (
     SimFleet,
     SimPublisher,
 )
-from aprilsched.coordinator.replanning import StepTimes
+from aprilsched.coordinator.step_times import StepTimes
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
 from aprilsched.core.policies.refill import Wave

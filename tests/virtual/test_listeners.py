@@ -11,7 +11,7 @@ import pytest
 from aprilsched import (
     Batch,
 )
-from aprilsched.coordinator import live_bias, replanning
+from aprilsched.coordinator import live_bias, step_times
 from aprilsched.core.messages.commands import Command, Deliver, Send
 from aprilsched.core.messages.events import Event, Finished
 from aprilsched.core.messages.facts import (
@@ -109,7 +109,7 @@ def test_one_that_raises_is_told_no_more_and_the_run_goes_on(
 
 @pytest.mark.parametrize(
     ("kind", "method"),
-    [(live_bias.LiveBias, "on_facts"), (replanning.StepTimes, "on_tokens")],
+    [(live_bias.LiveBias, "on_facts"), (step_times.StepTimes, "on_tokens")],
 )
 def test_listeners_of_our_own_are_no_exception(
     kind: type, method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
