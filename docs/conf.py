@@ -23,7 +23,7 @@ extensions = [
     "aprildocs.generated",
     "aprildocs.repository_links",
 ]
-exclude_patterns = ["_build", "_ext"]
+exclude_patterns = ["_build", "_ext", "adr"]
 root_doc = "index"
 
 # Links to files that are not pages; without the address they are paths.

@@ -40,7 +40,7 @@ class RepositoryLinks(SphinxTransform):
         if not target or target.startswith("/"):
             return
         path = (Path(self.env.doc2path(self.env.docname)).parent / target).resolve()
-        if not path.is_relative_to(root) or path.is_relative_to(self.env.srcdir):
+        if not path.is_relative_to(root) or self._is_part_of_the_site(path):
             return
         inside = path.relative_to(root).as_posix()
         if not path.exists():
@@ -57,6 +57,13 @@ class RepositoryLinks(SphinxTransform):
         else:
             shown = [*link.children, nodes.Text(" ("), nodes.literal("", inside), nodes.Text(")")]
             link.replace_self(nodes.inline("", "", *shown))
+
+    def _is_part_of_the_site(self, path: Path) -> bool:
+        """Return whether `path` is below docs, and not an excluded page such as a decision."""
+        if not path.is_relative_to(self.env.srcdir):
+            return False
+        is_page = path.suffix == ".md" and path.is_file()
+        return not is_page or self.env.path2doc(path) in self.env.found_docs
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
