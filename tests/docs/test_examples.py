@@ -28,7 +28,7 @@ RUN = (
     "reference/metrics",
     "quickstart",
     "guides/trainer",
-    "guides/fleet",
+    "engines",
     "guides/colocated",
     "guides/engine",
     "guides/tuning",

@@ -173,22 +173,6 @@ FIGURES: list[tuple[str, str, Callable[[], Sequence[Any]]]] = [
             f"{frontier('kv_kept', 'auto'):.2f}",
         ],
     ),
-    (
-        "docs/features.md",
-        r"auto is ([\d.]+) times as fast as waiting, and as fast as APRIL with ([\d.]+) instead of "
-        r"([\d.]+) of the tokens",
-        lambda: [
-            f"{frontier('recompute', 'auto') / frontier('recompute', 'sync'):.1f}",
-            f"{frontier('recompute', 'auto', 'off_policy'):.2f}",
-            f"{frontier('recompute', 'april', 'off_policy'):.2f}",
-        ],
-    ),
-    (
-        "docs/features.md",
-        r"in ([\d.]+) of waiting's time with `auto` and KV kept, in ([\d.]+) with `auto`, and in "
-        r"([\d.]+) with APRIL's",
-        lambda: [learning("auto-kept"), learning("auto"), learning("april")],
-    ),
     *(
         (
             "docs/learning.md",

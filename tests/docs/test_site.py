@@ -206,8 +206,8 @@ def test_everything_that_is_generated_is_used_on_a_page(name: str):
 
 
 def test_the_page_of_supported_versions_has_the_table_of_the_pins():
-    page = (ROOT / "docs/support.md").read_text(encoding="utf-8")
-    assert support() in page, f"put this table into docs/support.md:\n{support()}"
+    page = (ROOT / "docs/compatibility.md").read_text(encoding="utf-8")
+    assert support() in page, f"put this table into docs/compatibility.md:\n{support()}"
 
 
 def rows(table: str) -> set[str]:

@@ -143,7 +143,7 @@ def test_servers_and_trainers_have_an_upper_bound():
 
 
 def test_the_page_of_supported_versions_has_the_pythons_and_the_base_install():
-    page = text("docs/support.md")
+    page = text("docs/compatibility.md")
     pythons = [each.rpartition(" ")[2] for each in project()["classifiers"] if ":: 3." in each]
     assert f"Python {', '.join(pythons[:-1])} and {pythons[-1]} on Linux" in page
     asked = ", ".join(each.replace(">=", " ") for each in project()["dependencies"])
@@ -160,7 +160,7 @@ def test_the_page_of_file_formats_has_the_versions_of_the_code():
         "comparison.json": schema(Comparison),
         "aprilsched report --json": schema(ReportData),
     }
-    page = text("docs/formats.md")
+    page = text("docs/compatibility.md")
     rows = re.findall(r"^\| (.+?) \| (\d+) \|", page, flags=re.MULTILINE)
     names = [re.sub(r"\].*|[`\[]", "", name) for name, _ in rows]
     assert dict(zip(names, (int(version) for _, version in rows), strict=True)) == versions

@@ -1,6 +1,6 @@
 """The table of supported versions, from the pins that the tests run with and the extras' ranges.
 
-It stands in docs/support.md itself, so that it is read in the repository too, and a test compares
+It stands in docs/compatibility.md itself, so that it is read in the repository too, and a test compares
 the two.
 """
 
@@ -47,7 +47,7 @@ ROWS = (
         package="sglang",
         pins="requirements/sglang-cpu.txt",
         extra="sglang",
-        tests="`tests/sglang`, real servers on a CPU ([other releases](sglang.md))",
+        tests="`tests/sglang`, real servers on a CPU ([other releases](engines.md#sglang))",
     ),
     Row(
         name="sglang-router",
