@@ -86,8 +86,8 @@ def _seconds(arm: Any) -> float:
 
 
 STEPS = (
-    r"Under (\d+) schedules.*its mean step was within 5 % of the measured one in all (\d+) cells "
-    r"of full size, and in (\d+) of the (\d+) .*up to (\d+ %) too short"
+    r"Under (\d+) schedules[\s\S]*?\| dense, full size \| all (\d+) \|[^\n]*\n"
+    r"\| dense, [^|]* \| (\d+) of (\d+) \| up to (\d+ %) too short"
 )
 FIGURES: list[tuple[str, str, Callable[[], Sequence[Any]]]] = [
     (
@@ -150,18 +150,10 @@ FIGURES: list[tuple[str, str, Callable[[], Sequence[Any]]]] = [
         accuracy,
     ),
     (
-        "docs/faq.md",
-        STEPS,
-        accuracy,
-    ),
-    *(
-        (
-            page,
-            r"On a mixture of experts it was so in (\d) of (\d) cells, (\d+), (\d+) and (\d+) % "
-            r"too short under auto, and (\d+) % too long while waiting",
-            experts,
-        )
-        for page in ("docs/limits.md", "docs/faq.md")
+        "docs/limits.md",
+        r"\| mixture of experts \| (\d) of (\d) \| (\d+), (\d+) and (\d+) % too short under auto, "
+        r"(\d+) % too long while waiting \|",
+        experts,
     ),
     (
         "docs/faq.md",
