@@ -46,7 +46,7 @@ default_role = "code"
 
 nitpicky = True
 nitpick_ignore_regex = [
-    # Not ours, or of the standard library: there is no network to look them up in.
+    # Not ours, or of the standard library, whose pages cannot be fetched.
     (
         r"py:.*",
         r"(asyncio|collections|concurrent|contextlib|matplotlib|np|numpy|os|pathlib|time|torch)\..*",

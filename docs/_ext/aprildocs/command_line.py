@@ -26,7 +26,7 @@ def command_line() -> str:
 
 
 def help_of(name: str) -> str:
-    """What ``aprilsched NAME --help`` prints, or ``--help-all`` where that says more."""
+    """Return the output of ``aprilsched NAME --help``, or of ``--help-all`` if it has one."""
     output = io.StringIO()
     with patch.dict(os.environ, _PLAIN), redirect_stdout(output):
         try:

@@ -31,7 +31,7 @@ def _legible(
     app: Sphinx, what: str, name: str, obj: Any, options: Any, signature: str, returns: str
 ) -> tuple[str, str] | None:
     """Make a signature readable. A default "<factory>" is not Python, so the whole signature would
-    not be parsed. A protocol gets no signature, because nobody calls it."""
+    not be parsed. A protocol gets no signature, because it is never called."""
     if getattr(obj, "_is_protocol", False):
         return ("", "")
     legible = _IN_A_UNION.sub(r"\1", (signature or "").replace("<factory>", "..."))

@@ -39,7 +39,10 @@ class RepositoryLinks(SphinxTransform):
         target = urlsplit(str(link["reftarget"])).path
         if not target or target.startswith("/"):
             return
-        path = (Path(self.env.doc2path(self.env.docname)).parent / target).resolve()
+        if link.get("refdomain") == "doc":  # the name of a page, without its suffix
+            path = Path(self.env.srcdir, f"{target}.md")
+        else:
+            path = (Path(self.env.doc2path(self.env.docname)).parent / target).resolve()
         if not path.is_relative_to(root) or self._is_part_of_the_site(path):
             return
         inside = path.relative_to(root).as_posix()
@@ -63,7 +66,7 @@ class RepositoryLinks(SphinxTransform):
         if not path.is_relative_to(self.env.srcdir):
             return False
         is_page = path.suffix == ".md" and path.is_file()
-        return not is_page or self.env.path2doc(path) in self.env.found_docs
+        return not is_page or self.env.path2doc(str(path)) in self.env.found_docs
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The states of a rollout as a drawing, made from the table of legal moves.
 
-The table says what is drawn, :data:`PLACES` only where. A state without a place, or a move whose
+The table decides what is drawn, :data:`PLACES` only where. A state without a place, or a move whose
 way would be ambiguous, fails the build instead of being left out.
 
 Colours are those of the page, so the drawing is readable in its light and in its dark form.
@@ -118,7 +118,7 @@ def _straight(source: State, move: Move, target: State, *, two_way: bool) -> Arr
 
 
 def _below(source: State, move: Move, target: State) -> Arrow:
-    """A path around the states in between; arrows that go back run inside of those that go on."""
+    """A path around the states in between; arrows backward run inside those forward."""
     (x, y), (to_x, _) = _centre(source), _centre(target)
     on = to_x > x
     x, to_x, bottom = x - 20, to_x + 20, y + _HEIGHT / 2

@@ -1,7 +1,7 @@
 """The table of supported versions, from the pins that the tests run with and the extras' ranges.
 
-It stands in docs/compatibility.md itself, so that it is read in the repository too, and a test compares
-the two.
+It is copied into docs/compatibility.md, so that it can be read in the repository too. A test
+compares the two.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ def usage_parts() -> str:
 
 
 def metrics() -> str:
-    """What is told to Prometheus."""
+    """The metrics that Prometheus reads."""
     rows = (
         (
             f"`{figure.metric}`",
