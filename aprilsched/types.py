@@ -83,7 +83,7 @@ class SamplingParams:
     (``max_tokens``, ``stop``, ``seed``).
 
     A ``sampling_seed`` that several rollouts share, of the run or of a prompt with a group, gives
-    each of them a seed of its own (:func:`derived_seed`). Parameters of one rollout keep theirs.
+    each of them a seed of its own (`derived_seed`). Parameters of one rollout keep theirs.
 
     ``request`` has further fields of the request itself, in addition to the sampling parameters,
     such as ``{"priority": 3}``; fields that the scheduler sets are refused. ``keep`` names what the

@@ -269,8 +269,9 @@ class LongTailWorkload:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], *, seed: int, group_size: int) -> Self:
-        """The workload of settings as a file or flags have them: the parameters above by name, of
-        which None is not given, and `lengths`, a file of lengths or their :class:`Empirical` law.
+        """Return the workload of the parameters above by name, where None means the default.
+
+        `lengths` is a file of lengths, or their :class:`~aprilsched.workload.Empirical` law.
 
         Raises:
             ConfigError: if a parameter is out of its range, or the file cannot be read.

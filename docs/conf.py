@@ -55,7 +55,7 @@ nitpick_ignore_regex = [
     # Inner workings that a signature or a sentence names, and the decisions describe.
     (r"py:.*", r"aprilsched\.core\..*"),
     (r"py:mod", r"aprilsched\..*"),
-    (r"py:class", r"aprilsched\.(types\.Receipt|engines\.sim\.toy_model\.ToyModel)"),
+    (r"py:class", r"aprilsched\.(types\.Receipt|engines\.sim\.toy_model\.(ToyModel|KvTier))"),
     (r"py:class", r"aprilsched\.engines\.fleet\.(EngineT|ServerSettings)"),
     (r"py:class", r"aprilsched\.analysis\.(lines\..*|plots\.Figures|report\.report_data\..*)"),
     (r"py:class", r"aprilsched\.telemetry\.(batch_figures|live_figures|table)\..*"),
