@@ -168,6 +168,18 @@ FIGURES: list[tuple[str, str, Callable[[], Sequence[Any]]]] = [
     *(
         (
             "docs/learning.md",
+            rf"\n\| ({words}) \| ([\d.]+) \|",
+            lambda words=words, arm=arm: [words, learning(arm)],
+        )
+        for words, arm in (
+            ("auto, recompute", "auto"),
+            ("APRIL", "april"),
+            ("auto, KV kept", "auto-kept"),
+        )
+    ),
+    *(
+        (
+            "docs/learning.md",
             rf"\| {words} \| {policy} \| ([\d.]+) \(([\d.]+) to ([\d.]+)\) "
             r"\| ([\d.]+) \| ([\d.]+) \|",
             lambda kind=kind, arm=arm: larger(kind, arm),
