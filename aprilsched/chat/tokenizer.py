@@ -22,7 +22,7 @@ from aprilsched.chat.templates import ChatTemplate
 from aprilsched.errors import ConfigError
 from aprilsched.extras import extra
 from aprilsched.files import read_regular
-from aprilsched.serving import Refused, Unavailable
+from aprilsched.serving.refusals import Refused, Unavailable
 
 log = logging.getLogger("aprilsched")
 

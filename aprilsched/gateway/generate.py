@@ -19,27 +19,16 @@ from aiohttp import web
 
 from aprilsched.chat.openai_bodies import TextOptions
 from aprilsched.companions import KINDS, TOP
+from aprilsched.dialects.sglang import PromptsBody, finish_reason, token_logprobs
 from aprilsched.errors import ConfigError
 from aprilsched.gateway.reading import Part, Reading, TextRules, parts_of, parts_until_failure
 from aprilsched.gateway.responses import Asked
 from aprilsched.gateway.service import SERVICE, Service
 from aprilsched.gateway.settings import MEDIA_FIELDS, TOP_FIELD
 from aprilsched.sampling import sampling_params
-from aprilsched.serving import (
-    BODIES,
-    DONE,
-    Event,
-    Item,
-    PromptsBody,
-    Refused,
-    Unavailable,
-    as_json,
-    decode,
-    error_event,
-    finish_reason,
-    send_stream,
-    token_logprobs,
-)
+from aprilsched.serving.bodies import BODIES, decode
+from aprilsched.serving.refusals import Refused, Unavailable, as_json, error_event
+from aprilsched.serving.streams import DONE, Event, Item, send_stream
 from aprilsched.types import Media, MediaKind, Prompt, SamplingParams
 
 GROUP_HEADER = "X-Aprilsched-Group"

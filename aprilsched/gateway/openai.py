@@ -40,7 +40,9 @@ from aprilsched.gateway.reading import Failed, Part, Reading, parts_until_failur
 from aprilsched.gateway.responses import Asked
 from aprilsched.gateway.service import SERVICE, Service
 from aprilsched.gateway.settings import TOP_FIELD
-from aprilsched.serving import BODIES, DONE, Event, Item, as_json, decode, error_content
+from aprilsched.serving.bodies import BODIES, decode
+from aprilsched.serving.refusals import as_json, error_content
+from aprilsched.serving.streams import DONE, Event, Item
 
 
 def _room(service: Service, prompt: Sequence[int]) -> int | None:

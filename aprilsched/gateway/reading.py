@@ -21,8 +21,10 @@ from msgspec import structs
 from aprilsched.chat.openai_bodies import check_stops
 from aprilsched.chat.tokenizer import Detokenizer
 from aprilsched.companions import TOP
+from aprilsched.dialects.sglang import labelled, likely_triples
 from aprilsched.gateway.responses import Response, Responses
-from aprilsched.serving import Refusal, labelled, likely_triples, merged
+from aprilsched.serving.refusals import Refusal
+from aprilsched.serving.streams import merged
 from aprilsched.types import FinishReason, Segment
 
 _AT_ONCE = 1024

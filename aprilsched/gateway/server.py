@@ -16,7 +16,10 @@ from aprilsched.errors import AprilschedError, MissingExtra
 from aprilsched.gateway import generate, openai
 from aprilsched.gateway.service import SERVICE, Service
 from aprilsched.gateway.settings import GatewaySettings
-from aprilsched.serving import Bodies, Listener, Refused, Route, as_json, body_of, make_app
+from aprilsched.serving.bodies import Bodies, body_of
+from aprilsched.serving.calls import Route, make_app
+from aprilsched.serving.listener import Listener
+from aprilsched.serving.refusals import Refused, as_json
 from aprilsched.telemetry.base import AnyListener
 
 log = logging.getLogger("aprilsched")

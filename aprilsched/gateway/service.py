@@ -33,6 +33,7 @@ from aprilsched.coordinator.rollouts import RolloutScheduler
 from aprilsched.core.config import SchedulerConfig
 from aprilsched.core.messages import events as ev
 from aprilsched.core.state.engine_control import Mode
+from aprilsched.dialects.sglang import PromptsBody
 from aprilsched.engines.base import BeginsWithout, Engine, Fleet
 from aprilsched.engines.server import facts_of
 from aprilsched.errors import (
@@ -54,16 +55,8 @@ from aprilsched.gateway.updates import (
     leave_group,
     ranks_of,
 )
-from aprilsched.serving import (
-    BroadcastBody,
-    DiskBody,
-    JoinBody,
-    PauseMode,
-    PromptsBody,
-    Refused,
-    TensorBody,
-    Unavailable,
-)
+from aprilsched.serving.calls import BroadcastBody, DiskBody, JoinBody, PauseMode, TensorBody
+from aprilsched.serving.refusals import Refused, Unavailable
 from aprilsched.store.codec import check_storable
 from aprilsched.store.sqlite import SqliteStore
 from aprilsched.telemetry.base import AnyListener

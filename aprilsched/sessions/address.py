@@ -17,16 +17,9 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from aprilsched.errors import AprilschedError, ConfigError, EpisodeError, TurnRefused
-from aprilsched.serving import (
-    STREAM_HEADERS,
-    Bodies,
-    Refusal,
-    Refused,
-    Unavailable,
-    as_json,
-    decode,
-    expect_later,
-)
+from aprilsched.serving.bodies import Bodies, decode, expect_later
+from aprilsched.serving.refusals import Refusal, Refused, Unavailable, as_json
+from aprilsched.serving.streams import STREAM_HEADERS
 from aprilsched.sessions.dialects import ANTHROPIC, CHAT, COMPLETIONS, GENERATE, Dialect
 from aprilsched.types import Score
 

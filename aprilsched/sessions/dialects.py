@@ -18,16 +18,10 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 import msgspec
 
 from aprilsched.chat.openai_bodies import ChatBody, CompletionBody, TextOptions
+from aprilsched.dialects.sglang import GenerateBody, finish_reason, token_logprobs
 from aprilsched.errors import ConfigError
-from aprilsched.serving import (
-    DONE,
-    Event,
-    GenerateBody,
-    error_content,
-    finish_reason,
-    frame_item,
-    token_logprobs,
-)
+from aprilsched.serving.refusals import error_content
+from aprilsched.serving.streams import DONE, Event, frame_item
 
 if TYPE_CHECKING:
     from aprilsched.sessions.harness import Reply, Session

@@ -35,7 +35,7 @@ from aprilsched.core.state.ledger import Reason
 from aprilsched.engines.sim import SimConfig, SimEngine
 from aprilsched.engines.sim.toy_model import ContextState, ToyModel
 from aprilsched.errors import EpisodeError
-from aprilsched.serving import decode
+from aprilsched.serving.bodies import decode
 from aprilsched.sessions import Limits, Session, Sessions
 from aprilsched.sessions.dialects import ANTHROPIC, CHAT, Dialect
 from aprilsched.types import NO_VERSION, Batch, Float32Array, Int32Array, Rollout

@@ -30,7 +30,7 @@ from aprilsched.chat.tokenizer import ModelTokenizer, Texts, load_tokenizer
 from aprilsched.errors import ConfigError, MissingExtra
 from aprilsched.gateway.reading import Reading, Stops, TextRules
 from aprilsched.gateway.responses import Response, Responses
-from aprilsched.serving import Unavailable
+from aprilsched.serving.refusals import Unavailable
 from aprilsched.sessions.history import History
 from aprilsched.types import Prompt
 from tests.support.tiny_tokenizer import (

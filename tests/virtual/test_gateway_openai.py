@@ -23,7 +23,7 @@ from openai import AsyncOpenAI
 from aprilsched.chat.tokenizer import load_tokenizer
 from aprilsched.companions import top_logprobs
 from aprilsched.core.state.ledger import Reason
-from aprilsched.serving import likely_triples
+from aprilsched.dialects.sglang import likely_triples
 from aprilsched.testing.contract import until
 from tests.support import gateway as gateways
 from tests.support.gateway import LONG
