@@ -29,7 +29,7 @@ from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.gateway import server
 from aprilsched.runs.settings import RunSettings
 from aprilsched.runs.setup import prepare
-from aprilsched.serving import bodies, listener
+from aprilsched.serving import bodies, calls, listener
 from aprilsched.testing import SimServer
 from aprilsched.weights.process_group import LOOPBACK, TrainerGroup, address_towards
 from tests.unit.test_arrows import modules
@@ -379,4 +379,4 @@ def test_the_bounds_that_are_promised_are_those_of_the_code():
     assert f"at most {tokenizer._MOST_TEXT >> 20}·2^20 characters of text a request" in text
     assert f"without a request {listener._IDLE_S:.0f} s;" in text
     assert f"| {stops} stop strings of {characters:,} characters in all;" in text
-    assert "abort_request" in "".join(serving.CONTROL), "a client ends no other client's response"
+    assert "abort_request" in "".join(calls.CONTROL), "a client ends no other client's response"
