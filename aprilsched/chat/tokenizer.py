@@ -23,6 +23,7 @@ from aprilsched.errors import ConfigError
 from aprilsched.extras import extra
 from aprilsched.files import read_regular
 from aprilsched.serving.refusals import Refused, Unavailable
+from aprilsched.types import Prompt
 
 log = logging.getLogger("aprilsched")
 
@@ -379,6 +380,10 @@ class Detokenizer:
         self._held.clear()
         return text
 
+    def text_of(self, token_id: int) -> str:
+        """The text of one token by itself, also of a special one."""
+        return self._backend.decode([token_id], skip_special_tokens=False)
+
     def rest(self) -> str:
         """The text of what is held back, with U+FFFD for what is no character."""
         held, self._held = self._held, []
@@ -456,6 +461,16 @@ class Texts:
                 "with --tokenizer, or provide input_ids to /generate."
             )
         return self._tokenizer
+
+    def detokenizer(self, prompt: Prompt, skip_special: bool) -> Detokenizer | None:
+        """What gives the text of a response to `prompt`; None without a tokenizer."""
+        if self._tokenizer is None:
+            return None
+        return self._tokenizer.detokenizer(prompt.input_ids.tolist(), skip_special=skip_special)
+
+    def text_of(self, token_id: int) -> str:
+        """The text of one token by itself, also of a special one."""
+        return self.tokenizer.decode([token_id], skip_special=False)
 
     def context(self, engines: int | None) -> int | None:
         """Tokens of the longest context, of which the engines know as much as `engines`; None if

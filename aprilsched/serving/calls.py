@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
@@ -22,6 +22,7 @@ from aprilsched.serving.keys import key_middleware
 from aprilsched.serving.refusals import Malformed, answer_refusals, as_json
 from aprilsched.serving.streams import Event
 
+T = TypeVar("T")
 PauseMode: TypeAlias = Literal["abort", "retract", "in_place"]
 
 
@@ -123,13 +124,12 @@ _SCHEMAS: Mapping[str, type[msgspec.Struct]] = {
 
 
 class Backend(Protocol):
-    """What answers the calls: one engine, or a scheduler in front of several.
+    """What answers the calls that only read: one engine, or a scheduler in front of several."""
 
-    A call that cannot be carried out raises an :class:`~aprilsched.errors.AprilschedError`. Updates
-    return what their answer says beside the success, or nothing.
-    """
-
-    model_path: str
+    @property
+    def model_path(self) -> str:
+        """The folder of the model."""
+        ...
 
     @property
     def generate_body(self) -> type[msgspec.Struct]:
@@ -155,21 +155,33 @@ class Backend(Protocol):
         ...
 
     def model_facts(self) -> Event:
-        """What /model_info tells beside the model and its weights."""
+        """What /model_info has beyond the model and its weights."""
         ...
 
     def server_facts(self) -> Event:
-        """What /server_info tells beside the model and its weights; it has a ``version``."""
+        """What /server_info has beyond the model and its weights, such as the ``version``."""
         ...
 
     def rank_loads(self) -> Event:
         """The figures of /v1/loads."""
         ...
 
+
+class Control(Protocol):
+    """The calls that change a server.
+
+    A call that cannot be carried out raises an :class:`~aprilsched.errors.AprilschedError`. Updates
+    return what their answer says beyond the success, or nothing.
+    """
+
+    async def carry_out(self, call: Coroutine[Any, Any, T]) -> T:
+        """Carry out one of the calls below, except for aborts."""
+        ...
+
     async def abort(self, rid: str) -> None: ...
     async def abort_group(self, name: str) -> None: ...
     async def abort_all(self) -> None: ...
-    async def pause(self, mode: PauseMode) -> None: ...
+    def pause(self, mode: PauseMode) -> Coroutine[Any, Any, None]: ...
     async def resume(self) -> None: ...
     async def flush(self) -> bool:
         """Drop the cached KV; returns False while it is in use."""
@@ -187,23 +199,27 @@ class Backend(Protocol):
 
 BACKEND: web.AppKey[Backend] = web.AppKey("backend", Backend)
 """The key under which the handlers find what answers."""
+CONTROLS: web.AppKey[Control] = web.AppKey("control", Control)
+"""The key under which they find what changes the server."""
 
 Route: TypeAlias = tuple[str, str, Handler]
 
 
 async def _pause(request: web.Request) -> web.Response:
     body = await body_of(request, PauseBody)
-    return await _answer_steering(request.app[BACKEND].pause(body.mode), "paused")
+    return await _answer_steering(request, request.app[CONTROLS].pause(body.mode), "paused")
 
 
 async def _resume(request: web.Request) -> web.Response:
     await body_of(request, ContinueBody)
-    return await _answer_steering(request.app[BACKEND].resume(), "continued")
+    return await _answer_steering(request, request.app[CONTROLS].resume(), "continued")
 
 
-async def _answer_steering(call: Awaitable[None], done: str) -> web.Response:
+async def _answer_steering(
+    request: web.Request, call: Coroutine[Any, Any, None], done: str
+) -> web.Response:
     try:
-        await call
+        await request.app[CONTROLS].carry_out(call)
     except TimeoutError:
         return as_json({"message": _LATE, "status": "error"}, 504)
     except AprilschedError as error:
@@ -213,18 +229,19 @@ async def _answer_steering(call: Awaitable[None], done: str) -> web.Response:
 
 async def _abort(request: web.Request) -> web.Response:
     """POST /abort_request; answers 200 whether or not the request exists."""
-    body, backend = await body_of(request, AbortBody), request.app[BACKEND]
+    body, control = await body_of(request, AbortBody), request.app[CONTROLS]
     if body.abort_all:
-        await backend.abort_all()
+        await control.abort_all()
     elif body.rid:
-        await backend.abort(body.rid)
+        await control.abort(body.rid)
     elif body.group:
-        await backend.abort_group(body.group)
+        await control.abort_group(body.group)
     return web.Response()
 
 
 async def _flush(request: web.Request) -> web.Response:
     """GET or POST /flush_cache; 400 if the cache is still in use after so many seconds."""
+    control = request.app[CONTROLS]
     try:
         seconds = float(request.query.get("timeout", "0"))
     except ValueError as error:
@@ -235,7 +252,7 @@ async def _flush(request: web.Request) -> web.Response:
     until = clock.time() + seconds
     try:
         while True:
-            done = await request.app[BACKEND].flush()
+            done = await control.carry_out(control.flush())
             if done or clock.time() >= until:
                 break
             await asyncio.sleep(_FLUSH_AGAIN_S)
@@ -249,67 +266,72 @@ async def _update_from_disk(request: web.Request) -> web.Response:
     done = "Succeeded to update model weights."
     if body.weight_version is not None:
         done += f" Weight version updated to {body.weight_version}."
-    return await _answer_update(request.app[BACKEND].load(body), done, num_paused_requests=0)
+    call = request.app[CONTROLS].load(body)
+    return await _answer_update(request, call, done, num_paused_requests=0)
 
 
 async def _update_version(request: web.Request) -> web.Response:
-    body = await _update_of(request, VersionBody)
-    label = body.new_version
-    call = request.app[BACKEND].relabel(label)
-    return await _answer_update(call, f"Weight version updated to {label}", new_version=label)
+    label = (await _update_of(request, VersionBody)).new_version
+    call = request.app[CONTROLS].relabel(label)
+    done = f"Weight version updated to {label}"
+    return await _answer_update(request, call, done, new_version=label)
 
 
 async def _update_from_tensor(request: web.Request) -> web.Response:
     body = await _update_of(request, TensorBody)
-    return await _answer_update(request.app[BACKEND].take_tensors(body))
+    return await _answer_update(request, request.app[CONTROLS].take_tensors(body))
 
 
 async def _update_from_distributed(request: web.Request) -> web.Response:
     body = await _update_of(request, BroadcastBody)
-    return await _answer_update(request.app[BACKEND].take_broadcast(body))
+    return await _answer_update(request, request.app[CONTROLS].take_broadcast(body))
 
 
 async def _update_of(request: web.Request, kind: type[Update]) -> Update:
     """The body of an update, for which every request ends first if it says so."""
     body = await body_of(request, kind)
     if body.abort_all_requests:
-        await request.app[BACKEND].abort_all()
+        await request.app[CONTROLS].abort_all()
     return body
 
 
 async def _answer_update(
-    call: Awaitable[str], done: str = "Succeeded to update model weights.", **more: object
+    request: web.Request,
+    call: Coroutine[Any, Any, str],
+    done: str = "Succeeded to update model weights.",
+    **more: object,
 ) -> web.Response:
     try:
-        told = await call
+        missed = await request.app[CONTROLS].carry_out(call)
     except AprilschedError as error:
         content = {"success": False, "message": f"Failed to update weights: {error}"}
         return as_json({**content, **more}, 400)
-    return as_json({"success": True, "message": f"{done}{told}", **more})
+    return as_json({"success": True, "message": f"{done}{missed}", **more})
 
 
 async def _begin_update(request: web.Request) -> web.Response:
     await body_of(request, dict[str, Any])
-    return await _answer_call(request.app[BACKEND].begin_update())
+    return await _answer_call(request, request.app[CONTROLS].begin_update())
 
 
 async def _end_update(request: web.Request) -> web.Response:
     await body_of(request, dict[str, Any])
-    return await _answer_call(request.app[BACKEND].end_update())
+    return await _answer_call(request, request.app[CONTROLS].end_update())
 
 
 async def _join_group(request: web.Request) -> web.Response:
-    return await _answer_call(request.app[BACKEND].join_group(await body_of(request, JoinBody)))
+    body = await body_of(request, JoinBody)
+    return await _answer_call(request, request.app[CONTROLS].join_group(body))
 
 
 async def _leave_group(request: web.Request) -> web.Response:
     body = await body_of(request, LeaveBody)
-    return await _answer_call(request.app[BACKEND].leave_group(body.group_name))
+    return await _answer_call(request, request.app[CONTROLS].leave_group(body.group_name))
 
 
-async def _answer_call(call: Awaitable[None]) -> web.Response:
+async def _answer_call(request: web.Request, call: Coroutine[Any, Any, None]) -> web.Response:
     try:
-        await call
+        await request.app[CONTROLS].carry_out(call)
     except AprilschedError as error:
         return as_json({"success": False, "message": str(error)}, 400)
     return as_json({"success": True, "message": "Success"})
@@ -430,6 +452,7 @@ CONTROL = tuple(dict.fromkeys(path for _, path, _ in _CONTROL))
 
 def make_app(
     backend: Backend,
+    controls: Control,
     bodies: Bodies,
     *,
     requests: Sequence[Route],
@@ -442,6 +465,7 @@ def make_app(
 
     Args:
         backend: what answers.
+        controls: what changes it.
         bodies: reads the bodies of requests.
         requests: routes that only this backend has.
         control: those of them that change it.
@@ -459,6 +483,7 @@ def make_app(
     app = web.Application(middlewares=[*outermost, answer_refusals, keys])
     app[BODIES] = bodies
     app[BACKEND] = backend
+    app[CONTROLS] = controls
     for method, path, handler in (*_FREE, *_INFO, *_CONTROL, *requests, *control):
         app.router.add_route(method, path, handler, expect_handler=expect_later)
     return app

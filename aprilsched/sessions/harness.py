@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from aprilsched.chat.openai_bodies import check_stops
 from aprilsched.chat.tokenizer import ModelTokenizer, load_tokenizer
 from aprilsched.coordinator.episodes import Turn, TurnOutput
+from aprilsched.dialects.values import check_stops
 from aprilsched.errors import ConfigError, EpisodeError, MemberLost
 from aprilsched.files import open_private, read_regular
 from aprilsched.serving.listener import Listener

@@ -344,6 +344,7 @@ def app_of(
     """The web application of `served`; the `outermost` middlewares see all calls and answers."""
     app = make_app(
         served,
+        served,
         Bodies(largest=_LARGEST_BODY, together=2 * _LARGEST_BODY),
         requests=[("POST", "/generate", generate)],
         control=[

@@ -23,8 +23,9 @@ from aprilsched import (
     SGLangListedFleet,
     workers_of_router,
 )
-from aprilsched.chat import openai_bodies, tokenizer
+from aprilsched.chat import tokenizer
 from aprilsched.cli.serve_sim import ServeSimCommand
+from aprilsched.dialects import values
 from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.gateway import server
 from aprilsched.runs.settings import RunSettings
@@ -375,7 +376,7 @@ def test_the_bounds_that_are_promised_are_those_of_the_code():
     assert f"| {largest} MiB a body after decompression and {together} MiB of all bodies;" in text
     assert bodies._READ_S == 120
     assert "; two minutes to send one;" in text
-    stops, characters = openai_bodies._MOST_STOPS, openai_bodies._STOP_CHARACTERS
+    stops, characters = values._MOST_STOPS, values._STOP_CHARACTERS
     assert f"at most {tokenizer._MOST_TEXT >> 20}·2^20 characters of text a request" in text
     assert f"without a request {listener._IDLE_S:.0f} s;" in text
     assert f"| {stops} stop strings of {characters:,} characters in all;" in text
