@@ -132,6 +132,7 @@ class ModelTokenizer:
 
     Attributes:
         ends: the tokens that end a response.
+        render: the text of a chat; see :meth:`ChatTemplate.render`.
         knows_tools: whether the chat template has a place for tool definitions.
     """
 
@@ -150,7 +151,7 @@ class ModelTokenizer:
         eos: int | None = tokenizer.eos_token_id
         self.ends = ends if eos is None else ends | {eos}
         self._template = self._load_template(response_template)
-        self._chat = ChatTemplate(tokenizer)
+        self.render = ChatTemplate(tokenizer).render
         self.knows_tools = "tools" in str(tokenizer.chat_template)
         # They are not asyncio's, which others wait for, and which are many: each may need 1 GB.
         self._threads = ThreadPoolExecutor(_THREADS, "aprilsched-text")
@@ -167,11 +168,6 @@ class ModelTokenizer:
             return load(dict(template))
         except ValueError as error:
             raise ConfigError(f"The response template cannot be used: {error}") from error
-
-    @property
-    def has_chat(self) -> bool:
-        """Whether there is a chat template."""
-        return self._tokenizer.chat_template is not None
 
     @functools.cached_property
     def special_texts(self) -> re.Pattern[str]:
@@ -268,36 +264,6 @@ class ModelTokenizer:
     def detokenizer(self, prompt: Sequence[int], *, skip_special: bool) -> Detokenizer:
         """What gives the text of a response to `prompt` token by token."""
         return Detokenizer(self._backend, prompt[-_CONTEXT:], skip_special=skip_special)
-
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-        *,
-        go_on: bool,
-        options: Mapping[str, Any],
-        begins: bool = True,
-        shown_from: int = 0,
-    ) -> str:
-        """The text of a chat by the model's template.
-
-        Args:
-            messages: the messages, in the form that transformers gives to templates.
-            tools: definitions of tools.
-            go_on: whether the response goes on with the last message, and begins none of its own.
-            options: variables of the template.
-            begins: whether the text ends with the beginning of a response, unless it goes on.
-            shown_from: the place of the first message that must be in the text.
-
-        Raises:
-            ConfigError: if there is no template, if it refuses what it is given, or if it leaves
-                out a message, with the place of that message.
-        """
-        if not self.has_chat:
-            raise ConfigError("The model's tokenizer has no chat template; use /v1/completions.")
-        return self._chat.render(
-            messages, tools, go_on=go_on, options=options, begins=begins, shown_from=shown_from
-        )
 
     def parser(self, prompt: str, tools: Sequence[Mapping[str, Any]] | None) -> Any:
         """A parser of a response to the rendered `prompt`; None if :attr:`parses` is False.

@@ -99,6 +99,7 @@ class RolloutScheduler(FleetScheduler):
             accept=accept,
             episode=episode,
             feed=self._feed,
+            rejections=lambda: self.state.prompts.consecutive_rejections,
         )
         self._session = Session(
             fleet=fleet,
