@@ -93,10 +93,25 @@ class ChatTemplate:
         *,
         go_on: bool,
         options: Mapping[str, Any],
-        begins: bool,
-        shown_from: int,
+        begins: bool = True,
+        shown_from: int = 0,
     ) -> str:
-        """See :meth:`aprilsched.chat.tokenizer.ModelTokenizer.render`."""
+        """The text of a chat by the model's template.
+
+        Args:
+            messages: the messages, in the form that transformers gives to templates.
+            tools: definitions of tools.
+            go_on: whether the response goes on with the last message, and begins none of its own.
+            options: variables of the template.
+            begins: whether the text ends with the beginning of a response, unless it goes on.
+            shown_from: the place of the first message that must be in the text.
+
+        Raises:
+            ConfigError: if there is no template, if it refuses what it is given, or if it leaves
+                out a message, with the place of that message.
+        """
+        if self._tokenizer.chat_template is None:
+            raise ConfigError("The model's tokenizer has no chat template; use /v1/completions.")
         if wrong := self._reserved & options.keys():
             raise ConfigError(f"chat_template_kwargs must not have {min(wrong)}; leave it out.")
         settings: dict[str, Any] = {

@@ -22,7 +22,8 @@ from aprilsched.chat.templates import ChatTemplate
 from aprilsched.errors import ConfigError
 from aprilsched.extras import extra
 from aprilsched.files import read_regular
-from aprilsched.serving import Refused, Unavailable
+from aprilsched.serving.refusals import Refused, Unavailable
+from aprilsched.types import Prompt
 
 log = logging.getLogger("aprilsched")
 
@@ -131,6 +132,7 @@ class ModelTokenizer:
 
     Attributes:
         ends: the tokens that end a response.
+        render: the text of a chat; see :meth:`ChatTemplate.render`.
         knows_tools: whether the chat template has a place for tool definitions.
     """
 
@@ -149,7 +151,7 @@ class ModelTokenizer:
         eos: int | None = tokenizer.eos_token_id
         self.ends = ends if eos is None else ends | {eos}
         self._template = self._load_template(response_template)
-        self._chat = ChatTemplate(tokenizer)
+        self.render = ChatTemplate(tokenizer).render
         self.knows_tools = "tools" in str(tokenizer.chat_template)
         # They are not asyncio's, which others wait for, and which are many: each may need 1 GB.
         self._threads = ThreadPoolExecutor(_THREADS, "aprilsched-text")
@@ -166,11 +168,6 @@ class ModelTokenizer:
             return load(dict(template))
         except ValueError as error:
             raise ConfigError(f"The response template cannot be used: {error}") from error
-
-    @property
-    def has_chat(self) -> bool:
-        """Whether there is a chat template."""
-        return self._tokenizer.chat_template is not None
 
     @functools.cached_property
     def special_texts(self) -> re.Pattern[str]:
@@ -268,36 +265,6 @@ class ModelTokenizer:
         """What gives the text of a response to `prompt` token by token."""
         return Detokenizer(self._backend, prompt[-_CONTEXT:], skip_special=skip_special)
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-        *,
-        go_on: bool,
-        options: Mapping[str, Any],
-        begins: bool = True,
-        shown_from: int = 0,
-    ) -> str:
-        """The text of a chat by the model's template.
-
-        Args:
-            messages: the messages, in the form that transformers gives to templates.
-            tools: definitions of tools.
-            go_on: whether the response goes on with the last message, and begins none of its own.
-            options: variables of the template.
-            begins: whether the text ends with the beginning of a response, unless it goes on.
-            shown_from: the place of the first message that must be in the text.
-
-        Raises:
-            ConfigError: if there is no template, if it refuses what it is given, or if it leaves
-                out a message, with the place of that message.
-        """
-        if not self.has_chat:
-            raise ConfigError("The model's tokenizer has no chat template; use /v1/completions.")
-        return self._chat.render(
-            messages, tools, go_on=go_on, options=options, begins=begins, shown_from=shown_from
-        )
-
     def parser(self, prompt: str, tools: Sequence[Mapping[str, Any]] | None) -> Any:
         """A parser of a response to the rendered `prompt`; None if :attr:`parses` is False.
 
@@ -379,6 +346,10 @@ class Detokenizer:
         self._held.clear()
         return text
 
+    def text_of(self, token_id: int) -> str:
+        """The text of one token by itself, also of a special one."""
+        return self._backend.decode([token_id], skip_special_tokens=False)
+
     def rest(self) -> str:
         """The text of what is held back, with U+FFFD for what is no character."""
         held, self._held = self._held, []
@@ -456,6 +427,16 @@ class Texts:
                 "with --tokenizer, or provide input_ids to /generate."
             )
         return self._tokenizer
+
+    def detokenizer(self, prompt: Prompt, skip_special: bool) -> Detokenizer | None:
+        """What gives the text of a response to `prompt`; None without a tokenizer."""
+        if self._tokenizer is None:
+            return None
+        return self._tokenizer.detokenizer(prompt.input_ids.tolist(), skip_special=skip_special)
+
+    def text_of(self, token_id: int) -> str:
+        """The text of one token by itself, also of a special one."""
+        return self.tokenizer.decode([token_id], skip_special=False)
 
     def context(self, engines: int | None) -> int | None:
         """Tokens of the longest context, of which the engines know as much as `engines`; None if

@@ -99,6 +99,7 @@ class RolloutScheduler(FleetScheduler):
             accept=accept,
             episode=episode,
             feed=self._feed,
+            rejections=lambda: self.state.prompts.consecutive_rejections,
         )
         self._session = Session(
             fleet=fleet,
@@ -260,6 +261,11 @@ class RolloutScheduler(FleetScheduler):
         return self._session.durability.stored
 
     @property
+    def store_error(self) -> str | None:
+        """Why the store does not save the run at present; None while it does."""
+        return self._session.durability.error
+
+    @property
     def restores(self) -> bool:
         """Whether it begins with a checkpoint."""
         return self._session.durability.restores
@@ -287,6 +293,11 @@ class RolloutScheduler(FleetScheduler):
     def hold(self, *, held: bool) -> None:
         """Pause the engines with the requests inside them, or let them generate again."""
         self._feed(ev.HoldChanged(held=held))
+
+    def withdraw(self, group_id: int, cause: str) -> None:
+        """Drop a group that is no longer wanted; the ledger has the cause. One that has ended stays
+        as it is."""
+        self._feed(ev.GroupWithdrawn(group_id=group_id, cause=cause))
 
     async def checkpoint(self, path: Path | str, *, acknowledge: bool = True) -> None:
         """Write the scheduler's state to one file, for the trainer's own checkpoint.

@@ -72,6 +72,7 @@ class Work:
         accept: Accept | None,
         episode: Episode | None,
         feed: Callable[[ev.Event], None],
+        rejections: Callable[[], int],
     ) -> None:
         if reward is not None and scope == "group":
             check_callable('reward with reward_scope="group"', reward, "group")
@@ -87,13 +88,14 @@ class Work:
         self._accept = accept
         self._episode = episode
         self._feed = feed
+        self._rejections = rejections
+        """Number of groups that `accept` has rejected in a row before this one."""
         self._runner = CallbackRunner()
         self._teardowns = CallbackRunner()
         """Has threads of its own, because rewards may block all of theirs."""
         self._turns: dict[int, Turn] = {}
         self._tasks = Tasks()
         self._saved: Callable[[], Awaitable[None]] | None = None
-        self._rejected_in_row = 0
         self._asked: deque[int] = deque()
         self._reads = asyncio.Event()
 
@@ -180,21 +182,21 @@ class Work:
         def filtered(accepted: object) -> ev.Event:
             if accepted is None:
                 raise WrongResult("None; return True or False")
-            self._note_verdict(bool(accepted))
+            if not accepted:
+                self._note_rejection()
             return ev.Filtered(group_id=group.group_id, accepted=bool(accepted))
 
         work = self._ask(_ACCEPT, self._accept, group.group_id, filtered, group)
         self._tasks.start(("verdict", group.group_id), work)
 
-    def _note_verdict(self, accepted: bool) -> None:
+    def _note_rejection(self) -> None:
         """Warn of a function that rejects everything: the trainer would wait forever."""
-        self._rejected_in_row = 0 if accepted else self._rejected_in_row + 1
-        if self._rejected_in_row == _WARN_AT:
+        if self._rejections() + 1 == _WARN_AT:
             log.warning(
                 "%s has accepted no group, rejected_in_a_row=%d; correct %s, the reward or the "
                 "prompts",
                 _ACCEPT,
-                self._rejected_in_row,
+                _WARN_AT,
                 place_of(self._accept),
             )
 

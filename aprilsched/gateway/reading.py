@@ -11,19 +11,21 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+from base64 import b64encode
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from msgspec import structs
-
-from aprilsched.chat.openai_bodies import check_stops
+from aprilsched.chat.openai_bodies import Message
 from aprilsched.chat.tokenizer import Detokenizer
-from aprilsched.companions import TOP
+from aprilsched.companions import KINDS, TOP
+from aprilsched.dialects.sglang import labelled, likely_triples
+from aprilsched.dialects.values import End, Likely, Part, check_stops
 from aprilsched.gateway.responses import Response, Responses
-from aprilsched.serving import Refusal, labelled, likely_triples, merged
-from aprilsched.types import FinishReason, Segment
+from aprilsched.serving.refusals import Refusal
+from aprilsched.serving.streams import Event, merged
+from aprilsched.types import FinishReason
 
 _AT_ONCE = 1024
 """Tokens that become text before other clients have their turn."""
@@ -63,23 +65,6 @@ class TextRules:
         return token_id in self.ends and not (self.keep_stop or self.ignore_ends)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """What has come since the last part.
-
-    Attributes:
-        start: number of tokens before these.
-        text: new text; it may lag behind the tokens, but for the last part.
-        over: whether this is the last part.
-    """
-
-    start: int
-    token_ids: Sequence[int]
-    logprobs: Sequence[float]
-    text: str
-    over: bool
-
-
 class Stops:
     """Finds the first stop string in a text that comes in pieces."""
 
@@ -116,23 +101,29 @@ def _overlap(text: str, stop: str) -> int:
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Reading:
     """What one client reads of `response`.
 
     Args:
         responses: where the response is ended if a stop string is found.
         response: what is read.
-        detokenizer: gives its text; None leaves it without text.
         rules: what of the text is wanted.
+        detokenizer: makes its text; None leaves it without text.
+        message: takes its text as that of a chat; None if it is no chat.
         index: its number in the answer.
+        likely: number of likely tokens that are wanted in the place of each.
+        label_of: the label of a version.
     """
 
     responses: Responses
     response: Response
-    detokenizer: Detokenizer | None
     rules: TextRules
+    detokenizer: Detokenizer | None = None
+    message: Message | None = None
     index: int = 0
+    likely: int = 0
+    label_of: Callable[[int], str] = str
     token_ids: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     text: str = ""
@@ -143,54 +134,21 @@ class Reading:
         self._stops = Stops(self.rules.stops, keep=self.rules.keep_stop)
 
     @property
-    def whole(self) -> Part:
-        """All that was read."""
-        return Part(
-            start=0,
-            token_ids=self.token_ids,
-            logprobs=self.logprobs,
-            text=self.text,
-            over=self.over,
-        )
-
-    @property
     def failure(self) -> str:
         """The cause, if the response has failed."""
-        return "" if self.matched is not None else self.response.failure
-
-    @property
-    def matched(self) -> str | None:
-        """The stop string that has ended it."""
-        return self._stops.matched
+        return "" if self._stops.matched is not None else self.response.failure
 
     @property
     def finish(self) -> FinishReason | str | None:
-        """Why it ended; None while it goes on."""
+        """Why it ended; None while it continues."""
         if not self.over:
             return None
-        return "stop" if self.matched is not None else self.response.finish
+        return "stop" if self._stops.matched is not None else self.response.finish
 
     @property
-    def segments(self) -> list[Segment]:
-        """The versions of the tokens that were read; known at the end."""
-        end = len(self.token_ids)
-        return [
-            structs.replace(each, end=min(each.end, end))
-            for each in self.response.segments
-            if each.start < end
-        ]
-
-    def labelled(self, label_of: Callable[[int], str]) -> list[dict[str, str | int]]:
-        """The field ``weight_versions`` of what was read; known at the end."""
-        return labelled(((s.version, s.start, s.end) for s in self.segments), label_of)
-
-    def likely(self, part: Part, n: int) -> list[list[tuple[float, int, None]]]:
-        """The `n` likeliest tokens in the place of each token of a part, in SGLang's form. A list
-        is empty where the engine's answer was lost."""
-        end = part.start + len(part.token_ids)
-        rows = self.response.rows(TOP, part.start, end)
-        found = [] if rows is None else likely_triples(rows, n)
-        return found + [[] for _ in range(len(part.token_ids) - len(found))]
+    def whole(self) -> Part:
+        """All that was read."""
+        return self._part(0, self.text, ())
 
     async def parts(self) -> AsyncGenerator[Part, None]:
         """The parts as they come, up to the last one."""
@@ -206,18 +164,18 @@ class Reading:
         if len(ids) - start > _AT_ONCE:
             await asyncio.sleep(0)  # A client that had stopped reading must not hold up the others.
         end, last = start, min(len(ids), start + _AT_ONCE)
-        while end < last and self.matched is None:
+        while end < last and self._stops.matched is None:
             pieces.append(self._stops.push(self._push(ids[end])))
             end += 1
         over = self.response.over and end == len(ids)
-        if over and self.matched is None:
+        if over and self._stops.matched is None:
             rest = "" if self.detokenizer is None else self.detokenizer.rest()
             pieces.append(self._stops.push(rest))
-            if self.matched is None:
+            if self._stops.matched is None:
                 pieces.append(self._stops.rest())
         self.token_ids += ids[start:end]
         self.logprobs += logprobs[start:end]
-        if self.matched is not None:
+        if self._stops.matched is not None:
             # Whatever comes now is not read. The versions are known when the response is over.
             self.responses.end(self.response, "a stop string has ended it")
             await self.response.end()
@@ -225,13 +183,87 @@ class Reading:
         self.over = over
         text = "".join(pieces)
         self.text += text
-        ids, logprobs = self.token_ids[start:], self.logprobs[start:]
-        return Part(start=start, token_ids=ids, logprobs=logprobs, text=text, over=over)
+        changes: list[Event] = []
+        if self.message is not None:
+            changes += self.message.push(text)
+            changes += self.message.finish(self._end_text()) if over else []
+        return self._part(start, text, changes)
 
     def _push(self, token_id: int) -> str:
         if self.detokenizer is None or self.rules.trims(token_id):
             return ""
         return self.detokenizer.push(token_id)
+
+    def _end_text(self) -> str:
+        """The text of the token that has ended the response, if the response is without it."""
+        last = self.token_ids[-1:]
+        if self.detokenizer is None or self._stops.matched is not None or not last:
+            return ""
+        return self.detokenizer.text_of(last[0]) if self.rules.trims(last[0]) else ""
+
+    def _part(self, start: int, text: str, changes: Sequence[Event]) -> Part:
+        return Part(
+            index=self.index,
+            name=self.response.rid,
+            prompt_ids=self.response.prompt.input_ids,
+            start=start,
+            token_ids=self.token_ids[start:],
+            logprobs=self.logprobs[start:],
+            likely=self._likely_from(start),
+            text=None if self.detokenizer is None else text,
+            changes=changes,
+            rows=self._rows_from(start),
+            end=self._end(),
+        )
+
+    def _end(self) -> End | None:
+        if self.finish is None:
+            return None
+        matched = self._stops.matched
+        if matched is None and self.token_ids:
+            matched = self.token_ids[-1]
+        end = len(self.token_ids)
+        spans = ((s.version, s.start, min(s.end, end)) for s in self.response.segments)
+        return End(
+            reason=self.finish,
+            matched=matched if self.finish == "stop" else None,
+            why=self.response.message,
+            message={} if self.message is None else self.message.told(),
+            versions={
+                "weight_versions": labelled(spans, self.label_of),
+                "weight_versions_exact": self.response.versions_exact,
+            },
+        )
+
+    def _likely_from(self, start: int) -> list[Likely]:
+        """The likeliest tokens in the place of each token from `start` on. A list is empty if the
+        engine's answer was lost."""
+        if not self.likely:
+            return []
+        total = len(self.token_ids)
+        rows = self.response.rows(TOP, start, total)
+        found = [] if rows is None else likely_triples(rows, self.likely)
+        return found + [[] for _ in range(total - start - len(found))]
+
+    def _rows_from(self, start: int) -> Event:
+        """The rows of the companions that the client has asked for, as SGLang sends them: those of
+        tokens with their tokens, those of the context at the end."""
+        fields: Event = {}
+        response, total = self.response, len(self.token_ids)
+        for name in response.prompt.companions or ():
+            if name == TOP:
+                continue
+            per_token = KINDS[name] == "token"
+            begin, end = (start, total) if per_token else (0, response.prompt_tokens + total - 1)
+            rows = response.rows(name, begin, end) if per_token or self.over else None
+            if rows is not None and per_token:
+                fields[f"output_token_{name}"] = [rows.row(i).tolist() for i in range(len(rows))]
+                fields[f"output_token_{name}_length"] = total
+            elif rows is not None:
+                fields[name] = b64encode(rows.values.astype("<i4").tobytes()).decode()
+            if self.over and name in response.companions:
+                fields[f"{name}_exact"] = bool(response.companions[name].exact[:total].all())
+        return fields
 
 
 class Failed(Refusal):
@@ -251,18 +283,3 @@ async def parts_of(readings: Sequence[Reading]) -> AsyncGenerator[tuple[Reading,
     async with aclosing(merged([each.parts() for each in readings])) as parts:
         async for index, part in parts:
             yield readings[index], part
-
-
-async def parts_until_failure(
-    readings: Sequence[Reading],
-) -> AsyncGenerator[tuple[Reading, Part], None]:
-    """The parts of all readings as they come.
-
-    Raises:
-        Failed: if one of them fails.
-    """
-    async with aclosing(parts_of(readings)) as parts:
-        async for reading, part in parts:
-            if reading.failure:
-                raise Failed(reading.response)
-            yield reading, part

@@ -48,7 +48,7 @@ _REFUSED, _FAILED, _UNAVAILABLE = 400, 500, 503
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Asked:
+class NewResponse:
     """One response that a client asks for.
 
     Attributes:
@@ -248,11 +248,11 @@ class Responses:
 
     # --- clients -------------------------------------------------------------------------------
 
-    def new(self, asked: Sequence[Asked]) -> int:
+    def new(self, asked: Sequence[NewResponse]) -> int:
         """How many of these responses no prior process had begun."""
         return sum(ask.rid not in self._unclaimed for ask in asked)
 
-    def open(self, asked: Sequence[Asked]) -> tuple[list[Response], list[Prompt]]:
+    def open(self, asked: Sequence[NewResponse]) -> tuple[list[Response], list[Prompt]]:
         """The responses that are asked for, all or none, and the prompts to launch for those that
         no prior process had begun.
 

@@ -11,12 +11,17 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from aprilsched.core.config import SchedulerConfig
+from aprilsched.dialects.openai import CHAT, COMPLETIONS
+from aprilsched.dialects.sglang import GENERATE
 from aprilsched.engines.base import Fleet
 from aprilsched.errors import AprilschedError, MissingExtra
-from aprilsched.gateway import generate, openai
+from aprilsched.gateway.requests import answer_in
 from aprilsched.gateway.service import SERVICE, Service
 from aprilsched.gateway.settings import GatewaySettings
-from aprilsched.serving import Bodies, Listener, Refused, Route, as_json, body_of, make_app
+from aprilsched.serving.bodies import Bodies, body_of
+from aprilsched.serving.calls import Route, make_app
+from aprilsched.serving.listener import Listener
+from aprilsched.serving.refusals import Refused, as_json
 from aprilsched.telemetry.base import AnyListener
 
 log = logging.getLogger("aprilsched")
@@ -77,6 +82,7 @@ class Gateway:
             bodies = Bodies(largest=_LARGEST_BODY, together=_ALL_BODIES)
             app = make_app(
                 self.service,
+                self.service.controls,
                 bodies,
                 requests=_REQUESTS,
                 api_key=api_key,
@@ -106,7 +112,7 @@ class Gateway:
         reason, or, with a store, without a result.
         """
         if self._listener.listening:
-            await self.service.drain()
+            await self.service.admission.drain()
             await self._listener.close()
         await self.service.close()
 
@@ -117,10 +123,6 @@ class Gateway:
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
-
-# --- routes --------------------------------------------------------------------------------------
-
-# What a gateway has beside the calls of every backend.
 
 _LARGEST_BODY = 2**26
 """Bytes of a request: a prompt of a million token ids needs a tenth of them."""
@@ -134,7 +136,7 @@ async def _note_refusals(request: web.Request, handler: Handler) -> web.StreamRe
     """Count the requests that are refused, and say when one may be sent again."""
     answer = await handler(request)
     if answer.status == web.HTTPServiceUnavailable.status_code:
-        answer.headers["Retry-After"] = str(request.app[SERVICE].retry_s)
+        answer.headers["Retry-After"] = str(request.app[SERVICE].admission.retry_s)
     # Who looks whether a server is ready asks for nothing that could be refused.
     if answer.status >= web.HTTPBadRequest.status_code and request.method == "POST":
         request.app[SERVICE].refused(answer.status)
@@ -215,13 +217,13 @@ async def workers(request: web.Request) -> web.Response:
 
 
 _REQUESTS: Sequence[Route] = (
-    ("POST", "/generate", generate.generate),
+    ("POST", "/generate", answer_in(GENERATE)),
     ("POST", "/tokenize", tokenize),
     ("POST", "/v1/tokenize", tokenize),
     ("POST", "/detokenize", detokenize),
     ("POST", "/v1/detokenize", detokenize),
-    ("POST", "/v1/completions", openai.completions),
-    ("POST", "/v1/chat/completions", openai.chat_completions),
+    ("POST", "/v1/completions", answer_in(COMPLETIONS)),
+    ("POST", "/v1/chat/completions", answer_in(CHAT)),
     ("GET", "/workers", workers),
     ("GET", "/metrics", metrics),
 )

@@ -16,7 +16,7 @@ from aprilsched.core.policies.refill import OnDemand
 from aprilsched.core.policies.staleness import Staleness
 from aprilsched.core.policies.stop import Groups, GroupSize
 from aprilsched.errors import ConfigError
-from aprilsched.serving import check_port
+from aprilsched.serving.listener import check_port
 from aprilsched.types import MEDIA, MediaKind
 
 _NEVER = 2**31 - 1

@@ -22,7 +22,7 @@ from aprilsched.engines.base import (
     TensorMeta,
 )
 from aprilsched.errors import ConfigError, EngineRejected, RefitError
-from aprilsched.serving import BroadcastBody, JoinBody
+from aprilsched.serving.calls import BroadcastBody, JoinBody
 from aprilsched.weights.disk import DiskEngine
 from aprilsched.weights.publisher import Takers, call_each
 

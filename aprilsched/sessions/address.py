@@ -16,18 +16,15 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from aprilsched.dialects.anthropic import ANTHROPIC
+from aprilsched.dialects.openai import CHAT, COMPLETIONS
+from aprilsched.dialects.sglang import GENERATE
+from aprilsched.dialects.values import Asked, Dialect
 from aprilsched.errors import AprilschedError, ConfigError, EpisodeError, TurnRefused
-from aprilsched.serving import (
-    STREAM_HEADERS,
-    Bodies,
-    Refusal,
-    Refused,
-    Unavailable,
-    as_json,
-    decode,
-    expect_later,
-)
-from aprilsched.sessions.dialects import ANTHROPIC, CHAT, COMPLETIONS, GENERATE, Dialect
+from aprilsched.serving.bodies import Bodies, decode, expect_later
+from aprilsched.serving.refusals import Refusal, Refused, Unavailable, as_json
+from aprilsched.serving.streams import STREAM_HEADERS
+from aprilsched.sessions.asking import ask, render_events, render_whole
 from aprilsched.types import Score
 
 if TYPE_CHECKING:
@@ -135,27 +132,24 @@ async def _models(_: web.Request) -> web.Response:
     return as_json({"object": "list", "data": [{"id": "policy", "object": "model"}]})
 
 
-# --- sessions ------------------------------------------------------------------------------------
-
-
 def _call(sessions: Sessions, keys: Keys, bodies: Bodies, dialect: Dialect[Any]) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
         name, _, key = request.match_info["id"].partition(".")
-        # Whether there is such a session is only told to who has its key.
+        # Only a client that has its key may know whether there is such a session.
         if not _has_key(request, keys.of(name), key):
             return as_json(dialect.error("this is not the key of this session.", 401), 401)
         try:
             session = _session(sessions, name)
             async with bodies.read(request) as content:
                 body = decode(content, dialect.body)
-            asked = dialect.asked(body)
+            asked = dialect.parse(body)
+            answer = ask(dialect, session, asked)
             if not asked.stream:
-                reply = await asked.ask(session)
-                return as_json(dialect.whole(body, reply))
+                return as_json(render_whole(dialect, asked, await answer))
         except Exception as error:
-            status, message = _told(error, sessions)
+            status, message = _explained(error, sessions)
             return as_json(dialect.error(message, status), status)
-        return await _stream(request, sessions, dialect, body, asked.ask(session))
+        return await _stream(request, sessions, dialect, asked, answer)
 
     return handle
 
@@ -175,7 +169,7 @@ def _session(sessions: Sessions, name: str) -> Session:
     raise _Ended("the session has ended, and no other one answers at its address.")
 
 
-def _told(error: Exception, sessions: Sessions) -> tuple[int, str]:
+def _explained(error: Exception, sessions: Sessions) -> tuple[int, str]:
     """The status and the sentence of an error.
 
     Raises:
@@ -206,7 +200,7 @@ async def _stream(
     request: web.Request,
     sessions: Sessions,
     dialect: Dialect[Any],
-    body: Any,
+    asked: Asked,
     answer: Awaitable[Reply],
 ) -> web.StreamResponse:
     """Answer by a stream. Its events come when the answer is there, because only then it is known
@@ -221,12 +215,12 @@ async def _stream(
                 await stream.prepare(request)
                 await stream.write(dialect.ping)
         try:
-            events = dialect.events(body, asking.result())
+            events = render_events(dialect, asked, asking.result())
         except Exception as error:
-            status, message = _told(error, sessions)
+            status, message = _explained(error, sessions)
             if not stream.prepared:
                 return as_json(dialect.error(message, status), status)
-            events = [dialect.failure(message, status)]
+            events = [dialect.frame(dialect.stream_error(message, status)), dialect.done]
         await stream.prepare(request)
         for event in events:
             await stream.write(event)
@@ -237,9 +231,6 @@ async def _stream(
         asking.cancel()
         await asyncio.wait([asking])
     return stream
-
-
-# --- launchers -----------------------------------------------------------------------------------
 
 
 class _Next(msgspec.Struct, frozen=True):

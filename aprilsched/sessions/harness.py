@@ -15,12 +15,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from aprilsched.chat.openai_bodies import check_stops
 from aprilsched.chat.tokenizer import ModelTokenizer, load_tokenizer
 from aprilsched.coordinator.episodes import Turn, TurnOutput
+from aprilsched.dialects.values import check_stops
 from aprilsched.errors import ConfigError, EpisodeError, MemberLost
 from aprilsched.files import open_private, read_regular
-from aprilsched.serving import Listener, Unavailable
+from aprilsched.serving.listener import Listener
+from aprilsched.serving.refusals import Unavailable
 from aprilsched.sessions.address import Keys, make_session_app
 from aprilsched.sessions.history import History, Mark, Question, Said
 from aprilsched.types import (

@@ -5,12 +5,8 @@ The order of the fields in these structs is the format: a new field goes to the 
 
 from __future__ import annotations
 
-import datetime
-import uuid
 import zlib
-from collections.abc import Callable, Iterable, Mapping
-from decimal import Decimal
-from functools import partial
+from collections.abc import Mapping
 from typing import Any, TypeVar, cast, get_args
 
 import msgspec
@@ -25,170 +21,32 @@ from aprilsched.core.state.saved import SavedGroup, SavedMember
 from aprilsched.errors import ConfigError
 from aprilsched.types import Media, Prompt, SamplingParams
 
-# Packs the caller's own values (keys and metadata of prompts) as MessagePack that keeps types.
-#
-# Invariant: a value comes back equal and of the same type, or it is refused when it is packed.
-# Types are compared exactly, because a subclass (an integer enum, a named tuple) would come back as
-# its base class. Nothing is ever imported or called by a name in the data.
+T = TypeVar("T")
 
-TimeT = TypeVar("TimeT", datetime.datetime, datetime.time)
-
-_PLAIN = frozenset({type(None), bool, float, str, bytes})
-"""The types that MessagePack has itself."""
-_ARRAY_KINDS = frozenset("biufcSUmM")
-"""The NumPy kinds whose string gives their type and whose bytes give their values."""
-_TUPLE, _SET, _FROZENSET, _DICT, _INT, _COMPLEX, _BYTEARRAY, _ARRAY, _SCALAR = range(1, 10)
-_DECIMAL, _UUID, _DATETIME, _DATE, _TIME, _TIMEDELTA = range(10, 16)
+_SCALARS = frozenset({type(None), bool, float, str})
 
 
-def pack(value: object) -> Any:
-    """Turn a value into one that msgspec encodes without loss.
+def check_json(value: object) -> None:
+    """Refuse a value that JSON has no form for. Types are compared exactly, because a subclass (an
+    integer enum, a named tuple) would come back as its base class.
 
     Raises:
         TypeError or ValueError: if it, or a value in it, would not come back unchanged.
     """
     kind = type(value)
-    if kind in _PLAIN:
-        return value
-    by_kind = _PACK.get(kind)
-    if by_kind is not None:
-        return by_kind(value)
-    if isinstance(value, np.generic):
-        return _scalar(cast("np.generic[Any]", value))
-    raise TypeError(f"a value of type {kind.__module__}.{kind.__qualname__}")
-
-
-def unpack(code: int, data: memoryview) -> Any:
-    """Restore a value that :func:`pack` wrapped; a decoder's hook for extension types."""
-    if code not in _UNPACK:
-        raise ValueError(f"a value of the unknown kind {code}")
-    return _UNPACK[code](data)
-
-
-def _ext(code: int, parts: object) -> msgspec.msgpack.Ext:
-    return msgspec.msgpack.Ext(code, msgspec.msgpack.encode(parts))
-
-
-def _parts(data: memoryview) -> Any:
-    return msgspec.msgpack.decode(data, ext_hook=unpack)
-
-
-def _integer(value: int) -> Any:
-    if -(1 << 63) <= value < 1 << 64:
-        return value
-    return msgspec.msgpack.Ext(_INT, value.to_bytes(value.bit_length() // 8 + 1, signed=True))
-
-
-def _items(code: int) -> Callable[[Iterable[object]], Any]:
-    return lambda values: _ext(code, [pack(value) for value in values])
-
-
-def _dict(value: dict[object, object]) -> Any:
-    if all(type(key) is str for key in value):
-        return {key: pack(each) for key, each in value.items()}
-    return _ext(_DICT, [(pack(key), pack(each)) for key, each in value.items()])
-
-
-def _storable(dtype: np.dtype[Any]) -> str:
-    if dtype.kind not in _ARRAY_KINDS:
-        raise TypeError(f"a NumPy value of type {dtype}")
-    return dtype.str
-
-
-def _array(value: NDArray[Any]) -> Any:
-    name = _storable(value.dtype)
-    if not value.dtype.itemsize:
-        raise TypeError("a NumPy array of empty strings without room")
-    return _ext(_ARRAY, (name, value.shape, value.tobytes()))
-
-
-def _array_of(data: memoryview) -> NDArray[Any]:
-    name, shape, body = _parts(data)
-    array = np.empty(tuple(shape), dtype=np.dtype(name))
-    if array.size:
-        array[...] = np.frombuffer(body, dtype=array.dtype).reshape(array.shape)
-    return array
-
-
-def _scalar(value: np.generic[Any]) -> Any:
-    name = _storable(value.dtype)
-    if value.dtype.type is not type(value):
-        raise TypeError(f"a value of type {type(value).__qualname__}")
-    body = value.tobytes()
-    if value.dtype.kind == "S" and body.endswith(b"\0"):
-        # NumPy takes the null for padding; in other string kinds it has removed it before.
-        raise ValueError("a NumPy string that ends with a null")
-    return _ext(_SCALAR, (name, body))
-
-
-def _scalar_of(data: memoryview) -> np.generic[Any]:
-    name, body = _parts(data)
-    dtype = np.dtype(name)
-    return np.frombuffer(body, dtype=dtype)[0] if dtype.itemsize else dtype.type()
-
-
-def _iso(code: int) -> Callable[[datetime.datetime | datetime.time], Any]:
-    """Packs times, with or without a date, as the digit of their fold and their text in ISO 8601,
-    which has the offset of a time zone and not its name."""
-
-    def packed(value: datetime.datetime | datetime.time) -> Any:
-        if value.tzinfo is not None and type(value.tzinfo) is not datetime.timezone:
-            raise TypeError(f"a time zone of type {type(value.tzinfo).__qualname__}")
-        return msgspec.msgpack.Ext(code, f"{value.fold}{value.isoformat()}".encode())
-
-    return packed
-
-
-def _text(data: memoryview) -> str:
-    return bytes(data).decode()
-
-
-def _time_of(kind: type[TimeT], data: memoryview) -> TimeT:
-    fold, text = _text(data)[:1], _text(data)[1:]
-    return kind.fromisoformat(text).replace(fold=int(fold))
-
-
-_PACK: dict[type, Callable[[Any], Any]] = {
-    int: _integer,
-    list: lambda values: [pack(value) for value in values],
-    dict: _dict,
-    tuple: _items(_TUPLE),
-    set: _items(_SET),
-    frozenset: _items(_FROZENSET),
-    complex: lambda value: _ext(_COMPLEX, (value.real, value.imag)),
-    bytearray: lambda value: msgspec.msgpack.Ext(_BYTEARRAY, bytes(value)),
-    np.ndarray: _array,
-    Decimal: lambda value: msgspec.msgpack.Ext(_DECIMAL, str(value).encode()),
-    uuid.UUID: lambda value: msgspec.msgpack.Ext(_UUID, value.bytes),
-    datetime.datetime: _iso(_DATETIME),
-    datetime.date: lambda value: msgspec.msgpack.Ext(_DATE, value.isoformat().encode()),
-    datetime.time: _iso(_TIME),
-    datetime.timedelta: lambda value: _ext(
-        _TIMEDELTA, (value.days, value.seconds, value.microseconds)
-    ),
-}
-_UNPACK: dict[int, Callable[[memoryview], Any]] = {
-    _INT: lambda data: int.from_bytes(data, signed=True),
-    _DICT: lambda data: dict(_parts(data)),
-    _TUPLE: lambda data: tuple(_parts(data)),
-    _SET: lambda data: set(_parts(data)),
-    _FROZENSET: lambda data: frozenset(_parts(data)),
-    _COMPLEX: lambda data: complex(*_parts(data)),
-    _BYTEARRAY: bytearray,
-    _ARRAY: _array_of,
-    _SCALAR: _scalar_of,
-    _DECIMAL: lambda data: Decimal(_text(data)),
-    _UUID: lambda data: uuid.UUID(bytes=bytes(data)),
-    _DATETIME: partial(_time_of, datetime.datetime),
-    _DATE: lambda data: datetime.date.fromisoformat(_text(data)),
-    _TIME: partial(_time_of, datetime.time),
-    _TIMEDELTA: lambda data: datetime.timedelta(*_parts(data)),
-}
-
-
-# --- codec ---------------------------------------------------------------------------------------
-
-T = TypeVar("T")
+    if isinstance(value, list) and kind is list:
+        for each in cast("list[object]", value):
+            check_json(each)
+    elif isinstance(value, dict) and kind is dict:
+        for key, each in cast("dict[object, object]", value).items():
+            if type(key) is not str:
+                raise TypeError(f"a key of type {type(key).__qualname__}")
+            check_json(each)
+    elif isinstance(value, int) and kind is int:
+        if not -(1 << 63) <= value < 1 << 64:
+            raise ValueError("a whole number of more than 64 bits")
+    elif kind not in _SCALARS:
+        raise TypeError(f"a value of type {kind.__module__}.{kind.__qualname__}")
 
 
 class _Group(msgspec.Struct, array_like=True):
@@ -198,7 +56,7 @@ class _Group(msgspec.Struct, array_like=True):
     sampling: SamplingParams | list[SamplingParams] | None
     key: Any
     metadata: Any
-    """The caller's own values, as :func:`pack` makes them."""
+    """The caller's own values, which :func:`check_json` has passed."""
     members: list[tuple[int, int, int, int]]
     """For each member its rollout id, its index, the index of its sampling in `samplings`, and how
     often it was generated again."""
@@ -251,7 +109,7 @@ def decode(body: bytes, kind: type[T]) -> T:
     Raises:
         msgspec.MsgspecError: if it is not a record of this kind.
     """
-    return msgspec.msgpack.decode(body, type=kind, ext_hook=unpack, dec_hook=_array_from)
+    return msgspec.msgpack.decode(body, type=kind, dec_hook=_array_from)
 
 
 def checksum(*parts: bytes | memoryview) -> int:
@@ -299,8 +157,8 @@ def group_record(group: SavedGroup) -> bytes:
         opened=group.opened,
         input_ids=prompt.input_ids.tobytes(),
         sampling=list(sampling) if isinstance(sampling, tuple) else sampling,
-        key=None,
-        metadata=None,
+        key=prompt.key,
+        metadata=prompt.metadata,
         members=members,
         samplings=samplings,
         group_size=prompt.group_size,
@@ -311,7 +169,8 @@ def group_record(group: SavedGroup) -> bytes:
         lost=group.lost,
     )
     try:
-        record.key, record.metadata = pack(prompt.key), pack(prompt.metadata)
+        check_json(prompt.key)
+        check_json(prompt.metadata)
         return encode(record)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         # RuntimeError includes RecursionError, and a dict that a reward changes meanwhile.
@@ -320,9 +179,9 @@ def group_record(group: SavedGroup) -> bytes:
 
 def _unstorable(prompt: Prompt, error: Exception) -> ConfigError:
     return ConfigError(
-        f"the key, metadata or sampling parameters of prompt {prompt.key!r} cannot be stored as "
-        f"they are ({error}); use numbers, strings, bytes, dates, lists, tuples, sets, dicts and "
-        "NumPy arrays, or a key that the reward looks up."
+        f"The key, metadata and sampling parameters of prompt {prompt.key!r} must be JSON values, "
+        f"because there is a store, got {error}; use numbers, strings, lists and dicts with "
+        "strings as keys, or a key that the reward looks up."
     )
 
 
@@ -360,10 +219,18 @@ def group_from(body: bytes) -> SavedGroup:
     )
 
 
+class _Rows(msgspec.Struct, array_like=True):
+    dtype: str
+    shape: tuple[int, ...]
+    values: bytes
+    ends: bytes | None
+
+
 def rows_record(rows: Rows) -> bytes:
     """Encode rows of a companion."""
-    ends = None if rows.ends is None else pack(rows.ends)
-    return encode((pack(np.ascontiguousarray(rows.values)), ends))
+    values = rows.values
+    ends = None if rows.ends is None else rows.ends.tobytes()
+    return encode(_Rows(values.dtype.str, values.shape, values.tobytes(), ends))
 
 
 def rows_from(body: bytes) -> Rows:
@@ -372,10 +239,10 @@ def rows_from(body: bytes) -> Rows:
     Raises:
         msgspec.MsgspecError or ValueError: if `body` has no rows.
     """
-    values, ends = decode(body, tuple[Any, Any])
-    if not isinstance(values, np.ndarray) or not (ends is None or isinstance(ends, np.ndarray)):
-        raise ValueError("it has no arrays")
-    return Rows(cast("NDArray[Any]", values), cast("NDArray[np.int64] | None", ends))
+    record = decode(body, _Rows)
+    values = np.frombuffer(record.values, np.dtype(record.dtype)).reshape(record.shape).copy()
+    ends = None if record.ends is None else np.frombuffer(record.ends, np.int64)
+    return Rows(values, ends)
 
 
 def schedule_record(schedule: Schedule) -> bytes:

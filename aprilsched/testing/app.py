@@ -20,30 +20,16 @@ from aiohttp.typedefs import Middleware
 
 from aprilsched.checks import OWN
 from aprilsched.companions import MOST_KEPT, TOP, Companion, top_logprobs
+from aprilsched.dialects.sglang import GenerateBody, finish_reason, likely_triples, token_logprobs
 from aprilsched.engines.base import Chunk, GenerationRequest
 from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.engines.sim.sim_engine import TAGS
 from aprilsched.errors import AprilschedError, ConfigError, EngineError, EngineRejected
 from aprilsched.sampling import SERVER, sampling_params
-from aprilsched.serving import (
-    DONE,
-    Bodies,
-    Crashed,
-    Event,
-    GenerateBody,
-    Item,
-    Refused,
-    as_json,
-    body_of,
-    decode,
-    error_event,
-    finish_reason,
-    likely_triples,
-    make_app,
-    merged,
-    send_stream,
-    token_logprobs,
-)
+from aprilsched.serving.bodies import Bodies, body_of, decode
+from aprilsched.serving.calls import make_app
+from aprilsched.serving.refusals import Crashed, Refused, as_json, error_event
+from aprilsched.serving.streams import DONE, Event, Item, merged, send_stream
 from aprilsched.testing.faults.middleware import spoil
 from aprilsched.testing.served import SERVED, Call, ServedEngine
 from aprilsched.types import SamplingParams
@@ -357,6 +343,7 @@ def app_of(
 ) -> web.Application:
     """The web application of `served`; the `outermost` middlewares see all calls and answers."""
     app = make_app(
+        served,
         served,
         Bodies(largest=_LARGEST_BODY, together=2 * _LARGEST_BODY),
         requests=[("POST", "/generate", generate)],

@@ -18,34 +18,28 @@ import time
 import uuid
 import zlib
 from collections import OrderedDict
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
 from aiohttp import web
 
 from aprilsched.companions import Rows
+from aprilsched.dialects.sglang import GenerateBody, labelled
 from aprilsched.engines.base import Chunk, GenerationRequest
 from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.engines.sim.sim_engine import SimEngine
 from aprilsched.errors import ConfigError, EngineError, EngineRejected
-from aprilsched.serving import (
-    BroadcastBody,
-    DiskBody,
-    GenerateBody,
-    JoinBody,
-    PauseMode,
-    Refused,
-    TensorBody,
-    Unavailable,
-    labelled,
-)
+from aprilsched.serving.calls import BroadcastBody, DiskBody, JoinBody, PauseMode, TensorBody
+from aprilsched.serving.refusals import Refused, Unavailable
 from aprilsched.types import Int32Array, SamplingParams, VersionSpan
 from aprilsched.workload import LongTailWorkload
+
+T = TypeVar("T")
 
 MODEL = "aprilsched-sim"
 _VERSION = "0.5.23"
@@ -385,6 +379,10 @@ class ServedEngine:
             task.cancel()
 
     # -- control calls ----------------------------------------------------------------------
+
+    async def carry_out(self, call: Coroutine[Any, Any, T]) -> T:
+        """Carry a control call out at once."""
+        return await call
 
     async def pause(self, mode: PauseMode) -> None:
         """Pause; the mode "abort" ends all running requests first."""

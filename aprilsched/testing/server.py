@@ -9,7 +9,7 @@ from typing import Any, Self
 from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.engines.sim.sim_engine import SimEngine
 from aprilsched.loop_thread import LoopThread
-from aprilsched.serving import Listener
+from aprilsched.serving.listener import Listener
 from aprilsched.testing.app import app_of
 from aprilsched.testing.faults.middleware import EngineFaults, fault_middleware, reset
 from aprilsched.testing.faults.script import Faults, FaultScript

@@ -32,12 +32,15 @@ from aprilsched import (
 from aprilsched.chat.tokenizer import ModelTokenizer, load_tokenizer
 from aprilsched.config import Health
 from aprilsched.core.state.ledger import Reason
+from aprilsched.dialects.anthropic import ANTHROPIC
+from aprilsched.dialects.openai import CHAT
+from aprilsched.dialects.values import Dialect
 from aprilsched.engines.sim import SimConfig, SimEngine
 from aprilsched.engines.sim.toy_model import ContextState, ToyModel
 from aprilsched.errors import EpisodeError
-from aprilsched.serving import decode
+from aprilsched.serving.bodies import decode
 from aprilsched.sessions import Limits, Session, Sessions
-from aprilsched.sessions.dialects import ANTHROPIC, CHAT, Dialect
+from aprilsched.sessions.asking import ask, render_events, render_whole
 from aprilsched.types import NO_VERSION, Batch, Float32Array, Int32Array, Rollout
 from experiments.chaos.history import History, Outcome, recorded
 from experiments.chaos.truth import TruthModel, true_versions
@@ -120,14 +123,16 @@ class _Agent:
             number, most = self.asking
             messages = self.contexts[number]
             sent = json.dumps({"messages": messages, "max_tokens": most}).encode()
-            body = decode(sent, self.dialect.body)
+            asked = self.dialect.parse(decode(sent, self.dialect.body))
             try:
-                reply = await self.dialect.asked(body).ask(session)
+                reply = await ask(self.dialect, session, asked)
             except EpisodeError:
                 return
             self.heard.append(reply.output.token_ids.tolist())
-            self.dialect.events(body, reply)
-            whole = msgspec.json.decode(msgspec.json.encode(self.dialect.whole(body, reply)))
+            render_events(self.dialect, asked, reply)
+            whole = msgspec.json.decode(
+                msgspec.json.encode(render_whole(self.dialect, asked, reply))
+            )
             if self.dialect is CHAT:
                 answer = whole["choices"][0]["message"]
             else:

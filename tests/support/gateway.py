@@ -30,7 +30,7 @@ class Front:
 
     @property
     def state(self) -> SchedulerState:
-        return self.gateway.service._rollouts.state  # pyright: ignore[reportPrivateUsage]
+        return self.gateway.service._scheduler.state  # pyright: ignore[reportPrivateUsage]
 
     async def idle(self) -> None:
         """Wait until nothing is left, in the gateway and on its servers."""

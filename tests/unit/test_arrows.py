@@ -186,11 +186,13 @@ _RULES: dict[str, Rule] = {
         others=NUMPY | {"matplotlib"},
     ),
     # The server side of SGLang's HTTP API, for the test server and the gateway; it knows neither.
-    "serving": rule("companions errors serving types"),
+    "serving": rule("errors serving"),
+    # What clients say and are answered, for the gateway, the sessions and the test server.
+    "dialects": rule("chat companions dialects errors serving types"),
     # For tests of other projects, too: the embedded engine behind SGLang's HTTP API.
     "testing": rule(
-        "checks companions engines errors extras loop_thread sampling serving testing types "
-        "workload",
+        "checks companions dialects engines errors extras loop_thread sampling serving testing "
+        "types workload",
     ),
     "testing.fixtures": rule("testing", others=frozenset({"pytest"})),
     # The outermost ring puts the parts together and is imported by none of them.
@@ -206,12 +208,12 @@ _RULES: dict[str, Rule] = {
     # What clients say in text, for the gateway and for sessions.
     "chat": rule("chat errors extras files serving"),
     # What an episode may do, and an address of its own.
-    "sessions": rule("chat coordinator.episodes errors files serving sessions types"),
+    "sessions": rule("chat coordinator.episodes dialects errors files serving sessions types"),
     # A front of the coordinator, as a trainer is.
     # The version in the answers.
     "gateway": rule(
-        "__version__ bounds chat checks companions coordinator core engines errors extras files "
-        "gateway sampling serving store telemetry types weights",
+        "__version__ bounds chat checks companions coordinator core dialects engines errors extras "
+        "files gateway sampling serving store telemetry types weights",
     ),
     "runs": replace(EVERYTHING, others=CLI),
     "integrations": EVERYTHING,

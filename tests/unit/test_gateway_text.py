@@ -14,23 +14,23 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from aprilsched.chat.openai_bodies import (
-    ChatBody,
     ForcedCalls,
     Message,
     for_template,
-    sampling_of,
 )
 from aprilsched.chat.tokenizer import ModelTokenizer, Texts, load_tokenizer
+from aprilsched.dialects.openai import CHAT
 from aprilsched.errors import ConfigError, MissingExtra
 from aprilsched.gateway.reading import Reading, Stops, TextRules
 from aprilsched.gateway.responses import Response, Responses
-from aprilsched.serving import Unavailable
+from aprilsched.serving.refusals import Unavailable
 from aprilsched.sessions.history import History
 from aprilsched.types import Prompt
 from tests.support.tiny_tokenizer import (
@@ -251,9 +251,14 @@ async def test_a_stop_string_in_tokens_that_have_arrived_together_cuts_them(
     ids = tokenizer.encode("one STOP two")
     response.arrive(ids, [-1.0] * len(ids))
     detokenizer = tokenizer.detokenizer([], skip_special=True)
-    reading = Reading(responses, response, detokenizer, TextRules(stops=["STOP", "P two"]))
+    reading = Reading(
+        responses=responses,
+        response=response,
+        detokenizer=detokenizer,
+        rules=TextRules(stops=["STOP", "P two"]),
+    )
     part = await reading.more()
-    assert (part.text, part.over, reading.finish) == ("one ", True, "stop")
+    assert (part.text, part.end is not None, reading.finish) == ("one ", True, "stop")
     assert reading.token_ids == ids[:8] == part.token_ids
     assert withdrawn == [(3, "a stop string has ended it")]
 
@@ -351,8 +356,9 @@ def test_a_call_that_is_asked_for_has_a_schema_and_is_read_by_it(seed: int):
     said: Any = {"messages": [{"role": "user", "content": "x"}], "tools": tools}
 
     def schema(choice: Any, **more: Any) -> Any:
-        params = sampling_of(ChatBody(tool_choice=choice, **said, **more))
-        return json.loads(params.get("json_schema", "null"))
+        body = msgspec.convert({"tool_choice": choice, **said, **more}, CHAT.body)
+        (question,) = CHAT.parse(body).questions
+        return json.loads(question.params.get("json_schema", "null"))
 
     named = {"type": "function", "function": {"name": "b"}}
     assert schema("auto") is None

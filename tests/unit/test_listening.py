@@ -20,21 +20,13 @@ import pytest
 from aiohttp import web
 from yarl import URL
 
-from aprilsched import serving
 from aprilsched.engines.http import HttpLimits, Transport
 from aprilsched.errors import ConfigError
-from aprilsched.serving import (
-    BODIES,
-    Bodies,
-    Listener,
-    Malformed,
-    answer_refusals,
-    as_json,
-    body_of,
-    decode,
-    expect_later,
-    key_middleware,
-)
+from aprilsched.serving import listener
+from aprilsched.serving.bodies import BODIES, Bodies, body_of, decode, expect_later
+from aprilsched.serving.keys import key_middleware
+from aprilsched.serving.listener import Listener
+from aprilsched.serving.refusals import Malformed, answer_refusals, as_json
 from aprilsched.testing import SimServer
 from aprilsched.testing.contract import until
 from aprilsched.testing.server import ThreadedServer
@@ -305,7 +297,7 @@ def test_idle_connections_give_way_to_new_ones(
     def forty(_: int) -> tuple[int, int]:
         return 40, 40
 
-    monkeypatch.setattr(serving.resource, "getrlimit", forty)
+    monkeypatch.setattr(listener.resource, "getrlimit", forty)
 
     async def answered() -> list[int]:
         async with reading() as url, aiohttp.ClientSession() as session:
@@ -330,7 +322,7 @@ def test_idle_connections_give_way_to_new_ones(
 def test_a_server_without_file_descriptors_warns_once_and_serves_later(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(serving, "_RETRY_S", 0.01)
+    monkeypatch.setattr(listener, "_RETRY_S", 0.01)
 
     async def answered() -> bytes:
         async with reading() as url:

@@ -21,15 +21,16 @@ from aprilsched import (
     RolloutScheduler,
     SGLangFleet,
     SGLangListedFleet,
-    serving,
     workers_of_router,
 )
-from aprilsched.chat import openai_bodies, tokenizer
+from aprilsched.chat import tokenizer
 from aprilsched.cli.serve_sim import ServeSimCommand
+from aprilsched.dialects import values
 from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.gateway import server
 from aprilsched.runs.settings import RunSettings
 from aprilsched.runs.setup import prepare
+from aprilsched.serving import bodies, calls, listener
 from aprilsched.testing import SimServer
 from aprilsched.weights.process_group import LOOPBACK, TrainerGroup, address_towards
 from tests.unit.test_arrows import modules
@@ -377,10 +378,10 @@ def test_the_bounds_that_are_promised_are_those_of_the_code():
     text = (Path(__file__).parents[2] / "SECURITY.md").read_text(encoding="utf-8")
     largest, together = server._LARGEST_BODY >> 20, server._ALL_BODIES >> 20
     assert f"| {largest} MiB a body after decompression and {together} MiB of all bodies;" in text
-    assert serving._READ_S == 120
+    assert bodies._READ_S == 120
     assert "; two minutes to send one;" in text
-    stops, characters = openai_bodies._MOST_STOPS, openai_bodies._STOP_CHARACTERS
+    stops, characters = values._MOST_STOPS, values._STOP_CHARACTERS
     assert f"at most {tokenizer._MOST_TEXT >> 20}·2^20 characters of text a request" in text
-    assert f"without a request {serving._IDLE_S:.0f} s;" in text
+    assert f"without a request {listener._IDLE_S:.0f} s;" in text
     assert f"| {stops} stop strings of {characters:,} characters in all;" in text
-    assert "abort_request" in "".join(serving.CONTROL), "a client ends no other client's response"
+    assert "abort_request" in "".join(calls.CONTROL), "a client ends no other client's response"

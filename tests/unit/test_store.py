@@ -9,11 +9,10 @@ import os
 import random
 import shutil
 import sqlite3
-import zoneinfo
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -23,7 +22,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.extra.numpy import arrays
 
 from aprilsched import Media, MemoryStore, Prompt, SamplingParams, SqliteStore
 from aprilsched.core.lengths.observed import GroupLengths, Remembered
@@ -650,64 +648,16 @@ def test_the_ledger_the_lengths_and_the_keys_are_kept_up_to_a_bound(
 # --- records -----------------------------------------------------------------------------------
 
 
-def alike(one: Any, other: Any) -> bool:
-    """Whether two objects have equal values and types at all levels; nan equals nan."""
-    if type(one) is not type(other):
-        return False
-    match one:
-        case dict() | list() | tuple():
-            keyed = isinstance(one, dict)
-            ours: list[Any] = list(one.items() if keyed else one)  # pyright: ignore
-            theirs: list[Any] = list(other.items() if keyed else other)
-            return len(ours) == len(theirs) and all(map(alike, ours, theirs))
-        case set() | frozenset():
-            ours = sorted(map(repr, one))  # pyright: ignore
-            return ours == sorted(map(repr, other))
-        case np.ndarray() | np.generic():
-            same = (one.dtype, one.shape) == (other.dtype, other.shape)  # pyright: ignore
-            return bool(same and one.tobytes() == other.tobytes())
-        case _:
-            return repr(one) == repr(other)
-
-
-_ATOMS = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(),
-    st.floats(),
-    st.complex_numbers(),
-    st.text(),
-    st.binary(),
-    st.binary().map(bytearray),
-    st.decimals(),
-    st.uuids(),
-    st.datetimes(),
-    st.datetimes(timezones=st.just(datetime.UTC)),
-    st.datetimes(timezones=st.just(datetime.timezone(datetime.timedelta(hours=-5)))),
-    st.dates(),
-    st.times(),
-    st.timedeltas(),
-    st.floats(width=32).map(np.float32),
-    st.integers(-(2**63), 2**63 - 1).map(np.int64),
-    st.booleans().map(np.bool_),
-    st.text(alphabet="abc").map(np.str_),
-    st.just(np.datetime64("2026-01-02T03:04")),
-)
-_KEYS = st.one_of(st.text(), st.integers(), st.tuples(st.integers(), st.text()), st.none())
 _VALUES = st.recursive(
     st.one_of(
-        _ATOMS,
-        arrays(
-            st.sampled_from(["<i8", ">f4", "?", "u1", "c16", "M8[s]", "<U3"]),
-            st.sampled_from([(), (0,), (3,), (2, 2)]),
-        ),
-        st.sets(st.integers()),
-        st.frozensets(st.text()),
+        st.none(),
+        st.booleans(),
+        st.integers(-(2**63), 2**64 - 1),
+        st.floats(allow_nan=False),
+        st.text(),
     ),
     lambda inner: st.one_of(
-        st.lists(inner, max_size=3),
-        st.lists(inner, max_size=3).map(tuple),
-        st.dictionaries(_KEYS, inner, max_size=3),
+        st.lists(inner, max_size=3), st.dictionaries(st.text(), inner, max_size=3)
     ),
     max_leaves=8,
 )
@@ -735,8 +685,8 @@ def test_a_group_is_the_same_after_the_way_through_bytes(key: Any, value: Any):
     assert (again.group_id, again.opened, again.members) == (9, 4, members)
     assert again.prompt.input_ids.tolist() == [5, 6]
     assert (again.prompt.sampling, again.prompt.media) == (prompt.sampling, prompt.media)
-    assert alike(again.prompt.key, prompt.key)
-    assert alike(again.prompt.metadata, {"x": value})
+    # The text shows types, such as those of 1, 1.0 and True.
+    assert repr((again.prompt.key, again.prompt.metadata)) == repr((key, {"x": value}))
 
 
 class Answer(NamedTuple):
@@ -747,45 +697,25 @@ class Kind(enum.IntEnum):
     ONE = 1
 
 
-@dataclass
-class Known:
-    value: int
-
-
-UNSTORABLE: list[Any] = [
-    print,
-    object(),
-    {1, 2}.__iter__(),
-    Answer(3),
-    Kind.ONE,
-    Known(3),
-    defaultdict(int),
-    np.array([object()]),
-    np.zeros(2, dtype=[("a", "i4")]),
-    np.ma.masked_array([1], mask=[True]),
-    np.bytes_(b"x\0"),
-    "\ud800",
-    Path("x"),
-    datetime.datetime(2026, 1, 1, tzinfo=zoneinfo.ZoneInfo("UTC")),
-    [[[(1, {"deep": range(3)})]]],
-]
-
-
-@pytest.mark.parametrize("value", UNSTORABLE)
-def test_what_would_not_come_back_as_it_is_is_refused(value: Any):
-    prompts = [Prompt(input_ids=np.array([1]), key=3, metadata={"x": value})]
-    if not isinstance(value, Kind):  # as a key it becomes a plain number
-        prompts.append(Prompt(input_ids=np.array([1]), key=value))
-    for prompt in prompts:
-        with pytest.raises(ConfigError, match="cannot be stored as they are"):
-            check_storable(prompt)
+def test_a_value_that_json_does_not_have_is_refused():
+    values: list[Any] = [
+        *(print, Answer(3), Kind.ONE, defaultdict(int), np.float32(1), np.array([1]), b"x", (1,)),
+        *({1}, {1: 2}, "\ud800", 1 << 64, datetime.date(2026, 1, 1), [[[{"deep": range(3)}]]]),
+    ]
+    for value in values:
+        prompts = [Prompt(input_ids=np.array([1]), key=3, metadata={"x": value})]
+        if not isinstance(value, int):  # Prompt has its own rule for numbers as keys.
+            prompts.append(Prompt(input_ids=np.array([1]), key=value))
+        for prompt in prompts:
+            with pytest.raises(ConfigError, match="must be JSON values"):
+                check_storable(prompt)
 
 
 def test_metadata_that_is_no_dict_or_holds_itself_is_refused():
     endless: list[Any] = []
     endless.append(endless)
     for metadata in (MappingProxyType({"a": 1}), {"x": endless}):
-        with pytest.raises(ConfigError, match="cannot be stored as they are"):
+        with pytest.raises(ConfigError, match="must be JSON values"):
             check_storable(Prompt(input_ids=np.array([1]), metadata=metadata))
 
 

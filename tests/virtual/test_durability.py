@@ -641,7 +641,7 @@ async def test_what_cannot_be_stored_is_refused_before_it_is_launched():
         yield Prompt(input_ids=np.array([1]), metadata={"f": print})
 
     async with scheduler(MemoryStore(), prompts=prompts()) as rollouts:
-        with pytest.raises(ConfigError, match="cannot be stored"):
+        with pytest.raises(ConfigError, match="must be JSON values"):
             await rollouts.next_batch()
 
 

@@ -23,7 +23,7 @@ from openai import AsyncOpenAI
 from aprilsched.chat.tokenizer import load_tokenizer
 from aprilsched.companions import top_logprobs
 from aprilsched.core.state.ledger import Reason
-from aprilsched.serving import likely_triples
+from aprilsched.dialects.sglang import likely_triples
 from aprilsched.testing.contract import until
 from tests.support import gateway as gateways
 from tests.support.gateway import LONG
@@ -317,7 +317,9 @@ async def test_an_image_of_a_chat_is_shown_to_every_engine_that_answers_it(plain
         ids = [i for part in told for i in part.token_ids]
         assert ids == seeing["output_ids"] != blind["output_ids"]
         options["extra_body"] |= shown
-        with pytest.raises(openai.BadRequestError, match="beside the images of its messages"):
+        with pytest.raises(
+            openai.BadRequestError, match="in addition to the images of its messages"
+        ):
             await two.client.chat.completions.create(**options)
 
 
@@ -413,8 +415,8 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (OURS, {"input_ids": [[1], [2]], "sampling_params": [{}]}, "2 prompts and 1 sampling_params"),
     (OURS, {"input_ids": [[1], [2]], "sampling_params": [{"n": 2}, {}]}, "n differs"),
     (OURS, {"input_ids": [[3]] * 33, "sampling_params": {"n": 128}}, "asks for 4224 responses"),
-    (OURS, {"input_ids": [1], "rid": ""}, "rid has 0 characters"),
-    (OURS, {"input_ids": [1], "lora_path": "x"}, "leave lora_path out"),
+    (OURS, {"input_ids": [1], "rid": ""}, "1 to 256 characters, got 0"),
+    (OURS, {"input_ids": [1], "lora_path": "x"}, "lora_path must be left out"),
     (OURS, sampled(n=10**12), "asks for 1000000000000 responses"),
     (OURS, sampled(n=0), "Expected `int` >= 1 - at `$.n`"),
     (OURS, sampled(n=[1]), "got `array` - at `$.n`"),
@@ -429,8 +431,8 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (TEXT, {"prompt": ["x", 1]}, "give one kind"),
     (TEXT, {}, "missing required field `prompt`"),
     (TEXT, {"prompt": [[3]] * 33, "n": 128}, "asks for 4224 responses"),
-    (TEXT, {"prompt": "x", "n": 0}, "n is 0"),
-    (TEXT, {"prompt": "x", "n": 1000}, "n is 1000"),
+    (TEXT, {"prompt": "x", "n": 0}, "`int` >= 1 - at `$.n`"),
+    (TEXT, {"prompt": "x", "n": 1000}, "`int` <= 128 - at `$.n`"),
     (TEXT, {"prompt": "x", "logprobs": 6}, "logprobs is 6; give a number from 0 to 5"),
     (TEXT, {"prompt": "x", "logprobs": -1}, "logprobs is -1"),
     (OURS, {**asked(9), "top_logprobs_num": "all"}, "top_logprobs_num is 'all'"),
@@ -439,13 +441,13 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (TEXT, {"prompt": "x", "stop": [""]}, "`stop` must have no empty string"),
     (TEXT, {"prompt": "x", "stop": ["x"] * 65}, "at most 64"),
     (TEXT, {"prompt": "x", "stop_token_ids": [600]}, "stop_token_ids must be in"),
-    (TEXT, {"prompt": "x", "max_tokens": 0}, "max_tokens is 0; ask for at least 1 token"),
-    (CHAT, {"messages": SAID, "max_tokens": 0}, "max_tokens is 0; ask for at least 1 token"),
-    (CHAT, {"messages": SAID, "max_completion_tokens": -1}, "max_completion_tokens is -1; ask"),
+    (TEXT, {"prompt": "x", "max_tokens": 0}, "`int` >= 1 - at `$.max_tokens`"),
+    (CHAT, {"messages": SAID, "max_tokens": 0}, "`int` >= 1 - at `$.max_tokens`"),
+    (CHAT, {"messages": SAID, "max_completion_tokens": -1}, "`$.max_completion_tokens`"),
     (TEXT, {"prompt": "x", "temperature": -1}, "temperature is -1"),
     (TEXT, {"prompt": "x", "temprature": 1}, "unknown field `temprature`"),
     (TEXT, {"prompt": "x", "response_format": {"type": "poem"}}, "poem"),
-    (CHAT, {"messages": []}, "messages is empty"),
+    (CHAT, {"messages": []}, "length >= 1 - at `$.messages`"),
     (CHAT, {"messages": [{"content": "x"}]}, "has no role"),
     (CHAT, {"messages": [{"role": "pirate", "content": "x"}]}, "there is no role pirate"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "is neither text"),
@@ -457,8 +459,12 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {**SHORT, "top_logprobs": 3}, "top_logprobs needs logprobs"),
     (CHAT, {**SHORT, "logprobs": True, "top_logprobs": 20}, "a larger --top-logprobs"),
     (CHAT, {**SHORT, "tool_choice": "required"}, "not among tools"),
-    (CHAT, {**SHORT, "tool_choice": "any"}, "give auto, none, required"),
-    (CHAT, {**SHORT, "tools": [TOOL], "parallel_tool_calls": False}, "cannot keep the model from"),
+    (CHAT, {**SHORT, "tool_choice": "any"}, "'any' - at `$.tool_choice`"),
+    (
+        CHAT,
+        {**SHORT, "tools": [TOOL], "parallel_tool_calls": False},
+        "nothing keeps the model from",
+    ),
     (
         CHAT,
         {**SHORT, "chat_template_kwargs": {"chat_template": "x"}},
@@ -619,7 +625,7 @@ async def test_a_chat_may_take_the_rest_of_the_context(tmp_path: Path):
     async with front(bytes_tokenizer(tmp_path, model_max_length=200)) as one:
         answer = await one.client.chat.completions.create(model=MODEL, messages=SAID, **GREEDY)
         assert answer.usage.total_tokens == 200
-        with pytest.raises(openai.BadRequestError, match="tokens fit behind"):
+        with pytest.raises(openai.BadRequestError, match="at most 158, got 200"):
             await one.client.chat.completions.create(model=MODEL, messages=SAID, max_tokens=200)
 
 

@@ -142,9 +142,9 @@ async def test_a_wrong_number_of_handles_is_refused_before_anything_is_paused(tw
     assert two.state.weights.update is None
     label = "x" * 1_000_000
     long = tensors("a", "a", weight_version=label)
-    assert "1000000 characters" in await refused(two.raw, TENSOR, long)
+    assert "got 1000000" in await refused(two.raw, TENSOR, long)
     body = {"new_version": label, "abort_all_requests": False}
-    assert "1000000 characters" in await refused(two.raw, "/update_weight_version", body)
+    assert "got 1000000" in await refused(two.raw, "/update_weight_version", body)
     assert two.state.weights.versions.trainer == 0
 
 
@@ -232,10 +232,10 @@ async def test_stopping_in_the_middle_of_an_update_ends():
     async with front() as one:
         await one.stream(LONG).reach(INTERVAL)
         await done(one.raw, TENSOR, tensors("a", flush_cache=False))
-        service = one.gateway.service
-        async with service._control:  # pyright: ignore[reportPrivateUsage]
-            waiting = asyncio.create_task(service.resume())
-            await until(lambda: bool(service._calls))  # pyright: ignore[reportPrivateUsage]
+        controls = one.gateway.service.controls
+        async with controls._turn:  # pyright: ignore[reportPrivateUsage]
+            waiting = asyncio.create_task(controls.carry_out(controls.resume()))
+            await until(lambda: bool(controls._calls))  # pyright: ignore[reportPrivateUsage]
             await one.gateway.stop()
         await asyncio.wait([waiting])
         assert waiting.cancelled()
@@ -245,12 +245,12 @@ async def test_a_client_that_leaves_while_it_ends_an_update_leaves_none_open(two
     """An update whose end was cancelled waited for its refit's timeout, and everybody with it."""
     await done(two.raw, "/pause_generation", {"mode": "retract"})
     await done(two.raw, TENSOR, tensors("a", "a"))
-    service = two.gateway.service
-    session = service._open  # pyright: ignore[reportPrivateUsage]
+    controls = two.gateway.service.controls
+    session = controls._open  # pyright: ignore[reportPrivateUsage]
     assert session is not None
     # What aiohttp does with the handler of a client that is gone.
-    call = asyncio.create_task(service.resume())
-    while service._open is not None:  # noqa: ASYNC110 # pyright: ignore[reportPrivateUsage]
+    call = asyncio.create_task(controls.carry_out(controls.resume()))
+    while controls._open is not None:  # noqa: ASYNC110 # pyright: ignore[reportPrivateUsage]
         await asyncio.sleep(0)
     call.cancel()
     await until(session.task.done)
@@ -261,10 +261,11 @@ async def test_a_client_that_leaves_while_it_ends_an_update_leaves_none_open(two
 
 async def test_only_so_many_control_calls_wait(two: Front):
     await done(two.raw, "/pause_generation", {"mode": "retract"})
-    service = two.gateway.service
-    async with service._control:  # pyright: ignore[reportPrivateUsage]
-        waiting = [asyncio.create_task(service.pause("retract")) for _ in range(64)]
-        await until(lambda: len(service._calls) == 64)  # pyright: ignore[reportPrivateUsage]
+    controls = two.gateway.service.controls
+    async with controls._turn:  # pyright: ignore[reportPrivateUsage]
+        pauses = [controls.carry_out(controls.pause("retract")) for _ in range(64)]
+        waiting = [asyncio.create_task(each) for each in pauses]
+        await until(lambda: len(controls._calls) == 64)  # pyright: ignore[reportPrivateUsage]
         for path, body in ((TENSOR, tensors("a", "a")), ("/flush_cache", None)):
             status, said = await two.raw.post(path, body)
             assert (status, "64 control calls" in said["error"]["message"]) == (503, True)

@@ -26,7 +26,7 @@ from aprilsched.config import Health, Retries
 from aprilsched.core.state.ledger import Reason
 from aprilsched.core.state.saved import Snapshot
 from aprilsched.errors import ConfigError, EpisodeError, RunGivenUp, TurnRefused
-from aprilsched.serving import Unavailable
+from aprilsched.serving.refusals import Unavailable
 from aprilsched.sessions import Limits, Session, Sessions
 from aprilsched.testing.contract import until
 from aprilsched.types import NO_VERSION, Batch, Score

@@ -378,7 +378,7 @@ async def test_a_client_that_leaves_takes_its_turn_along_and_nothing_else(plain:
 
 DEEP: Any = functools.reduce(lambda inner, _: [inner], range(900), None)
 REFUSED = [
-    ("chat/completions", {"messages": []}, "empty"),
+    ("chat/completions", {"messages": []}, "$.messages"),
     ("chat/completions", {"messages": [{"content": "x"}]}, "role"),
     ("chat/completions", {"messages": [said("king", "x")]}, "refuses"),
     ("chat/completions", {"messages": [said("user", "x")], "n": 3}, "one answer"),
@@ -406,8 +406,8 @@ REFUSED = [
     ("completions", {"prompt": []}, "empty"),
     ("completions", {"prompt": ["a", "b"]}, "several"),
     ("completions", {"prompt": [-5, 2**40]}, "token ids"),
-    ("generate", {"sampling_params": {}}, "text or input_ids"),
-    ("generate", {"text": "x", "sampling_params": {"n": 2}}, "n is not 1"),
+    ("generate", {"sampling_params": {}}, "text, input_ids"),
+    ("generate", {"text": "x", "sampling_params": {"n": 2}}, "n is 2"),
     ("generate", {"text": "x", "image_data": "data:,"}, "images"),
     *[
         ("generate", {"text": "x", "sampling_params": {name: value}}, name)
@@ -440,7 +440,7 @@ REFUSED = [
         {"messages": [said("user", "x"), said("assistant", "I th")], "max_tokens": 5},
         "ends with one of the assistant",
     ),
-    ("v1/messages", {"messages": [], "max_tokens": 5}, "empty"),
+    ("v1/messages", {"messages": [], "max_tokens": 5}, "$.messages"),
     ("v1/messages", {"messages": [said("user", "x")]}, "max_tokens"),
     ("v1/messages", {"messages": [said("tool", "x")], "max_tokens": 5}, "role"),
     (
@@ -451,7 +451,7 @@ REFUSED = [
     (
         "v1/messages",
         {"messages": [{"role": "user", "content": [{"type": "song"}]}], "max_tokens": 5},
-        "block",
+        "'song' - at `$.messages[0].content[0].type`",
     ),
     (
         "v1/messages",
@@ -469,7 +469,7 @@ REFUSED = [
             ],
             "max_tokens": 5,
         },
-        "neither text nor an image",
+        "`type` - at `$.messages[0].content[0].content[0]`",
     ),
 ]
 

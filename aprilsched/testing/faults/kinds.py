@@ -15,7 +15,9 @@ import msgspec
 import numpy as np
 from aiohttp import web
 
-from aprilsched.serving import CONTROL, DONE, INFO, Event, Item, as_json, frame_item
+from aprilsched.serving.calls import CONTROL, INFO
+from aprilsched.serving.refusals import as_json
+from aprilsched.serving.streams import DONE, Event, Item, frame_item
 
 GENERATE = ("/generate",)
 ABORT = ("/abort_request",)

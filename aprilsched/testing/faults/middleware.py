@@ -16,7 +16,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from aprilsched.engines.sim.sim_engine import SimEngine
 from aprilsched.errors import EngineError
-from aprilsched.serving import Item, frame_item
+from aprilsched.serving.streams import Item, frame_item
 from aprilsched.testing.faults.kinds import (
     Broken,
     Die,

@@ -1,0 +1,239 @@
+"""SGLang's /generate: its bodies, and the fields of its answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from msgspec import Meta
+
+from aprilsched.companions import Rows
+from aprilsched.dialects.values import (
+    PING,
+    Asked,
+    Dialect,
+    Names,
+    Part,
+    Question,
+    TextOptions,
+    prompts_of,
+)
+from aprilsched.errors import ConfigError
+from aprilsched.serving.refusals import error_content, error_event
+from aprilsched.serving.streams import DONE, Event, frame_item
+from aprilsched.types import MEDIA, Media
+
+_NEW_TOKENS = 128
+"""SGLang's default of max_new_tokens."""
+
+
+class GenerateBody(msgspec.Struct, frozen=True):
+    """POST /generate with one prompt."""
+
+    input_ids: list[int] | None = None
+    text: str | None = None
+    sampling_params: dict[str, Any] | None = None
+    rid: str | None = None
+    stream: bool = False
+    return_logprob: bool = False
+    lora_path: str | None = None
+    extra_key: str | None = None
+    return_routed_experts: bool = False
+    routed_experts_start_len: int = 0
+    return_indexer_topk: bool = False
+    return_sampling_mask: bool = False
+    top_logprobs_num: int = 0
+    priority: int | None = None
+    data_parallel_rank: int | None = None
+    custom_logit_processor: str | None = None
+    return_hidden_states: bool | Literal["last"] = False
+    image_data: str | list[str] | None = None
+    video_data: str | list[str] | None = None
+    audio_data: str | list[str] | None = None
+
+    @property
+    def media(self) -> tuple[Media, ...]:
+        """The images, videos and sounds, of each kind in their order."""
+        found: list[Media] = []
+        for kind in MEDIA:
+            given: str | list[str] | None = getattr(self, f"{kind}_data")
+            several = [given] if isinstance(given, str) else given or ()
+            found += [Media(kind, source) for source in several]
+        return tuple(found)
+
+
+class PromptsBody(msgspec.Struct, frozen=True):
+    """POST /generate with one prompt or several, and a number of responses to each."""
+
+    input_ids: list[int | list[int]] | None = None
+    text: str | list[str] | None = None
+    sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
+    rid: str | list[str] | None = None
+    stream: bool = False
+    return_logprob: bool = False
+    lora_path: str | None = None
+    # Not passed on: it keeps cached KV apart, as the scheduler does itself if versions differ.
+    extra_key: str | None = None
+    image_data: Any = None
+    video_data: Any = None
+    audio_data: Any = None
+
+
+class _Options(TextOptions, frozen=True, kw_only=True):
+    """The sampling parameters that are used here, and not by an engine alone."""
+
+    n: Annotated[int, Meta(ge=1)] | None = None
+    max_new_tokens: int | None = None
+    max_tokens: int | None = None
+
+
+def _ask(body: PromptsBody) -> Asked:
+    if body.text is not None and body.input_ids is not None:
+        raise ConfigError("Both text and input_ids are given; give either.")
+    given, name = (body.text, "text") if body.input_ids is None else (body.input_ids, "input_ids")
+    if given is None:
+        raise ConfigError("Either text, input_ids or input_embeds should be provided.")
+    if body.lora_path is not None:
+        raise ConfigError("lora_path must be left out, because no adapter is served by its name.")
+    prompts = prompts_of(given, name)
+    params = body.sampling_params or {}
+    each = params if isinstance(params, list) else [params] * len(prompts)
+    if len(each) != len(prompts):
+        raise ConfigError(f"There are {len(prompts)} prompts and {len(each)} sampling_params.")
+    try:
+        options = [msgspec.convert(params, _Options) for params in each]
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"sampling_params: {error}.") from error
+    counts = {each.n or 1 for each in options}
+    if len(counts) > 1:
+        raise ConfigError("n differs between the prompts; give one n for all.")
+    is_list = not isinstance(given, str) and not isinstance(given[0], int)
+    return Asked(
+        questions=[
+            Question(
+                prompt=prompt,
+                params=params,
+                text=text,
+                max_tokens=text.max_tokens if text.max_new_tokens is None else text.max_new_tokens,
+            )
+            for prompt, params, text in zip(prompts, each, options, strict=True)
+        ],
+        n=options[0].n or 1,
+        is_listed=is_list or counts != {1},
+        name=body.rid,
+        stream=body.stream,
+        # A client that sends text knows SGLang's default form, which repeats everything.
+        repeats=body.text is not None,
+        logprobs=body.return_logprob,
+        has_media=any((body.image_data, body.video_data, body.audio_data)),
+    )
+
+
+class _Answer:
+    survives_failure: ClassVar[bool] = True
+
+    def __init__(self, asked: Asked, names: Names) -> None:
+        self._asked, self._names = asked, names
+
+    def first(self) -> Iterable[Event]:
+        return ()
+
+    def events(self, part: Part) -> Iterable[Event]:
+        yield self._event(part)
+
+    def last(self, wholes: Sequence[Part]) -> Iterable[Event]:
+        return ()
+
+    def whole(self, wholes: Sequence[Part]) -> Event | list[Event]:
+        events = [self._event(part) for part in wholes]
+        return events if self._asked.is_listed else events[0]
+
+    def _event(self, part: Part) -> Event:
+        total, end = part.start + len(part.token_ids), part.end
+        meta: Event = {
+            "id": part.name,
+            "finish_reason": None,
+            "prompt_tokens": len(part.prompt_ids),
+            "weight_version": self._names.label(),
+            "completion_tokens": total,
+            "cached_tokens": 0,
+        }
+        if self._asked.logprobs:
+            meta["input_token_logprobs"] = []
+            meta["output_token_logprobs"] = token_logprobs(part.token_ids, part.logprobs)
+            meta["output_token_logprobs_length"] = total
+            if part.likely:
+                meta["output_top_logprobs"] = part.likely
+        meta |= part.rows
+        if end is not None:
+            last = 0 if end.matched is None else end.matched
+            reason = finish_reason(end.reason, tokens=total, last=last)
+            if reason is not None and end.reason == "abort":
+                reason["message"] = end.why
+            meta["finish_reason"] = reason
+            meta |= end.versions
+        text = {} if part.text is None else {"text": part.text}
+        index = {"index": part.index} if self._asked.is_listed else {}
+        return {**text, "output_ids": part.token_ids, "meta_info": meta, **index}
+
+
+def finish_reason(reason: str | None, *, tokens: int, last: int | str) -> dict[str, Any] | None:
+    """The field ``finish_reason`` of a response that has `tokens` tokens, of which `last` is the
+    last; None while it goes on."""
+    match reason:
+        case None:
+            return None
+        case "abort":
+            return {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+        case "stop":
+            return {"type": "stop", "matched": last}
+        case _:
+            return {"type": reason, "length": tokens}
+
+
+def token_logprobs(ids: Sequence[int], logprobs: Sequence[float]) -> list[tuple[float, int, None]]:
+    """The field ``output_token_logprobs``: for each token its logprob, its id, and no text."""
+    return [(p, i, None) for p, i in zip(logprobs, ids, strict=True)]
+
+
+def likely_triples(rows: Rows, n: int) -> list[list[tuple[float, int, None]]]:
+    """The field ``output_top_logprobs``: for each token the `n` likeliest in its place, each with
+    its logprob, its id, and no text. A row that is not known is empty."""
+    return [
+        [(float(p), int(i), None) for i, p in row[:n] if p == p] for row in rows.values.tolist()
+    ]
+
+
+def labelled(
+    spans: Iterable[tuple[int, int, int]], label_of: Callable[[int], str]
+) -> list[dict[str, str | int]]:
+    """The field ``weight_versions``: the label of each token, where adjacent tokens of one label
+    are one span.
+
+    Args:
+        spans: the version, the first token and the end of each span, in order.
+        label_of: the label of a version.
+    """
+    found: list[dict[str, str | int]] = []
+    for version, start, end in spans:
+        label = label_of(version)
+        if found and found[-1]["version"] == label:
+            found[-1]["end"] = end
+        elif start < end:
+            found.append({"version": label, "start": start, "end": end})
+    return found
+
+
+GENERATE = Dialect(
+    body=PromptsBody,
+    parse=_ask,
+    answer=_Answer,
+    error=error_content,
+    stream_error=error_event,
+    frame=frame_item,
+    done=DONE,
+    ping=PING,
+    default_tokens=_NEW_TOKENS,
+    is_native=True,
+)

@@ -1,0 +1,282 @@
+"""A request and a result in no dialect: what each dialect parses into, and what it renders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+import msgspec
+
+from aprilsched.errors import ConfigError
+from aprilsched.serving.streams import Event
+from aprilsched.types import FinishReason, Int32Array
+
+B = TypeVar("B")
+
+PING = b": the policy is at work\n\n"
+"""Keeps a stream open, and is no event for a client."""
+
+_MOST_STOPS = 64
+_STOP_CHARACTERS = 4096
+"""Characters of all stop strings together. The end of the text is compared with each beginning of
+each of them at every token, which takes up to 0.6 ms."""
+
+
+def check_stops(stops: Sequence[str]) -> None:
+    """Refuse stop strings that cost too much.
+
+    Raises:
+        ConfigError: if they are too many, too long or empty.
+    """
+    if len(stops) > _MOST_STOPS:
+        raise ConfigError(f"`stop` must have at most {_MOST_STOPS} strings, got {len(stops)}.")
+    if not all(stops):
+        raise ConfigError("`stop` must have no empty string; leave it out.")
+    if (size := sum(map(len, stops))) > _STOP_CHARACTERS:
+        raise ConfigError(f"`stop` must have at most {_STOP_CHARACTERS} characters, got {size}.")
+
+
+class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The parameters of a request that say where its text ends, and what of it is wanted."""
+
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    no_stop_trim: bool = False
+    skip_special_tokens: bool = True
+    ignore_eos: bool | None = None
+
+    def __post_init__(self) -> None:
+        check_stops(self.stops)
+
+    @property
+    def stops(self) -> list[str]:
+        """The stop strings."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+
+def prompts_of(given: str | Iterable[Any], field: str) -> list[str | list[int]]:
+    """Return the prompts in a field: a text, token ids, or a list of several of either.
+
+    Raises:
+        ConfigError: if they are of several kinds, or one is empty.
+    """
+    several: list[Any] = [given] if isinstance(given, str) else list(given)
+    kinds: set[type] = {type(each) for each in several}
+    if len(kinds) > 1:
+        raise ConfigError(f"{field} has texts, numbers and lists of numbers mixed; give one kind.")
+    if kinds == {int}:
+        several = [several]
+    if not several or not all(several):
+        raise ConfigError(f"{field} cannot be empty.")
+    return several
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chat:
+    """A chat to be answered.
+
+    Attributes:
+        messages: all messages, in OpenAI's form.
+        tools: definitions of tools, in OpenAI's form.
+        options: variables of the chat template.
+        goes_on: whether the answer continues the last message.
+        forced: whether the answer is a list of calls by a schema.
+    """
+
+    messages: Sequence[Event]
+    tools: Sequence[Event] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    goes_on: bool = False
+    forced: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """One prompt of a request.
+
+    Attributes:
+        prompt: a text, token ids or a chat.
+        params: sampling parameters, by the names of any library.
+        text: where its text ends, and what of it is wanted.
+        max_tokens: tokens of the answer; None for the dialect's default.
+    """
+
+    prompt: str | list[int] | Chat
+    params: Mapping[str, Any]
+    text: TextOptions
+    max_tokens: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """One request of a client.
+
+    Attributes:
+        questions: the prompts.
+        n: number of responses to each.
+        is_listed: whether the answer of SGLang is a list.
+        name: what the client calls it; a list has a name for each response.
+        model: the model that it asks for; empty for any.
+        stream: whether the answer is a stream.
+        repeats: whether each event of a stream has all that came so far.
+        logprobs: whether the answer has the log-probability of each token.
+        likely: number of likely tokens in the place of each, and the field that has it; None if the
+            number is in the further fields of the request.
+        token_ids: whether the answer has token ids beside its text.
+        usage: whether a stream ends with the usage.
+        seed: seed of the first response; each further one adds 1. None leaves seeds to `params`.
+        is_constrained: whether the engine must keep the answer to a form.
+        has_media: whether it has media outside of messages.
+    """
+
+    questions: Sequence[Question]
+    n: int = 1
+    is_listed: bool = False
+    name: str | list[str] | None = None
+    model: str = ""
+    stream: bool = False
+    repeats: bool = False
+    logprobs: bool = False
+    likely: tuple[str, int] | None = None
+    token_ids: bool = False
+    usage: bool = False
+    seed: int | None = None
+    is_constrained: bool = False
+    has_media: bool = False
+
+    @property
+    def count(self) -> int:
+        """Number of responses."""
+        return len(self.questions) * self.n
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """The end of a response.
+
+    Attributes:
+        reason: why it ended.
+        matched: the stop string or token that ended it.
+        why: cause of an abort.
+        message: the whole message, in OpenAI's form.
+        versions: further fields that say which weights sampled which tokens.
+    """
+
+    reason: FinishReason | str
+    matched: str | int | None = None
+    why: str = "Aborted"
+    message: Event = field(default_factory=dict[str, Any])
+    versions: Event = field(default_factory=dict[str, Any])
+
+    @property
+    def reason_of_message(self) -> str:
+        """ "stop", "length", "abort", or "tool_calls" if the message ends with calls."""
+        calls = self.reason == "stop" and self.message.get("tool_calls")
+        return "tool_calls" if calls else self.reason
+
+
+Likely = list[tuple[float, int, None]]
+"""The likeliest tokens in the place of one token: log-probability, token id and no text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """New tokens of one response; the parts of a response, one after another, are the whole of it.
+
+    Attributes:
+        index: number of the response in the answer.
+        name: its name.
+        prompt_ids: int32 [n], the tokens of its prompt.
+        start: number of tokens before these.
+        likely: for each token the likeliest ones in its place; empty if they are not wanted.
+        text: new text; it may lag behind the tokens, except in the last part. None without a
+            tokenizer.
+        changes: changes of the message, in OpenAI's form of ``delta``.
+        rows: fields with the rows of companions, in SGLang's form.
+        end: the end, in the last part.
+    """
+
+    index: int = 0
+    name: str = ""
+    prompt_ids: Int32Array
+    start: int = 0
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    likely: Sequence[Likely] = ()
+    text: str | None
+    changes: Sequence[Event] = ()
+    rows: Event = field(default_factory=dict[str, Any])
+    end: End | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Names:
+    """What an answer says of its side.
+
+    Attributes:
+        answer: the name of the answer.
+        model: the name of the model.
+        token: the text of a token.
+        label: the label of the newest weights.
+    """
+
+    answer: str
+    model: str
+    token: Callable[[int], str]
+    label: Callable[[], str]
+
+
+class Answer(Protocol):
+    """Renders the answer to one request.
+
+    Attributes:
+        survives_failure: whether an answer continues when one of its responses fails.
+    """
+
+    survives_failure: ClassVar[bool]
+
+    def first(self) -> Iterable[Event]:
+        """The events that begin a stream."""
+        ...
+
+    def events(self, part: Part) -> Iterable[Event]:
+        """The events of a part."""
+        ...
+
+    def last(self, wholes: Sequence[Part]) -> Iterable[Event]:
+        """The events behind the last part of each response, whose `wholes` are given."""
+        ...
+
+    def whole(self, wholes: Sequence[Part]) -> Any:
+        """The answer as a whole."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dialect(Generic[B]):
+    """One way of asking and answering.
+
+    Attributes:
+        body: the form of a body.
+        parse: what a body asks for; raises ConfigError if nothing could answer it.
+        answer: what renders its answer.
+        error: the content of an error with its status.
+        stream_error: the event of an error in a stream that has begun.
+        frame: an event on the wire.
+        done: the end of a stream on the wire.
+        ping: what keeps a stream open on the wire.
+        default_tokens: tokens of an answer to a request that does not say; None for what fits.
+        is_native: whether it is that of the engines, which check lengths, and needs no text.
+    """
+
+    body: type[B]
+    parse: Callable[[B], Asked]
+    answer: Callable[[Asked, Names], Answer]
+    error: Callable[[str, int], Event]
+    stream_error: Callable[[str, int], Event]
+    frame: Callable[[Event], bytes]
+    done: bytes
+    ping: bytes
+    default_tokens: int | None = None
+    is_native: bool = False

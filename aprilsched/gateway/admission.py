@@ -1,0 +1,134 @@
+"""Takes responses on, within the gateway's bounds, and ends them.
+
+Invariant: every response that a client waits for ends: with its rollout, with an abort, or with a
+cause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from aprilsched.coordinator.prompts import PromptQueue, checked
+from aprilsched.core.config import SchedulerConfig
+from aprilsched.errors import ConfigError
+from aprilsched.gateway.responses import NewResponse, Response, Responses
+from aprilsched.gateway.settings import GatewaySettings
+from aprilsched.serving.refusals import Refused, Unavailable
+from aprilsched.store.codec import check_storable
+
+_MAX_NAME_CHARACTERS = 256
+_STOPPED = "The gateway stops; send the same rid again to go on with this response."
+_ENDED = "The gateway stops; send the prompt with these tokens elsewhere to go on."
+
+
+class Admission:
+    """Takes responses on.
+
+    Args:
+        responses: the open responses.
+        prompts: where the scheduler takes prompts from.
+        settings: how much the gateway takes on.
+        config: settings of the scheduler.
+
+    Attributes:
+        draining: whether no new requests are taken, because the gateway stops.
+    """
+
+    def __init__(
+        self,
+        responses: Responses,
+        prompts: PromptQueue,
+        settings: GatewaySettings,
+        config: SchedulerConfig,
+    ) -> None:
+        self.draining = False
+        self._responses = responses
+        self._prompts = prompts
+        self._settings = settings
+        self._companions = config.policies.companions
+        self._expiring: asyncio.TimerHandle | None = None
+
+    @property
+    def retry_s(self) -> int:
+        """Seconds after which a client that was refused may ask again: when the open responses have
+        ended, or soon."""
+        return math.ceil(max(1, self._settings.drain_s if self.draining else 1))
+
+    def check_amount(self, count: int) -> None:
+        """Refuse more responses than the gateway may have, before anything is made for each.
+
+        Raises:
+            Refused: if a body asks for more.
+        """
+        most = self._settings.max_requests
+        if count > most:
+            raise Refused(f"The body asks for {count} responses; ask for at most {most}.")
+
+    @contextmanager
+    def open(self, wanted: Sequence[NewResponse]) -> Generator[list[Response]]:
+        """Begin responses, or continue those of the prior process that have the same names. All of
+        them begin or none does, and the client leaves all at the end of the block.
+
+        Raises:
+            Refused: if a prompt or a name cannot be used.
+            Unavailable: if the gateway stops, or has as many requests as it may have.
+        """
+        if self.draining:
+            raise Unavailable("The gateway stops and takes no new requests.")
+        most = self._settings.max_requests
+        for each in wanted:
+            for name in (each.rid, each.group):
+                if name is not None and not 0 < len(name) <= _MAX_NAME_CHARACTERS:
+                    raise Refused(
+                        f"A name must have 1 to {_MAX_NAME_CHARACTERS} characters, got {len(name)}."
+                    )
+        if len(self._responses) + self._responses.new(wanted) > most:
+            raise Unavailable(f"The gateway has {most} open responses; try again later.")
+        try:
+            for each in wanted:
+                checked(each.prompt, 1, companions=self._companions)
+                if self._settings.store is not None:
+                    check_storable(replace(each.prompt, key=each.rid))
+            responses, prompts = self._responses.open(wanted)
+        except ConfigError as error:
+            raise Refused(str(error)) from error
+        if prompts:
+            self._prompts.put(*prompts)
+        try:
+            yield responses
+        finally:
+            for response in responses:
+                self._responses.leave(response)
+
+    def expire_later(self) -> None:
+        """Give up the responses of the prior process that no client asks for in time."""
+        seconds = self._settings.reclaim_s
+        why = f"nobody asked for it within {seconds:g} s after the restart"
+        loop = asyncio.get_running_loop()
+        self._expiring = loop.call_later(seconds, self._responses.expire, why)
+
+    async def drain(self) -> None:
+        """Take no new requests, and let the open responses end.
+
+        A response that is still open after `drain_s` ends as aborted with its tokens and the
+        reason, or, with a store, without a result.
+        """
+        self.draining = True
+        try:
+            async with asyncio.timeout(self._settings.drain_s):
+                await self._responses.all_read()
+        except TimeoutError:
+            if self._settings.store is not None:
+                self._responses.interrupt_all(_STOPPED)
+            else:
+                self._responses.end_all(_ENDED)
+
+    def close(self) -> None:
+        """Take no new requests."""
+        self.draining = True
+        if self._expiring is not None:
+            self._expiring.cancel()

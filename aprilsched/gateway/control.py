@@ -1,0 +1,426 @@
+"""The control calls of a gateway: pauses, and weights from a folder or in calls.
+
+Invariants:
+- A pause lasts until the continue, whatever updates come in between.
+- Control calls are carried out one at a time, in the order in which they came, and to their end,
+  also if their clients leave: what was done halfway would be undone by nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from aprilsched.coordinator.refits import RefitReport
+from aprilsched.coordinator.rollouts import RolloutScheduler
+from aprilsched.core.state.engine_control import Mode
+from aprilsched.engines.base import BeginsWithout, Engine, Fleet
+from aprilsched.errors import ConfigError, RefitError
+from aprilsched.gateway.labels import Labels
+from aprilsched.gateway.responses import Responses
+from aprilsched.gateway.updates import (
+    Bucket,
+    FromCalls,
+    FromDisk,
+    broadcast,
+    handles,
+    join_group,
+    leave_group,
+)
+from aprilsched.serving.calls import BroadcastBody, DiskBody, JoinBody, PauseMode, TensorBody
+from aprilsched.serving.refusals import Unavailable
+from aprilsched.weights.external import ExternalWeights
+from aprilsched.weights.publisher import WeightPublisher
+
+T = TypeVar("T")
+
+_STRANDED = (
+    "Nothing is generated until an update succeeds, because no server surely has complete weights; "
+    "send /update_weights_from_disk with a folder that every server can read, or weights in parts."
+)
+_MAX_WAITING_CALLS = 64
+"""Control calls that may wait for their turn. They stay when their clients leave, so nothing else
+bounds their number, and each may have a body of many megabytes."""
+
+
+@dataclass
+class _Open:
+    """An update whose weights come in calls."""
+
+    version: int
+    weights: FromCalls
+    task: asyncio.Task[RefitReport]
+    label: str | None = None
+    is_announced: bool = False
+    """Whether the client has begun it by a call, and will end it by one."""
+
+
+class ControlCalls:
+    """The control calls of clients, each of which :meth:`carry_out` carries out.
+
+    Args:
+        scheduler: the scheduler of the gateway.
+        fleet: its engines.
+        responses: the open responses.
+        labels: the names of versions.
+        is_stored: whether a store keeps responses until their clients have read them.
+        within_s: seconds for a pause and its end.
+
+    Attributes:
+        held: whether a client has paused the fleet.
+        model_path: the folder of the weights that were loaded last.
+    """
+
+    def __init__(
+        self,
+        scheduler: RolloutScheduler,
+        fleet: Fleet,
+        responses: Responses,
+        labels: Labels,
+        *,
+        is_stored: bool,
+        within_s: float,
+    ) -> None:
+        self.held = False
+        self.model_path = ""
+        self._scheduler = scheduler
+        self._fleet = fleet
+        self._responses = responses
+        self._labels = labels
+        self._acknowledges = not is_stored
+        self._within_s = within_s
+        self._turn = asyncio.Lock()
+        self._calls: set[asyncio.Task[Any]] = set()
+        """Control calls that are open or wait."""
+        self._open: _Open | None = None
+        """The update whose weights come in calls, while there is one."""
+        self._unnamed: int | None = None
+        """The version of an update that ended without a label, which may follow."""
+
+    async def carry_out(self, call: Coroutine[Any, Any, T]) -> T:
+        """Carry a control call out in its turn and to its end, also if its client leaves.
+
+        Raises:
+            Unavailable: if too many wait for their turn.
+        """
+        if len(self._calls) >= _MAX_WAITING_CALLS:
+            call.close()
+            raise Unavailable(
+                f"{_MAX_WAITING_CALLS} control calls wait for their turn; try again later."
+            )
+
+        async def alone() -> T:
+            try:
+                async with self._turn:
+                    return await call
+            finally:
+                call.close()  # Its turn may never have come.
+
+        task = asyncio.create_task(alone(), name="aprilsched control call")
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+        task.add_done_callback(_retrieve_error)
+        return await asyncio.shield(task)
+
+    # The engines, as the calls and /server_info see them.
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all engines, also of those that have not answered yet."""
+        awaited = self._fleet.awaited if isinstance(self._fleet, BeginsWithout) else ()
+        return [*(engine.name for engine in self._fleet.engines), *awaited]
+
+    @property
+    def takers(self) -> Sequence[Engine]:
+        """The engines that new weights are for, in the order of the fleet: those that answer, or
+        those that the open update began with."""
+        if self._is_open and self._open is not None and self._open.weights.engines:
+            return self._open.weights.engines
+        names = {control.name for control in self._scheduler.state.fleet.control.all()}
+        return [engine for engine in self._fleet.engines if engine.name in names]
+
+    def mode_of(self, engine: str) -> str:
+        """What an engine does: its mode while it is in use, "standby" if it waits for the next
+        update, and "lost" if it does not answer."""
+        control = self._scheduler.state.fleet.control
+        if engine in control.standby:
+            return "standby"
+        return "lost" if (found := control.of(engine)) is None else found.mode.value
+
+    @property
+    def _is_open(self) -> bool:
+        return self._open is not None and not self._open.task.done()
+
+    @property
+    def _stranded(self) -> bool:
+        """Whether servers answer, but none may generate before an update succeeds."""
+        state = self._scheduler.state
+        control = state.fleet.control
+        return not control.engines and bool(control.standby) and state.weights.update is None
+
+    def _not_updated(self, failed: Iterable[str] = ()) -> str:
+        """The end of a sentence that names the engines which an update has not reached: those that
+        have `failed`, and those that were lost before. Empty if it has reached all."""
+        lost = {name for name in self.names if self.mode_of(name) == "lost"}
+        missed = ", ".join(sorted(lost.union(failed)))
+        return f" Not updated, and out of use: {missed}." if missed else ""
+
+    async def abort(self, rid: str) -> None:
+        """End a response; see :meth:`Responses.abort`."""
+        self._responses.abort(rid)
+
+    async def abort_group(self, name: str) -> None:
+        """End the responses of a group; see :meth:`Responses.abort_group`."""
+        self._responses.abort_group(name)
+
+    async def abort_all(self) -> None:
+        """End every response."""
+        self._responses.abort_all()
+
+    # Pauses.
+
+    def pause(self, mode: PauseMode) -> Coroutine[Any, Any, None]:
+        """Pause the fleet; the call returns when every engine in use is paused. The mode "abort"
+        ends every request at once; after the others the requests wait inside the engines, as the
+        gateway's own straggler rule says.
+
+        Raises:
+            TimeoutError: if an engine is not paused in time. The pause still holds.
+        """
+        if mode == "abort":
+            self._responses.abort_all()
+        return self._hold()
+
+    async def resume(self) -> None:
+        """End the pause; returns when every engine in use generates again.
+
+        Raises:
+            TimeoutError: if an engine does not continue in time.
+            RefitError: if weights that came in calls reached no engine, or if no engine can
+                generate before an update succeeds.
+        """
+        try:
+            await self._end_open(None)
+        finally:
+            await self._end_hold()
+        if self._stranded:
+            raise RefitError(_STRANDED)
+
+    async def flush(self) -> bool:
+        """Drop the cached KV of all engines; returns False while requests run."""
+        if self._is_open:
+            return True  # The update has flushed them, and nothing runs in it.
+        in_flight = self._scheduler.state.in_flight
+        if not self.held and in_flight.open_attempts + len(in_flight.queue):
+            return False
+        if not self.held and self._responses.to_launch:
+            return False
+        held = self.held
+        await self._hold()
+        try:
+            names = self._scheduler.state.fleet.control.engines
+            engines = [engine for engine in self._fleet.engines if engine.name in names]
+            await asyncio.gather(*(engine.flush() for engine in engines))
+        finally:
+            if not held:
+                await self._end_hold()
+        return True
+
+    async def _hold(self) -> None:
+        self.held = True
+        self._scheduler.hold(held=True)
+        await self._until(self._is_still)
+
+    async def _end_hold(self) -> None:
+        self.held = False
+        self._scheduler.hold(held=False)
+        # An engine that runs is asked for its version before it gets its first request.
+        await self._until(lambda mode, _: mode in (Mode.RUNNING, Mode.VERIFYING))
+
+    def _is_still(self, mode: Mode, engine: str) -> bool:
+        # The scheduler does not pause an engine that has nothing to do; it sends it nothing.
+        idle = not self._scheduler.state.in_flight.open[engine]
+        loading = mode is Mode.REFITTING and self._open is not None
+        return mode is Mode.PAUSED or loading or (mode is Mode.RUNNING and idle)
+
+    async def _until(self, reached: Callable[[Mode, str], bool]) -> None:
+        """Wait until this is true for every engine in use."""
+        async with asyncio.timeout(self._within_s):
+            engines = self._scheduler.state.fleet.control.engines
+            while not all(reached(control.mode, name) for name, control in engines.items()):
+                await self._responses.changed()
+
+    # Weights. What a call returns names the engines that are out of use until a later update
+    # reaches them.
+
+    async def load(self, body: DiskBody) -> str:
+        """Load the weights in a directory into every engine, and label them. The scheduler pauses,
+        flushes and continues the engines where the client has not; `flush_cache` is ignored.
+
+        Raises:
+            ConfigError: if the label cannot be used, or if weights are coming in calls.
+            RefitError: if no engine has loaded them.
+        """
+        if self._is_open:
+            raise ConfigError(
+                "Another update is open, whose weights come in calls; end it with "
+                "/update_weight_version or /continue_generation."
+            )
+        report = await self._update(FromDisk(body.model_path), body.weight_version)
+        self.model_path = body.model_path
+        return self._not_updated(report.quarantined)
+
+    async def relabel(self, label: str) -> str:
+        """End an update whose weights came in calls, or name the one that has ended without a
+        label, or else take the weights that were loaded into the engines themselves.
+
+        Raises:
+            ConfigError: if the label cannot be used.
+            RefitError: if no engine takes the label.
+        """
+        Labels.check(label)
+        report = await self._end_open(label)
+        if report is None and self._scheduler.version == self._unnamed:
+            self._unnamed = None
+            await self._name(self._scheduler.version, label)
+            return self._not_updated()
+        if report is None:
+            report = await self._update(ExternalWeights(label=True), label)
+        return self._not_updated(report.quarantined)
+
+    async def begin_update(self) -> None:
+        """Begin an update whose weights come in calls, unless one is open.
+
+        Raises:
+            RefitError: if the update ends before the engines take any weights.
+        """
+        opened = self._open_update()
+        opened.is_announced = True
+        await opened.weights.ready()
+
+    async def take_tensors(self, body: TensorBody) -> str:
+        """Pass a bucket on to all engines; the first begins the update. The label that came with
+        the last one names the weights. A bucket that flushes is the last, unless the client has
+        paused the gateway or will end the update by a call.
+
+        Raises:
+            ConfigError: if the label or the bucket cannot be used.
+            RefitError: if no engine takes the weights.
+        """
+        return await self._take(
+            handles(body.serialized_named_tensors, self.takers, body.load_format), body
+        )
+
+    async def take_broadcast(self, body: BroadcastBody) -> str:
+        """Let all engines receive a bucket; as :meth:`take_tensors`."""
+        return await self._take(broadcast(body), body)
+
+    async def _take(self, bucket: Bucket, body: TensorBody | BroadcastBody) -> str:
+        if body.weight_version is not None:
+            Labels.check(body.weight_version)
+        opened = self._open_update()
+        failed = await opened.weights.pass_on(bucket)
+        opened.label = opened.label if body.weight_version is None else body.weight_version
+        if body.flush_cache and not self.held and not opened.is_announced:
+            report = await self._end_open(None)
+            return self._not_updated(failed if report is None else report.quarantined)
+        return self._not_updated(failed)
+
+    async def end_update(self) -> None:
+        """Take all weights as complete. In a pause of the client the update ends with its label or
+        with the pause.
+
+        Raises:
+            ConfigError: if no update is open.
+            RefitError: if no engine has taken the weights.
+        """
+        if self._open is None:
+            raise ConfigError("No update is open; begin one first.")
+        if not self.held:
+            await self._end_open(None)
+
+    async def join_group(self, body: JoinBody) -> None:
+        """Let all engines that answer join a group of the client."""
+        await join_group(body, self.takers)
+
+    async def leave_group(self, name: str) -> None:
+        """Let all engines leave a group of the client."""
+        await leave_group(name, self._fleet.engines)
+
+    def _open_update(self) -> _Open:
+        """Return the open update; begins one if there is none."""
+        if self._open is None or self._open.task.done():
+            version, weights = self._scheduler.version + 1, FromCalls()
+            task = asyncio.create_task(
+                self._scheduler.update_weights(
+                    weights, version=version, acknowledge=self._acknowledges
+                ),
+                name="aprilsched update",
+            )
+            # The call that ends the update gets its error, and perhaps there is none.
+            task.add_done_callback(_retrieve_error)
+            self._open = _Open(version=version, weights=weights, task=task)
+        return self._open
+
+    async def _end_open(self, label: str | None) -> RefitReport | None:
+        """End the open update; None if there is none."""
+        opened, self._open = self._open, None
+        if opened is None:
+            return None
+        if not opened.task.done():
+            if label is None and opened.label is None:
+                self._unnamed = opened.version
+            await self._name(opened.version, label or opened.label)
+            opened.weights.end()
+        return await self._explained(asyncio.shield(opened.task))
+
+    async def _update(self, publisher: WeightPublisher, label: str | None) -> RefitReport:
+        version = self._scheduler.version + 1
+        await self._name(version, label)
+        # A store keeps a response until its client has read it, whatever is loaded meanwhile.
+        return await self._explained(
+            self._scheduler.update_weights(
+                publisher, version=version, acknowledge=self._acknowledges
+            )
+        )
+
+    async def _explained(self, update: Awaitable[RefitReport]) -> RefitReport:
+        """Wait for an update; its error says what a client has to send if nothing can be generated
+        after it."""
+        try:
+            return await update
+        except RefitError as error:
+            if not self._stranded:
+                raise
+            raise RefitError(f"{error} {_STRANDED}") from error
+
+    async def _name(self, version: int, label: str | None) -> None:
+        """Label a version, which is done before it is loaded: its tokens may arrive at once."""
+        if label is not None:
+            Labels.check(label)
+        await asyncio.to_thread(
+            self._labels.name, version, str(version) if label is None else label
+        )
+
+    async def close(self) -> None:
+        """End the open calls, and the open update, of whose weights a half is never in use."""
+        await cancel_all(self._calls)
+        if self._open is not None:
+            await cancel_all([self._open.task])
+            self._open = None
+
+
+async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel tasks, and wait for their ends."""
+    ending = list(tasks)
+    for task in ending:
+        task.cancel()
+    await asyncio.gather(*ending, return_exceptions=True)
+
+
+def _retrieve_error(task: asyncio.Task[Any]) -> None:
+    """Mark the error of a task as retrieved, so that asyncio does not warn."""
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,411 @@
+"""Requests of every dialect: each response is a rollout of its own.
+
+A body has one prompt or several, and asks for ``n`` responses to each. A response stays open
+through pauses, new weights and engines that fail, and its end has the label of the weights that
+sampled each token. Text becomes tokens, and tokens text, by the model's own tokenizer files.
+"""
+
+from __future__ import annotations
+
+import itertools
+import uuid
+from collections.abc import AsyncGenerator, Callable, Collection, Generator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from aprilsched.chat.openai_bodies import ForcedCalls, Message, for_template
+from aprilsched.chat.tokenizer import ModelTokenizer
+from aprilsched.dialects.values import Answer, Asked, Chat, Dialect, Names, Question, TextOptions
+from aprilsched.errors import ConfigError
+from aprilsched.gateway.reading import Failed, Reading, TextRules, parts_of
+from aprilsched.gateway.responses import NewResponse
+from aprilsched.gateway.service import SERVICE, Service
+from aprilsched.gateway.settings import MEDIA_FIELDS, TOP_FIELD
+from aprilsched.sampling import sampling_params
+from aprilsched.serving.bodies import BODIES, decode
+from aprilsched.serving.refusals import Refused, as_json
+from aprilsched.serving.streams import Item, send_stream
+from aprilsched.types import Media, Prompt, SamplingParams
+
+GROUP_HEADER = "X-Aprilsched-Group"
+"""Names the group that the responses to a request belong to."""
+
+_NOT_FOR_ENGINES = ("n", "stop", "no_stop_trim", "skip_special_tokens", "stream_interval")
+_UNCHECKED = ("extra", "request", "keep")
+"""Sampling parameters that pass others on unchecked."""
+
+
+def answer_in(dialect: Dialect[Any]) -> Handler:
+    """Return the handler of the requests of a dialect."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        service = request.app[SERVICE]
+        rows = {*service.settings.companions, TOP_FIELD} if dialect.is_native else ()
+        async with request.app[BODIES].read(request) as content:
+            size = len(content)
+            content, fields = _take_fields(service, content, rows)
+            body = decode(content, dialect.body)
+        asked = dialect.parse(body)
+        service.check_model(asked.model)
+        service.admission.check_amount(asked.count)
+        name, likely = asked.likely or (TOP_FIELD, fields.get(TOP_FIELD, 0))
+        _check_likely(service, likely, name)
+        fields |= {TOP_FIELD: likely} if likely else {}
+        inputs = await _inputs(service, dialect, asked, fields, size)
+        name = asked.name if isinstance(asked.name, str) else uuid.uuid4().hex
+        group = request.headers.get(GROUP_HEADER)
+        asked_for = _new_responses(service, asked, inputs, fields, group, name)
+        with service.admission.open(asked_for) as responses:
+            readings = [
+                Reading(
+                    responses=service.responses,
+                    response=response,
+                    rules=each.rules,
+                    detokenizer=service.texts.detokenizer(response.prompt, each.rules.skip_special),
+                    message=None if each.message is None else each.message(),
+                    index=index,
+                    likely=likely,
+                    label_of=service.labels.__getitem__,
+                )
+                for index, (response, each) in enumerate(
+                    zip(responses, _repeated(inputs, asked.n), strict=True)
+                )
+            ]
+            names = Names(
+                answer=name,
+                model=asked.model or service.model_name,
+                token=service.texts.text_of,
+                label=lambda: service.label,
+            )
+            answer = dialect.answer(asked, names)
+            if asked.stream:
+                service.clients.streams += 1
+                try:
+                    items = _items(service, dialect, asked, answer, readings)
+                    return await send_stream(request, items)
+                finally:
+                    service.clients.streams -= 1
+            async with aclosing(parts_of(readings)) as parts:
+                async for reading, _ in parts:
+                    if reading.failure:
+                        raise Failed(reading.response)
+            return as_json(answer.whole([each.whole for each in readings]))
+
+    return handle
+
+
+async def _items(
+    service: Service,
+    dialect: Dialect[Any],
+    asked: Asked,
+    answer: Answer,
+    readings: Sequence[Reading],
+) -> AsyncGenerator[Item]:
+    for event in answer.first():
+        yield event
+    try:
+        async with aclosing(parts_of(readings)) as parts:
+            async for reading, part in parts:
+                if not reading.failure:
+                    for event in answer.events(reading.whole if asked.repeats else part):
+                        yield event
+                    continue
+                if not answer.survives_failure:
+                    raise Failed(reading.response)
+                status = reading.response.status
+                service.refused(status)
+                index = {"index": reading.index} if asked.is_listed else {}
+                yield {**dialect.stream_error(reading.failure, status), **index}
+        for event in answer.last([each.whole for each in readings]):
+            yield event
+    except Failed as failed:
+        service.refused(failed.status)
+        yield dialect.stream_error(str(failed), failed.status)
+    yield dialect.done
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Input:
+    """A prompt as tokens.
+
+    Attributes:
+        ids: its tokens.
+        rules: what is wanted of the text of a response.
+        new_tokens: most tokens of a response; None if its parameters say so.
+        message: makes what takes the text of a response; None if it is no answer in a chat.
+    """
+
+    ids: Sequence[int]
+    rules: TextRules
+    new_tokens: int | None
+    message: Callable[[], Message] | None
+
+
+def _repeated(inputs: Sequence[_Input], n: int) -> list[_Input]:
+    return [each for each in inputs for _ in range(n)]
+
+
+async def _inputs(
+    service: Service, dialect: Dialect[Any], asked: Asked, fields: dict[str, Any], size: int
+) -> list[_Input]:
+    """Return the tokens of each prompt; those of a body have the same kind.
+
+    Raises:
+        Refused: if there is no tokenizer, or a prompt has no tokens.
+        ConfigError: if a prompt cannot be used, or does not fit the context.
+        Unavailable: if too much text waits for a thread.
+    """
+    prompts = [each.prompt for each in asked.questions]
+    first, skip_special = prompts[0], None
+    message: Callable[[], Message] | None = None
+    if isinstance(first, Chat):
+        text = await _render(service, first, fields, size)
+        tokenizer = service.texts.tokenizer
+        # The delimiters of regions may be special tokens.
+        skip_special = False if tokenizer.parses else None
+
+        message = partial(_message, tokenizer, first, text)
+        # The template has written the special tokens around the messages.
+        several = await service.texts.encode_texts([text], service.context_tokens, special=False)
+    elif isinstance(first, str):
+        texts = cast("list[str]", prompts)
+        several = await service.texts.encode_texts(texts, service.context_tokens)
+    else:
+        several = cast("list[list[int]]", prompts)
+    if not dialect.is_native:
+        _ = service.texts.tokenizer  # Every answer has text.
+    if not all(several):
+        raise Refused("The prompt has no tokens; give some text.")
+    return [
+        _Input(
+            ids=ids,
+            rules=_text_rules(service, question.text, skip_special),
+            new_tokens=_new_tokens(service, dialect, question, ids),
+            message=message,
+        )
+        for ids, question in zip(several, asked.questions, strict=True)
+    ]
+
+
+def _message(tokenizer: ModelTokenizer, chat: Chat, text: str) -> Message:
+    return Message(ForcedCalls() if chat.forced else tokenizer.parser(text, chat.tools))
+
+
+async def _render(service: Service, chat: Chat, fields: dict[str, Any], size: int) -> str:
+    """Return the text of a chat of `size` bytes; its images join the further fields."""
+    tokenizer = service.texts.tokenizer
+    if chat.tools and not tokenizer.knows_tools:
+        raise ConfigError("The model's chat template has no place for tools; leave tools out.")
+    if chat.tools and not (tokenizer.parses or chat.forced):
+        raise ConfigError(
+            "How the model writes tool calls is not known; start the gateway with "
+            "--response-template, or leave tools out."
+        )
+    messages, images = for_template(chat.messages)
+    if images and "image_data" not in service.settings.client_fields:
+        raise ConfigError("This gateway takes no images; start it with --client-fields image_data.")
+    if images and "image_data" in fields:
+        raise ConfigError(
+            "The body has image_data in addition to the images of its messages; give all in the "
+            "messages."
+        )
+    if images:
+        fields["image_data"] = images
+    return await tokenizer.work_out(
+        lambda: tokenizer.render(messages, chat.tools, go_on=chat.goes_on, options=chat.options),
+        size=size,
+    )
+
+
+def _text_rules(service: Service, options: TextOptions, skip_special: bool | None) -> TextRules:
+    ends: frozenset[int] = frozenset()
+    if options.stops or service.texts.there:
+        size = service.vocab_size
+        # The tokenizer may know tokens that the model does not have.
+        found = service.texts.tokenizer.ends
+        ends = frozenset(each for each in found if size is None or each < size)
+    return TextRules(
+        stops=options.stops,
+        keep_stop=options.no_stop_trim,
+        skip_special=options.skip_special_tokens if skip_special is None else skip_special,
+        ends=ends.union(options.stop_token_ids or ()),
+        ignore_ends=bool(options.ignore_eos),
+    )
+
+
+def _new_tokens(
+    service: Service, dialect: Dialect[Any], question: Question, ids: Sequence[int]
+) -> int | None:
+    wanted = question.max_tokens
+    wanted = dialect.default_tokens if wanted is None else wanted
+    context = service.context_tokens
+    if dialect.is_native:
+        return None if "max_tokens" in question.params else wanted
+    if context is None and wanted is None:
+        raise ConfigError(
+            "The length of the model's context is not known; give max_completion_tokens."
+        )
+    if context is None:
+        return wanted
+    free = context - len(ids)
+    if free <= 0:
+        raise ConfigError(
+            f"The prompt has {len(ids)} tokens, and the model's context is {context} tokens; "
+            "shorten it."
+        )
+    if wanted is not None and wanted > free:
+        raise ConfigError(
+            f"`max_tokens` must be at most {free}, got {wanted}: the prompt has {len(ids)} tokens, "
+            f"and the model's context is {context} tokens."
+        )
+    return free if wanted is None else wanted
+
+
+def _new_responses(
+    service: Service,
+    asked: Asked,
+    inputs: Sequence[_Input],
+    fields: Mapping[str, Any],
+    group: str | None,
+    name: str,
+) -> list[NewResponse]:
+    """Return the responses that a request asks for, in the order of the answer.
+
+    Raises:
+        ConfigError: if a parameter cannot be used.
+        Refused: if an engine would refuse a prompt.
+    """
+    if len(inputs) > 1 and fields.keys() & MEDIA_FIELDS.keys():
+        raise Refused("There are several prompts with media; send each in a body of its own.")
+    several = asked.is_listed or asked.count > 1
+    rids = _rids_of(asked.name, asked.count, several=several)
+    together = group or (name if several and isinstance(asked.name, str) else None)
+    found: list[NewResponse] = []
+    for each, question in zip(inputs, asked.questions, strict=True):
+        near = together or (uuid.uuid4().hex if asked.n > 1 else None)
+        params = each.rules.given(question.params)
+        if each.new_tokens is not None:
+            params["max_new_tokens"] = each.new_tokens
+        # One seed for all would make every response the same.
+        seeds = [] if asked.seed is None else [{"seed": asked.seed + i} for i in range(asked.n)]
+        prompts = [
+            _prompt_of(service, each.ids, params | seed, near, fields) for seed in seeds or [{}]
+        ]
+        found += [
+            NewResponse(rid=next(rids), prompt=prompt, group=group or name)
+            for prompt in itertools.islice(itertools.cycle(prompts), asked.n)
+        ]
+    return found
+
+
+def _rids_of(
+    given: str | list[str] | None, count: int, *, several: bool
+) -> Generator[str | None, None, None]:
+    """Generate the name of each response. As in SGLang one name for several gets a number."""
+    if isinstance(given, list) and len(given) != count:
+        raise Refused(f"There are {count} responses and {len(given)} rids; give one for each.")
+    if isinstance(given, list):
+        yield from given
+    elif given and several:
+        yield from (f"{given}_{number}" for number in range(count))
+    else:
+        yield from itertools.repeat(given, count)
+
+
+def _prompt_of(
+    service: Service,
+    input_ids: Sequence[int],
+    params: Mapping[str, Any],
+    near: str | None,
+    fields: Mapping[str, Any],
+) -> Prompt:
+    # How tokens travel between the gateway and its engines is not for a client to choose.
+    params = {key: value for key, value in params.items() if key not in _NOT_FOR_ENGINES}
+    for name in _UNCHECKED:
+        if params.get(name) is not None:
+            # An engine may fail for all clients because of what is in it.
+            raise Refused(
+                f"{name} passes parameters on unchecked, which the gateway does not; give the "
+                "parameters that it knows by their names."
+            )
+    companions = service.settings.companions
+    for name in companions.keys() & fields.keys() - {TOP_FIELD}:
+        if not isinstance(fields[name], bool):
+            raise Refused(f"{name} is {fields[name]!r}; give true or false.")
+    plain = fields.keys() - MEDIA_FIELDS.keys() - companions.keys() - {TOP_FIELD}
+    params["request"] = {name: fields[name] for name in plain}
+    sampling = sampling_params(params)
+    _check_vocabulary(service.vocab_size, input_ids, sampling)
+    ids: Any = input_ids
+    return Prompt(
+        input_ids=ids,
+        sampling=sampling,
+        affinity=near,
+        media=_media_of(fields),
+        companions=tuple(each.name for name, each in companions.items() if fields.get(name)),
+    )
+
+
+def _media_of(fields: Mapping[str, Any]) -> tuple[Media, ...]:
+    """Return the media in the fields of a body: one, or a list, in each.
+
+    Raises:
+        Refused: if one is not a URL: a client must not have an engine open files of its machine.
+    """
+    found: list[Media] = []
+    for name, kind in MEDIA_FIELDS.items():
+        given: Any = fields.get(name, [])
+        for each in cast("list[Any]", given if isinstance(given, list) else [given]):
+            if not isinstance(each, str) or not each.startswith(("data:", "http://", "https://")):
+                raise Refused(f"{kind} must be a URL that begins with data:, http: or https:.")
+            found.append(Media(kind, each))
+    return tuple(found)
+
+
+def _take_fields(
+    service: Service, content: bytes, rows: Collection[str]
+) -> tuple[bytes, dict[str, Any]]:
+    """Return the body without the fields that the operator lets clients set, and these fields,
+    with those of the `rows` that this dialect answers with.
+
+    Raises:
+        Malformed: if it is not an object.
+    """
+    if not (service.settings.client_fields or any(name.encode() in content for name in rows)):
+        return content, {}
+    body = decode(content, dict[str, msgspec.Raw])
+    found = [name for name in (*service.settings.passed_on, *rows) if name in body]
+    fields = {name: msgspec.json.decode(body.pop(name)) for name in found}
+    fields = {name: value for name, value in fields.items() if value is not None}
+    return (msgspec.json.encode(body) if found else content), fields
+
+
+def _check_likely(service: Service, wanted: Any, name: str) -> None:
+    most = service.settings.top_logprobs
+    if not isinstance(wanted, int) or not 0 <= wanted <= most:
+        raise Refused(
+            f"{name} is {wanted!r}; give a number from 0 to {most}, or start the gateway with a "
+            "larger --top-logprobs."
+        )
+
+
+def _check_vocabulary(size: int | None, input_ids: Sequence[int], sampling: SamplingParams) -> None:
+    """Refuse, as SGLang does, token ids that would kill the scheduler of an engine."""
+    if size is None:
+        return
+    smallest, largest = min(input_ids), max(input_ids)
+    if smallest < 0 or largest >= size:
+        wrong = smallest if smallest < 0 else largest
+        raise Refused(f"input_ids must be in [0, {size - 1}], got {wrong}.")
+    for key in sampling.extra.get("logit_bias", ()):
+        if not (key.isdecimal() and int(key) < size):
+            raise Refused(f"logit_bias must has keys in [0, {size - 1}], got {key}.")
+    for token_id in sampling.stop_token_ids:
+        if not 0 <= token_id < size:
+            raise Refused(f"stop_token_ids must be in [0, {size - 1}], got {token_id}.")
