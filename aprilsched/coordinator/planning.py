@@ -20,8 +20,8 @@ import multiprocessing.spawn
 import os
 import pickle
 import signal
+import subprocess
 import sys
-from asyncio.subprocess import PIPE
 
 from aprilsched.coordinator import planning_child
 from aprilsched.coordinator.tasks import Part, Shell
@@ -97,35 +97,34 @@ async def plan_in_process(planner: Planner, command: Plan, config: SchedulerConf
         raise PlanningFailed(
             f"the planner must be picklable ({error}); define its class in a module"
         ) from error
+    process = _started()
     try:
-        process = await _started()
-    except OSError as error:
-        raise PlanningFailed(f"no process can be started ({error})") from error
-    try:
-        answer, _ = await process.communicate(order)
+        # In a thread: a virtual clock waits for threads, and not for the pipes of a process.
+        answer, _ = await asyncio.to_thread(process.communicate, order)
     finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+        process.kill()
     return _schedule(answer, process.returncode)
 
 
-async def _started() -> asyncio.subprocess.Process:
+def _started() -> subprocess.Popen[bytes]:
     # A program in which Python is embedded says here what its Python is.
     python = multiprocessing.spawn.get_executable()
     if not python:
         raise PlanningFailed("the path of Python is unknown")
     paths = json.dumps(sys.path, default=str)
-    return await asyncio.create_subprocess_exec(
-        # -P keeps a file in the directory of the program from replacing a module.
-        *(os.fsdecode(python), "-P", planning_child.__file__),
-        *(paths, str(os.getpid()), str(LIMIT_S)),
-        stdin=PIPE,
-        stdout=PIPE,
-        env={**os.environ, **_ONE_THREAD},
-        # Ctrl-C on a terminal is for the trainer.
-        start_new_session=True,
-    )
+    arguments = (paths, str(os.getpid()), str(LIMIT_S))
+    try:
+        return subprocess.Popen(  # noqa: S603 (our own program)
+            # -P keeps a file in the directory of the program from replacing a module.
+            [os.fsdecode(python), "-P", planning_child.__file__, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, **_ONE_THREAD},
+            # Ctrl-C on a terminal is for the trainer.
+            process_group=0,
+        )
+    except OSError as error:
+        raise PlanningFailed(f"no process can be started ({error})") from error
 
 
 def _schedule(answer: bytes, exit_code: int | None) -> Schedule:

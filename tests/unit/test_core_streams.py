@@ -179,3 +179,20 @@ def test_a_restart_gives_a_batch_from_its_first_group():
     assert all(part.redelivered for part in driver.offers[offers:])
     assert [part.complete for part in driver.offers[offers:]] == [False, False, True]
     assert driver.state.in_flight.counters.batches == 1
+
+
+def test_groups_of_the_batch_in_work_stay_known_while_another_batch_is_delivered_again():
+    driver = Driver(config(), store=MemoryStore())
+    for group_id in begin(driver)[:3]:
+        driver.finish_group(group_id)
+    taken = begin(driver)[0]
+    driver.finish_group(taken)
+    assert list(driver.state.delivery.fresh.taken) == [taken]
+    driver.save()
+    driver.restart()
+    driver.takes = False
+    driver.request_batch()
+    assert driver.offers[-1].redelivered
+    driver.save()
+    driver.restart()
+    assert driver.state.delivery.fresh.seen == {taken}

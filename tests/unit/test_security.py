@@ -78,10 +78,8 @@ REASONED = {
         "aprilsched.weights.vllm_transfer": "it only serializes handles of CUDA IPC, for vLLM",
     },
     "imports subprocess": {
-        "aprilsched.ray.servers": "the command of a server, which the user's own program gives",
-    },
-    "create_subprocess_exec": {
         "aprilsched.coordinator.planning": "this library in Python's own executable alone",
+        "aprilsched.ray.servers": "the command of a server, which the user's own program gives",
     },
     "imports runpy": {
         "aprilsched.integrations.openrlhf": "OpenRLHF's own command, as `python -m` runs it",
