@@ -77,6 +77,7 @@ REASONED = {
         "aprilsched.weights.vllm_transfer": "it only serializes handles of CUDA IPC, for vLLM",
     },
     "imports subprocess": {
+        "aprilsched.ray.launcher": "the command of a server, from `aprilsched.ray.servers`",
         "aprilsched.ray.servers": "the command of a server, which the user's own program gives",
     },
     "create_subprocess_exec": {
