@@ -18,7 +18,6 @@ from aprilsched.engines.sglang.http_engine import (
     SGLangListedFleet,
     workers_of_router,
 )
-from aprilsched.engines.sglang.in_process import SGLangInProcessFleet
 from aprilsched.engines.sim import SimFleet, SimPublisher
 from aprilsched.engines.vllm.engine import VLLMFleet, VLLMListedFleet
 from aprilsched.errors import AprilschedError, MemberLost
@@ -66,7 +65,6 @@ __all__ = [
     "Rollout",
     "RolloutScheduler",
     "SGLangFleet",
-    "SGLangInProcessFleet",
     "SGLangListedFleet",
     "SamplingParams",
     "SchedulerConfig",

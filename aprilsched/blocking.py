@@ -28,20 +28,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, Literal, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar, Unpack
 
-from aprilsched.config import SchedulerConfig
-from aprilsched.coordinator import Accept, BiasNow, Episode, GroupReward, RefitReport, Reward
+from aprilsched.coordinator import BiasNow, RefitReport
 from aprilsched.coordinator import RolloutScheduler as AsyncRolloutScheduler
-from aprilsched.coordinator.protocol import AsyncScheduler, FleetScheduler
+from aprilsched.coordinator.protocol import AsyncScheduler
+from aprilsched.coordinator.rollouts import SchedulerOptions
 from aprilsched.coordinator.session import forked
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.engines.base import Fleet
 from aprilsched.errors import ConfigError, PromptsExhausted, SchedulerClosed, closed_meanwhile
 from aprilsched.loop_thread import LoopThread
-from aprilsched.planning import Planner
-from aprilsched.store import Store
-from aprilsched.telemetry.base import AnyListener
 from aprilsched.telemetry.figures import AlignmentFigures
 from aprilsched.types import Batch, Prompt, Receipt
 from aprilsched.weights.publisher import WeightPublisher
@@ -56,10 +53,10 @@ usually needs some microseconds."""
 
 
 class BlockingScheduler:
-    """Every blocking scheduler: the calls of an asyncio one, without await."""
+    """The calls of an asyncio scheduler, without await, on the loop of a thread that starts with
+    the ``with`` block."""
 
-    def _use(self, rollouts: AsyncScheduler) -> None:
-        """Call `rollouts`, on the loop of a thread that begins with the ``with`` block."""
+    def __init__(self, rollouts: AsyncScheduler) -> None:
         self._rollouts = rollouts
         self._thread: LoopThread | None = None
         self._calls: set[_Call[Any]] = set()
@@ -212,6 +209,22 @@ class BlockingScheduler:
         self._rollouts.restore(path)
 
     @contextmanager
+    def paused_for_weights(
+        self, *, version: int | None = None, label: bool = False
+    ) -> Generator[tuple[str, ...]]:
+        """Pause the engines while the trainer loads new weights by calls of its own; see
+        :meth:`aprilsched.RolloutScheduler.paused_for_weights`."""
+        paused = self._rollouts.paused_for_weights(version=version, label=label)
+        with self._entered(paused) as engines:
+            yield engines
+
+    @contextmanager
+    def asleep(self, *, tags: Sequence[str] = ("kv_cache", "weights")) -> Generator[None]:
+        """Release the engines' memory; see :meth:`aprilsched.RolloutScheduler.asleep`."""
+        with self._entered(self._rollouts.asleep(tags=tags)):
+            yield
+
+    @contextmanager
     def _entered(self, block: AbstractAsyncContextManager[T]) -> Generator[T]:
         """Enter and leave `block` on the loop, for a block of the trainer's thread."""
         entered: list[T] = []
@@ -336,35 +349,10 @@ class RolloutScheduler(BlockingScheduler):
         self,
         fleet: Fleet,
         prompts: Iterable[Prompt] | AsyncIterable[Prompt],
-        *,
-        reward: Reward | GroupReward | None = None,
-        reward_scope: Literal["rollout", "group"] = "rollout",
-        accept: Accept | None = None,
-        episode: Episode | None = None,
-        config: SchedulerConfig | None = None,
-        planner: Planner | None = None,
-        listeners: Sequence[AnyListener] = (),
-        run_id: str | None = None,
-        store: Store | None = None,
+        **options: Unpack[SchedulerOptions],
     ) -> None:
-        self._here = AsyncRolloutScheduler(
-            fleet,
-            prompts,
-            reward=reward,
-            reward_scope=reward_scope,
-            accept=accept,
-            episode=episode,
-            config=config,
-            planner=planner,
-            listeners=listeners,
-            run_id=run_id,
-            store=store,
-        )
-        self._use_fleet(self._here)
-
-    def _use_fleet(self, rollouts: FleetScheduler) -> None:
-        self._fleet_scheduler = rollouts
-        self._use(rollouts)
+        self._here = AsyncRolloutScheduler(fleet, prompts, **options)
+        super().__init__(self._here)
 
     @property
     def state(self) -> SchedulerState:
@@ -376,23 +364,6 @@ class RolloutScheduler(BlockingScheduler):
     def bias(self) -> BiasNow:
         """How the delivered lengths differ so far from the law that lengths are drawn from."""
         return self._wait(lambda: _called(self._here.bias))
-
-    @contextmanager
-    def paused_for_weights(
-        self, *, version: int | None = None, label: bool = False
-    ) -> Generator[tuple[str, ...]]:
-        """Pause the engines while the trainer loads new weights by calls of its own; see
-        :meth:`aprilsched.RolloutScheduler.paused_for_weights`."""
-        with self._entered(
-            self._fleet_scheduler.paused_for_weights(version=version, label=label)
-        ) as engines:
-            yield engines
-
-    @contextmanager
-    def asleep(self, *, tags: Sequence[str] = ("kv_cache", "weights")) -> Generator[None]:
-        """Release the engines' memory; see :meth:`aprilsched.RolloutScheduler.asleep`."""
-        with self._entered(self._fleet_scheduler.asleep(tags=tags)):
-            yield
 
 
 @dataclass(slots=True, eq=False)

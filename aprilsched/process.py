@@ -16,18 +16,16 @@ trainer's process only passes calls and batches on::
                 trainer.save_pretrained(folder)
                 rollouts.update_weights(DiskPublisher(folder))
 
-Both processes belong together: a pipe connects them, and larger messages are files in a temporary
+The transport of :mod:`aprilsched.remote` is a pipe here; larger messages are files in a temporary
 folder that only this user can read.
 
 Invariants:
 
-- Whoever ends first, the other one notices. A call to a process that has ended raises
+- Each process notices the end of the other. A call to a process that has ended raises
   SchedulerClosed, and a scheduler whose trainer has ended closes itself. A process that was forked
   from one of them keeps its end of the pipe open, so each watches the other process itself.
-- No event loop waits for the pipe, so timeouts, Ctrl-C and close() work while the other process
-  stands still.
-- A batch counts as delivered only when the trainer's call returns it, as in
-  :mod:`aprilsched.blocking`, whose code makes the calls here too.
+- No event loop waits for the pipe, so timeouts, Ctrl-C and close() work while the other process is
+  stopped.
 """
 
 from __future__ import annotations
@@ -46,69 +44,67 @@ import struct
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from aprilsched.coordinator import RolloutScheduler as AsyncRolloutScheduler
 from aprilsched.coordinator.prompts import PromptQueue
 from aprilsched.errors import ConfigError, SchedulerClosed, closed_meanwhile
 from aprilsched.remote import (
-    SILENT_S,
-    Answer,
+    SILENCE_S,
     BlockingRemote,
-    FromTrainer,
+    Order,
+    QueueOf,
     Raised,
     RemoteScheduler,
+    Reply,
+    Request,
     Served,
     absolute,
-    checked_scheduler,
-    retrieved,
-    said,
+    ignore_error,
+    summary_of,
     unsendable,
 )
-from aprilsched.types import Prompt
+from aprilsched.weights.from_trainer import FromTrainer
 
 __all__ = ["FromTrainer", "RolloutScheduler"]
 
 log = logging.getLogger("aprilsched")
 
-_HEADER = struct.Struct("<Iq?")
-"""What a message begins with: the length of its content, the number of its call, and whether the
-content is the path of a file that has it."""
-_NO_ANSWER = -1
-"""The number of calls without an answer."""
-_INLINE_BYTES = 1 << 14
+HEADER = struct.Struct("<Iq?")
+"""The start of a message: the length of its content, the number of its request, and whether the
+content is the path of a file."""
+INLINE_BYTES = 1 << 14
 """Larger messages go through a file. A pipe takes about 200 KB at a time, and the trainer's process
 would have to get Python's lock again for each part."""
-_CLOSE_S = 300.0
+CLOSE_S = 300.0
 """Seconds that a scheduler has to close: its engines have `timeouts.control_s` for each call."""
-_END_S = 10.0
+END_S = 10.0
 """Seconds that a process has to end once its scheduler is closed, or once it is terminated."""
-_LOOK_S = 1.0
-"""Seconds until the trainer's process is looked for again, where there is no pidfd."""
+PARENT_POLL_S = 1.0
+"""Seconds between two looks for the trainer's process, on a system without pidfd."""
 
 
 class RolloutScheduler(BlockingRemote):
     """The blocking scheduler with an interpreter of its own.
 
-    Everything that `make` makes is in the scheduler's process: the fleet, the prompts, the reward
-    and filter functions, episodes, listeners, the store. It is called there with the arguments
-    given here, which pickle must be able to take, and so must `make`, so it is a function of a
-    module. What the trainer gives to a method is sent there, too:
+    `make` runs in the scheduler's process, and so does everything that it makes: the fleet, the
+    prompts, the reward and filter functions, episodes, listeners, the store. Pickle must accept
+    `make`, which is therefore a function of a module, and its arguments. Arguments of methods are
+    sent there, too:
 
-    - A publisher must not need the trainer's memory. ``DiskPublisher(folder)`` without `save`
-      works once the trainer has written the folder, and so do ``LoraPublisher(folder)`` and
-      ``ExternalWeights()``. A :class:`FromTrainer` runs any other one in the trainer's process, and
-      the block of ``paused_for_weights()`` is there too.
-    - A :class:`~aprilsched.PromptQueue` among the arguments of `make` stays usable: what the
-      trainer pushes into it is sent on.
+    - A publisher must not need the trainer's memory: ``DiskPublisher(folder)`` without `save`,
+      ``LoraPublisher(folder)``, ``ExternalWeights()``. A :class:`FromTrainer` runs any other one in
+      the trainer's process, where the block of ``paused_for_weights()`` is too.
+    - A :class:`~aprilsched.PromptQueue` among the arguments of `make` stays usable: prompts that
+      the trainer pushes are sent on.
 
-    A new interpreter begins with the trainer's main module, as always in multiprocessing, so a
-    script needs ``if __name__ == "__main__":``.
+    A new interpreter imports the trainer's main module, as always in multiprocessing, so a script
+    needs ``if __name__ == "__main__":``.
 
     Args:
         make: returns the asyncio :class:`aprilsched.RolloutScheduler`, which is not opened yet.
@@ -124,8 +120,8 @@ class RolloutScheduler(BlockingRemote):
     def __init__(
         self, make: Callable[..., AsyncRolloutScheduler], /, *arguments: object, **named: object
     ) -> None:
-        self._process = _Remote(make, arguments, named)
-        self._use_remote(self._process)
+        self._process = _ProcessScheduler(make, arguments, named)
+        super().__init__(self._process)
 
     def _stop_thread(self) -> None:
         try:
@@ -134,12 +130,9 @@ class RolloutScheduler(BlockingRemote):
             self._process.end()
 
 
-# --- the trainer's process -----------------------------------------------------------------------
-
-
-class _Remote(RemoteScheduler):
-    """The scheduler as the trainer's process sees it. Its methods are called on the loop of the
-    blocking scheduler's thread."""
+class _ProcessScheduler(RemoteScheduler):
+    """The scheduler as the trainer's process has it, on the loop of the blocking scheduler's
+    thread."""
 
     def __init__(
         self,
@@ -149,236 +142,182 @@ class _Remote(RemoteScheduler):
     ) -> None:
         super().__init__()
         self._queues: list[PromptQueue] = []
-        self._order = _Order(
+        self._order = Order(
             make=make,
             arguments=tuple(self._replaced(each) for each in arguments),
             named={name: self._replaced(each) for name, each in named.items()},
         )
-        self._process: _Process | None = None
-        self._failure: BaseException | None = None
-        """Why no call can be answered any more."""
-        self._numbers = itertools.count()
-        self._unanswered: dict[int, asyncio.Future[Any]] = {}
+        self._child: _Child | None = None
         self._forwarding: list[asyncio.Task[None]] = []
-        self._reading: asyncio.Task[None] | None = None
 
     def _replaced(self, argument: object) -> object:
         if isinstance(argument, PromptQueue):
             self._queues.append(argument)
-            return _QueueOf(len(self._queues) - 1)
+            return QueueOf(len(self._queues) - 1)
         return argument
 
-    # --- life ----------------------------------------------------------------------------------
+    def restore(self, path: Path | str) -> None:
+        if self._child is not None:
+            raise SchedulerClosed("restore() comes before the `with` block.")
+        self._order = replace(self._order, checkpoint=absolute(path))
 
     async def __aenter__(self) -> Self:
-        if self._process is not None:
+        if self._child is not None:
             raise SchedulerClosed("a RolloutScheduler is opened once; make a new one.")
-        self._process = process = _Process()
-        loop = asyncio.get_running_loop()
-        self._reading = loop.create_task(self._read(process))
+        self._child = child = _Child()
         try:
             await self.call("open", self._order)
         except BaseException:
-            await self._close(process)
+            await self._close(child)
             raise
         self._forwarding = [
-            loop.create_task(self._forward(number, queue))
+            asyncio.create_task(self._forward(child, number, queue))
             for number, queue in enumerate(self._queues)
         ]
         return self
 
-    async def close(self) -> None:
-        if self._process is None:
-            return
-        for task in self._forwarding:
-            task.cancel()
-        await self._end_updates()
-        await self._close(self._process)
+    def _connection(self) -> _Child:
+        if self._child is None:
+            raise SchedulerClosed("use the scheduler inside its `with` block.")
+        return self._child
 
-    async def _close(self, process: _Process) -> None:
+    async def close(self) -> None:
+        if self._child is not None:
+            for task in self._forwarding:
+                task.cancel()
+            await self._end_updates()
+            await self._close(self._child)
+
+    async def _close(self, child: _Child) -> None:
         """Close the scheduler, if its process answers, and wait until that has ended."""
-        if self._failure is None:
-            closed = self._begin("close")[1]
-            await self._ended(closed, within=_CLOSE_S)
+        with suppress(SchedulerClosed):
+            closed = child.send(Request(next(self._numbers), "close"))
+            await self._wait_ended(closed, within=CLOSE_S)
             if not closed.done():
-                log.error("the scheduler's process does not close, and is ended")
-                process.terminate()
-        self._fail(closed_meanwhile())
-        process.link.hang_up()
-        if self._reading is not None:
-            await asyncio.shield(self._reading)
+                log.error("the scheduler's process does not close, and is terminated")
+                child.terminate()
+        await child.close()
 
     def end(self) -> None:
-        """Leave nothing behind. The process is still there only if nobody waited for its end."""
-        if self._process is not None:
-            self._process.end()
+        """Leave nothing behind. The process still runs only if no call has waited for its end."""
+        if self._child is not None:
+            self._child.end()
 
-    def _fail(self, failure: BaseException) -> None:
-        """Answer every call with `failure`, now and later. Only the first failure counts."""
-        self._failure = self._failure or failure
-        for future in self._unanswered.values():
-            if not future.done():
-                future.set_exception(self._failure)
-                retrieved(future)
-        self._unanswered.clear()
-
-    # --- calls ---------------------------------------------------------------------------------
-
-    async def call(self, name: str, *arguments: object, **named: object) -> Any:
-        if self._process is None:
-            raise SchedulerClosed("use the scheduler inside its `with` block.")
-        return await self._answer(*self._begin(name, *arguments, **named))
-
-    def tell(self, name: str, *arguments: object) -> None:
-        if self._process is not None:
-            self._send(_NO_ANSWER, name, *arguments)
-
-    async def _withdraw(self, number: Hashable) -> None:
-        with suppress(SchedulerClosed):
-            await self._begin("withdraw", number)[1]
-
-    def _begin(
-        self, name: str, *arguments: object, **named: object
-    ) -> tuple[int, asyncio.Future[Any]]:
-        """Make a call; returns its number and the future of its answer."""
-        if self._failure is not None:
-            raise self._failure
-        number, future = next(self._numbers), asyncio.get_running_loop().create_future()
-        self._send(number, name, *arguments, **named)
-        self._unanswered[number] = future
-        return number, future
-
-    def _send(self, number: int, name: str, *arguments: object, **named: object) -> None:
-        try:
-            content = pickle.dumps((name, arguments, named))
-        except Exception as error:
-            raise unsendable(f"an argument of {name}()", error) from error
-        if self._process is not None:
-            self._process.link.send(number, content)
-
-    async def _read(self, process: _Process) -> None:
-        """Receive what the process says, until it has ended."""
-        async for message in process.link.received():
-            self._receive(message)
-        code = await process.exit_code()
-        hint = ", which its output explains" if code > 0 else ""
-        self._fail(
-            SchedulerClosed(
-                f"the scheduler's process has ended with exit code {code}{hint}; open a new "
-                "scheduler."
-            )
-        )
-
-    def _receive(self, message: _Message) -> None:
-        future = self._unanswered.pop(message.number, None)
-        if future is None or future.done():
-            return
-        try:
-            answer: Answer = message.read()
-        except Exception as trouble:
-            future.set_exception(unsendable("the scheduler's answer", trouble))
-        else:
-            self._version = answer.version
-            if answer.raised is None:
-                future.set_result(answer.result)
-            else:
-                future.set_exception(answer.raised.again())
-        retrieved(future)
-
-    async def _forward(self, number: int, queue: PromptQueue) -> None:
-        """Send on what the trainer pushes into a queue of prompts."""
+    async def _forward(self, child: _Child, number: int, queue: PromptQueue) -> None:
+        """Send on the prompts that the trainer pushes into a queue."""
         try:
             async for prompt in queue:
-                self.tell(
+                self.notify(
                     "push", number, [prompt, *[await anext(queue) for _ in range(len(queue))]]
                 )
-            self.tell("end_queue", number)
+            self.notify("end_queue", number)
         except ConfigError as error:
-            self._fail(error)
-
-    def restore(self, path: Path | str) -> None:
-        if self._process is not None:
-            raise SchedulerClosed("restore() comes before the `with` block.")
-        self._order = replace(self._order, restored=absolute(path))
+            child.fail(error)
 
 
-# --- between the two -----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Order:
-    """What the scheduler's process begins with."""
-
-    make: Callable[..., AsyncRolloutScheduler]
-    arguments: tuple[object, ...]
-    named: Mapping[str, object]
-    restored: Path | None = None
-
-
-@dataclass(frozen=True)
-class _QueueOf:
-    """Stands for a queue of prompts of the trainer's process."""
-
-    number: int
-
-
-class _Process:
-    """The scheduler's process as the trainer's has it, and the link to it."""
+class _Child:
+    """The scheduler's process as the trainer's process has it: the transport to it, and its end."""
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[None] = loop.create_future()
+        self._failure: BaseException | None = None
+        """Why no request can be answered any more."""
+        self._waiting: dict[int, asyncio.Future[Reply]] = {}
         context = multiprocessing.get_context("spawn")
         ours, theirs = socket.socketpair()
-        self.link = _Link(ours, Path(tempfile.mkdtemp(prefix="aprilsched-")))
+        self._link = _Link(ours, Path(tempfile.mkdtemp(prefix="aprilsched-")))
         self._process = context.Process(
             target=_main,
-            args=(theirs, str(self.link.folder), os.getpid()),
+            args=(theirs, str(self._link.folder), os.getpid()),
             name="aprilsched",
         )
         try:
             with theirs:
                 self._process.start()
         except BaseException:
-            self.link.close()
+            self._link.close()
             raise
-        # Python's own one is held open by what the process forks.
+        # The sentinel of multiprocessing stays open while a process that this one forks runs.
         self._pidfd = _pidfd(self._process.pid or 0)
         self._sentinel = self._process.sentinel if self._pidfd is None else self._pidfd
         loop.add_reader(self._sentinel, self._has_ended, loop)
-        # At its end, Python waits for the process, which waits for this.
-        atexit.register(self.end, _CLOSE_S)
+        # At its exit, Python waits for the process, which waits for the pipe to close.
+        atexit.register(self.end, CLOSE_S)
+        self._reading = loop.create_task(self._read())
+
+    def send(self, request: Request) -> asyncio.Future[Reply]:
+        """Send a request; see :class:`~aprilsched.remote.Transport`."""
+        if self._failure is not None:
+            raise self._failure
+        try:
+            content = pickle.dumps(request)
+        except Exception as error:
+            raise unsendable(f"an argument of {request.name}()", error) from error
+        self._link.send(request.number, content)
+        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._waiting[request.number] = future
+        return future
+
+    async def _read(self) -> None:
+        """Receive replies until the process has ended."""
+        async for number, content in self._link.received():
+            future = self._waiting.pop(number, None)
+            if future is not None and not future.done():
+                try:
+                    future.set_result(pickle.loads(content))  # noqa: S301
+                except Exception as error:
+                    future.set_exception(unsendable("the scheduler's answer", error))
+                    ignore_error(future)
+        await asyncio.wait([self._ended], timeout=END_S)
+        self._process.kill()
+        await self._ended
+        self._process.join()
+        code = self._process.exitcode or 0
+        hint = ", which its output explains" if code > 0 else ""
+        self.fail(
+            SchedulerClosed(
+                f"the scheduler's process has ended with exit code {code}{hint}; open a new "
+                "scheduler."
+            )
+        )
+
+    def fail(self, failure: BaseException) -> None:
+        """Answer every request with `failure` from now on. Only the first failure counts."""
+        self._failure = self._failure or failure
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(self._failure)
+                ignore_error(future)
+        self._waiting.clear()
 
     def _has_ended(self, loop: asyncio.AbstractEventLoop) -> None:
         loop.remove_reader(self._sentinel)
-        # What it said before its end is still received.
-        self.link.hang_up()
+        # Its last replies are still received.
+        self._link.hang_up()
         self._ended.set_result(None)
 
     def terminate(self) -> None:
         """Ask the process to end."""
         self._process.terminate()
 
-    async def exit_code(self) -> int:
-        """Wait until the process has ended, and kill it if it stays. Returns its exit code; minus
-        the signal that killed it."""
-        await asyncio.wait([self._ended], timeout=_END_S)
-        self._process.kill()
-        await self._ended
-        self._process.join()
-        return self._process.exitcode or 0
+    async def close(self) -> None:
+        """Hang up and wait until the process has ended; it is killed if it stays."""
+        self.fail(closed_meanwhile())
+        self._link.hang_up()
+        await asyncio.shield(self._reading)
 
     def end(self, within: float = 0) -> None:
-        """Kill the process if it is still there after so many seconds, and remove what the link has
-        left. A forked process, which has a copy, leaves everything alone."""
-        if not self.link.ours:
+        """Kill the process if it still runs after `within` seconds, and remove the folder. A forked
+        process, which has a copy, leaves everything alone."""
+        if not self._link.ours:
             return
-        self.link.hang_up()
+        self._link.hang_up()
         if self._process.is_alive():
             wait([self._sentinel], within)
             self._process.kill()
             self._process.join()
-        self.link.close()
+        self._link.close()
         if self._pidfd is not None:
             os.close(self._pidfd)
             self._pidfd = None
@@ -386,31 +325,11 @@ class _Process:
 
 
 def _pidfd(pid: int) -> int | None:
-    """A file descriptor that is readable once a process has ended; None if there are none here."""
+    """A file descriptor that is readable once a process has ended; None on other systems."""
     try:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):
         return None
-
-
-@dataclass(frozen=True)
-class _Message:
-    number: int
-    content: bytes
-    in_file: bool
-
-    def read(self) -> Any:
-        """What was sent; a file is removed.
-
-        Raises:
-            Exception: if this process cannot read it.
-        """
-        if not self.in_file:
-            return pickle.loads(self.content)  # noqa: S301
-        path = Path(os.fsdecode(self.content))
-        content = path.read_bytes()
-        path.unlink()
-        return pickle.loads(content)  # noqa: S301
 
 
 class _Link:
@@ -423,7 +342,7 @@ class _Link:
         self._files = itertools.count()
         self._transport: asyncio.Transport | None = None
         self._unsent = bytearray()
-        """What was to be sent before the end was received from."""
+        """Messages that were sent before the loop of :meth:`received` started."""
 
     @property
     def ours(self) -> bool:
@@ -431,12 +350,12 @@ class _Link:
         return os.getpid() == self._pid
 
     def send(self, number: int, content: bytes) -> None:
-        """Send a message. If nobody reads any more, nothing is sent: whoever reads notices that.
+        """Send a message, unless the other side has hung up, which :meth:`received` notices.
 
         Raises:
             ConfigError: if the message needs a file, and that cannot be written.
         """
-        in_file = len(content) > _INLINE_BYTES
+        in_file = len(content) > INLINE_BYTES
         if in_file:
             path = self.folder / f"{self._pid}-{next(self._files)}"
             try:
@@ -448,14 +367,14 @@ class _Link:
                     "TMPDIR to another disk."
                 ) from error
             content = os.fsencode(path)
-        message = _HEADER.pack(len(content), number, in_file) + content
+        message = HEADER.pack(len(content), number, in_file) + content
         if self._transport is None:
             self._unsent += message
         elif not self._transport.is_closing():
             self._transport.write(message)
 
-    async def received(self) -> AsyncIterator[_Message]:
-        """Every message, until one of both sides hangs up."""
+    async def received(self) -> AsyncIterator[tuple[int, bytes]]:
+        """Yield the number and the content of each message, until one of both sides hangs up."""
         reader = asyncio.StreamReader()
         # A StreamWriter that a forked process drops takes this process's socket from its epoll.
         self._transport, _ = await asyncio.get_running_loop().create_connection(
@@ -465,16 +384,19 @@ class _Link:
         try:
             with suppress(asyncio.IncompleteReadError, OSError):
                 while True:
-                    header = await reader.readexactly(_HEADER.size)
-                    length, number, in_file = _HEADER.unpack(header)
-                    yield _Message(number, await reader.readexactly(length), in_file)
+                    header = await reader.readexactly(HEADER.size)
+                    length, number, in_file = HEADER.unpack(header)
+                    content = await reader.readexactly(length)
+                    if in_file:
+                        content = _read_and_remove(Path(os.fsdecode(content)))
+                    yield number, content
         finally:
-            # What could not be sent by now is wanted by nobody.
+            # No process waits for a message that could not be sent by now.
             self._transport.abort()
 
     def hang_up(self) -> None:
-        """Let both sides receive what was sent, and no more. To close the end would say nothing
-        while a forked process has a copy of it."""
+        """Let both sides receive what was sent, and no more. Closing the socket would have no
+        effect while a forked process has a copy of it."""
         with suppress(OSError):
             self._end.shutdown(socket.SHUT_RDWR)
 
@@ -486,110 +408,74 @@ class _Link:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
-# --- the scheduler's process ---------------------------------------------------------------------
+def _read_and_remove(path: Path) -> bytes:
+    content = path.read_bytes()
+    path.unlink()
+    return content
 
 
 def _main(end: socket.socket, folder: str, trainer: int) -> None:
-    """What the scheduler's process runs, until the trainer's process hangs up or has ended."""
-    # Ctrl-C reaches both processes. The trainer's decides what becomes of its call.
+    """Run the scheduler's process, until the trainer's process hangs up or has ended."""
+    # Ctrl-C reaches both processes. The trainer's decides about its call.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    asyncio.run(_Served(_Link(end, Path(folder))).run(trainer))
+    asyncio.run(_serve(_Link(end, Path(folder)), trainer))
+
+
+async def _serve(link: _Link, trainer: int) -> None:
+    served, replies = Served(), set[asyncio.Task[None]]()
+    watch = (trainer, asyncio.get_running_loop(), link)
+    threading.Thread(target=_end_with, args=watch, name="aprilsched-end", daemon=True).start()
+    async for number, content in link.received():
+        try:
+            request: Request = pickle.loads(content)  # noqa: S301
+        except Exception as error:
+            _send_reply(link, number, served.refusal(unsendable("an argument", error)))
+            continue
+        task = asyncio.create_task(_answer(served, link, request))
+        replies.add(task)
+        task.add_done_callback(replies.discard)
+    await served.close()
+    # A trainer that was killed has left the folder.
+    link.close()
+
+
+async def _answer(served: Served, link: _Link, request: Request) -> None:
+    _send_reply(link, request.number, await served.answer(request))
+
+
+def _send_reply(link: _Link, number: int, reply: Reply) -> None:
+    try:
+        try:
+            content = pickle.dumps(reply)
+        except BaseException as trouble:
+            raise ConfigError(
+                f"what the scheduler returned cannot be sent to the trainer's process "
+                f"({summary_of(trouble)}); give prompts only metadata that pickle can take."
+            ) from trouble
+        link.send(number, content)
+    except ConfigError as refused:
+        raised = Raised.of(refused)
+        link.send(number, pickle.dumps(replace(reply, result=None, raised=raised)))
 
 
 def _end_with(trainer: int, loop: asyncio.AbstractEventLoop, link: _Link) -> None:
-    """Hang up when the trainer's process has ended, and end this one if that does not do it: user
-    code may block its loop, and it would keep the store and the engines.
+    """Hang up when the trainer's process has ended, and end this process if that has no effect:
+    user code may block its loop, and it would keep the store and the engines.
 
-    This is a thread of its own. A death signal would come when the trainer's thread ends that began
-    this process.
+    This is a thread of its own. A death signal would come at the end of the trainer's thread that
+    started this process.
     """
     pidfd = _pidfd(trainer)
-    # Another process may have its number by now. Nobody else can be this one's parent by it.
+    # The id may belong to another process by now, which is not the parent of this one.
     if pidfd is not None and os.getppid() == trainer:
         wait([pidfd])
     while os.getppid() == trainer:
-        time.sleep(_LOOK_S)
+        time.sleep(PARENT_POLL_S)
     noticed = threading.Event()
     with suppress(RuntimeError):
         loop.call_soon_threadsafe(noticed.set)
     link.hang_up()
-    if noticed.wait(SILENT_S):
-        time.sleep(_CLOSE_S)
+    if noticed.wait(SILENCE_S):
+        time.sleep(CLOSE_S)
     link.close()
     os._exit(1)
-
-
-class _Served(Served):
-    """Answers the calls of the trainer's process."""
-
-    def __init__(self, link: _Link) -> None:
-        super().__init__()
-        self._link = link
-        self._queues: dict[int, PromptQueue] = {}
-
-    async def run(self, trainer: int) -> None:
-        loop = asyncio.get_running_loop()
-        watch = (trainer, loop, self._link)
-        threading.Thread(target=_end_with, args=watch, name="aprilsched-end", daemon=True).start()
-        async for message in self._link.received():
-            self._handle(message.number, message)
-        await self.close()
-        # A trainer that was killed has left the folder.
-        self._link.close()
-
-    async def open(self, order: _Order) -> None:
-        made = checked_scheduler(
-            order.make(
-                *(self._replaced(each) for each in order.arguments),
-                **{name: self._replaced(each) for name, each in order.named.items()},
-            )
-        )
-        if order.restored is not None:
-            made.restore(order.restored)
-        await made.__aenter__()
-        self.scheduler = made
-
-    def _replaced(self, argument: object) -> object:
-        if isinstance(argument, _QueueOf):
-            return self._queues.setdefault(argument.number, PromptQueue())
-        return argument
-
-    def _handle(self, number: int, message: _Message) -> None:
-        try:
-            name, arguments, named = message.read()
-        except Exception as error:
-            refused = unsendable("an argument", error)
-            self._reply(number, Answer(version=self.version, raised=Raised.of(refused)))
-            return
-        if number == _NO_ANSWER:
-            getattr(self, name)(*arguments)
-            return
-        if name == "withdraw":
-            # At once: what is told next, that a batch has not arrived, is said of this call.
-            self.cancel(*arguments)
-            self._reply(number, Answer(version=self.version))
-            return
-        call = self.begin(number, name, arguments, named)
-        call.add_done_callback(lambda _: self._reply(number, self.outcome(call)))
-
-    def _reply(self, number: int, answer: Answer) -> None:
-        try:
-            try:
-                content = pickle.dumps(answer)
-            except BaseException as trouble:
-                raise ConfigError(
-                    f"what the scheduler returned cannot be sent to the trainer's process "
-                    f"({said(trouble)}); give prompts only metadata that pickle can take."
-                ) from trouble
-            self._link.send(number, content)
-        except ConfigError as refused:
-            raised = Raised.of(refused)
-            self._link.send(number, pickle.dumps(replace(answer, result=None, raised=raised)))
-
-    # --- what it is told, without an answer ----------------------------------------------------
-
-    def push(self, number: int, prompts: Sequence[Prompt]) -> None:
-        self._queues[number].put(*prompts)
-
-    def end_queue(self, number: int) -> None:
-        self._queues[number].close()

@@ -324,9 +324,7 @@ def token_array(ids: Sequence[int] | Int32Array, what: str) -> Int32Array:
     try:
         array = np.asarray(ids)
     except ValueError as error:
-        raise ConfigError(
-            f"{what} must be a row of integer token ids ({error})."
-        ) from error
+        raise ConfigError(f"{what} must be a row of integer token ids ({error}).") from error
     if array.dtype.kind in "US":
         raise ConfigError(f"{what} is text; give the ids that the model's tokenizer makes of it.")
     if array.ndim != 1 or array.size == 0:

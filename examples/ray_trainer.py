@@ -89,7 +89,7 @@ class Trainer:
         """Write the weights, and tell who loads them."""
         self.weights.mkdir(exist_ok=True)
         (self.weights / "config.json").write_text("{}")
-        (self.weights / "model.safetensors").write_bytes(self.trained.to_bytes(8, "little"))
+        (self.weights / "model.safetensors").write_bytes((self.trained + 1).to_bytes(8, "little"))
         return DiskPublisher(self.weights)
 
 
@@ -122,8 +122,8 @@ def main() -> None:
     ray.init(namespace="aprilsched-example")
     servers = SGLangServers(
         given.servers,
-        ["--model-path", given.model],
-        tensor_parallel=given.tensor_parallel,
+        ["--model-path", given.model, "--tp-size", str(given.tensor_parallel)],
+        gpus=given.tensor_parallel,
         host=given.host,
         logs=given.folder / "logs",
     )

@@ -25,8 +25,9 @@ from aprilsched.weights.publisher import WeightPublisher
 
 
 class AsyncScheduler(ABC):
-    """What every asyncio scheduler is to a trainer. Use it as ``async with ... as rollouts``; in
-    the block ``async for batch in rollouts`` gives batches until the prompts end."""
+    """The methods that every asyncio scheduler has for a trainer. Use it as
+    ``async with ... as rollouts``; in the block ``async for batch in rollouts`` gives batches until
+    the prompts end."""
 
     @property
     @abstractmethod
@@ -143,6 +144,18 @@ class AsyncScheduler(ABC):
         """Bring the trainer's new weights into every engine."""
 
     @abstractmethod
+    def paused_for_weights(
+        self, *, version: int | None = None, label: bool = False
+    ) -> AbstractAsyncContextManager[tuple[str, ...]]:
+        """Pause the engines while the trainer loads new weights by calls of its own."""
+
+    @abstractmethod
+    def asleep(
+        self, *, tags: Sequence[str] = ("kv_cache", "weights")
+    ) -> AbstractAsyncContextManager[None]:
+        """Release the engines' GPU memory for a trainer on the same GPUs."""
+
+    @abstractmethod
     async def checkpoint(self, path: Path | str, *, acknowledge: bool = True) -> None:
         """Write the scheduler's state to a file, for the trainer's own checkpoint."""
 
@@ -175,23 +188,6 @@ class AsyncScheduler(ABC):
             return await self.next_batch()
         except PromptsExhausted:
             raise StopAsyncIteration from None
-
-
-class FleetScheduler(AsyncScheduler):
-    """A scheduler of one fleet: a trainer may also load weights itself, and borrow the memory of
-    the engines."""
-
-    @abstractmethod
-    def paused_for_weights(
-        self, *, version: int | None = None, label: bool = False
-    ) -> AbstractAsyncContextManager[tuple[str, ...]]:
-        """Pause the engines while the trainer loads new weights by calls of its own."""
-
-    @abstractmethod
-    def asleep(
-        self, *, tags: Sequence[str] = ("kv_cache", "weights")
-    ) -> AbstractAsyncContextManager[None]:
-        """Release the engines' GPU memory for a trainer on the same GPUs."""
 
 
 async def waited(offer: Awaitable[Batch], within: float | None) -> Batch:

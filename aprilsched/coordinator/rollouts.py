@@ -9,13 +9,13 @@ from collections.abc import AsyncIterable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal, Self, TypedDict
 
 from aprilsched.coordinator.episodes import Episode
 from aprilsched.coordinator.live_bias import BiasNow
 from aprilsched.coordinator.logprob_comparison import OTHER_WEIGHTS_K3, compared
 from aprilsched.coordinator.prompts import PromptSource, checked_evaluation
-from aprilsched.coordinator.protocol import FleetScheduler, waited
+from aprilsched.coordinator.protocol import AsyncScheduler, waited
 from aprilsched.coordinator.refits import RefitReport
 from aprilsched.coordinator.session import Session
 from aprilsched.coordinator.updates import Updates
@@ -37,7 +37,21 @@ from aprilsched.weights.publisher import WeightPublisher
 log = logging.getLogger("aprilsched")
 
 
-class RolloutScheduler(FleetScheduler):
+class SchedulerOptions(TypedDict, total=False):
+    """The keyword arguments of :class:`RolloutScheduler`, which describes them."""
+
+    reward: Reward | GroupReward | None
+    reward_scope: Literal["rollout", "group"]
+    accept: Accept | None
+    episode: Episode | None
+    config: SchedulerConfig | None
+    planner: Planner | None
+    listeners: Sequence[AnyListener]
+    run_id: str | None
+    store: Store | None
+
+
+class RolloutScheduler(AsyncScheduler):
     """Keeps a fleet of engines full and delivers batches of whole groups.
 
     Use it as ``async with RolloutScheduler(...) as rollouts``. In this block, ``async for batch in
@@ -274,6 +288,10 @@ class RolloutScheduler(FleetScheduler):
         """Acknowledge batches by their numbers, as :meth:`aprilsched.Batch.acknowledge` does; for
         a trainer whose batches are copies, in another process."""
         self._session.durability.acknowledge(batches)
+
+    async def saved(self) -> None:
+        """Wait until the store, if there is one, has everything up to now."""
+        await self._session.durability.saved()
 
     def trainer_has(self, batches: Iterable[int], groups: Iterable[int] = ()) -> None:
         """Say which batches the trainer has that were not acknowledged, and which groups of a batch

@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, fields
 from email.utils import parsedate_to_datetime
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 from weakref import WeakValueDictionary
 
 import aiohttp
@@ -517,26 +517,6 @@ _ERROR_BYTES = 2**16
 _ATTEMPTS = 3
 _UNWRITABLE = (TypeError, ValueError, OverflowError, RecursionError)
 """The exceptions of encoding JSON; a lone surrogate in a string is a ValueError."""
-
-
-class ControlCalls(Protocol):
-    """The control calls of one server: :class:`Transport`, or a server in this process."""
-
-    async def call(
-        self,
-        method: str,
-        path: str,
-        body: object = None,
-        *,
-        timeout: float,  # noqa: ASYNC109 - as Transport.call
-        accept: tuple[int, ...] = (200,),
-        repeatable: bool = True,
-        admin: bool = True,
-        query: Mapping[str, str] | None = None,
-        at_most: int | None = None,
-    ) -> Answer:
-        """Make one call; see :meth:`Transport.call`."""
-        ...
 
 
 class Transport:

@@ -46,7 +46,6 @@ from aprilsched.engines.http import (
     UNREADABLE,
     Allowance,
     Answer,
-    ControlCalls,
     HttpLimits,
     ServerAddress,
     Transport,
@@ -100,7 +99,7 @@ class Questions:
 
     engine: str
     program: str
-    server: ControlCalls
+    server: Transport
     timeout: float
 
     async def ask(
@@ -209,7 +208,7 @@ class Control(Generic[FactsT]):
     def __init__(
         self,
         name: str,
-        server: ControlCalls,
+        server: Transport,
         limits: HttpLimits,
         *,
         stream_interval: int,

@@ -3,7 +3,7 @@
 - :func:`start_scheduler` starts a scheduler as a named actor. A trainer on any node uses it by
   that name: :class:`ActorScheduler` if the trainer is asyncio code, :class:`RolloutScheduler` if
   it is not.
-- :class:`SGLangServers` starts SGLang servers as actors, on GPUs of their own, and restarts them.
+- :class:`SGLangServers` starts SGLang servers as actors, on GPUs of their own.
 - :class:`RayFleet` is a fleet of the SGLang servers of any Ray actors.
 - :class:`FromTrainer` runs a publisher in the trainer's process, where the tensors are.
 
@@ -11,14 +11,11 @@ Invariant: the death of any actor, and of the trainer, loses no rollout and deli
 the scheduler has a store.
 """
 
-from aprilsched.ray.scheduler import (
-    ActorScheduler,
-    RolloutScheduler,
-    start_scheduler,
-    stop_scheduler,
-)
-from aprilsched.ray.servers import RayFleet, SGLangServers
-from aprilsched.remote import FromTrainer
+from aprilsched.ray.actor import start_scheduler, stop_scheduler
+from aprilsched.ray.fleet import RayFleet
+from aprilsched.ray.scheduler import ActorScheduler, RolloutScheduler
+from aprilsched.ray.servers import SGLangServers
+from aprilsched.weights.from_trainer import FromTrainer
 
 __all__ = [
     "ActorScheduler",

@@ -19,7 +19,7 @@ import pytest
 from tests.sglang.recorded import TOLERANCE, scores
 from tests.sglang.server import HERE, server_environment, server_python
 from tests.support import ray_parts
-from tests.support.ray_cluster import listening_process, local_cluster, pid_of
+from tests.support.ray_cluster import listening_process, local_cluster, pid_of, url_of
 
 ray = pytest.importorskip("ray")
 
@@ -114,25 +114,19 @@ def test_everybody_dies_and_nothing_is_lost_or_doubled(
         def scheduler() -> Any:
             return ray.get_actor(ray_parts.NAME)
 
-        def runs(server: str) -> bool:
-            try:
-                return started.urls()[server] is not None
-            except ray.exceptions.RayActorError:
-                return False
-
         def dies(what: Callable[[], None], how_many: int = 4) -> None:
             after = training.steps() + how_many
             training.until(lambda: training.steps() >= after)
             what()
 
-        dies(lambda: os.kill(listening_process(started.urls()[first]), signal.SIGKILL))
+        dies(lambda: os.kill(listening_process(url_of(first)), signal.SIGKILL))
         dies(lambda: os.kill(pid_of(scheduler()), signal.SIGKILL))
         dies(lambda: os.kill(pid_of(training.actor), signal.SIGKILL))
-        training.until(lambda: runs(first))
+        training.until(lambda: url_of(first) is not None)
         dies(lambda: ray.kill(ray.get_actor(second), no_restart=False))
         dies(lambda: ray.kill(scheduler(), no_restart=False))
         dies(lambda: ray.kill(training.actor, no_restart=False))
-        training.until(lambda: runs(second))
+        training.until(lambda: url_of(second) is not None)
         dies(lambda: os.kill(pid_of(ray.get_actor(first)), signal.SIGKILL))
         dies(lambda: None)
         known = training.stop()

@@ -29,6 +29,7 @@ __all__ = [
     "FatalPublisher",
     "endless",
     "fatal_store",
+    "few",
     "restoring",
     "served",
     "unmade",
@@ -42,6 +43,11 @@ def endless(tokens: int = 3) -> Iterator[Prompt]:
     for key in itertools.count():
         ids = np.full(tokens, key % 100 + 5, dtype=np.int32)
         yield Prompt(input_ids=ids, key=key)
+
+
+def few() -> Iterator[Prompt]:
+    """Prompts of an evaluation."""
+    return itertools.islice(endless(), 2)
 
 
 def served(

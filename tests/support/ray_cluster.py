@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-__all__ = ["listening_process", "local_cluster", "pid_of", "runs", "two_nodes"]
+__all__ = ["listening_process", "local_cluster", "pid_of", "runs", "two_nodes", "url_of"]
 
 
 @contextmanager
@@ -73,8 +73,17 @@ def runs(pid: int) -> bool:
         return False
 
 
+def url_of(name: str) -> str | None:
+    """The URL of a server by the name of its actor; None while Ray restarts that."""
+    ray: Any = pytest.importorskip("ray")
+    try:
+        return ray.get(ray.get_actor(name).get_url.remote())
+    except ray.exceptions.RayActorError:
+        return None
+
+
 def listening_process(url: str | None) -> int:
-    """The process that listens at `url`; not the guard, which has it in its arguments too."""
+    """The process that listens at `url`; not the launcher, which has it in its arguments too."""
     assert url is not None, "the server does not run"
     port = url.rpartition(":")[2].encode()
     for entry in Path("/proc").iterdir():
@@ -82,6 +91,6 @@ def listening_process(url: str | None) -> int:
             command = (entry / "cmdline").read_bytes().split(b"\0")
         except (NotADirectoryError, FileNotFoundError, ProcessLookupError):
             continue
-        if port in command and command[0] != b"/bin/sh":
+        if port in command and not command[1].endswith(b"launcher.py"):
             return int(entry.name)
     raise AssertionError(f"nothing listens at {url}")

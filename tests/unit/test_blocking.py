@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import inspect
 import signal
 import sys
 import threading
@@ -28,6 +29,7 @@ from aprilsched import (
     SimPublisher,
     blocking,
 )
+from aprilsched.coordinator.rollouts import SchedulerOptions
 from aprilsched.core.messages.events import VersionSeen
 from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import SchedulerClosed
@@ -97,9 +99,15 @@ def test_it_has_every_public_name_of_the_other():
         return {name for name in dir(cls) if not name.startswith("_")}
 
     # What the fronts of a scheduler ask, and a trainer does not.
-    fronts = {"acknowledge", "hand_back", "hold", "offered", "restores", "stored"}
+    fronts = {"acknowledge", "hand_back", "hold", "offered", "restores", "saved", "stored"}
     fronts |= {"suspect_weights", "take", "trainer_has", "trust_weights"}
     assert public(aprilsched.RolloutScheduler) - fronts <= public(blocking.RolloutScheduler)
+
+
+def test_the_options_are_the_keywords_of_the_other():
+    parameters = inspect.signature(aprilsched.RolloutScheduler).parameters.values()
+    keywords = {each.name for each in parameters if each.kind is each.KEYWORD_ONLY}
+    assert SchedulerOptions.__annotations__.keys() == keywords
 
 
 class InterruptAt:

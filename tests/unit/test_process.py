@@ -167,8 +167,8 @@ def test_a_process_that_does_not_react_is_killed_with_the_second_interrupt(tmp_p
 @pytest.fixture
 def stopped(monkeypatch: pytest.MonkeyPatch) -> Iterator[process.RolloutScheduler]:
     """A scheduler whose process stands still after its first batch, with prompts on their way."""
-    monkeypatch.setattr(remote, "SILENT_S", 0.5)
-    monkeypatch.setattr(process, "_END_S", 0.5)
+    monkeypatch.setattr(remote, "SILENCE_S", 0.5)
+    monkeypatch.setattr(process, "END_S", 0.5)
     queue = PromptQueue()
     queue.put(*(prompt([number]) for number in range(1, 5)))
     with process.RolloutScheduler(in_a_process.pushed, queue, batch_groups=2) as rollouts:
@@ -195,7 +195,7 @@ def test_a_process_that_goes_on_has_lost_no_batch(stopped: process.RolloutSchedu
 def test_stops_forks_and_short_timeouts_at_random_lose_no_batch(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(remote, "SILENT_S", 0.2)
+    monkeypatch.setattr(remote, "SILENCE_S", 0.2)
     rng, got, forks = random.Random(seed), list[int](), list[int]()
     with process.RolloutScheduler(in_a_process.simple, pace="asynchronous") as rollouts:
         scheduler = child().pid
@@ -446,6 +446,11 @@ def test_an_interrupted_update_of_the_trainers_process_runs_to_its_end(
         helper.join()
         save.go_on.set()
         assert rollouts.next_batch().version == rollouts.version == 1
+
+
+def test_the_tables_of_requests_share_no_name():
+    assert not remote.CALLS.keys() & remote.NOTICES.keys()
+    assert remote.BLOCKS.keys() == {"asleep", "paused_for_weights"}
 
 
 def test_what_moves_no_tensors_needs_no_wrapper():

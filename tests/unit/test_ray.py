@@ -224,7 +224,7 @@ async def test_an_actor_is_killed_and_restarted_in_mid_generation_and_nothing_is
 async def test_a_busy_actor_keeps_its_server_in_the_fleet(
     servers: list[Any], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("aprilsched.ray.servers._ANSWER_S", 0.2)
+    monkeypatch.setattr("aprilsched.ray.fleet.ANSWER_S", 0.2)
     busy, free = start(Server), servers[0]
     async with opened(RayFleet([busy, free], poll_s=POLL_S)) as fleet:
         names = [engine.name for engine in fleet.engines]

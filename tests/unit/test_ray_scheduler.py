@@ -428,7 +428,7 @@ async def test_an_actor_that_is_not_there():
 async def test_an_actor_that_cannot_be_placed(
     server: ThreadedServer, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("aprilsched.ray.scheduler._READY_S", 0.5)
+    monkeypatch.setattr("aprilsched.ray.actor.READY_S", 0.5)
     start_scheduler(NAME, partial(in_an_actor.served, server.url), num_cpus=1000)
     with pytest.raises(SchedulerClosed, match=r"does not answer.*look at `ray status`"):
         async with ActorScheduler(NAME, wait_s=2.0):
@@ -459,3 +459,20 @@ async def test_a_function_that_the_actor_cannot_import(
     with pytest.raises(ConfigError, match="No module named 'only_here'"):
         async with ActorScheduler(NAME):
             pass
+
+
+async def test_a_call_that_is_older_than_the_last_batch_brings_none_back(
+    server: ThreadedServer, store: Path
+):
+    """Ray repeats a call that was sent before the trainer took the batches. It may come first."""
+    start(in_an_actor.served, server.url, store, max_new_tokens=400)
+    async with asyncio.timeout(WAIT_SECONDS), ActorScheduler(NAME) as rollouts:
+        batches = [await rollouts.next_batch()]
+        old = [asyncio.create_task(rollouts.state()) for _ in range(20)]
+        evaluated = asyncio.create_task(rollouts.evaluate(list(in_an_actor.few())))
+        await asyncio.sleep(0)
+        batches.append(await rollouts.next_batch())
+        kill()
+        batches += [await rollouts.next_batch() for _ in range(2)]
+        await asyncio.gather(evaluated, *old)
+        assert_nothing_is_lost_or_doubled(batches, await in_flight(rollouts))

@@ -79,6 +79,7 @@ REASONED = {
     },
     "imports subprocess": {
         "aprilsched.coordinator.planning": "this library in Python's own executable alone",
+        "aprilsched.ray.launcher": "the command of a server, from `aprilsched.ray.servers`",
         "aprilsched.ray.servers": "the command of a server, which the user's own program gives",
     },
     "imports runpy": {

@@ -81,20 +81,6 @@ def assert_tokens(chunks: list[Chunk], count: int) -> None:
     np.testing.assert_allclose(logprobs, -np.arange(count) / 10, rtol=1e-6)
 
 
-def test_an_event_may_be_an_object() -> None:
-    """SGLang in this process gives what it would write as JSON."""
-    payloads = event(0, 1), event(1, 5, finish=LENGTH, spans=[("7", 0, 5)])
-    assembler = ChunkAssembler("engine:1", asked())
-    chunks = [assembler.convert(json.loads(payload)) for payload in payloads]
-    assert_tokens(chunks, 5)
-    assert chunks[1].spans == feed(*payloads)[1].spans == (VersionSpan(version=7, start=0, end=5),)
-    for logprob in (float("nan"), float("-inf"), "-1", None):
-        broken = json.loads(event(0, 1))
-        broken["meta_info"]["output_token_logprobs"] = [(logprob, 100, None)]
-        with pytest.raises(EngineProtocolError, match="sent an event that cannot be read"):
-            ChunkAssembler("engine:1", asked()).convert(broken)
-
-
 def test_labels_may_count_from_another_version_than_0() -> None:
     assembler = ChunkAssembler("engine:1", asked(), first_version=40)
     spans = [("default", 0, 2), ("7", 2, 5)]
@@ -493,20 +479,16 @@ def test_tokens_without_their_sampling_mask_are_refused() -> None:
         assembler.feed(event(0, 2))
 
 
-@pytest.mark.parametrize("as_object", [False, True])
-def test_what_a_request_keeps_comes_with_its_last_event(as_object: bool) -> None:
+def test_what_a_request_keeps_comes_with_its_last_event() -> None:
     sampling = SamplingParams(
         max_new_tokens=MAX_TOKENS, keep=("hidden_states", "dp_rank", "large", "missing")
     )
     assembler = ChunkAssembler("engine:1", msgspec.structs.replace(asked(), sampling=sampling))
 
-    def fed(payload: bytes) -> Chunk:
-        return assembler.convert(json.loads(payload)) if as_object else assembler.feed(payload)
-
-    assert fed(event(0, 2, dp_rank=1)).answer is None
+    assert assembler.feed(event(0, 2, dp_rank=1)).answer is None
     large = "x" * ANSWER_BYTES
     entries = {"hidden_states": [[0.5, 1]], "dp_rank": None, "large": large, "other": 1}
-    answer = fed(event(2, 5, finish=LENGTH, spans=[("0", 0, 5)], **entries)).answer
+    answer = assembler.feed(event(2, 5, finish=LENGTH, spans=[("0", 0, 5)], **entries)).answer
     assert answer is not None
     assert answer.values == {"hidden_states": [[0.5, 1]], "dp_rank": None}
     assert answer.sizes == {"hidden_states": 10, "dp_rank": 4, "large": ANSWER_BYTES + 2}

@@ -282,23 +282,13 @@ class ChunkAssembler(ResponseReader):
     @guarded
     def chunk(self, event: StreamEvent, payload: bytes) -> Chunk:
         """Return the chunk of an event of this request; errors as :meth:`feed`."""
-        last = self._keep and event.meta_info is not None and event.meta_info.finish_reason
-        return self._of(event, msgspec.json.decode(payload) if last else None)
-
-    @guarded
-    def convert(self, output: Mapping[str, Any]) -> Chunk:
-        """Return the chunk of an event that is an object, not yet JSON; errors as :meth:`feed`."""
-        return self._of(msgspec.convert(output, StreamEvent), output)
-
-    def _of(self, event: StreamEvent, output: Mapping[str, Any] | None) -> Chunk:
-        """The chunk of an event, which is `output` before it was typed."""
         if event.error is not None:
             raise self._rejected(event.error.message, event.error.code)
         if event.meta_info is None:
             raise self.broken("sent an event without meta_info")
         entries: Mapping[str, Any] = {}
-        if self._keep and output is not None:
-            entries = output["meta_info"]
+        if self._keep and event.meta_info.finish_reason:
+            entries = msgspec.json.decode(payload)["meta_info"]
         return self._chunk(event.output_ids or [], event.meta_info, entries)
 
     def _chunk(self, output_ids: list[int], meta: MetaInfo, entries: Mapping[str, Any]) -> Chunk:

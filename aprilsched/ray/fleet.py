@@ -1,0 +1,140 @@
+"""A fleet of SGLang servers that Ray actors own.
+
+Trainers on Ray start each server inside an actor, and know the actors and not their addresses. An
+actor that dies is restarted by Ray, often with a server at another address.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, Unpack
+
+from aprilsched.engines.fleet import ServerSettings
+from aprilsched.engines.sglang.http_engine import SGLangListedFleet
+from aprilsched.errors import ConfigError
+from aprilsched.ray.library import exceptions, named
+
+ADDRESS_METHODS = ("get_url", "get_server_address")
+"""Methods that return the address of an actor's server: slime's, and verl's."""
+FIRST_ANSWER_S = 600.0
+"""Seconds that actors have for their answers when the fleet is opened: they may be starting their
+servers."""
+ANSWER_S = 5.0
+"""Seconds that an actor has for its answer later. A busy one, such as one that loads weights, keeps
+its last address."""
+
+
+class RayFleet(SGLangListedFleet):
+    """The SGLang servers of Ray actors, as the actors die and are restarted.
+
+    .. code-block:: python
+
+        servers = [Server.options(max_restarts=-1).remote() for _ in range(4)]
+        async with RolloutScheduler(RayFleet(servers), prompts) as rollouts: ...
+
+    Every `poll_s` seconds each actor is asked for the address of its server. When an actor has
+    died, its server leaves the fleet, unless it is the last one, and its rollouts continue on the
+    others. When Ray has restarted the actor, its server joins again, at whatever address it has
+    then. An actor that is busy keeps its address.
+
+    Ray must be connected (``ray.init()``) before the fleet is opened.
+
+    Args:
+        actors: handles of actors, or names of named actors. A name is looked up every time, so
+            that another actor may take the place of one that died.
+        address: asks an actor for its address, ``lambda actor: actor.where.remote()``. By default
+            the method ``get_url`` or ``get_server_address`` of the actor is called. The answer is
+            a URL, ``"host:port"``, or a pair of host and port; None if the actor has no server,
+            as on the further nodes of a server that spans several. If an actor raises instead,
+            :meth:`open` raises that, and later the fleet asks again.
+        namespace: Ray namespace of the names; None for that of this process.
+        model_path: refuse servers that serve another model; None accepts any one model.
+        poll_s: seconds between two questions for the addresses.
+        settings: as of :class:`~aprilsched.SGLangFleet`.
+
+    Raises:
+        ConfigError: if there is no actor, or if `poll_s` is not above 0.
+    """
+
+    def __init__(
+        self,
+        actors: Sequence[Any],
+        *,
+        address: Callable[[Any], Any] | None = None,
+        namespace: str | None = None,
+        model_path: str | None = None,
+        poll_s: float = 5.0,
+        **settings: Unpack[ServerSettings],
+    ) -> None:
+        if isinstance(actors, str):
+            raise ConfigError(f"actors is the string {actors!r}; give a list of names or handles.")
+        if not actors:
+            raise ConfigError("The list of actors is empty; give at least one.")
+        self._actors = tuple(actors)
+        self._address = address or _address
+        self._namespace = namespace
+        self._known: dict[int, str | None] = {}
+        """Address that each actor gave last, by its position; None if it has no server."""
+        self._opening = False
+        super().__init__(self._urls, model_path=model_path, poll_s=poll_s, **settings)
+
+    async def open(self) -> None:
+        """Ask the actors, which may take minutes while they start their servers, and open each
+        server; see :meth:`aprilsched.SGLangListedFleet.open`."""
+        self._known.clear()
+        self._opening = True
+        try:
+            await super().open()
+        finally:
+            self._opening = False
+
+    async def _urls(self) -> Sequence[str]:
+        """Return the URLs of the servers whose actors live."""
+        await asyncio.gather(*(self._ask(number) for number in range(len(self._actors))))
+        return [url for _, url in sorted(self._known.items()) if url is not None]
+
+    async def _ask(self, number: int) -> None:
+        actor = self._actors[number]
+        try:
+            async with asyncio.timeout(FIRST_ANSWER_S if self._opening else ANSWER_S):
+                if isinstance(actor, str):
+                    actor = await asyncio.to_thread(named, actor, self._namespace)
+                if actor is None:
+                    self._known.pop(number, None)
+                else:
+                    self._known[number] = _url(await self._address(actor))
+        except exceptions.RayActorError:  # It has died, or is just being restarted.
+            self._known.pop(number, None)
+        except (exceptions.RayTaskError, TimeoutError):
+            # An actor that was restarted may have no server yet, and raise.
+            if self._opening:
+                raise
+
+
+def _address(actor: Any) -> Any:
+    """Ask the actor by the method that it has."""
+    for name in ADDRESS_METHODS:
+        method = getattr(actor, name, None)
+        if method is not None:
+            return method.remote()
+    raise ConfigError(
+        f"{actor} has neither {' nor '.join(ADDRESS_METHODS)}; say by address= how to ask it for "
+        "the address of its server."
+    )
+
+
+def _url(answer: Any) -> str | None:
+    """The URL in the answer of an actor."""
+    if answer is None:
+        return None
+    if not isinstance(answer, str):
+        try:
+            host, port = answer
+        except (TypeError, ValueError):
+            raise ConfigError(
+                f"an actor gave {answer!r} as the address of its server; let address= ask for a "
+                "URL, or for host and port."
+            ) from None
+        answer = f"[{host}]:{port}" if ":" in host and "[" not in host else f"{host}:{port}"
+    return answer if "://" in answer else f"http://{answer}"
