@@ -544,18 +544,6 @@ class LawFigures:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class InFlightFigures:
-    """Launched for training and not delivered when the run ended."""
-
-    rollouts: int
-    unfinished: int
-    """Of them; the others wait for their siblings or their batch."""
-    mean_tokens_so_far: float
-    expected_mean_length: float
-    """Of all of them in the end: tokens so far plus the mean of the rest, given those."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class TransientFigures:
     """The bias of what was delivered that goes to zero, because what is missing is in flight.
 
@@ -590,28 +578,15 @@ class DecileFigures:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DropFigures:
-    """What was dropped for one reason."""
-
-    rollouts: int
-    tokens: int
-    """That they had."""
-    expected_mean_length: float | None
-    """They would have had in the end; None where it cannot be estimated."""
-    effect: float | None
-    """Bias of everything else that comes of it. It does not go away."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class CensoringFigures:
-    """Did the schedule select responses by their length?"""
+    """Whether drops select long responses."""
 
     policies: list[str]
-    """The reasons, as the ledger names them, by which it did; empty for none."""
-    by_reason: dict[str, DropFigures] = field(default_factory=dict[str, DropFigures])
+    """Reasons of these drops, as in the ledger; empty if drops do not select long responses."""
     effect: float | None = None
-    """Of those policies together."""
+    """Lasting bias of the delivered lengths caused by these drops, at least; None without."""
     warning: str | None = None
+    """The finding and its remedy in one sentence; None without."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -635,15 +610,14 @@ class BiasFigures:
     delivered_mean_length: float | None = None
     delivered_mean_length_by_batch: list[float] = field(default_factory=list[float])
     drawn: LawFigures | None = None
-    """The law that lengths are drawn from, by Kaplan and Meier's estimate: everything launched,
-    with what is in flight or was dropped unfinished as censored."""
+    """Law of all launched responses, by Kaplan and Meier's estimate: those in flight or dropped
+    unfinished count as censored."""
     delivered: LawFigures | None = None
-    """Of what the trainer got."""
-    in_flight: InFlightFigures | None = None
+    """Law of the delivered responses."""
     transient: TransientFigures | None = None
     by_length_decile: DecileFigures | None = None
     dropped_tokens: dict[str, int] = field(default_factory=dict[str, int])
-    """Discarded, by reason, as the ledger counts them."""
+    """Number of dropped tokens by reason, as in the ledger."""
     censoring: CensoringFigures = field(default_factory=lambda: CensoringFigures(policies=[]))
 
 
