@@ -21,6 +21,8 @@
 # %matplotlib inline
 from pathlib import Path
 
+import pictures
+
 from aprilsched.analysis import plots
 from aprilsched.analysis.run import read_run
 from aprilsched.analysis.usage import usage_of
@@ -65,7 +67,7 @@ both = {
     "Wait for all": waiting_usage,
     "APRIL: start twice as many, hand over the first half, carry the rest": carrying_usage,
 }
-plots.first_look(both, seconds=carrying_usage.wall)
+pictures.first_look(both, seconds=carrying_usage.wall)
 
 # %%
 tail = waiting_usage.shares["tail"]

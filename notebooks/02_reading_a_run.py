@@ -20,6 +20,7 @@
 from pathlib import Path
 
 import numpy as np
+import pictures
 
 from aprilsched.analysis import plots
 from aprilsched.analysis.run import read_run
@@ -63,7 +64,7 @@ print(f"{'together':11}{sum(usage.shares.values()):7.1%}")
 # If a row is paler than the others, its engine was slow or had less to do. The number of tokens that it generated in its busy time tells which.
 
 # %%
-plots.engine_strip(usage)
+pictures.engine_strip(usage)
 
 # %%
 busy = usage.seconds[:, [PART_INDEX[part] for part in BUSY]].sum(axis=1)

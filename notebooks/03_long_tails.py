@@ -21,10 +21,10 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+import pictures
 
 from aprilsched import LongTailWorkload, SchedulerConfig
-from aprilsched.analysis import plots
-from aprilsched.analysis.lengths_of_run import known_lengths, law_band, law_of
+from aprilsched.analysis.lengths_of_run import known_lengths, law_of
 from aprilsched.analysis.run import read_run
 from aprilsched.core.messages.facts import UpdateFinished
 from aprilsched.simulation import Costs, SimConfig, simulate
@@ -105,10 +105,10 @@ print(f"mean of the delivered: {delivered.mean():.0f} tokens")
 
 # %%
 law = law_of(groups)
-band = law_band(groups)
+band = pictures.law_band(groups)
 prompts = workload(run.config["seed"])
 truth = np.concatenate([prompts.lengths(index) for index in range(2000)])
-plots.length_law(
+pictures.length_law(
     law, delivered=delivered, band=band, truth=truth,
     title="After one batch: the delivered are short; the estimate is right as far as it reaches",
 )  # fmt: skip
@@ -130,8 +130,8 @@ for batches, update in enumerate(run.updates, start=1):
     lengths = [r.tokens for delivery in run.deliveries[:batches] for r in delivery.rollouts]
     means.append(float(np.mean(lengths)))
     estimates.append(law_of(known).mean())
-    bands.append(law_band(known))
-plots.estimate_by_batch(
+    bands.append(pictures.law_band(known))
+pictures.estimate_by_batch(
     delivered=means, estimated=estimates, bands=bands, truth=float(truth.mean()),
     title="The estimate is near the true mean early, the mean of the delivered late",
 )  # fmt: skip
@@ -153,7 +153,7 @@ with tempfile.TemporaryDirectory() as folder:
         for place in COLUMNS:
             known = known_lengths(again, until=updated[place])
             lengths = result.lengths[result.batch <= place]
-            around = law_band(known, draws=100)
+            around = pictures.law_band(known, draws=100)
             off.append(law_of(known).mean() / true_mean - 1)
             short.append(float(np.mean(lengths)) / true_mean - 1)
             inside.append(around.mean_low < true_mean < around.mean_high)

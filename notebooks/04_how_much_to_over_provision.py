@@ -21,8 +21,9 @@
 # %matplotlib inline
 from dataclasses import replace
 
+import pictures
+
 from aprilsched import LongTailWorkload, SchedulerConfig
-from aprilsched.analysis import plots
 from aprilsched.presets import april, auto, sync
 from aprilsched.simulation import compare, simulate
 
@@ -48,7 +49,7 @@ for row in rows.values():
 line = {"1: wait for all": rows["sync"]}
 line |= {f"{ratio:g}": rows[f"ρ = {ratio}"] for ratio in RATIOS}
 others = {"auto": rows["auto"]}
-plots.frontier(
+pictures.frontier(
     line, others, name="waves, by ρ",
     title="A quarter more brings most of the speed, and ρ = 3 none; auto is as fast with fewer stale tokens",
 )  # fmt: skip

@@ -20,8 +20,9 @@
 from dataclasses import replace
 from pathlib import Path
 
+import pictures
+
 from aprilsched import LongTailWorkload, SchedulerConfig, presets
-from aprilsched.analysis import plots
 from aprilsched.analysis.run import read_run, tokens_by_age
 from aprilsched.config import Staleness
 from aprilsched.simulation import simulate
@@ -34,7 +35,9 @@ april = read_run(Path("data/april"))
 # The run started twice what a batch needs and carried the rest over. The tokens of its first batch have one version. In later batches most tokens are older than the batch, by one version or a few. (Its engines are embedded, with modelled step times.)
 
 # %%
-plots.staleness(april, title="Start twice as many, carry the rest: how old each batch's tokens are")
+pictures.staleness(
+    april, title="Start twice as many, carry the rest: how old each batch's tokens are"
+)
 
 # %% [markdown]
 # The share of stale tokens does not say *whose* tokens are stale. Responses are carried over because they are long, so the next picture shows staleness by length, over a longer run (one modelled engine, 30 batches).
@@ -46,7 +49,7 @@ policies = (presets.sync(config), carry, replace(carry, max_staleness=Staleness(
 waited, carried, evicted = (
     simulate(LongTailWorkload(), policy, batches=30).summary for policy in policies
 )
-plots.staleness_by_length(
+pictures.staleness_by_length(
     carried.bias, title="The longer a response, the staler (above: its off-policy share)"
 )
 
@@ -63,7 +66,7 @@ figures = {
     "stale ones evicted": evicted.bias,
     "waited for: the chance of the prompts": waited.bias,
 }
-plots.bias_by_batch(
+pictures.bias_by_batch(
     figures,
     title="Carried over, the bias fades; with eviction it stays",
 )  # fmt: skip

@@ -20,8 +20,9 @@
 from dataclasses import replace
 from pathlib import Path
 
+import pictures
+
 from aprilsched import SchedulerConfig
-from aprilsched.analysis import plots
 from aprilsched.analysis.run import read_run
 from aprilsched.presets import april, sync
 from aprilsched.runs.settings import WorkloadSettings
@@ -63,7 +64,7 @@ for name, forecast in (("sync", rows["sync"]), ("april", rows["ρ = 2"])):
 # ## The plan
 
 # %%
-plots.frontier(
+pictures.frontier(
     {"1: wait for all": rows["sync"], **{f"{r:g}": rows[f"ρ = {r:g}"] for r in RATIOS}},
     name="waves, by ρ",
     title="A quarter more rollouts in flight saves nearly half of the time",

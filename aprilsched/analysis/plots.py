@@ -10,37 +10,31 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from aprilsched.analysis.chart_model import (
-    AGE_COLOURS,
     Axis,
     Chart,
     Series,
-    ages_by_batch,
     bias_over_batches,
     ink_on,
     longer_than,
     parts_over_time,
     responses,
     staleness_by_tenth,
-    tail_of,
     time_by_part,
 )
-from aprilsched.analysis.lengths_of_run import LawBand
-from aprilsched.analysis.run import Run, bars, in_flight, tokens_by_class, window_end
+from aprilsched.analysis.run import Run, bars, in_flight, window_end
 from aprilsched.analysis.usage import RunUsage
-from aprilsched.core.lengths.laws import KaplanMeier
 from aprilsched.extras import extra
 from aprilsched.telemetry.engine_time import BUSY, PART_INDEX, PART_LABELS, PARTS, Part
 from aprilsched.telemetry.figures import BiasFigures
 
 with extra("plots"):
     from matplotlib.axes import Axes
-    from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
@@ -58,17 +52,9 @@ with extra("plots"):
 
 __all__ = [
     "bias",
-    "bias_by_batch",
     "causes",
     "comparison",
-    "engine_strip",
-    "estimate_by_batch",
-    "first_look",
-    "frontier",
-    "length_law",
     "save",
-    "staleness",
-    "staleness_by_length",
     "timeline",
     "where_time_goes",
 ]
@@ -144,7 +130,7 @@ def _name_batches(axes: Axes, deliveries: Sequence[float], end: float) -> None:
 
 TimeUnit: TypeAlias = Literal["share", "gpu_minutes_per_million"]
 
-_BINS = 240
+BINS = 240
 _NAMED_SHARE = 0.01
 """Smallest share of a part that is named in the legend. The colour of a smaller part could not be
 seen."""
@@ -163,7 +149,7 @@ def causes(
     figure = new_figure(10, 4)
     axes = figure.subplots()
     shown = draw_causes(axes, usage, start=start, end=end)
-    _legend(figure, shown)
+    draw_legend(figure, shown)
     finish(axes, title=title, x="seconds", y="share of all slots")
     return figure
 
@@ -178,30 +164,8 @@ def where_time_goes(
     figure = new_figure(10, 1.5 + 0.62 * len(usages))
     axes = figure.subplots()
     shown = draw_where(axes, usages, unit=unit)
-    _legend(figure, shown)
+    draw_legend(figure, shown)
     finish(axes, title=title, x=_UNITS[unit], y="")
-    return figure
-
-
-def engine_strip(usage: RunUsage, *, title: str = "", end: float | None = None) -> Figure:
-    """Draw one row for each engine: how busy its slots are over time, and its mean at the right."""
-    stop = usage.wall if end is None else end
-    seconds = usage.series(_BINS, end=stop)
-    busy = _busy(seconds) / np.maximum(seconds.sum(axis=2), 1e-12)
-    figure = new_figure(10, 1.4 + 0.3 * len(usage.engines))
-    axes = figure.subplots()
-    full = PART_COLOURS["decode"]
-    colours = LinearSegmentedColormap.from_list("busy", [f"{full}00", full])
-    image = axes.imshow(
-        busy.T, aspect="auto", cmap=colours, vmin=0, vmax=1, interpolation="nearest",
-        extent=(0, stop, len(usage.engines) - 0.5, -0.5),
-    )  # fmt: skip
-    means = _busy(seconds).sum(axis=0) / np.maximum(seconds.sum(axis=(0, 2)), 1e-12)
-    names = zip(usage.engines, means.tolist(), strict=True)
-    axes.set_yticks(range(len(usage.engines)), [f"{name}   {mean:.0%}" for name, mean in names])
-    bar = figure.colorbar(image, ax=axes, pad=0.01, ticks=[0, 0.5, 1], format="{x:.0%}")
-    bar.set_label("busy share of its slots", fontsize=9)
-    finish(axes, title=title, x="seconds", y="engine, and its mean")
     return figure
 
 
@@ -213,13 +177,13 @@ def draw_causes(
 ) -> list[Part]:
     """The names of the drawn parts, written into those that have room."""
     stop = usage.wall if end is None else end
-    seconds = usage.series(_BINS, start=start, end=stop).sum(axis=1)
+    seconds = usage.series(BINS, start=start, end=stop).sum(axis=1)
     share = seconds / np.maximum(seconds.sum(axis=1, keepdims=True), 1e-12)
-    edges = np.linspace(start, stop, _BINS + 1)
+    edges = np.linspace(start, stop, BINS + 1)
     shown = _shown(seconds.sum(axis=0))
     shares = {part: share[:, PART_INDEX[part]] for part in shown}
     draw(axes, parts_over_time(shares, start=start, stops=edges[1:].tolist()), legend="")
-    below = np.zeros(_BINS)
+    below = np.zeros(BINS)
     for part in shown:
         above = below + share[:, PART_INDEX[part]]
         _name(axes, part, below, above, edges)
@@ -281,7 +245,7 @@ def _shown(seconds: NDArray[np.float64]) -> list[Part]:
     return shown
 
 
-def _busy(seconds: NDArray[np.float64]) -> NDArray[np.float64]:
+def busy_seconds(seconds: NDArray[np.float64]) -> NDArray[np.float64]:
     return seconds[..., [PART_INDEX[part] for part in BUSY]].sum(axis=-1)
 
 
@@ -310,49 +274,12 @@ def _name(
     )  # fmt: skip
 
 
-def _legend(figure: Figure, shown: Collection[Part]) -> None:
+def draw_legend(figure: Figure, shown: Collection[Part]) -> None:
     ordered: list[Part] = [part for part in PARTS if part in shown]
     figure.legend(
         handles=[Patch(color=PART_COLOURS[part], label=PART_LABELS[part]) for part in ordered],
         loc="outside lower center", ncols=min(4, max(1, len(ordered))), frameon=False, fontsize=10,
     )  # fmt: skip
-
-
-# --- first look ----------------------------------------------------------------------------------
-
-# One picture of what scheduling is about: runs over the same time, and where their time goes.
-
-
-def first_look(
-    usages: Mapping[str, RunUsage],
-    *,
-    seconds: float,
-    start: float = 0.0,
-    unit: TimeUnit = "gpu_minutes_per_million",
-    title: str = "",
-) -> Figure:
-    """The runs above each other from `start` on, and below one bar for each with where its
-    engines' time goes."""
-    count = len(usages)
-    figure = new_figure(11, 1.6 * count + 0.5 * count + 2.2)
-    *over_time, where = figure.subplots(
-        count + 1, 1, height_ratios=[*([1.6] * count), 0.5 * count + 0.5]
-    )
-    shown: set[Part] = set()
-    for axes, (name, usage) in zip(over_time, usages.items(), strict=True):
-        shown.update(draw_causes(axes, usage, start=start, end=start + seconds))
-        axes.set_yticks([0, 0.5, 1])
-        finish(axes, title=name, x="", y="slots")
-    over_time[-1].set_xlabel("seconds", fontsize=10)
-    # A name may go on after a colon; beside a bar there is no room for that.
-    draw_where(where, {name.split(":")[0]: u for name, u in usages.items()}, unit=unit)
-    finish(where, title="What a million tokens cost in GPU-minutes", x="", y="")
-    where.set_xticks([])
-    where.spines["bottom"].set_visible(False)
-    _legend(figure, shown)
-    if title:
-        figure.suptitle(title, fontsize=13, x=0.01, horizontalalignment="left")
-    return figure
 
 
 # --- side by side --------------------------------------------------------------------------------
@@ -401,10 +328,10 @@ def _draw_price(axes: Axes, runs: Mapping[str, Run], colours: Mapping[str, str])
             name, (share, efficiency), xytext=(0, 10), textcoords="offset points",
             fontsize=11, horizontalalignment="center",
         )  # fmt: skip
-    _draw_plane(axes, title="Its price: up and to the left is better")
+    draw_plane(axes, title="Its price: up and to the left is better")
 
 
-def _draw_plane(axes: Axes, *, title: str) -> None:
+def draw_plane(axes: Axes, *, title: str) -> None:
     """Draw the axes of speed and its price, and the bound of speed."""
     plane = Chart(
         series=[],
@@ -475,85 +402,6 @@ def _burn_in(runs: Mapping[str, Run]) -> int:
     return max((run.summary.steady_state.burn_in for run in runs.values()), default=0)
 
 
-# --- length laws ---------------------------------------------------------------------------------
-
-# Length laws: what was delivered, what is estimated, what is true where that is known.
-
-
-def length_law(
-    law: KaplanMeier,
-    *,
-    delivered: NDArray[np.int64],
-    band: LawBand | None = None,
-    truth: NDArray[np.int64] | None = None,
-    title: str = "",
-) -> Figure:
-    """Shares of responses longer than a length: delivered ones, the estimate with its band, and
-    the `truth` (lengths int64 [n]) where somebody knows it. Both axes are logarithmic."""
-    figure = new_figure(9, 4.8)
-    axes = figure.subplots()
-    if band is not None:
-        axes.fill_between(
-            band.lengths, band.low, band.high, color=PALETTE[0], alpha=0.2, linewidth=0,
-            label="its 90 % band (chance alone)",
-        )  # fmt: skip
-    times = np.append(law.lengths, [law.end] if law.tail > 0 else [])
-    shares = np.append(law.survival, [law.survival[-1]] if law.tail > 0 else [])
-    curves = {
-        f"estimated from all that was started: mean {law.mean():,.0f}": (
-            (times, shares), PALETTE[0], 2.2,
-        ),
-        f"delivered: mean {delivered.mean():,.0f}": (tail_of(delivered), PALETTE[5], 2.0),
-    }  # fmt: skip
-    drawn_from = "the law that lengths were drawn from"
-    if truth is not None:
-        drawn_from = f"{drawn_from}: mean {truth.mean():,.0f}"
-        curves[drawn_from] = (tail_of(truth), GREY, 2.0)
-    draw(axes, longer_than(curves, dotted=[drawn_from]), title=title, legend="lower left")
-    axes.set_xlim(left=60)
-    axes.set_ylim(bottom=2e-3)
-    return figure
-
-
-def estimate_by_batch(
-    *,
-    delivered: Sequence[float],
-    estimated: Sequence[float],
-    bands: Sequence[LawBand],
-    truth: float | None = None,
-    title: str = "",
-) -> Figure:
-    """Mean lengths after each batch: of what was delivered until then, and of the estimated law."""
-    figure = new_figure(9, 3.8)
-    axes = figure.subplots()
-    batches = np.arange(1, len(delivered) + 1)
-    axes.fill_between(
-        batches, [band.mean_low for band in bands], [band.mean_high for band in bands],
-        color=PALETTE[0], alpha=0.2, linewidth=0,
-    )  # fmt: skip
-    series = [
-        Series(name=label, x=batches, y=values, colour=colour)
-        for values, colour, label in (
-            (estimated, PALETTE[0], "estimated from all that was started (with 90 % band)"),
-            (delivered, PALETTE[5], "mean of what was delivered"),
-        )
-    ]
-    if truth is not None:
-        series.append(
-            Series(
-                name="the true mean", x=batches, y=[truth] * batches.size, colour=GREY, dash="dot"
-            )
-        )
-    chart = Chart(
-        series=series,
-        x=Axis(label="batches delivered", unit="whole"),
-        y=Axis(label="mean length in tokens", unit="tokens"),
-    )
-    draw(axes, chart, title=title, legend="lower right")
-    axes.set_ylim(bottom=0)
-    return figure
-
-
 # --- bias plots ----------------------------------------------------------------------------------
 
 # Draws one picture of a run's bias: are responses too short, does that go away, who is stale?
@@ -592,107 +440,3 @@ def draw_deciles(axes: Axes, figures: BiasFigures) -> None:
 def _note(figures: BiasFigures) -> str:
     warning = figures.censoring.warning
     return "" if warning is None else f"Warning: {warning.split(';')[0]}."
-
-
-# --- stale ---------------------------------------------------------------------------------------
-
-# Draws how old the tokens are that a trainer gets, and whether its batches are too short.
-
-
-def staleness(run: Run, *, title: str = "") -> Figure:
-    """Draw the ages of each batch's tokens in versions."""
-    tokens = tokens_by_class(run, len(AGE_COLOURS))
-    shares = tokens / np.maximum(tokens.sum(axis=1, keepdims=True), 1)
-    figure = new_figure(9, 4.2)
-    chart = ages_by_batch(range(1, len(shares) + 1), shares.T.tolist())
-    draw(figure.subplots(), chart, title=title, legend="right")
-    return figure
-
-
-def staleness_by_length(figures: BiasFigures, *, title: str = "") -> Figure:
-    """Draw the mean age of the tokens for each tenth of the responses, the shortest first."""
-    figure = new_figure(9, 3.8)
-    axes = figure.subplots()
-    draw_deciles(axes, figures)
-    axes.set_title(title, fontsize=12, loc="left")
-    return figure
-
-
-def bias_by_batch(
-    runs: Mapping[str, BiasFigures], *, predicted: bool = False, title: str = ""
-) -> Figure:
-    """Draw the relative difference between the mean of all delivered lengths and that of the law,
-    after each batch.
-
-    Args:
-        predicted: the part that follows from the responses in flight alone, drawn as a dashed line.
-            The difference between the two is chance or a censor.
-    """
-    figure = new_figure(9, 4.2)
-    found = {name: figures.transient for name, figures in runs.items()}
-    chart = bias_over_batches(found, colours=PALETTE, predicted=predicted)
-    draw(figure.subplots(), chart, title=title, legend="lower right")
-    return figure
-
-
-# --- plans ---------------------------------------------------------------------------------------
-
-# Draws policies as points: the frontier of speed and staleness.
-
-
-class Figures(Protocol):
-    """The figures of a policy that are drawn; rows of ``aprilsched simulate`` have them."""
-
-    @property
-    def policy(self) -> str: ...
-    @property
-    def step_efficiency(self) -> float | None: ...
-    @property
-    def off_policy_share(self) -> float | None: ...
-    @property
-    def step_s(self) -> float | None: ...
-
-
-def frontier(
-    line: Mapping[str, Figures],
-    others: Mapping[str, Figures] | None = None,
-    *,
-    name: str = "",
-    title: str = "",
-) -> Figure:
-    """Draw speed against staleness: one family of policies as a line, others as points with
-    labels."""
-    figure = new_figure(9, 5)
-    axes = figure.subplots()
-    places = [place for row in line.values() if (place := _place(row)) is not None]
-    axes.plot(
-        [share for share, _ in places], [speed for _, speed in places],
-        color=PALETTE[0], marker="o", markersize=7, linewidth=2, label=name,
-    )  # fmt: skip
-    for label, row in line.items():
-        _mark(axes, label, row, PALETTE[0], above=False)
-    for place, (label, row) in enumerate((others or {}).items()):
-        colour = PALETTE[(5, 2, 3)[place % 3]]
-        if (spot := _place(row)) is not None:
-            axes.scatter(*spot, s=150, marker="D", color=colour, zorder=3, label=label)
-        _mark(axes, label, row, colour, above=True)
-    _draw_plane(axes, title=title)
-    if name:
-        axes.legend(frameon=False, fontsize=10, loc="lower right")
-    return figure
-
-
-def _place(row: Figures) -> tuple[float, float] | None:
-    if row.step_efficiency is None or row.off_policy_share is None:
-        return None
-    return row.off_policy_share, row.step_efficiency
-
-
-def _mark(axes: Axes, label: str, row: Figures, colour: str, *, above: bool) -> None:
-    place = _place(row)
-    if place is not None:
-        axes.annotate(
-            label, place, xytext=(0, 10 if above else -18), textcoords="offset points",
-            fontsize=11, color=colour, horizontalalignment="left" if place[0] < 0.05 else "center",
-            fontweight="bold" if above else "normal",
-        )  # fmt: skip

@@ -21,7 +21,7 @@ from aprilsched.runs.config_file import read_table, refuse_unknown, value_as
 from aprilsched.runs.settings import key_from
 from aprilsched.telemetry.base import AnyListener
 from aprilsched.telemetry.live.live_model import RunFacts
-from aprilsched.telemetry.live.view import LiveView, can_draw
+from aprilsched.telemetry.live.view import LiveView
 from aprilsched.telemetry.live_figures import LiveFigures
 
 _STREAM_INTERVAL = 8
@@ -68,7 +68,7 @@ class GatewayCommand:
         console = Console(stderr=True)
         if not self.live:
             return None
-        if not can_draw(console):
+        if not console.is_interactive:
             raise ConfigError("live needs a terminal to draw on; leave it out, and see /metrics.")
         where = f"{self.gateway.host}:{self.gateway.port}"
         facts = RunFacts(title="gateway", where=where, batches=0, batch_groups=1)

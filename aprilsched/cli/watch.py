@@ -7,11 +7,10 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import tyro
 from rich.console import Console
-from rich.text import Text
 
 from aprilsched.analysis.rebuild import basis_of, summary_of_run
 from aprilsched.analysis.run import readable
@@ -20,11 +19,10 @@ from aprilsched.core.messages.facts import Fact
 from aprilsched.errors import RunFolderError
 from aprilsched.files import read_text
 from aprilsched.runs.showing import run_table
-from aprilsched.telemetry.base import Listener
 from aprilsched.telemetry.batch_figures import BatchMeter
 from aprilsched.telemetry.event_log.reading import Follower, LogReader
 from aprilsched.telemetry.live.live_model import RunFacts
-from aprilsched.telemetry.live.view import LiveView, PlainLines, can_draw, clock_time
+from aprilsched.telemetry.live.view import LiveView, clock_time
 from aprilsched.telemetry.live_figures import LiveFigures
 from aprilsched.telemetry.run_folder import CONFIG, EVENTS, SUMMARY
 
@@ -33,13 +31,12 @@ _POLL_SECONDS = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class WatchCommand:
-    """Show a run from its folder, as its own terminal does: a run in progress, about a second late,
-    or a run that has ended."""
+    """Show a run from its folder: a run in progress, about a second late, or a finished one."""
 
     run: tyro.conf.Positional[Path]
     """The run folder."""
     once: bool = False
-    """Print the current state, and end."""
+    """Print the current state, and exit."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -64,37 +61,37 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _once(folder: Path, console: Console) -> None:
-    watched = Watched(folder, console, draws=True)
+    watched = Watched(folder, console)
     while watched.read():
         pass
-    console.print(watched.last_frame())
+    watched.view.model.note = ""
+    console.print(watched.view.frame())
 
 
 def _follow(folder: Path, console: Console) -> None:
-    watched = Watched(folder, console, draws=can_draw(console))
-    with watched:
+    watched = Watched(folder, console)
+    with watched.view:
         ended = False
         while not ended:
-            # Checked before the last read: a run writes its summary after everything else.
-            ended = watched.ended
+            # Checked before the last read, because a run writes its summary after everything else.
+            ended = (folder / SUMMARY).exists()
             while watched.read():
                 pass
             if not ended:
                 time.sleep(_POLL_SECONDS)
-    if watched.draws:
-        console.print(watched.last_frame())
+        watched.view.model.note = ""
     summary = summary_of_run(folder)
-    said = "The run has ended"
+    outcome = "The run has ended"
     if summary.interrupted:
-        said = "The run was ended by Ctrl-C"
+        outcome = "The run was ended by Ctrl-C"
     elif summary.error is not None:
-        said = f"The run ended early: {summary.error}"
+        outcome = f"The run ended early: {summary.error}"
     console.print(run_table(summary))
-    console.print(f"{said}; it is in {folder}", soft_wrap=True, highlight=False, markup=False)
+    console.print(f"{outcome}; it is in {folder}", soft_wrap=True, highlight=False, markup=False)
 
 
-_LINES = 10_000
-"""Number of lines after which the view shows again how far the reading has come."""
+_MAX_LINES = 10_000
+"""Number of lines after which the view shows again how much of the log was read."""
 _SILENT_SECONDS = 5.0
 """Seconds without a new line after which the view says so. A run writes each second while something
 happens."""
@@ -103,75 +100,48 @@ _LONG_SECONDS = 60.0
 
 
 class Watched:
-    """Reads the run in `folder` and shows it; use it as ``with watched:`` to draw the view.
-
-    Attributes:
-        draws: whether a view is drawn; otherwise one line is printed for each batch.
-        view: the view; None if none is drawn.
+    """Reads the run in `folder` and keeps `view` up to date.
 
     Raises:
         OSError, ValueError: if the configuration cannot be read or understood.
     """
 
-    def __init__(self, folder: Path, console: Console, *, draws: bool) -> None:
-        self.draws = draws
+    def __init__(self, folder: Path, console: Console) -> None:
         self._folder = folder
-        self._console = console
         self._follower = Follower(folder / EVENTS)
-        self._heard_at = time.monotonic()
-        self.view: LiveView | None = None
-        self._plain: PlainLines | None = None
-        self._listeners, self._reader = self._begin(), LogReader()
+        self._read_at = time.monotonic()
+        facts, self._meter, figures = self._configured()
+        self.view = LiveView(console, facts, figures)
         self._reader = LogReader()
 
-    @property
-    def ended(self) -> bool:
-        """Whether the run has ended. Its summary is then there, and so is everything else."""
-        return (self._folder / SUMMARY).exists()
-
-    def __enter__(self) -> Self:
-        if self.view is not None:
-            self.view.__enter__()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self.view is not None:
-            self.view.__exit__(*exception)
-
     def read(self) -> bool:
-        """Show new lines of the log; returns whether there were any.
+        """Read new lines of the log, and return whether there were any.
 
         Raises:
             OSError, ValueError, MsgspecError: if the log cannot be read or understood.
             RunFolderError: if the log is damaged.
         """
-        news = self._follower.poll(_LINES)
+        news = self._follower.poll(_MAX_LINES)
         if news.from_start:
-            self._listeners, self._reader = self._begin(), LogReader()
+            # A process that resumes the run may have other settings.
+            facts, self._meter, figures = self._configured()
+            self.view.restart(facts, figures)
+            self._reader = LogReader()
         for raw in news.lines:
             self._show(self._reader.read(raw))
-        if news.lines:
-            self._show(self._reader.rest())
         now = time.monotonic()
         if news.lines:
-            self._heard_at = now
-        self._note(now - self._heard_at)
+            self._show(self._reader.rest())
+            self._read_at = now
+        self.view.model.note = self._note(now - self._read_at)
         return bool(news.lines)
 
     def _show(self, parts: Sequence[tuple[Sequence[Fact], float]]) -> None:
         for facts, at in parts:
-            for listener in self._listeners:
+            for listener in (self._meter, *self.view.listeners):
                 listener.on_facts(facts, at)
 
-    def last_frame(self) -> Text:
-        """The view as it is now; if the output is not a terminal, in full height."""
-        assert self.view is not None  # noqa: S101 - only called when a view is drawn
-        self.view.model.note = ""
-        return self.view.frame(whole=not self._console.is_terminal)
-
-    def _begin(self) -> Sequence[Listener]:
-        """The listeners that get the log from its first line. They are made again when a process
-        resumes the run, because it may have other settings."""
+    def _configured(self) -> tuple[RunFacts, BatchMeter, LiveFigures]:
         config: dict[str, Any] = tomllib.loads(read_text(self._folder / CONFIG))
         basis = basis_of(config)
         facts = RunFacts(
@@ -182,25 +152,12 @@ class Watched:
             modelled=basis.clock == "virtual",
         )
         meter = BatchMeter(trainer_waits=basis.trainer_waits, bound=basis.bound)
-        figures = LiveFigures(meter=meter, batch_groups=facts.batch_groups, clock=None)
-        if not self.draws:
-            said = 0 if self._plain is None else self._plain.said
-            self._plain = PlainLines(self._console, facts, figures, said=said)
-            return (meter, *self._plain.listeners)
-        if self.view is None:
-            self.view = LiveView(self._console, facts, figures)
-        else:
-            self.view.restart(facts, figures)
-        return (meter, *self.view.listeners)
+        return facts, meter, LiveFigures(meter=meter, batch_groups=facts.batch_groups, clock=None)
 
-    def _note(self, silent: float) -> None:
-        if self.view is None:
-            return
-        note = ""
+    def _note(self, silent: float) -> str:
         if self._follower.caught_up < 1.0:
-            note = f"reading, {self._follower.caught_up:.0%}"
-        elif silent >= _SILENT_SECONDS:
-            note = f"no new lines for {clock_time(silent)}"
-            if silent >= _LONG_SECONDS:
-                note += ": it waits, or was killed"
-        self.view.model.note = note
+            return f"reading, {self._follower.caught_up:.0%}"
+        if silent < _SILENT_SECONDS:
+            return ""
+        note = f"no new lines for {clock_time(silent)}"
+        return f"{note}: it waits, or was killed" if silent >= _LONG_SECONDS else note

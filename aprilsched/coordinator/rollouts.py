@@ -153,10 +153,9 @@ class RolloutScheduler(AsyncScheduler):
         return self._session.state
 
     def bias(self) -> BiasNow:
-        """How the delivered lengths differ so far from the law that lengths are drawn from, and
-        which part of the difference will go away.
+        """Return the mean delivered and launched lengths, and which part of the difference passes.
 
-        The call takes a few milliseconds. A policy that censors lengths is also logged, once.
+        The call takes a few milliseconds. Drops that select long responses are also logged, once.
         """
         return self._session.bias.now()
 

@@ -1,12 +1,10 @@
-"""What a command shows: a run in progress as a live view or as plain lines, and at its end pictures
-and tables."""
+"""What a command shows: a run in progress as a live view, and pictures and tables at its end."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
 
 from rich.console import Console
 from rich.table import Table
@@ -18,10 +16,8 @@ from aprilsched.runs.setup import Setup
 from aprilsched.simulation.results import BASELINE, FLAT, Comparison, spread_of_steps
 from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.live.live_model import RunFacts
-from aprilsched.telemetry.live.view import LiveView, PlainLines, can_draw
+from aprilsched.telemetry.live.view import LiveView
 from aprilsched.telemetry.live_figures import LiveFigures
-
-Shown: TypeAlias = LiveView | PlainLines
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,10 +28,8 @@ class Screen:
     facts: RunFacts
     compact: bool = False
 
-    def shown(self, figures: LiveFigures) -> Shown:
-        """The view of the run with these figures."""
-        if not can_draw(self.console):
-            return PlainLines(self.console, self.facts, figures)
+    def shown(self, figures: LiveFigures) -> LiveView:
+        """Return the view of the run with these figures."""
         return LiveView(self.console, self.facts, figures, compact=self.compact)
 
 

@@ -157,8 +157,8 @@ class Measured:
 
     @property
     def step_s(self) -> float:
-        """Seconds of the whole step, from delivery to delivery: those in which the engines stood
-        still for the trainer count too."""
+        """Seconds of the whole step, from delivery to delivery: those in which the engines were
+        paused for the trainer count too."""
         return self.seconds + self.trainer_seconds
 
     @property
@@ -320,13 +320,13 @@ class Figures:
         headline="Delivered tokens per second", better="higher",
     )
     efficiency: float | None = figure(
-        "T_bound over the seconds; absent without a step-time model. Above 1 where much was "
-        "generated before the begin.", unit="share",
+        "T_bound over the seconds; absent without a step-time model. Above 1 if much was "
+        "generated before the first batch.", unit="share",
         of=_ratio(lambda b: b.t_bound, lambda b: b.seconds),
         live="efficiency", headline="Efficiency", better="higher",
     )
     off_policy_token_share: float | None = figure(
-        "Share of the tokens that an older version sampled than the one that consumes them.",
+        "Share of the tokens that were sampled by an older version than the consuming one.",
         unit="share", of=_ratio(lambda b: b.sums.off_policy, lambda b: b.sums.sampled),
         headline="Off-policy tokens", better="lower",
     )
@@ -360,7 +360,7 @@ class Figures:
         live="length distance",
     )
     iid_length_distance: float | None = figure(
-        "That distance as expected of as many groups drawn at random.", unit="share",
+        "Expected length distance of the same number of groups drawn at random.", unit="share",
         of=_ratio(lambda b: b.iid_distance, lambda b: 1), live="at random",
     )
     rewards: RewardFigures = figure(
@@ -368,10 +368,11 @@ class Figures:
     )
     forecast: ForecastFigures | None = figure(
         "What automatic scheduling expected, and what happened, over the batches that had a "
-        "forecast when they began; None if none had.", of=_forecasts, tracked=False, exposed=False,
+        "forecast when they started; None if no batch had one.", of=_forecasts, tracked=False,
+        exposed=False,
     )
     rollout_seconds: dict[RolloutPart, float] = figure(
-        "Mean seconds of a rollout by what it was at; they add up to the time from its launch to "
+        "Mean seconds of a rollout by activity; they add up to the time from its launch to "
         "its delivery.", of=_rollout_seconds, tracked=False, exposed=False,
     )
     turns_mean: float | None = figure(
@@ -380,18 +381,18 @@ class Figures:
         live="turns",
     )
     tool_share: float | None = figure(
-        "Share of the time of the rollouts, from launch to delivery, that they were at their "
-        "tools; absent without episodes.", unit="share",
+        "Share of the rollouts' time, from launch to delivery, in which they used tools; absent "
+        "without episodes.", unit="share",
         of=_ratio(lambda b: b.rollout_seconds["tools"] if b.turns else None,
                   lambda b: sum(b.rollout_seconds.values())),
         live="at tools",
     )
     drift_tokens: int | None = figure(
-        "Tokens of sessions that would be others if their chats were tokenised again; absent "
+        "Tokens of sessions that would differ if their chats were tokenised again; absent "
         "without sessions.", unit="tokens", of=_of_sessions(0),
     )
     branches: int | None = figure(
-        "Branches that requests of sessions have begun, the first ones included; absent without "
+        "Branches started by requests of sessions, the first ones included; absent without "
         "sessions.", of=_of_sessions(1),
     )
 
@@ -407,29 +408,29 @@ class BatchFigures(Figures):
 
     index: int = figure("Number of the batch.", _last(lambda b: b.index), exposed=False,
                         tracked=False)
-    version: int = figure("The policy version that consumes it.", _last(lambda b: b.version))
+    version: int = figure("Policy version that consumes the batch.", _last(lambda b: b.version))
     seconds: float = figure(
-        "From the delivery before to its own, without the trainer's seconds.",
+        "Seconds since the previous delivery, without those of the trainer.",
         _sum(lambda b: b.seconds), unit="seconds",
     )
     trainer_seconds: float = figure(
-        "In which the engines stood still for the trainer (synchronous pace only).",
+        "Seconds in which the engines were paused for the trainer (synchronous pace only).",
         _sum(lambda b: b.trainer_seconds), unit="seconds",
     )
     groups: int = figure("Groups of the batch.", _sum(lambda b: b.groups))
     rollouts: int = figure("Rollouts of the batch.", _sum(lambda b: b.lengths.size))
-    tokens: int = figure("Sampled tokens of its rollouts.", _sum(lambda b: b.sums.sampled),
+    tokens: int = figure("Sampled tokens of the batch.", _sum(lambda b: b.sums.sampled),
                          unit="tokens")
     t_bound: float | None = figure(
-        "What no schedule can go below for these responses on this fleet; absent without a "
+        "Least seconds of any schedule for these responses on this fleet; absent without a "
         "step-time model.", _last(lambda b: b.t_bound), unit="seconds",
     )
 # fmt: on
 
     @property
     def step_s(self) -> float:
-        """Seconds of the whole step, from delivery to delivery: those in which the engines stood
-        still for the trainer count too."""
+        """Seconds of the whole step, from delivery to delivery: those in which the engines were
+        paused for the trainer count too."""
         return self.seconds + self.trainer_seconds
 
 
@@ -438,7 +439,7 @@ class SteadyState(Figures):
     """The same figures over the batches after the burn-in."""
 
     burn_in: int
-    """Batches left out at the begin."""
+    """Number of batches left out at the start."""
     batches: int
     mean_batch_seconds: float | None
 
@@ -459,20 +460,24 @@ def steady_state(batches: Sequence[Measured], burn_in: int) -> SteadyState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutFigures:
-    """Where every launched rollout is. Counted from ids, not taken from the scheduler's counts."""
+    """Launched rollouts by outcome, counted from their ids instead of the scheduler's counts."""
 
     launched: int
-    delivered: int = figure("In batches and evaluations.", headline="Responses delivered")
+    delivered: int = figure(
+        "Rollouts delivered in batches and evaluations.", headline="Responses delivered"
+    )
     evaluated: int
-    """Those of them in evaluations."""
+    """Rollouts delivered in evaluations."""
     in_flight: int
     """Neither delivered nor dropped when the run ended: carried, or finished early."""
-    lost: int = figure("Launched, and nowhere: a bug unless 0.", headline="Lost", better="lower")
+    lost: int = figure(
+        "Launched rollouts without an outcome: a bug unless 0.", headline="Lost", better="lower"
+    )
     duplicated: int = figure(
-        "Delivered more than once: a bug unless 0.", headline="Duplicated", better="lower"
+        "Rollouts delivered more than once: a bug unless 0.", headline="Duplicated", better="lower"
     )
     dropped: dict[str, int] = figure(
-        "Given up on purpose, by reason, as the ledger names it.",
+        "Dropped rollouts by reason, as in the ledger.",
         headline="Dropped",
         better="lower",
     )
@@ -510,17 +515,17 @@ class TokenFigures:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SecondsFigures:
     wall: float = figure(
-        "From the opened fleet to the last thing that happened.",
+        "Seconds from the opened fleet to the last event.",
         unit="seconds",
         headline="Seconds",
         better="lower",
     )
     trainer: float
-    """Of it, spent by the trainer while the run waited for it (synchronous pace only)."""
+    """Seconds in which the run waited for the trainer (synchronous pace only)."""
     pause: float
-    """An engine's mean time from its pause calls to the ends of its continue calls."""
+    """Mean seconds of an engine from its pause calls to the ends of its continue calls."""
     update: float
-    """From the requests for a new version to their ends."""
+    """Seconds from the requests for a new version to their ends."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -537,46 +542,34 @@ class LawFigures:
     longer: list[float]
     """The share of responses that are longer than each of them."""
     responses: int
-    """Behind it, unfinished ones included."""
+    """Number of responses that the law is estimated from, unfinished ones included."""
     unresolved: float
-    """Share of the responses that are longer than anything that has finished: what the figures
-    say of them is a lower bound."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class InFlightFigures:
-    """Launched for training and not delivered when the run ended."""
-
-    rollouts: int
-    unfinished: int
-    """Of them; the others wait for their siblings or their batch."""
-    mean_tokens_so_far: float
-    expected_mean_length: float
-    """Of all of them in the end: tokens so far plus the mean of the rest, given those."""
+    """Share of the responses that are longer than every finished one. Their lengths are lower
+    bounds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransientFigures:
-    """The bias of what was delivered that goes to zero, because what is missing is in flight.
+    """The part of the length bias that goes to zero, because the missing responses are in flight.
 
     With I in flight of mean final length l and K * N delivered it is -I * (l / mu - 1) / (K * N).
     """
 
     predicted: float
-    """By that identity, from those in flight at the end."""
+    """Bias by that identity, from the responses in flight at the end."""
     measured: float
     """Mean delivered length / mu - 1. What `predicted` does not explain is the chance of the
     prompts, a censor, or a law that drifts."""
     mean: float
-    """mu."""
+    """mu, in tokens."""
     reference: MeanReference
-    """Where mu is from: known beforehand, or estimated in this run."""
+    """Source of mu: known beforehand, or estimated in this run."""
     predicted_by_batch: list[float]
-    """After each batch, with the final lengths that were known or expected at the end."""
+    """Predicted bias after each batch, with the final lengths known or expected at the end."""
     measured_by_batch: list[float]
-    """Of all delivered until then."""
+    """Measured bias of all responses delivered until each batch."""
     further_batches_to_1_percent: int
-    """Batches after which it is at most 1 %, with as many in flight as now."""
+    """Number of further batches until the bias is at most 1 %, with as many in flight as now."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -585,33 +578,20 @@ class DecileFigures:
 
     mean_length: list[float]
     staleness_mean: list[float]
-    """Over the sampled tokens."""
+    """Mean staleness of the sampled tokens."""
     off_policy_token_share: list[float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DropFigures:
-    """What was dropped for one reason."""
-
-    rollouts: int
-    tokens: int
-    """That they had."""
-    expected_mean_length: float | None
-    """They would have had in the end; None where it cannot be estimated."""
-    effect: float | None
-    """Bias of everything else that comes of it. It does not go away."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class CensoringFigures:
-    """Did the schedule select responses by their length?"""
+    """Whether drops select long responses."""
 
     policies: list[str]
-    """The reasons, as the ledger names them, by which it did; empty for none."""
-    by_reason: dict[str, DropFigures] = field(default_factory=dict[str, DropFigures])
+    """Reasons of these drops, as in the ledger; empty if drops do not select long responses."""
     effect: float | None = None
-    """Of those policies together."""
+    """Lasting bias of the delivered lengths caused by these drops, at least; None without."""
     warning: str | None = None
+    """The finding and its remedy in one sentence; None without."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -621,29 +601,28 @@ class BiasFigures:
     first_batch_length_bias: float | None = None
     """Mean length of batch 0 / long-run mean - 1."""
     bias_estimate: float | None = figure(
-        "Mean length of all delivered / `bias_reference`'s mean - 1.",
+        "Mean length of all delivered responses, relative to the reference mean, minus 1.",
         unit="share",
         headline="Length bias",
         better="zero",
     )
     bias_reference: BiasReference | None = None
-    """What is held against: the workload's own mean where it is known, or this run's batches
-    after the burn-in."""
+    """The reference mean: that of the workload if known, otherwise of this run's batches after the
+    burn-in."""
     workload_mean_length: float | None = None
     long_run_mean_length: float | None = None
-    """Of the batches after the burn-in."""
+    """Mean length in the batches after the burn-in."""
     delivered_mean_length: float | None = None
     delivered_mean_length_by_batch: list[float] = field(default_factory=list[float])
     drawn: LawFigures | None = None
-    """The law that lengths are drawn from, by Kaplan and Meier's estimate: everything launched,
-    with what is in flight or was dropped unfinished as censored."""
+    """Law of all launched responses, by Kaplan and Meier's estimate: those in flight or dropped
+    unfinished count as censored."""
     delivered: LawFigures | None = None
-    """Of what the trainer got."""
-    in_flight: InFlightFigures | None = None
+    """Law of the delivered responses."""
     transient: TransientFigures | None = None
     by_length_decile: DecileFigures | None = None
     dropped_tokens: dict[str, int] = field(default_factory=dict[str, int])
-    """Discarded, by reason, as the ledger counts them."""
+    """Number of dropped tokens by reason, as in the ledger."""
     censoring: CensoringFigures = field(default_factory=lambda: CensoringFigures(policies=[]))
 
 

@@ -199,8 +199,6 @@ class Summary(DispatchingListener):
             self._bias.restore(ids)
         if fact.evaluation_id is not None:
             self._evaluating.update(ids)
-        if fact.again is not None:
-            self._bias.again[fact.group_id] = fact.again
         if fact.restored is not None:
             self._sent.update(ids)
             finished = zip(ids, fact.restored.finished, strict=True)
@@ -234,7 +232,7 @@ class Summary(DispatchingListener):
         ids = {each.rollout_id for each in rollouts}
         self._dropped |= ids
         if self._evaluating.isdisjoint(ids):
-            self._bias.drop(group_id, rollouts)
+            self._bias.drop(rollouts)
         self._evaluating -= ids
 
     def _batch_delivered(self, fact: facts.BatchDelivered) -> None:

@@ -138,10 +138,7 @@ def test_two_runs_side_by_side(
         assert {"better", "worse", "same"} <= set(page.evaluate(verdicts))
 
 
-@pytest.mark.parametrize(
-    "width",
-    [360, *(pytest.param(w, marks=pytest.mark.long) for w in (641, 700, 800, 901, 1000, 1400))],
-)
+@pytest.mark.parametrize("width", [360, 1400])
 def test_no_column_of_two_runs_is_too_narrow_for_words(
     browser: Browser, folders: tuple[Path, Path], tmp_path: Path, width: int
 ):

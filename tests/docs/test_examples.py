@@ -32,7 +32,7 @@ RUN = (
     "guides/colocated",
     "guides/engine",
     "guides/tuning",
-    "guides/seeing",
+    "observe",
     "off_policy",
 )
 PAGES = sorted(

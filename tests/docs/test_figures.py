@@ -209,9 +209,12 @@ def test_a_page_says_what_the_result_files_say(
 
 
 def test_the_run_of_the_quick_start_prints_what_it_shows(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = (ROOT / "docs/quickstart.md").read_text()
-    shown = re.findall(r"^run  batch .*$", page, flags=re.MULTILINE)
-    assert main(["run", "--batches", "4", "--no-report", "--out", str(tmp_path / "first")]) == 0
-    assert re.findall(r"^run  batch .*$", capsys.readouterr().err, flags=re.MULTILINE) == shown
+    shown = page.partition("--out first\n")[2].partition("```")[0].splitlines()
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "--batches", "4", "--no-report", "--out", "first"]) == 0
+    printed = [line.rstrip() for line in capsys.readouterr().err.splitlines()]
+    assert printed[: len(shown)] == shown

@@ -43,29 +43,6 @@ def test_an_unfinished_longest_one_leaves_a_tail():
     assert law.quantile(0.9) == 6
 
 
-def test_delayed_entries_by_hand():
-    law = kaplan_meier([4, 6, 10, 8, 5], [False, True, False, False, False], [0, 0, 6, 6, 6])
-    # Of two from the beginning one ends at 4, and the other was stopped at 6; two came in there.
-    assert law.lengths.tolist() == [4, 8, 10]
-    assert law.survival.tolist() == pytest.approx([0.5, 0.25, 0.0])
-
-
-def test_what_is_stopped_and_drawn_again_beyond_that_gives_the_law():
-    """Of each group that was stopped, the second draws count from where the first were stopped. To
-    count them from their beginning overstates the prompts that are stopped more often."""
-    rng = np.random.default_rng(3)
-    level = rng.normal(0, 0.6, (5000, 1))
-    first, second = np.exp(5 + level + rng.normal(0, 0.6, (2, 5000, 8))).astype(int) + 1
-    at = 300
-    again = second[(first > at).any(axis=1)].ravel()
-    lengths = np.concatenate((np.minimum(first, at).ravel(), again))
-    flags = np.concatenate(((first > at).ravel(), np.zeros(again.size, dtype=bool)))
-    entered = np.concatenate((np.zeros(first.size, dtype=int), np.full(again.size, at)))
-    mean = kaplan_meier(lengths, flags, entered).mean()
-    assert mean == pytest.approx(first.mean(), rel=0.02)
-    assert kaplan_meier(lengths, flags).mean() > 1.05 * first.mean()
-
-
 @pytest.mark.parametrize(
     ("lengths", "flags", "part"),
     [

@@ -1,6 +1,6 @@
 """Tests NVML that is missing, refuses, loses a GPU or hangs, with a module that has its names.
 
-docs/utilization.md has what a real GPU showed.
+docs/observe.md has what a real GPU showed.
 """
 
 from __future__ import annotations

@@ -222,14 +222,10 @@ def test_the_drawn_law_counts_what_is_in_flight():
     ).bias
     assert bias.drawn is not None
     assert bias.delivered is not None
-    assert bias.in_flight is not None
     expected = (10 + 20 + 30 + 25) / 4
     assert bias.drawn.mean == pytest.approx(expected)
     assert bias.drawn.responses == 4
     assert (bias.delivered.mean, bias.delivered.p50, bias.delivered.p99) == (15, 10, 20)
-    assert (bias.in_flight.rollouts, bias.in_flight.unfinished) == (2, 1)
-    assert bias.in_flight.mean_tokens_so_far == 22.5
-    assert bias.in_flight.expected_mean_length == pytest.approx(27.5)
     assert bias.delivered_mean_length == 15, "what was there before is there still"
 
 
@@ -288,26 +284,37 @@ def test_tokens_of_the_environment_are_of_no_policy_and_no_length_0_breaks_it():
     assert found.staleness_mean == [0] * 5 + [0.5] * 5
 
 
-def test_a_policy_that_censors_is_named_with_its_effect():
+def test_drops_of_long_responses_are_named_with_their_effect():
     ledger = Ledger()
-    ledger.tokens.update({Reason.STALE: 40, Reason.REJECTED: 10})
+    ledger.rollouts.update({Reason.STALE: 8, Reason.REJECTED: 1})
+    ledger.tokens.update({Reason.STALE: 240, Reason.REJECTED: 10})
+    dropped = [drop(3, 10, Reason.REJECTED), *(drop(i, 30) for i in range(4, 12))]
     bias = summed(
         (0.0, OPENED),
-        *((0.0, send(i)) for i in (1, 2, 3, 4, 5)),
-        *((0.5, finish(i)) for i in (1, 2, 4, 5)),
-        (0.6, [drop(3, 30), drop(4, 10), drop(5, 10, Reason.REJECTED)]),
+        *((0.0, send(i)) for i in range(1, 12)),
+        *((0.5, finish(i)) for i in range(1, 11)),
+        (0.6, dropped),
         (1.0, deliver(0, 0, rollout(1, [0] * 20), rollout(2, [0] * 20))),
         ledger=ledger,
     ).bias
-    assert bias.dropped_tokens == {"rejected": 10, "stale": 40}
+    assert bias.dropped_tokens == {"rejected": 10, "stale": 240}
     assert bias.drawn is not None
-    assert bias.drawn.mean == pytest.approx((10 + 10 + 20 + 20 + 31) / 5), "3 has not finished"
+    assert bias.drawn.mean == pytest.approx((10 + 20 + 20 + 7 * 30 + 31) / 11), "11 was unfinished"
     assert bias.censoring.policies == ["stale"]
-    mean = bias.drawn.mean
-    assert bias.censoring.effect == pytest.approx(-2 * ((31 + 10) / 2 / mean - 1) / 2)
-    assert bias.censoring.by_reason["stale"].rollouts == 2
+    assert bias.censoring.effect == pytest.approx(20 / 28 - 1)
     assert bias.censoring.warning is not None
     assert summed((0.0, OPENED)).bias.censoring.policies == []
+
+
+def test_a_prompt_that_was_generated_again_counts_once():
+    bias = summed(
+        (0.0, OPENED),
+        *((0.0, send(i)) for i in (1, 2)),
+        (0.5, drop(2, 90, Reason.BEGUN_AGAIN)),
+        (1.0, deliver(0, 0, rollout(1, [0] * 20))),
+    ).bias
+    assert bias.drawn is not None
+    assert (bias.drawn.mean, bias.drawn.responses) == (20, 1)
 
 
 def test_an_episode_has_finished_when_it_says_so():
@@ -330,6 +337,11 @@ def test_a_drop_that_was_not_saved_is_taken_back_by_the_process_that_resumes():
     lengths = of.RestoredLengths(tokens=(20,), sampled=(20,), finished=(False,))
     again = of.GroupLaunched(group_id=103, rollout_ids=(3,), prompt_tokens=3, restored=lengths)
     steps: list[Step] = [(0.0, OPENED), (0.0, send(3)), (1.0, drop(3, 30))]
-    assert summed(*steps).bias.censoring.policies == ["stale"]
+    end = (2.0, deliver(0, 0, rollout(1, [0] * 10)))
+    before = summed(*steps, end).bias.drawn
+    assert before is not None
+    assert before.responses == 2
     resumed = facts.opened("a", "b", resumed=True)
-    assert summed(*steps, (2.0, [resumed, again])).bias.censoring.policies == []
+    after = summed(*steps, (1.5, [resumed, again]), end).bias.drawn
+    assert after is not None
+    assert after.responses == 1

@@ -21,7 +21,7 @@ from aprilsched.runs.settings import RunSettings
 from aprilsched.sessions import Session, Sessions
 from aprilsched.telemetry.event_log.writing import EventLog
 from aprilsched.telemetry.live.live_model import LiveModel, RunFacts
-from aprilsched.telemetry.live.view import frame
+from aprilsched.telemetry.live.view import figure_texts
 from aprilsched.telemetry.live_figures import LiveFigures
 from aprilsched.telemetry.run_folder import RunFolder
 from aprilsched.telemetry.summary import Summary
@@ -83,7 +83,7 @@ async def test_the_time_of_sessions_has_a_cause_everywhere(tmp_path: Path):
             snapshot = model.snapshot()
             assert sum(snapshot.in_flight.values()) <= MEMBERS
             phases |= snapshot.in_flight.keys()
-        assert {"decoding", "tools", "scoring"} <= phases
+        assert {"decoding", "using tools", "scoring"} <= phases
         batch = await waiting
     log.close()
 
@@ -103,7 +103,9 @@ async def test_the_time_of_sessions_has_a_cause_everywhere(tmp_path: Path):
         part for (part,) in values_at(FIGURES["batch/rollout_seconds"], Moment(figures=figures))
     }
     assert told == parts.keys()
-    assert "turns 3.00" in frame(model.snapshot(), width=200, height=30).plain
+    recent = model.snapshot().recent
+    assert recent is not None
+    assert "turns 3.00" in figure_texts(recent)
 
     assert read_run(folder).summary.rollout_seconds == pytest.approx(
         {part: spent / MEMBERS for part, spent in parts.items()}, abs=1e-4
@@ -133,10 +135,10 @@ async def test_a_session_that_no_launcher_has_taken_is_seen(tmp_path: Path):
     ):
         waiting = asyncio.create_task(rollouts.next_batch())
         await asyncio.sleep(1)
-        assert model.snapshot().in_flight == {"no agent": 2}
+        assert model.snapshot().in_flight == {"waiting for an agent": 2}
         first, second = await sessions.next(), await sessions.next()
         await asyncio.sleep(1)
-        assert model.snapshot().in_flight == {"tools": 2}
+        assert model.snapshot().in_flight == {"using tools": 2}
         for session in (first, second):
             await session.complete([7, 8], max_tokens=5)
         first.done(later=True)

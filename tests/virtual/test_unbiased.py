@@ -33,7 +33,6 @@ from aprilsched.__main__ import main
 from aprilsched.analysis.plots import bias
 from aprilsched.analysis.run import read_run
 from aprilsched.config import Dispatch, Staleness
-from aprilsched.coordinator.live_bias import LiveBias
 from aprilsched.core.lengths.laws import kaplan_meier
 from aprilsched.core.lengths.observed import GroupLengths, pooled
 from aprilsched.core.messages.commands import Send
@@ -427,15 +426,11 @@ class Again:
         """Tokens by batch."""
         self.first: list[int] = []
         """Tokens by batch, if every prompt had been sampled once."""
-        self.live: LiveBias | None = None
-        """The bias that the run reports."""
         self._prompts = prompts
         self._index: dict[int, int] = {}
         self._launched = 0
 
     def on_facts(self, facts: Sequence[Fact], now: float) -> None:
-        if self.live is not None:
-            self.live.on_facts(facts, now)
         for fact in facts:
             if isinstance(fact, GroupLaunched) and fact.again is not None:
                 self._index[fact.group_id] = self._index[fact.again]
@@ -457,7 +452,6 @@ class Again:
         return differences.sum() / sum(self.first), float(error) / sum(self.first)
 
 
-@cache
 def drawn_again(preset: str) -> tuple[Again, RunSummary]:
     """A run of a preset without stale tokens, and its summary."""
     config = PRESETS[preset](SchedulerConfig(batch_groups=32, group_size=GROUP))
@@ -466,7 +460,6 @@ def drawn_again(preset: str) -> tuple[Again, RunSummary]:
     simulation = Simulation(
         config, prompts, engine=TIMED, batches=100, listeners=[listener, summary]
     )
-    listener.live = LiveBias(simulation.state)
     simulation.run()
     return listener, summary.result(remainder(simulation.state), clock="virtual")
 
@@ -490,30 +483,6 @@ def test_generating_the_losers_of_a_race_again_fails():
     assert summary.bias.dropped_tokens["begun_again"] > 0.2 * summary.tokens.delivered
     assert estimate < -0.02
     assert estimate < -4 * error
-    told = summary.bias.censoring
-    assert told.policies == ["begun_again"]
-    assert told.effect is not None
-    assert told.effect == pytest.approx(estimate, abs=0.015)
-
-
-@pytest.mark.long
-def test_the_live_bias_counts_what_was_generated_again_from_where_it_was_stopped():
-    """The control counts every response that was generated for a prompt, so prompts of long
-    responses count twice, and the drawn law is too long."""
-    run, _ = drawn_again("rollpacker")
-    estimate, _ = run.bias()
-    assert run.live is not None
-    now = run.live.now()
-    assert now.length_bias is not None
-    assert now.drawn is not None
-    assert now.length_bias == pytest.approx(estimate, abs=0.03)
-    state = run.live._state
-    everything = state.expectations.observed.law(
-        [g for g in map(group_lengths, state.in_flight.training_groups()) if not g.complete]
-    )
-    assert everything is not None
-    delivered = (1 + now.length_bias) * now.drawn.mean
-    assert delivered / everything.mean() - 1 < estimate - 0.06
 
 
 # --- 4. a planted reward -------------------------------------------------------------------------
@@ -667,8 +636,7 @@ def test_a_drained_run_folder_obeys_the_identity(tmp_path: Path):
         assert both.in_flight == 16
         assert both.predicted == pytest.approx(both.measured)
         assert both.predicted < -0.05
-    assert run.summary.bias.in_flight is not None
-    assert run.summary.bias.in_flight.rollouts == 0
+    assert run.summary.rollouts.in_flight == 0
     transient = run.summary.bias.transient
     assert transient is not None
     # Held against the mean of what the run drew, the two curves differ by the chance of prompts.

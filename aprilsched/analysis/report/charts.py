@@ -397,7 +397,7 @@ def responses(run: RunReport) -> Chart:
         f"{near.batches} were under way while the policy changed.",
         note=f"{_shown(len(shown), len(there), 'responses')}Each line is a "
         "response, in order of launch, its colour the policy version that samples it. Grey: an "
-        "engine stands still. Dotted: a batch is delivered.",
+        "engine is paused. Dotted: a batch is delivered.",
         of=run.figures.name,
     )
 

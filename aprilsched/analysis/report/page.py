@@ -204,7 +204,7 @@ _ENDS = {
 
 def bias_rows(run: RunReport) -> list[tuple[str, str]]:
     """The causes that change the lengths, and the size of their effect."""
-    bias = run.summary.bias
+    summary, bias = run.summary, run.summary.bias
     rows = [
         ("first batch against the later ones", signed_percent(bias.first_batch_length_bias)),
         ("everything delivered so far", signed_percent(bias.bias_estimate)),
@@ -213,18 +213,13 @@ def bias_rows(run: RunReport) -> list[tuple[str, str]]:
         rows.append(
             ("of it, because of what is in flight", signed_percent(bias.transient.predicted))
         )
-    if bias.in_flight is not None:
-        flight = bias.in_flight
-        rows.append(
-            (
-                f"in flight at the end: {flight.rollouts:,} responses of expected mean length",
-                f"{amount(flight.expected_mean_length)} tokens",
-            )
-        )
-    for reason, drops in bias.censoring.by_reason.items():
-        rows.append((f"dropped ({reason}): {drops.rollouts:,}", signed_percent(drops.effect)))
-    if not bias.censoring.by_reason:
-        rows.append(("dropped responses, which would bend it for good", "none"))
+    for reason, tokens in bias.dropped_tokens.items():
+        dropped = summary.rollouts.dropped.get(reason, 0)
+        rows.append((f"dropped ({reason}): {dropped:,} responses", f"{amount(tokens)} tokens"))
+    if not bias.dropped_tokens:
+        rows.append(("dropped responses, which would bias the lengths for good", "none"))
+    if bias.censoring.effect is not None:
+        rows.append(("lasting effect of drops, at least", signed_percent(bias.censoring.effect)))
     return rows
 
 

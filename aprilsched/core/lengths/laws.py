@@ -183,14 +183,8 @@ class KaplanMeier:
         return self._table[2][index] - steps[index] * (start - times[index])
 
 
-def kaplan_meier(
-    lengths: ArrayLike, censored: ArrayLike, entered: ArrayLike | None = None
-) -> KaplanMeier:
+def kaplan_meier(lengths: ArrayLike, censored: ArrayLike) -> KaplanMeier:
     """The estimate from `lengths` int64 [n], of which `censored` bool [n] are tokens so far.
-
-    A response that counts only because it became longer than some length counts from there on
-    (delayed entry): `entered` int64 [n] is that length, 0 for the others. Responses that did not
-    become longer are left out.
 
     Raises:
         ValueError: if there is no observation, shapes differ, a finished length is below 1 or
@@ -199,14 +193,9 @@ def kaplan_meier(
     seen = np.asarray(lengths, dtype=np.int64)
     open_ = np.asarray(censored, dtype=np.bool_)
     _check(seen, open_)
-    since = np.zeros_like(seen) if entered is None else np.asarray(entered, dtype=np.int64)
-    counts = (since == 0) | (seen > since)
-    seen, open_, since = seen[counts], open_[counts], since[counts]
     times, ends = np.unique(seen[~open_], return_counts=True)
     ordered = np.sort(seen)
-    at_risk = np.searchsorted(np.sort(since), times, side="left") - np.searchsorted(
-        ordered, times, side="left"
-    )
+    at_risk = len(seen) - np.searchsorted(ordered, times, side="left")
     alive = at_risk > ends
     survival = np.where(alive, np.cumprod(1 - ends / at_risk), 0.0).astype(np.float64)
     tail = float(survival[-1]) if len(times) else 1.0

@@ -26,9 +26,6 @@ from aprilsched.core.lengths.laws import (
 
 T = TypeVar("T", bound=np.generic)
 
-NEVER = 2**62
-"""A number of tokens that no response has."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class GroupLengths:
@@ -82,20 +79,6 @@ def padded(
     for place, row in enumerate(rows):
         table[place, : len(row)] = row[:size]
     return table
-
-
-def entry_after(tokens: NDArray[np.int64], finished: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """From which number of tokens on the members of a group count for the drawn law, int64 [g], if
-    the group comes in the place of another one of its prompt with these `tokens`, int64 [g], whose
-    members had `finished`, bool [g].
-
-    That is where the former group was stopped. A member that had no token then was not sampled
-    before, so it counts from its beginning; if nothing that had begun was stopped, everything that
-    can be known of the others is known already.
-    """
-    begun = finished | (tokens > 0)
-    stopped = int(tokens[begun & ~finished].max(initial=-1))
-    return np.where(begun, NEVER if stopped < 0 else stopped, 0)
 
 
 # --- memory --------------------------------------------------------------------------------------
