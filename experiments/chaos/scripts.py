@@ -1,134 +1,140 @@
-"""Draws fault scripts from a seed: every kind, at random times, on one engine, some or all."""
+"""Draws faults from a seed: every kind, at random times, on one engine, some or all."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from aprilsched.testing.faults.kinds import KINDS, EngineWide, InStream
+from tests.support import faults as of
+from tests.support.faults import (
+    KINDS,
+    Answer,
+    Corrupt,
+    Cut,
+    Delay,
+    Fault,
+    Garbage,
+    Hang,
+    LoseAnswer,
+    Restart,
+)
 
-__all__ = ["random_script"]
+__all__ = ["Script", "random_script"]
 
 OPEN_S = 1.0
-"""By then the fleet is open; faults before that make the opening fail, and that is all."""
+"""By then the fleet is open; a fault before that would only make the opening fail."""
 _FLOOD_BYTES = 2**22
 _TOKENS = (0, 16, 100, 300)
 _ROUTES = (
-    ["/generate"],
-    ["/pause_generation"],
-    ["/continue_generation"],
-    ["/abort_request"],
-    ["/model_info"],
-    ["steering"],
-    ["updates"],
-    ["control"],
-    ["info"],
-    ["all"],
+    of.GENERATE,
+    ("/pause_generation",),
+    ("/continue_generation",),
+    of.ABORT,
+    ("/model_info",),
+    of.STEERING,
+    of.UPDATES,
+    of.CONTROL,
+    of.INFO,
+    of.ALL,
+)
+_CHANGES = (
+    of.few_logprobs,
+    of.no_logprobs,
+    *map(of.strange_logprob, ("null", "NaN", "Infinity", "1e999", '"-0.5"')),
+    of.other_ids,
+    of.out_of_order,
+    of.twice,
+    of.twice_at_the_finish,
+    *map(of.more_tokens, (1, 16, 1000)),
 )
 
-Table = dict[str, Any]
+Script: TypeAlias = list[tuple[Fault, list[int]]]
+"""Faults, and the engines to which each happens."""
 
 
-def random_script(seed: int, *, engines: int, horizon_s: float) -> Table:
-    """The content of a script, of faults that begin before `horizon_s`.
+def random_script(seed: int, *, engines: int, horizon_s: float) -> Script:
+    """Draw faults that start before `horizon_s`.
 
     Even seeds have one fault, each kind equally often; odd ones have two to five.
     """
     rng = np.random.default_rng((seed, 1))
-    kinds = list(KINDS)
     alone = seed % 2 == 0
-    chosen = [kinds[seed // 2 % len(kinds)]]
+    chosen = [KINDS[seed // 2 % len(KINDS)]]
     if not alone:
-        chosen += rng.choice(kinds, int(rng.integers(1, 5))).tolist()
-    faults = [_fault(kind, rng, engines, horizon_s, alone=alone) for kind in chosen]
-    return {"seed": seed, "fault": faults}
+        chosen += [KINDS[rng.integers(len(KINDS))] for _ in range(rng.integers(1, 5))]
+    script: Script = []
+    for kind in chosen:
+        size = int(rng.choice([1, 2, engines], p=[0.6, 0.2, 0.2]))
+        hit = sorted(rng.choice(engines, size, replace=False).tolist())
+        script.append((_at_some_time(_fault(kind, rng), rng, horizon_s, alone=alone), hit))
+    return script
 
 
-def _fault(
-    kind: str, rng: np.random.Generator, engines: int, horizon_s: float, *, alone: bool
-) -> Table:
-    hit = rng.choice(engines, int(rng.choice([1, 2, engines], p=[0.6, 0.2, 0.2])), replace=False)
-    fault: Table = {"kind": kind, "engines": sorted(hit.tolist())}
-    cls = KINDS[kind]
-    begin = round(float(rng.uniform(OPEN_S, 0.6 * horizon_s)), 3)
-    fault |= _parameters(kind, rng)
-    if issubclass(cls, EngineWide) and rng.random() < 0.6:
-        return fault | {"at": begin}
-    if issubclass(cls, EngineWide):
-        fault |= {"routes": _ROUTES[rng.integers(len(_ROUTES))], "times": 1}
-    elif kind == "reset" and rng.random() < 0.5:
-        fault |= {"after_tokens": int(rng.choice(_TOKENS)), "carried_out": False}
-    elif not cls.routes_are_fixed and rng.random() < 0.5:
-        fault |= _routes(kind, rng)
-    fault["at"] = begin
+def _at_some_time(
+    fault: Fault, rng: np.random.Generator, horizon_s: float, *, alone: bool
+) -> Fault:
+    start = round(float(rng.uniform(OPEN_S, 0.6 * horizon_s)), 3)
+    if isinstance(fault, Hang | Restart):
+        if rng.random() < 0.6:
+            return replace(fault, at=start)
+        return replace(fault, at=start, routes=_ROUTES[rng.integers(len(_ROUTES))], times=1)
     if rng.random() < 0.1:
-        fault["at"] = OPEN_S  # and to the end
+        when: dict[str, Any] = {"at": OPEN_S}  # and to the end
     else:
-        fault["until"] = round(begin + 1 + float(rng.exponential(60)), 3)
-    for name, values in (
-        ("after", [2, 3, 10]),
-        ("every", [2, 5]),
-        ("probability", [0.1, 0.5]),
-        ("times", [1, 3]),
-    ):
+        when = {"at": start, "until": round(start + 1 + float(rng.exponential(60)), 3)}
+    for name, values in (("after", [2, 3, 10]), ("probability", [0.1, 0.5]), ("times", [1, 3])):
         if not alone and rng.random() < 0.3:
-            fault.setdefault(name, rng.choice(values).item())
-    if issubclass(cls, InStream) or (kind in ("truncate", "garbage") and rng.random() < 0.5):
-        fault["after_tokens"] = int(rng.choice(_TOKENS))
-    return fault
+            when[name] = rng.choice(values).item()
+    return replace(fault, **when)
 
 
-def _routes(kind: str, rng: np.random.Generator) -> Table:
-    if kind == "flood-answer":
-        return {"routes": _ROUTES[int(rng.integers(1, len(_ROUTES) - 1))]}
-    if kind in ("refit-fails", "stuck-version"):
-        return {"routes": ["/update_weights_from_disk"]}
-    return {"routes": _ROUTES[rng.integers(len(_ROUTES))]}
-
-
-def _parameters(kind: str, rng: np.random.Generator) -> Table:
+def _fault(kind: type[Fault], rng: np.random.Generator) -> Fault:
     seconds = round(float(np.exp(rng.normal(np.log(40), 1.3))), 3)
-    carried_out = bool(rng.random() < 0.5)
-    match kind:
-        case "delay":
-            return {"seconds": round(seconds / 10, 3), "every_event": bool(rng.random() < 0.3)}
-        case "silence":
-            return {"seconds": _perhaps_for_ever(seconds, rng), "carried_out": carried_out}
-        case "stall":
-            return {"seconds": _perhaps_for_ever(seconds, rng)}
-        case "reset":
-            return {"carried_out": carried_out}
-        case "status":
-            status = int(rng.choice([400, 401, 404, 408, 429, 500, 502, 503]))
-            later = {"retry_after": 2.0} if rng.random() < 0.5 else {}
-            return {"status": status, "carried_out": carried_out, **later}
-        case "slow-loris":
-            return {"bytes": int(rng.choice([1, 16, 256])), "seconds": 0.2}
-        case "garbage":
-            return {"raw": bool(rng.random() < 0.5)}
-        case "refit-fails":
-            messages = ["Failed to get weights iterator", "Failed to update weights"]
-            return {
-                "status": int(rng.choice([200, 400, 500])),
-                "message": str(rng.choice(messages)),
-            }
-        case "error-event":
-            return {"code": int(rng.choice([400, 429, 500, 503]))}
-        case "flood-answer" | "flood-event" | "flood-comments":
-            return {"bytes": _FLOOD_BYTES}
-        case "flood-tokens":
-            return {"tokens": int(rng.choice([1, 16, 1000]))}
-        case "hang":
-            return {"seconds": seconds * 2}
-        case "slow":
-            return {"seconds": seconds * 4, "factor": float(rng.choice([0.01, 0.1, 0.5]))}
-        case "die":
-            keeps = bool(rng.random() < 0.3)
-            return {"seconds": _perhaps_for_ever(seconds, rng, 0.1), "keeps_weights": keeps}
-        case _:
-            return {}
+    routes = _ROUTES[rng.integers(len(_ROUTES))]
+    in_stream = bool(rng.random() < 0.5)
+    where: dict[str, Any] = {"routes": routes}
+    if in_stream:
+        where = {"after_tokens": int(rng.choice(_TOKENS))}
+    if kind is Answer:
+        return _answer(where, rng)
+    if kind is Delay:
+        if rng.random() < 0.3:
+            pieces = int(rng.choice([1, 16, 256]))
+            return Delay(seconds=0.2, piece=pieces, **where)
+        endless = rng.random() < 0.3
+        return Delay(seconds=float("inf") if endless else seconds / 10, **where)
+    if kind is Hang:
+        rate = float(rng.choice([0.0, 0.01, 0.1, 0.5]))
+        return Hang(seconds=seconds * 3, rate=rate)
+    if kind is Cut:
+        return Cut(clean=bool(rng.random() < 0.5), **where)
+    if kind is Corrupt:
+        change = _CHANGES[rng.integers(len(_CHANGES))]
+        return Corrupt(change=change, after_tokens=int(rng.choice(_TOKENS)))
+    if kind is Garbage:
+        what = str(rng.choice(["noise", "raw", "half", "endless", "comments"]))
+        size = _FLOOD_BYTES if what in ("endless", "comments") else 256
+        return Garbage(what=what, size=size, **where)  # type: ignore[arg-type]
+    if kind is LoseAnswer:
+        return LoseAnswer(silent=bool(rng.random() < 0.5), routes=_ROUTES[rng.integers(1, 10)])
+    endless = rng.random() < 0.1
+    return Restart(
+        seconds=float("inf") if endless else seconds, keeps_weights=bool(rng.random() < 0.3)
+    )
 
 
-def _perhaps_for_ever(seconds: float, rng: np.random.Generator, chance: float = 0.4) -> float:
-    return float("inf") if rng.random() < chance else seconds
+def _answer(where: dict[str, Any], rng: np.random.Generator) -> Answer:
+    """Draw a refusal, a refused update, or an answer that pretends."""
+    shape = rng.choice(["refused", "refused update", "stuck version", "ignored abort"])
+    if shape == "refused update":
+        message = str(rng.choice(["Failed to get weights iterator", "Failed to update weights"]))
+        return of.failed_update(int(rng.choice([200, 400, 500])), message)
+    if shape == "stuck version":
+        done = {"success": True, "message": "Succeeded to update model weights."}
+        return Answer(status=200, content=done, routes=of.UPDATES)
+    if shape == "ignored abort":
+        return Answer(status=200, routes=of.ABORT)
+    status = int(rng.choice([400, 401, 404, 408, 429, 500, 502, 503]))
+    return Answer(status=status, retry_after=2.0 if rng.random() < 0.5 else None, **where)

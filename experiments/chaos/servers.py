@@ -37,16 +37,13 @@ from aprilsched.errors import (
 )
 from aprilsched.simulation.results import remainder
 from aprilsched.telemetry.summary import Summary
-from aprilsched.testing import SimServer
-from aprilsched.testing.faults import FaultScript, faults_of
-from aprilsched.testing.faults.kinds import KINDS
 from aprilsched.timing.model import H200_QWEN3_4B
 from aprilsched.types import NO_VERSION, Batch, Rollout
 from experiments.chaos.callers import ChaosPlanner
 from experiments.chaos.clockwork import VirtualThreads
 from experiments.chaos.history import History, Outcome, recorded
 from experiments.chaos.mix import Mix
-from experiments.chaos.scripts import random_script
+from experiments.chaos.scripts import Script, random_script
 from experiments.chaos.truth import (
     CONTENT,
     TruthModel,
@@ -57,6 +54,7 @@ from experiments.chaos.truth import (
     wrong_rows,
 )
 from experiments.library import table
+from tests.support.faults import KINDS, FaultyServer
 
 __all__ = ["run", "tables"]
 
@@ -195,14 +193,14 @@ def run(seed: int, *, companions: bool = False, aloud: bool = False, lines: int 
     mix = Mix.of(seed, only=(), without=(), repeatable=True, companions=companions)
     train_s = TRAIN_S[seed % len(TRAIN_S)]
     script = random_script(seed, engines=ENGINES, horizon_s=BATCHES * (BATCH_S + train_s))
-    kinds = [fault["kind"] for fault in script["fault"]]
+    kinds = [fault.kind for fault, _ in script]
     outcome = Outcome(seed, kinds=kinds, settings=mix.described())
     history = History(aloud=aloud)
     history.note(f"{script}")
     with TemporaryDirectory() as folder:
         publisher = Checkpoints(Path(folder))
         publisher.write(3 * BATCHES)
-        trial = _Run(mix, outcome, history, faults_of(script), publisher, train_s)
+        trial = _Run(mix, outcome, history, script, publisher, train_s)
         return recorded(outcome, history, trial.execute(), lines=lines)
 
 
@@ -212,7 +210,7 @@ class _Run:
         mix: Mix,
         outcome: Outcome,
         history: History,
-        script: FaultScript,
+        script: Script,
         checkpoints: Checkpoints,
         train_s: float,
     ) -> None:
@@ -226,7 +224,7 @@ class _Run:
         self.watch = Watch()
         self.summary = Summary(trainer_waits=self.config.pace == "synchronous")
         self.model = TruthModel(VOCAB)
-        self.servers: list[SimServer] = []
+        self.servers: list[FaultyServer] = []
         self.figures: Counter[str] = Counter()
         self.refused = 0
         """Updates in a row that no engine took."""
@@ -239,11 +237,12 @@ class _Run:
             # ports are free.
             net = f"127.{seed // 250 % 250 + 1}.{seed % 250 + 1}"
             for index in range(ENGINES):
-                server = SimServer(
+                server = FaultyServer(
                     replace(NARROW if seed // 3 % 3 == 0 else MACHINE, tier=self.mix.machine.tier),
                     host=f"{net}.{index + 1}",
                     port=31000,
-                    faults=self.script.of_engine(index),
+                    faults=[fault for fault, engines in self.script if index in engines],
+                    seed=(seed, index),
                     refit_seconds=0.2,
                 )
                 self.servers.append(await stack.enter_async_context(server))
@@ -386,8 +385,8 @@ def tables(results: Sequence[Mapping[str, Any]]) -> str:
     """What happened by kind of fault: a row for each kind alone, and one for the mixed seeds."""
     happened = [result for result in results if result["details"].get("fired")]
     rows = [
-        _cells(f"`{kind}`", [result for result in happened if result["kinds"] == [kind]])
-        for kind in KINDS
+        _cells(f"`{each.kind}`", [r for r in happened if r["kinds"] == [each.kind]])
+        for each in KINDS
     ]
     rows.append(_cells("two to five", [result for result in happened if len(result["kinds"]) > 1]))
     return table(_HEAD, rows)
