@@ -8,23 +8,22 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from aprilsched import Batch, Rollout, SamplingParams
 from aprilsched.core.invariants import check as check_invariants
-from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
 from aprilsched.core.messages.facts import Fact, GroupLaunched
 from aprilsched.core.state.ledger import FAILURES
 from aprilsched.core.state.state import SchedulerState
 from aprilsched.errors import InvariantViolation, PromptsExhausted, RunEnded
 from aprilsched.types import NO_VERSION
-from experiments.chaos.callers import prompt_of
-from experiments.chaos.mix import Mix
-from experiments.chaos.truth import TruthModel, is_right, sampling_of, true_versions, wrong_rows
+from tests.campaign.mix import Mix
+from tests.campaign.prompts import prompt_of
+from tests.campaign.truth import TruthModel, is_right, sampling_of, true_versions, wrong_rows
 
 __all__ = ["Checks", "Given", "Records"]
 
@@ -55,18 +54,25 @@ class Records:
     evaluated: set[int] = field(default_factory=set[int])
     """The groups of evaluations."""
 
+    @property
+    def acknowledged(self) -> set[int]:
+        """The batches that need not come again."""
+        return {index for index, batch in self.batches.items() if batch.acknowledged}
+
     def copy(self) -> Records:
-        """As they are now, for a checkpoint of the trainer."""
-        batches = {
-            index: Given(b.fingerprint, b.keys, b.secured, b.acknowledged, b.version)
-            for index, b in self.batches.items()
-        }
+        """Copy them, for a checkpoint of the trainer."""
+        batches = {index: replace(batch) for index, batch in self.batches.items()}
         return Records(batches, set(self.expected), dict(self.launched), set(self.evaluated))
 
     def killed(self) -> None:
-        """The process is gone. What the store never had may be generated again."""
+        """Forget what the store never had: it may be generated again."""
         self.batches = {index: b for index, b in self.batches.items() if b.secured}
-        self.expected = {index for index, b in self.batches.items() if not b.acknowledged}
+        self.expected = self.batches.keys() - self.acknowledged
+
+    def expect_redelivery(self, *, with_store: bool) -> None:
+        """Expect again what the store has and the trainer did not acknowledge."""
+        saved = {i for i, b in self.batches.items() if b.secured or not with_store}
+        self.expected = saved - self.acknowledged
 
 
 class Checks:
@@ -99,9 +105,6 @@ class Checks:
         except InvariantViolation as error:
             self._broken = True
             self._complain(f"invariant after {type(event).__name__}: {error}")
-
-    def on_command(self, command: do.Command, now: float) -> None:
-        """Commands need no check of their own."""
 
     def on_facts(self, facts: Sequence[Fact], now: float) -> None:
         launched = [fact for fact in facts if isinstance(fact, GroupLaunched)]
@@ -148,7 +151,7 @@ class Checks:
             for rollout in group.rollouts:
                 self.rollout(rollout, f"rollout {rollout.rollout_id} of {name}")
                 self._content(rollout, group.prompt.key)
-                bound = settings["max_staleness"]
+                bound = settings["max_staleness"].bound
                 if bound is not None and not batch.redelivered:
                     self._staleness(rollout, version, bound, name)
         self.records.batches[batch.index] = Given(shown, keys, secured, False, version)

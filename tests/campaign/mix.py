@@ -26,7 +26,7 @@ from aprilsched.config import (
 from aprilsched.engines.sim import SimConfig
 from aprilsched.engines.sim.toy_model import KvTier
 from aprilsched.timing.model import H200_QWEN3_4B
-from experiments.chaos.truth import COMPANIONS, TruthModel
+from tests.campaign.truth import COMPANIONS, TruthModel
 
 __all__ = ["KINDS", "Mix"]
 
@@ -121,7 +121,6 @@ class Mix:
     async_source: bool
     update_every: int
     train_s: float
-    real_threads: bool
     settings: dict[str, Any]
     companions: bool
     """Rows beside the tokens are asked for."""
@@ -136,15 +135,13 @@ class Mix:
     def described(self) -> str:
         """The settings that matter most, in a line."""
         names = ("stop", "refill", "over_provision", "straggler", "pace", "max_staleness")
-        said = [f"{name} {self.settings[name]}" for name in names]
-        if self.settings["max_staleness"] is not None:
-            said.append(self.settings["staleness_rule"])
-        said += [f"{self.engines} engines", f"store {self.store}", f"reward {self.reward}"]
-        said += ["KV tier"] * (self.machine.tier is not None)
-        return ", ".join(said + ["accept"] * self.accepts + ["episodes"] * self.episodes)
+        shown = [f"{name} {self.settings[name]}" for name in names]
+        shown += [f"{self.engines} engines", f"store {self.store}", f"reward {self.reward}"]
+        shown += ["KV tier"] * (self.machine.tier is not None)
+        return ", ".join(shown + ["accept"] * self.accepts + ["episodes"] * self.episodes)
 
     def config(self) -> SchedulerConfig:
-        settings = _tree(self.settings)
+        settings = dict(self.settings)
         if self.has("adapters"):
             settings["refit"] = "together"  # adapters are refused otherwise
         settings["companions"] = COMPANIONS if self.companions else ()
@@ -159,28 +156,27 @@ class Mix:
             return self
         reward = draw.choice(["none", "rollout", "group"]) if draw.random() < 0.4 else self.reward
         accepts = not self.accepts if draw.random() < 0.2 else self.accepts
-        if draw.random() < 0.5:  # all other, or just a few
-            settings = _settings(draw, stops=self.has("stops"))
-        else:
-            other = _settings(draw, stops=self.has("stops"))
-            settings = dict(self.settings)
-            for _ in range(draw.randrange(1, 4)):
-                name = draw.choice(sorted(other))
-                settings[name] = other[name]
-            settings = _allowed(settings, draw)
+        settings = _settings(draw, stops=self.has("stops"))
+        if draw.random() < 0.5:  # just a few are others
+            some = draw.sample(_INDEPENDENT, draw.randrange(1, 4))
+            settings = self.settings | {name: settings[name] for name in some}
         return replace(self, settings=settings, reward=reward, accepts=accepts)
 
     @staticmethod
     def of(
         seed: int,
         *,
-        only: Collection[str] | None,
-        without: Collection[str],
-        repeatable: bool = False,
+        only: Collection[str] | None = None,
+        without: Collection[str] = (),
         companions: bool = False,
     ) -> Mix:
-        """The mix of a seed; `only` some kinds, each of them then in every seed. `repeatable`:
-        without real threads, which a few seeds have. `companions` are asked for beside."""
+        """Draw the mix of a seed.
+
+        Args:
+            only: the kinds that every seed has, instead of drawing them.
+            without: kinds that no seed has.
+            companions: whether rows beside the tokens are requested.
+        """
         draw = random.Random(f"{seed}/kinds")
         drawn = {kind: draw.random() < share for kind, share in KINDS.items()}
         if only is not None:
@@ -224,91 +220,70 @@ class Mix:
             async_source=draw.random() < 0.6,
             update_every=draw.choice([1, 1, 1, 2, 3]),
             train_s=draw.choice([0.0, 0.1, 2.0, 20.0]),
-            real_threads=draw.random() < 0.03 and not repeatable,
             settings=_settings(draw, stops="stops" in kinds),
             companions=companions,
         )
 
 
 def _settings(draw: random.Random, *, stops: bool) -> dict[str, Any]:
-    """Settings of a scheduler, any that are allowed together."""
-    stop = draw.choice(["groups", "samples", "tokens"])
-    stop = stop if stops else "groups"
+    """Draw fields of a configuration, any that are allowed together."""
     groups, size = draw.choice([1, 2, 3, 4]), draw.choice([1, 2, 3, 4])
-    samples = draw.choice([None, groups * size, groups * size * 2, max(1, groups * size - 1)])
+    refit = draw.choice(["together", "together", "rolling"])
+    pace = draw.choice(["synchronous", "asynchronous", "synchronous", "asynchronous", "auto"])
+    straggler = draw.choice(["retract", "in_place", "abort", "run"])
+    refill: Any = draw.choice(["wave", "wave", "pool", "pool", "rounds"])
+    over_provision: Any = draw.choice([1.0, 1.25, 1.5, 2.0, 3.0, "auto"])
+    if refit == "rolling":
+        pace, straggler = "asynchronous", "run"
+        over_provision = 1.5 if over_provision == "auto" else over_provision
+        refill = "pool" if refill == "rounds" else refill
+    if refill == "rounds":
+        pace = "auto" if pace == "auto" else "synchronous"
+        straggler = straggler if straggler == "retract" else "abort"
+        refill = LengthBuckets(
+            store=draw.choice([1.0, 2.5, 5.0]),
+            probes=draw.choice([0, 1, 2]),
+            oldest=draw.choice([1, 4, 16]),
+        )
+    elif refill == "pool":
+        refill = Pool(together=draw.choice([1, 2, 4]), until=draw.choice([0.25, 0.5, 1.0]))
+    stop: Any = draw.choice(["groups", "samples", "tokens"]) if stops else "groups"
+    if stop == "samples":
+        counts = [groups * size, groups * size * 2, max(1, groups * size - 1)]
+        stop = Samples(draw.choice(counts)) if draw.random() < 0.75 else stop
+    elif stop == "tokens":
+        stop = Tokens(draw.choice([1, 60, 200, 600]))
     bound = draw.choice([None, None, 0, 1, 2, 4])
-    settings: dict[str, Any] = {
+    rule: Any = draw.choice(["mask", "evict", "finish"])
+    return {
         "batch_groups": groups,
         "group_size": size,
-        "over_provision": draw.choice([1.0, 1.25, 1.5, 2.0, 3.0, "auto"]),
-        "refill": draw.choice(["wave", "wave", "pool", "pool", "rounds"]),
-        "refill_groups": draw.choice([1, 2, 4]),
-        "refill_until": draw.choice([0.25, 0.5, 1.0]),
-        "store_batches": draw.choice([1.0, 2.5, 5.0]),
-        "probes": draw.choice([0, 1, 2]),
-        "oldest_batches": draw.choice([1, 4, 16]),
-        "placement": draw.choice(["prefix", "spread"]),
+        "over_provision": "auto" if pace == "auto" else over_provision,
+        "refill": refill,
         "stop": stop,
-        "batch_samples": samples,
-        "batch_tokens": draw.choice([1, 60, 200, 600]),
-        "straggler": draw.choice(["retract", "in_place", "abort", "run"]),
-        "kv_after_refit": draw.choice(["auto", "auto", "recompute", "keep", "apart"]),
-        "pace": draw.choice(["synchronous", "asynchronous", "synchronous", "asynchronous", "auto"]),
-        "max_staleness": bound,
-        "staleness_rule": draw.choice(["mask", "evict", "finish"]),
-        "max_attempts": draw.choice([1, 3]),
-        "max_breaks": draw.choice([2, 16]),
-        "max_failed_groups": draw.choice([8, 64]),
-        "max_in_flight": draw.choice([None, None, groups * size, groups * size + 3]),
+        "straggler": straggler,
+        "kv_after_refit": draw.choice(["auto", *_KV[straggler]]),
+        "pace": pace,
+        "refit": refit,
+        "max_staleness": Staleness(bound, rule="mask" if bound is None else rule),
         "ready_batches": draw.choice([1, 2]),
-        "dispatch_rate": draw.choice([5, 100, 2000]),
-        "stall_timeout_s": draw.choice([5.0, 60.0]),
-        "slow_share": draw.choice([0.0, 0.2]),
-        "fleet_wait_s": draw.choice([5.0, 120.0, 600.0]),
         "save_interval_s": draw.choice([0.05, 1.0, 10.0]),
-        "control_timeout_s": draw.choice([2.0, 120.0]),
-        "refit_timeout_s": draw.choice([5.0, 60.0]),
-        "refit": draw.choice(["together", "together", "rolling"]),
-    }
-    return _allowed(settings, draw)
-
-
-def _tree(drawn: dict[str, Any]) -> dict[str, Any]:
-    """What was drawn, as the fields of the configuration: policies and parts."""
-    policies: dict[tuple[str, object], Any] = {
-        ("refill", "pool"): Pool(together=drawn["refill_groups"], until=drawn["refill_until"]),
-        ("refill", "rounds"): LengthBuckets(
-            store=drawn["store_batches"], probes=drawn["probes"], oldest=drawn["oldest_batches"]
-        ),
-        ("stop", "tokens"): Tokens(drawn["batch_tokens"] or 0),
-    }
-    if drawn["batch_samples"] is not None:
-        policies["stop", "samples"] = Samples(drawn["batch_samples"])
-    plain = (
-        *("batch_groups", "group_size", "over_provision", "refill", "stop", "straggler"),
-        *("kv_after_refit", "pace", "ready_batches", "save_interval_s", "refit"),
-    )
-    return {
-        **{name: policies.get((name, drawn[name]), drawn[name]) for name in plain},
-        "max_staleness": Staleness(drawn["max_staleness"], rule=drawn["staleness_rule"]),
         "dispatch": Dispatch(
-            placement=drawn["placement"],
-            max_in_flight=drawn["max_in_flight"],
-            rate=drawn["dispatch_rate"],
+            placement=draw.choice(["prefix", "spread"]),
+            max_in_flight=draw.choice([None, None, groups * size, groups * size + 3]),
+            rate=draw.choice([5, 100, 2000]),
         ),
         "retries": Retries(
-            attempts=drawn["max_attempts"],
-            interruptions=drawn["max_breaks"],
-            failed_groups=drawn["max_failed_groups"],
+            attempts=draw.choice([1, 3]),
+            interruptions=draw.choice([2, 16]),
+            failed_groups=draw.choice([8, 64]),
         ),
         "health": Health(
-            stall_s=drawn["stall_timeout_s"],
-            slow_share=drawn["slow_share"],
-            fleet_wait_s=drawn["fleet_wait_s"],
+            stall_s=draw.choice([5.0, 60.0]),
+            slow_share=draw.choice([0.0, 0.2]),
+            fleet_wait_s=draw.choice([5.0, 120.0, 600.0]),
         ),
-        "timeouts": Timeouts(
-            control_s=drawn["control_timeout_s"], refit_s=drawn["refit_timeout_s"]
-        ),
+        "timeouts": Timeouts(control_s=draw.choice([2.0, 120.0]), refit_s=draw.choice([5.0, 60.0])),
     }
 
 
@@ -318,33 +293,12 @@ _KV = {
     "abort": ["recompute", "apart"],
     "run": ["recompute", "apart"],
 }
-
-
-def _allowed(settings: dict[str, Any], draw: random.Random) -> dict[str, Any]:
-    """The nearest settings that a scheduler takes."""
-    found = dict(settings)
-    if found["pace"] == "auto":
-        found["over_provision"] = "auto"
-    if found["refit"] == "rolling":
-        found["pace"], found["straggler"] = "asynchronous", "run"
-        if found["over_provision"] == "auto":
-            found["over_provision"] = 1.5
-        found["refill"] = "pool" if found["refill"] == "rounds" else found["refill"]
-    if found["refill"] == "rounds":
-        found["pace"] = "auto" if found["pace"] == "auto" else "synchronous"
-        if found["straggler"] not in ("retract", "abort"):
-            found["straggler"] = draw.choice(["retract", "abort"])
-    if found["kv_after_refit"] not in ("auto", *_KV[found["straggler"]]):
-        found["kv_after_refit"] = draw.choice(["auto", *_KV[found["straggler"]]])
-    if found["stop"] != "samples":
-        found["batch_samples"] = None
-    if found["stop"] != "tokens":
-        found["batch_tokens"] = None
-    elif found["batch_tokens"] is None:
-        found["batch_tokens"] = 60
-    if found["max_staleness"] is None:
-        found["staleness_rule"] = "mask"
-    if found["max_in_flight"] is not None:
-        least = found["batch_groups"] * found["group_size"]
-        found["max_in_flight"] = max(found["max_in_flight"], least)
-    return found
+_INDEPENDENT = (
+    "max_staleness",
+    "ready_batches",
+    "save_interval_s",
+    "retries",
+    "health",
+    "timeouts",
+)
+"""Settings that may change without the others."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
 
 from aprilsched.engines.base import FleetChange
 from aprilsched.engines.sim import SimConfig, SimEngine
 from aprilsched.engines.sim.toy_model import weights_key_of_version
-from experiments.chaos.history import History
+from tests.campaign.history import History
 
 __all__ = ["ChaosFleet"]
 
@@ -47,8 +48,6 @@ class ChaosFleet:
         self.all.append(engine)
         return engine
 
-    # --- the fleet's protocol --------------------------------------------------------------------
-
     @property
     def engines(self) -> Sequence[SimEngine]:
         return tuple(self._members)
@@ -70,8 +69,6 @@ class ChaosFleet:
         self._changes = asyncio.Queue()
         while True:
             yield await self._changes.get()
-
-    # --- what happens to engines -----------------------------------------------------------------
 
     def restart(self, engine: SimEngine, version: int, after: float = 0.0) -> None:
         """The server's process is replaced, by one with the weights of `version`."""
@@ -129,6 +126,33 @@ class ChaosFleet:
         for engine in self.all:
             if engine.name in self.slowed:
                 self._usual_speed(engine)
+
+    def restart_the_dead(self) -> None:
+        for engine in self.all:
+            self._begin(engine, engine.batcher.version)
+
+    async def left_on_engines(self) -> list[str]:
+        """Return what a scheduler that is closed should not have left."""
+        found: list[str] = []
+        for engine in self.all:
+            inside = engine.batcher
+            if inside.paused is not None:
+                found.append(f"{engine.name} is left paused ({inside.paused})")
+            if lent := await engine.released():
+                found.append(f"{engine.name} is left without its {sorted(lent)}")
+            if inside.running or inside.waiting:
+                work = f"{inside.running} running and {inside.waiting} waiting"
+                found.append(f"{engine.name} has {work} requests after close()")
+        return found
+
+    def pause_again(self, paused: Mapping[str, Any]) -> None:
+        """Pause what a killed process left paused; engines outside the fleet are restarted."""
+        for engine in self.all:
+            if engine.batcher.paused is not None and engine not in self._members:
+                self.down.add(engine.name)
+        for engine in self._members:
+            if engine.name in paused:
+                engine.batcher.pause(paused[engine.name], engine.batcher.next_event_time() or 0.0)
 
     async def change(self, draw: random.Random, most: int) -> None:
         """One engine joins or leaves."""

@@ -42,8 +42,8 @@ from aprilsched.serving.bodies import decode
 from aprilsched.sessions import Limits, Session, Sessions
 from aprilsched.sessions.asking import ask, render_events, render_whole
 from aprilsched.types import NO_VERSION, Batch, Float32Array, Int32Array, Rollout
-from experiments.chaos.history import History, Outcome, recorded
-from experiments.chaos.truth import TruthModel, true_versions
+from tests.campaign.history import History, Outcome, recorded
+from tests.campaign.truth import TruthModel, true_versions
 from tests.support.tiny_tokenizer import CALL, ODD_CALLS, bytes_tokenizer
 
 __all__ = ["Letters", "left_behind", "run"]
@@ -188,7 +188,8 @@ class _Campaign:
             health=Health(stall_s=60),
             sampling=SamplingParams(max_new_tokens=200, ignore_eos=True),
         )
-        prompts = [Prompt(input_ids=[1, 2], metadata={"task": f"{i}"}) for i in range(GROUPS)]
+        prompt = np.asarray([1, 2], np.int32)
+        prompts = [Prompt(input_ids=prompt, metadata={"task": f"{i}"}) for i in range(GROUPS)]
         async with (
             sessions,
             RolloutScheduler(
@@ -307,7 +308,7 @@ def left_behind(store: SqliteStore, to: Path) -> SqliteStore:
     return SqliteStore(to / store.path.name, inline=True)
 
 
-def run(seed: int, *, aloud: bool = False, lines: int = 80) -> Outcome:
+def run(seed: int, *, aloud: bool = False) -> Outcome:
     """Run a seed. Complaints are in the outcome; nothing is raised."""
     outcome, history = Outcome(seed, kinds=["kills"]), History(aloud=aloud)
     if seed % 2:
@@ -316,4 +317,4 @@ def run(seed: int, *, aloud: bool = False, lines: int = 80) -> Outcome:
         folder = Path(named)
         tokenizer = load_tokenizer(bytes_tokenizer(folder / "tokenizer", parses=True, words=_CALLS))
         campaign = _Campaign(outcome, history, folder, tokenizer)
-        return recorded(outcome, history, campaign.run(), lines=lines)
+        return recorded(outcome, history, campaign.run())

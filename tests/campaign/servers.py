@@ -1,21 +1,18 @@
-"""Runs one seed of faulty servers: the real scheduler and the real adapters, with the faults of a
-script that the seed draws, on the virtual clock.
+"""Runs one seed of faulty servers, with the real scheduler and the real adapters.
 
-The servers are real HTTP over loopback. Every delivered token is held against the truth, and the
-figures say how long engines were away and how soon tokens came again.
+The servers are real HTTP over loopback, on the virtual clock. Every delivered token is compared
+with the truth.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -29,7 +26,6 @@ from aprilsched.engines.http import HttpLimits
 from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.errors import (
     ConfigError,
-    EngineRejected,
     FleetLost,
     PromptsExhausted,
     RefitError,
@@ -39,12 +35,12 @@ from aprilsched.simulation.results import remainder
 from aprilsched.telemetry.summary import Summary
 from aprilsched.timing.model import H200_QWEN3_4B
 from aprilsched.types import NO_VERSION, Batch, Rollout
-from experiments.chaos.callers import ChaosPlanner
-from experiments.chaos.clockwork import VirtualThreads
-from experiments.chaos.history import History, Outcome, recorded
-from experiments.chaos.mix import Mix
-from experiments.chaos.scripts import Script, random_script
-from experiments.chaos.truth import (
+from tests.campaign.clockwork import VirtualThreads
+from tests.campaign.history import History, Outcome, recorded
+from tests.campaign.mix import Mix
+from tests.campaign.publishing import ChaosPlanner
+from tests.campaign.random_faults import Script, random_script
+from tests.campaign.truth import (
     CONTENT,
     TruthModel,
     file_key,
@@ -53,10 +49,9 @@ from experiments.chaos.truth import (
     true_versions,
     wrong_rows,
 )
-from experiments.library import table
-from tests.support.faults import KINDS, FaultyServer
+from tests.support.faults import FaultyServer
 
-__all__ = ["run", "tables"]
+__all__ = ["run"]
 
 ENGINES = 3
 BATCHES = 12
@@ -90,10 +85,8 @@ RECOMPUTES = ("retract", "abort", "run")
 class Checkpoints:
     """Publishes versions that were all written beforehand."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, versions: int) -> None:
         self._folder = folder
-
-    def write(self, versions: int) -> None:
         for version in range(1, versions + 1):
             path = self._path(version)
             path.mkdir()
@@ -118,8 +111,7 @@ class Checkpoints:
         }
 
     async def _update(self, engine: Engine, version: int) -> None:
-        if not isinstance(engine, RefitFromDisk):
-            raise EngineRejected(engine.name, "does not load weights from a disk.", status=501)
+        assert isinstance(engine, RefitFromDisk)
         await engine.update_from_disk(self._path(version), version)
 
     def _path(self, version: int) -> Path:
@@ -127,48 +119,22 @@ class Checkpoints:
 
 
 class Watch:
-    """A listener that checks invariants and times recoveries; `state` is given once the scheduler
-    is there."""
+    """A listener that checks the invariants of a scheduler and counts lost engines.
+
+    `state` is set once the scheduler exists.
+    """
 
     def __init__(self) -> None:
         self.state: SchedulerState | None = None
-        self.lost = 0
-        self.standby = 0
-        self.recoveries: list[float] = []
-        """Seconds from an engine's loss to its readmission."""
-        self._lost_at: dict[str, float] = {}
-        self._engine_of: dict[int, str] = {}
-        self._tokens_at: dict[str, list[float]] = {}
+        self.figures: Counter[str] = Counter()
 
     def on_facts(self, facts: Sequence[of.Fact], now: float) -> None:
         for fact in facts:
-            self._note(fact, now)
+            if isinstance(fact, of.EngineLost):
+                self.figures["standby" if fact.standby else "engines_lost"] += 1
         # Most facts are chunks of tokens, which come alone and change nothing that is checked.
         if self.state is not None and not isinstance(facts[-1], of.TokensReceived):
             check(self.state)
-
-    def _note(self, fact: of.Fact, now: float) -> None:
-        match fact:
-            case of.TokensReceived():
-                self._tokens_at.setdefault(self._engine_of[fact.request_id], []).append(now)
-            case of.AttemptSent():
-                self._engine_of[fact.request_id] = fact.engine
-            case of.EngineLost():
-                self.standby += fact.standby
-                self.lost += not fact.standby
-                self._lost_at.setdefault(fact.engine, now)
-            case of.EngineAdmitted():
-                lost_at = self._lost_at.pop(fact.engine, None)
-                if lost_at is not None:
-                    self.recoveries.append(round(now - lost_at, 3))
-            case _:
-                pass
-
-    def next_token(self, engine: str, after: float) -> float | None:
-        """Seconds to the next token of an engine."""
-        times = self._tokens_at.get(engine, [])
-        place = bisect_right(times, after)
-        return round(times[place] - after, 3) if place < len(times) else None
 
 
 def settings_of(mix: Mix) -> SchedulerConfig:
@@ -187,40 +153,34 @@ def settings_of(mix: Mix) -> SchedulerConfig:
     )
 
 
-def run(seed: int, *, companions: bool = False, aloud: bool = False, lines: int = 200) -> Outcome:
+def run(seed: int, *, companions: bool = False, aloud: bool = False) -> Outcome:
     """Run a seed. Complaints are in the outcome; nothing is raised."""
     random.seed(seed)  # the adapter's retries draw their waits from it
-    mix = Mix.of(seed, only=(), without=(), repeatable=True, companions=companions)
-    train_s = TRAIN_S[seed % len(TRAIN_S)]
-    script = random_script(seed, engines=ENGINES, horizon_s=BATCHES * (BATCH_S + train_s))
+    mix = Mix.of(seed, only=(), companions=companions)
+    horizon_s = BATCHES * (BATCH_S + TRAIN_S[seed % len(TRAIN_S)])
+    script = random_script(seed, engines=ENGINES, horizon_s=horizon_s)
     kinds = [fault.kind for fault, _ in script]
     outcome = Outcome(seed, kinds=kinds, settings=mix.described())
     history = History(aloud=aloud)
     history.note(f"{script}")
     with TemporaryDirectory() as folder:
-        publisher = Checkpoints(Path(folder))
-        publisher.write(3 * BATCHES)
-        trial = _Run(mix, outcome, history, script, publisher, train_s)
-        return recorded(outcome, history, trial.execute(), lines=lines)
+        trial = _Run(mix, outcome, history, script, Path(folder))
+        return recorded(outcome, history, trial.execute())
 
 
 class _Run:
+    """The run of one seed: its servers, and a trainer that holds every rollout to the truth."""
+
     def __init__(
-        self,
-        mix: Mix,
-        outcome: Outcome,
-        history: History,
-        script: Script,
-        checkpoints: Checkpoints,
-        train_s: float,
+        self, mix: Mix, outcome: Outcome, history: History, script: Script, folder: Path
     ) -> None:
         self.mix = mix
         self.config = settings_of(mix)
         self.outcome = outcome
         self.history = history
         self.script = script
-        self.checkpoints = checkpoints
-        self.train_s = train_s
+        self.checkpoints = Checkpoints(folder, 3 * BATCHES)
+        self.train_s = TRAIN_S[mix.seed % len(TRAIN_S)]
         self.watch = Watch()
         self.summary = Summary(trainer_waits=self.config.pace == "synchronous")
         self.model = TruthModel(VOCAB)
@@ -252,27 +212,22 @@ class _Run:
             except TimeoutError:
                 self.outcome.complaints.append(f"not done after {DEADLINE_S:g} s")
             self.outcome.seconds = loop.time()
-            self._times()
             await asyncio.sleep(AFTERWARDS_S)
-            for server in filter(lambda server: server.listening, self.servers):
-                batcher = server.engine.batcher
-                self.figures["left_paused"] += batcher.paused is not None
-                self.figures["left_running"] += batcher.running + batcher.waiting
-        self.outcome.figures = dict(self.figures)
+            for server in self.servers:
+                self.figures["faults"] += server.faults.fired.total()
+                if server.listening:
+                    batcher = server.engine.batcher
+                    self.figures["left_paused"] += batcher.paused is not None
+                    self.figures["left_running"] += batcher.running + batcher.waiting
+        self.outcome.figures = dict(self.figures + self.watch.figures)
         for name in ("lost", "duplicated", "wrong", "left_running"):
             if self.figures[name]:
                 self.outcome.complaints.append(f"{self.figures[name]} rollouts are {name}")
 
     async def _with_scheduler(self) -> str:
         """Returns how it ended."""
-        prompts = LongTailWorkload(
-            median=150,
-            sigma=0.8,
-            cap=1500,
-            group_size=4,
-            vocab_size=VOCAB,
-            seed=self.outcome.seed,
-        )
+        law: dict[str, Any] = {"median": 150, "sigma": 0.8, "cap": 1500, "group_size": 4}
+        prompts = LongTailWorkload(**law, vocab_size=VOCAB, seed=self.outcome.seed)
         fleet = SGLangFleet(
             [server.url for server in self.servers],
             stream_interval=INTERVAL,
@@ -294,16 +249,11 @@ class _Run:
         except (FleetLost, RefitError, RunGivenUp, PromptsExhausted, ConfigError) as error:
             ending = f"{type(error).__name__}: {error}"
         state = scheduler.state
-        self.figures["groups_dropped"] += sum(
-            entry.reason == "failed" for entry in state.in_flight.ledger.entries
-        )
+        failed = [entry for entry in state.in_flight.ledger.entries if entry.reason == "failed"]
+        self.figures["groups_dropped"] += len(failed)
         result = self.summary.result(remainder(state), clock="virtual")
         for name in ("launched", "delivered", "in_flight", "lost", "duplicated"):
             self.figures[name] += getattr(result.rollouts, name)
-        self.figures["tokens"] += result.tokens.generated
-        self.figures["recomputed"] += result.tokens.reprefilled
-        self.figures["batches"] += result.batches
-        self.figures["busy"] += len(state.fleet.admissions)
         return ending
 
     async def _train(self, rollouts: RolloutScheduler) -> None:
@@ -352,53 +302,3 @@ class _Run:
         kept = self.config.cached_kv == "keep" and self.mix.machine.tier is not None
         known = known and not (kept or rollout.stale_keys)
         return not known or is_right(rollout, sampling, self.model, file_key)
-
-    def _times(self) -> None:
-        """From every fault to the next token of the engine that it happened to."""
-        fired: Counter[str] = Counter()
-        own: list[float] = []
-        for server in self.servers:
-            fired += server.faults.fired
-            for happened in server.faults.log:
-                name = server.url.removeprefix("http://")
-                seconds = self.watch.next_token(name, happened.at)
-                own += [] if seconds is None else [seconds]
-        self.figures["faults"] += fired.total()
-        self.figures["engines_lost"] += self.watch.lost
-        self.figures["standby"] += self.watch.standby
-        self.outcome.details = {
-            "fired": dict(fired),
-            "back_after_s": self.watch.recoveries,
-            "next_token_s": own,
-        }
-
-
-# --- the table of the README ---------------------------------------------------------------------
-
-_HEAD = (
-    *("faults", "runs", "happened", "engines lost", "on standby", "back after s: median, max"),
-    *("its next token after s: median, max", "groups dropped", "recomputed"),
-)
-
-
-def tables(results: Sequence[Mapping[str, Any]]) -> str:
-    """What happened by kind of fault: a row for each kind alone, and one for the mixed seeds."""
-    happened = [result for result in results if result["details"].get("fired")]
-    rows = [
-        _cells(f"`{each.kind}`", [r for r in happened if r["kinds"] == [each.kind]])
-        for each in KINDS
-    ]
-    rows.append(_cells("two to five", [result for result in happened if len(result["kinds"]) > 1]))
-    return table(_HEAD, rows)
-
-
-def _cells(name: str, results: Sequence[Mapping[str, Any]]) -> list[object]:
-    sums: Counter[str] = Counter()
-    for result in results:
-        sums.update(result["figures"])
-    back = [seconds for result in results for seconds in result["details"]["back_after_s"]]
-    own = [seconds for result in results for seconds in result["details"]["next_token_s"]]
-    spreads = [f"{median(each):.1f}, {max(each):.0f}" if each else "" for each in (back, own)]
-    counts = (len(results), sums["faults"], sums["engines_lost"], sums["standby"])
-    again = f"{sums['recomputed'] / sums['tokens']:.0%}" if sums["tokens"] else ""
-    return [name, *counts, *spreads, sums["groups_dropped"], again]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -84,14 +85,19 @@ def _at_some_time(
         when: dict[str, Any] = {"at": OPEN_S}  # and to the end
     else:
         when = {"at": start, "until": round(start + 1 + float(rng.exponential(60)), 3)}
-    for name, values in (("after", [2, 3, 10]), ("probability", [0.1, 0.5]), ("times", [1, 3])):
+    counts: dict[str, list[float]] = {
+        "after": [2, 3, 10],
+        "probability": [0.1, 0.5],
+        "times": [1, 3],
+    }
+    for name, values in counts.items():
         if not alone and rng.random() < 0.3:
-            when[name] = rng.choice(values).item()
+            when[name] = values[rng.integers(len(values))]
     return replace(fault, **when)
 
 
 def _fault(kind: type[Fault], rng: np.random.Generator) -> Fault:
-    seconds = round(float(np.exp(rng.normal(np.log(40), 1.3))), 3)
+    seconds = round(math.exp(rng.normal(math.log(40), 1.3)), 3)
     routes = _ROUTES[rng.integers(len(_ROUTES))]
     in_stream = bool(rng.random() < 0.5)
     where: dict[str, Any] = {"routes": routes}

@@ -16,12 +16,13 @@ import numpy as np
 from aprilsched.core.messages import commands as do
 from aprilsched.core.messages import events as ev
 from aprilsched.engines.sim import run_virtual
-from aprilsched.types import Batch
 
 __all__ = ["History", "Outcome", "recorded"]
 
 _KEPT = 4000
-_SHORT = 160
+_SHOWN = 200
+_MOST_CHARACTERS = 160
+_IDS = ("rollout_id", "group_id", "key", "index")
 
 
 @dataclass
@@ -41,8 +42,6 @@ class Outcome:
     """What goes wrong in it."""
     settings: str = ""
     """Those that matter most, in a line."""
-    details: dict[str, Any] = field(default_factory=dict[str, Any])
-    """What is kept of each seed, besides the sums."""
 
 
 class History(logging.Handler):
@@ -71,15 +70,13 @@ class History(logging.Handler):
         self.note(f"LOG {record.levelname} {record.getMessage()}")
 
     def on_event(self, event: ev.Event, now: float) -> None:
-        self.note(f"  {_told(event)}")
+        self.note(f"  {_shown(event)}")
 
     def on_command(self, command: do.Command, now: float) -> None:
-        self.note(f"    -> {_told(command)}")
+        self.note(f"    -> {_shown(command)}")
 
 
-def recorded(
-    outcome: Outcome, history: History, run: Coroutine[Any, Any, None], *, lines: int
-) -> Outcome:
+def recorded(outcome: Outcome, history: History, run: Coroutine[Any, Any, None]) -> Outcome:
     """Run a seed on the virtual clock. Whatever it raises is a complaint, and a run with complaints
     has the last lines of its history."""
     with _logged(history):
@@ -89,7 +86,7 @@ def recorded(
             text = "".join(traceback.format_exception(error)[-12:])
             outcome.complaints.append(f"the run ended with {error!r}\n{text}")
     if outcome.complaints:
-        outcome.history = history.last(lines)
+        outcome.history = history.last(_SHOWN)
     return outcome
 
 
@@ -111,32 +108,19 @@ def _logged(history: History) -> Generator[None]:
         logging.disable(before[2])
 
 
-def _told(message: Any) -> str:
+def _shown(message: Any) -> str:
     # A message without fields has no names, which is no reason to look for others.
     names = getattr(message, "__struct_fields__", None)
     names = message.__dataclass_fields__ if names is None else names
-    fields = ((name, getattr(message, name)) for name in names)
-    return f"{type(message).__name__}({', '.join(f'{n}={_value(v)}' for n, v in fields)})"
+    fields = ", ".join(f"{name}={_short(getattr(message, name))}" for name in names)
+    return f"{type(message).__name__}({fields})"
 
 
-def _value(value: Any) -> str:
-    match value:
-        case np.ndarray():
-            return f"[{len(value)}]"
-        case Batch():
-            keys = [group.prompt.key for group in value.groups]
-            return f"batch {value.index} v{value.version} keys {keys}"
-        case _ if hasattr(value, "group_id") and hasattr(value, "rollouts"):
-            return f"group {value.group_id}"
-        case _ if hasattr(value, "rollout_id"):
-            return f"rollout {value.rollout_id}"
-        case _ if hasattr(value, "input_ids"):
-            return f"prompt {value.key}"
-        case _ if hasattr(value, "max_new_tokens"):
-            return f"at most {value.max_new_tokens}"
-        case tuple():
-            inner = [_value(item) for item in value[:6]]
-            return f"({', '.join(inner)}{', …' if len(value) > 6 else ''})"
-        case _:
-            text = repr(value)
-            return text if len(text) <= _SHORT else text[:_SHORT] + "…"
+def _short(value: Any) -> str:
+    """Show a value in few characters, and objects with an id by the id."""
+    if isinstance(value, np.ndarray):
+        return f"[{value.size}]"
+    for name in _IDS:
+        if hasattr(value, name):
+            return f"{type(value).__name__} {getattr(value, name)}"
+    return repr(value)[:_MOST_CHARACTERS]
