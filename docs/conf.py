@@ -59,7 +59,6 @@ nitpick_ignore_regex = [
     (r"py:class", r"aprilsched\.engines\.fleet\.(EngineT|ServerSettings)"),
     (r"py:class", r"aprilsched\.analysis\.(lines\..*|plots\.Figures|report\.report_data\..*)"),
     (r"py:class", r"aprilsched\.telemetry\.(batch_figures|live_figures|table)\..*"),
-    (r"py:class", r"aprilsched\.testing\.faults\.(kinds\.Fault|script\.Fired)"),
     (r"py:class", r"aprilsched\.telemetry\.sampling\.sampler\.HasEngines"),
     (r"py:class", r"aprilsched\.telemetry\.engine_time\.Recording"),
     (r"py:class", r"aprilsched\.(chat\.tokenizer\.ModelTokenizer|sessions\.history\.Question)"),

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from aprilsched.cli import told_to_end
 from aprilsched.cli.arguments import parsed
 from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.errors import ConfigError
-from aprilsched.files import read_text
 from aprilsched.runs.settings import SimSettings, WorkloadSettings, key_from
 from aprilsched.testing import DrawnLengths, SimServer
-from aprilsched.testing.faults import FaultScript, parse_faults
 from aprilsched.workload import LengthLaw
 
 
@@ -32,8 +29,6 @@ class ServeSimCommand:
     """Name of the environment variable with a key; control calls must then have this key."""
     time_scale: float = 1.0
     """Wall seconds for each modelled second: 0.1 is ten times faster than the modelled machine."""
-    faults: Path | None = None
-    """A TOML script of faults (docs/faults.md); those that happened are printed at the end."""
     law: LengthLaw | None = None
     """Let responses end by themselves, at lengths that this law draws: lognormal or log_t. If not
     given, every response has max_new_tokens."""
@@ -71,7 +66,6 @@ class ServeSimCommand:
         sim = self.sim
         if sim.engines < 1:
             raise ConfigError(f"sim.engines is {sim.engines}; give at least 1.")
-        script = FaultScript() if self.faults is None else read_faults(self.faults)
         config = SimConfig(
             max_running=sim.max_running,
             kv_tokens=sim.kv_tokens,
@@ -87,26 +81,10 @@ class ServeSimCommand:
                 admin_key=key_from(self.admin_key_env, "admin_key_env"),
                 time_scale=self.time_scale,
                 refit_seconds=sim.refit_seconds,
-                faults=script.of_engine(index),
                 lengths=lengths,
             )
             for index in range(sim.engines)
         ]
-
-
-def read_faults(path: Path) -> FaultScript:
-    """The fault script in the file at `path`.
-
-    Raises:
-        ConfigError: if it cannot be read, or if a fault in it is not possible.
-    """
-    try:
-        text = read_text(path)
-    except OSError as error:
-        raise ConfigError(f"The fault script {path} cannot be read: {error.strerror}.") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"The fault script {path} is no TOML: {error}.") from error
-    return parse_faults(text, str(path))
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -125,13 +103,4 @@ async def _serve(servers: Sequence[SimServer]) -> int:
         for server in servers:
             await stack.enter_async_context(server)
             print(f"the embedded engine listens at {server.url}", flush=True)
-        code = await ended
-        for server in servers:
-            if server.faults:
-                print(f"{server.url}: {_fired(server.faults.fired)}", flush=True)
-        return code
-
-
-def _fired(fired: Mapping[str, int]) -> str:
-    counts = ", ".join(f"{kind} {count}" for kind, count in sorted(fired.items()))
-    return f"faults that happened: {counts or 'none'}"
+        return await ended

@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 import uuid
 from base64 import b64encode
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import msgspec
 import numpy as np
@@ -30,7 +30,6 @@ from aprilsched.serving.bodies import Bodies, body_of, decode
 from aprilsched.serving.calls import make_app
 from aprilsched.serving.refusals import Crashed, Refused, as_json, error_event
 from aprilsched.serving.streams import DONE, Event, Item, merged, send_stream
-from aprilsched.testing.faults.middleware import spoil
 from aprilsched.testing.served import SERVED, Call, ServedEngine
 from aprilsched.types import SamplingParams
 
@@ -197,6 +196,11 @@ class Answer:
 # It behaves like SGLang in the corner cases: a refusal in a stream is an event under status 200,
 # and two seconds after a stream its rid is aborted, which hits another request of the same rid.
 
+Items: TypeAlias = AsyncGenerator[Item, None]
+
+STREAM_FILTER: web.RequestKey[Callable[[Items], Items]] = web.RequestKey("stream_filter")
+"""The key under which a middleware may leave a function that changes the items of a stream."""
+
 _LATE_ABORT_SECONDS = 2.0
 _LISTED = ("input_ids", "rid", "sampling_params", "extra_key", "lora_path", "return_logprob")
 """The fields that have a value for each prompt of a body, where they are lists."""
@@ -212,7 +216,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
     rids = [body.rid or uuid.uuid4().hex for body in bodies]
     if bodies[0].stream:
         sent = _items(served, bodies, rids, several=several)
-        return await send_stream(request, _spoil_stream(request, served, sent, rids))
+        return await send_stream(request, _until_aborted(request, served, sent, rids))
     calls = _calls(served, bodies, rids)
     chunks = await asyncio.gather(*map(served.whole, calls))
     answers = [
@@ -246,16 +250,13 @@ def _calls(served: ServedEngine, bodies: Sequence[GenerateBody], rids: Sequence[
     return calls
 
 
-async def _spoil_stream(
-    request: web.Request,
-    served: ServedEngine,
-    sent: AsyncGenerator[Item, None],
-    rids: Sequence[str],
-) -> AsyncGenerator[Item, None]:
+async def _until_aborted(
+    request: web.Request, served: ServedEngine, sent: Items, rids: Sequence[str]
+) -> Items:
     try:
         async with (
             aclosing(sent),
-            aclosing(spoil(request, sent)) as items,
+            aclosing(request.get(STREAM_FILTER, _unchanged)(sent)) as items,
         ):
             async for item in items:
                 yield item
@@ -267,9 +268,13 @@ async def _spoil_stream(
             served.abort_later(_LATE_ABORT_SECONDS, rid)
 
 
+def _unchanged(items: Items) -> Items:
+    return items
+
+
 async def _items(
     served: ServedEngine, bodies: Sequence[GenerateBody], rids: Sequence[str], *, several: bool
-) -> AsyncGenerator[Item, None]:
+) -> Items:
     try:
         calls = _calls(served, bodies, rids)
         answers = [Answer(served, call, logprobs=bodies[0].return_logprob) for call in calls]

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+import socket
+import struct
+from collections.abc import Coroutine, Sequence
 from typing import Any, Self
+
+from aiohttp.typedefs import Middleware
 
 from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.engines.sim.sim_engine import SimEngine
 from aprilsched.loop_thread import LoopThread
 from aprilsched.serving.listener import Listener
 from aprilsched.testing.app import app_of
-from aprilsched.testing.faults.middleware import EngineFaults, fault_middleware, reset
-from aprilsched.testing.faults.script import Faults, FaultScript
 from aprilsched.testing.served import DrawnLengths, ServedEngine
+
+_NO_LINGER = struct.pack("ii", 1, 0)
+
+
+def reset(transport: asyncio.BaseTransport | None) -> None:
+    """Close with a TCP RST: the peer sees a broken connection, not the end of a stream."""
+    if not isinstance(transport, asyncio.WriteTransport):
+        return
+    connected: socket.socket | None = transport.get_extra_info("socket")
+    if connected is not None and connected.fileno() >= 0:
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+    transport.abort()
 
 
 class SimServer:
@@ -26,9 +40,9 @@ class SimServer:
         admin_key: bearer token that control calls need; None leaves them open.
         time_scale: wall seconds for each modelled second.
         refit_seconds: modelled duration of a refit.
-        faults: script of the faults that happen to it, from its start on.
         lengths: how long responses get whose sampling has not ``ignore_eos``; servers of one fleet
             have the same object. None lets every response have ``max_new_tokens``.
+        middlewares: aiohttp middlewares that see all calls and answers, for tests of failures.
 
     Raises:
         ConfigError: if a number is out of its range.
@@ -43,8 +57,8 @@ class SimServer:
         admin_key: str | None = None,
         time_scale: float = 1.0,
         refit_seconds: float = 0.0,
-        faults: FaultScript | None = None,
         lengths: DrawnLengths | None = None,
+        middlewares: Sequence[Middleware] = (),
     ) -> None:
         self._listener = Listener(host, port, descriptors=1)
         config = config or SimConfig(stream_at_pause=False)
@@ -55,9 +69,7 @@ class SimServer:
         self._admin_key = admin_key
         self._time_scale = time_scale
         self._served: ServedEngine | None = None
-        self.faults = Faults(faults or FaultScript())
-        """The faults of the script and how often they have happened."""
-        self._engine_faults = EngineFaults(self.faults, self)
+        self._middlewares = middlewares
 
     @property
     def url(self) -> str:
@@ -78,8 +90,6 @@ class SimServer:
         await self.engine.open()
         self._served = self._process()
         await self._listen(self._served)
-        self.faults.begin(asyncio.get_running_loop().time)
-        self._engine_faults.begin()
 
     def _process(self) -> ServedEngine:
         """A new process of the server."""
@@ -88,8 +98,7 @@ class SimServer:
         )
 
     async def _listen(self, served: ServedEngine) -> None:
-        outermost = [fault_middleware(self.faults, self._engine_faults)] if self.faults else []
-        app = app_of(served, admin_key=self._admin_key, outermost=outermost)
+        app = app_of(served, admin_key=self._admin_key, outermost=self._middlewares)
         try:
             await self._listener.open(app)
         except BaseException:
@@ -98,7 +107,6 @@ class SimServer:
 
     async def stop(self) -> None:
         """Break the open connections and stop listening."""
-        await self._engine_faults.end()
         if self._served is not None:
             self._served.cancel_late_aborts()
         await self.engine.close()
@@ -129,7 +137,7 @@ class SimServer:
             await self._served.begin_with(*had)
         await self._listen(self._served)
 
-    async def __aenter__(self) -> SimServer:
+    async def __aenter__(self) -> Self:
         await self.start()
         return self
 
@@ -168,11 +176,6 @@ class ThreadedServer:
     def listening(self) -> bool:
         """Whether the server is started, and not dead at the moment."""
         return self._server.listening
-
-    @property
-    def faults(self) -> Faults:
-        """The faults of the script and how often they have happened."""
-        return self._server.faults
 
     def start(self) -> None:
         """Start the thread, and listen.

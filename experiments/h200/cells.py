@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python experiments/h200/cells.py --out DIRECTORY --cells april:0:0.25,auto:20:1
 
-See README.md in this folder. A cell that is in raw/cells.jsonl or in the output is not run again,
+See README.md in this folder. A cell that is in the output is not run again,
 and one for which too little time is left is left out, so the same command continues the experiment
 until no cell is missing.
 """
@@ -243,7 +243,7 @@ def known(path: Path) -> list[dict[str, Any]]:
 async def run(options: argparse.Namespace, names: Iterable[str], server: Server) -> None:
     results = options.out / "cells.jsonl"
     expected = {row["cell"]: row["seconds"] for row in known_predictions()}
-    earlier = known(results) + ([] if options.again else known(HERE / "raw" / "cells.jsonl"))
+    earlier = known(results)
     done = {line["cell"] for line in earlier if line.get("kind") == "cell" and not line["error"]}
     sampler = nullcontext()
     if options.nvml:
@@ -304,7 +304,6 @@ def main() -> None:
         "--until", type=float, default=time.time() + 86_400, help="Unix time of the end"
     )
     parser.add_argument("--partial", action="store_true", help="begin cells that cannot end")
-    parser.add_argument("--again", action="store_true", help="also measure cells that are in raw/")
     parser.add_argument("--code", default="", help="commit of the code, for the results")
     parser.add_argument("--gpu", default="", help="name of the GPU, for the results")
     parser.add_argument("--also", type=Path, help="folder of the other server of two engines")

@@ -5,7 +5,7 @@
 # What it starts goes on when a call ends. The next call with the same lists only waits and copies,
 # and one with another list begins it when the first one is done. LAST is the Unix time by which
 # everything is over, and CODE the commit for the results. REFIT=1 times refits from GPU 1 at the
-# end of GPU 0's cells. With AGAIN=1 cells in raw/ are measured again. Where something else runs on
+# end of GPU 0's cells. Where something else runs on
 # the other GPUs, LISTS is the number of all lists, of which these are the first. On a machine without
 # a GPU, CPU is the Python of a server that runs there.
 set -uo pipefail
@@ -28,7 +28,7 @@ for list in "$@"; do
     sleep 0.2 # The cells of the call before are not done.
   done
   echo "$cells" > "$work/$name.cells"
-  more=(--partial --stays ${AGAIN:+--again} ${CPU:+--cpu --server-python "$CPU"})
+  more=(--partial --stays ${CPU:+--cpu --server-python "$CPU"})
   [ "$name" != 0 ] || more+=(--nvml --also "$work/1" ${REFIT:+--refit})
   CUDA_VISIBLE_DEVICES=$gpus setsid taskset -c "$first-$((first + each - 1))" \
     python3 "$code/experiments/h200/cells.py" --out "$work/$name" --cells "$cells" \

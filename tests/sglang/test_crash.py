@@ -1,8 +1,7 @@
-"""Kills the coordinator with -9 on a real server: a small campaign of experiments/chaos."""
+"""Kills the coordinator with -9 on a real server."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -15,27 +14,10 @@ from typing import Any
 
 import pytest
 
-from experiments.chaos.kills import campaign
 from tests.sglang.helpers import settled
 from tests.sglang.server import CpuServer
 
-KILLS = 4
-
 pytestmark = pytest.mark.long
-
-
-@pytest.mark.parametrize("process", [False, True])
-async def test_a_run_that_is_killed_again_and_again_delivers_what_one_that_is_not_does(
-    clean_server: CpuServer, tmp_path: Path, process: bool
-):
-    options = argparse.Namespace(kills=KILLS, groups=80, longest=2.0, process=process)
-    result = await asyncio.to_thread(campaign, clean_server.url, tmp_path, options, 3)
-    assert result["kills_of_an_open_scheduler"] >= 2
-    assert result["rollouts_expected"] == 2 * options.groups
-    for what in ("lost", "different_from_the_uninterrupted_run", "saved_and_generated_again"):
-        assert result[what] == 0, what
-    assert result["dropped"] == 0
-    await settled(clean_server.url)
 
 
 def killed_and_resumed(url: str, weights: Path, tmp_path: Path) -> dict[str, Any]:

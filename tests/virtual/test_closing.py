@@ -17,13 +17,12 @@ import pytest
 from aprilsched import LongTailWorkload, RolloutScheduler, SGLangFleet
 from aprilsched.config import Dispatch
 from aprilsched.engines.base import Chunk, GenerationRequest, PauseMode
-from aprilsched.engines.http import Answer, HttpLimits, Transport
+from aprilsched.engines.http import Answer, Transport
 from aprilsched.engines.server import despite_cancellation
 from aprilsched.engines.sim import SimConfig, SimEngine, run_virtual
 from aprilsched.errors import SchedulerClosed
 from aprilsched.testing import SimServer
 from aprilsched.testing.contract import until
-from aprilsched.testing.faults import faults_of
 from tests.support import small
 from tests.support.sim_http import CONFIG, INTERVAL
 from tests.support.small import config
@@ -304,10 +303,9 @@ REQUESTS = 240
 
 @asynccontextmanager
 async def holding(
-    count: int, *faults: dict[str, Any], limits: HttpLimits | None = None
+    count: int,
 ) -> AsyncGenerator[tuple[RolloutScheduler, SimServer]]:
     """A paused server that holds `count` requests of a scheduler."""
-    script = faults_of({"fault": list(faults)})
     machine = SimConfig(stream_interval=INTERVAL, vocab_size=512, stream_at_pause=False)
     prompts = LongTailWorkload(median=300, sigma=1.0, cap=2_000, group_size=4, vocab_size=512)
     settings = config(
@@ -316,8 +314,8 @@ async def holding(
         pace="synchronous",
         dispatch=Dispatch(rate=100_000),
     )
-    async with SimServer(machine, faults=script.of_engine(0)) as server:
-        fleet = SGLangFleet([server.url], stream_interval=INTERVAL, limits=limits)
+    async with SimServer(machine) as server:
+        fleet = SGLangFleet([server.url], stream_interval=INTERVAL)
         async with RolloutScheduler(fleet, prompts, config=settings) as rollouts:
             await rollouts.next_batch()
             await until(lambda: server.engine.batcher.paused is not None)

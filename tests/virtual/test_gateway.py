@@ -25,7 +25,7 @@ from aprilsched.errors import ConfigError, EngineRejected
 from aprilsched.gateway import Gateway, GatewaySettings
 from aprilsched.testing import SimServer
 from aprilsched.testing.contract import PROMPT, until
-from aprilsched.testing.faults import faults_of
+from tests.support.faults import Answer, FaultyServer
 from tests.support.gateway import LONG, Front, Reader, front, spans
 from tests.support.sim_http import CONFIG, INTERVAL, Raw, asked, served, two_weights
 from tests.support.tiny_tokenizer import bytes_tokenizer
@@ -384,12 +384,10 @@ async def test_clients_of_a_server_that_is_always_busy_are_told_when_to_ask_agai
     path: str, tmp_path: Path
 ):
     # The first call is that of the opening, which looks for the size of the vocabulary.
-    faults = faults_of(
-        {"fault": [{"kind": "status", "status": 429, "retry_after": 0.01, "after": 2}]}
-    )
+    server = FaultyServer(CONFIG, faults=[Answer(status=429, retry_after=0.01, after=2)])
     config = SchedulerConfig(health=Health(fleet_wait_s=0.0))
     async with (
-        front_of_one(SimServer(CONFIG, faults=faults), config, tmp_path) as raw,
+        front_of_one(server, config, tmp_path) as raw,
         raw.session.post(path, json=CALLS[path]) as answer,
     ):
         assert answer.status == 503

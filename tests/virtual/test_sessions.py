@@ -30,7 +30,7 @@ from aprilsched.serving.refusals import Unavailable
 from aprilsched.sessions import Limits, Session, Sessions
 from aprilsched.testing.contract import until
 from aprilsched.types import NO_VERSION, Batch, Score
-from experiments.chaos.agents import left_behind
+from tests.campaign.agents import left_behind
 from tests.support.checking import Checking
 from tests.support.tiny_tokenizer import bytes_tokenizer
 

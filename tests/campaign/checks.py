@@ -1,0 +1,326 @@
+"""Checks everything that the scheduler delivers, keeps and reports.
+
+Every violation is a sentence in :attr:`Checks.complaints`. Nothing is raised here, so that one run
+shows all of its errors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from aprilsched import Batch, Rollout, SamplingParams
+from aprilsched.core.invariants import check as check_invariants
+from aprilsched.core.messages import events as ev
+from aprilsched.core.messages.facts import Fact, GroupLaunched
+from aprilsched.core.state.ledger import FAILURES
+from aprilsched.core.state.state import SchedulerState
+from aprilsched.errors import InvariantViolation, PromptsExhausted, RunEnded
+from aprilsched.types import NO_VERSION
+from tests.campaign.mix import Mix
+from tests.campaign.prompts import prompt_of
+from tests.campaign.truth import TruthModel, is_right, sampling_of, true_versions, wrong_rows
+
+__all__ = ["Checks", "Given", "Records"]
+
+
+@dataclass
+class Given:
+    """A batch that the trainer was given."""
+
+    fingerprint: str
+    keys: list[Any]
+    secured: bool
+    """It was in the store, healthy, when the trainer got it, or was saved since."""
+    acknowledged: bool = False
+    """It need not come again, and may."""
+    version: int = 0
+    """The trainer's when it took it for the first time."""
+
+
+@dataclass
+class Records:
+    """What the trainer knows; it outlives the scheduler's process."""
+
+    batches: dict[int, Given] = field(default_factory=dict[int, Given])
+    expected: set[int] = field(default_factory=set[int])
+    """Batches that must come again first."""
+    launched: dict[int, Any] = field(default_factory=dict[int, Any])
+    """The prompt's key of each training group that was launched."""
+    evaluated: set[int] = field(default_factory=set[int])
+    """The groups of evaluations."""
+
+    @property
+    def acknowledged(self) -> set[int]:
+        """The batches that need not come again."""
+        return {index for index, batch in self.batches.items() if batch.acknowledged}
+
+    def copy(self) -> Records:
+        """Copy them, for a checkpoint of the trainer."""
+        batches = {index: replace(batch) for index, batch in self.batches.items()}
+        return Records(batches, set(self.expected), dict(self.launched), set(self.evaluated))
+
+    def killed(self) -> None:
+        """Forget what the store never had: it may be generated again."""
+        self.batches = {index: b for index, b in self.batches.items() if b.secured}
+        self.expected = self.batches.keys() - self.acknowledged
+
+    def expect_redelivery(self, *, with_store: bool) -> None:
+        """Expect again what the store has and the trainer did not acknowledge."""
+        saved = {i for i, b in self.batches.items() if b.secured or not with_store}
+        self.expected = saved - self.acknowledged
+
+
+class Checks:
+    """A listener that checks the state after each event; and the checks of what is delivered."""
+
+    def __init__(self, mix: Mix, records: Records, complain: Callable[[str], None]) -> None:
+        self.mix = mix
+        self.records = records
+        self.state: SchedulerState | None = None
+        self._complain = complain
+        self._model = TruthModel(mix.machine.vocab_size)
+        self._broken = False
+        self.rollouts = 0
+        self.tokens = 0
+        self.inexact = 0
+        self.rows = 0
+        """Rows of companions that are called those of the sampling pass, and are."""
+        self.rows_of_another_pass = 0
+        """Those that say themselves that they are not."""
+        self.content_checked = 0
+        self.evaluations = 0
+
+    # --- as a listener ---------------------------------------------------------------------------
+
+    def on_event(self, event: ev.Event, now: float) -> None:
+        if isinstance(event, ev.Progress) or self.state is None or self._broken:
+            return
+        try:
+            check_invariants(self.state)
+        except InvariantViolation as error:
+            self._broken = True
+            self._complain(f"invariant after {type(event).__name__}: {error}")
+
+    def on_facts(self, facts: Sequence[Fact], now: float) -> None:
+        launched = [fact for fact in facts if isinstance(fact, GroupLaunched)]
+        if self.state is None:
+            return
+        for fact in launched:
+            # What a killed process has not saved is launched again under the same ids.
+            self.records.evaluated.discard(fact.group_id)
+            group = self.state.in_flight.groups.get(fact.group_id)
+            if fact.evaluation_id is not None:
+                self.records.evaluated.add(fact.group_id)
+            elif group is not None:
+                self.records.launched[fact.group_id] = group.prompt.key
+
+    # --- batches ---------------------------------------------------------------------------------
+
+    def batch(self, batch: Batch, *, version: int, secured: bool, settings: dict[str, Any]) -> None:
+        """The trainer has taken a batch while its version was `version`."""
+        name = f"batch {batch.index}"
+        known = self.records.batches.get(batch.index)
+        shown = fingerprint(batch)
+        keys = [group.prompt.key for group in batch.groups]
+        if known is not None:
+            if not batch.redelivered:
+                self._complain(f"{name} was given a second time and does not say so")
+            if known.fingerprint != shown:
+                self._complain(f"{name} is delivered again and is another one: keys {keys}")
+            self.records.expected.discard(batch.index)
+            return
+        if self.records.expected and not batch.redelivered:
+            missing = sorted(self.records.expected)
+            self._complain(f"{name} comes before batches {missing}, which must be given again")
+            self.records.expected.clear()
+        delivered = {key for other in self.records.batches.values() for key in other.keys}
+        twice = [key for key in keys if key in delivered]
+        if twice or len(set(keys)) != len(keys):
+            self._complain(f"prompts {twice or keys} of {name} were delivered before")
+        if not batch.redelivered and batch.version != version:
+            self._complain(f"{name} is of version {batch.version}; the trainer has {version}")
+        for group in batch.groups:
+            sizes = {rollout.index for rollout in group.rollouts}
+            if sizes != set(range(len(group.rollouts))) or not group.rollouts:
+                self._complain(f"group {group.group_id} of {name} is not whole: {sorted(sizes)}")
+            for rollout in group.rollouts:
+                self.rollout(rollout, f"rollout {rollout.rollout_id} of {name}")
+                self._content(rollout, group.prompt.key)
+                bound = settings["max_staleness"].bound
+                if bound is not None and not batch.redelivered:
+                    self._staleness(rollout, version, bound, name)
+        self.records.batches[batch.index] = Given(shown, keys, secured, False, version)
+
+    def _staleness(self, rollout: Rollout, version: int, bound: int, name: str) -> None:
+        counted = rollout.versions[(rollout.versions != NO_VERSION) & rollout.loss_mask]
+        if counted.size and version - int(counted.min()) > bound:
+            self._complain(
+                f"rollout {rollout.rollout_id} of {name} counts a token of version "
+                f"{int(counted.min())} at version {version}; the bound is {bound}"
+            )
+
+    def evaluation(self, batch: Batch, asked: int, *, between: tuple[int, int]) -> None:
+        """An evaluation came back; the trainer's version was within `between` all the while."""
+        self.evaluations += 1
+        found: set[int] = set()
+        for rollout in batch.rollouts:
+            truth = self.rollout(rollout, f"rollout {rollout.rollout_id} of an evaluation")
+            found |= {int(v) for v in truth if v != NO_VERSION}
+        if len(found) > 1:
+            self._complain(f"an evaluation of version {batch.version} has versions {sorted(found)}")
+        elif found and found != {batch.version}:
+            self._complain(f"an evaluation says version {batch.version} and is of {sorted(found)}")
+        if not between[0] <= batch.version <= between[1]:
+            self._complain(f"an evaluation asked for within {between} is of {batch.version}")
+        if len(batch.groups) > asked:
+            self._complain(f"an evaluation of {asked} prompts has {len(batch.groups)} groups")
+
+    def rollout(self, rollout: Rollout, name: str) -> Any:
+        """Arrays of one length, versions that are true; returns the true versions."""
+        self.rollouts += 1
+        self.tokens += len(rollout)
+        lengths = {
+            len(rollout.token_ids),
+            len(rollout.logprobs),
+            len(rollout.versions),
+            len(rollout.loss_mask),
+        }
+        if len(lengths) > 1:
+            self._complain(f"{name} has arrays of lengths {sorted(lengths)}")
+            return np.empty(0, dtype=np.int32)
+        sampled = rollout.versions != NO_VERSION
+        truth = true_versions(rollout.logprobs, sampled)
+        wrong = np.flatnonzero(truth != rollout.versions)
+        if not rollout.versions_exact:
+            self.inexact += 1
+        elif wrong.size:
+            first = int(wrong[0])
+            self._complain(
+                f"{name} says version {int(rollout.versions[first])} of token {first}, which "
+                f"version {int(truth[first])} sampled ({wrong.size} of {len(rollout)} are wrong)"
+            )
+        mixed = rollout.versions_exact and len(set(truth[sampled].tolist())) > 1
+        mix = self.mix
+        if mixed and mix.config().refit == "rolling" and not mix.has("other_settings"):
+            self._complain(f"{name} has tokens of several versions with rolling refits")
+        if rollout.versions_exact:
+            self._rows(rollout, truth, name)
+        covered = 0
+        for segment in rollout.segments:
+            if segment.start != covered or segment.end <= segment.start:
+                self._complain(f"{name} has segments with gaps or overlaps: {rollout.segments}")
+                break
+            covered = segment.end
+        if covered != len(rollout):
+            self._complain(f"{name} has segments up to {covered} of {len(rollout)} tokens")
+        return truth
+
+    def _rows(self, rollout: Rollout, truth: Any, name: str) -> None:
+        if len(rollout.companions) != len(self.mix.config().companions):
+            self._complain(f"{name} has the companions {list(rollout.companions)}")
+        for companion in rollout.companions.values():
+            self.rows += int(companion.exact.sum())
+            self.rows_of_another_pass += int((~companion.exact).sum())
+        # With adapters the truth says nothing of the weights below them.
+        if not self.mix.has("adapters") and (wrong := wrong_rows(rollout, truth)):
+            self._complain(f"{name} {wrong}")
+
+    def _content(self, rollout: Rollout, key: Any) -> None:
+        """Is each token what the model samples after those before it?"""
+        mix = self.mix
+        # Under weights that somebody else brought in, keys of older ones are met. In an earlier
+        # life keys may have been kept too.
+        mixed = mix.settings["straggler"] == "in_place" or mix.has("foreign")
+        if mix.has("adapters") or mixed or rollout.stale_keys:
+            return
+        index = key if isinstance(key, int) else int(str(key).split()[1])
+        if mix.episodes:
+            asked = [SamplingParams(temperature=0.0)]
+        else:
+            prompt = prompt_of(mix, index, max(rollout.index + 1, 1))
+            # An evaluation may have one response of each prompt, which keeps its seed.
+            asked = [*sampling_of(rollout, prompt, 2), *sampling_of(rollout, prompt, 1)]
+            if not np.array_equal(rollout.prompt_ids, prompt.input_ids):
+                return  # a bad prompt that could be used
+            if len(rollout) != asked[0].max_new_tokens:
+                self._complain(
+                    f"rollout {rollout.rollout_id} has {len(rollout)} of "
+                    f"{asked[0].max_new_tokens} tokens"
+                )
+        self.content_checked += 1
+        if not any(is_right(rollout, sampling, self._model) for sampling in asked):
+            self._complain(f"rollout {rollout.rollout_id} of prompt {key} has tokens of another")
+
+    # --- the end of a life -----------------------------------------------------------------------
+
+    def ended(self, error: RunEnded, state: SchedulerState) -> None:
+        """The prompts have ended, and `error` says how."""
+        ledger, prompts = state.in_flight.ledger, state.prompts.cursor
+        groups = {entry.group_id for entry in ledger.entries if entry.reason in FAILURES}
+        failed = len(groups - self.records.evaluated)
+        if error.failed != failed or sum(error.causes.values()) != failed:
+            self._complain(f"{failed} groups failed, and the error has {error.failed}: {error}")
+        given = sum(len(batch.keys) for batch in self.records.batches.values())
+        if error.delivered < given:
+            self._complain(f"{given} groups were given, and the error has {error.delivered}")
+        bad = failed > state.config.retries.failed_share * prompts or (prompts and not given)
+        if isinstance(error, PromptsExhausted) is bool(bad):
+            self._complain(
+                f"{given} of {prompts} groups given, {failed} failed, and it ends: {error}"
+            )
+
+    def end(self, state: SchedulerState, kept: Iterable[Batch]) -> None:
+        """Nothing is lost: every prompt and every token has its place."""
+        if self._broken:
+            return
+        try:
+            check_invariants(state)
+        except InvariantViolation as error:
+            self._complain(f"invariant at the end: {error}")
+        self._tokens(state)
+        records = self.records
+        there = {key for batch in records.batches.values() for key in batch.keys}
+        there |= {g.prompt.key for g in state.in_flight.groups.values() if g.evaluation_id is None}
+        for batch in kept:
+            there |= {group.prompt.key for group in batch.groups}
+        for delivered in state.delivery.unacknowledged.values():
+            there |= {group.prompt.key for group in delivered.groups}
+        there |= {records.launched.get(entry.group_id) for entry in state.in_flight.ledger.entries}
+        lost = [(gid, key) for gid, key in records.launched.items() if key not in there]
+        if lost:
+            self._complain(f"launched groups that are nowhere: {lost[:10]}")
+
+    def _tokens(self, state: SchedulerState) -> None:
+        counters = state.in_flight.counters
+        held = 0
+        for rollout in state.in_flight.rollouts.values():
+            start = 0
+            for end, version, _ in rollout.log.runs:
+                held += end - start if version != NO_VERSION else 0
+                start = end
+        known = counters.tokens_delivered + counters.tokens_discarded + held
+        if counters.tokens_generated != known:
+            self._complain(
+                f"{counters.tokens_generated} tokens were generated and {known} are known: "
+                f"{counters.tokens_delivered} delivered, {counters.tokens_discarded} discarded, "
+                f"{held} in flight"
+            )
+
+
+def fingerprint(batch: Batch) -> str:
+    """Equal for two deliveries of the same batch. Groups that are taken one by one come in the
+    order in which they are accepted, and the batch has them in that in which they are complete."""
+    found = hashlib.blake2b(digest_size=8)
+    for group in sorted(batch.groups, key=lambda group: group.group_id):
+        found.update(f"{group.group_id} {group.prompt.key}".encode())
+        for rollout in group.rollouts:
+            found.update(f"{rollout.rollout_id} {rollout.index}".encode())
+            found.update(rollout.token_ids.tobytes() + rollout.versions.tobytes())
+            for companion in rollout.companions.values():
+                found.update(companion.rows.values.tobytes() + companion.exact.tobytes())
+    return found.hexdigest()

@@ -1,0 +1,126 @@
+"""What happened in a run, as lines for people, and what it came to."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import traceback
+from collections import deque
+from collections.abc import Coroutine, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from aprilsched.core.messages import commands as do
+from aprilsched.core.messages import events as ev
+from aprilsched.engines.sim import run_virtual
+
+__all__ = ["History", "Outcome", "recorded"]
+
+_KEPT = 4000
+_SHOWN = 200
+_MOST_CHARACTERS = 160
+_IDS = ("rollout_id", "group_id", "key", "index")
+
+
+@dataclass
+class Outcome:
+    """What a seed did."""
+
+    seed: int
+    complaints: list[str] = field(default_factory=list[str])
+    ending: list[str] = field(default_factory=list[str])
+    """How each life ended."""
+    figures: dict[str, int] = field(default_factory=dict[str, int])
+    """Counts, which the campaign adds up."""
+    seconds: float = 0.0
+    """Virtual."""
+    history: list[str] = field(default_factory=list[str])
+    kinds: list[str] = field(default_factory=list[str])
+    """What goes wrong in it."""
+    settings: str = ""
+    """Those that matter most, in a line."""
+
+
+class History(logging.Handler):
+    """A listener that writes everything down, and what the library logs and the campaign notes
+    between."""
+
+    def __init__(self, *, aloud: bool = False) -> None:
+        super().__init__()
+        self._lines: deque[str] = deque(maxlen=_KEPT)
+        self._aloud = aloud
+
+    def note(self, text: str) -> None:
+        try:
+            now = asyncio.get_running_loop().time()
+        except RuntimeError:
+            now = 0.0
+        line = f"{now:10.3f}  {text}"
+        self._lines.append(line)
+        if self._aloud:
+            print(line, flush=True)
+
+    def last(self, count: int) -> list[str]:
+        return list(self._lines)[-count:]
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.note(f"LOG {record.levelname} {record.getMessage()}")
+
+    def on_event(self, event: ev.Event, now: float) -> None:
+        self.note(f"  {_shown(event)}")
+
+    def on_command(self, command: do.Command, now: float) -> None:
+        self.note(f"    -> {_shown(command)}")
+
+
+def recorded(outcome: Outcome, history: History, run: Coroutine[Any, Any, None]) -> Outcome:
+    """Run a seed on the virtual clock. Whatever it raises is a complaint, and a run with complaints
+    has the last lines of its history."""
+    with _logged(history):
+        try:
+            run_virtual(run, idle_timeout=20.0)
+        except Exception as error:
+            text = "".join(traceback.format_exception(error)[-12:])
+            outcome.complaints.append(f"the run ended with {error!r}\n{text}")
+    if outcome.complaints:
+        outcome.history = history.last(_SHOWN)
+    return outcome
+
+
+@contextmanager
+def _logged(history: History) -> Generator[None]:
+    """Write what the library logs into a history, and nowhere else."""
+    logger = logging.getLogger("aprilsched")
+    before = logger.level, logger.propagate, logging.root.manager.disable
+    logger.addHandler(history)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    logging.disable(logging.NOTSET)
+    try:
+        yield
+    finally:
+        logger.removeHandler(history)
+        logger.setLevel(before[0])
+        logger.propagate = before[1]
+        logging.disable(before[2])
+
+
+def _shown(message: Any) -> str:
+    # A message without fields has no names, which is no reason to look for others.
+    names = getattr(message, "__struct_fields__", None)
+    names = message.__dataclass_fields__ if names is None else names
+    fields = ", ".join(f"{name}={_short(getattr(message, name))}" for name in names)
+    return f"{type(message).__name__}({fields})"
+
+
+def _short(value: Any) -> str:
+    """Show a value in few characters, and objects with an id by the id."""
+    if isinstance(value, np.ndarray):
+        return f"[{value.size}]"
+    for name in _IDS:
+        if hasattr(value, name):
+            return f"{type(value).__name__} {getattr(value, name)}"
+    return repr(value)[:_MOST_CHARACTERS]

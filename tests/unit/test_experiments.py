@@ -1,0 +1,99 @@
+"""Smoke tests of experiments/: tables follow from the result files, and scripts still run."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aprilsched.timing.model import H200_QWEN3_4B
+from experiments.ground_truth.schedules import pool, waves
+
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+GRPO = EXPERIMENTS.parent / "examples" / "grpo"
+
+
+@pytest.fixture
+def paths(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """Forget the modules of an experiment afterwards: others have modules of these names."""
+    known = set(sys.modules)
+    yield monkeypatch
+    for name in set(sys.modules) - known:
+        if "." not in name and is_of_an_experiment(sys.modules[name]):
+            del sys.modules[name]
+
+
+def is_of_an_experiment(module: ModuleType) -> bool:
+    return Path(getattr(module, "__file__", None) or "").is_relative_to(EXPERIMENTS)
+
+
+def tables(module: Any, found: Any) -> list[str]:
+    return module.markdown(found).split("\n\n")
+
+
+def test_the_tables_of_h200_are_those_of_its_result(paths: pytest.MonkeyPatch):
+    folder = EXPERIMENTS / "h200"
+    paths.syspath_prepend(str(folder))
+    analysis = importlib.import_module("analysis")
+    found = json.loads((folder / "result.json").read_text())
+    readme = (folder / "README.md").read_text()
+    for table in (analysis.alike, analysis.markdown, analysis.splits, analysis.sixth):
+        assert table(found) in readme
+
+
+@pytest.mark.parametrize(
+    ("folder", "module"), [("learning", "analysis"), ("learning_moe", "tables")]
+)
+def test_the_tables_of_learning_follow_from_its_raw_data(
+    paths: pytest.MonkeyPatch, folder: str, module: str
+):
+    for path in (GRPO, EXPERIMENTS / "learning", EXPERIMENTS / folder):
+        paths.syspath_prepend(str(path))
+    analysis = importlib.import_module(module)
+    found = analysis.result()
+    assert found == json.loads((EXPERIMENTS / folder / "result.json").read_text())
+    readme = (EXPERIMENTS / folder / "README.md").read_text()
+    assert all(table in readme for table in tables(analysis, found))
+    assert found["wrong"] == []
+
+
+def test_auto_is_as_fast_as_its_result_says(paths: pytest.MonkeyPatch):
+    folder = EXPERIMENTS / "auto_regret"
+    paths.syspath_prepend(str(folder))
+    script = importlib.import_module("workloads")
+    (workload,) = (each for each in script.workloads() if each.name == "constant")
+    results = json.loads((folder / "workloads.json").read_text())
+    assert results.keys() == {each.name for each in script.workloads()}
+    configs = dict(script.policies(workload))
+    assert configs.keys() <= results["constant"].keys()
+    found = script.run(workload, configs["sync"])
+    assert found["step_s"] == pytest.approx(results["constant"]["sync"]["step_s"], rel=0.02)
+
+
+def test_the_simulated_engine_takes_what_an_h200_took():
+    """The lengths are another draw of the same law, so means over seeds and steps are compared."""
+    runs = np.array([waves(seed, 6, H200_QWEN3_4B) for seed in range(4)])
+    seconds, rate, _, _ = runs[:, 1:].mean(axis=(0, 1))
+    assert seconds == pytest.approx(np.mean([21.9, 22.1, 22.9]), rel=0.10)
+    assert rate == pytest.approx(np.mean([12_193, 12_070, 10_789]), rel=0.10)
+    runs = np.array([pool(seed, 5, 320, H200_QWEN3_4B) for seed in range(4)])
+    seconds, rate, _, _ = runs[:, 1:].mean(axis=(0, 1))
+    assert seconds == pytest.approx(np.mean([23.0, 21.2, 19.6, 25.9]), rel=0.10)
+    assert rate == pytest.approx(np.mean([12_758, 12_181, 11_926, 11_453]), rel=0.10)
+
+
+def test_the_frontier_has_the_schedules_of_its_result():
+    schedules = importlib.import_module("experiments.frontier.schedules")
+    result = json.loads((EXPERIMENTS / "frontier" / "result.json").read_text())
+    for kv, candidates in (
+        ("recompute", schedules.recomputing()),
+        ("kv_kept", schedules.keeping_kv()),
+    ):
+        assert {each.name for each in candidates} == {row["name"] for row in result[kv]}
