@@ -130,10 +130,7 @@ _RULES: dict[str, Rule] = {
         for name in (folder.name for folder in PACKAGE.glob("engines/[!_]*/"))
         if name != "sim"
     },
-    # Which settings need what an engine cannot do.
-    "doctor": rule(
-        "companions core.policies.straggler doctor engines errors testing.contract types"
-    ),
+    "doctor": rule("doctor engines errors testing.contract"),
     "weights": rule("engines.base errors extras types weights"),
     "store": rule(
         "companions core.lengths.observed core.policies core.state.ledger core.state.saved errors "
@@ -169,7 +166,7 @@ _RULES: dict[str, Rule] = {
     "driver.forecasts": rule("core planning telemetry.base telemetry.batch_figures"),
     # The engine protocol, but no particular engine: that is what lets a test bring its own.
     "coordinator": rule(
-        "companions config coordinator core driver engines.base errors planning "
+        "companions config coordinator core driver engines.base engines.self_check errors planning "
         "sampling store telemetry timing types weights.external weights.publisher",
     ),
     # Pure arithmetic for one command of the core; both shells carry it out.
