@@ -7,13 +7,13 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
-import tyro
 from rich.console import Console
 from rich.text import Text
 
-from aprilsched.cli.arguments import parsed
+from aprilsched.cli.arguments import POSITIONAL, parsed
 from aprilsched.doctor import Finding, examine, one_line
 from aprilsched.engines.addresses import VLLM
 from aprilsched.engines.http import ServerAddress
@@ -29,15 +29,15 @@ _STYLES = {"pass": "green", "warn": "yellow", "fail": "bold red"}
 class DoctorCommand:
     """Probe live SGLang or vLLM servers; this is harmless, and its time is bounded."""
 
-    urls: tyro.conf.Positional[tuple[str, ...]]
+    urls: Annotated[tuple[str, ...], POSITIONAL] = ()
     """URLs of the servers, such as http://127.0.0.1:30000; vllm+http://… for vLLM."""
     json: bool = False
     """Print a list of objects on stdout instead of lines."""
     quiet: bool = False
     """Print what warns or fails, and nothing else."""
     refit: str | None = None
-    """A folder of other weights of the model, which the servers can read. Each server that nobody
-    else uses is refitted with them and back, so that fresh responses show what a refit changes."""
+    """A folder of other weights of the model, which the servers can read. Each idle server is
+    refitted with them and back, so that fresh responses show what a refit changes."""
     admin_key_env: str | None = None
     """Name of the environment variable that holds the servers' admin API key."""
     api_key_env: str | None = None

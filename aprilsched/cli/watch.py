@@ -7,15 +7,14 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-import tyro
 from rich.console import Console
 from rich.text import Text
 
 from aprilsched.analysis.rebuild import basis_of, summary_of_run
 from aprilsched.analysis.run import readable
-from aprilsched.cli.arguments import parsed
+from aprilsched.cli.arguments import POSITIONAL, parsed
 from aprilsched.core.messages.facts import Fact
 from aprilsched.errors import RunFolderError
 from aprilsched.files import read_text
@@ -36,7 +35,7 @@ class WatchCommand:
     """Show a run from its folder, as its own terminal does: a run in progress, about a second late,
     or a run that has ended."""
 
-    run: tyro.conf.Positional[Path]
+    run: Annotated[Path, POSITIONAL]
     """The run folder."""
     once: bool = False
     """Print the current state, and end."""
