@@ -2,8 +2,8 @@
 
 A flag is the path of its setting, such as ``--retries.attempts``; the parts in `FLAT` are left out.
 A setting that is a policy has a flag for its shorthand, and one for each setting of its rules:
-``--refill pool --refill.together 4``. Only the flags on the command line have values, so what a
-config file says of the others stays.
+``--refill pool --refill.together 4``. Only the flags on the command line have values, so a config
+file keeps its other settings.
 
 A list may follow one flag or several, as ``--engine A B`` or as ``--engine A --engine B``.
 """
@@ -36,7 +36,7 @@ from aprilsched.runs.settings import COMMAS
 
 Command = TypeVar("Command")
 Values = Mapping[str, Any]
-"""What the command line says, by the paths of fields in the command."""
+"""The values on the command line, by the paths of fields in the command."""
 
 POSITIONAL = "positional"
 """Marks a field of a command that has no flag."""
@@ -60,7 +60,7 @@ def parsed(kind: type[Command], arguments: Sequence[str], prog: str, everyday: s
 
 
 def values_of(kind: type[Any], arguments: Sequence[str], prog: str, everyday: str = "") -> Values:
-    """Return what the arguments say.
+    """Return the values that the arguments have.
 
     ``--help`` and ``--help-all`` print the help, and end the process.
 
@@ -153,7 +153,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 _UNSHOWN = (None, MISSING, "", (), False)
-"""Defaults of which the help says nothing."""
+"""Defaults that the help does not show."""
 
 
 @dataclass(frozen=True)

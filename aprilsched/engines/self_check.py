@@ -39,7 +39,7 @@ async def check(engine: Engine) -> int | None:
         repairs such weights, so their logprobs are not checked.
 
     Raises:
-        EngineError: if the engine does not do what a run needs; the message says what.
+        EngineError: if the engine does not do what a run needs; the message has the reason.
     """
     # The client that lost the engine may have left it paused.
     await engine.resume()
@@ -78,7 +78,7 @@ async def check_tokens(engine: Engine, *, finite: bool) -> None:
     Other clients may use the engine at the same time.
 
     Raises:
-        EngineError: if it does not; the message says what it did.
+        EngineError: if it does not; the message has the reason.
     """
     tokens, finish = 0, None
     async with aclosing(engine.generate(_request(SHORT_TOKENS))) as chunks:
