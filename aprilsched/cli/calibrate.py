@@ -9,15 +9,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import numpy as np
-import tyro
 from rich.console import Console
 from rich.table import Table
 
-from aprilsched.cli.arguments import parsed
+from aprilsched.cli.arguments import POSITIONAL, parsed
 from aprilsched.errors import ConfigError
 from aprilsched.extras import extra
 from aprilsched.timing import (
@@ -57,7 +56,7 @@ _LIMIT = 40.0
 class CalibrateCommand:
     """Fit step and prefill times to an SGLang server's log, or to a table of its decode lines."""
 
-    log: tyro.conf.Positional[Path]
+    log: Annotated[Path, POSITIONAL]
     """The server's log, or a CSV with running_requests, kv_tokens and decode_tokens_per_s."""
     json: bool = False
     """Print an object on stdout instead of tables."""

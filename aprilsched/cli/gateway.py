@@ -9,11 +9,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
-import tyro
 from rich.console import Console
 
 from aprilsched.cli import told_to_end
-from aprilsched.cli.arguments import parsed, value_of
+from aprilsched.cli.arguments import made, values_of
 from aprilsched.engines.addresses import fleet_at
 from aprilsched.errors import ConfigError
 from aprilsched.gateway import Gateway, GatewaySettings
@@ -35,7 +34,7 @@ class GatewayCommand:
 
     engine: tuple[str, ...]
     """URLs of the servers, such as http://127.0.0.1:30001; vllm+http://… for vLLM."""
-    gateway: tyro.conf.OmitArgPrefixes[GatewaySettings] = field(default_factory=GatewaySettings)
+    gateway: GatewaySettings = field(default_factory=GatewaySettings)
     """How the gateway listens, and how much it takes on."""
     api_key_env: str | None = None
     """Name of the environment variable with the key that clients of the gateway need."""
@@ -114,9 +113,9 @@ def command_of(arguments: Sequence[str]) -> GatewayCommand:
     Raises:
         ConfigError: if the arguments or the config file cannot be used.
     """
-    path = value_of("--config", arguments, "file; give the path of a TOML file")
-    default = None if path is None else read_table(Path(path), _configured)
-    return parsed(GatewayCommand, arguments, "aprilsched gateway", default)
+    values = values_of(GatewayCommand, arguments, "aprilsched gateway")
+    path = values.get("config")
+    return made(GatewayCommand if path is None else read_table(path, _configured), values)
 
 
 def _configured(table: Mapping[str, Any]) -> GatewayCommand:

@@ -6,12 +6,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-import tyro
 from rich.console import Console
 
 from aprilsched.analysis.report.page import figures_json, write_report
-from aprilsched.cli.arguments import parsed
+from aprilsched.cli.arguments import POSITIONAL, parsed
 from aprilsched.errors import ConfigError
 
 
@@ -19,7 +19,7 @@ from aprilsched.errors import ConfigError
 class ReportCommand:
     """Write one HTML page about a run, or about two side by side; it needs no network."""
 
-    runs: tyro.conf.Positional[tuple[Path, ...]]
+    runs: Annotated[tuple[Path, ...], POSITIONAL] = ()
     """The run folder of one run, or of two to compare the second with the first."""
     out: Path | None = None
     """The file to write; report.html in the first folder if not given."""

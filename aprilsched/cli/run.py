@@ -4,27 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
 import tomli_w
-import tyro
 from rich.console import Console
 
-from aprilsched.cli.arguments import (
-    SchedulerFlags,
-    asked_for_help,
-    config_of_flags,
-    everyday_help,
-    flags_of,
-    given_flags,
-    parsed,
-    value_of,
-)
-from aprilsched.core.policies.kinds import REFILLS, STOPS
-from aprilsched.core.policies.straggler import BEHAVIOURS
+from aprilsched.cli.arguments import flag_of, made, values_of
 from aprilsched.errors import ConfigError
 from aprilsched.runs.config_file import as_toml, read_settings
 from aprilsched.runs.drive import Run
@@ -36,52 +23,22 @@ from aprilsched.telemetry.run_folder import CONFIG, RunFolder, default_path
 
 _INTERRUPTED = 130
 _FAILED = 2
-_WITH_RESUME = frozenset({"--resume", "--batches", "--json", "--no-report", "--quiet"})
+_WITH_RESUME = frozenset({"resume", "settings.batches", "json", "no_report", "quiet"})
 
-EVERYDAY = {
-    "what runs": {
-        "engine": '"sim" (embedded), or URLs with spaces between them (vllm+URL)',
-        "prompts": "a JSONL file of prompts; without it a built-in long-tail workload",
-        "input-key": "the key of a row's prompt, if it has another name than prompt",
-        "tokenizer": "a folder with tokenizer.json, for text and messages",
-        "batches": "batches to deliver",
-        "update-every": "batches between two policy versions; 0 for one version",
-        "weights": "a checkpoint that servers load as each new version",
-        "train-seconds": "seconds that the trainer takes for a batch",
-        "seed": "seed of the built-in workload",
-        "sim.engines": "number of embedded engines",
-    },
-    "scheduling": {
-        "batch-groups": "groups (prompts) in a batch",
-        "group-size": "rollouts of one prompt",
-        "over-provision": 'groups kept open over groups in a batch; "auto" chooses',
-        "refill": f"{', '.join(REFILLS)}: when new groups start",
-        "straggler": f"{', '.join(BEHAVIOURS)}: what happens to stragglers",
-        "stop": f"{', '.join(STOPS)}: the unit that fills a batch",
-        "pace": "synchronous, asynchronous (never wait for training), or auto",
-        "max-staleness": "bound on the staleness of a token, in versions",
-        "sampling.max-new-tokens": "tokens of the longest response",
-        "sampling.temperature": "temperature of prompts that have none of their own",
-    },
-    "files and output": {
-        "config": "a TOML file of settings, such as a run's config.toml",
-        "out": "the run folder; runs/TIME-SEED if not given",
-        "resume": "resume the interrupted run in this folder",
-        "json": "print the summary as JSON on stdout",
-        "quiet": "show only errors",
-        "dry-run": "print the resolved settings as TOML and end",
-        "metrics-port": "serve metrics for Prometheus on this port; 0 for none",
-        "track": "tensorboard, trackio, wandb, with commas between them",
-    },
-}
-"""The flags that ``--help`` shows, with their descriptions."""
+EVERYDAY = (
+    "engine prompts input-key tokenizer batches update-every weights train-seconds seed "
+    "sim.engines batch-groups group-size over-provision refill straggler stop pace "
+    "max-staleness sampling.max-new-tokens sampling.temperature config out resume json quiet "
+    "dry-run"
+)
+"""The flags that ``--help`` shows; ``--help-all`` shows the others too."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunCommand:
     """Drive batches of rollouts and write a run folder."""
 
-    config: str | None = None
+    config: Path | None = None
     """A TOML file of settings, such as a run folder's config.toml; flags override it."""
     out: Path | None = None
     """The run folder; runs/TIME-SEED if not given. It must be new or empty."""
@@ -96,10 +53,7 @@ class RunCommand:
     """Write neither report.html nor trace.json."""
     dry_run: bool = False
     """Print the resolved settings as TOML and end."""
-    settings: Annotated[RunSettings, tyro.conf.arg(name="")] = field(default_factory=RunSettings)
-    scheduler: Annotated[SchedulerFlags, tyro.conf.arg(name="")] = field(
-        default_factory=SchedulerFlags
-    )
+    settings: RunSettings = field(default_factory=RunSettings)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -108,11 +62,7 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         AprilschedError: if the run is refused or fails.
     """
-    if asked_for_help(arguments):
-        what = "Drive batches of rollouts and write a run folder."
-        print(everyday_help("aprilsched run", what, EVERYDAY, RunCommand()))
-        return 0
-    command = _parse(["--help" if a == "--help-all" else a for a in arguments])
+    command = _parse(arguments)
     if command.dry_run:
         command.settings.check()
         print(tomli_w.dumps(as_toml(command.settings)), end="")
@@ -150,37 +100,25 @@ def _folder(command: RunCommand) -> RunFolder:
 
 
 def _parse(arguments: Sequence[str]) -> RunCommand:
-    """The command: flags override the config file, and the config file overrides the defaults."""
-    path = _config_path(arguments)
-    settings = RunSettings() if path is None else read_settings(Path(path))
-    default = RunCommand(settings=settings, scheduler=flags_of(settings.scheduler))
-    command = parsed(RunCommand, arguments, "aprilsched run", default)
-    scheduler = config_of_flags(command.scheduler, settings.scheduler)
-    given = given_flags(arguments)
-    workload = command.settings.workload
-    if "--sampling.max-new-tokens" in given:
-        longest = scheduler.sampling.max_new_tokens
-        if "--cap" in given and workload.cap != longest:
+    """Return the command: flags override the config file, which overrides the defaults."""
+    values = values_of(RunCommand, arguments, "aprilsched run", EVERYDAY)
+    path: Path | None = values.get("config")
+    if "resume" in values:
+        for other in values.keys() - _WITH_RESUME:
             raise ConfigError(
-                f"cap is {workload.cap} and sampling.max_new_tokens is {longest}, and each is the "
-                "length of the longest response; give one of them."
+                f"{flag_of(other)} cannot be used with --resume, which keeps the run's own "
+                "settings; give only --batches, --json, --no-report or --quiet with it."
             )
-        workload = replace(workload, cap=longest)
-    settings = replace(command.settings, scheduler=scheduler, workload=workload)
-    return replace(command, settings=settings)
-
-
-def _config_path(arguments: Sequence[str]) -> str | None:
-    """Path of the config file. It is looked for before the other flags are parsed, because its
-    content gives their defaults."""
-    resumed = value_of("--resume", arguments, "folder; give that of a run")
-    if resumed is None:
-        return value_of("--config", arguments, "file; give the path of a TOML file")
-    for argument in arguments:
-        flag = argument.partition("=")[0]
-        if flag.startswith("--") and flag not in (*_WITH_RESUME, "--help"):
-            raise ConfigError(
-                f"{flag} cannot be used with --resume, which keeps the run's own settings; give "
-                "only --batches, --json, --no-report or --quiet with it."
-            )
-    return str(RunFolder.resume(Path(resumed)).path / CONFIG)
+        path = RunFolder.resume(values["resume"]).path / CONFIG
+    start = RunCommand() if path is None else RunCommand(settings=read_settings(path))
+    command: RunCommand = made(start, values)
+    longest = values.get("settings.scheduler.sampling.max_new_tokens")
+    if longest is None:
+        return command
+    cap = values.get("settings.workload.cap", longest)
+    if cap != longest:
+        raise ConfigError(
+            f"cap is {cap} and sampling.max_new_tokens is {longest}, and each is the length of the "
+            "longest response; give one of them."
+        )
+    return made(command, {"settings.workload.cap": longest})

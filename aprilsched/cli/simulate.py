@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
-import tyro
 from rich.console import Console
 
-from aprilsched.cli.arguments import asked_for_help, everyday_help, parsed
+from aprilsched.cli.arguments import parsed
 from aprilsched.config import SchedulerConfig
 from aprilsched.runs.config_file import Policy, chosen
 from aprilsched.runs.drive import simulate
@@ -40,34 +39,11 @@ from aprilsched.telemetry.run_folder import REPORT, RunFolder, default_path, wri
 
 DEFAULT_POLICIES = "sync,april,slime,areal,copris,auto"
 
-EVERYDAY = {
-    "what is compared": {
-        "policy": "policies with commas; april:over_provision=1.25|2 is two; six by default",
-        "batches": "batches of each policy",
-        "batch-groups": "groups (prompts) in a batch",
-        "group-size": "rollouts of one prompt",
-        "kv": "recompute or keep: what a refit does to the KV of rollouts in flight",
-        "max-staleness": "bound on the staleness of a token, for policies that set none",
-        "train-seconds": "seconds that the trainer takes for a batch",
-    },
-    "engines and lengths": {
-        "sim.engines": "number of modelled engines",
-        "sim.max-running": "most requests that one engine decodes together",
-        "sim.kv-tokens": "tokens in the KV pool of one engine",
-        "model": "step times of the engines, as aprilsched calibrate wrote them",
-        "median": "median of the response lengths, in tokens",
-        "sigma": "standard deviation of the log length",
-        "cap": "tokens of the longest response",
-        "lengths": "a file of lengths, each as likely as the others, for median and sigma",
-        "seed": "seed of the workload",
-    },
-    "files and output": {
-        "out": "the folder for the results; runs/TIME-SEED if not given",
-        "json": "print the figures as JSON on stdout",
-        "quiet": "show no progress",
-    },
-}
-"""The flags that ``--help`` shows, with their descriptions."""
+EVERYDAY = (
+    "policy batches batch-groups group-size kv max-staleness train-seconds sim.engines "
+    "sim.max-running sim.kv-tokens model median sigma cap lengths seed out json quiet"
+)
+"""The flags that ``--help`` shows; ``--help-all`` shows the others too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,9 +82,7 @@ class SimulateCommand:
     stderr. The only picture is then the comparison."""
     quiet: bool = False
     """Show no progress, only the figures at the end."""
-    workload: Annotated[WorkloadSettings, tyro.conf.arg(name="")] = field(
-        default_factory=WorkloadSettings
-    )
+    workload: WorkloadSettings = field(default_factory=WorkloadSettings)
 
     def settings(self, policy: Policy) -> RunSettings:
         """The settings of one policy's run."""
@@ -137,11 +111,7 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         AprilschedError: if a setting is refused or the results cannot be written.
     """
-    if asked_for_help(arguments):
-        what = "Compare scheduling policies on one workload, in virtual time."
-        print(everyday_help("aprilsched simulate", what, EVERYDAY, SimulateCommand()))
-        return 0
-    command = parsed(SimulateCommand, arguments, "aprilsched simulate")
+    command = parsed(SimulateCommand, arguments, "aprilsched simulate", everyday=EVERYDAY)
     policies = chosen(command.policy)
     setups = [(policy, prepare(command.settings(policy))) for policy in policies]
     root = RunFolder(command.out or default_path(command.seed)).path

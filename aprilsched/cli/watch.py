@@ -7,14 +7,13 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-import tyro
 from rich.console import Console
 
 from aprilsched.analysis.rebuild import basis_of, summary_of_run
 from aprilsched.analysis.run import readable
-from aprilsched.cli.arguments import parsed
+from aprilsched.cli.arguments import POSITIONAL, parsed
 from aprilsched.core.messages.facts import Fact
 from aprilsched.errors import RunFolderError
 from aprilsched.files import read_text
@@ -33,7 +32,7 @@ _POLL_SECONDS = 0.25
 class WatchCommand:
     """Show a run from its folder: a run in progress, about a second late, or a finished one."""
 
-    run: tyro.conf.Positional[Path]
+    run: Annotated[Path, POSITIONAL]
     """The run folder."""
     once: bool = False
     """Print the current state, and exit."""

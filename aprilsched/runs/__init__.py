@@ -4,4 +4,4 @@ from aprilsched.extras import extra
 
 with extra("cli"):
     import rich as rich
-    import tyro as tyro
+    import tomli_w as tomli_w

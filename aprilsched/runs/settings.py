@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-import tyro
 
 from aprilsched.analysis.lengths_of_run import known_lengths, law_of
 from aprilsched.config import SamplingParams, SchedulerConfig
@@ -174,13 +173,9 @@ class RunSettings:
     api_key_env: str | None = None
     """Name of the environment variable that holds the servers' API key."""
     sim: SimSettings = field(default_factory=SimSettings)
-    workload: Annotated[WorkloadSettings, tyro.conf.arg(name="")] = field(
-        default_factory=WorkloadSettings
-    )
-    scheduler: Annotated[SchedulerConfig, tyro.conf.Fixed, tyro.conf.Suppress] = field(
-        default_factory=SchedulerConfig
-    )
-    """How rollouts are scheduled. Its flags are in :mod:`aprilsched.cli.arguments`."""
+    workload: WorkloadSettings = field(default_factory=WorkloadSettings)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    """How rollouts are scheduled."""
 
     @property
     def simulated(self) -> bool:

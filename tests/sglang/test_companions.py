@@ -7,7 +7,6 @@ compared with the router of transformers under the version of its token, over th
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -272,21 +271,16 @@ def _check_masks(rollout: Rollout, says: Sequence[NDArray[np.float32]], upto: in
 
 
 @pytest.mark.long
-async def test_the_doctor_proves_a_refit_and_that_rows_join(
+async def test_the_doctor_proves_a_refit(
     servers: tuple[CpuServer, CpuServer], mixtures: tuple[Path, Path]
 ) -> None:
     await _fresh(servers, mixtures)
     findings = await examine(servers[0].url, refit=str(mixtures[1]))
     found = {finding.check: finding for finding in findings}
     assert [finding for finding in findings if finding.status == "fail"] == []
-    assert "routed_experts, sampling_mask came" in found["companions"].seen
-    assert "hidden_states (--enable-return-hidden-states)" in found["companions"].seen
-    first, more, positions, same = map(int, re.findall(r"\d+", found["rows at a seam"].seen))
-    assert first + more == positions == same
+    assert "routed_experts, sampling_mask" in found["server"].seen
     before, again, other, back = found["refit by its logprobs"].seen.split(": ")[1].split(", ")
     assert before == again == back != other
-    new, rows, old = map(int, re.findall(r"\d+", found["rows after a retract"].seen))
-    assert new == rows > max(12, 2 * old)  # there are eight positions of the prompt
     assert "'default'" in found["left as found"].seen
 
 

@@ -20,7 +20,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "aprilsched"
 
 DEPENDENCIES = frozenset({"aiohttp", "asyncio_throttle", "msgspec", "numpy", "tenacity", "yarl"})
 """What the base install brings, for any part that is not pure."""
-CLI = DEPENDENCIES | {"rich", "tomli_w", "tyro"}
+CLI = DEPENDENCIES | {"docstring_parser", "rich", "tomli_w"}
 """What the extra ``cli`` brings, for the parts that only the command line uses."""
 NUMPY = frozenset({"numpy"})
 PLOTS = frozenset({"matplotlib", "plotly", "polars"})
@@ -29,7 +29,7 @@ LAZY = PLOTS | frozenset({
     "datasets", "jinja2", "looptime", "omegaconf", "openrlhf",
     "prometheus_client", "pynvml", "pytest", "ray", "rich", "safetensors", "sglang", "skyrl",
     "tensorboard", "tensordict", "tokenizers", "tomli_w", "torch", "torchrl", "trackio",
-    "transfer_queue", "transformers", "trl", "tyro", "verl", "vllm", "wandb",
+    "transfer_queue", "transformers", "trl", "verl", "vllm", "wandb",
 })
 # fmt: on
 """Packages that are optional or slow to import, so they may be imported only inside functions or
@@ -130,10 +130,7 @@ _RULES: dict[str, Rule] = {
         for name in (folder.name for folder in PACKAGE.glob("engines/[!_]*/"))
         if name != "sim"
     },
-    # Which settings need what an engine cannot do.
-    "doctor": rule(
-        "companions core.policies.straggler doctor engines errors testing.contract types"
-    ),
+    "doctor": rule("doctor engines errors testing.contract"),
     "weights": rule("engines.base errors extras types weights"),
     "store": rule(
         "companions core.lengths.observed core.policies core.state.ledger core.state.saved errors "
@@ -169,7 +166,7 @@ _RULES: dict[str, Rule] = {
     "driver.forecasts": rule("core planning telemetry.base telemetry.batch_figures"),
     # The engine protocol, but no particular engine: that is what lets a test bring its own.
     "coordinator": rule(
-        "companions config coordinator core driver engines.base errors planning "
+        "companions config coordinator core driver engines.base engines.self_check errors planning "
         "sampling store telemetry timing types weights.external weights.publisher",
     ),
     # Pure arithmetic for one command of the core; both shells carry it out.
@@ -366,7 +363,7 @@ def test_the_arrows_hold(module: str, path: Path):
         ("aprilsched.coordinator.x", "import uvloop", "no dependency of this part"),
         ("aprilsched.coordinator.x", "import rich", "must wait"),
         ("aprilsched.telemetry.x", "from rich.text import Text", "must wait"),
-        ("aprilsched.__main__", "import tyro", "must wait"),
+        ("aprilsched.__main__", "import rich", "must wait"),
         ("aprilsched.engines.sim.clock", "import looptime", "must wait"),
         ("aprilsched.brand_new", "import aprilsched", "has no rule"),
     ],

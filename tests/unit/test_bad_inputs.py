@@ -69,7 +69,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("--tokenizer /model", "give prompts too"),
         ("--prompts missing.jsonl", "missing.jsonl cannot be read"),
         ("--config missing.toml", "missing.toml cannot be read"),
-        ("--config", "--config names no file"),
+        ("--config", "argument --config: expected one argument"),
     ],
 )
 def test_flags(capsys: pytest.CaptureFixture[str], arguments: str, part: str):

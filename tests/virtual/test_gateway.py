@@ -626,24 +626,6 @@ async def test_stopping_lets_open_responses_end_and_takes_no_new_ones():
 async def test_the_doctor_finds_nothing_wrong_with_it(tmp_path: Path, text: bool):
     async with front(tokenizer=bytes_tokenizer(tmp_path) if text else None) as one:
         findings = {finding.check: finding for finding in await examine(one.gateway.url)}
-        assert [name for name, finding in findings.items() if finding.status == "fail"] == []
-        for name in (
-            "pause retract",
-            "continue after retract",
-            "flush after retract (hazard 3)",
-            "held requests (hazard 4)",
-            "ready while paused (hazard 6)",
-            "pause in_place",
-            "continue after in_place",
-            "abort",
-            "abort of nobody (hazard 11)",
-            "duplicate rid (hazard 11)",
-            "hanging up (hazard 9)",
-            "version spans",
-            "logprobs",
-            "greedy repeats",
-            "vocabulary (hazard 3b)",
-            "health (hazard 6)",
-            "left as found",
-        ):
-            assert findings[name].status == "pass", findings[name]
+        assert [finding for finding in findings.values() if finding.status == "fail"] == []
+        warned = {name for name, finding in findings.items() if finding.status == "warn"}
+        assert warned == {"refit by its logprobs"}

@@ -21,10 +21,10 @@ from aprilsched import (
     SimPublisher,
     SqliteStore,
 )
-from aprilsched.coordinator.opening import check
 from aprilsched.core.messages.events import EngineLost
 from aprilsched.core.policies.straggler import StragglerRule
 from aprilsched.engines.base import Chunk, Engine, FleetChange, GenerationRequest
+from aprilsched.engines.self_check import check
 from aprilsched.engines.sim import SimEngine, run_virtual
 from aprilsched.errors import ConfigError, EngineError
 from tests.support.publishers import Once

@@ -95,7 +95,6 @@ async def test_the_doctor_fails_no_check_and_leaves_the_server_as_it_was(
     assert code == 0, errors
     assert {name for name, finding in found.items() if finding["status"] == "warn"} == {
         "logprobs",
-        "LoRA adapters",
         *(() if refits else ("refit by its logprobs",)),
     }
     assert found["left as found"]["status"] == "pass"
