@@ -71,7 +71,8 @@ def render_events(dialect: Dialect[Any], asked: Asked, reply: Reply) -> list[byt
 
 def _names_of(asked: Asked, reply: Reply) -> Names:
     name = asked.name if isinstance(asked.name, str) else uuid.uuid4().hex
-    label = str(reply.output.versions[-1])
+    versions = reply.output.versions
+    label = str(versions[-1]) if len(versions) else ""
     return Names(answer=name, model=asked.model, token=str, label=lambda: label)
 
 
@@ -93,7 +94,7 @@ def _part_of(asked: Asked, reply: Reply) -> Part:
         changes=changes,
         end=End(
             reason=output.finish_reason,
-            matched=ids[-1] if output.finish_reason == "stop" else None,
+            matched=ids[-1] if ids and output.finish_reason == "stop" else None,
             message=dict(message),
             versions={"versions": output.versions.tolist()} if asked.token_ids else {},
         ),

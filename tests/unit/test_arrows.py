@@ -203,7 +203,7 @@ _RULES: dict[str, Rule] = {
     "cli": replace(EVERYTHING, others=CLI),
     "__main__": replace(EVERYTHING, others=frozenset()),
     # What clients say in text, for the gateway and for sessions.
-    "chat": rule("chat errors extras files serving"),
+    "chat": rule("chat errors extras files serving types"),
     # What an episode may do, and an address of its own.
     "sessions": rule("chat coordinator.episodes dialects errors files serving sessions types"),
     # A front of the coordinator, as a trainer is.
