@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import erf, sqrt
+from math import sqrt
 
 import numpy as np
 import pytest
@@ -27,10 +27,6 @@ def batches(count: int, size: int, seed: int, *, longer: float = 1.0) -> Batches
 LAW = [np.concatenate(batches(1000, 400, 12345))]
 
 
-def normal(z: float) -> float:
-    return (1 + erf(z / sqrt(2))) / 2
-
-
 def acceptance(shift: float, runs: int, count: int, margin: float) -> float:
     """Share of runs whose mean is found equal to the law's."""
     accepted = 0
@@ -41,24 +37,6 @@ def acceptance(shift: float, runs: int, count: int, margin: float) -> float:
         )
         accepted += found["mean"].equivalent
     return accepted / runs
-
-
-def standard_error(count: int) -> float:
-    """Standard error of the relative mean of `count` batches, from 2,000 simulated ones."""
-    means = [float(batch.mean()) for batch in batches(2000, 100, 777)]
-    return float(np.std(means) / np.mean(means)) / sqrt(count)
-
-
-@pytest.mark.long
-def test_equal_laws_are_accepted_as_often_as_the_sample_size_says():
-    """The interval is the estimate +- 1.645 standard errors: 2 * Phi(margin / se - 1.645) - 1."""
-    count, runs = 60, 300
-    error = standard_error(count)
-    margin = 2.6 * error
-    expected = 2 * normal(margin / error - 1.645) - 1
-    assert 0.6 < expected < 0.7
-    chance = 4 * sqrt(expected * (1 - expected) / runs)
-    assert acceptance(1.0, runs, count, margin) == pytest.approx(expected, abs=chance + 0.05)
 
 
 @pytest.mark.long
@@ -80,35 +58,6 @@ def test_too_few_data_are_refused_though_the_laws_are_equal():
     found = equivalence(batches(12, 20, 3), LAW, cap=CAP)
     assert not found.equivalent
     assert found["mean"].low < 0 < found["mean"].high
-
-
-def test_the_same_data_are_equal_in_every_statistic():
-    sample = batches(400, 100, 5)
-    found = equivalence(sample, [np.concatenate(sample)], cap=CAP)
-    assert [statistic.estimate for statistic in found.statistics] == [0, 0, 0, 0]
-    assert found.equivalent
-
-
-def test_a_tail_that_was_cut_is_found_where_the_mean_hardly_shows_it():
-    sample = batches(400, 100, 5)
-    cut = [np.minimum(batch, 400) for batch in sample]
-    found = equivalence(cut, [np.concatenate(sample)], cap=CAP)
-    assert found["mean"].equivalent
-    assert found["p90"].equivalent
-    assert not found["p99"].equivalent
-    assert found["truncation_rate"].estimate < 0
-
-
-def test_the_truncation_rate_has_an_absolute_margin():
-    rng = np.random.default_rng(1)
-    low = [np.where(rng.random(200) < 0.02, CAP, 10).astype(np.int64) for _ in range(200)]
-    high = [np.where(rng.random(200) < 0.04, CAP, 10).astype(np.int64) for _ in range(200)]
-    found = equivalence(high, low, cap=CAP, margins=Margins(truncation=0.01))
-    rate = found["truncation_rate"]
-    assert rate.estimate == pytest.approx(0.02, abs=0.004)
-    assert not rate.equivalent
-    wide = equivalence(high, low, cap=CAP, margins=Margins(truncation=0.03))
-    assert wide["truncation_rate"].equivalent
 
 
 def test_statistics_and_their_error_by_hand():
@@ -138,12 +87,6 @@ def test_groups_are_not_taken_as_so_many_responses():
     repeated = [np.repeat(batch, 4) for batch in single]
     one, four = (equivalence(b, LAW, cap=CAP)["mean"] for b in (single, repeated))
     assert four.high - four.low == pytest.approx(one.high - one.low)
-
-
-def test_a_seed_gives_one_result():
-    sample = batches(30, 40, 2)
-    assert equivalence(sample, LAW, cap=CAP) == equivalence(sample, LAW, cap=CAP)
-    assert equivalence(sample, LAW, cap=CAP) != equivalence(sample, LAW, cap=CAP, seed=1)
 
 
 def test_what_it_refuses():

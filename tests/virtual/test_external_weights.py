@@ -352,21 +352,6 @@ async def test_a_trainer_that_never_says_done_is_given_up():
         check_whole(rollouts, batches)
 
 
-async def test_one_engine_that_the_trainer_did_not_load_stands_by_with_inconsistent_weights():
-    async with running() as (rollouts, engines):
-        batches = [await rollouts.next_batch()]
-        async with rollouts.paused_for_weights():
-            await load(engines[1:], 1)
-        assert rollouts.state.weights.versions.engines == {"sim-1": 1}
-        assert rollouts.state.fleet.control.standby["sim-0"].inconsistent
-        batches.append(await rollouts.next_batch())
-        async with rollouts.paused_for_weights():
-            await load(engines, 2)
-        batches.append(await rollouts.next_batch())
-        assert rollouts.state.weights.versions.engines == {"sim-0": 2, "sim-1": 2}
-        check_whole(rollouts, batches)
-
-
 async def test_a_label_of_another_version_is_not_taken():
     async with running() as (rollouts, engines):
         await rollouts.next_batch()
