@@ -43,7 +43,6 @@ from aprilsched.timing.model import H200_QWEN3_4B, H200_QWEN3_4B_LINEAR
 from aprilsched.types import Group, Prompt, Score
 from aprilsched.workload import LongTailWorkload
 from tests.support.driver import Driver
-from tests.support.table import each_row
 
 at_length = partial(pytest.param, marks=pytest.mark.long)
 
@@ -201,7 +200,7 @@ def test_a_plan_has_the_times_of_rewards_and_what_is_accepted() -> None:
     assert short > long > 0
 
 
-@each_row("rewards", [0.0, 3.0])
+@pytest.mark.parametrize("rewards", [0.0, 3.0])
 def test_verdicts_are_shares_of_the_halves_that_begin_at_the_share_of_all(rewards: float) -> None:
     calls = CallerTimes()
     for tokens in range(100):
@@ -292,8 +291,8 @@ def test_a_new_schedule_is_in_force_from_the_next_batch_on() -> None:
         driver.finish(driver.attempts()[0])
 
 
-@each_row("straggler", ["retract", "abort"])
-@each_row("refill", [Wave(), Pool(together=1)], ids=["wave", "pool"])
+@pytest.mark.parametrize("straggler", ["retract", "abort"])
+@pytest.mark.parametrize("refill", [Wave(), Pool(together=1)], ids=["wave", "pool"])
 def test_from_length_buckets_to_anything_else_everything_deferred_is_sent(
     straggler: str, refill: Refill
 ) -> None:
@@ -330,7 +329,7 @@ def test_from_length_buckets_to_waves_within_a_batch_and_within_the_calling_back
     assert len(driver.sends) == 10 * 2
 
 
-@each_row("straggler", ["retract", "abort"])
+@pytest.mark.parametrize("straggler", ["retract", "abort"])
 def test_from_waves_to_length_buckets_what_runs_goes_on(straggler: str) -> None:
     driver = Driver(config(straggler=straggler))
     driver.feed(ev.Planned(schedule=schedule(3.0)))
@@ -498,7 +497,7 @@ def modelled(kv_tokens: int) -> SimConfig:
     )
 
 
-@each_row(
+@pytest.mark.parametrize(
     ("straggler", "changes"),
     [
         at_length("retract", {"over_provision": 1.25}),
@@ -548,7 +547,7 @@ def test_a_trial_of_several_engines_divides_groups(changes: dict[str, Any], near
     assert outcome.mean_age == pytest.approx(measured.mean_age, abs=5 * near)
 
 
-@each_row(
+@pytest.mark.parametrize(
     ("train_seconds", "streamed", "changes"),
     [
         (20.0, False, {"over_provision": 1.25}),
@@ -588,7 +587,7 @@ TOOLS = {"pauses": (2.0, 15.0, 4.0)}
 AHEAD = {"pace": "asynchronous", "over_provision": 1.5}
 
 
-@each_row(
+@pytest.mark.parametrize(
     ("caller", "changes", "near"),
     [
         (REWARDS, {"over_provision": 1.0}, 0.01),
@@ -681,7 +680,7 @@ def test_the_value_of_a_trial_is_useful_work_for_the_time_of_whole_steps() -> No
     assert far.value == pytest.approx(far.efficiency * (1 - 0.5 * (far.distance - 0.1)))
 
 
-@each_row(("usefulness_age", "fresh"), [(2.0, True), (math.inf, False)])
+@pytest.mark.parametrize(("usefulness_age", "fresh"), [(2.0, True), (math.inf, False)])
 def test_who_pays_for_age_gets_younger_tokens(usefulness_age: float, fresh: bool) -> None:
     tried_on = setting(objective=Objective(usefulness_age=usefulness_age), batches=8)
     best = choose(trials(tried_on, candidates(tried_on, Space(may_defer=False))), TOLERANCE)
@@ -760,7 +759,7 @@ def outcome(efficiency: float, stale: float, *, late: float = 0.0) -> Outcome:
     )
 
 
-@each_row(
+@pytest.mark.parametrize(
     ("outcomes", "place"),
     [
         ([outcome(0.80, 0.7), outcome(0.795, 0.5), outcome(0.78, 0.1)], 1),
@@ -891,7 +890,7 @@ def test_a_full_kv_pool_is_a_cost_and_no_limit(straggler: str) -> None:
     assert own.efficiency > 1.1 * try_out(POOR, tried_on).efficiency, "and not that of waiting"
 
 
-@each_row("keeps_kv", [False, True])
+@pytest.mark.parametrize("keeps_kv", [False, True])
 def test_a_smaller_pool_makes_every_schedule_slower(keeps_kv: bool) -> None:
     for candidate in (schedule(1.0), schedule(2.0), schedule(1.5, Pool(together=4))):
         speeds = [
@@ -908,7 +907,7 @@ def test_a_smaller_pool_makes_every_schedule_slower(keeps_kv: bool) -> None:
         assert 0.9 < try_out(candidate, filled).efficiency / speeds[1] < 1.01
 
 
-@each_row("bound", [0, 1, 2])
+@pytest.mark.parametrize("bound", [0, 1, 2])
 def test_the_bound_on_staleness_is_respected(bound: int) -> None:
     settings = rules(max_staleness=bound, straggler="in_place")
     command = plan(schedule(3.0))
@@ -933,7 +932,7 @@ def test_the_bound_on_staleness_changes_no_other_figure() -> None:
     assert replace(bound, too_stale_share=0.0, value=free.value) == free
 
 
-@each_row(
+@pytest.mark.parametrize(
     ("changes", "may_defer"),
     [
         ({}, True),
@@ -955,7 +954,7 @@ def test_length_buckets_are_the_first_schedule_only_where_rollouts_may_be_deferr
     assert isinstance(driver.state.plan.schedule.refill, LengthBuckets) is may_defer
 
 
-@each_row("may_defer", [True, False])
+@pytest.mark.parametrize("may_defer", [True, False])
 def test_length_buckets_are_candidates_only_where_rollouts_may_be_deferred(may_defer: bool) -> None:
     several = candidates(setting(), Space(may_defer=may_defer))
     assert any(isinstance(c.refill, LengthBuckets) for c in several) is may_defer
@@ -963,7 +962,7 @@ def test_length_buckets_are_candidates_only_where_rollouts_may_be_deferred(may_d
     assert may_defer or not any(isinstance(t.schedule.refill, LengthBuckets) for t in tried)
 
 
-@each_row("changes", [{"pace": "asynchronous"}, {"straggler": "in_place"}], ids=str)
+@pytest.mark.parametrize("changes", [{"pace": "asynchronous"}, {"straggler": "in_place"}], ids=str)
 def test_length_buckets_are_not_chosen_where_nothing_can_be_deferred(
     changes: dict[str, object],
 ) -> None:
@@ -971,7 +970,7 @@ def test_length_buckets_are_not_chosen_where_nothing_can_be_deferred(
     assert not isinstance(best.refill, LengthBuckets)
 
 
-@each_row(
+@pytest.mark.parametrize(
     ("batch_groups", "engines", "scaled"),
     [
         (64, 1, (64, 1, 1000)),
@@ -990,8 +989,8 @@ def test_a_large_batch_is_tried_out_as_an_equal_share_of_it(
     assert tried_on.share == batch_groups / scaled[0]
 
 
-@each_row("max_running", [128, 4096])
-@each_row("candidate", [schedule(1.5), schedule(1.25, Pool(together=8))], ids=str)
+@pytest.mark.parametrize("max_running", [128, 4096])
+@pytest.mark.parametrize("candidate", [schedule(1.5), schedule(1.25, Pool(together=8))], ids=str)
 def test_a_share_of_an_engine_does_what_the_engine_does(
     candidate: Schedule, max_running: int
 ) -> None:
@@ -1044,7 +1043,7 @@ def test_beside_a_slow_trainer_no_candidate_that_waits_for_it_is_tried() -> None
     assert {each.schedule.pace for each in tried} == {"asynchronous"}
 
 
-@each_row(("gaps", "tried_on"), [(0.0, 0.0), (3.0, 3.0), (32.0, 8.0)])
+@pytest.mark.parametrize(("gaps", "tried_on"), [(0.0, 0.0), (3.0, 3.0), (32.0, 8.0)])
 def test_many_gaps_are_tried_out_as_fewer_of_the_same_time(gaps: float, tried_on: float) -> None:
     command = structs.replace(plan(POOR), gaps=gaps, gap_seconds=(2.0, 4.0) if gaps else ())
     found = Planner().setting(command, rules())
@@ -1183,7 +1182,7 @@ def test_a_schedule_names_a_pace_only_where_it_is_chosen() -> None:
     assert {c.pace for c in configured} == {None}
 
 
-@each_row(("train_seconds", "pace"), [(0.0, "synchronous"), (60.0, "asynchronous")])
+@pytest.mark.parametrize(("train_seconds", "pace"), [(0.0, "synchronous"), (60.0, "asynchronous")])
 def test_the_trainers_time_decides_the_pace(train_seconds: float, pace: Pace) -> None:
     settings = rules(pace="auto")
     command = structs.replace(
@@ -1199,7 +1198,7 @@ def test_the_trainers_time_decides_the_pace(train_seconds: float, pace: Pace) ->
         assert f"{pace} pace" in best.why
 
 
-@each_row(
+@pytest.mark.parametrize(
     ("prompt_tokens", "places", "placement"),
     [(8.0, True, "spread"), (60_000.0, True, "prefix"), (8.0, False, None)],
 )
@@ -1211,7 +1210,7 @@ def test_groups_are_divided_over_engines_unless_their_prompts_are_long(
     assert Planner().plan(command, rules(straggler="in_place")).placement == placement
 
 
-@each_row(("train_seconds", "ratio"), [(0.0, 0.8), (60.0, 1.0)])
+@pytest.mark.parametrize(("train_seconds", "ratio"), [(0.0, 0.8), (60.0, 1.0)])
 def test_slower_engines_take_longer_where_the_trainer_does_not(
     train_seconds: float, ratio: float
 ) -> None:
@@ -1225,7 +1224,7 @@ def test_slower_engines_take_longer_where_the_trainer_does_not(
     assert equal.faster(1.0) is equal
 
 
-@each_row(("train_seconds", "driven"), [(0.0, 1.0), (60.0, 0.0)])
+@pytest.mark.parametrize(("train_seconds", "driven"), [(0.0, 1.0), (60.0, 0.0)])
 def test_a_trial_says_whether_the_engines_decide_how_long_a_step_is(
     train_seconds: float, driven: float
 ) -> None:

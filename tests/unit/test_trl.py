@@ -29,7 +29,6 @@ from aprilsched.integrations.trl import RolloutWorker, StreamedSteps
 from aprilsched.integrations.trl_tools import Conversation, ToolHarness
 from aprilsched.types import Rollout, Score
 from tests.support.facts import response
-from tests.support.table import each_row
 from tests.support.trl_run import trl_without_a_gpu
 
 pytestmark = pytest.mark.skipif(
@@ -210,7 +209,7 @@ def logged(trainer: Any, name: str) -> list[float]:
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
-@each_row("pace", ["synchronous", "asynchronous"])
+@pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
 def test_the_trainer_trains_and_what_it_trains_on_is_not_older_than_promised(
     cpu: Any, model: Path, tmp_path: Path, pace: Any
 ):
@@ -563,7 +562,7 @@ class Repeating:
         return await SimPublisher().publish(version, engines)
 
 
-@each_row(
+@pytest.mark.parametrize(
     ("repeats", "cause"), [(False, "network is gone"), (True, "train on from the last checkpoint")]
 )
 def test_weights_that_no_engine_takes_are_read_to_their_end(
@@ -586,7 +585,7 @@ def test_weights_that_no_engine_takes_are_read_to_their_end(
         assert list(weights) == []
 
 
-@each_row("at", [1, 3])
+@pytest.mark.parametrize("at", [1, 3])
 def test_weights_in_the_models_own_memory_can_be_sent_again(cpu: Any, tmp_path: Path, at: int):
     """An engine that fails in the middle of a broadcast does not end the training."""
     import torch
@@ -635,7 +634,7 @@ def test_a_folder_of_weights_has_the_files_and_the_index_that_transformers_loads
         assert torch.equal(parameter, loaded[name])
 
 
-@each_row(
+@pytest.mark.parametrize(
     ("changes", "error"),
     [
         ({"token_budget": None}, "asks a vLLM server"),
@@ -681,7 +680,9 @@ def test_streamed_batches_that_cannot_be_are_refused(
 SEEN = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}]
 
 
-@each_row("row", [{"prompt": "What is it?", "images": ["a.png"]}, {"prompt": SEEN, "image": None}])
+@pytest.mark.parametrize(
+    "row", [{"prompt": "What is it?", "images": ["a.png"]}, {"prompt": SEEN, "image": None}]
+)
 def test_a_dataset_with_images_ends_the_training(
     cpu: Any, model: Path, tmp_path: Path, row: dict[str, Any]
 ):
@@ -691,7 +692,7 @@ def test_a_dataset_with_images_ends_the_training(
         prepared(worker(cpu, tmp_path, train_dataset=dataset), model).train()
 
 
-@each_row(
+@pytest.mark.parametrize(
     ("changes", "error"),
     [
         ({"config": SchedulerConfig(max_staleness=3)}, "raise max_staleness of AsyncGRPOConfig"),
@@ -796,7 +797,7 @@ def calling(tmp_path: Path) -> Any:
     return AutoTokenizer.from_pretrained(calling_tokenizer(tmp_path / "calling", every=9))
 
 
-@each_row("named", [False, True])
+@pytest.mark.parametrize("named", [False, True])
 def test_tools_and_environments_are_called_in_trls_own_loop(
     cpu: Any, calling: Any, tmp_path: Path, named: bool
 ):
