@@ -16,7 +16,6 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from aprilsched.corrections import Level, clipped_loss, importance_weights
-from tests.support.table import each_row
 
 ROWS, COLUMNS, WORDS = 3, 6, 11
 
@@ -131,8 +130,8 @@ def trl_loss(folder: str, model: Any, inputs: dict[str, Any], **settings: Any) -
     return trainer._compute_loss(model, inputs)
 
 
-@each_row("outside", ["truncate", "mask"])
-@each_row("level", ["token", "geometric"])
+@pytest.mark.parametrize("outside", ["truncate", "mask"])
+@pytest.mark.parametrize("level", ["token", "geometric"])
 def test_the_corrected_loss_is_trls(
     tiny_model: Any, tmp_path: Any, level: Level, outside: Literal["truncate", "mask"]
 ):

@@ -22,7 +22,7 @@ def test_each_failing_row_is_named():
             int("7" if number == 3 else "no")
 
     with pytest.raises(ExceptionGroup) as caught:
-        odd()
+        odd()  # pyright: ignore[reportCallIssue]
     assert seen == [1, 2, 3]
     first, second = map(str, caught.value.exceptions)
     assert first.startswith("row two: ")

@@ -24,7 +24,6 @@ from aprilsched.errors import ConfigError
 from aprilsched.integrations.torchrl import fill, to_tensordicts
 from aprilsched.testing import SimServer, ThreadedServer
 from aprilsched.types import Rollout
-from tests.support.table import each_row
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("torchrl") is None, reason="could not import 'torchrl'"
@@ -231,7 +230,7 @@ def logprobs_of(torch: Any, actor: Any, data: Any) -> Any:
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left")
 
 
-@each_row("strategy", ["sft", "rlhf"])
+@pytest.mark.parametrize("strategy", ["sft", "rlhf"])
 def test_the_loss_counts_the_tokens_that_the_scheduler_counts(
     torch: Any, actor: Any, strategy: Any
 ):

@@ -33,7 +33,6 @@ from aprilsched.types import NO_VERSION, Prompt
 from tests.support.checking import Checking
 from tests.support.harnesses import HARNESSES, SYSTEM, Harness, scripted
 from tests.support.sim_http import two_weights
-from tests.support.table import each_row
 from tests.support.tiny_tokenizer import (
     ODD_CALLS,
     TEMPLATE_TOOLS_FIRST,
@@ -146,9 +145,9 @@ def server_of(tokenizer: ModelTokenizer, answer: Callable[[str], str]) -> SimSer
     return SimServer(config, time_scale=0.05)
 
 
-@each_row("odd", [False, True], ids=["as the template", "in a spelling of its own"])
-@each_row("stream", [False, True], ids=["whole", "streamed"])
-@each_row("run", HARNESSES)
+@pytest.mark.parametrize("odd", [False, True], ids=["as the template", "in a spelling of its own"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("run", HARNESSES)
 async def test_an_agent_of_a_framework_has_the_tokens_of_a_coroutine(
     tokenizer: ModelTokenizer, tmp_path: Path, run: Harness, stream: bool, odd: bool
 ):
@@ -204,8 +203,8 @@ async def test_an_agent_of_a_framework_has_the_tokens_of_a_coroutine(
 ODD_ANSWERS = ["", THOUGHT, *(f"{THOUGHT}Look: {call}" for call in ODD_CALLS if len(call) < 250)]
 
 
-@each_row("stream", [False, True], ids=["whole", "streamed"])
-@each_row("path", ["chat/completions", "messages"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("path", ["chat/completions", "messages"])
 async def test_an_odd_call_is_content_and_the_next_turn_continues_its_tokens(
     tokenizer: ModelTokenizer, path: str, stream: bool
 ):
