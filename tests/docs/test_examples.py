@@ -21,6 +21,7 @@ import aprilsched
 from aprilsched import DiskPublisher, SimFleet
 from aprilsched.__main__ import main
 from aprilsched.telemetry.event_log.reading import KINDS
+from tests.support.table import each_row
 
 DOCS = Path(__file__).parents[2] / "docs"
 BLOCK = re.compile(r"^```python\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
@@ -107,7 +108,7 @@ def test_the_programs_of_a_page_run(
     assert trainer.rows == [16, 16, 16] * asks
 
 
-@pytest.mark.parametrize("page", PAGES)
+@each_row("page", PAGES)
 def test_a_page_s_programs_are_python_and_import_what_there_is(page: str):
     for block in blocks(page):
         compiled(block, page)

@@ -16,6 +16,7 @@ import msgspec
 import pytest
 
 from aprilsched.__main__ import main
+from tests.support.table import each_row
 
 ROOT = Path(__file__).parents[2]
 
@@ -198,7 +199,7 @@ FIGURES: list[tuple[str, str, Callable[[], Sequence[Any]]]] = [
 ]
 
 
-@pytest.mark.parametrize(("page", "pattern", "wanted"), FIGURES)
+@each_row(("page", "pattern", "wanted"), FIGURES)
 def test_a_page_says_what_the_result_files_say(
     page: str, pattern: str, wanted: Callable[[], Sequence[Any]]
 ) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from aprildocs.command_line import help_of
 from aprildocs.generated import GENERATORS
-from aprildocs.state_diagram import PLACES, arrows, draw, moves_table
+from aprildocs.state_diagram import PLACES, draw, moves_table
 from aprildocs.support import support
 from aprildocs.tables import (
     fact_lines,
@@ -38,6 +38,7 @@ from aprilsched.core.state.records import MOVES, Move, State
 from aprilsched.telemetry.engine_time import PARTS
 from aprilsched.telemetry.sampling.sample_log import FIELDS as SAMPLED
 from aprilsched.telemetry.table import FIGURES
+from tests.support.table import each_row
 
 ROOT = Path(__file__).parents[2]
 TERMINAL = ROOT / "docs" / "images" / "live.png"
@@ -59,7 +60,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built / "html"
 
 
-@pytest.mark.parametrize(
+@each_row(
     "picture",
     [
         p
@@ -114,80 +115,6 @@ def test_every_name_of_a_move_can_be_read_in_the_drawing():
     assert words >= set(State)
 
 
-def test_arrows_begin_and_end_apart():
-    ends = [(arrow.path.split(" ")[1:3], arrow.path.split(" ")[-2:]) for arrow in arrows(MOVES)]
-    assert len({tuple(map(tuple, end)) for end in ends}) == len(ends)
-
-
-Stretch = tuple[float, float, float, float]
-"""Left, top, right and bottom of a straight line, a box or a name."""
-
-
-def boxes() -> dict[str, Stretch]:
-    box = r'data-state="(\w+)"><rect x="(\S+)" y="(\S+)" width="(\S+)" height="(\S+)"'
-    return {
-        state: (float(x), float(y), float(x) + float(width), float(y) + float(height))
-        for state, x, y, width, height in re.findall(box, draw(MOVES))
-    }
-
-
-def stretches(path: str) -> list[Stretch]:
-    """The straight lines of an arrow."""
-    lines: list[Stretch] = []
-    x = y = 0.0
-    for command, first, second in re.findall(r"([MHV]) (\S+)(?: (\d\S*))?", path):
-        before = x, y
-        if command == "M":
-            before = x, y = float(first), float(second)
-        elif command == "H":
-            x = float(first)
-        else:
-            y = float(first)
-        lines.append((min(before[0], x), min(before[1], y), max(before[0], x), max(before[1], y)))
-    return lines[1:]
-
-
-def overlap(one: Stretch, other: Stretch, *, apart: float = 0) -> bool:
-    """Whether they have a common point, or points that are less than `apart` from each other."""
-    return all(
-        one[axis] - apart < other[axis + 2] and other[axis] - apart < one[axis + 2]
-        for axis in (0, 1)
-    )
-
-
-def test_no_arrow_passes_behind_a_state():
-    for arrow in arrows(MOVES):
-        for line in stretches(arrow.path):
-            behind = [name for name, box in boxes().items() if overlap(line, box)]
-            assert not behind, f"{arrow.source} {arrow.move} passes behind {behind}"
-
-
-def test_no_two_arrows_run_along_each_other():
-    """Only the arrows of drops do, on the rail that leads all of them to one place."""
-    drawn = [arrow for arrow in arrows(MOVES) if arrow.target is not State.DROPPED]
-    for place, arrow in enumerate(drawn):
-        for other in drawn[:place]:
-            for one in stretches(arrow.path):
-                for two in stretches(other.path):
-                    upright = one[0] == one[2]
-                    if upright == (two[0] == two[2]):
-                        pair = f"{arrow.source} {arrow.move}, {other.source} {other.move}"
-                        assert not overlap(one, two, apart=8), pair
-
-
-def test_no_name_of_a_move_stands_on_a_state_or_on_another_name():
-    placed: list[tuple[str, Stretch]] = []
-    for arrow in arrows(MOVES):
-        if arrow.label is None:
-            continue
-        (x, y), width = arrow.label, 6.6 * len(arrow.move)
-        left = x - {"start": 0.0, "middle": width / 2, "end": width}[arrow.anchor]
-        name = left, y - 10, left + width, y + 2
-        on = [what for what, box in [*boxes().items(), *placed] if overlap(name, box)]
-        assert not on, f"{arrow.move} of {arrow.source} stands on {on}"
-        placed.append((f"{arrow.move} of {arrow.source}", name))
-
-
 def test_a_state_without_a_place_fails_the_build(monkeypatch: pytest.MonkeyPatch):
     places = {state: place for state, place in PLACES.items() if state is not State.HELD}
     monkeypatch.setattr("aprildocs.state_diagram.PLACES", places)
@@ -199,7 +126,7 @@ def test_the_table_of_moves_has_as_many_as_there_are():
     assert moves_table(MOVES).count("→") == len(MOVES)
 
 
-@pytest.mark.parametrize("name", GENERATORS)
+@each_row("name", GENERATORS)
 def test_everything_that_is_generated_is_used_on_a_page(name: str):
     pages = [path.read_text() for path in (ROOT / "docs").rglob("*.md")]
     assert any(f"{{generated}} {name}\n" in text for text in pages)

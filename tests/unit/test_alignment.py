@@ -22,6 +22,7 @@ from aprilsched.telemetry.alignment import AlignmentLedger, alignment_of
 from aprilsched.telemetry.figures import DifferenceFigures
 from aprilsched.types import Batch, Group, Prompt, Rollout, Segment
 from tests.support.facts import response
+from tests.support.table import each_row
 
 PROMPT = Prompt(input_ids=np.array([1, 2], dtype=np.int32))
 
@@ -142,7 +143,7 @@ def test_a_tensor_of_any_dtype_is_taken():
     near(compare(of, [tensor[0, 2:]]).by_engine["a"], -0.5, -0.5, -0.5)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("logprobs", "said"),
     [
         (np.zeros((1, 4)), r"have shape \(1, 4\); give \(1, 5\) or more columns"),

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from aprilsched.errors import ConfigError
 from aprilsched.weights.publisher import iter_buckets, iter_buckets_async
+from tests.support.table import each_row
 
 
 def row(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -26,7 +27,7 @@ def named(*tensors: Tensor) -> list[tuple[str, Tensor]]:
 ODD, EVEN = row(3, torch.bfloat16), row(4, torch.bfloat16)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("tensors", "size", "packed"),
     [
         pytest.param([], 16, [], id="none"),

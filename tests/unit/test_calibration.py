@@ -14,6 +14,7 @@ from aprilsched.errors import ConfigError
 from aprilsched.timing import LogLine, fit, load_model, read_log, save_model, windows_of
 from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
 from aprilsched.timing.online import nonnegative
+from tests.support.table import each_row
 
 LOG = """\
 [2025-11-02 19:50:38] server_args=ServerArgs(model_path='m', decode_log_interval=40)
@@ -122,7 +123,7 @@ def test_a_table_reads_like_a_log(tmp_path: Path) -> None:
     assert second.passes == 0
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "message"),
     [
         ("", "no decode lines"),
@@ -204,13 +205,13 @@ def test_too_few_windows_are_refused() -> None:
         fit(windows_of(synthetic(TRUE, 4, 0.01)))
 
 
-@pytest.mark.parametrize("model", [TRUE, H200_QWEN3_4B, replace(TRUE, t1=1 / 3)])
+@each_row("model", [TRUE, H200_QWEN3_4B, replace(TRUE, t1=1 / 3)])
 def test_a_model_is_read_back_equal(tmp_path: Path, model: StepTimeModel) -> None:
     save_model(model, tmp_path / "model.toml", ("made by a test",))
     assert load_model(tmp_path / "model.toml") == model
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("change", "message"),
     [
         ({"t2": "t2 = -1e-9"}, "t2 is -1e-09; give a finite number, 0 or more"),
@@ -293,7 +294,7 @@ def written(path: Path, *logs: list[tuple[float, str]]) -> Path:
 RAY = "\x1b[36m(SGLangEngine pid=4182{}, ip=10.0.0.{})\x1b[0m "
 
 
-@pytest.mark.parametrize(
+@each_row(
     "logs",
     [
         [engine_log(RAY.format(n, n), seed=n) for n in range(3)],

@@ -12,6 +12,7 @@ from aprilsched.errors import ConfigError
 from aprilsched.timing import Observation, OnlineFit
 from aprilsched.timing.model import H200_QWEN3_4B, H200_QWEN3_4B_LINEAR, StepTimeModel
 from aprilsched.timing.online import LEAST
+from tests.support.table import each_row
 
 PRIOR = H200_QWEN3_4B_LINEAR
 OTHER = replace(PRIOR, t0=6e-3, t1=2.2e-5, t2=3e-8, prefill_pass=30e-3, prefill_rate=35_000.0)
@@ -55,7 +56,7 @@ def test_without_observations_it_is_the_prior() -> None:
     assert OnlineFit(PRIOR).model == PRIOR
 
 
-@pytest.mark.parametrize("seed", range(3))
+@each_row("seed", range(3))
 def test_a_true_model_is_found_from_noisy_windows(seed: int) -> None:
     rng, online = np.random.default_rng(seed), OnlineFit(PRIOR)
     assert worst(PRIOR, OTHER) > 0.25
@@ -77,7 +78,7 @@ def test_a_change_is_followed_within_a_few_memories() -> None:
     assert worst(online.model, changed) < 0.06
 
 
-@pytest.mark.parametrize("prior", [PRIOR, H200_QWEN3_4B])
+@each_row("prior", [PRIOR, H200_QWEN3_4B])
 def test_no_coefficient_is_ever_negative(prior: StepTimeModel) -> None:
     rng, online = np.random.default_rng(2), OnlineFit(prior, memory=10)
     none = replace(prior, t0=0.0, t0_wide=0.0, prefill_pass=0.0)
@@ -123,8 +124,8 @@ def test_a_mixture_of_experts_is_known_after_its_first_batch() -> None:
         assert online.model.step_seconds(running, 850 * running) == pytest.approx(took, rel=0.03)
 
 
-@pytest.mark.parametrize("factor", [1000.0, 0.001])
-@pytest.mark.parametrize("others", [30, 100])
+@each_row("factor", [1000.0, 0.001])
+@each_row("others", [30, 100])
 def test_one_wild_window_hardly_moves_the_model(factor: float, others: int) -> None:
     rng = np.random.default_rng(3)
     online = OnlineFit(PRIOR)
@@ -135,7 +136,7 @@ def test_one_wild_window_hardly_moves_the_model(factor: float, others: int) -> N
     assert 0 < worst(online.model, PRIOR) < 0.02
 
 
-@pytest.mark.parametrize(
+@each_row(
     "change",
     [
         {"seconds": 0.0},
@@ -159,7 +160,7 @@ def test_windows_that_say_nothing_do_not_count(change: dict[str, float]) -> None
     assert online.model != PRIOR
 
 
-@pytest.mark.parametrize("name", ["prior_weight", "memory"])
+@each_row("name", ["prior_weight", "memory"])
 def test_settings_are_positive(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} is 0"):
         OnlineFit(PRIOR, **{name: 0})

@@ -30,9 +30,10 @@ from aprilsched.config import (
 from aprilsched.core.policies.refill import PoolView
 from aprilsched.errors import ConfigError
 from tests.support.driver import Driver
+from tests.support.table import each_row
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("short", "whole"),
     [
         ({"refill": "wave"}, {"refill": Wave()}),
@@ -51,7 +52,7 @@ def test_a_shorthand_stands_for_a_policy(
     assert first.policies == second.policies
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("changes", "message"),
     [
         ({"batch_groups": 0}, "batch_groups is 0; give 1 or more."),
@@ -137,7 +138,7 @@ def test_a_refill_rule_of_the_callers_own_is_followed() -> None:
     assert len(driver.batches[0].groups) == 3
 
 
-@pytest.mark.parametrize(
+@each_row(
     "setting",
     [{"refill": Groups(4)}, {"stop": Pool()}, {"straggler": Pool()}, {"pace": Groups(4)}],
     ids=lambda setting: next(iter(setting)),
@@ -172,14 +173,14 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("kind", SETTINGS)
+@each_row("kind", SETTINGS)
 def test_an_unknown_name_is_refused_with_the_nearest_one(kind: Any) -> None:
     known = fields(kind)[0].name
     with pytest.raises(ConfigError, match=f"{known}z is no setting .* {known}"):
         kind(**{f"{known}z": 1})
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("other", "ours"),
     [("max_tokens", "max_new_tokens"), ("stop", "stop_token_ids"), ("seed", "sampling_seed")],
 )

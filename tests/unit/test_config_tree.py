@@ -40,6 +40,7 @@ from aprilsched.runs.config_file import (
 )
 from aprilsched.runs.settings import RunSettings, SimSettings
 from aprilsched.runs.setup import prepare
+from tests.support.table import each_row
 
 CONFIGS: list[dict[str, Any]] = [
     {},
@@ -70,7 +71,7 @@ def same(first: SchedulerConfig, second: SchedulerConfig) -> bool:
     return first.automatic == second.automatic
 
 
-@pytest.mark.parametrize("values", CONFIGS, ids=lambda values: ",".join(values) or "defaults")
+@each_row("values", CONFIGS, ids=lambda values: ",".join(values) or "defaults")
 def test_a_config_file_gives_what_was_written(values: dict[str, Any], tmp_path: Path) -> None:
     settings = RunSettings(batches=3, prompts="file", scheduler=SchedulerConfig(**values))
     path = tmp_path / "config.toml"
@@ -88,7 +89,7 @@ def flags(line: str, base: SchedulerConfig | None = None) -> SchedulerConfig:
     return made(start, values_of(RunCommand, line.split(), "run")).settings.scheduler
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("line", "values"),
     [
         ("--refill pool --refill.together 2", {"refill": Pool(together=2)}),
@@ -133,7 +134,7 @@ def test_every_setting_has_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--refill.until" in shown
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("table", "message"),
     [
         ({"refil": "pool"}, "unknown key refil; the nearest known one is refill."),

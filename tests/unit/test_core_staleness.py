@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from aprilsched.config import LengthBuckets, Pool, Samples, SchedulerConfig, Staleness, Tokens
 from aprilsched.core.messages.events import Filtered
 from aprilsched.core.policies.refill import Wave
@@ -11,6 +9,7 @@ from aprilsched.core.policies.schedule import Schedule
 from aprilsched.planning import Planner
 from aprilsched.planning.trial import try_out
 from tests.support.driver import Driver
+from tests.support.table import each_row
 
 
 def config(**changes: object) -> SchedulerConfig:
@@ -38,7 +37,7 @@ def step(driver: Driver, *, keep: int | None = None) -> None:
     driver.update()
 
 
-@pytest.mark.parametrize(("bound", "launched"), [(0, 2), (1, 4), (2, 6), (None, 8)])
+@each_row(("bound", "launched"), [(0, 2), (1, 4), (2, 6), (None, 8)])
 def test_the_gate_admits_what_can_be_consumed_in_time(bound: int | None, launched: int):
     driver = Driver(config(max_staleness=bound))
     driver.request_batch()
@@ -158,14 +157,15 @@ BOUNDS = [
 ]
 
 
-@pytest.mark.parametrize("bound", BOUNDS, ids=str)
-@pytest.mark.parametrize("refill", REFILLS, ids=str)
-@pytest.mark.parametrize("stop", STOPS, ids=str)
+@each_row(
+    ("stop", "refill", "bound"),
+    [(STOPS[i % 4], refill, BOUNDS[(i + i // 4) % 4]) for i, refill in enumerate(REFILLS)],
+)
 def test_no_gate_makes_a_batch_impossible(
     stop: dict[str, object], refill: dict[str, object], bound: dict[str, object]
 ):
-    """This is tested for every stop unit: when all launched requests have finished, there is a
-    batch."""
+    """When all launched requests have finished, there is a batch. Each value is in a row; the
+    interleavings have the other combinations."""
     for pace in ("synchronous", "asynchronous"):
         if pace == "asynchronous" and isinstance(refill.get("refill"), LengthBuckets):
             continue
@@ -181,9 +181,15 @@ def test_no_gate_makes_a_batch_impossible(
             assert driver.state.in_flight.counters.tokens_masked == 0
 
 
-@pytest.mark.parametrize("straggler", ["retract", "abort"])
-@pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
-@pytest.mark.parametrize("stop", STOPS, ids=str)
+@each_row(
+    ("stop", "pace", "straggler"),
+    [
+        (STOPS[0], "synchronous", "retract"),
+        (STOPS[1], "asynchronous", "abort"),
+        (STOPS[2], "asynchronous", "retract"),
+        (STOPS[3], "synchronous", "abort"),
+    ],
+)
 def test_no_gate_waits_for_what_is_refused(stop: dict[str, object], pace: str, straggler: str):
     """The user's filter takes two of three groups."""
     settings = config(pace=pace, straggler=straggler, over_provision=1.5, **stop)
@@ -205,7 +211,7 @@ def test_no_gate_waits_for_what_is_refused(stop: dict[str, object], pace: str, s
         driver.update()
 
 
-@pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
+@each_row("pace", ["synchronous", "asynchronous"])
 def test_a_batch_by_samples_is_planned_as_the_groups_that_it_takes(pace: str):
     """batch_groups is not used if a batch is full by samples."""
     driver = Driver(config(stop=Samples(21), group_size=4, pace=pace))
@@ -244,7 +250,7 @@ def test_ready_batches_are_counted_as_they_are_delivered():
     assert driver.state.in_flight.training * 2 <= 60, "and launching has stopped"
 
 
-@pytest.mark.parametrize("stop", [*STOPS, {"stop": "groups"}], ids=str)
+@each_row("stop", [*STOPS, {"stop": "groups"}], ids=str)
 def test_a_schedule_is_planned_for_the_batch_that_stops(stop: dict[str, object]):
     driver = Driver(config(over_provision="auto", max_staleness=None, group_size=4, **stop))
     until_batch(driver)

@@ -29,6 +29,7 @@ from aprilsched.corrections import (
     staleness,
 )
 from aprilsched.errors import ConfigError
+from tests.support.table import each_row
 
 Make = Callable[..., Any]
 LN2 = math.log(2)
@@ -448,7 +449,7 @@ ROW = np.zeros((2, 3))
 TRUE = np.ones((2, 3), dtype=np.bool_)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("call", "part"),
     [
         (lambda: ratios([0.0], ROW, TRUE), "logprobs is a list"),  # pyright: ignore

@@ -23,6 +23,7 @@ from aprilsched.errors import ConfigError, EngineError, EngineRejected
 from aprilsched.weights.distributed import DistributedPublisher
 from aprilsched.weights.process_group import address_towards, behind
 from tests.support.group_engine import GroupMember
+from tests.support.table import each_row
 
 WEIGHTS = {
     "a": torch.arange(6, dtype=torch.float32).reshape(2, 3),
@@ -108,9 +109,9 @@ async def test_another_set_of_engines_gets_a_group_of_its_own():
     assert first.calls[7:9] == ["leave", "join"]
 
 
-@pytest.mark.parametrize("fail_at", ["join", "begin", "receive 1", "receive 3"])
-@pytest.mark.parametrize("dies", [True, False])
-@pytest.mark.parametrize("place", [0, 1, 2])
+@each_row("fail_at", ["join", "begin", "receive 1", "receive 3"])
+@each_row("dies", [True, False])
+@each_row("place", [0, 1, 2])
 async def test_an_engine_that_fails_is_left_behind_and_tears_no_other(
     fail_at: str, dies: bool, place: int
 ):
@@ -174,7 +175,7 @@ async def test_the_next_bucket_is_read_while_engines_load_and_announced_when_all
     assert has_all(quick)
 
 
-@pytest.mark.parametrize("once", [False, True])
+@each_row("once", [False, True])
 async def test_an_engine_that_cannot_load_a_bucket_tears_no_other_although_the_next_is_read(
     once: bool,
 ):
@@ -286,7 +287,7 @@ async def test_an_engine_that_joins_no_group_is_refused():
     assert isinstance(outcome[engine.name], ConfigError)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("settings", "part"),
     [
         ({"backend": "mpi"}, "gloo, nccl"),
@@ -318,7 +319,7 @@ REFUSED = EngineRejected("x", "refused", status=400)
 SILENT = EngineError("x", "the connection broke")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("failures", "before", "own_failed", "expected"),
     [
         ({"a": REFUSED}, ["a"], False, {"a"}),
@@ -366,7 +367,7 @@ async def test_weights_that_are_read_once_are_read_to_their_end_for_each_version
         assert has_all(member)
 
 
-@pytest.mark.parametrize("fail_at", ["join", "begin"])
+@each_row("fail_at", ["join", "begin"])
 async def test_an_engine_that_fails_before_the_first_bucket_costs_no_second_reading(fail_at: str):
     given, good, bad = Gathered(), GroupMember("good"), GroupMember("bad", fail_at=fail_at)
     made = publisher(given, once=True)
@@ -378,7 +379,7 @@ async def test_an_engine_that_fails_before_the_first_bucket_costs_no_second_read
     assert given.once
 
 
-@pytest.mark.parametrize("fail_at", ["receive 1", "receive 3"])
+@each_row("fail_at", ["receive 1", "receive 3"])
 async def test_what_was_sent_in_part_cannot_be_repeated_and_the_others_are_told(fail_at: str):
     given, good, bad = Gathered(), GroupMember("good"), GroupMember("bad", fail_at=fail_at)
     made = publisher(given, once=True)

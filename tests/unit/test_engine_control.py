@@ -12,6 +12,7 @@ from aprilsched.core.messages.events import EngineInfo
 from aprilsched.core.messages.facts import EngineModeChanged, Fact
 from aprilsched.core.state.engine_control import CHANGES, EngineControl, FleetControl, Mode
 from aprilsched.errors import InvariantViolation
+from tests.support.table import each_row
 
 README = Path(aprilsched.core.__file__).with_name("README.md")
 
@@ -23,8 +24,8 @@ def an_engine(mode: Mode, told: list[Fact]) -> tuple[FleetControl, EngineControl
     return fleet, control
 
 
-@pytest.mark.parametrize("start", Mode)
-@pytest.mark.parametrize("finish", Mode)
+@each_row("start", Mode)
+@each_row("finish", Mode)
 def test_an_engine_enters_a_mode_only_if_the_table_has_the_change(start: Mode, finish: Mode):
     told: list[Fact] = []
     fleet, control = an_engine(start, told)

@@ -15,6 +15,7 @@ from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.engines.sglang.probe import SERIES, Loads, load_of
 from aprilsched.errors import EngineError, EngineProtocolError, EngineRejected
 from tests.support.hostile import CHUNKED, Hostile, chunked, hostile
+from tests.support.table import each_row
 
 RANK: dict[str, Any] = {
     "timestamp": 1795298560.5,
@@ -85,7 +86,7 @@ def test_a_server_without_counters_tells_none():
     assert load == EngineLoad(running=3, queued=1)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "change",
     [
         {"loads": []},

@@ -20,6 +20,7 @@ from aprilsched.telemetry.event_log import EventLog, writing
 from aprilsched.telemetry.event_log.reading import KINDS, LogBegun, LogResumed, read_facts
 from aprilsched.types import Batch, Group, Prompt, Rollout, Segment
 from tests.support.driver import Driver
+from tests.support.table import each_row
 
 SECRET = 31_337
 TOKENS = np.full(5, SECRET, dtype=np.int32)
@@ -142,7 +143,7 @@ def test_a_fact_of_a_later_version_is_passed_over(tmp_path: Path):
     assert (list(facts), at) == ([of.PromptsEnded()], 3.0)
 
 
-@pytest.mark.parametrize("tells", [False, True])
+@each_row("tells", [False, True])
 def test_facts_have_tokens_only_if_somebody_asks_for_them(tells: bool):
     driver = Driver(config=SchedulerConfig(batch_groups=2, group_size=2), takes=True)
     driver.state.tells_tokens = tells

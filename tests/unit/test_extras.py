@@ -15,6 +15,7 @@ import pytest
 from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import ConfigError, MissingExtra
 from aprilsched.extras import extra
+from tests.support.table import each_row
 
 
 def without(package: str, program: str) -> subprocess.CompletedProcess[str]:
@@ -23,7 +24,7 @@ def without(package: str, program: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("package", ["docstring_parser", "rich", "tomli_w"])
+@each_row("package", ["docstring_parser", "rich", "tomli_w"])
 def test_the_command_says_which_extra_it_needs(package: str):
     ended = without(
         package, "from aprilsched.__main__ import main; sys.exit(main(['run', '--help']))"
@@ -39,7 +40,7 @@ def test_the_list_of_commands_needs_no_extra():
     assert "simulate" in ended.stdout
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("module", "package", "name"),
     [
         ("aprilsched.analysis.plots", "matplotlib", "plots"),
@@ -81,7 +82,7 @@ def test_a_mistake_of_our_own_is_no_missing_extra():
 COMMIT = {"vcs": "git", "commit_id": "40fd6775"}
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("noted", "command"),
     [
         (None, "pip install 'aprilsched[x]'"),

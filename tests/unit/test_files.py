@@ -15,6 +15,7 @@ from aprilsched.sessions.harness import (
     _secret_of,  # pyright: ignore[reportPrivateUsage]
 )
 from aprilsched.telemetry.run_folder import CONFIG, EVENTS, REPORT, SAMPLES, SUMMARY, TRACE
+from tests.support.table import each_row
 
 SMALL = ["--batches", "1", "--batch-groups", "1", "--group-size", "2", "--median", "4"]
 
@@ -60,8 +61,8 @@ def endless(path: Path) -> None:
     path.symlink_to("/dev/zero")
 
 
-@pytest.mark.parametrize("name", [EVENTS, CONFIG, SUMMARY, SAMPLES])
-@pytest.mark.parametrize("replaced", [fifo, endless])
+@each_row("name", [EVENTS, CONFIG, SUMMARY, SAMPLES])
+@each_row("replaced", [fifo, endless])
 def test_no_command_waits_for_a_file_of_a_run(
     run: Path, name: str, replaced: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
 ):
@@ -77,7 +78,7 @@ def test_no_command_waits_for_a_file_of_a_run(
     assert main(["run", "--resume", str(run)]) in (0, 2)
 
 
-@pytest.mark.parametrize("option", ["--prompts", "--config", "--model", "--lengths"])
+@each_row("option", ["--prompts", "--config", "--model", "--lengths"])
 def test_no_command_waits_for_a_named_file(
     tmp_path: Path, option: str, capsys: pytest.CaptureFixture[str]
 ):

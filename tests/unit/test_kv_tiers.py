@@ -18,6 +18,7 @@ from aprilsched.engines.vllm import server_info
 from aprilsched.errors import ConfigError
 from aprilsched.types import VersionSpan
 from tests.support.driver import Driver, config
+from tests.support.table import each_row
 
 Tier = Literal["none", "keyed", "unkeyed"]
 
@@ -38,7 +39,7 @@ SERVERS: list[tuple[str, dict[str, Any], Tier]] = [
 ]
 
 
-@pytest.mark.parametrize(("version", "told", "tier"), SERVERS)
+@each_row(("version", "told", "tier"), SERVERS)
 def test_a_tier_of_sglang_is_known_by_its_arguments(
     version: str, told: dict[str, Any], tier: Tier
 ) -> None:
@@ -64,7 +65,7 @@ for inner, found in (("NixlConnector", "keyed"), ("HF3FSKVConnector", "unkeyed")
     CONNECTORS.append(({"kv_transfer_config": several}, found))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("told", "tier"), CONNECTORS)
+@each_row(("told", "tier"), CONNECTORS)
 def test_a_tier_of_vllm_is_known_by_its_connector(told: dict[str, Any], tier: Tier) -> None:
     required = {
         "model_config": {"model": "m", "max_model_len": 1, "logprobs_mode": "raw_logprobs"},
@@ -82,7 +83,7 @@ class Unkeyed(SimEngine):
         return Capabilities(version_spans=True, flush_while_paused=True, kv_tier="unkeyed")
 
 
-@pytest.mark.parametrize("kv", ["recompute", "apart", "keep"])
+@each_row("kv", ["recompute", "apart", "keep"])
 async def test_a_tier_without_keys_is_refused_unless_kv_is_kept(kv: str) -> None:
     engine = Unkeyed()
     await engine.open()
@@ -117,7 +118,7 @@ def test_every_load_of_weights_gets_a_cache_key_of_its_own() -> None:
     assert {send.cache_key for send in driver.sends.values() if send.engine == "b"} == {"0-3"}
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("settings", "key"),
     [
         ({"straggler": "in_place"}, "kept"),
@@ -136,7 +137,7 @@ def test_without_a_tier_no_key_is_sent() -> None:
     assert {send.cache_key for send in driver.sends.values()} == {None}
 
 
-@pytest.mark.parametrize("joins", [False, True])
+@each_row("joins", [False, True])
 def test_no_request_waits_inside_through_a_refit(joins: bool) -> None:
     """It would keep its key, and the engine would find older keys under it."""
     driver = Driver(config(straggler="retract"), engines=("a",), stores_kv=not joins)
@@ -155,8 +156,8 @@ def test_no_request_waits_inside_through_a_refit(joins: bool) -> None:
     assert driver.attempts()
 
 
-@pytest.mark.parametrize("stores", [False, True])
-@pytest.mark.parametrize("by_spans", [False, True])
+@each_row("stores", [False, True])
+@each_row("by_spans", [False, True])
 def test_tokens_of_another_version_than_their_key_have_stale_keys(
     stores: bool, by_spans: bool
 ) -> None:

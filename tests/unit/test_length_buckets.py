@@ -23,6 +23,7 @@ from aprilsched.core.state.records import GENERATING
 from aprilsched.errors import ConfigError
 from aprilsched.types import Prompt
 from tests.support.driver import Driver, prompts, sampling
+from tests.support.table import each_row
 
 LAW = LogLaw(mean=6.5, deviation=0.9, shared=0.5, cap=6000.0)
 
@@ -49,7 +50,7 @@ def test_long_siblings_make_a_group_longer_than_short_ones() -> None:
     assert long == pytest.approx(short, rel=1e-3)
 
 
-@pytest.mark.parametrize("siblings", [0, 2])
+@each_row("siblings", [0, 2])
 def test_beyond_the_middle_the_longer_it_has_been_the_longer_it_still_takes(siblings: int) -> None:
     """This holds for every law that has a tail, until the cap is near."""
     law = replace(LAW, cap=math.inf)
@@ -70,7 +71,7 @@ def test_a_place_without_a_length_is_no_evidence() -> None:
     assert padded != pytest.approx(larger)
 
 
-@pytest.mark.parametrize("law", [LAW, LogLaw(), replace(LAW, deviation=0.05, shared=0.95)], ids=str)
+@each_row("law", [LAW, LogLaw(), replace(LAW, deviation=0.05, shared=0.95)], ids=str)
 @given(
     groups=st.lists(
         st.lists(st.tuples(st.integers(0, 6000), st.booleans()), min_size=4, max_size=4),
@@ -116,7 +117,7 @@ def test_no_other_neighbours_have_waited_longer(groups: list[tuple[int, int]], c
     assert sorted(between) == [r for r in kept if kept[0] < r < kept[-1]], "no gap in the window"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("wave_due", "batch_open", "open_groups", "groups"),
     [
         (True, True, 0, 20),
@@ -175,7 +176,7 @@ def fill(driver: Driver, count: int = 3) -> None:
     assert len(driver.batches) == batches + 1
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("group_size", "probes", "sent"),
     [(2, 0, 6), (2, 1, 6 + 7), (2, 2, 6 + 7), (4, 2, 12 + 14), (4, 3, 12 + 14), (1, 1, 3)],
 )
@@ -187,7 +188,7 @@ def test_as_many_members_are_probes_as_are_asked_for_but_at_most_half(
     assert len(driver.sends) == sent
 
 
-@pytest.mark.parametrize("straggler", ["retract", "abort"])
+@each_row("straggler", ["retract", "abort"])
 def test_at_the_stop_everything_is_called_back_before_any_pause(straggler: str) -> None:
     driver = Driver(config(straggler=straggler))
     driver.request_batch()
@@ -304,7 +305,7 @@ def test_a_batch_that_waits_for_all_its_groups_runs_no_more_than_it_takes() -> N
     assert not any(dropped)
 
 
-@pytest.mark.parametrize(("oldest", "runs"), [(4, True), (5, False)])
+@each_row(("oldest", "runs"), [(4, True), (5, False)])
 def test_a_group_runs_when_its_first_token_is_so_many_batches_old(oldest: int, runs: bool) -> None:
     """The group is by far the longest, so no window has it as long as there are neighbours that
     waited longer."""
@@ -362,7 +363,7 @@ def test_a_rejected_bucket_is_followed_by_another_one_in_the_same_batch() -> Non
     assert len(driver.batches) == 1
 
 
-@pytest.mark.parametrize("store", [1.0, 5.0])
+@each_row("store", [1.0, 5.0])
 def test_a_store_that_is_rejected_to_its_last_group_is_filled_again(store: float) -> None:
     driver = Driver(config(refill=LengthBuckets(store=store), over_provision=1.0), accepts=True)
     driver.request_batch()
@@ -545,7 +546,7 @@ def test_a_group_longer_than_the_others_goes_last() -> None:
 # --- refusals ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("changes", "message"),
     [
         ({"straggler": "in_place"}, 'set pace="synchronous" and straggler="retract" or "abort"'),

@@ -17,6 +17,7 @@ from aprilsched.core.messages import events as ev
 from aprilsched.core.state.expectation import Expectations
 from aprilsched.types import Prompt
 from tests.support.driver import Driver
+from tests.support.table import each_row
 
 LAW = LogLaw(mean=6.0, deviation=1.0, shared=0.5, cap=6000.0)
 
@@ -74,7 +75,7 @@ def test_a_checkpoint_of_a_later_version_is_as_good_as_new() -> None:
     assert level(known, 1, 3) == level(known, 1, 50)
 
 
-@pytest.mark.parametrize("right", [True, False])
+@each_row("right", [True, False])
 def test_a_memory_that_predicts_nothing_is_not_believed(right: bool) -> None:
     """Keys that name another prompt each time. The control has right keys and stays believed."""
     known, rng = LengthMemory(), np.random.default_rng(0)
@@ -118,7 +119,7 @@ def test_what_has_no_key_or_no_token_is_not_remembered() -> None:
     assert len(known) == 0
 
 
-@pytest.mark.parametrize("kind", [np.int64, np.int32, np.str_, type("Name", (str,), {})])
+@each_row("kind", [np.int64, np.int32, np.str_, type("Name", (str,), {})])
 def test_keys_of_numpy_and_of_subclasses_are_those_of_plain_prompts(kind: Any) -> None:
     key = Prompt(input_ids=np.array([1]), key=kind(7)).key
     assert type(key) in (int, str)

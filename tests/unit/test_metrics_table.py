@@ -8,8 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from aprilsched import telemetry
 from aprilsched.telemetry.figures import (
     BatchFigures,
@@ -21,6 +19,7 @@ from aprilsched.telemetry.figures import (
 )
 from aprilsched.telemetry.metrics import Histogram
 from aprilsched.telemetry.table import FIGURES
+from tests.support.table import each_row
 
 RESERVED = ("_bucket", "_count", "_sum", "_created", "_info")
 NOT_BASE = ("ms", "milliseconds", "us", "ns", "minutes", "min", "hours", "percent", "kb", "mb")
@@ -60,7 +59,7 @@ def faults(figure: Figure) -> list[str]:
     return [what for wrong, what in found if wrong]
 
 
-@pytest.mark.parametrize("figure", FIGURES.values(), ids=FIGURES.keys())
+@each_row("figure", FIGURES.values(), ids=FIGURES.keys())
 def test_names_follow_the_convention(figure: Figure):
     assert faults(figure) == []
     assert (figure.of is None) == (figure.kind == "histogram")
@@ -90,7 +89,7 @@ def test_metrics_have_their_unit_at_the_end():
     assert {name: FIGURES[name].metric for name in named} == named
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("changes", "fault"),
     [
         ({"name": "run/updates_total"}, "a _total of its own"),

@@ -18,6 +18,7 @@ from aprilsched.core.lengths.observed import (
     shared_log_variance,
 )
 from aprilsched.workload import LongTailWorkload
+from tests.support.table import each_row
 
 
 def drawn(groups: int, size: int, seed: int, shared: float = 0.5) -> NDArray[np.int64]:
@@ -71,7 +72,7 @@ def test_there_is_no_law_before_something_has_finished():
         observed.draw_groups(4, group_size=2, open_groups=[young])
 
 
-@pytest.mark.parametrize("shared", [0.0, 0.3, 0.6, 0.9])
+@each_row("shared", [0.0, 0.3, 0.6, 0.9])
 def test_the_shared_log_variance_is_found(shared: float):
     rng = np.random.default_rng(5)
     x = np.sqrt(shared) * rng.standard_normal((1500, 1))
@@ -159,7 +160,7 @@ def test_the_distance_is_the_largest_difference_of_the_two_distribution_function
     assert law.distance(np.array([50])) == pytest.approx(1)
 
 
-@pytest.mark.parametrize("shared", [0.0, 0.5, 0.9])
+@each_row("shared", [0.0, 0.5, 0.9])
 def test_the_expected_distance_is_that_of_groups_drawn_at_random(shared: float) -> None:
     """With what a group has in common the distance is larger, and an independent sample of as many
     responses would be taken as too close to the law."""

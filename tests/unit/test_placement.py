@@ -17,6 +17,7 @@ from aprilsched.simulation import SimConfig, simulate
 from aprilsched.types import Prompt
 from aprilsched.workload import LongTailWorkload
 from tests.support.driver import Driver
+from tests.support.table import each_row
 
 
 def configured(**dispatch: Any) -> SchedulerConfig:
@@ -32,7 +33,7 @@ def epoch(driver: Driver) -> None:
     driver.feed(ev.PromptsArrived(prompts=prompts))
 
 
-@pytest.mark.parametrize(("placement", "engines"), [("auto", 3), ("prefix", 1)])
+@each_row(("placement", "engines"), [("auto", 3), ("prefix", 1)])
 def test_a_schedule_divides_groups_only_where_no_placement_is_configured(
     placement: Placement, engines: int
 ) -> None:
@@ -76,7 +77,7 @@ def test_moving_is_refused_where_a_response_keeps_its_version() -> None:
         SchedulerConfig(straggler="run", dispatch=Dispatch(migrate=True))
 
 
-@pytest.mark.parametrize("migrates", [True, False])
+@each_row("migrates", [True, False])
 def test_a_request_that_waits_for_room_moves_to_an_engine_that_has_it(migrates: bool) -> None:
     driver = crowded(migrate=migrates)
     assert len(driver.aborts) == migrates

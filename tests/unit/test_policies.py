@@ -38,6 +38,7 @@ from aprilsched.core.state.records import RequestRecord
 from aprilsched.engines.base import Capabilities, Engine, PauseMode
 from aprilsched.errors import ConfigError
 from tests.support.driver import Driver, prompts
+from tests.support.table import each_row
 
 # --- refill --------------------------------------------------------------------------------------
 
@@ -57,7 +58,7 @@ view: Any = partial(
 """A batch of 8 groups of 2 in work, a pool of 8 with room for 4 groups."""
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("changes", "groups"),
     [
         ({}, 4),
@@ -77,7 +78,7 @@ def test_a_tapering_pool_is_not_refilled_near_its_batchs_end_unless_nothing_runs
     assert Pool(together=2, until=0.5).launches(view(**changes)) == groups
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("together", "in_flight", "groups"),
     [(2, 9, 2), (2, 12, 2), (2, 13, 0), (2, 16, 0), (2, 18, 0), (64, 0, 8)],
 )
@@ -193,7 +194,7 @@ def test_a_request_prefers_its_destination_and_then_the_engine_with_its_context(
 # --- over-provisioning ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("ratio", "batch_groups", "groups"),
     [(1.0, 7, 7), (1.1, 10, 11), (1.5, 3, 5), (1.0625, 32, 34), (1.01, 32, 33), (0.75, 32, 24)],
 )
@@ -283,7 +284,7 @@ def test_every_rule_has_its_behaviour() -> None:
     assert tuple(BEHAVIOURS) == get_args(StragglerRule)
 
 
-@pytest.mark.parametrize("behaviour", BEHAVIOURS.values(), ids=BEHAVIOURS)
+@each_row("behaviour", BEHAVIOURS.values(), ids=BEHAVIOURS)
 def test_a_behaviour_does_not_contradict_itself(behaviour: Behaviour) -> None:
     assert behaviour.kv
     if behaviour.waits_asleep:
@@ -326,8 +327,8 @@ REFUSED = {
 """Whether an old server is refused, and whether it still is where inexact versions are allowed."""
 
 
-@pytest.mark.parametrize("allows", [False, True])
-@pytest.mark.parametrize(("rule", "kv"), REFUSED)
+@each_row("allows", [False, True])
+@each_row(("rule", "kv"), REFUSED)
 def test_an_engine_that_cannot_keep_the_rules_promise_is_refused(
     rule: StragglerRule, kv: CachedKV, allows: bool
 ) -> None:
@@ -379,7 +380,7 @@ class FakeReady:
 GROUPS = [FakeGroup([0] * 2, 10), FakeGroup([0] * 4, 5), FakeGroup([0] * 1, 100)]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("stop", "count"),
     [
         (Groups(1), 1),

@@ -12,6 +12,7 @@ import pytest
 from aprilsched import Prompt
 from aprilsched.errors import ConfigError
 from aprilsched.runs.prompts_file import read_prompts
+from tests.support.table import each_row
 from tests.support.tiny_tokenizer import SPECIAL, bytes_tokenizer
 
 pytest.importorskip("transformers")
@@ -77,7 +78,7 @@ def read(folder: Path, content: Any, **options: Any) -> list[Prompt]:
     return read_prompts(file, **options)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("row", "options", "text"),
     [
         ({"prompt": "2+2?", "solution": "4"}, {}, "2+2?"),
@@ -115,7 +116,7 @@ def test_tools_and_template_variables_of_a_row_are_rendered(tmp_path: Path, toke
     assert text.endswith("<think>")
 
 
-@pytest.mark.parametrize(
+@each_row(
     "content",
     [
         b'\xef\xbb\xbf{"input_ids": [1, 2]}\n',
@@ -129,7 +130,7 @@ def test_forms_of_files(tmp_path: Path, content: bytes):
     assert prompt.input_ids.tolist() == [1, 2]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("content", "part"),
     [
         (b"PAR1\x15\x04", "must be JSON lines in UTF-8, got Parquet"),
@@ -161,7 +162,7 @@ def test_rows_that_cannot_be_used(tmp_path: Path, tokenizer: Path, content: Any,
     assert part in str(raised.value)
 
 
-@pytest.mark.parametrize("key", ["prompt", "text"])
+@each_row("key", ["prompt", "text"])
 def test_a_rendered_text_has_one_bos_and_its_full_length(tmp_path: Path, with_bos: Path, key: str):
     rows = [{key: "<bos>" + RENDERED}, {key: RENDERED}, {key: "<bos>"}]
     first, second, third = read(tmp_path, rows, tokenizer=with_bos)

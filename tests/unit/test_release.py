@@ -21,6 +21,7 @@ from aprilsched.telemetry import run_folder
 from aprilsched.telemetry.event_log.reading import FORMAT_VERSION
 from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.sampling.sample_log import SAMPLES_VERSION
+from tests.support.table import each_row
 from tests.unit.test_house import ROOT, project, text
 
 DATED = "# Changelog\n\n## [1.0.0] - 2027-01-31\n\nAll of it.\n\n## [0.9.0]\n\nLess.\n"
@@ -34,7 +35,7 @@ def schema(kind: Any) -> int:
 # --- refusals and notes --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("version", "found"),
     [("1.0.0", ("2027-01-31", "All of it.\n")), ("0.9.0", ("", "Less.\n"))],
 )
@@ -68,7 +69,7 @@ def checkout(folder: Path, *, repository: str, changelog: str) -> Path:
 HERE = "https://git.example/april"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("repository", "changelog", "why"),
     [
         ("", DATED, "does not say where the repository is; set `repository`"),
@@ -108,7 +109,7 @@ def test_the_citation_is_of_this_version():
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
 
-@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+@each_row("path", WORKFLOWS, ids=lambda path: path.stem)
 def test_each_step_of_a_workflow_is_a_make_target_that_exists(path: Path):
     workflow = yaml.safe_load(path.read_text(encoding="utf-8"))
     targets = set(re.findall(r"^([.a-z-]+):", text("Makefile"), flags=re.MULTILINE))
@@ -128,7 +129,7 @@ def test_each_step_of_a_workflow_is_a_make_target_that_exists(path: Path):
 # --- pages ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+@each_row("row", ROWS, ids=lambda row: row.name)
 def test_the_page_of_supported_versions_has_what_the_tests_run_with(row: Row):
     version, accepted = pinned(row), range_of(row)
     assert f"{row.package}=={version}" in text(row.pins).splitlines()

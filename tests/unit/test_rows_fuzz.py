@@ -9,7 +9,6 @@ from base64 import b64encode
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -20,6 +19,7 @@ from aprilsched.engines.sglang.wire import ChunkAssembler
 from aprilsched.engines.stream import ResponseReader
 from aprilsched.engines.vllm.tokens_api import EventReader
 from aprilsched.errors import EngineProtocolError, EngineRejected
+from tests.support.table import each_row
 
 PROMPT, TOKENS, LAYERS, TOP_K = 4, 3, 3, 2
 ROWS = PROMPT + TOKENS - 1
@@ -161,7 +161,7 @@ def test_any_part_of_a_file_gives_rows_or_an_error(version: bytes, size: int, cu
     read(EventReader, vllm(routed_experts=whole[:cut]))
 
 
-@pytest.mark.parametrize(
+@each_row(
     "shape",
     [
         (ROWS, 2 * LAYERS, TOP_K),
@@ -180,8 +180,8 @@ def test_rows_of_another_shape_are_an_error(shape: tuple[int, ...]) -> None:
     assert read(EventReader, vllm(routed_experts=npy(header(shape), content))) is None
 
 
-@pytest.mark.parametrize("layers", [1, 2, 6, 12])
-@pytest.mark.parametrize("finish", ["length", "abort"])
+@each_row("layers", [1, 2, 6, 12])
+@each_row("finish", ["length", "abort"])
 def test_rows_of_another_number_of_layers_are_an_error(layers: int, finish: str) -> None:
     """SGLang sends numbers without a shape, so their count has to tell."""
     sent = b64encode(bytes(4 * ROWS * layers * TOP_K)).decode()
@@ -189,7 +189,7 @@ def test_rows_of_another_number_of_layers_are_an_error(layers: int, finish: str)
     assert read(ChunkAssembler, event) is None
 
 
-@pytest.mark.parametrize("mask", [[70000], [-1], [2**31], [1.5], [True], "ab", None, [[1]]])
+@each_row("mask", [[70000], [-1], [2**31], [1.5], [True], "ab", None, [[1]]])
 def test_masks_that_do_not_fit_are_an_error(mask: Any) -> None:
     masks = [mask, [1], [2]]
     assert read(ChunkAssembler, sglang(output_token_sampling_mask=masks)) is None

@@ -18,6 +18,7 @@ from aprilsched.analysis.trace import write_trace
 from aprilsched.errors import RunFolderError
 from aprilsched.telemetry.event_log.reading import Follower
 from aprilsched.telemetry.run_folder import RunFolder, default_path, write_json
+from tests.support.table import each_row
 
 RECORDED = Path(__file__).parents[2] / "notebooks" / "data" / "april"
 
@@ -100,7 +101,7 @@ NEWER = [
 ]
 
 
-@pytest.mark.parametrize(("file", "content", "read"), NEWER)
+@each_row(("file", "content", "read"), NEWER)
 def test_a_file_of_a_newer_format_is_refused(
     tmp_path: Path, file: str, content: str, read: Callable[[Path], object]
 ):

@@ -23,6 +23,7 @@ from aprilsched.telemetry.sampling.sample_log import (
     SampleLog,
 )
 from aprilsched.telemetry.sampling.sampler import Rates
+from tests.support.table import each_row
 
 
 def load(
@@ -80,9 +81,7 @@ def test_an_engine_s_own_rate_counts_where_it_has_no_counters():
     assert Rates().line("e", 1.0, told).tokens_per_s == 77.0
 
 
-@pytest.mark.parametrize(
-    ("kind", "line"), [("engine", EngineLine), ("device", DeviceLine), ("nvml", GpuLine)]
-)
+@each_row(("kind", "line"), [("engine", EngineLine), ("device", DeviceLine), ("nvml", GpuLine)])
 def test_every_field_is_described(kind: str, line: type[EngineLine | DeviceLine | GpuLine]):
     assert tuple(FIELDS[kind]) == line.__struct_fields__[1:]
     assert line.__struct_fields__[0] == "t"

@@ -16,6 +16,7 @@ from aprilsched.engines.http import HttpLimits, Transport
 from aprilsched.errors import ConfigError, EngineRejected
 from aprilsched.sampling import REFUSED, SERVER, SYNONYMS, sampling_params
 from aprilsched.types import Media, Prompt, SamplingParams
+from tests.support.table import each_row
 
 
 class Letters:
@@ -33,7 +34,7 @@ def test_nothing_given_is_the_default():
     assert sampling_params({"n": 1, "beam_width": 1}) == SamplingParams()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("given", "field", "value"),
     [
         ({"max_tokens": 7}, "max_new_tokens", 7),
@@ -76,13 +77,13 @@ def test_an_explicit_extra_passes_through_and_joins_what_only_the_server_knows()
     assert given["extra"] == {"brand_new": [1], "stop": "END"}
 
 
-@pytest.mark.parametrize("stop", ["<end>", ["<end>"], ("<end>",)])
+@each_row("stop", ["<end>", ["<end>"], ("<end>",)])
 def test_a_stop_string_of_one_token_becomes_its_id(stop: object):
     params = sampling_params({"stop": stop, "stop_token_ids": [5]}, tokenizer=Letters())
     assert params.stop_token_ids == (5, 999)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("given", "part"),
     [
         ({"n": 4}, "set group_size"),
@@ -159,7 +160,7 @@ def test_numpys_scalars_and_arrays_become_plain():
     assert msgspec.json.encode(made)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "fields",
     [
         {"max_new_tokens": 20.5},
@@ -196,7 +197,7 @@ def test_token_ids_that_are_no_row_are_refused():
             Prompt(input_ids=ids)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("value", [object(), "\ud800"], ids=["object", "surrogate"])
+@each_row("value", [object(), "\ud800"], ids=["object", "surrogate"])
 def test_a_body_that_cannot_be_written_is_a_refusal_of_its_request(value: Any):
     transport = Transport(
         "a", URL("http://127.0.0.1:1"), admin_key=None, api_key=None, limits=HttpLimits()
@@ -236,8 +237,8 @@ def test_media_are_checked_when_they_are_made():
     assert Prompt(input_ids=np.array([1]), media=listed).media == (Media("image", "a.png"),)
 
 
-@pytest.mark.parametrize("digits", [20, 400])
-@pytest.mark.parametrize("name", ["max_tokens", "min_tokens", "top_k", "seed", "stop_token_ids"])
+@each_row("digits", [20, 400])
+@each_row("name", ["max_tokens", "min_tokens", "top_k", "seed", "stop_token_ids"])
 def test_numbers_that_no_engine_can_hold_are_refused(name: str, digits: int) -> None:
     with pytest.raises(ConfigError, match=f"{name} must be at most"):
         sampling_params({name: 10**digits})

@@ -15,6 +15,7 @@ from aprilsched.core.messages.facts import BatchDelivered, DeliveredRollout
 from aprilsched.errors import ConfigError
 from aprilsched.telemetry.batch_figures import measure
 from aprilsched.telemetry.figures import Figures, Measured, RewardFigures
+from tests.support.table import each_row
 
 
 class Name(str):
@@ -44,7 +45,7 @@ def test_numbers_and_mappings_become_plain_ones_of_its_own():
     assert msgspec.json.decode(msgspec.json.encode(score.info)) == score.info
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("wrong", "said"),
     [
         ({"reward": math.nan}, "the reward is nan; give a finite number"),

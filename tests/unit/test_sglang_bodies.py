@@ -18,6 +18,7 @@ from aprilsched.engines.sglang.wire import ModelInfo, OpenApi, ServerInfo, gener
 from aprilsched.errors import EngineRejected
 from aprilsched.types import Media, SamplingParams
 from tests.support.driver import Driver, config
+from tests.support.table import each_row
 
 
 def request(
@@ -108,7 +109,7 @@ def test_what_a_server_would_ignore_is_refused():
         check(replace(request(), media=(Media("audio", "a.wav"),)))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("told", "sign"),
     [
         ({}, 0),
@@ -130,7 +131,7 @@ def test_the_direction_of_priorities_is_the_servers(told: dict[str, bool], sign:
     assert can.media == {"image", "video"}
 
 
-@pytest.mark.parametrize(
+@each_row(
     "told",
     [
         {"dp_size": 2, "attn_dp_size": 1},

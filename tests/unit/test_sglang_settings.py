@@ -19,9 +19,10 @@ from aprilsched.engines.stream import version_number
 from aprilsched.errors import ConfigError
 from aprilsched.types import SamplingParams
 from aprilsched.weights.disk import DiskPublisher
+from tests.support.table import each_row
 
 
-@pytest.mark.parametrize(
+@each_row(
     "url",
     ["", "10.0.0.1:30000", "ftp://10.0.0.1", "http://", "http://h:99999", "http://h/?a=1", "x y"],
 )
@@ -47,7 +48,7 @@ def test_a_fleet_needs_servers_each_of_them_once() -> None:
     assert [engine.name for engine in fleet.engines] == ["gate:80/a", "gate:80/b", "[::1]:30000"]
 
 
-@pytest.mark.parametrize("key", ["", "two words", "line\nbreak", "schlüssel"])
+@each_row("key", ["", "two words", "line\nbreak", "schlüssel"])
 def test_a_key_that_no_header_can_carry_is_refused_and_not_repeated(key: str) -> None:
     with pytest.raises(ConfigError, match="no HTTP header can carry") as caught:
         SGLangEngine("http://10.0.0.1:30000", admin_key=key)
@@ -71,7 +72,7 @@ def test_the_release_of_any_version_string() -> None:
     assert release("") == release("unknown") == (0, 0, 0)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("version", "spans", "waiting"),
     [
         ("0.5.18", False, False),
@@ -126,7 +127,7 @@ def test_a_server_with_one_seed_gets_another_one_for_each_request() -> None:
     assert seed("a", one_seed=False) is None
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("body", "message"),
     [
         (b'{"error": {"message": "too long"}}', "too long"),

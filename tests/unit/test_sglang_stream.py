@@ -19,6 +19,7 @@ from aprilsched.engines.sglang.wire import ChunkAssembler
 from aprilsched.engines.stream import read_chunks
 from aprilsched.errors import EngineBusy, EngineError, EngineProtocolError, EngineRejected
 from aprilsched.types import ANSWER_BYTES, Media, SamplingParams, VersionSpan
+from tests.support.table import each_row
 
 MAX_TOKENS = 100
 ROOM = 10_000
@@ -171,7 +172,7 @@ def test_a_stop_maps_straight() -> None:
     assert chunk.finish == "stop"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("payload", "why"),
     [
         (event(0, 2, output_token_logprobs=...), "sent 0 logprobs where 2 were missing"),
@@ -217,7 +218,7 @@ def test_what_breaks_the_protocol_is_refused(payload: bytes, why: str) -> None:
     assert caught.value.engine == "engine:1"
 
 
-@pytest.mark.parametrize("finish", [None, LENGTH, ABORTED])
+@each_row("finish", [None, LENGTH, ABORTED])
 def test_a_count_that_runs_backwards_is_refused(finish: dict[str, Any] | None) -> None:
     with pytest.raises(EngineProtocolError, match="counts 2 tokens after it had sent 3"):
         feed(event(0, 3), event(0, 2, finish=finish, spans=[("1", 0, 3)]))
@@ -230,7 +231,7 @@ def test_an_unknown_reason_is_quoted_on_one_short_line() -> None:
     assert len(str(caught.value)) < 400
 
 
-@pytest.mark.parametrize("label", ["2147483648", "9" * 4000, "v7", "", "-1", "\u0663"])
+@each_row("label", ["2147483648", "9" * 4000, "v7", "", "-1", "\u0663"])
 def test_a_label_that_we_cannot_have_written_counts_as_version_0(label: str) -> None:
     (chunk,) = feed(event(0, 1, finish=LENGTH, spans=[(label, 0, 1)]))
     assert chunk.spans == (VersionSpan(version=0, start=0, end=1),)
@@ -251,7 +252,7 @@ def test_an_abort_by_the_server_itself_is_a_rejection_and_no_interruption() -> N
     assert len(str(caught.value)) < 400
 
 
-@pytest.mark.parametrize("tokens", [0, 3])
+@each_row("tokens", [0, 3])
 def test_an_abort_by_a_busy_server_keeps_its_tokens_and_versions(tokens: int) -> None:
     timed_out = {"type": "abort", "message": "waited too long " * 99, "status_code": 503}
     spans = [("4", 0, tokens)] if tokens else []
@@ -345,7 +346,7 @@ async def _refused(parts: list[bytes], why: str) -> int:
     return len(parts) - len(left)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "junk",
     [
         b": a comment\n\n",
@@ -398,7 +399,7 @@ def encoded(rows: int, *, first: int = 0) -> str:
     return b64encode(values.tobytes()).decode()
 
 
-@pytest.mark.parametrize("extra", [0, 1])
+@each_row("extra", [0, 1])
 def test_routed_experts_come_with_the_last_event(extra: int) -> None:
     """At an abort a row more may come, of a token without a logprob."""
     assembler = ChunkAssembler("engine:1", asked((EXPERTS, 3), prompt=4))
@@ -413,7 +414,7 @@ def test_routed_experts_come_with_the_last_event(extra: int) -> None:
     assert found[:, 0, 0].tolist() == [3, 4, 5, 6, 7]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("rows", "complaint"),
     [
         (b64encode(bytes(20)).decode(), "are not rows of uint8"),
@@ -427,7 +428,7 @@ def test_routed_experts_of_another_shape_are_refused(rows: str, complaint: str) 
         assembler.feed(event(0, 5, finish=LENGTH, spans=[("0", 0, 5)], routed_experts=rows))
 
 
-@pytest.mark.parametrize("cumulative", [False, True])
+@each_row("cumulative", [False, True])
 def test_sampling_masks_come_with_their_tokens(cumulative: bool) -> None:
     def masks(start: int, end: int) -> dict[str, Any]:
         begin = 0 if cumulative else start
@@ -448,7 +449,7 @@ def test_sampling_masks_come_with_their_tokens(cumulative: bool) -> None:
     assert found == [[100 + i, *range(i % 3)] for i in range(5)]
 
 
-@pytest.mark.parametrize("cumulative", [False, True])
+@each_row("cumulative", [False, True])
 def test_likely_tokens_come_with_their_tokens(cumulative: bool) -> None:
     """A logprob that is no number of JSON is of an id that cannot be sampled."""
 
@@ -466,7 +467,7 @@ def test_likely_tokens_come_with_their_tokens(cumulative: bool) -> None:
     np.testing.assert_allclose(logprobs, [[-i / 10, -np.inf] for i in range(5)], rtol=1e-6)
 
 
-@pytest.mark.parametrize("rows", [..., [[]], [[[-1.0, 5, None]]] * 2])
+@each_row("rows", [..., [[]], [[[-1.0, 5, None]]] * 2])
 def test_tokens_without_their_likely_tokens_are_refused(rows: Any) -> None:
     assembler = ChunkAssembler("engine:1", asked((top_logprobs(2), 0)))
     with pytest.raises(EngineProtocolError, match="top_logprobs that are not 2 for each of 2"):

@@ -12,6 +12,7 @@ from aprilsched.engines.sim.toy_model import weights_key_of_version
 from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
 from aprilsched.types import Int32Array, VersionSpan
 from tests.support.sim_batcher import Driver, explained, request
+from tests.support.table import each_row
 
 T = H200_QWEN3_4B
 SMALL_CHUNKS = StepTimeModel(
@@ -48,7 +49,7 @@ def test_one_request_takes_a_pass_and_one_step_for_each_further_token() -> None:
     assert driver.batcher.kv_in_use == 0
 
 
-@pytest.mark.parametrize(("priority", "order"), [(False, "cabd"), (True, "bdca")])
+@each_row(("priority", "order"), [(False, "cabd"), (True, "bdca")])
 def test_what_waits_runs_in_the_order_of_its_rank(priority: bool, order: str) -> None:
     """Those of one rank keep their order."""
     driver = Driver(SimConfig(max_running=1, priority=priority))
@@ -158,7 +159,7 @@ def test_a_stop_token_before_min_new_tokens_does_not_count() -> None:
     assert len(driver.outcomes["a"].ids) == 1 + np.flatnonzero(tokens == later)[0]
 
 
-@pytest.mark.parametrize("ignore_eos", [True, False])
+@each_row("ignore_eos", [True, False])
 def test_eos_is_a_stop_token_unless_ignored(ignore_eos: bool) -> None:
     eos = int(alone(300)[70])
     driver = Driver(SimConfig(eos_token_id=eos))
@@ -185,8 +186,8 @@ def test_a_refit_moves_the_stop() -> None:
 # -- pauses ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["retract", "in_place"])
-@pytest.mark.parametrize("flush", [True, False])
+@each_row("mode", ["retract", "in_place"])
+@each_row("flush", [True, False])
 def test_a_pause_without_new_weights_changes_no_token(mode: str, flush: bool) -> None:
     driver = Driver(SimConfig())
     driver.submit(request("a", 200))
@@ -312,7 +313,7 @@ def test_an_abort_in_a_prefill_pass_ends_after_it() -> None:
     assert driver.now == pytest.approx(T.prefill_seconds(4))
 
 
-@pytest.mark.parametrize("stream_at_pause", [True, False])
+@each_row("stream_at_pause", [True, False])
 def test_an_abort_after_a_retract_gives_what_was_streamed(stream_at_pause: bool) -> None:
     driver = Driver(SimConfig(stream_at_pause=stream_at_pause))
     driver.submit(request("a", 500))

@@ -9,6 +9,7 @@ import pytest
 
 from aprilsched.engines.sim.toy_model import ContextState, ToyModel, sampling_key
 from aprilsched.types import Float32Array, Int32Array, SamplingParams
+from tests.support.table import each_row
 
 MODEL = ToyModel(32_000)
 CONTEXT = np.arange(100, 140, dtype=np.int32)
@@ -66,7 +67,7 @@ def replace_first(a: Int32Array) -> None:
     a[0] += 1
 
 
-@pytest.mark.parametrize("change", [swap, replace_last, replace_first])
+@each_row("change", [swap, replace_last, replace_first])
 def test_a_changed_context_changes_everything_after_it(
     change: Callable[[Int32Array], None],
 ) -> None:
@@ -75,7 +76,7 @@ def test_a_changed_context_changes_everything_after_it(
     assert (sample(context) == sample(CONTEXT)).sum() <= 1
 
 
-@pytest.mark.parametrize("context", [CONTEXT[1:], np.insert(CONTEXT, 20, CONTEXT[20])])
+@each_row("context", [CONTEXT[1:], np.insert(CONTEXT, 20, CONTEXT[20])])
 def test_a_lost_or_doubled_token_changes_everything_after_it(context: Int32Array) -> None:
     assert (sample(context) == sample(CONTEXT)).sum() <= 1
 

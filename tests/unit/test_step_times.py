@@ -12,6 +12,7 @@ from aprilsched.coordinator.step_times import StepTimes
 from aprilsched.core.messages import facts as of
 from aprilsched.planning import Planner
 from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
+from tests.support.table import each_row
 
 INTERVAL = 64
 EXPERTS = StepTimeModel(t0=17.2e-3, t1=15e-6, t2=34e-9, prefill_pass=44e-3, prefill_rate=65_700.0)
@@ -109,10 +110,10 @@ class Engine:
         self.running = before
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("called_back", "every"), [(True, 1), (False, 1), (True, 8)], ids=["back", "inside", "full"]
 )
-@pytest.mark.parametrize("true", [EXPERTS, replace(H200_QWEN3_4B, t0=7e-3)], ids=["moe", "dense"])
+@each_row("true", [EXPERTS, replace(H200_QWEN3_4B, t0=7e-3)], ids=["moe", "dense"])
 def test_passes_after_an_update_are_no_slow_steps(
     true: StepTimeModel, called_back: bool, every: int
 ) -> None:

@@ -53,6 +53,7 @@ from aprilsched.store.codec import (
 from aprilsched.store.file import SCRIPTS, store_errors
 from aprilsched.store.sqlite import read_checkpoint, write_checkpoint
 from tests.support.driver import Driver, config
+from tests.support.table import each_row
 
 KEYS = ("a", 7, None, "a long key, " * 9)
 """Keys of prompts, each of which comes again."""
@@ -414,7 +415,7 @@ def test_other_files_newer_ones_and_those_without_a_run_are_refused(
         SqliteStore(path).open()
 
 
-@pytest.mark.parametrize("name", ["", ":memory:", "file:run?mode=memory", "a\0b"])
+@each_row("name", ["", ":memory:", "file:run?mode=memory", "a\0b"])
 def test_what_names_no_file_is_refused_with_the_store_that_keeps_none(name: str):
     with pytest.raises(ConfigError, match=r"names no file .* MemoryStore\(\)"):
         SqliteStore(name)
@@ -719,7 +720,7 @@ def test_metadata_that_is_no_dict_or_holds_itself_is_refused():
             check_storable(Prompt(input_ids=np.array([1]), metadata=metadata))
 
 
-@pytest.mark.parametrize("refill", [Wave(), Pool(together=3), LengthBuckets(store=2.5, probes=2)])
+@each_row("refill", [Wave(), Pool(together=3), LengthBuckets(store=2.5, probes=2)])
 def test_a_schedule_is_the_same_after_the_way_through_bytes(refill: Refill):
     forecast = Forecast(
         step_seconds=12.5, efficiency=0.7, off_policy_share=0.4, mean_age=1.5, explained=(2.0, 1.5)

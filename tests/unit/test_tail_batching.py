@@ -23,6 +23,7 @@ from aprilsched.presets import rollpacker
 from aprilsched.store import MemoryStore
 from aprilsched.types import Group
 from tests.support.driver import Driver
+from tests.support.table import each_row
 
 RESTART = Staleness(0, rule="restart")
 
@@ -30,7 +31,7 @@ RESTART = Staleness(0, rule="restart")
 # --- the rule ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("wave_due", "batch_open", "open_groups", "put_aside", "ready", "launched"),
     [
         (True, True, 0, 0, 0, 10),
@@ -61,7 +62,7 @@ def test_a_race_is_launched_unless_a_batch_of_losers_is_there(
     assert TailBatching().launches(view) == launched
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("since", "wanted", "lacking", "running", "runs"),
     [
         ([3, 2, 1, -1], 5, 4, [], [0, 1, 2, 3]),  # the prompts have ended
@@ -163,8 +164,8 @@ def test_without_a_bound_the_losers_keep_their_tokens() -> None:
     assert not driver.state.in_flight.ledger.total
 
 
-@pytest.mark.parametrize("bound", [None, RESTART, Staleness(1)])
-@pytest.mark.parametrize("ratio", [1.0, 1.25, 1.375, 2.5])
+@each_row("bound", [None, RESTART, Staleness(1)])
+@each_row("ratio", [1.0, 1.25, 1.375, 2.5])
 def test_every_prompt_is_delivered_after_a_bounded_number_of_batches(
     bound: Staleness | None, ratio: float
 ) -> None:
@@ -272,7 +273,7 @@ def test_the_preset_is_on_policy_and_leaves_stragglers_alone() -> None:
     assert (made.batch_groups, made.straggler) == (64, "abort")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("changes", "message"),
     [
         ({"pace": "asynchronous"}, 'refill="tail" defers .* set pace="synchronous"'),

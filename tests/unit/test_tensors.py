@@ -19,6 +19,7 @@ from aprilsched.companions import Companion, CompanionRows, Rows
 from aprilsched.errors import ConfigError
 from aprilsched.tensors import PackedTensors, PaddedTensors, RaggedTensor
 from aprilsched.types import Batch, Group, Prompt, Rollout, Segment
+from tests.support.table import each_row
 
 PAD = 99
 PER_TOKEN = ("input_ids", "position_ids", "response_mask", "loss_mask", "logprobs", "versions")
@@ -202,7 +203,7 @@ def with_companions(given: Rollout) -> Rollout:
     )
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@each_row("packed", [False, True])
 def test_companions_are_aligned_to_the_tokens(packed: bool) -> None:
     plain = batch([[(1, 6), (4, 3)], [(2, 1)]])
     groups = tuple(

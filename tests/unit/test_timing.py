@@ -11,6 +11,7 @@ from aprilsched.engines.base import GenerationRequest
 from aprilsched.engines.sim import Batcher, SimConfig
 from aprilsched.timing.model import H200_QWEN3_4B, H200_QWEN3_4B_LINEAR, StepTimeModel
 from aprilsched.types import SamplingParams
+from tests.support.table import each_row
 
 T = H200_QWEN3_4B_LINEAR
 
@@ -20,25 +21,25 @@ EXPERTS = StepTimeModel(
     t0=6.4e-3, t1=15e-6, t2=34e-9, prefill_pass=44e-3, prefill_rate=66e3,
     t0_experts=10.8e-3, expert_share=1 / 16,
 )  # fmt: skip
-MODELS = pytest.mark.parametrize("model", [T, R, EXPERTS])
+MODELS = each_row("model", [T, R, EXPERTS], ids=["linear", "refined", "experts"])
 
 
-@pytest.mark.parametrize(("batch", "kv", "steps"), [(1, 9, 1), (8, 64, 100), (512, 900_000, 777)])
+@each_row(("batch", "kv", "steps"), [(1, 9, 1), (8, 64, 100), (512, 900_000, 777)])
 def test_decode_seconds_is_the_sum_of_single_steps(batch: int, kv: int, steps: int) -> None:
     total = sum(T.t0 + T.t1 * batch + T.t2 * (kv + i * batch) for i in range(steps))
     assert T.decode_seconds(batch, kv, steps) == pytest.approx(total, rel=1e-12)
 
 
 @MODELS
-@pytest.mark.parametrize("batch", [1, 8, 9, 10, 256, 257, 512])
+@each_row("batch", [1, 8, 9, 10, 256, 257, 512])
 def test_decode_seconds_adds_up_with_every_term(model: StepTimeModel, batch: int) -> None:
     total = sum(model.step_seconds(batch, 5000 + i * batch) for i in range(300))
     assert model.decode_seconds(batch, 5000, 300) == pytest.approx(total, rel=1e-12)
 
 
 @MODELS
-@pytest.mark.parametrize("batch", [1, 7, 256, 257, 512])
-@pytest.mark.parametrize("steps", [0, 1, 2, 1000, 100_000])
+@each_row("batch", [1, 7, 256, 257, 512])
+@each_row("steps", [0, 1, 2, 1000, 100_000])
 def test_steps_within_inverts_decode_seconds(model: StepTimeModel, batch: int, steps: int) -> None:
     seconds = model.decode_seconds(batch, 1000, steps)
     assert model.steps_within(batch, 1000, seconds) == steps
@@ -78,7 +79,7 @@ WINDOWS = [
 ]
 
 
-@pytest.mark.parametrize(("running", "kv", "rate", "linear_miss"), WINDOWS)
+@each_row(("running", "kv", "rate", "linear_miss"), WINDOWS)
 def test_logged_windows(running: int, kv: int, rate: float, linear_miss: float) -> None:
     start = kv - 39 * running
     seconds = 40 * running / rate
@@ -130,7 +131,7 @@ MEASURED = [
 ]
 
 
-@pytest.mark.parametrize(("requests", "measured_ms", "miss"), MEASURED)
+@each_row(("requests", "measured_ms", "miss"), MEASURED)
 def test_separate_decode_runs(requests: int, measured_ms: float, miss: float) -> None:
     batcher = Batcher(SimConfig(timing=T, make_tokens=False))
     sampling = SamplingParams(max_new_tokens=256, ignore_eos=True)

@@ -10,6 +10,7 @@ import pytest
 from aprilsched.core.state.token_log import TokenLog
 from aprilsched.simulation import rare_collections
 from aprilsched.types import Float32Array, Int32Array, VersionSpan
+from tests.support.table import each_row
 
 
 def chunk(tokens: int, first: int = 0) -> tuple[Int32Array, Float32Array]:
@@ -38,8 +39,8 @@ def test_what_is_read_does_not_change_with_what_comes_later() -> None:
     assert log.token_ids.tolist() == list(range(70))
 
 
-@pytest.mark.parametrize("version", [3, 4])
-@pytest.mark.parametrize("start", [0, 70, 90])
+@each_row("version", [3, 4])
+@each_row("start", [0, 70, 90])
 def test_one_span_says_what_several_of_its_version_say(start: int, version: int) -> None:
     logs = [TokenLog(), TokenLog()]
     for log in logs:

@@ -14,6 +14,7 @@ from aprilsched.telemetry.run_state import RunState
 from tests.support import facts
 from tests.support.driver import Driver, config
 from tests.support.facts import changed, ended, opened, received, refitted, sent
+from tests.support.table import each_row
 
 BATCH_ASKED = of.BatchRequested()
 PAUSED = (*changed("a", "running", "pausing", pause="retract"), *changed("a", "pausing", "paused"))
@@ -94,7 +95,7 @@ def test_a_batch_waits_for_rewards_only_when_nothing_else_is_missing():
     assert written.parts() == {"decode": 1, "tail": 1, "rewards": 7}
 
 
-@pytest.mark.parametrize("kind", ["rewards of a group", "a verdict"])
+@each_row("kind", ["rewards of a group", "a verdict"])
 def test_groups_wait_too(kind: str):
     asked = {
         "rewards of a group": of.RewardRequested(group_id=0),
@@ -223,9 +224,9 @@ def test_a_new_process_begins_with_empty_engines():
     assert written.parts() == {"decode": 2, "tail": 2}
 
 
-@pytest.mark.parametrize("state", ["generating", "paused", "refitting", "asleep", "lost"])
-@pytest.mark.parametrize("counts", [(0, 0, 0), (3, 1, 2), (9, 4, 4)])
-@pytest.mark.parametrize("environment", [0.0, 1.5, 99.0])
+@each_row("state", ["generating", "paused", "refitting", "asleep", "lost"])
+@each_row("counts", [(0, 0, 0), (3, 1, 2), (9, 4, 4)])
+@each_row("environment", [0.0, 1.5, 99.0])
 def test_the_parts_of_a_stretch_add_up(state: str, counts: Sequence[int], environment: float):
     decode, prefill, re_prefill = counts
     stretch = Stretch(

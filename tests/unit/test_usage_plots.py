@@ -14,6 +14,7 @@ from matplotlib.patches import Rectangle
 from aprilsched.analysis.plots import TimeUnit, save, where_time_goes
 from aprilsched.analysis.style import INK, finish, new_figure
 from aprilsched.analysis.usage import RunUsage, usage_of
+from tests.support.table import each_row
 
 DATA = Path(__file__).resolve().parents[2] / "notebooks" / "data"
 
@@ -48,7 +49,7 @@ def luminance(colour: str) -> float:
     return float(np.dot(linear, (0.2126, 0.7152, 0.0722)))
 
 
-@pytest.mark.parametrize("page", ["#FFFFFF", "#131416", "#0D1117"])
+@each_row("page", ["#FFFFFF", "#131416", "#0D1117"])
 def test_ink_can_be_read_on_light_and_dark_pages(page: str):
     dark, light = sorted((luminance(INK), luminance(page)))
     assert (light + 0.05) / (dark + 0.05) > 4

@@ -16,6 +16,7 @@ from aprilsched.companions import Companion, routed_experts, top_logprobs
 from aprilsched.engines.base import GenerationRequest
 from aprilsched.engines.vllm.tokens_api import EventReader, generate_body
 from aprilsched.errors import EngineProtocolError
+from tests.support.table import each_row
 
 EXPERTS = routed_experts(layers=2, per_token=2, experts=8)
 MASKS = Companion("sampling_mask")
@@ -46,8 +47,8 @@ def event(tokens: list[int], finish: str | None = None, **more: Any) -> bytes:
     return json.dumps({"choices": [{**choice, **more}]}).encode()
 
 
-@pytest.mark.parametrize("start", [0, 3])
-@pytest.mark.parametrize(("finish", "extra"), [("length", 0), ("abort", 0), ("abort", 1)])
+@each_row("start", [0, 3])
+@each_row(("finish", "extra"), [("length", 0), ("abort", 0), ("abort", 1)])
 def test_rows_begin_where_the_request_asks_and_end_before_the_last_token(
     start: int, finish: str, extra: int
 ) -> None:
@@ -73,7 +74,7 @@ def test_rows_begin_where_the_request_asks_and_end_before_the_last_token(
     assert last.token_rows["sampling_mask"].row(0).tolist() == [9, 1, 2]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("sent", "why"),
     [
         ("!", "routed_experts that are not rows"),

@@ -40,6 +40,7 @@ from aprilsched.engines.vllm.tokens_api import EventReader
 from aprilsched.errors import AprilschedError, EngineError, EngineRejected
 from aprilsched.types import SamplingParams
 from tests.support.mutation import cut, spoiled_answer, spoiled_stream
+from tests.support.table import each_row
 
 FOLDER = Path(__file__).parents[1] / "support" / "wire"
 CASES = 500
@@ -247,7 +248,7 @@ def check(recorded: Recorded, chunks: list[Chunk], error: AprilschedError | None
         assert at == held
 
 
-@pytest.mark.parametrize("recorded", RECORDED, ids=lambda r: f"{r.form}-{r.kind}")
+@each_row("recorded", RECORDED, ids=lambda r: f"{r.form}-{r.kind}")
 def test_what_was_recorded_reads_as_it_was_sent(recorded: Recorded) -> None:
     """The result does not depend on how the bytes are divided, in both forms of streams."""
     draw = random.Random(1)

@@ -23,6 +23,7 @@ from aprilsched.workload import (
     Mixture,
     Pareto,
 )
+from tests.support.table import each_row
 
 
 def test_a_prompt_does_not_depend_on_the_order_of_use() -> None:
@@ -67,8 +68,8 @@ def test_prompts_follow_the_moments() -> None:
     assert lengths.min() >= 1
 
 
-@pytest.mark.parametrize("law", ["lognormal", "log_t"])
-@pytest.mark.parametrize("share", [0.3, 0.9])
+@each_row("law", ["lognormal", "log_t"])
+@each_row("share", [0.3, 0.9])
 def test_spread_and_share_within_a_group(law: LengthLaw, share: float) -> None:
     workload = LongTailWorkload(
         sigma=0.7, within_group=share, law=law, dof=12.0, median=1e5, cap=10**9
@@ -80,7 +81,7 @@ def test_spread_and_share_within_a_group(law: LengthLaw, share: float) -> None:
     assert pairs == pytest.approx(share, abs=0.04)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "bad",
     [
         {"median": 0.0},
@@ -126,8 +127,8 @@ def test_a_second_epoch_has_the_same_prompts_and_other_responses() -> None:
     assert np.array_equal(workload.lengths(7), alone.lengths(7))
 
 
-@pytest.mark.parametrize("law", ["lognormal", "log_t"])
-@pytest.mark.parametrize(("drift", "low", "high"), [(0, 0.75, 1), (0.4, 0.3, 0.7), (1, -0.2, 0.2)])
+@each_row("law", ["lognormal", "log_t"])
+@each_row(("drift", "low", "high"), [(0, 0.75, 1), (0.4, 0.3, 0.7), (1, -0.2, 0.2)])
 def test_the_effect_of_a_prompt_stays_as_far_as_the_policy_does(
     law: LengthLaw, drift: float, low: float, high: float
 ) -> None:
@@ -137,8 +138,8 @@ def test_the_effect_of_a_prompt_stays_as_far_as_the_policy_does(
     assert logs[400:].std() == pytest.approx(logs[:400].std(), rel=0.2)
 
 
-@pytest.mark.parametrize("law", ["lognormal", "log_t"])
-@pytest.mark.parametrize("epoch_prompts", [None, 500])
+@each_row("law", ["lognormal", "log_t"])
+@each_row("epoch_prompts", [None, 500])
 def test_a_prompt_that_is_generated_again_keeps_its_effect(
     law: LengthLaw, epoch_prompts: int | None
 ) -> None:
@@ -163,7 +164,7 @@ LAWS = (
 )
 
 
-@pytest.mark.parametrize("law", LAWS, ids=lambda law: type(law).__name__)
+@each_row("law", LAWS, ids=lambda law: type(law).__name__)
 def test_lengths_have_the_distribution_of_a_law_that_is_a_value(law: Law) -> None:
     workload = LongTailWorkload(law=law, cap=5000, within_group=0.5, seed=2)
     lengths = np.concatenate([workload.lengths(index) for index in range(4000)])
@@ -230,7 +231,7 @@ def wrong(value: Any) -> Any:
     return value
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("make", "sentence"),
     [
         (lambda: Pareto(0, 1), "least is 0; give a finite number above 0"),

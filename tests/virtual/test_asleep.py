@@ -13,6 +13,7 @@ from aprilsched.engines.sim import SimAdapterPublisher
 from aprilsched.errors import ConfigError, RefitError
 from aprilsched.types import Batch, Prompt, SamplingParams
 from tests.support.small import config, workload
+from tests.support.table import each_row
 
 pytestmark = pytest.mark.virtual_time
 
@@ -21,8 +22,8 @@ def carried_over(batch: Batch) -> int:
     return sum(len(rollout.segments) > 1 for rollout in batch.rollouts)
 
 
-@pytest.mark.parametrize("straggler", ["retract", "in_place", "abort", "run"])
-@pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
+@each_row("straggler", ["retract", "in_place", "abort", "run"])
+@each_row("pace", ["synchronous", "asynchronous"])
 async def test_a_colocated_trainer_sleeps_refits_and_goes_on_with_its_stragglers(
     straggler: str, pace: str
 ):
@@ -59,7 +60,7 @@ async def test_what_cannot_be_done_asleep_is_refused():
         await rollouts.next_batch()
 
 
-@pytest.mark.parametrize("cancelled", ["falling asleep", "asleep"])
+@each_row("cancelled", ["falling asleep", "asleep"])
 async def test_a_trainer_that_is_cancelled_leaves_the_engines_awake(cancelled: str):
     fleet = SimFleet(2, pause_seconds=2.0)
     async with RolloutScheduler(fleet, workload(), config=config()) as rollouts:
@@ -140,8 +141,8 @@ async def test_adapters_come_in_without_a_pause_and_leave_with_their_last_reques
     assert "policy-v1" in unloaded
 
 
-@pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
-@pytest.mark.parametrize("straggler", BEHAVIOURS)
+@each_row("pace", ["synchronous", "asynchronous"])
+@each_row("straggler", BEHAVIOURS)
 async def test_a_full_model_comes_after_adapters_and_no_request_has_both(straggler: str, pace: str):
     fleet = SimFleet(2)
 

@@ -41,6 +41,7 @@ from tests.support import small
 from tests.support.checking import Checking
 from tests.support.planners import Broken, Hanging, Telling
 from tests.support.small import workload
+from tests.support.table import each_row
 
 pytestmark = pytest.mark.virtual_time
 
@@ -242,7 +243,7 @@ def test_a_run_teaches_the_planner_how_long_steps_take(
     assert model.step_seconds(running, kv) == pytest.approx(real, rel=0.12)
 
 
-@pytest.mark.parametrize(("running", "kv"), POINTS)
+@each_row(("running", "kv"), POINTS)
 def test_a_model_that_is_right_stays_right(running: int, kv: int) -> None:
     """Chunks that arrive together, pauses and an idle trainer must not count as step times."""
     model = learnt(H200_QWEN3_4B, "retract", 1.5)
@@ -273,7 +274,7 @@ async def test_step_times_are_learnt_though_engines_are_lost_and_requests_fail()
 # --- presets -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@each_row("name", PRESETS)
 def test_a_preset_makes_valid_settings_and_says_where_it_is_from_and_what_it_costs(
     name: str,
 ) -> None:
@@ -291,8 +292,8 @@ def test_a_preset_makes_valid_settings_and_says_where_it_is_from_and_what_it_cos
 _DEFERRING = ("rollpacker", "on_policy")
 
 
-@pytest.mark.parametrize("name", PRESETS)
-@pytest.mark.parametrize("straggler", BEHAVIOURS)
+@each_row("name", PRESETS)
+@each_row("straggler", BEHAVIOURS)
 def test_a_preset_leaves_the_straggler_rule_alone(name: str, straggler: str) -> None:
     before = config(over_provision=1.5, straggler=straggler)
     if name in _DEFERRING and straggler not in ("retract", "abort"):
@@ -303,7 +304,7 @@ def test_a_preset_leaves_the_straggler_rule_alone(name: str, straggler: str) -> 
     assert PRESETS[name](before).straggler == straggler
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@each_row("name", PRESETS)
 def test_a_preset_runs(name: str) -> None:
     settings = PRESETS[name](config(over_provision=1.5, batch_groups=8))
     simulation = Simulation(
@@ -317,7 +318,7 @@ def test_a_preset_runs(name: str) -> None:
     assert simulation.state.in_flight.counters.delivered == 5 * 8 * 4
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@each_row("name", PRESETS)
 def test_a_policy_on_the_command_line_is_its_preset(name: str) -> None:
     (policy,) = chosen(name)
     assert policy.apply(SchedulerConfig()) == PRESETS[name](SchedulerConfig())

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pytest
 
 from aprilsched import (
     Batch,
@@ -27,6 +26,7 @@ from aprilsched.core.messages.events import Event
 from aprilsched.core.messages.facts import Fact, GroupLaunched
 from aprilsched.engines.sim import run_virtual
 from tests.support import small
+from tests.support.table import each_row
 
 GROUPS, SIZE, RATIO, READY, CAP = 4, 4, 2, 2, 600
 FLYING = RATIO * GROUPS * SIZE
@@ -111,8 +111,8 @@ async def never(scheduler: RolloutScheduler, watching: Watching) -> list[Batch]:
     return [await scheduler.next_batch() for _ in range(6)]
 
 
-@pytest.mark.parametrize("refill", ["pool", "wave"])
-@pytest.mark.parametrize("straggler", ["retract", "abort", "run"])
+@each_row("refill", ["pool", "wave"])
+@each_row("straggler", ["retract", "abort", "run"])
 def test_a_trainer_that_takes_nothing_is_waited_for(refill: str, straggler: str) -> None:
     outcome = run(never, changes={"refill": refill, "straggler": straggler})
     bounded(outcome.watching)
@@ -153,7 +153,7 @@ def test_launches_keep_step_with_a_slow_trainer() -> None:
     assert outcome.watching.launched < 15 * GROUPS + HELD_GROUPS
 
 
-@pytest.mark.parametrize("scope", ["rollout", "group"])
+@each_row("scope", ["rollout", "group"])
 def test_rewards_that_do_not_come_are_waited_for(scope: str) -> None:
     """A generated rollout counts as held, whether it is scored or not."""
     come = asyncio.Event()

@@ -19,6 +19,7 @@ from aprilsched.runs.settings import RunSettings
 from aprilsched.telemetry.figures import BatchFigures, RunSummary
 from aprilsched.timing.calibration import save_model
 from aprilsched.timing.model import H200_QWEN3_4B
+from tests.support.table import each_row
 
 SHORT = ["--median", "60", "--cap", "600"]
 SMALL = ["--batch-groups", "4", "--group-size", "4", "--over-provision", "2", "--quiet", *SHORT]
@@ -41,7 +42,7 @@ def test_same_seed_same_bytes(tmp_path: Path):
     assert events[0] != events[1]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("straggler", "pace"),
     [("retract", "synchronous"), ("in_place", "asynchronous"), ("run", "asynchronous")],
 )
@@ -164,7 +165,7 @@ def _lines(path: Path, *lengths: int) -> Path:
 FAILING = ["--batch-groups", "1", "--group-size", "2", "--over-provision", "1", "--quiet"]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("lengths", "batches", "code", "said"),
     [
         ([500], 1, 2, "no group was delivered: 1 of 1 failed, most often because "),
@@ -223,7 +224,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("line", REFUSED)
+@each_row("line", REFUSED)
 def test_what_would_do_nothing_is_refused(line: str, capsys: pytest.CaptureFixture[str]):
     assert main(["run", "--dry-run", *line.split()]) == 2
     assert REFUSED[line] in capsys.readouterr().err

@@ -26,6 +26,7 @@ from aprilsched.testing.contract import until
 from tests.support import small
 from tests.support.sim_http import CONFIG, INTERVAL
 from tests.support.small import config
+from tests.support.table import each_row
 
 pytestmark = pytest.mark.virtual_time
 
@@ -91,8 +92,8 @@ async def left_as_they_were(engines: Sequence[SimEngine]) -> None:
 HANG = float("inf")
 
 
-@pytest.mark.parametrize("abort_s", [0.0, 0.5, HANG])
-@pytest.mark.parametrize("resume_s", [0.6, 5.0])
+@each_row("abort_s", [0.0, 0.5, HANG])
+@each_row("resume_s", [0.6, 5.0])
 async def test_a_slow_continue_is_waited_for_whatever_the_aborts_do(
     abort_s: float, resume_s: float
 ):
@@ -131,8 +132,8 @@ async def test_an_engine_that_hangs_is_named_and_holds_up_no_other(
     assert any("hangs has not answered the last continue for 2 s" in m for m in caplog.messages)
 
 
-@pytest.mark.parametrize("when", ["closing", "pausing"])
-@pytest.mark.parametrize("times", [1, 2, 3])
+@each_row("when", ["closing", "pausing"])
+@each_row("times", [1, 2, 3])
 async def test_a_cancellation_does_not_cut_the_release_short(when: str, times: int):
     """The second Ctrl-C cancels every task."""
     engines = [Slow("a", pause=0.3), Slow("b")]
@@ -209,7 +210,7 @@ class Interrupted(Slow):
                 self._meet("generate")
 
 
-@pytest.mark.parametrize("call", ["abort", "resume", "generate"])
+@each_row("call", ["abort", "resume", "generate"])
 def test_a_keyboard_interrupt_while_the_engines_are_released(call: str):
     interrupted = Interrupted("a", call)
     engines = [interrupted, Slow("b")]
@@ -256,8 +257,8 @@ async def test_close_called_twice_and_at_once():
     await left_as_they_were(engines)
 
 
-@pytest.mark.parametrize("how", ["cancelled", "closed"])
-@pytest.mark.parametrize("seconds", [0.0, 0.5, 1.0])
+@each_row("how", ["cancelled", "closed"])
+@each_row("seconds", [0.0, 0.5, 1.0])
 async def test_leaving_while_it_is_opened(how: str, seconds: float):
     engines = [Slow("a", resume=0.5)]
     fleet = Fleet(*engines, open_s=0.5)
@@ -276,8 +277,8 @@ async def test_leaving_while_it_is_opened(how: str, seconds: float):
     assert not [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.05, 0.35, 0.8, 3.0])
-@pytest.mark.parametrize("leaves", [True, False])
+@each_row("seconds", [0.0, 0.05, 0.35, 0.8, 3.0])
+@each_row("leaves", [True, False])
 async def test_memory_on_its_way_out_is_taken_back(seconds: float, leaves: bool):
     """The scheduler is closed while the engine pauses, releases, sleeps, or wakes."""
     engines = [Slow("a", pause=0.1, release=0.5, wake=0.5)]

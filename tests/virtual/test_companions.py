@@ -46,6 +46,7 @@ from aprilsched.tensors import RaggedTensor, pack
 from aprilsched.types import NO_VERSION
 from tests.support import small
 from tests.support.companions import EXPERTS, MASK, check_rows
+from tests.support.table import each_row
 
 pytestmark = pytest.mark.virtual_time
 
@@ -81,7 +82,7 @@ async def batches(
             await rollouts.update_weights(SimPublisher(), version=rollouts.version + 1)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@each_row("rule", RULES)
 async def test_rows_are_of_the_pass_that_sampled_their_token(rule: str) -> None:
     mixed = 0
     async with RolloutScheduler(SimFleet(2), workload(), config=config(**RULES[rule])) as rollouts:
@@ -92,7 +93,7 @@ async def test_rows_are_of_the_pass_that_sampled_their_token(rule: str) -> None:
     assert mixed or rule in ("run", "rolling")
 
 
-@pytest.mark.parametrize("required", [False, True])
+@each_row("required", [False, True])
 async def test_rows_that_a_recompute_has_overwritten_are_told_apart(
     required: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,7 +227,7 @@ async def test_prompts_choose_among_the_companions_of_the_run(tmp_path: Path) ->
     assert chosen == {("sampling_mask",), ()}
 
 
-@pytest.mark.parametrize("turns", [None, episode, leaves])
+@each_row("turns", [None, episode, leaves])
 async def test_a_killed_run_goes_on_with_its_rows(turns: Any) -> None:
     """Also where the state was saved between the end of a turn, the tokens of its environment and
     the first ones of the next turn."""
@@ -304,7 +305,7 @@ async def test_engines_that_do_not_return_them_are_refused(
             ).__aenter__()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("written", "advice"),
     [
         ("experts", "choose one of routed_experts, indexer_topk, sampling_mask"),

@@ -25,6 +25,7 @@ from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import RunGivenUp, SchedulerClosed
 from tests.support.checking import Checking
 from tests.support.small import config, workload
+from tests.support.table import each_row
 
 pytestmark = pytest.mark.virtual_time
 
@@ -53,9 +54,9 @@ def check(batches: Sequence[Batch], scheduler: RolloutScheduler) -> None:
             ]
 
 
-@pytest.mark.parametrize("straggler", STRAGGLERS)
-@pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
-@pytest.mark.parametrize("refill", ["wave", "pool"])
+@each_row("straggler", STRAGGLERS)
+@each_row("pace", ["synchronous", "asynchronous"])
+@each_row("refill", ["wave", "pool"])
 async def test_every_rule_delivers_whole_groups_with_exact_versions(
     straggler: str, pace: str, refill: str
 ):
@@ -78,7 +79,7 @@ async def test_every_rule_delivers_whole_groups_with_exact_versions(
     assert max(spans) == 1 if straggler == "run" else max(spans) > 1
 
 
-@pytest.mark.parametrize("straggler", ["retract", "in_place", "abort"])
+@each_row("straggler", ["retract", "in_place", "abort"])
 def test_greedy_tokens_of_interrupted_rollouts_equal_the_uninterrupted(straggler: str):
     prompts = [
         Prompt(

@@ -27,6 +27,7 @@ from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import EpisodeError, RunGivenUp
 from aprilsched.types import NO_VERSION
 from tests.support.checking import Checking
+from tests.support.table import each_row
 
 pytestmark = pytest.mark.virtual_time
 
@@ -75,7 +76,7 @@ async def two_turns(turn: Turn, prompt: Prompt) -> float:
     return float(len(first.token_ids) + len(second.token_ids))
 
 
-@pytest.mark.parametrize("straggler", ["retract", "in_place", "abort"])
+@each_row("straggler", ["retract", "in_place", "abort"])
 async def test_a_two_turn_episode_is_interrupted_inside_each_turn_and_goes_on(straggler: str):
     async with RolloutScheduler(
         SimFleet(2, stream_interval=8),
@@ -131,8 +132,8 @@ async def with_timeouts(turn: Turn, prompt: Prompt) -> float:
     return float(len(part.token_ids) + len(last.token_ids))
 
 
-@pytest.mark.parametrize("straggler", BEHAVIOURS)
-@pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
+@each_row("straggler", BEHAVIOURS)
+@each_row("pace", ["synchronous", "asynchronous"])
 async def test_a_turn_that_timed_out_is_called_back_and_its_tokens_are_kept(
     straggler: str, pace: Any
 ):
@@ -158,7 +159,7 @@ async def test_a_turn_that_timed_out_is_called_back_and_its_tokens_are_kept(
         check_tokens(rollouts)
 
 
-@pytest.mark.parametrize("straggler", BEHAVIOURS)
+@each_row("straggler", BEHAVIOURS)
 async def test_a_turn_that_timed_out_and_was_not_looked_at_is_dropped_and_counted(straggler: str):
     async def asks_again(turn: Turn, prompt: Prompt) -> float:
         sampling = SamplingParams(max_new_tokens=100, temperature=0, ignore_eos=True)

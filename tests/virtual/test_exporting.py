@@ -19,6 +19,7 @@ from aprilsched.core.messages.facts import BatchDelivered, Fact
 from aprilsched.runs import drive
 from aprilsched.telemetry.base import AnyListener
 from aprilsched.telemetry.figures import BatchFigures, figures_in
+from tests.support.table import each_row
 
 SHORT = ["--median", "60", "--cap", "600", "--batches", "3"]
 SMALL = ["--batch-groups", "4", "--group-size", "4", "--over-provision", "2", "--quiet", *SHORT]
@@ -104,7 +105,7 @@ def test_a_run_that_is_refused_leaves_no_tracker_s_files(
     assert not out.exists()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("package", "arguments", "named"),
     [
         ("prometheus_client", ["--metrics-port", "1"], "metrics"),
@@ -129,7 +130,7 @@ def test_a_missing_package_is_named_with_its_extra(
     assert not out.exists()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("arguments", "message"),
     [
         (["--track", "wanbd"], "'wanbd'; there are tensorboard, trackio, wandb"),

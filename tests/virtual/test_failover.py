@@ -31,6 +31,7 @@ from aprilsched.errors import EngineError, FleetLost, RefitError
 from aprilsched.telemetry.base import ProtocolListener
 from tests.support import small
 from tests.support.publishers import Once
+from tests.support.table import each_row
 
 pytestmark = pytest.mark.virtual_time
 
@@ -228,7 +229,7 @@ async def until(condition: Callable[[], bool]) -> None:
 # --- half open: the quick checks -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", ["nan", "short", "stuck", "hung", "deaf"])
+@each_row("fault", ["nan", "short", "stuck", "hung", "deaf"])
 async def test_an_engine_that_answers_but_does_not_work_stays_out_until_it_does(fault: str):
     fleet = Servers(2)
 

@@ -22,6 +22,7 @@ from aprilsched.telemetry.batch_figures import BatchMeter
 from aprilsched.telemetry.figures import Figures, Measured
 from aprilsched.timing.model import H200_QWEN3_4B as MODEL
 from aprilsched.timing.model import StepTimeModel
+from tests.support.table import each_row
 
 SLOW = MODEL.at_speed(1 / 1.08)
 """Engines for which everything takes longer than the planner's model says."""
@@ -310,7 +311,7 @@ def test_a_batch_that_hung_hardly_counts() -> None:
     assert bias.factor() > 0.95
 
 
-@pytest.mark.parametrize(("work", "time"), [(1.0, 0.0), (-1.0, 1.0), (1.0, -1.0)])
+@each_row(("work", "time"), [(1.0, 0.0), (-1.0, 1.0), (1.0, -1.0)])
 def test_a_batch_without_time_does_not_count(work: float, time: float) -> None:
     bias = Bias()
     bias.observe(work=work, time=time)

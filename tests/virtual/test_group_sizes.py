@@ -33,6 +33,7 @@ from aprilsched.errors import ConfigError
 from aprilsched.planning import Planner
 from tests.support import small
 from tests.support.driver import Driver, config
+from tests.support.table import each_row
 
 SIZES = (1, None, 5)
 USUAL = 2
@@ -88,8 +89,8 @@ async def run(
     return batches
 
 
-@pytest.mark.parametrize("stop", [Groups(4), Samples(9), Tokens(200)], ids=lambda stop: stop.name)
-@pytest.mark.parametrize(
+@each_row("stop", [Groups(4), Samples(9), Tokens(200)], ids=lambda stop: stop.name)
+@each_row(
     "settings",
     [
         {"refill": "wave"},
@@ -134,7 +135,7 @@ def test_rewards_of_groups_and_evaluations_have_the_size_of_their_prompt():
     assert [len(group.rollouts) for group in run_virtual(program()).groups] == [3, 2]
 
 
-@pytest.mark.parametrize("kind", ["memory", "sqlite"])
+@each_row("kind", ["memory", "sqlite"])
 def test_a_restart_keeps_the_sizes(kind: str, tmp_path: Path):
     store = MemoryStore() if kind == "memory" else SqliteStore(tmp_path / "s", inline=True)
     first = run_virtual(run(3, {}, updates=False, store=store))
@@ -165,7 +166,7 @@ def test_the_log_records_the_sizes_of_groups(tmp_path: Path):
     assert sizes == [expected(key) for key in range(12)]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("size", "said"),
     [(0, "None, got 0"), (True, "group_size is True"), (1.5, "1.5"), ("2", "a whole number")],
 )

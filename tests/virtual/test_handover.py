@@ -34,6 +34,7 @@ from aprilsched.core.state.saved import Snapshot
 from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import StoreError
 from aprilsched.store import Store
+from tests.support.table import each_row
 
 pytestmark = pytest.mark.virtual_time
 
@@ -103,12 +104,12 @@ async def polled(rollouts: RolloutScheduler) -> Batch | None:
         return None
 
 
-@pytest.mark.parametrize(
+@each_row(
     "preset",
     [presets.on_policy, presets.april, presets.rollpacker, presets.pool, "buckets"],
     ids=lambda preset: getattr(preset, "__name__", preset),
 )
-@pytest.mark.parametrize("streams", [False, True])
+@each_row("streams", [False, True])
 def test_a_trainer_that_polls_gets_what_one_that_waits_gets(preset: Any, streams: bool):
     """A call that timed out had ended the batch in work: the next one began more groups, and the
     engines were paused in between."""
@@ -147,7 +148,7 @@ def test_a_trainer_that_polls_gets_what_one_that_waits_gets(preset: Any, streams
         assert polled_seconds == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
+@each_row("pace", ["synchronous", "asynchronous"])
 def test_a_store_that_is_slower_than_the_trainers_patience_costs_nothing(pace: str):
     store = GatedStore()
 
@@ -182,7 +183,7 @@ def test_a_store_that_is_slower_than_the_trainers_patience_costs_nothing(pace: s
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("saved", [False, True])
+@each_row("saved", [False, True])
 async def test_a_batch_whose_wait_is_cancelled_as_it_is_offered_is_not_taken(saved: bool):
     cancelling = Cancelling()
     async with scheduler(MemoryStore() if saved else None, listeners=(cancelling,)) as rollouts:
@@ -194,7 +195,7 @@ async def test_a_batch_whose_wait_is_cancelled_as_it_is_offered_is_not_taken(sav
         assert [g.group_id for g in (await rollouts.next_batch()).groups] == offered
 
 
-@pytest.mark.parametrize("rule", ["mask", "evict", "finish"])
+@each_row("rule", ["mask", "evict", "finish"])
 async def test_an_update_withdraws_what_was_not_taken_and_staleness_is_bounded(rule: StalenessRule):
     cancelling = Cancelling()
     async with scheduler(

@@ -24,6 +24,7 @@ from aprilsched.testing import SimServer
 from aprilsched.testing.contract import until
 from tests.support import small
 from tests.support.sim_http import CONFIG, INTERVAL, two_weights
+from tests.support.table import each_row
 
 pytestmark = pytest.mark.virtual_time
 
@@ -98,7 +99,7 @@ def nothing_else_is_said(
         assert said(caplog) == []
 
 
-@pytest.mark.parametrize("straggler", ["retract", "in_place", "abort"])
+@each_row("straggler", ["retract", "in_place", "abort"])
 async def test_one_that_leaves_asleep_keeps_its_memory_lent_until_the_sleep_ends(straggler: str):
     async with setting(straggler=straggler, pace="asynchronous") as there:
         async with there.rollouts.asleep(tags=TAGS):
@@ -119,7 +120,7 @@ async def test_one_that_leaves_asleep_is_handed_back_where_the_scheduler_closes_
         assert there.is_as_it_was()
 
 
-@pytest.mark.parametrize("closes", [False, True])
+@each_row("closes", [False, True])
 async def test_one_that_leaves_asleep_and_joins_again_is_used_again_after_the_sleep(closes: bool):
     async with setting(pace="asynchronous") as there:
         asleep = there.rollouts.asleep(tags=TAGS)
@@ -160,7 +161,7 @@ async def test_one_that_is_restarted_asleep_and_leaves_is_not_woken():
         await there.is_handed_back()
 
 
-@pytest.mark.parametrize("mode", [Mode.PAUSING, Mode.FLUSHING, Mode.RELEASING, Mode.WAKING])
+@each_row("mode", [Mode.PAUSING, Mode.FLUSHING, Mode.RELEASING, Mode.WAKING])
 async def test_one_that_leaves_on_its_way_into_or_out_of_sleep(
     mode: Mode, monkeypatch: pytest.MonkeyPatch
 ):
@@ -239,7 +240,7 @@ class SlowPublisher:
         return {engine.name: None for engine in engines}
 
 
-@pytest.mark.parametrize("asleep", [False, True])
+@each_row("asleep", [False, True])
 async def test_one_that_leaves_in_a_refit_goes_on_after_it(asleep: bool, tmp_path: Any):
     """Its connection stays open for the publisher, and it stays paused while its weights are
     inconsistent."""

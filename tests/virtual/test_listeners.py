@@ -25,6 +25,7 @@ from aprilsched.driver import listeners
 from aprilsched.errors import InvariantViolation
 from aprilsched.telemetry.base import TokenChunks
 from tests.support.small import driven
+from tests.support.table import each_row
 
 BATCHES = 4
 """Batches of a run of `driven`."""
@@ -90,7 +91,7 @@ def lengths(batches: Sequence[Batch]) -> list[list[int]]:
     return [[len(rollout) for rollout in batch.rollouts] for batch in batches]
 
 
-@pytest.mark.parametrize("at", [AttemptEnded, BatchDelivered])
+@each_row("at", [AttemptEnded, BatchDelivered])
 def test_one_that_raises_is_told_no_more_and_the_run_goes_on(
     at: type, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -107,7 +108,7 @@ def test_one_that_raises_is_told_no_more_and_the_run_goes_on(
     assert record.exc_info[2] is not None
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("kind", "method"),
     [(live_bias.LiveBias, "on_facts"), (step_times.StepTimes, "on_tokens")],
 )
@@ -180,7 +181,7 @@ class Clock:
         self._now += self._seconds
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("seconds", "named"),
     [(1.5, 1), (0.2, 1), (0.005, 0)],
     ids=["in one call", "in many calls", "not at all"],

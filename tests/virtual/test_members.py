@@ -27,6 +27,7 @@ from aprilsched.errors import EpisodeError
 from aprilsched.types import Rollout
 from tests.support import small
 from tests.support.checking import Checking
+from tests.support.table import each_row
 
 pytestmark = pytest.mark.virtual_time
 
@@ -86,7 +87,7 @@ class Sandboxes:
 # --- lost members --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("rule", "size"), [("again", 4), ("shrink", 3)])
+@each_row(("rule", "size"), [("again", 4), ("shrink", 3)])
 async def test_an_episode_that_loses_its_sandbox_does_not_cost_its_siblings(rule: str, size: int):
     sandboxes, begun = Sandboxes(), Counter[int]()
 
@@ -131,7 +132,7 @@ async def test_the_episodes_of_lost_engines_begin_again_and_the_old_ones_are_giv
     sandboxes.check()
 
 
-@pytest.mark.parametrize("rule", ["again", "shrink"])
+@each_row("rule", ["again", "shrink"])
 async def test_a_lost_reward_is_asked_for_again_or_its_member_is_left_out(rule: str):
     asked = Counter[int]()
 
@@ -178,7 +179,7 @@ async def _holds(sandboxes: Sandboxes, turn: Turn, prompt: Prompt, tokens: int) 
     return 1.0
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.05, 0.5, 1.3])
+@each_row("seconds", [0.0, 0.05, 0.5, 1.3])
 async def test_a_close_in_any_phase_gives_everything_back_once(seconds: float):
     sandboxes = Sandboxes()
 
@@ -193,9 +194,7 @@ async def test_a_close_in_any_phase_gives_everything_back_once(seconds: float):
         sandboxes.check()
 
 
-@pytest.mark.parametrize(
-    ("rule", "reason"), [("evict", Reason.STALE), ("restart", Reason.BEGUN_AGAIN)]
-)
+@each_row(("rule", "reason"), [("evict", Reason.STALE), ("restart", Reason.BEGUN_AGAIN)])
 async def test_stale_episodes_are_given_back_when_they_are_dropped(rule: str, reason: Reason):
     sandboxes = Sandboxes()
 

@@ -1,18 +1,15 @@
 """Tests that a killed run resumes under other settings than those it was begun with.
 
-The tests take pairs of settings; the long variant takes all pairs. The first process is killed
-before its first batch, within a batch, and while the trainer trains. The second process resumes
-from the store. It must deliver, lose nothing, and deliver nothing twice.
+The first process is killed before its first batch, within a batch, and while the trainer trains.
+The second process resumes from the store. It must deliver, lose nothing, and deliver nothing twice.
 """
 
 from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import permutations
 from typing import Any
 
 import pytest
@@ -33,6 +30,7 @@ from aprilsched.config import Dispatch, LengthBuckets, Samples, Staleness, Token
 from aprilsched.core.invariants import check as check_invariants
 from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import ConfigError
+from tests.support.table import each_row
 
 pytestmark = pytest.mark.virtual_time
 
@@ -161,34 +159,29 @@ async def goes_on(name: str, begun: Killed) -> None:
         check_invariants(rollouts.state)
 
 
-def pairs() -> Iterator[tuple[str, str]]:
-    """Pairs of settings: each with one of the others, and the settings that leave the most behind
-    with those that have no use for it."""
-    names = list(SETTINGS)
-    for place, name in enumerate(names):
-        yield name, names[(7 * place + 3) % len(names)]
-    for name in ("buckets", "auto", "reward", "reward of groups", "accept", "large batch"):
-        yield name, "plain"
-    for name in ("pool", "in place", "auto in place", "asynchronous", "run"):
-        yield "buckets", name
-
-
-def chosen(name: str) -> bool:
-    """Whether schedules are chosen, which takes seconds."""
-    return SETTINGS[name].get("over_provision") == "auto"
-
-
-SOME = [
-    pair
-    for pair in dict.fromkeys(pairs())
-    if not any(map(chosen, pair)) or pair[0] == "buckets" or pair[1] == "plain"
-]
-OTHERS = [pair for pair in permutations(SETTINGS, 2) if pair not in SOME]
-
-
-@pytest.mark.parametrize(
-    ("first", "second"), [*SOME, *(pytest.param(*pair, marks=pytest.mark.long) for pair in OTHERS)]
+PAIRS = (
+    ("plain", "auto"),
+    ("buckets", "plain"),
+    ("buckets", "in place"),
+    ("auto", "plain"),
+    ("pool", "asynchronous tokens"),
+    ("tail", "buckets tokens"),
+    ("tail restart", "abort apart"),
+    ("asynchronous", "evict"),
+    ("asynchronous pool", "on policy"),
+    ("large batch", "small batch"),
+    ("reward of groups", "pairs"),
+    ("accept rewarded", "samples"),
 )
+"""Settings of the first process that leave something behind for those of the second. The
+interleavings of tests/property have the rest."""
+ONE_AT_A_TIME = (
+    "plain", "buckets", "pool", "auto", "tail", "asynchronous pool", "asynchronous tokens",
+    "accept rewarded",
+)  # fmt: skip
+
+
+@each_row(("first", "second"), PAIRS)
 def test_a_run_goes_on_under_other_settings(first: str, second: str) -> None:
     for moment, begun in killed(first).items():
         try:
@@ -197,7 +190,7 @@ def test_a_run_goes_on_under_other_settings(first: str, second: str) -> None:
             raise AssertionError(f"killed {moment}, it delivers nothing more") from None
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@each_row("name", ONE_AT_A_TIME)
 async def test_one_request_at_a_time_fills_batches(name: str) -> None:
     """Requests that `max_in_flight` holds back are sent when others end, so any batch fits."""
     async with scheduler(name, MemoryStore(), dispatch=Dispatch(max_in_flight=1)) as rollouts:

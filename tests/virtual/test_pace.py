@@ -34,6 +34,7 @@ from aprilsched.telemetry.summary import Summary
 from tests.support import small
 from tests.support.checking import Checking
 from tests.support.small import workload
+from tests.support.table import each_row
 
 pytestmark = pytest.mark.virtual_time
 
@@ -82,8 +83,8 @@ class Watching(Checking):
             )
 
 
-@pytest.mark.parametrize("straggler", BEHAVIOURS)
-@pytest.mark.parametrize("every", [7, 61])
+@each_row("straggler", BEHAVIOURS)
+@each_row("every", [7, 61])
 def test_the_pace_changes_amid_a_run_and_everything_is_delivered_once(
     straggler: str, every: int
 ) -> None:
@@ -124,7 +125,7 @@ def test_the_pace_changes_amid_a_run_and_everything_is_delivered_once(
             assert len({segment.version for segment in rollout.segments}) == len(rollout.segments)
 
 
-@pytest.mark.parametrize("lies", [False, True])
+@each_row("lies", [False, True])
 def test_the_planner_is_told_how_much_earlier_epochs_explain(lies: bool) -> None:
     """Keys that name another prompt in each epoch explain little once that was seen."""
 
@@ -201,7 +202,7 @@ def test_a_simulated_trainer_is_measured_on_both_paces_and_hidden_by_one() -> No
     assert walls["asynchronous"] < 0.9 * walls["synchronous"]
 
 
-@pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
+@each_row("pace", ["synchronous", "asynchronous"])
 def test_a_simulated_trainer_that_takes_groups_one_by_one_is_measured_as_such(pace: Pace) -> None:
     planner = Switching([pace])
     simulated(planner, streamed=True)

@@ -27,6 +27,7 @@ from aprilsched.config import Pool, Samples
 from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import ConfigError, PromptsExhausted
 from aprilsched.planning import Planner
+from tests.support.table import each_row
 
 pytestmark = pytest.mark.virtual_time
 
@@ -81,7 +82,7 @@ def keys(batches: list[Batch]) -> list[Any]:
     return sorted(group.prompt.key for batch in batches for group in batch.groups)  # type: ignore[type-var]
 
 
-@pytest.mark.parametrize(
+@each_row(
     "changes",
     [
         *({**values, "pace": "synchronous"} for values in {**SCHEDULES, **SYNCHRONOUS}.values()),
@@ -107,8 +108,8 @@ async def test_a_trainer_that_pushes_a_batch_at_a_time_gets_every_batch(changes:
     assert keys(batches) == source.pushed
 
 
-@pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
-@pytest.mark.parametrize("refill", ["wave", "pool"])
+@each_row("pace", ["synchronous", "asynchronous"])
+@each_row("refill", ["wave", "pool"])
 async def test_prompts_that_come_one_by_one_fill_a_batch_that_waits(pace: str, refill: str):
     source = Source()
 

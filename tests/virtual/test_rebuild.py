@@ -38,6 +38,7 @@ from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.run_state import RunState
 from aprilsched.telemetry.summary import Summary
 from tests.support.small import config, workload
+from tests.support.table import each_row
 
 SMALL = ["--batch-groups", "4", "--group-size", "4", "--over-provision", "2", "--quiet"]
 SHORT = ["--median", "60", "--cap", "600"]
@@ -106,7 +107,7 @@ def equal(rebuilt: Any, own: Any) -> bool:
     return type(own) is type(rebuilt) and own == rebuilt
 
 
-@pytest.mark.parametrize("name", RUNS)
+@each_row("name", RUNS)
 def test_every_figure_is_rebuilt(tmp_path: Path, name: str):
     changes, shows = RUNS[name]
     arguments = ["run", *SMALL, *SHORT, "--batches", "7", "--seed", "5", *changes]

@@ -30,6 +30,7 @@ from aprilsched.errors import ConfigError, EngineError
 from tests.support.publishers import Once
 from tests.support.sim_http import Raw, served, two_weights
 from tests.support.small import workload
+from tests.support.table import each_row
 
 pytestmark = pytest.mark.virtual_time
 
@@ -198,9 +199,7 @@ class Noted(Changing):
         self._engines = engines
 
 
-@pytest.mark.parametrize(
-    ("straggler", "flushes"), [("retract", True), ("abort", True), ("in_place", False)]
-)
+@each_row(("straggler", "flushes"), [("retract", True), ("abort", True), ("in_place", False)])
 async def test_an_engine_is_flushed_before_its_first_request_where_no_old_keys_may_stay(
     straggler: StragglerRule, flushes: bool
 ):

@@ -40,6 +40,7 @@ from aprilsched.errors import ConfigError
 from aprilsched.telemetry.event_log import EventLog
 from aprilsched.testing.server import SimServer
 from tests.support import small
+from tests.support.table import each_row
 
 pytestmark = pytest.mark.virtual_time
 
@@ -94,8 +95,8 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("dies", [False, True], ids=["whole", "an engine dies"])
-@pytest.mark.parametrize("rule", RULES)
+@each_row("dies", [False, True], ids=["whole", "an engine dies"])
+@each_row("rule", RULES)
 async def test_every_attempt_has_the_media_and_the_fields(rule: str, dies: bool) -> None:
     """Also one that goes on with the tokens of an engine that was lost."""
     several = moved = 0
@@ -211,7 +212,7 @@ async def _shown_more(turn: Turn, prompt: Prompt) -> float:
     return 1.0
 
 
-@pytest.mark.parametrize("straggler", ["abort", "retract"])
+@each_row("straggler", ["abort", "retract"])
 async def test_an_episode_may_show_more_media_in_a_later_turn(straggler: Any) -> None:
     """An attempt that goes on with a turn has the media of that turn."""
     fleet, attempts = SimFleet(1, vocab_size=1000), 0
@@ -270,7 +271,7 @@ async def test_what_is_too_large_is_left_out_and_logged(caplog: pytest.LogCaptur
     assert sum("answered more than is kept" in each for each in caplog.messages) == 1
 
 
-@pytest.mark.parametrize("ranked", [False, True])
+@each_row("ranked", [False, True])
 async def test_fields_media_and_ranks_arrive_at_a_server(ranked: bool) -> None:
     """Through real HTTP, in scaled wall time; bytes arrive as a data URL."""
     server_config = SimConfig(vocab_size=1000, stream_at_pause=False, priority=ranked)

@@ -20,6 +20,7 @@ from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import EngineError
 from aprilsched.telemetry.sampling import Sampler
 from tests.support.small import config, workload
+from tests.support.table import each_row
 
 pytestmark = pytest.mark.virtual_time
 
@@ -56,7 +57,7 @@ def test_a_run_is_not_sampled_if_it_shall_not_be(tmp_path: Path):
     assert not read_samples(folder).engines
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("arguments", "message"),
     [(["--sample", "-1"], "sample is -1"), (["--gpu", "on"], "the embedded engine has none")],
 )

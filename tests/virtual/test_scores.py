@@ -40,6 +40,7 @@ from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.live_figures import LiveFigures
 from aprilsched.telemetry.summary import Summary
 from aprilsched.telemetry.trackers import StepTracker
+from tests.support.table import each_row
 
 pytestmark = pytest.mark.virtual_time
 
@@ -80,12 +81,12 @@ async def take(count: int, **arguments: Any) -> list[Batch]:
         return [await rollouts.next_batch() for _ in range(count)]
 
 
-@pytest.mark.parametrize(
+@each_row(
     "arguments",
     [{"reward": by_rollout}, {"reward": by_group, "reward_scope": "group"}],
     ids=["rollout", "group"],
 )
-@pytest.mark.parametrize("episode", [None, with_info], ids=["single", "episode"])
+@each_row("episode", [None, with_info], ids=["single", "episode"])
 def test_parts_and_info_reach_the_batch(arguments: dict[str, Any], episode: Any):
     asked: list[Group] = []
 
@@ -138,7 +139,7 @@ def episodes_in(store: Store, reward: Reward) -> RolloutScheduler:
     )
 
 
-@pytest.mark.parametrize("kind", ["sqlite", "memory"])
+@each_row("kind", ["sqlite", "memory"])
 def test_they_survive_a_restart(kind: str, tmp_path: Path):
     """Scores of delivered batches survive a restart, and scores of an episode whose reward is not
     known yet."""
@@ -188,8 +189,8 @@ BAD: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("bad", BAD.values(), ids=BAD.keys())
-@pytest.mark.parametrize("scope", ["rollout", "group"])
+@each_row("bad", BAD.values(), ids=BAD.keys())
+@each_row("scope", ["rollout", "group"])
 async def test_a_score_that_cannot_be_kept_is_an_entry_of_the_ledger(
     bad: Callable[[], Any], scope: str
 ):

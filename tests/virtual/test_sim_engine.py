@@ -18,6 +18,7 @@ from aprilsched.weights.publisher import WeightPublisher
 from aprilsched.workload import LongTailWorkload
 from tests.support.loop import PatientLoop
 from tests.support.sim_batcher import Outcome, request
+from tests.support.table import each_row
 
 pytestmark = pytest.mark.virtual_time
 
@@ -52,7 +53,7 @@ def test_the_parts_satisfy_their_protocols() -> None:
     assert publisher is not None
 
 
-@pytest.mark.parametrize("flush", [True, False])
+@each_row("flush", [True, False])
 async def test_pause_refit_resume_inside_a_stream(flush: bool) -> None:
     async with opened() as (fleet, engine):
         loop = asyncio.get_running_loop()
@@ -193,7 +194,7 @@ async def test_publishing_reports_each_engine() -> None:
     await fleet.close()
 
 
-@pytest.mark.parametrize(
+@each_row(
     "bad",
     [
         *({name: 0} for name in ("max_running", "kv_tokens", "stream_interval", "vocab_size")),

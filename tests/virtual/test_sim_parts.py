@@ -23,9 +23,10 @@ from tests.sglang.adapter_contract import (
     fake_adapters,
 )
 from tests.support.sim_http import INTERVAL, Raw, served
+from tests.support.table import each_row
 
 
-@pytest.mark.parametrize("check", ADAPTER_CHECKS, ids=lambda check: check.__name__)
+@each_row("check", ADAPTER_CHECKS, ids=lambda check: check.__name__)
 async def test_a_served_engine_takes_adapters_like_a_real_one(tmp_path: Path, check: AdapterCheck):
     async with served() as server:
         engine = SGLangEngine(server.url, stream_interval=INTERVAL)

@@ -35,6 +35,7 @@ from aprilsched.testing import DrawnLengths, SimServer
 from aprilsched.testing.contract import ALL_CHECKS, Check, Stream, Subject, greedy, until
 from tests.sglang.helpers import running
 from tests.support.sim_http import INTERVAL, served, two_weights
+from tests.support.table import each_row
 
 KEY = "an-admin-key"
 
@@ -74,7 +75,7 @@ async def test_memory_calls_in_a_wrong_order_say_what_is_wrong(engine: SGLangEng
         await engine.resume()
 
 
-@pytest.mark.parametrize("straggler", ["retract", "in_place", "abort"])
+@each_row("straggler", ["retract", "in_place", "abort"])
 async def test_a_scheduler_runs_on_two_of_them(tmp_path: Path, straggler: StragglerRule):
     weights = two_weights(tmp_path)
     config = SchedulerConfig(
@@ -141,7 +142,7 @@ def test_the_command_refuses_what_cannot_be(capsys: pytest.CaptureFixture[str]):
         assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+@each_row(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 async def test_the_command_serves_until_it_is_ended(number: signal.Signals, code: int):
     arguments = ["serve-sim", "--port", "0", "--sim.engines", "2", "--admin-key-env", "KEY"]
     process = await asyncio.create_subprocess_exec(
@@ -160,7 +161,7 @@ async def test_the_command_serves_until_it_is_ended(number: signal.Signals, code
     assert await process.wait() == code
 
 
-@pytest.mark.parametrize("straggler", ["abort", "retract"])
+@each_row("straggler", ["abort", "retract"])
 async def test_responses_end_at_the_lengths_of_a_law(straggler: StragglerRule, tmp_path: Path):
     """Interrupted and carried over, each has the length that was drawn for it."""
     law = LongTailWorkload(median=60, sigma=1.0, cap=900, seed=5)

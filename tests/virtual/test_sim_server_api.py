@@ -17,6 +17,7 @@ from aprilsched.testing import SimServer
 from aprilsched.testing.contract import until
 from tests.sglang.loads_contract import check_loads
 from tests.support.sim_http import Raw, asked, served, two_weights
+from tests.support.table import each_row
 
 
 @pytest.fixture
@@ -36,7 +37,7 @@ async def begun(server: SimServer, requests: int = 1) -> None:
     await until(lambda: server.engine.batcher.running == requests)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("body", "message"),
     [
         ({"input_ids": []}, "input_ids cannot be empty."),

@@ -25,6 +25,7 @@ from aprilsched.presets import april, auto, copris, sync
 from aprilsched.simulation import Costs, Simulation, compare, simulate
 from aprilsched.workload import Empirical, LongTailWorkload
 from tests.support import small
+from tests.support.table import each_row
 
 WORKLOAD = LongTailWorkload(median=60, cap=600, group_size=4, seed=3)
 MODEL = SimConfig(make_tokens=False, max_running=32, kv_tokens=20_000, stream_interval=64)
@@ -88,7 +89,7 @@ def on_the_heap(settings: SchedulerConfig, engines: int) -> list[Delivered]:
     return deliveries.seen
 
 
-@pytest.mark.parametrize(
+@each_row(
     "changes",
     [
         {"over_provision": 1.0},
@@ -104,7 +105,7 @@ def test_both_shells_do_the_same(changes: dict[str, object]) -> None:
     assert [now for now, _ in heap] == pytest.approx([now for now, _ in virtual], rel=1e-6)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("changes", "engines"),
     [
         ({"straggler": "retract"}, 1),
@@ -145,7 +146,7 @@ def test_carried_contexts_are_spread_over_all_engines() -> None:
     assert max(prefilled) < 1.5 * min(prefilled)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("costs", "longer"),
     [
         (Costs(train_seconds=2.0), 2.0),
@@ -237,7 +238,7 @@ def test_recipes_are_compared_on_the_same_lengths(capsys: pytest.CaptureFixture[
     assert set(first[1].tolist()) & set(first[0].tolist())
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("given", "sentence"),
     [
         ({"engines": 0}, "engines is 0; give 1 or more."),

@@ -11,6 +11,7 @@ from aprilsched.engines.sim import run_virtual
 from aprilsched.simulation import Costs, Simulation
 from tests.support.checking import Checking
 from tests.support.small import config, workload
+from tests.support.table import each_row
 
 pytestmark = pytest.mark.virtual_time
 
@@ -19,8 +20,8 @@ async def streamed(rollouts: RolloutScheduler) -> list[Batch]:
     return [part async for part in rollouts.stream()]
 
 
-@pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
-@pytest.mark.parametrize("straggler", ["retract", "abort", "in_place"])
+@each_row("pace", ["synchronous", "asynchronous"])
+@each_row("straggler", ["retract", "abort", "in_place"])
 def test_streamed_batches_are_the_batches_of_the_same_run_without_streams(
     pace: str, straggler: str
 ):

@@ -17,6 +17,7 @@ from aprilsched.analysis.run import read_run
 from aprilsched.analysis.trace import write_trace
 from aprilsched.errors import RunFolderError
 from aprilsched.telemetry.run_folder import EVENTS, TRACE
+from tests.support.table import each_row
 from tests.support.trace_processor import TraceProcessor, loaded, rows
 
 ARGUMENTS = (
@@ -134,7 +135,7 @@ def check_versions(processor: TraceProcessor, folder: Path) -> None:
         assert {(rollout.rollout_id, version) for version in later} <= carried
 
 
-@pytest.mark.parametrize("name", RUNS)
+@each_row("name", RUNS)
 def test_the_trace_says_what_the_log_says(tmp_path: Path, name: str):
     assert main([*ARGUMENTS, *RUNS[name], "--out", str(tmp_path)]) == 0
     path = write_trace(tmp_path)

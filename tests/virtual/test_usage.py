@@ -26,6 +26,7 @@ from aprilsched.engines.sim import run_virtual
 from aprilsched.telemetry.engine_time import PARTS, utilization_of
 from aprilsched.telemetry.run_state import RunState
 from tests.support.small import config, workload
+from tests.support.table import each_row
 
 Program = Callable[[RolloutScheduler], Coroutine[Any, Any, None]]
 
@@ -65,7 +66,7 @@ def check(usage: RunUsage) -> dict[str, float]:
     return dict(zip(PARTS, usage.seconds.sum(axis=0).tolist(), strict=True))
 
 
-@pytest.mark.parametrize("name", RUNS)
+@each_row("name", RUNS)
 def test_the_parts_add_up_to_the_wall_time(tmp_path: Path, name: str):
     changes, parts = RUNS[name]
     arguments = ["run", "--batch-groups", "4", "--group-size", "4", "--over-provision", "2"]
@@ -135,7 +136,7 @@ def test_a_slow_source_of_prompts():
     assert seconds["prompts"] / 2 == pytest.approx(4 * 4 * 10, rel=0.1)
 
 
-@pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
+@each_row("pace", ["synchronous", "asynchronous"])
 def test_a_slow_trainer(pace: str):
     async def slowly(rollouts: RolloutScheduler) -> None:
         for _ in range(4):

@@ -48,6 +48,7 @@ from aprilsched.planning import Planner
 from aprilsched.remote import Raised
 from aprilsched.store import MemoryStore
 from tests.support import small
+from tests.support.table import each_row
 
 pytestmark = pytest.mark.virtual_time
 
@@ -101,8 +102,8 @@ def after_a_turn(fail: Callable[..., Any]) -> Callable[..., Any]:
     return episode
 
 
-@pytest.mark.parametrize("error", STRANGE)
-@pytest.mark.parametrize(
+@each_row("error", STRANGE)
+@each_row(
     ("function", "more", "ledger"),
     [
         ("reward", {}, {Reason.REWARD_FAILED: 8}),
@@ -242,8 +243,8 @@ class Publisher(SimPublisher):
         return await super().publish(version, engines)
 
 
-@pytest.mark.parametrize("error", STRANGE)
-@pytest.mark.parametrize("method", ["prepare", "holds", "publish"])
+@each_row("error", STRANGE)
+@each_row("method", ["prepare", "holds", "publish"])
 async def test_a_publisher_that_raises_anything_fails_its_update(
     error: type[BaseException], method: str
 ):
@@ -269,7 +270,7 @@ async def test_what_is_no_publisher_is_refused():
         await rollouts.update_weights(SimPublisher())
 
 
-@pytest.mark.parametrize("text", ["What is 2+2?", ["What", "is"]])
+@each_row("text", ["What is 2+2?", ["What", "is"]])
 def test_text_in_the_place_of_ids_is_named(text: Any):
     with pytest.raises(ConfigError, match="input_ids is text; give the ids"):
         Prompt(input_ids=text)
@@ -288,7 +289,7 @@ async def test_a_publisher_that_returns_nothing_is_told_what_to_return():
         await rollouts.next_batch()
 
 
-@pytest.mark.parametrize("error", STRANGE)
+@each_row("error", STRANGE)
 async def test_a_listener_that_raises_anything_is_detached(error: type[BaseException]):
     class Listener:
         calls = 0
@@ -307,7 +308,7 @@ async def test_a_listener_that_raises_anything_is_detached(error: type[BaseExcep
     assert listener.calls == 1
 
 
-@pytest.mark.parametrize("error", [*STRANGE, None])
+@each_row("error", [*STRANGE, None])
 async def test_a_planner_that_raises_anything_keeps_the_schedule(error: type[BaseException] | None):
     class Raising(Planner):
         calls = 0
@@ -326,7 +327,7 @@ async def test_a_planner_that_raises_anything_keeps_the_schedule(error: type[Bas
     assert planner.calls
 
 
-@pytest.mark.parametrize("reward", [{0: 1.0, 1: 2.0}, "12", {1.0, 2.0}])
+@each_row("reward", [{0: 1.0, 1: 2.0}, "12", {1.0, 2.0}])
 async def test_a_group_reward_that_is_no_sequence_is_refused(reward: Any):
     async def wrong(group: Any) -> Any:
         return reward
@@ -440,7 +441,7 @@ def bad_prompts() -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("plain", [True, False])
+@each_row("plain", [True, False])
 async def test_a_bad_prompt_is_one_entry_of_the_ledger_and_the_run_goes_on(plain: bool):
     good = Prompt(input_ids=ONE, sampling=SHORT)
     source = [item for bad in bad_prompts() for item in (good, bad, good)]
@@ -503,8 +504,8 @@ async def test_a_resumed_run_passes_over_bad_prompts_too():
 # --- evaluations -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("straggler", ["retract", "abort", "run"])
-@pytest.mark.parametrize("delay", [0.01, 0.5])
+@each_row("straggler", ["retract", "abort", "run"])
+@each_row("delay", [0.01, 0.5])
 async def test_a_cancelled_evaluation_ends_and_no_update_waits_for_it(straggler: str, delay: float):
     long = SamplingParams(max_new_tokens=100_000, ignore_eos=True)
     fleet = SimFleet(1, stream_interval=8)
@@ -552,7 +553,7 @@ def judged(rollout: Any, prompt: Any) -> float:
     return Takes.three(rollout, prompt, None)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("arguments", "said"),
     [
         ({"reward": 1.0}, r"reward is a float; give .*\(rollout, prompt\)"),
@@ -577,7 +578,7 @@ def test_a_function_that_cannot_be_called_is_refused_where_it_is_given(
         blocking.RolloutScheduler(SimFleet(1), workload(), **arguments)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "reward",
     [
         Takes().method,
@@ -631,7 +632,7 @@ async def test_a_reward_that_always_fails_is_an_error_at_the_end_with_its_own_tr
     assert names == ["no_answer"], "no line of the library stands before the caller's"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("value", "said"),
     [
         (None, "None; return a number or a Score"),
@@ -640,7 +641,7 @@ async def test_a_reward_that_always_fails_is_an_error_at_the_end_with_its_own_tr
         (float("nan"), "nan (the reward is nan"),
     ],
 )
-@pytest.mark.parametrize("scope", ["rollout", "group"])
+@each_row("scope", ["rollout", "group"])
 async def test_a_reward_that_is_no_number_says_so(
     caplog: pytest.LogCaptureFixture, value: Any, said: str, scope: Any
 ):
@@ -674,7 +675,7 @@ async def never(group: Any) -> bool:
     return False
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("functions", "failed", "said"),
     [
         ({"reward": lies}, 9, "raised Lies, which cannot be printed"),
@@ -688,7 +689,7 @@ async def test_a_run_without_a_group_says_why(functions: dict[str, Any], failed:
     assert error.failed == sum(error.causes.values()) == failed
 
 
-@pytest.mark.parametrize("share", [0.5, 0.7, 1.0])
+@each_row("share", [0.5, 0.7, 1.0])
 async def test_a_run_may_end_with_a_share_of_failed_groups(
     caplog: pytest.LogCaptureFixture, share: float
 ):
@@ -710,7 +711,7 @@ async def test_a_run_may_end_with_a_share_of_failed_groups(
     assert len(error.causes) == 6
     assert "6 of 9 groups failed" in str(error) or "and 6 failed" in str(error)
     assert copy.copy(error).causes == error.causes, "as pickle does it"
-    assert vars(cast("Any", Raised.of(error).again())) == vars(error)
+    assert vars(cast("Any", Raised.of(error).error())) == vars(error)
     assert len([r for r in caplog.records if "the reward function" in r.getMessage()]) == 1
 
 
