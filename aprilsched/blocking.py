@@ -35,9 +35,9 @@ from aprilsched.coordinator import RolloutScheduler as AsyncRolloutScheduler
 from aprilsched.coordinator.protocol import AsyncScheduler
 from aprilsched.coordinator.rollouts import SchedulerOptions
 from aprilsched.coordinator.session import forked
-from aprilsched.core.state.state import SchedulerState
 from aprilsched.engines.base import Fleet
 from aprilsched.errors import ConfigError, PromptsExhausted, SchedulerClosed, closed_meanwhile
+from aprilsched.kernel.core.state.state import SchedulerState
 from aprilsched.loop_thread import LoopThread
 from aprilsched.telemetry.figures import AlignmentFigures
 from aprilsched.types import Batch, Prompt, Receipt

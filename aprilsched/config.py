@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from aprilsched.core.config import (
+from aprilsched.kernel.core.config import (
     Dispatch,
     Health,
     KVAfterRefit,
@@ -13,13 +13,13 @@ from aprilsched.core.config import (
     SchedulerConfig,
     Timeouts,
 )
-from aprilsched.core.policies.kinds import RefillRule, StopUnit
-from aprilsched.core.policies.refill import LengthBuckets, Pool, Refill, TailBatching, Wave
-from aprilsched.core.policies.repack import Prices
-from aprilsched.core.policies.schedule import Objective
-from aprilsched.core.policies.staleness import Staleness
-from aprilsched.core.policies.stop import Groups, Samples, Stop, Tokens
-from aprilsched.core.policies.straggler import StragglerRule
+from aprilsched.kernel.core.policies.kinds import RefillRule, StopUnit
+from aprilsched.kernel.core.policies.refill import LengthBuckets, Pool, Refill, TailBatching, Wave
+from aprilsched.kernel.core.policies.repack import Prices
+from aprilsched.kernel.core.policies.schedule import Objective
+from aprilsched.kernel.core.policies.staleness import Staleness
+from aprilsched.kernel.core.policies.stop import Groups, Samples, Stop, Tokens
+from aprilsched.kernel.core.policies.straggler import StragglerRule
 from aprilsched.types import SamplingParams
 
 __all__ = [

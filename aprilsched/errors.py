@@ -29,7 +29,7 @@
     └── InvariantViolation     aprilsched has a bug: its state is one that must not occur
 
 A failed rollout, reward or prompt raises no exception. It becomes an entry of the ledger
-(:mod:`aprilsched.core.state.ledger`) with its cause.
+(:mod:`aprilsched.kernel.core.state.ledger`) with its cause.
 """
 
 from collections import Counter

@@ -40,7 +40,6 @@ from aprilsched.coordinator import BiasNow, RefitReport
 from aprilsched.coordinator import RolloutScheduler as AsyncRolloutScheduler
 from aprilsched.coordinator.prompts import PromptQueue
 from aprilsched.coordinator.protocol import AsyncScheduler
-from aprilsched.core.state.state import SchedulerState
 from aprilsched.errors import (
     AprilschedError,
     ConfigError,
@@ -49,6 +48,7 @@ from aprilsched.errors import (
     RefitError,
     SchedulerClosed,
 )
+from aprilsched.kernel.core.state.state import SchedulerState
 from aprilsched.telemetry.figures import AlignmentFigures
 from aprilsched.types import Batch, Prompt, Receipt
 from aprilsched.weights.external import Handshake

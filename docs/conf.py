@@ -53,7 +53,7 @@ nitpick_ignore_regex = [
     ),
     (r"py:.*", r"(types\.TracebackType|Figure|NDArray|Tensor|MsgspecError|looptime\.\w+)"),
     # Inner workings that a signature or a sentence names, and the decisions describe.
-    (r"py:.*", r"aprilsched\.core\..*"),
+    (r"py:.*", r"aprilsched\.kernel\.core\..*"),
     (r"py:mod", r"aprilsched\..*"),
     (r"py:class", r"aprilsched\.(types\.Receipt|engines\.sim\.toy_model\.(ToyModel|KvTier))"),
     (r"py:class", r"aprilsched\.engines\.fleet\.(EngineT|ServerSettings)"),

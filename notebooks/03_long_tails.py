@@ -26,7 +26,7 @@ import pictures
 from aprilsched import LongTailWorkload, SchedulerConfig
 from aprilsched.analysis.lengths_of_run import known_lengths, law_of
 from aprilsched.analysis.run import read_run
-from aprilsched.core.messages.facts import UpdateFinished
+from aprilsched.kernel.core.messages.facts import UpdateFinished
 from aprilsched.simulation import Costs, SimConfig, simulate
 from aprilsched.telemetry.event_log import EventLog
 

@@ -39,8 +39,8 @@ from aprilsched.analysis.plots import (
 from aprilsched.analysis.run import Run, tokens_by_class
 from aprilsched.analysis.style import GREY, PALETTE, PART_COLOURS, draw, finish, new_figure
 from aprilsched.analysis.usage import RunUsage
-from aprilsched.core.lengths.laws import KaplanMeier
-from aprilsched.core.lengths.observed import GroupLengths
+from aprilsched.kernel.core.lengths.laws import KaplanMeier
+from aprilsched.kernel.core.lengths.observed import GroupLengths
 from aprilsched.telemetry.engine_time import Part
 from aprilsched.telemetry.figures import BiasFigures
 

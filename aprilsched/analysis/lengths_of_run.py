@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 
 from aprilsched.analysis.run import readable
-from aprilsched.core.lengths.laws import KaplanMeier, kaplan_meier
-from aprilsched.core.lengths.observed import GroupLengths, pooled
-from aprilsched.core.messages import facts as of
-from aprilsched.core.messages.facts import Fact
-from aprilsched.core.state.ledger import Reason
+from aprilsched.kernel.core.lengths.laws import KaplanMeier, kaplan_meier
+from aprilsched.kernel.core.lengths.observed import GroupLengths, pooled
+from aprilsched.kernel.core.messages import facts as of
+from aprilsched.kernel.core.messages.facts import Fact
+from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.telemetry.event_log.reading import read_facts
 from aprilsched.telemetry.run_folder import EVENTS
 

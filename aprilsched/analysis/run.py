@@ -19,7 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aprilsched.analysis.rebuild import summary_of_run
-from aprilsched.core.messages.facts import (
+from aprilsched.errors import RunFolderError
+from aprilsched.files import read_text
+from aprilsched.kernel.core.messages.facts import (
     AttemptEnded,
     AttemptSent,
     BatchDelivered,
@@ -30,8 +32,6 @@ from aprilsched.core.messages.facts import (
     RunOpened,
     UpdateFinished,
 )
-from aprilsched.errors import RunFolderError
-from aprilsched.files import read_text
 from aprilsched.telemetry.event_log.reading import replay
 from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.run_folder import CONFIG, EVENTS

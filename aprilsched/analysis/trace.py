@@ -15,10 +15,10 @@ from typing import Any, BinaryIO
 import msgspec
 
 from aprilsched.analysis.run import readable
-from aprilsched.core.messages import facts as of
-from aprilsched.core.messages.facts import Fact
 from aprilsched.errors import RunFolderError
 from aprilsched.files import SHARED, written_whole
+from aprilsched.kernel.core.messages import facts as of
+from aprilsched.kernel.core.messages.facts import Fact
 from aprilsched.telemetry.base import DispatchingListener
 from aprilsched.telemetry.event_log.reading import replay
 from aprilsched.telemetry.run_folder import EVENTS, TRACE

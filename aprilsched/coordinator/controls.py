@@ -20,11 +20,11 @@ from typing import TypeAlias
 
 from aprilsched.coordinator.opening import shows_pause
 from aprilsched.coordinator.tasks import Part, Shell, TaskKey, watched
-from aprilsched.core.messages import commands as do
-from aprilsched.core.messages import events as ev
 from aprilsched.engines.base import Engine, SleepingEngine
 from aprilsched.engines.self_check import check_tokens
 from aprilsched.errors import EngineError, InconsistentWeights
+from aprilsched.kernel.core.messages import commands as do
+from aprilsched.kernel.core.messages import events as ev
 from aprilsched.weights.publisher import to_the_end
 
 Work: TypeAlias = Callable[[], Awaitable[ev.Event]]

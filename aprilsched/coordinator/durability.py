@@ -19,15 +19,15 @@ from typing import TypeVar
 
 from aprilsched.coordinator.tasks import Part, Shell, Waits
 from aprilsched.coordinator.work import Work
-from aprilsched.core.messages.commands import Deliver, Offer
-from aprilsched.core.messages.events import BatchesAcknowledged, PartsFollow
-from aprilsched.core.messages.facts import UpdateFinished
-from aprilsched.core.scheduler import Scheduler
-from aprilsched.core.state.saved import Saved, Snapshot
-from aprilsched.core.state.state import SchedulerState
-from aprilsched.core.steps.batch import handed_over
-from aprilsched.core.steps.snapshot import take_changes, take_checkpoint, take_full
 from aprilsched.errors import AprilschedError, ConfigError, SchedulerClosed, StoreError
+from aprilsched.kernel.core.messages.commands import Deliver, Offer
+from aprilsched.kernel.core.messages.events import BatchesAcknowledged, PartsFollow
+from aprilsched.kernel.core.messages.facts import UpdateFinished
+from aprilsched.kernel.core.scheduler import Scheduler
+from aprilsched.kernel.core.state.saved import Saved, Snapshot
+from aprilsched.kernel.core.state.state import SchedulerState
+from aprilsched.kernel.core.steps.batch import handed_over
+from aprilsched.kernel.core.steps.snapshot import take_changes, take_checkpoint, take_full
 from aprilsched.store.in_memory import Store
 from aprilsched.store.sqlite import read_checkpoint, write_checkpoint
 from aprilsched.types import Receipt

@@ -21,9 +21,14 @@ import numpy as np
 from aprilsched.companions import Companion, CompanionRows
 from aprilsched.coordinator.prompts import check_media
 from aprilsched.coordinator.tasks import fail_future
-from aprilsched.core.messages.commands import ResolveTurn, context_mark
-from aprilsched.core.messages.events import EpisodeWaits, TurnKept, TurnRequested, TurnWithdrawn
 from aprilsched.errors import EpisodeError, TurnRefused
+from aprilsched.kernel.core.messages.commands import ResolveTurn, context_mark
+from aprilsched.kernel.core.messages.events import (
+    EpisodeWaits,
+    TurnKept,
+    TurnRequested,
+    TurnWithdrawn,
+)
 from aprilsched.sampling import check_sampling
 from aprilsched.types import (
     BranchRule,

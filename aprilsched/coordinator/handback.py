@@ -23,10 +23,10 @@ from aprilsched.coordinator.attempts import Attempts
 from aprilsched.coordinator.controls import EngineControls
 from aprilsched.coordinator.refits import Refits
 from aprilsched.coordinator.tasks import Part, Shell, TaskKey, watched
-from aprilsched.core.state.engine_control import Mode
-from aprilsched.core.state.state import SchedulerState
 from aprilsched.engines.base import Engine
 from aprilsched.errors import EngineError, EngineUnreachable
+from aprilsched.kernel.core.state.engine_control import Mode
+from aprilsched.kernel.core.state.state import SchedulerState
 
 log = logging.getLogger("aprilsched")
 

@@ -9,10 +9,10 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from aprilsched.core.lengths.observed import pooled
-from aprilsched.core.messages import facts as of
-from aprilsched.core.state.records import group_lengths
-from aprilsched.core.state.state import SchedulerState
+from aprilsched.kernel.core.lengths.observed import pooled
+from aprilsched.kernel.core.messages import facts as of
+from aprilsched.kernel.core.state.records import group_lengths
+from aprilsched.kernel.core.state.state import SchedulerState
 from aprilsched.telemetry.base import TokenChunks
 from aprilsched.telemetry.bias_collector import expected_lengths, transient, warning_now
 

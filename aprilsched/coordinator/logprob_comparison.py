@@ -15,8 +15,8 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.core.messages.events import LogprobComparison, LogprobDifferences
 from aprilsched.errors import ConfigError
+from aprilsched.kernel.core.messages.events import LogprobComparison, LogprobDifferences
 from aprilsched.types import NO_VERSION, Batch, Rollout
 
 BOUND = 0.1

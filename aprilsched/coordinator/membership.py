@@ -13,9 +13,6 @@ from datetime import datetime, timedelta
 from aprilsched.coordinator.handback import HandBack
 from aprilsched.coordinator.opening import claim, examine
 from aprilsched.coordinator.tasks import Part, Shell, TaskKey
-from aprilsched.core.messages import events as ev
-from aprilsched.core.messages import facts
-from aprilsched.core.messages.events import EngineInfo, EngineJoined, EngineLost
 from aprilsched.engines.base import (
     CLAIM_INTERVAL_S,
     Claimable,
@@ -32,6 +29,9 @@ from aprilsched.errors import (
     InconsistentWeights,
     RefitError,
 )
+from aprilsched.kernel.core.messages import events as ev
+from aprilsched.kernel.core.messages import facts
+from aprilsched.kernel.core.messages.events import EngineInfo, EngineJoined, EngineLost
 
 log = logging.getLogger("aprilsched")
 

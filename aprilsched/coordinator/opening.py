@@ -17,7 +17,6 @@ from typing import ClassVar
 
 from aprilsched.companions import TOP
 from aprilsched.config import SchedulerConfig
-from aprilsched.core.messages.events import EngineInfo, Opened
 from aprilsched.driver.loop import joining
 from aprilsched.engines.base import (
     CLAIM_INTERVAL_S,
@@ -36,6 +35,7 @@ from aprilsched.errors import (
     EngineTaken,
     InconsistentWeights,
 )
+from aprilsched.kernel.core.messages.events import EngineInfo, Opened
 
 _FIRST_LABELS = ("default", "0")
 """Labels of the weights that a server was started with."""

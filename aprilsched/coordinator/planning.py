@@ -25,11 +25,11 @@ import sys
 
 from aprilsched.coordinator import planning_child
 from aprilsched.coordinator.tasks import Part, Shell
-from aprilsched.core.config import SchedulerConfig
-from aprilsched.core.messages.commands import Plan
-from aprilsched.core.messages.events import Planned
-from aprilsched.core.policies.schedule import Schedule
 from aprilsched.driver.callbacks import called_now
+from aprilsched.kernel.core.config import SchedulerConfig
+from aprilsched.kernel.core.messages.commands import Plan
+from aprilsched.kernel.core.messages.events import Planned
+from aprilsched.kernel.core.policies.schedule import Schedule
 from aprilsched.planning import Planner
 
 log = logging.getLogger("aprilsched")

@@ -14,11 +14,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from aprilsched.coordinator.tasks import Part, Shell, TaskKey, watched
-from aprilsched.core.messages.events import ControlFailed, Refitted
-from aprilsched.core.messages.facts import AdapterRetired, RefitBegun
 from aprilsched.driver.callbacks import Overdue, called, raised
 from aprilsched.engines.base import Engine
 from aprilsched.errors import EngineError, InconsistentWeights
+from aprilsched.kernel.core.messages.events import ControlFailed, Refitted
+from aprilsched.kernel.core.messages.facts import AdapterRetired, RefitBegun
 from aprilsched.weights.external import ExternalWeights, FollowedWeights, Handshake
 from aprilsched.weights.publisher import AdapterPublisher, ConcludingPublisher, WeightPublisher
 

@@ -20,12 +20,12 @@ from aprilsched.coordinator.refits import RefitReport
 from aprilsched.coordinator.session import Session
 from aprilsched.coordinator.updates import Updates
 from aprilsched.coordinator.work import Work
-from aprilsched.core.config import Caller, SchedulerConfig
-from aprilsched.core.messages import events as ev
-from aprilsched.core.state.state import SchedulerState
 from aprilsched.driver.callbacks import Accept, GroupReward, Reward
 from aprilsched.engines.base import Fleet
 from aprilsched.errors import ConfigError, InvariantViolation
+from aprilsched.kernel.core.config import Caller, SchedulerConfig
+from aprilsched.kernel.core.messages import events as ev
+from aprilsched.kernel.core.state.state import SchedulerState
 from aprilsched.planning import Planner
 from aprilsched.store.in_memory import Store
 from aprilsched.telemetry.alignment import alignment_of

@@ -37,16 +37,16 @@ from aprilsched.coordinator.refits import Refits, moves_elsewhere
 from aprilsched.coordinator.step_times import StepTimes
 from aprilsched.coordinator.tasks import Shell, Tasks, Waits
 from aprilsched.coordinator.work import Work
-from aprilsched.core.config import Caller, SchedulerConfig
-from aprilsched.core.messages import commands as do
-from aprilsched.core.messages import events as ev
-from aprilsched.core.messages import facts
-from aprilsched.core.scheduler import Scheduler
-from aprilsched.core.state.state import SchedulerState
 from aprilsched.driver.forecasts import ForecastErrors
 from aprilsched.driver.loop import EventLoop
 from aprilsched.engines.base import Engine, Fleet, RefitElsewhere
 from aprilsched.errors import EngineTaken, SchedulerClosed, closed_meanwhile
+from aprilsched.kernel.core.config import Caller, SchedulerConfig
+from aprilsched.kernel.core.messages import commands as do
+from aprilsched.kernel.core.messages import events as ev
+from aprilsched.kernel.core.messages import facts
+from aprilsched.kernel.core.scheduler import Scheduler
+from aprilsched.kernel.core.state.state import SchedulerState
 from aprilsched.planning import Planner
 from aprilsched.store.in_memory import Store
 from aprilsched.telemetry.base import AnyListener

@@ -19,8 +19,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from aprilsched.core.messages import facts as of
-from aprilsched.core.messages.facts import Fact
+from aprilsched.kernel.core.messages import facts as of
+from aprilsched.kernel.core.messages.facts import Fact
 from aprilsched.planning import Planner
 from aprilsched.telemetry.base import TokenChunks
 from aprilsched.timing.online import Observation, OnlineFit

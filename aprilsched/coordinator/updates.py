@@ -14,12 +14,12 @@ from contextlib import asynccontextmanager, suppress
 from aprilsched.coordinator.membership import wants_update
 from aprilsched.coordinator.refits import RefitReport
 from aprilsched.coordinator.session import Session
-from aprilsched.core.messages import events as ev
-from aprilsched.core.messages import facts
-from aprilsched.core.steps.engines import stranded
 from aprilsched.driver.callbacks import called, called_now
 from aprilsched.engines.base import SleepingEngine
 from aprilsched.errors import ConfigError, RefitError
+from aprilsched.kernel.core.messages import events as ev
+from aprilsched.kernel.core.messages import facts
+from aprilsched.kernel.core.steps.engines import stranded
 from aprilsched.weights.external import ExternalWeights, Handshake
 from aprilsched.weights.publisher import (
     AdapterPublisher,

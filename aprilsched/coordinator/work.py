@@ -18,11 +18,6 @@ from aprilsched.companions import of_prompt
 from aprilsched.coordinator.episodes import Episode, FollowsRun, Turn
 from aprilsched.coordinator.prompts import PromptSource
 from aprilsched.coordinator.tasks import Tasks
-from aprilsched.core.config import RewardScope
-from aprilsched.core.messages import commands as do
-from aprilsched.core.messages import events as ev
-from aprilsched.core.messages import facts
-from aprilsched.core.state.ledger import Reason
 from aprilsched.driver.callbacks import (
     Accept,
     CallbackRunner,
@@ -36,6 +31,11 @@ from aprilsched.driver.callbacks import (
     place_of,
 )
 from aprilsched.errors import MemberLost, RunEnded
+from aprilsched.kernel.core.config import RewardScope
+from aprilsched.kernel.core.messages import commands as do
+from aprilsched.kernel.core.messages import events as ev
+from aprilsched.kernel.core.messages import facts
+from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.types import Prompt, RefusedPrompt, Score
 from aprilsched.weights.publisher import to_the_end
 

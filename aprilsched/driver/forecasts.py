@@ -16,10 +16,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from aprilsched.core.messages import facts as of
-from aprilsched.core.messages.facts import Fact
-from aprilsched.core.policies.schedule import Forecast
-from aprilsched.core.state.ledger import Reason
+from aprilsched.kernel.core.messages import facts as of
+from aprilsched.kernel.core.messages.facts import Fact
+from aprilsched.kernel.core.policies.schedule import Forecast
+from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.planning import Planner
 from aprilsched.telemetry.base import TokenChunks
 from aprilsched.telemetry.batch_figures import BatchTime

@@ -19,11 +19,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, cast
 
-from aprilsched.core.messages.commands import Command
-from aprilsched.core.messages.events import Event
-from aprilsched.core.messages.facts import Fact, TokensReceived
 from aprilsched.driver.callbacks import ordinary
 from aprilsched.errors import InvariantViolation
+from aprilsched.kernel.core.messages.commands import Command
+from aprilsched.kernel.core.messages.events import Event
+from aprilsched.kernel.core.messages.facts import Fact, TokensReceived
 from aprilsched.telemetry.base import AnyListener, BulkListener, Listener, ProtocolListener
 
 log = logging.getLogger("aprilsched")

@@ -10,8 +10,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from aprilsched.core.messages.commands import Command
-from aprilsched.core.messages.events import (
+from aprilsched.driver.listeners import Listeners
+from aprilsched.engines.base import Capabilities, Chunk
+from aprilsched.kernel.core.messages.commands import Command
+from aprilsched.kernel.core.messages.events import (
     EngineInfo,
     Event,
     Finished,
@@ -21,10 +23,8 @@ from aprilsched.core.messages.events import (
     Tick,
     VersionSeen,
 )
-from aprilsched.core.messages.facts import by_delivery
-from aprilsched.core.scheduler import Scheduler
-from aprilsched.driver.listeners import Listeners
-from aprilsched.engines.base import Capabilities, Chunk
+from aprilsched.kernel.core.messages.facts import by_delivery
+from aprilsched.kernel.core.scheduler import Scheduler
 from aprilsched.telemetry.base import AnyListener
 
 Perform = Callable[[Any], None]

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 from aprilsched.coordinator.refits import RefitReport
 from aprilsched.coordinator.rollouts import RolloutScheduler
-from aprilsched.core.state.engine_control import Mode
 from aprilsched.engines.base import BeginsWithout, Engine, Fleet
 from aprilsched.errors import ConfigError, RefitError
 from aprilsched.gateway.labels import Labels
@@ -29,6 +28,7 @@ from aprilsched.gateway.updates import (
     join_group,
     leave_group,
 )
+from aprilsched.kernel.core.state.engine_control import Mode
 from aprilsched.serving.calls import BroadcastBody, DiskBody, JoinBody, PauseMode, TensorBody
 from aprilsched.serving.refusals import Unavailable
 from aprilsched.weights.external import ExternalWeights

@@ -10,7 +10,6 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from aprilsched.core.config import SchedulerConfig
 from aprilsched.dialects.openai import CHAT, COMPLETIONS
 from aprilsched.dialects.sglang import GENERATE
 from aprilsched.engines.base import Fleet
@@ -18,6 +17,7 @@ from aprilsched.errors import AprilschedError, MissingExtra
 from aprilsched.gateway.requests import answer_in
 from aprilsched.gateway.service import SERVICE, Service
 from aprilsched.gateway.settings import GatewaySettings
+from aprilsched.kernel.core.config import SchedulerConfig
 from aprilsched.serving.bodies import Bodies, body_of
 from aprilsched.serving.calls import Route, make_app
 from aprilsched.serving.listener import Listener

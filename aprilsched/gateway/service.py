@@ -19,7 +19,6 @@ from aprilsched import __version__
 from aprilsched.chat.tokenizer import Texts
 from aprilsched.coordinator.prompts import PromptQueue
 from aprilsched.coordinator.rollouts import RolloutScheduler
-from aprilsched.core.config import SchedulerConfig
 from aprilsched.dialects.sglang import PromptsBody
 from aprilsched.engines.base import Fleet
 from aprilsched.engines.server import facts_of
@@ -30,6 +29,7 @@ from aprilsched.gateway.labels import Labels
 from aprilsched.gateway.responses import Responses
 from aprilsched.gateway.settings import GatewaySettings, for_clients
 from aprilsched.gateway.updates import ranks_of
+from aprilsched.kernel.core.config import SchedulerConfig
 from aprilsched.serving.refusals import Refused
 from aprilsched.store.sqlite import SqliteStore
 from aprilsched.telemetry.base import AnyListener

@@ -42,7 +42,6 @@ from aprilsched.blocking import RolloutScheduler
 from aprilsched.chat.tokenizer import load_tokenizer
 from aprilsched.config import SchedulerConfig
 from aprilsched.coordinator import PromptQueue, Turn
-from aprilsched.core.policies.straggler import BEHAVIOURS
 from aprilsched.engines.base import Fleet, RefitFromGroup
 from aprilsched.errors import ConfigError, MissingExtra, RefitError
 from aprilsched.integrations import (
@@ -53,6 +52,7 @@ from aprilsched.integrations import (
     with_bound,
 )
 from aprilsched.integrations.by_session import BySession
+from aprilsched.kernel.core.policies.straggler import BEHAVIOURS
 from aprilsched.sessions import Session
 from aprilsched.telemetry.base import AnyListener
 from aprilsched.tensors import pack

@@ -16,15 +16,15 @@ import numpy as np
 
 from aprilsched.config import SchedulerConfig
 from aprilsched.coordinator import RolloutScheduler
-from aprilsched.core.messages.facts import (
+from aprilsched.errors import RefitError
+from aprilsched.kernel.core.messages.facts import (
     BatchDelivered,
     Fact,
     GroupDropped,
     GroupLaunched,
     PromptRefused,
 )
-from aprilsched.core.policies.refill import OnDemand
-from aprilsched.errors import RefitError
+from aprilsched.kernel.core.policies.refill import OnDemand
 from aprilsched.types import Batch
 
 NOT_TOKENIZED = np.zeros(1, dtype=np.int32)

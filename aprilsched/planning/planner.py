@@ -1,7 +1,7 @@
 """Chooses the least stale schedule within 1 % of the best by the objective.
 
 The objective is useful work for the time of whole steps
-(:class:`~aprilsched.core.policies.schedule.Objective`). Optima are flat: many schedules are as
+(:class:`~aprilsched.kernel.core.policies.schedule.Objective`). Optima are flat: many schedules are as
 good as the best within noise, with very different staleness. So differences below the objective's
 `tolerance` do not count, and staleness decides.
 
@@ -21,13 +21,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.core.config import SchedulerConfig
-from aprilsched.core.lengths.observed import ObservedLengths
-from aprilsched.core.messages.commands import Plan
-from aprilsched.core.policies.placement import Placement
-from aprilsched.core.policies.refill import LengthBuckets, Pool, Refill, TailBatching, Wave
-from aprilsched.core.policies.schedule import Forecast, Pace, Schedule
-from aprilsched.core.policies.straggler import BEHAVIOURS
+from aprilsched.kernel.core.config import SchedulerConfig
+from aprilsched.kernel.core.lengths.observed import ObservedLengths
+from aprilsched.kernel.core.messages.commands import Plan
+from aprilsched.kernel.core.policies.placement import Placement
+from aprilsched.kernel.core.policies.refill import LengthBuckets, Pool, Refill, TailBatching, Wave
+from aprilsched.kernel.core.policies.schedule import Forecast, Pace, Schedule
+from aprilsched.kernel.core.policies.straggler import BEHAVIOURS
 from aprilsched.planning.setting import Outcome, Setting
 from aprilsched.planning.trial import Drawn, Trial
 from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel, share_of_experts

@@ -8,8 +8,8 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.core.policies.schedule import Objective, Pace
-from aprilsched.core.policies.stop import Groups, Stop
+from aprilsched.kernel.core.policies.schedule import Objective, Pace
+from aprilsched.kernel.core.policies.stop import Groups, Stop
 from aprilsched.timing.model import StepTimeModel
 
 Amount = TypeVar("Amount", float, NDArray[np.float64])
@@ -39,7 +39,7 @@ class Setting:
         runs_out: whether every response in flight runs to its end before a refit, for which nothing
             new is started (``straggler="run"``); otherwise a refit interrupts it.
         max_staleness: the user's bound; None without one. It also limits how many groups are
-            outstanding (:meth:`~aprilsched.core.policies.staleness.Staleness.admissible`).
+            outstanding (:meth:`~aprilsched.kernel.core.policies.staleness.Staleness.admissible`).
         restarts: whether the tokens of groups that would pass the bound are thrown away at an
             update, and their prompts generated again.
         pace: whether generation goes on while the trainer trains, for a schedule that names no
@@ -169,7 +169,7 @@ class Outcome:
 
     Attributes:
         value: the objective: useful work in seconds of T_bound, for each second of whole steps
-            (:class:`~aprilsched.core.policies.schedule.Objective`).
+            (:class:`~aprilsched.kernel.core.policies.schedule.Objective`).
         step_seconds: mean seconds of a step, without `trainer_seconds`.
         trainer_seconds: mean seconds of a step in which the engines wait by design for the
             trainer, which has the whole batch: all of its time for a whole batch on the synchronous

@@ -17,7 +17,7 @@ Invariants:
 
 A complete group waits for its reward, and may be refused then. A batch is full when enough groups
 are complete, and is taken when enough of them are accepted. Engines go on in between where those of
-a run do (``awaits_scores`` in :mod:`aprilsched.core.steps.batch`), and stand otherwise. A member of
+a run do (``awaits_scores`` in :mod:`aprilsched.kernel.core.steps.batch`), and stand otherwise. A member of
 several turns leaves its engine at a gap, and waits for a place after it.
 
 Efficiency counts generated tokens and not delivered ones: in the long run both are the same, and
@@ -40,11 +40,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.core.lengths.laws import Levels, LogLaw, normal_quantile, observed_logs
-from aprilsched.core.lengths.observed import hashed_uniforms, padded, resampled
-from aprilsched.core.policies.refill import OpenGroups, Pool, PoolView, Refill
-from aprilsched.core.policies.schedule import Schedule
-from aprilsched.core.policies.staleness import Staleness, StalenessRule
+from aprilsched.kernel.core.lengths.laws import Levels, LogLaw, normal_quantile, observed_logs
+from aprilsched.kernel.core.lengths.observed import hashed_uniforms, padded, resampled
+from aprilsched.kernel.core.policies.refill import OpenGroups, Pool, PoolView, Refill
+from aprilsched.kernel.core.policies.schedule import Schedule
+from aprilsched.kernel.core.policies.staleness import Staleness, StalenessRule
 from aprilsched.planning.setting import Outcome, Setting
 from aprilsched.timing.model import RESERVE_CLIP, RESERVE_SHARE, StepTimeModel
 

@@ -18,9 +18,9 @@ import msgspec
 
 from aprilsched.checks import nearest
 from aprilsched.config import SamplingParams, SchedulerConfig, Staleness
-from aprilsched.core.policies.kinds import REFILLS, STOPS
 from aprilsched.errors import ConfigError
 from aprilsched.files import read_text
+from aprilsched.kernel.core.policies.kinds import REFILLS, STOPS
 from aprilsched.presets import PRESETS
 from aprilsched.runs.settings import RunSettings
 

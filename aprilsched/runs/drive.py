@@ -15,10 +15,10 @@ from pathlib import Path
 
 from aprilsched.analysis.run import readable
 from aprilsched.coordinator import RolloutScheduler
-from aprilsched.core.messages.facts import Fact
-from aprilsched.core.state.state import SchedulerState
 from aprilsched.engines.sim import SimConfig
 from aprilsched.errors import AprilschedError, ConfigError, PromptsExhausted, RunFolderError
+from aprilsched.kernel.core.messages.facts import Fact
+from aprilsched.kernel.core.state.state import SchedulerState
 from aprilsched.runs.config_file import as_toml
 from aprilsched.runs.setup import Setup, live_figures_of, run_on_clock, summary_of
 from aprilsched.runs.showing import Screen

@@ -15,12 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aprilsched.analysis.usage import RunUsage, UsageRecorder
-from aprilsched.core.config import SchedulerConfig
-from aprilsched.core.messages.facts import BatchDelivered, Fact, TokensReceived
-from aprilsched.core.state.records import group_lengths
-from aprilsched.core.state.state import SchedulerState
 from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.errors import PromptsExhausted
+from aprilsched.kernel.core.config import SchedulerConfig
+from aprilsched.kernel.core.messages.facts import BatchDelivered, Fact, TokensReceived
+from aprilsched.kernel.core.state.records import group_lengths
+from aprilsched.kernel.core.state.state import SchedulerState
 from aprilsched.planning import Planner
 from aprilsched.simulation.virtual import (
     TIMED,

@@ -1,6 +1,6 @@
 """Runs the production scheduler with modelled engines in virtual time.
 
-It is the second shell around :mod:`aprilsched.core`. The coordinator uses asyncio and real
+It is the second shell around :mod:`aprilsched.kernel.core`. The coordinator uses asyncio and real
 engines; this shell uses a heap of timed calls and
 :class:`~aprilsched.engines.sim.batcher.Batcher` objects, and is a hundred times faster than a
 virtual event loop.
@@ -22,19 +22,19 @@ from numpy.typing import NDArray
 
 from aprilsched.bounds import NOT_NEGATIVE, check_settings
 from aprilsched.checks import checked, typed
-from aprilsched.core.config import Caller, SchedulerConfig
-from aprilsched.core.messages import commands as do
-from aprilsched.core.messages import events as ev
-from aprilsched.core.messages import facts
-from aprilsched.core.messages.facts import Fact, GroupLaunched
-from aprilsched.core.scheduler import Scheduler
-from aprilsched.core.state.state import SchedulerState
 from aprilsched.driver.forecasts import ForecastErrors
 from aprilsched.driver.loop import EventLoop, ending, joining, progress
 from aprilsched.engines.base import Chunk, GenerationRequest
 from aprilsched.engines.sim.batcher import Batcher
 from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.errors import AprilschedError, ConfigError, FleetLost, RunGivenUp
+from aprilsched.kernel.core.config import Caller, SchedulerConfig
+from aprilsched.kernel.core.messages import commands as do
+from aprilsched.kernel.core.messages import events as ev
+from aprilsched.kernel.core.messages import facts
+from aprilsched.kernel.core.messages.facts import Fact, GroupLaunched
+from aprilsched.kernel.core.scheduler import Scheduler
+from aprilsched.kernel.core.state.state import SchedulerState
 from aprilsched.planning import Planner
 from aprilsched.telemetry.base import AnyListener
 from aprilsched.types import Batch, Group, Int32Array, Prompt, SamplingParams, Score

@@ -7,7 +7,7 @@ import weakref
 from pathlib import Path
 from typing import Protocol
 
-from aprilsched.core.state.saved import Saved, Snapshot
+from aprilsched.kernel.core.state.saved import Saved, Snapshot
 from aprilsched.store.file import migrate
 from aprilsched.store.sqlite import read_saved, save_snapshot
 

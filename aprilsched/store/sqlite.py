@@ -29,9 +29,11 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import msgspec
 import numpy as np
 
-from aprilsched.core.lengths.observed import MOST_KEYS, GroupLengths, Remembered
-from aprilsched.core.state.ledger import Entry
-from aprilsched.core.state.saved import (
+from aprilsched.errors import ConfigError, StoreError
+from aprilsched.files import unused_name
+from aprilsched.kernel.core.lengths.observed import MOST_KEYS, GroupLengths, Remembered
+from aprilsched.kernel.core.state.ledger import Entry
+from aprilsched.kernel.core.state.saved import (
     GroupState,
     RolloutState,
     RunState,
@@ -44,8 +46,6 @@ from aprilsched.core.state.saved import (
     Snapshot,
     TokenPage,
 )
-from aprilsched.errors import ConfigError, StoreError
-from aprilsched.files import unused_name
 from aprilsched.store.codec import (
     checksum,
     decode,

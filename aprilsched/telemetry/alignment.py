@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from aprilsched.core.messages.events import LogprobComparison, LogprobDifferences
-from aprilsched.core.messages.facts import LogprobsCompared
+from aprilsched.kernel.core.messages.events import LogprobComparison, LogprobDifferences
+from aprilsched.kernel.core.messages.facts import LogprobsCompared
 from aprilsched.telemetry.figures import (
     AlignmentFigures,
     DifferenceFigures,

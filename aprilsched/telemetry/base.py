@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
-from aprilsched.core.messages.commands import Command
-from aprilsched.core.messages.events import Event
-from aprilsched.core.messages.facts import Fact, TokensReceived
+from aprilsched.kernel.core.messages.commands import Command
+from aprilsched.kernel.core.messages.events import Event
+from aprilsched.kernel.core.messages.facts import Fact, TokensReceived
 
 TokenChunks: TypeAlias = Sequence[tuple[TokensReceived, float]]
 """Facts about new tokens, each with its time."""
@@ -20,7 +20,7 @@ TokenChunks: TypeAlias = Sequence[tuple[TokensReceived, float]]
 
 @runtime_checkable
 class Listener(Protocol):
-    """Is given the facts of a run (:mod:`aprilsched.core.messages.facts`).
+    """Is given the facts of a run (:mod:`aprilsched.kernel.core.messages.facts`).
 
     A listener is called between decisions, so it must return at once. Put a slow one into a
     :class:`~aprilsched.telemetry.worker.QueuedListener`. A listener that raises is not called

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from aprilsched.core.messages import facts as of
-from aprilsched.core.messages.facts import DeliveredRollout
-from aprilsched.core.policies.schedule import Forecast
+from aprilsched.kernel.core.messages import facts as of
+from aprilsched.kernel.core.messages.facts import DeliveredRollout
+from aprilsched.kernel.core.policies.schedule import Forecast
 from aprilsched.telemetry.base import DispatchingListener
 from aprilsched.telemetry.figures import (
     Ages,

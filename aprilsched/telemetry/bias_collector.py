@@ -23,10 +23,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.core.lengths.laws import KaplanMeier, kaplan_meier
-from aprilsched.core.lengths.observed import GroupLengths, pooled
-from aprilsched.core.messages.facts import DeliveredRollout, DroppedRollout
-from aprilsched.core.state.ledger import Ledger, Reason
+from aprilsched.kernel.core.lengths.laws import KaplanMeier, kaplan_meier
+from aprilsched.kernel.core.lengths.observed import GroupLengths, pooled
+from aprilsched.kernel.core.messages.facts import DeliveredRollout, DroppedRollout
+from aprilsched.kernel.core.state.ledger import Ledger, Reason
 from aprilsched.telemetry.figures import (
     Ages,
     BiasFigures,

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
-from aprilsched.core.messages.events import EngineInfo
+from aprilsched.kernel.core.messages.events import EngineInfo
 
 Part: TypeAlias = Literal[
     "decode",

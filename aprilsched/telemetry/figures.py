@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple, Self, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.core.state.ledger import Counters
+from aprilsched.kernel.core.state.ledger import Counters
 from aprilsched.telemetry.rollout_time import ROLLOUT_PARTS, RolloutPart
 
 BiasReference: TypeAlias = Literal["workload_mean", "run_after_burn_in"]

@@ -11,8 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from aprilsched.core.messages.facts import Fact
-from aprilsched.core.state.ledger import Counters, Ledger
+from aprilsched.kernel.core.messages.facts import Fact
+from aprilsched.kernel.core.state.ledger import Counters, Ledger
 from aprilsched.telemetry.base import BulkListener, DispatchingListener, TokenChunks
 from aprilsched.telemetry.batch_figures import BatchMeter
 from aprilsched.telemetry.figures import Measured

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from aprilsched.core.messages import facts as of
-from aprilsched.core.messages.facts import Fact
+from aprilsched.kernel.core.messages import facts as of
+from aprilsched.kernel.core.messages.facts import Fact
 from aprilsched.telemetry.figures import Ages
 from aprilsched.telemetry.live_figures import FiguresListener, LiveFigures
 from aprilsched.telemetry.table import FIGURES, Clients, Labelled, Moment, values_at

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from aprilsched.core.messages import facts as of
+from aprilsched.kernel.core.messages import facts as of
 from aprilsched.telemetry.base import DispatchingListener
 
 RolloutPart: TypeAlias = Literal["engine", "paused", "queue", "tools", "agent", "score", "batch"]

@@ -5,7 +5,7 @@ result: which rollouts are in flight and how long they are, the counters, the le
 engine does and where its time has gone. The summary, the live view, the metrics, the trackers and
 the report read it here, and compute for themselves only what no other reader needs.
 
-A second :class:`~aprilsched.core.messages.facts.RunOpened` comes from a process that resumes the
+A second :class:`~aprilsched.kernel.core.messages.facts.RunOpened` comes from a process that resumes the
 run. Everything that was in flight is then gone, except for the groups that are launched as
 restored afterwards. Tokens that were generated and lost stay counted.
 """
@@ -18,10 +18,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from aprilsched.core.lengths.observed import GroupLengths
-from aprilsched.core.messages import facts as of
-from aprilsched.core.messages.facts import Fact
-from aprilsched.core.state.ledger import Counters, Entry, Ledger, Reason
+from aprilsched.kernel.core.lengths.observed import GroupLengths
+from aprilsched.kernel.core.messages import facts as of
+from aprilsched.kernel.core.messages.facts import Fact
+from aprilsched.kernel.core.state.ledger import Counters, Entry, Ledger, Reason
 from aprilsched.telemetry.base import TokenChunks
 from aprilsched.telemetry.batch_figures import sampled_tokens
 from aprilsched.telemetry.engine_time import (

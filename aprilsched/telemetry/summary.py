@@ -16,10 +16,10 @@ from typing import Literal
 
 import msgspec
 
-from aprilsched.core.lengths.observed import GroupLengths
-from aprilsched.core.messages import facts
-from aprilsched.core.messages.facts import BatchDelivered, Fact
-from aprilsched.core.state.ledger import Counters, Ledger, Reason
+from aprilsched.kernel.core.lengths.observed import GroupLengths
+from aprilsched.kernel.core.messages import facts
+from aprilsched.kernel.core.messages.facts import BatchDelivered, Fact
+from aprilsched.kernel.core.state.ledger import Counters, Ledger, Reason
 from aprilsched.telemetry.alignment import AlignmentLedger
 from aprilsched.telemetry.base import DispatchingListener
 from aprilsched.telemetry.batch_figures import BatchMeter, Bound

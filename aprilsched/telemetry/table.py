@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias, get_args
 
-from aprilsched.core.state.ledger import Counters, Reason
+from aprilsched.kernel.core.state.ledger import Counters, Reason
 from aprilsched.telemetry.engine_time import BUSY, PARTS, EngineState, EngineUsage, Part
 from aprilsched.telemetry.figures import (
     BatchFigures,

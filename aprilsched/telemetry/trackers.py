@@ -20,9 +20,9 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-from aprilsched.core.messages.facts import BatchDelivered
 from aprilsched.errors import ConfigError
 from aprilsched.extras import extra
+from aprilsched.kernel.core.messages.facts import BatchDelivered
 from aprilsched.telemetry.engine_time import PARTS, Part
 from aprilsched.telemetry.live_figures import FiguresListener, LiveFigures
 from aprilsched.telemetry.table import FIGURES, Moment, values_at

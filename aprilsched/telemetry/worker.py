@@ -26,9 +26,9 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVarTuple
 
-from aprilsched.core.messages.facts import Fact, TokensReceived
 from aprilsched.errors import ConfigError
 from aprilsched.files import open_private
+from aprilsched.kernel.core.messages.facts import Fact, TokensReceived
 from aprilsched.telemetry.base import Listener, TokenChunks
 
 log = logging.getLogger("aprilsched")

@@ -23,15 +23,15 @@ from numpy.random import Generator, Philox
 from numpy.typing import NDArray
 
 from aprilsched.config import Objective, SchedulerConfig
-from aprilsched.core.messages.facts import (
+from aprilsched.engines.sim.settings import SimConfig
+from aprilsched.errors import ConfigError
+from aprilsched.kernel.core.messages.facts import (
     AttemptSent,
     BatchDelivered,
     BatchRequested,
     Fact,
     TokensReceived,
 )
-from aprilsched.engines.sim.settings import SimConfig
-from aprilsched.errors import ConfigError
 from aprilsched.planning import Planner
 from aprilsched.presets import PRESETS
 from aprilsched.simulation import NEVER, Costs, Simulation, rare_collections

@@ -68,7 +68,9 @@ def simulator(policy: str) -> Cost:
 
 def core(policy: str) -> Cost:
     """The share of a simulated run that is spent in the core."""
-    scheduler = named("Scheduler", "aprilsched.kernel.core.scheduler", "aprilsched.core.scheduler")
+    scheduler = named(
+        "Scheduler", "aprilsched.kernel.core.scheduler", "aprilsched.kernel.core.scheduler"
+    )
     handle, spent = scheduler.handle, [0]
 
     def timed(self: Any, event: Any, now: float) -> Any:

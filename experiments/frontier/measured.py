@@ -17,8 +17,8 @@ from statistics import fmean
 from typing import NamedTuple
 
 from aprilsched.config import SchedulerConfig
-from aprilsched.core.messages.facts import BatchDelivered, Fact
 from aprilsched.engines.sim.settings import SimConfig
+from aprilsched.kernel.core.messages.facts import BatchDelivered, Fact
 from aprilsched.planning import Planner
 from aprilsched.simulation import NEVER, Simulation
 from aprilsched.simulation.virtual import ModelledEngine

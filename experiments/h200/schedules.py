@@ -16,8 +16,8 @@ from typing import Any
 
 from aprilsched.companions import routed_experts
 from aprilsched.config import Objective, SchedulerConfig
-from aprilsched.core.messages import facts
 from aprilsched.engines.sim import SimConfig
+from aprilsched.kernel.core.messages import facts
 from aprilsched.planning import Planner
 from aprilsched.presets import PRESETS
 from aprilsched.simulation import NEVER, Costs, Simulation, rare_collections

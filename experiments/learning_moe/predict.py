@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from aprilsched.config import SchedulerConfig
-from aprilsched.core.messages import facts
 from aprilsched.engines.sim import SimConfig
+from aprilsched.kernel.core.messages import facts
 from aprilsched.planning import Planner
 from aprilsched.presets import PRESETS
 from aprilsched.simulation import NEVER, Costs, Simulation

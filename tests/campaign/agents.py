@@ -31,13 +31,13 @@ from aprilsched import (
 )
 from aprilsched.chat.tokenizer import ModelTokenizer, load_tokenizer
 from aprilsched.config import Health
-from aprilsched.core.state.ledger import Reason
 from aprilsched.dialects.anthropic import ANTHROPIC
 from aprilsched.dialects.openai import CHAT
 from aprilsched.dialects.values import Dialect
 from aprilsched.engines.sim import SimConfig, SimEngine
 from aprilsched.engines.sim.toy_model import ContextState, ToyModel
 from aprilsched.errors import EpisodeError
+from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.serving.bodies import decode
 from aprilsched.sessions import Limits, Session, Sessions
 from aprilsched.sessions.asking import ask, render_events, render_whole

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from aprilsched import Batch, Rollout, SamplingParams
-from aprilsched.core.invariants import check as check_invariants
-from aprilsched.core.messages import events as ev
-from aprilsched.core.messages.facts import Fact, GroupLaunched
-from aprilsched.core.state.ledger import FAILURES
-from aprilsched.core.state.state import SchedulerState
 from aprilsched.errors import InvariantViolation, PromptsExhausted, RunEnded
+from aprilsched.kernel.core.invariants import check as check_invariants
+from aprilsched.kernel.core.messages import events as ev
+from aprilsched.kernel.core.messages.facts import Fact, GroupLaunched
+from aprilsched.kernel.core.state.ledger import FAILURES
+from aprilsched.kernel.core.state.state import SchedulerState
 from aprilsched.types import NO_VERSION
 from tests.campaign.mix import Mix
 from tests.campaign.prompts import prompt_of

@@ -9,10 +9,10 @@ from typing import TypeAlias, cast
 
 from aprilsched import SimPublisher
 from aprilsched.config import SchedulerConfig
-from aprilsched.core.messages.commands import Plan
-from aprilsched.core.policies.schedule import Schedule
 from aprilsched.engines.base import Engine
 from aprilsched.engines.sim.sim_engine import SimAdapterPublisher
+from aprilsched.kernel.core.messages.commands import Plan
+from aprilsched.kernel.core.policies.schedule import Schedule
 from aprilsched.planning import Planner
 from aprilsched.planning.planner import Space, candidates
 from tests.campaign.callers import Callers

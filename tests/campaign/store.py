@@ -10,8 +10,8 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from aprilsched.core.state.saved import Saved, Snapshot
 from aprilsched.errors import StoreError
+from aprilsched.kernel.core.state.saved import Saved, Snapshot
 from aprilsched.store.in_memory import Store
 
 __all__ = ["ChaosStore"]

@@ -33,8 +33,8 @@ from matplotlib.image import imread
 import aprilsched
 from aprilsched.__main__ import COMMANDS
 from aprilsched.config import SchedulerConfig
-from aprilsched.core.messages.facts import Fact, Order
-from aprilsched.core.state.records import MOVES, Move, State
+from aprilsched.kernel.core.messages.facts import Fact, Order
+from aprilsched.kernel.core.state.records import MOVES, Move, State
 from aprilsched.telemetry.engine_time import PARTS
 from aprilsched.telemetry.sampling.sample_log import FIELDS as SAMPLED
 from aprilsched.telemetry.table import FIGURES

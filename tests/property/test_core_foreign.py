@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from aprilsched.config import Health, Retries, SchedulerConfig, Staleness
-from aprilsched.core.config import Pace
-from aprilsched.core.messages import events as ev
-from aprilsched.core.policies.straggler import StragglerRule
-from aprilsched.core.state.weights import UpdateKind
 from aprilsched.errors import ConfigError
+from aprilsched.kernel.core.config import Pace
+from aprilsched.kernel.core.messages import events as ev
+from aprilsched.kernel.core.policies.straggler import StragglerRule
+from aprilsched.kernel.core.state.weights import UpdateKind
 from aprilsched.types import Batch, SamplingParams, VersionSpan
 from tests.property.conftest import RecordSteps
 from tests.property.test_core_interleavings import LENGTHS, Interleavings, steps_of

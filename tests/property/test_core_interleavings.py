@@ -33,15 +33,15 @@ from aprilsched.config import (
     StopUnit,
     Tokens,
 )
-from aprilsched.core.config import MemberRule, PaceRule, RewardScope
-from aprilsched.core.messages import events as ev
-from aprilsched.core.policies.placement import Placement
-from aprilsched.core.policies.refill import LengthBuckets, Pool, Refill, Wave
-from aprilsched.core.policies.schedule import Pace, Schedule
-from aprilsched.core.policies.staleness import StalenessRule
-from aprilsched.core.policies.straggler import BEHAVIOURS, StragglerRule
-from aprilsched.core.state.engine_health import MAX_RETRY_AFTER_S
-from aprilsched.core.state.records import GENERATING
+from aprilsched.kernel.core.config import MemberRule, PaceRule, RewardScope
+from aprilsched.kernel.core.messages import events as ev
+from aprilsched.kernel.core.policies.placement import Placement
+from aprilsched.kernel.core.policies.refill import LengthBuckets, Pool, Refill, Wave
+from aprilsched.kernel.core.policies.schedule import Pace, Schedule
+from aprilsched.kernel.core.policies.staleness import StalenessRule
+from aprilsched.kernel.core.policies.straggler import BEHAVIOURS, StragglerRule
+from aprilsched.kernel.core.state.engine_health import MAX_RETRY_AFTER_S
+from aprilsched.kernel.core.state.records import GENERATING
 from aprilsched.store import MemoryStore
 from aprilsched.types import NO_VERSION, EpisodeWait, Rollout, SamplingParams, Score, VersionSpan
 from tests.property.conftest import RecordSteps

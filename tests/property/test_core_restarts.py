@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
 from aprilsched.config import Health, Retries, SchedulerConfig
-from aprilsched.core.messages import events as ev
-from aprilsched.core.policies.straggler import StragglerRule
-from aprilsched.core.state.ledger import Reason
-from aprilsched.core.state.records import GENERATING, RolloutRecord
-from aprilsched.core.state.state import SchedulerState
-from aprilsched.core.steps.batch import handed_over
-from aprilsched.core.steps.snapshot import full_snapshot
+from aprilsched.kernel.core.messages import events as ev
+from aprilsched.kernel.core.policies.straggler import StragglerRule
+from aprilsched.kernel.core.state.ledger import Reason
+from aprilsched.kernel.core.state.records import GENERATING, RolloutRecord
+from aprilsched.kernel.core.state.state import SchedulerState
+from aprilsched.kernel.core.steps.batch import handed_over
+from aprilsched.kernel.core.steps.snapshot import full_snapshot
 from aprilsched.store import MemoryStore
 from aprilsched.types import Batch, SamplingParams
 from tests.property.conftest import RecordSteps

@@ -21,13 +21,19 @@ from aprilsched import (
     SchedulerConfig,
     SGLangFleet,
 )
-from aprilsched.core.invariants import check
-from aprilsched.core.messages.commands import Command, Send
-from aprilsched.core.messages.events import EngineLost, Event, Finished, Interrupted, Progress
-from aprilsched.core.policies.straggler import StragglerRule
-from aprilsched.core.state.ledger import Counters
 from aprilsched.engines.base import Fleet
 from aprilsched.errors import PromptsExhausted
+from aprilsched.kernel.core.invariants import check
+from aprilsched.kernel.core.messages.commands import Command, Send
+from aprilsched.kernel.core.messages.events import (
+    EngineLost,
+    Event,
+    Finished,
+    Interrupted,
+    Progress,
+)
+from aprilsched.kernel.core.policies.straggler import StragglerRule
+from aprilsched.kernel.core.state.ledger import Counters
 from aprilsched.testing.contract import until
 from aprilsched.types import Int32Array, VersionSpan
 from tests.sglang.server import run_with_server_packages

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from aprilsched.core.policies.straggler import StragglerRule
+from aprilsched.kernel.core.policies.straggler import StragglerRule
 from aprilsched.testing.contract import greedy, whole
 from aprilsched.types import Rollout
 from tests.sglang.conftest import ADMIN_KEY

@@ -19,7 +19,7 @@ import pytest
 
 from aprilsched import Batch, ExternalWeights, RolloutScheduler, SchedulerConfig, SGLangFleet
 from aprilsched.config import Dispatch
-from aprilsched.core.messages.facts import EngineLost
+from aprilsched.kernel.core.messages.facts import EngineLost
 from aprilsched.testing.contract import WAIT_SECONDS, until
 from tests.sglang.conftest import ADMIN_KEY
 from tests.sglang.recorded import Recorder, check_greedy, long_tail

@@ -23,7 +23,7 @@ from aprilsched import (
     SGLangFleet,
 )
 from aprilsched.chat.tokenizer import load_tokenizer
-from aprilsched.core.policies.straggler import StragglerRule
+from aprilsched.kernel.core.policies.straggler import StragglerRule
 from aprilsched.sessions import Session, Sessions
 from tests.sglang.conftest import INTERVAL
 from tests.sglang.helpers import batch_through_updates, reset

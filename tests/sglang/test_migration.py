@@ -10,7 +10,7 @@ import pytest
 
 from aprilsched import Prompt, RolloutScheduler, SamplingParams, SchedulerConfig, SGLangFleet
 from aprilsched.config import Dispatch, Prices
-from aprilsched.core.messages.facts import AttemptSent, Fact
+from aprilsched.kernel.core.messages.facts import AttemptSent, Fact
 from aprilsched.testing.contract import greedy, whole
 from tests.sglang.helpers import opened
 from tests.sglang.server import CpuServer

@@ -25,7 +25,7 @@ from aprilsched import (
     SGLangFleet,
 )
 from aprilsched.config import Pool, Prices
-from aprilsched.core.state.ledger import Reason
+from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.testing.contract import until
 from aprilsched.types import Rollout
 from tests.sglang.conftest import ADMIN_KEY

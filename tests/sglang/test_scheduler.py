@@ -18,7 +18,7 @@ import pytest
 
 from aprilsched import DiskPublisher, RolloutScheduler, SchedulerConfig, SGLangFleet
 from aprilsched.config import LengthBuckets
-from aprilsched.core.policies.straggler import StragglerRule
+from aprilsched.kernel.core.policies.straggler import StragglerRule
 from aprilsched.testing.contract import until
 from aprilsched.types import Rollout
 from tests.sglang.helpers import SOON, opened, reset, settled

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aprilsched.core.state.records import State
 from aprilsched.integrations import slime
+from aprilsched.kernel.core.state.records import State
 from aprilsched.types import Batch, Rollout
 from tests.sglang.conftest import ADMIN_KEY
 from tests.sglang.recorded import SCORED, TOLERANCE, scores

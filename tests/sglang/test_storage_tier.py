@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from aprilsched import Prompt, SamplingParams
-from aprilsched.core.messages.facts import EngineLost
-from aprilsched.core.policies.straggler import StragglerRule
 from aprilsched.doctor import examine
+from aprilsched.kernel.core.messages.facts import EngineLost
+from aprilsched.kernel.core.policies.straggler import StragglerRule
 from tests.sglang.helpers import reset
 from tests.sglang.recorded import TOLERANCE, Run, crossing, record, scores
 from tests.sglang.server import CpuServer

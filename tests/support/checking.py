@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from aprilsched import RolloutScheduler
-from aprilsched.core.invariants import check
-from aprilsched.core.messages.commands import Command
-from aprilsched.core.messages.events import Event
+from aprilsched.kernel.core.invariants import check
+from aprilsched.kernel.core.messages.commands import Command
+from aprilsched.kernel.core.messages.events import Event
 
 __all__ = ["Checking"]
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from aprilsched.core.messages import commands as do
-from aprilsched.core.messages import events as ev
-from aprilsched.core.messages import facts
+from aprilsched.kernel.core.messages import commands as do
+from aprilsched.kernel.core.messages import events as ev
+from aprilsched.kernel.core.messages import facts
 from aprilsched.types import BranchRule, Int32Array, Score
 
 TOOL = np.array([9, 9], dtype=np.int32)

@@ -12,21 +12,21 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from aprilsched.config import SchedulerConfig
-from aprilsched.core.config import Caller, RewardScope
-from aprilsched.core.messages import commands as do
-from aprilsched.core.messages import events as ev
-from aprilsched.core.messages import facts
-from aprilsched.core.messages.facts import (
+from aprilsched.kernel.core.config import Caller, RewardScope
+from aprilsched.kernel.core.messages import commands as do
+from aprilsched.kernel.core.messages import events as ev
+from aprilsched.kernel.core.messages import facts
+from aprilsched.kernel.core.messages.facts import (
     BatchDelivered,
     Fact,
     GroupLaunched,
     MemberLaunched,
     by_delivery,
 )
-from aprilsched.core.scheduler import Scheduler
-from aprilsched.core.state.engine_control import Mode
-from aprilsched.core.state.state import SchedulerState
-from aprilsched.core.steps.snapshot import take_changes
+from aprilsched.kernel.core.scheduler import Scheduler
+from aprilsched.kernel.core.state.engine_control import Mode
+from aprilsched.kernel.core.state.state import SchedulerState
+from aprilsched.kernel.core.steps.snapshot import take_changes
 from aprilsched.store import Store
 from aprilsched.telemetry.rollout_time import RolloutTime
 from aprilsched.telemetry.run_state import RunState

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from aprilsched.core.messages import facts as of
-from aprilsched.core.messages.events import EngineInfo
-from aprilsched.core.messages.facts import Fact
+from aprilsched.kernel.core.messages import facts as of
+from aprilsched.kernel.core.messages.events import EngineInfo
+from aprilsched.kernel.core.messages.facts import Fact
 from aprilsched.types import Batch, Rollout, Segment
 
 __all__ = [

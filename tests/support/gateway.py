@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from aprilsched import SchedulerConfig, SGLangFleet
-from aprilsched.core.state.state import SchedulerState
 from aprilsched.gateway import Gateway, GatewaySettings
+from aprilsched.kernel.core.state.state import SchedulerState
 from aprilsched.testing import SimServer
 from aprilsched.testing.contract import until
 from tests.support.sim_http import INTERVAL, Raw, asked, served

@@ -14,10 +14,10 @@ from typing import TypeAlias
 
 import numpy as np
 
-from aprilsched.core.messages import facts as of
-from aprilsched.core.messages.events import EngineInfo
-from aprilsched.core.messages.facts import Fact
-from aprilsched.core.state.engine_control import Mode
+from aprilsched.kernel.core.messages import facts as of
+from aprilsched.kernel.core.messages.events import EngineInfo
+from aprilsched.kernel.core.messages.facts import Fact
+from aprilsched.kernel.core.state.engine_control import Mode
 from aprilsched.telemetry.event_log import EventLog
 
 __all__ = ["write_long_run"]

@@ -8,9 +8,9 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from aprilsched.core.config import SchedulerConfig
-from aprilsched.core.messages.commands import Plan
-from aprilsched.core.policies.schedule import Schedule
+from aprilsched.kernel.core.config import SchedulerConfig
+from aprilsched.kernel.core.messages.commands import Plan
+from aprilsched.kernel.core.policies.schedule import Schedule
 from aprilsched.planning import Planner
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.core.lengths.laws import kaplan_meier
+from aprilsched.kernel.core.lengths.laws import kaplan_meier
 from aprilsched.telemetry.bias_collector import bias_without, expected_lengths
 
 __all__ = ["Transient", "live_transient", "realised_transient"]

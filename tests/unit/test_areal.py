@@ -26,11 +26,11 @@ from openai import AsyncOpenAI
 
 from aprilsched import SchedulerConfig, SGLangFleet, SimFleet
 from aprilsched.config import Dispatch, Samples, Staleness
-from aprilsched.core.messages import commands as do
-from aprilsched.core.messages import facts
 from aprilsched.engines.sim.toy_model import toy_rows, weights_key_of_version
 from aprilsched.errors import ConfigError, RefitError
 from aprilsched.integrations.areal import RolloutEngine
+from aprilsched.kernel.core.messages import commands as do
+from aprilsched.kernel.core.messages import facts
 from aprilsched.testing.fixtures import StartServer, start_sglang_server
 from aprilsched.testing.server import ThreadedServer
 from tests.support.areal_parts import areal, is_real, saved
@@ -816,7 +816,7 @@ def test_an_engine_without_broadcasts_is_refused(parts: SimpleNamespace):
 
 
 def lose(made: RolloutEngine, name: str) -> None:
-    from aprilsched.core.messages.events import EngineLost
+    from aprilsched.kernel.core.messages.events import EngineLost
 
     asynchronous = made.scheduler._here
 

@@ -335,15 +335,15 @@ def test_the_arrows_hold():
 @each_row(
     ("module", "source", "part"),
     [
-        ("aprilsched.core.x", "def f():\n import random", "has effects"),
-        ("aprilsched.core.x", "from numpy import random", "has effects"),
-        ("aprilsched.core.x", "np.random.rand()", "numpy.random has effects"),
-        ("aprilsched.core.x", "print('hello')", "print has effects"),
-        ("aprilsched.core.x", "import aiohttp", "no dependency of this part"),
-        ("aprilsched.core.x", "from aprilsched.config import X", "against the arrows"),
-        ("aprilsched.core.x", "from . import events", "relative"),
+        ("aprilsched.kernel.core.x", "def f():\n import random", "has effects"),
+        ("aprilsched.kernel.core.x", "from numpy import random", "has effects"),
+        ("aprilsched.kernel.core.x", "np.random.rand()", "numpy.random has effects"),
+        ("aprilsched.kernel.core.x", "print('hello')", "print has effects"),
+        ("aprilsched.kernel.core.x", "import aiohttp", "no dependency of this part"),
+        ("aprilsched.kernel.core.x", "from aprilsched.config import X", "against the arrows"),
+        ("aprilsched.kernel.core.x", "from . import events", "relative"),
         (
-            "aprilsched.core.x",
+            "aprilsched.kernel.core.x",
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n import aprilsched.coordinator",
             "against the arrows",
         ),
@@ -362,7 +362,10 @@ def test_the_checker_finds_a_violation(module: str, source: str, part: str):
 @each_row(
     ("module", "source"),
     [
-        ("aprilsched.core.x", "import math\nfrom aprilsched.core.messages import events"),
+        (
+            "aprilsched.kernel.core.x",
+            "import math\nfrom aprilsched.kernel.core.messages import events",
+        ),
         ("aprilsched.types", "def f():\n from aprilsched.tensors import pad"),
         ("aprilsched.tensors", "if TYPE_CHECKING:\n from torch import Tensor"),
         ("aprilsched.analysis.plots", "import matplotlib.pyplot as plt"),
@@ -373,7 +376,9 @@ def test_the_checker_lets_the_rest_pass(module: str, source: str):
 
 
 def test_a_missing_docstring_is_found():
-    assert violations("aprilsched.core.x", "x = 1") == ["aprilsched.core.x has no docstring."]
+    assert violations("aprilsched.kernel.core.x", "x = 1") == [
+        "aprilsched.kernel.core.x has no docstring."
+    ]
 
 
 def test_what_the_base_install_runs_imports_no_extra():

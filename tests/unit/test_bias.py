@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from aprilsched.analysis.plots import bias
-from aprilsched.core.state.ledger import Entry, Ledger, Reason
+from aprilsched.kernel.core.state.ledger import Entry, Ledger, Reason
 from aprilsched.telemetry.bias_collector import (
     running_bias,
     transient_by_batch,

@@ -30,9 +30,9 @@ from aprilsched import (
     blocking,
 )
 from aprilsched.coordinator.rollouts import SchedulerOptions
-from aprilsched.core.messages.events import VersionSeen
 from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import SchedulerClosed
+from aprilsched.kernel.core.messages.events import VersionSeen
 from tests.support.fronts import in_a_fork
 from tests.support.interrupting import InterruptingLoop
 

@@ -27,8 +27,8 @@ from aprilsched.config import (
     Tokens,
     Wave,
 )
-from aprilsched.core.policies.refill import PoolView
 from aprilsched.errors import ConfigError
+from aprilsched.kernel.core.policies.refill import PoolView
 from tests.support.driver import Driver
 from tests.support.table import each_row
 

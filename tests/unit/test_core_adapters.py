@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from aprilsched.core.messages import events as ev
-from aprilsched.core.messages import facts
+from aprilsched.kernel.core.messages import events as ev
+from aprilsched.kernel.core.messages import facts
 from aprilsched.types import VersionSpan
 from tests.support.driver import Driver, config, prompts
 

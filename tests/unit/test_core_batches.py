@@ -13,7 +13,7 @@ from aprilsched.config import (
     Stop,
     Tokens,
 )
-from aprilsched.core.messages import events as ev
+from aprilsched.kernel.core.messages import events as ev
 from aprilsched.types import RefusedPrompt, Score
 from tests.support.driver import Driver, prompts
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from aprilsched.config import Dispatch, SchedulerConfig
-from aprilsched.core.messages import events as ev
-from aprilsched.core.policies.kinds import RefillRule
-from aprilsched.core.state.ledger import Reason
+from aprilsched.kernel.core.messages import events as ev
+from aprilsched.kernel.core.policies.kinds import RefillRule
+from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.types import NO_VERSION, BranchRule, Int32Array, Prompt, Score
 from tests.support.driver import Driver
 

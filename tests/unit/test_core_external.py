@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 
 from aprilsched.config import Health, Timeouts
-from aprilsched.core.messages import commands as do
-from aprilsched.core.messages import events as ev
-from aprilsched.core.messages import facts
-from aprilsched.core.state.ledger import Reason
 from aprilsched.errors import ConfigError
+from aprilsched.kernel.core.messages import commands as do
+from aprilsched.kernel.core.messages import events as ev
+from aprilsched.kernel.core.messages import facts
+from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.types import VersionSpan
 from tests.support.driver import Driver, Key, config, prompts
 

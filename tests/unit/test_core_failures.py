@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from aprilsched.config import Dispatch, Retries, SchedulerConfig
-from aprilsched.core.messages import events as ev
-from aprilsched.core.state.ledger import Reason
+from aprilsched.kernel.core.messages import events as ev
+from aprilsched.kernel.core.state.ledger import Reason
 from tests.support.driver import Driver, prompts
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from aprilsched.core.messages import events as ev
-from aprilsched.core.state.engine_control import Mode
-from aprilsched.core.state.ledger import Reason
+from aprilsched.kernel.core.messages import events as ev
+from aprilsched.kernel.core.state.engine_control import Mode
+from aprilsched.kernel.core.state.ledger import Reason
 from tests.support.driver import Driver, config, names, prompts
 
 

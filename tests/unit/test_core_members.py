@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from aprilsched.config import Retries, SchedulerConfig, Staleness
-from aprilsched.core.messages import events as ev
-from aprilsched.core.messages import facts
-from aprilsched.core.state.ledger import Reason
-from aprilsched.core.state.records import GroupRecord
 from aprilsched.errors import ConfigError
 from aprilsched.integrations import check_fixed_groups
+from aprilsched.kernel.core.messages import events as ev
+from aprilsched.kernel.core.messages import facts
+from aprilsched.kernel.core.state.ledger import Reason
+from aprilsched.kernel.core.state.records import GroupRecord
 from aprilsched.store import MemoryStore, SqliteStore, Store
 from aprilsched.types import Score
 from tests.support.driver import Driver, Key, prompts

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from aprilsched.config import Health
-from aprilsched.core.messages import commands as do
-from aprilsched.core.messages import events as ev
-from aprilsched.core.messages import facts
-from aprilsched.core.state.ledger import Reason
-from aprilsched.core.steps.engines import stranded
+from aprilsched.kernel.core.messages import commands as do
+from aprilsched.kernel.core.messages import events as ev
+from aprilsched.kernel.core.messages import facts
+from aprilsched.kernel.core.state.ledger import Reason
+from aprilsched.kernel.core.steps.engines import stranded
 from tests.support.driver import Driver, config, names, prompts
 
 

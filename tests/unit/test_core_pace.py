@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from aprilsched.config import LengthBuckets, Pool, SchedulerConfig
-from aprilsched.core.messages import events as ev
-from aprilsched.core.messages.facts import Fact, RunOpened, ScheduleChanged, ScheduleRefused
-from aprilsched.core.policies.refill import Refill, Wave
-from aprilsched.core.policies.schedule import Pace, Schedule
-from aprilsched.core.state.engine_health import Durations
 from aprilsched.errors import ConfigError
+from aprilsched.kernel.core.messages import events as ev
+from aprilsched.kernel.core.messages.facts import Fact, RunOpened, ScheduleChanged, ScheduleRefused
+from aprilsched.kernel.core.policies.refill import Refill, Wave
+from aprilsched.kernel.core.policies.schedule import Pace, Schedule
+from aprilsched.kernel.core.state.engine_health import Durations
 from aprilsched.presets import PRESETS
 from aprilsched.store import MemoryStore
 from aprilsched.store.codec import schedule_from, schedule_record

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aprilsched.config import SchedulerConfig
-from aprilsched.core import scheduler as core_module
-from aprilsched.core.messages import commands as do
-from aprilsched.core.messages import events as ev
-from aprilsched.core.messages import facts
+from aprilsched.kernel.core import scheduler as core_module
+from aprilsched.kernel.core.messages import commands as do
+from aprilsched.kernel.core.messages import events as ev
+from aprilsched.kernel.core.messages import facts
 from tests.support.driver import Driver
 
 README = Path(core_module.__file__).with_name("README.md")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from aprilsched.core.messages import commands as do
-from aprilsched.core.messages import events as ev
-from aprilsched.core.messages import facts as of
+from aprilsched.kernel.core.messages import commands as do
+from aprilsched.kernel.core.messages import events as ev
+from aprilsched.kernel.core.messages import facts as of
 from tests.support.driver import Driver, config
 
 

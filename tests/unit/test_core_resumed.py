@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from aprilsched import Batch, MemoryStore, SchedulerConfig
-from aprilsched.core.messages import commands as do
-from aprilsched.core.messages import events as ev
+from aprilsched.kernel.core.messages import commands as do
+from aprilsched.kernel.core.messages import events as ev
 from aprilsched.types import SamplingParams, VersionSpan
 from tests.support.driver import Driver
 

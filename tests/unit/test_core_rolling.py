@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from aprilsched.config import Pool, Prices, SchedulerConfig
-from aprilsched.core.messages import commands as do
-from aprilsched.core.messages import events as ev
-from aprilsched.core.policies.repack import Load, is_worth_freeing, surplus
-from aprilsched.core.state.engine_control import Mode
-from aprilsched.core.state.ledger import Reason
 from aprilsched.errors import ConfigError
+from aprilsched.kernel.core.messages import commands as do
+from aprilsched.kernel.core.messages import events as ev
+from aprilsched.kernel.core.policies.repack import Load, is_worth_freeing, surplus
+from aprilsched.kernel.core.state.engine_control import Mode
+from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.store import MemoryStore
 from aprilsched.types import VersionSpan
 from tests.support.driver import Driver, Key, config, names, prompts

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from aprilsched.core.messages import events as ev
 from aprilsched.errors import InvariantViolation
+from aprilsched.kernel.core.messages import events as ev
 from tests.support.driver import Driver, config, names, prompts
 
 TAGS = ("kv_cache", "weights")

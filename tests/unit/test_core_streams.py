@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from aprilsched.config import SchedulerConfig, Staleness
-from aprilsched.core.messages import commands as do
-from aprilsched.core.messages import events as ev
-from aprilsched.core.messages import facts as of
-from aprilsched.core.state.ledger import Reason
+from aprilsched.kernel.core.messages import commands as do
+from aprilsched.kernel.core.messages import events as ev
+from aprilsched.kernel.core.messages import facts as of
+from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.store import MemoryStore
 from tests.support.driver import Driver
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from aprilsched.core.messages import events as ev
-from aprilsched.core.messages import facts
-from aprilsched.core.policies.straggler import BEHAVIOURS
-from aprilsched.core.state.ledger import Reason
-from aprilsched.core.state.weights import UpdatePhase
+from aprilsched.kernel.core.messages import events as ev
+from aprilsched.kernel.core.messages import facts
+from aprilsched.kernel.core.policies.straggler import BEHAVIOURS
+from aprilsched.kernel.core.state.ledger import Reason
+from aprilsched.kernel.core.state.weights import UpdatePhase
 from aprilsched.types import VersionSpan
 from tests.support.driver import Driver, config, names, prompts
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-import aprilsched.core
-from aprilsched.core.messages.events import EngineInfo
-from aprilsched.core.messages.facts import EngineModeChanged, Fact
-from aprilsched.core.state.engine_control import CHANGES, EngineControl, FleetControl, Mode
+import aprilsched.kernel.core
 from aprilsched.errors import InvariantViolation
+from aprilsched.kernel.core.messages.events import EngineInfo
+from aprilsched.kernel.core.messages.facts import EngineModeChanged, Fact
+from aprilsched.kernel.core.state.engine_control import CHANGES, EngineControl, FleetControl, Mode
 from tests.support.table import each_row
 
-README = Path(aprilsched.core.__file__).with_name("README.md")
+README = Path(aprilsched.kernel.core.__file__).with_name("README.md")
 
 
 def an_engine(mode: Mode, told: list[Fact]) -> tuple[FleetControl, EngineControl]:

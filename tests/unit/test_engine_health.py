@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from aprilsched.config import Health
-from aprilsched.core.messages import commands as do
-from aprilsched.core.messages import events as ev
-from aprilsched.core.messages import facts
-from aprilsched.core.state.engine_health import EngineHealth, Window
+from aprilsched.kernel.core.messages import commands as do
+from aprilsched.kernel.core.messages import events as ev
+from aprilsched.kernel.core.messages import facts
+from aprilsched.kernel.core.state.engine_health import EngineHealth, Window
 from aprilsched.types import Prompt, SamplingParams
 from tests.support.driver import Driver, config, names
 

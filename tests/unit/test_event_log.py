@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from aprilsched.config import SchedulerConfig
-from aprilsched.core.messages import events as ev
-from aprilsched.core.messages import facts as of
-from aprilsched.core.messages.facts import Fact, Order
+from aprilsched.kernel.core.messages import events as ev
+from aprilsched.kernel.core.messages import facts as of
+from aprilsched.kernel.core.messages.facts import Fact, Order
 from aprilsched.telemetry.event_log import EventLog, writing
 from aprilsched.telemetry.event_log.reading import KINDS, LogBegun, LogResumed, read_facts
 from aprilsched.types import Batch, Group, Prompt, Rollout, Segment

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from aprilsched.core.lengths.laws import KaplanMeier, kaplan_meier
+from aprilsched.kernel.core.lengths.laws import KaplanMeier, kaplan_meier
 
 SMALL = kaplan_meier([1, 2, 2, 3, 4, 5], [False, False, True, False, True, False])
 """At risk at 1, 2, 3, 5: 6, 5, 3, 1."""

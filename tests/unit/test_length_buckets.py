@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aprilsched.config import Dispatch, SchedulerConfig, Staleness
-from aprilsched.core.lengths.laws import LogLaw, rest_of_groups
-from aprilsched.core.messages import commands as do
-from aprilsched.core.messages import events as ev
-from aprilsched.core.policies.refill import LengthBuckets, PoolView, Wave, window
-from aprilsched.core.policies.schedule import Schedule
-from aprilsched.core.state.ledger import Reason
-from aprilsched.core.state.records import GENERATING
 from aprilsched.errors import ConfigError
+from aprilsched.kernel.core.lengths.laws import LogLaw, rest_of_groups
+from aprilsched.kernel.core.messages import commands as do
+from aprilsched.kernel.core.messages import events as ev
+from aprilsched.kernel.core.policies.refill import LengthBuckets, PoolView, Wave, window
+from aprilsched.kernel.core.policies.schedule import Schedule
+from aprilsched.kernel.core.state.ledger import Reason
+from aprilsched.kernel.core.state.records import GENERATING
 from aprilsched.types import Prompt
 from tests.support.driver import Driver, prompts, sampling
 from tests.support.table import each_row

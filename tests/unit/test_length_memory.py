@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from aprilsched.config import SchedulerConfig
-from aprilsched.core.lengths import observed
-from aprilsched.core.lengths.laws import LogLaw, rest_of_groups
-from aprilsched.core.lengths.observed import GroupLengths, LengthMemory
-from aprilsched.core.messages import events as ev
-from aprilsched.core.state.expectation import Expectations
+from aprilsched.kernel.core.lengths import observed
+from aprilsched.kernel.core.lengths.laws import LogLaw, rest_of_groups
+from aprilsched.kernel.core.lengths.observed import GroupLengths, LengthMemory
+from aprilsched.kernel.core.messages import events as ev
+from aprilsched.kernel.core.state.expectation import Expectations
 from aprilsched.types import Prompt
 from tests.support.driver import Driver
 from tests.support.table import each_row

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from aprilsched.core.messages import events as ev
-from aprilsched.core.messages import facts as of
-from aprilsched.core.messages.facts import Fact
+from aprilsched.kernel.core.messages import events as ev
+from aprilsched.kernel.core.messages import facts as of
+from aprilsched.kernel.core.messages.facts import Fact
 from aprilsched.telemetry.batch_figures import BatchMeter
 from aprilsched.telemetry.live.live_model import (
     EngineRow,

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from aprilsched.core.lengths.laws import kaplan_meier
-from aprilsched.core.lengths.observed import (
+from aprilsched.kernel.core.lengths.laws import kaplan_meier
+from aprilsched.kernel.core.lengths.observed import (
     GroupLengths,
     ObservedLengths,
     iid_distance,

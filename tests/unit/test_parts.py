@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from aprilsched.core.policies.parts import Part, Supply, next_part
+from aprilsched.kernel.core.policies.parts import Part, Supply, next_part
 
 
 def one(_: str) -> int:

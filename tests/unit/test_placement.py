@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from aprilsched.config import Dispatch, SchedulerConfig
-from aprilsched.core.messages import events as ev
-from aprilsched.core.policies.placement import Placement
 from aprilsched.errors import ConfigError
+from aprilsched.kernel.core.messages import events as ev
+from aprilsched.kernel.core.policies.placement import Placement
 from aprilsched.presets import sync
 from aprilsched.simulation import SimConfig, simulate
 from aprilsched.types import Prompt

@@ -15,14 +15,14 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from aprilsched.config import Dispatch, Samples, SchedulerConfig, Staleness, Tokens
-from aprilsched.core.lengths.observed import GroupLengths, hashed_uniforms
-from aprilsched.core.messages import commands as do
-from aprilsched.core.messages import events as ev
-from aprilsched.core.policies.placement import Placement
-from aprilsched.core.policies.refill import LengthBuckets, Pool, Refill, TailBatching, Wave
-from aprilsched.core.policies.schedule import Forecast, Objective, Pace, Schedule
-from aprilsched.core.state.engine_health import CallerTimes
 from aprilsched.engines.sim.settings import SimConfig
+from aprilsched.kernel.core.lengths.observed import GroupLengths, hashed_uniforms
+from aprilsched.kernel.core.messages import commands as do
+from aprilsched.kernel.core.messages import events as ev
+from aprilsched.kernel.core.policies.placement import Placement
+from aprilsched.kernel.core.policies.refill import LengthBuckets, Pool, Refill, TailBatching, Wave
+from aprilsched.kernel.core.policies.schedule import Forecast, Objective, Pace, Schedule
+from aprilsched.kernel.core.state.engine_health import CallerTimes
 from aprilsched.planning import Planner
 from aprilsched.planning.planner import (
     Space,

@@ -20,10 +20,10 @@ from aprilsched.config import SchedulerConfig
 from aprilsched.coordinator import planning
 from aprilsched.coordinator.planning import Planning, PlanningFailed, plan_in_process
 from aprilsched.coordinator.tasks import Shell, Tasks
-from aprilsched.core.messages.commands import Plan
-from aprilsched.core.messages.events import Event, Planned
-from aprilsched.core.policies.refill import Wave
-from aprilsched.core.policies.schedule import Schedule
+from aprilsched.kernel.core.messages.commands import Plan
+from aprilsched.kernel.core.messages.events import Event, Planned
+from aprilsched.kernel.core.policies.refill import Wave
+from aprilsched.kernel.core.policies.schedule import Schedule
 from aprilsched.planning import Planner
 from tests.support.planners import Broken, Dying, Exiting, Hanging, Telling, Unreadable
 from tests.unit.test_planning import plan

@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 
 from aprilsched.config import SchedulerConfig
 from aprilsched.coordinator.opening import check_engines, examine
-from aprilsched.core.messages import events as ev
-from aprilsched.core.policies.placement import (
+from aprilsched.engines.base import Capabilities, Engine, PauseMode
+from aprilsched.errors import ConfigError
+from aprilsched.kernel.core.messages import events as ev
+from aprilsched.kernel.core.policies.placement import (
     EngineLoads,
     Place,
     Placement,
@@ -25,18 +27,16 @@ from aprilsched.core.policies.placement import (
     place_of,
     preference_of,
 )
-from aprilsched.core.policies.refill import Pool, PoolView
-from aprilsched.core.policies.schedule import Schedule
-from aprilsched.core.policies.stop import Groups, Samples, Stop, Tokens
-from aprilsched.core.policies.straggler import (
+from aprilsched.kernel.core.policies.refill import Pool, PoolView
+from aprilsched.kernel.core.policies.schedule import Schedule
+from aprilsched.kernel.core.policies.stop import Groups, Samples, Stop, Tokens
+from aprilsched.kernel.core.policies.straggler import (
     BEHAVIOURS,
     Behaviour,
     CachedKV,
     StragglerRule,
 )
-from aprilsched.core.state.records import RequestRecord
-from aprilsched.engines.base import Capabilities, Engine, PauseMode
-from aprilsched.errors import ConfigError
+from aprilsched.kernel.core.state.records import RequestRecord
 from tests.support.driver import Driver, prompts
 from tests.support.table import each_row
 

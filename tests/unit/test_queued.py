@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from aprilsched.core.messages.facts import BatchRequested, Fact, PromptsEnded, TokensReceived
+from aprilsched.kernel.core.messages.facts import BatchRequested, Fact, PromptsEnded, TokensReceived
 from aprilsched.telemetry.worker import QueuedListener
 
 

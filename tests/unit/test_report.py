@@ -31,8 +31,8 @@ from aprilsched.analysis.report.report_data import RunReport
 from aprilsched.analysis.report.words import percent, ran
 from aprilsched.analysis.run import read_run
 from aprilsched.analysis.usage import usage_of
-from aprilsched.core.messages import facts as of
-from aprilsched.core.messages.facts import Fact
+from aprilsched.kernel.core.messages import facts as of
+from aprilsched.kernel.core.messages.facts import Fact
 from aprilsched.telemetry.engine_time import BUSY, PARTS
 from aprilsched.telemetry.sampling.sample_log import (
     NVML_UTILIZATION,

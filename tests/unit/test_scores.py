@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from aprilsched import Score
-from aprilsched.core.messages.facts import BatchDelivered, DeliveredRollout
 from aprilsched.errors import ConfigError
+from aprilsched.kernel.core.messages.facts import BatchDelivered, DeliveredRollout
 from aprilsched.telemetry.batch_figures import measure
 from aprilsched.telemetry.figures import Figures, Measured, RewardFigures
 from tests.support.table import each_row

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from aprilsched.coordinator.step_times import StepTimes
-from aprilsched.core.messages import facts as of
+from aprilsched.kernel.core.messages import facts as of
 from aprilsched.planning import Planner
 from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
 from tests.support.table import each_row

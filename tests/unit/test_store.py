@@ -24,12 +24,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aprilsched import Media, MemoryStore, Prompt, SamplingParams, SqliteStore
-from aprilsched.core.lengths.observed import GroupLengths, Remembered
-from aprilsched.core.messages import events as ev
-from aprilsched.core.policies.refill import LengthBuckets, Pool, Refill, Wave
-from aprilsched.core.policies.schedule import Forecast, Schedule
-from aprilsched.core.state.ledger import Entry, Reason
-from aprilsched.core.state.saved import (
+from aprilsched.errors import ConfigError, StoreError
+from aprilsched.kernel.core.lengths.observed import GroupLengths, Remembered
+from aprilsched.kernel.core.messages import events as ev
+from aprilsched.kernel.core.policies.refill import LengthBuckets, Pool, Refill, Wave
+from aprilsched.kernel.core.policies.schedule import Forecast, Schedule
+from aprilsched.kernel.core.state.ledger import Entry, Reason
+from aprilsched.kernel.core.state.saved import (
     GroupState,
     RolloutState,
     RunState,
@@ -41,8 +42,7 @@ from aprilsched.core.state.saved import (
     Snapshot,
     TokenPage,
 )
-from aprilsched.core.steps.snapshot import full_snapshot, take_changes, take_full
-from aprilsched.errors import ConfigError, StoreError
+from aprilsched.kernel.core.steps.snapshot import full_snapshot, take_changes, take_full
 from aprilsched.store.codec import (
     check_storable,
     group_from,

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from aprilsched.core.lengths.observed import GroupLengths
-from aprilsched.core.messages import facts as of
-from aprilsched.core.messages.facts import Fact
-from aprilsched.core.state.ledger import Counters, Entry, Ledger, Reason
+from aprilsched.kernel.core.lengths.observed import GroupLengths
+from aprilsched.kernel.core.messages import facts as of
+from aprilsched.kernel.core.messages.facts import Fact
+from aprilsched.kernel.core.state.ledger import Counters, Entry, Ledger, Reason
 from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.summary import Remainder, Summary, default_burn_in
 from aprilsched.types import Batch, Group, Prompt, Rollout

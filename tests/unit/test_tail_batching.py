@@ -12,13 +12,13 @@ import pytest
 
 from aprilsched.analysis.lengths_of_run import Launches
 from aprilsched.config import LengthBuckets, SchedulerConfig, Staleness
-from aprilsched.core.lengths.laws import LogLaw
-from aprilsched.core.messages import events as ev
-from aprilsched.core.messages.facts import Fact, GroupLaunched
-from aprilsched.core.policies.refill import OpenGroups, PoolView, TailBatching
-from aprilsched.core.state.ledger import Reason
-from aprilsched.core.state.records import GroupRecord
 from aprilsched.errors import ConfigError
+from aprilsched.kernel.core.lengths.laws import LogLaw
+from aprilsched.kernel.core.messages import events as ev
+from aprilsched.kernel.core.messages.facts import Fact, GroupLaunched
+from aprilsched.kernel.core.policies.refill import OpenGroups, PoolView, TailBatching
+from aprilsched.kernel.core.state.ledger import Reason
+from aprilsched.kernel.core.state.records import GroupRecord
 from aprilsched.presets import rollpacker
 from aprilsched.store import MemoryStore
 from aprilsched.types import Group

@@ -7,7 +7,7 @@ import gc
 import numpy as np
 import pytest
 
-from aprilsched.core.state.token_log import TokenLog
+from aprilsched.kernel.core.state.token_log import TokenLog
 from aprilsched.simulation import rare_collections
 from aprilsched.types import Float32Array, Int32Array, VersionSpan
 from tests.support.table import each_row

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from aprilsched.core.messages import events as ev
-from aprilsched.core.messages import facts as of
-from aprilsched.core.messages.facts import Fact
+from aprilsched.kernel.core.messages import events as ev
+from aprilsched.kernel.core.messages import facts as of
+from aprilsched.kernel.core.messages.facts import Fact
 from aprilsched.telemetry.engine_time import PARTS, EngineUsage, Part, Stretch, seconds_by_part
 from aprilsched.telemetry.run_state import RunState
 from tests.support import facts

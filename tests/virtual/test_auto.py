@@ -22,13 +22,13 @@ from aprilsched import (
     SimPublisher,
 )
 from aprilsched.coordinator.step_times import StepTimes
-from aprilsched.core.messages import commands as do
-from aprilsched.core.messages import events as ev
-from aprilsched.core.policies.refill import Wave
-from aprilsched.core.policies.schedule import Objective, Schedule
-from aprilsched.core.policies.straggler import BEHAVIOURS
 from aprilsched.engines.sim import SimConfig
 from aprilsched.errors import ConfigError, PromptsExhausted
+from aprilsched.kernel.core.messages import commands as do
+from aprilsched.kernel.core.messages import events as ev
+from aprilsched.kernel.core.policies.refill import Wave
+from aprilsched.kernel.core.policies.schedule import Objective, Schedule
+from aprilsched.kernel.core.policies.straggler import BEHAVIOURS
 from aprilsched.planning import Planner
 from aprilsched.presets import PRESETS
 from aprilsched.runs.config_file import chosen

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from aprilsched.config import Dispatch, Pool, SchedulerConfig, Staleness
-from aprilsched.core.messages.commands import Command
-from aprilsched.core.messages.events import Event
 from aprilsched.engines.sim.settings import SimConfig
+from aprilsched.kernel.core.messages.commands import Command
+from aprilsched.kernel.core.messages.events import Event
 from aprilsched.simulation import Costs, Simulation
 from aprilsched.workload import LongTailWorkload
 

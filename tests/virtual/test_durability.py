@@ -33,11 +33,6 @@ from aprilsched import (
     Turn,
 )
 from aprilsched.config import Health
-from aprilsched.core.invariants import check as check_invariants
-from aprilsched.core.messages.commands import Command, Send
-from aprilsched.core.messages.events import Event, Finished
-from aprilsched.core.state.ledger import Reason
-from aprilsched.core.state.saved import Saved, Snapshot
 from aprilsched.engines.base import Engine
 from aprilsched.errors import (
     ConfigError,
@@ -47,6 +42,11 @@ from aprilsched.errors import (
     SchedulerClosed,
     StoreError,
 )
+from aprilsched.kernel.core.invariants import check as check_invariants
+from aprilsched.kernel.core.messages.commands import Command, Send
+from aprilsched.kernel.core.messages.events import Event, Finished
+from aprilsched.kernel.core.state.ledger import Reason
+from aprilsched.kernel.core.state.saved import Saved, Snapshot
 from aprilsched.store import Store
 from tests.support import small
 from tests.support.small import config

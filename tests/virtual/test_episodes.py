@@ -21,10 +21,10 @@ from aprilsched import (
     TurnOutput,
 )
 from aprilsched.coordinator.episodes import Episode
-from aprilsched.core.policies.straggler import BEHAVIOURS
-from aprilsched.core.state.ledger import Reason
 from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import EpisodeError, RunGivenUp
+from aprilsched.kernel.core.policies.straggler import BEHAVIOURS
+from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.types import NO_VERSION
 from tests.support.checking import Checking
 from tests.support.table import each_row

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from aprilsched.__main__ import main
-from aprilsched.core.messages.facts import BatchDelivered, Fact
+from aprilsched.kernel.core.messages.facts import BatchDelivered, Fact
 from aprilsched.runs import drive
 from aprilsched.telemetry.base import AnyListener
 from aprilsched.telemetry.figures import BatchFigures, figures_in

@@ -27,13 +27,13 @@ from aprilsched import (
     SimPublisher,
 )
 from aprilsched.config import Timeouts
-from aprilsched.core.messages import commands as do
-from aprilsched.core.messages import events as ev
-from aprilsched.core.messages import facts
 from aprilsched.engines.base import PauseMode
 from aprilsched.engines.sim import SimEngine, run_virtual
 from aprilsched.engines.sim.toy_model import ContextState, ToyModel, weights_key_of_version
 from aprilsched.errors import ConfigError, RefitError, SchedulerClosed
+from aprilsched.kernel.core.messages import commands as do
+from aprilsched.kernel.core.messages import events as ev
+from aprilsched.kernel.core.messages import facts
 from aprilsched.telemetry.base import ProtocolListener
 from tests.support import small
 from tests.support.table import each_row

@@ -22,12 +22,12 @@ from aprilsched import (
     SimPublisher,
 )
 from aprilsched.config import Health, Timeouts
-from aprilsched.core.messages import commands as do
-from aprilsched.core.messages import events as ev
-from aprilsched.core.messages import facts
 from aprilsched.engines.base import Chunk, GenerationRequest
 from aprilsched.engines.sim import SimEngine, run_virtual
 from aprilsched.errors import EngineError, FleetLost, RefitError
+from aprilsched.kernel.core.messages import commands as do
+from aprilsched.kernel.core.messages import events as ev
+from aprilsched.kernel.core.messages import facts
 from aprilsched.telemetry.base import ProtocolListener
 from tests.support import small
 from tests.support.publishers import Once

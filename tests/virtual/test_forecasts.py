@@ -11,10 +11,10 @@ import pytest
 
 from aprilsched import LongTailWorkload, SchedulerConfig
 from aprilsched.config import LengthBuckets, Pool, TailBatching
-from aprilsched.core.messages import facts as of
-from aprilsched.core.policies.refill import Refill, Wave
-from aprilsched.core.policies.schedule import Forecast, Schedule
 from aprilsched.engines.sim import SimConfig
+from aprilsched.kernel.core.messages import facts as of
+from aprilsched.kernel.core.policies.refill import Refill, Wave
+from aprilsched.kernel.core.policies.schedule import Forecast, Schedule
 from aprilsched.planning import Planner, planner
 from aprilsched.planning.planner import Bias
 from aprilsched.simulation import NEVER, Costs, Simulation

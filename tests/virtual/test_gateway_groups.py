@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from aprilsched.core.state.ledger import Reason
 from aprilsched.errors import ConfigError
 from aprilsched.gateway import GatewaySettings
+from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.testing.contract import PROMPT, until
 from tests.support.gateway import LONG, Front, Reader, front, spans
 from tests.support.sim_http import INTERVAL, asked, two_weights

@@ -17,9 +17,9 @@ import aiohttp
 import pytest
 
 from aprilsched import PromptQueue, RolloutScheduler, SchedulerConfig, SGLangFleet, SqliteStore
-from aprilsched.core.state.ledger import Reason
 from aprilsched.errors import ConfigError, StoreError
 from aprilsched.gateway import Gateway, GatewaySettings
+from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.testing import SimServer
 from aprilsched.testing.contract import until
 from aprilsched.types import Prompt

@@ -12,17 +12,17 @@ from aprilsched import (
     Batch,
 )
 from aprilsched.coordinator import live_bias, step_times
-from aprilsched.core.messages.commands import Command, Deliver, Send
-from aprilsched.core.messages.events import Event, Finished
-from aprilsched.core.messages.facts import (
+from aprilsched.driver import listeners
+from aprilsched.errors import InvariantViolation
+from aprilsched.kernel.core.messages.commands import Command, Deliver, Send
+from aprilsched.kernel.core.messages.events import Event, Finished
+from aprilsched.kernel.core.messages.facts import (
     AttemptEnded,
     AttemptSent,
     BatchDelivered,
     Fact,
     TokensReceived,
 )
-from aprilsched.driver import listeners
-from aprilsched.errors import InvariantViolation
 from aprilsched.telemetry.base import TokenChunks
 from tests.support.small import driven
 from tests.support.table import each_row

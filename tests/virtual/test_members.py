@@ -22,8 +22,8 @@ from aprilsched import (
     Turn,
 )
 from aprilsched.config import Retries, Staleness
-from aprilsched.core.state.ledger import Reason
 from aprilsched.errors import EpisodeError
+from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.types import Rollout
 from tests.support import small
 from tests.support.checking import Checking

@@ -19,8 +19,8 @@ from aprilsched import SimFleet
 from aprilsched.__main__ import main
 from aprilsched.analysis.usage import usage_of
 from aprilsched.config import Staleness
-from aprilsched.core.messages.facts import Fact
 from aprilsched.errors import ConfigError
+from aprilsched.kernel.core.messages.facts import Fact
 from aprilsched.telemetry.base import Listener
 from aprilsched.telemetry.engine_time import PARTS
 from aprilsched.telemetry.event_log.reading import replay

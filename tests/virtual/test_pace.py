@@ -18,14 +18,14 @@ from aprilsched import (
     SimFleet,
     SimPublisher,
 )
-from aprilsched.core.invariants import check as check_invariants
-from aprilsched.core.messages import commands as do
-from aprilsched.core.messages import events as ev
-from aprilsched.core.messages.facts import ScheduleChanged
-from aprilsched.core.policies.refill import Pool, Refill, Wave
-from aprilsched.core.policies.schedule import Pace, Schedule
-from aprilsched.core.policies.straggler import BEHAVIOURS
 from aprilsched.engines.sim import run_virtual
+from aprilsched.kernel.core.invariants import check as check_invariants
+from aprilsched.kernel.core.messages import commands as do
+from aprilsched.kernel.core.messages import events as ev
+from aprilsched.kernel.core.messages.facts import ScheduleChanged
+from aprilsched.kernel.core.policies.refill import Pool, Refill, Wave
+from aprilsched.kernel.core.policies.schedule import Pace, Schedule
+from aprilsched.kernel.core.policies.straggler import BEHAVIOURS
 from aprilsched.planning import Planner
 from aprilsched.simulation import Costs, Simulation
 from aprilsched.simulation.results import remainder

@@ -20,10 +20,10 @@ from aprilsched.analysis.lengths_of_run import known_lengths
 from aprilsched.analysis.rebuild import rebuilt_summary
 from aprilsched.analysis.run import read_run
 from aprilsched.config import SchedulerConfig, Staleness
-from aprilsched.core.messages.facts import BatchDelivered, BatchRequested
-from aprilsched.core.policies.staleness import StalenessRule
 from aprilsched.engines.sim import SimFleet
 from aprilsched.errors import ConfigError, RunFolderError
+from aprilsched.kernel.core.messages.facts import BatchDelivered, BatchRequested
+from aprilsched.kernel.core.policies.staleness import StalenessRule
 from aprilsched.runs.config_file import read_settings
 from aprilsched.runs.drive import Run
 from aprilsched.runs.settings import RunSettings, WorkloadSettings

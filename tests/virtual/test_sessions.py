@@ -23,9 +23,9 @@ from aprilsched import (
 )
 from aprilsched.chat.tokenizer import ModelTokenizer, load_tokenizer
 from aprilsched.config import Health, Retries
-from aprilsched.core.state.ledger import Reason
-from aprilsched.core.state.saved import Snapshot
 from aprilsched.errors import ConfigError, EpisodeError, RunGivenUp, TurnRefused
+from aprilsched.kernel.core.state.ledger import Reason
+from aprilsched.kernel.core.state.saved import Snapshot
 from aprilsched.serving.refusals import Unavailable
 from aprilsched.sessions import Limits, Session, Sessions
 from aprilsched.testing.contract import until

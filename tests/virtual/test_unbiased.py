@@ -33,13 +33,13 @@ from aprilsched.__main__ import main
 from aprilsched.analysis.plots import bias
 from aprilsched.analysis.run import read_run
 from aprilsched.config import Dispatch, Staleness
-from aprilsched.core.lengths.laws import kaplan_meier
-from aprilsched.core.lengths.observed import GroupLengths, pooled
-from aprilsched.core.messages.commands import Send
-from aprilsched.core.messages.events import Event
-from aprilsched.core.messages.facts import BatchDelivered, Fact, GroupLaunched
-from aprilsched.core.state.records import group_lengths
 from aprilsched.engines.sim import run_virtual
+from aprilsched.kernel.core.lengths.laws import kaplan_meier
+from aprilsched.kernel.core.lengths.observed import GroupLengths, pooled
+from aprilsched.kernel.core.messages.commands import Send
+from aprilsched.kernel.core.messages.events import Event
+from aprilsched.kernel.core.messages.facts import BatchDelivered, Fact, GroupLaunched
+from aprilsched.kernel.core.state.records import group_lengths
 from aprilsched.presets import PRESETS
 from aprilsched.simulation import Simulation
 from aprilsched.simulation.results import remainder

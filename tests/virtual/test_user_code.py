@@ -31,7 +31,6 @@ from aprilsched import (
 )
 from aprilsched.config import Retries
 from aprilsched.coordinator.tasks import Tasks
-from aprilsched.core.state.ledger import Reason
 from aprilsched.engines.base import Engine
 from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import (
@@ -44,6 +43,7 @@ from aprilsched.errors import (
     RunGivenUp,
     SchedulerClosed,
 )
+from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.planning import Planner
 from aprilsched.remote import Raised
 from aprilsched.store import MemoryStore

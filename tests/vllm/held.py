@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from aprilsched import Rollout, VLLMFleet
-from aprilsched.core.policies.straggler import StragglerRule
+from aprilsched.kernel.core.policies.straggler import StragglerRule
 from tests.sglang.recorded import TOLERANCE, Run, crossing, long_tail, record, scores
 from tests.vllm.conftest import KEY, reset
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from aprilsched import Prompt
-from aprilsched.core.policies.straggler import StragglerRule
+from aprilsched.kernel.core.policies.straggler import StragglerRule
 from tests.sglang.recorded import Run, record
 from tests.sglang.seeing import check_seen, write_seeing
 from tests.vllm.conftest import reset

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from aprilsched import DiskPublisher, RolloutScheduler, SchedulerConfig
-from aprilsched.core.messages.commands import Command
+from aprilsched.kernel.core.messages.commands import Command
 from aprilsched.testing.contract import until
 from tests.sglang.recorded import TOLERANCE, Recorder, long_tail
 from tests.vllm.held import KINDS, differences, fleet, run_and_check

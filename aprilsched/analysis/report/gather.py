@@ -29,9 +29,9 @@ from aprilsched.analysis.report.words import amount, nats, percent, ran, seconds
 from aprilsched.analysis.run import History, readable
 from aprilsched.analysis.samples import read_samples
 from aprilsched.analysis.usage import RunUsage, UsageRecorder, busy_share
-from aprilsched.core.messages import facts as of
-from aprilsched.core.state.ledger import Reason
 from aprilsched.files import read_text
+from aprilsched.kernel.core.messages import facts as of
+from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.telemetry.base import DispatchingListener
 from aprilsched.telemetry.engine_time import PART_INDEX, PART_LABELS, PARTS
 from aprilsched.telemetry.event_log.reading import replay

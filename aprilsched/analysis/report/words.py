@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
-from aprilsched.core.policies.straggler import BEHAVIOURS
+from aprilsched.kernel.core.policies.straggler import BEHAVIOURS
 from aprilsched.telemetry.figures import RunSummary
 
 _MINUTE, _HOUR = 60, 3600

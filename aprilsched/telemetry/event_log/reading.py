@@ -11,10 +11,10 @@ from typing import Any, Union
 
 import msgspec
 
-from aprilsched.core.messages import facts
-from aprilsched.core.messages.facts import Fact, by_delivery
 from aprilsched.errors import RunFolderError
 from aprilsched.files import open_regular
+from aprilsched.kernel.core.messages import facts
+from aprilsched.kernel.core.messages.facts import Fact, by_delivery
 from aprilsched.telemetry.base import Listener
 
 # The format of events.jsonl: each line is a fact of the run, with its time.

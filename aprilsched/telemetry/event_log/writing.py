@@ -22,14 +22,14 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from aprilsched.core.messages.facts import (
+from aprilsched.errors import RunFolderError
+from aprilsched.files import cut_off
+from aprilsched.kernel.core.messages.facts import (
     BatchDelivered,
     EvaluationDelivered,
     Fact,
     UpdateFinished,
 )
-from aprilsched.errors import RunFolderError
-from aprilsched.files import cut_off
 from aprilsched.telemetry.base import TokenChunks
 from aprilsched.telemetry.event_log.reading import (
     FORMAT_VERSION,

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from aprilsched.core.messages import facts as of
-from aprilsched.core.messages.facts import Fact
-from aprilsched.core.state.ledger import Reason
+from aprilsched.kernel.core.messages import facts as of
+from aprilsched.kernel.core.messages.facts import Fact
+from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.telemetry.base import DispatchingListener, TokenChunks
 from aprilsched.telemetry.engine_time import BUSY, EngineState, EngineUsage, Part, utilization_of
 from aprilsched.telemetry.figures import Figures

@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from aprilsched.core.state.ledger import Counters, Ledger
+from aprilsched.kernel.core.state.ledger import Counters, Ledger
 from aprilsched.telemetry.base import Listener
 from aprilsched.telemetry.engine_time import PART_LABELS
 from aprilsched.telemetry.figures import Figures, figures_in

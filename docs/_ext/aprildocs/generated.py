@@ -15,7 +15,7 @@ from sphinx.util.docutils import SphinxDirective
 
 from aprildocs import command_line, tables
 from aprildocs.state_diagram import draw, moves_table
-from aprilsched.core.state.records import MOVES
+from aprilsched.kernel.core.state.records import MOVES
 
 __all__ = ["GENERATORS", "setup"]
 

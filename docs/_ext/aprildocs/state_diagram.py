@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from html import escape
 
-from aprilsched.core.state.records import TERMINAL, Move, State
+from aprilsched.kernel.core.state.records import TERMINAL, Move, State
 
 __all__ = ["Arrow", "arrows", "draw", "moves_table"]
 

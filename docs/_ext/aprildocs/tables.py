@@ -15,8 +15,8 @@ from msgspec import Struct
 
 from aprildocs.documented import cell, field_texts, type_text
 from aprilsched.config import SchedulerConfig
-from aprilsched.core.messages.events import LogprobComparison, LogprobDifferences
-from aprilsched.core.messages.facts import DeliveredRollout, DroppedRollout, RestoredLengths
+from aprilsched.kernel.core.messages.events import LogprobComparison, LogprobDifferences
+from aprilsched.kernel.core.messages.facts import DeliveredRollout, DroppedRollout, RestoredLengths
 from aprilsched.runs.config_file import POLICIES
 from aprilsched.telemetry import figures
 from aprilsched.telemetry.engine_time import BUSY, PARTS

@@ -1,0 +1,449 @@
+"""The settings of a scheduler: one tree, which is checked when it is made.
+
+Everyday settings are at the top, and the others are in parts with a name (:class:`Dispatch`,
+:class:`Retries`, :class:`Health`, :class:`Timeouts`). A policy with settings of its own is chosen
+by a shorthand (``refill="pool"``) or as a value (``refill=Pool(until=0.25)``). The scheduler reads
+the policies from :attr:`SchedulerConfig.policies`, which has no shorthands.
+
+The flags of the command line and the tables of config.toml are made from this tree, so a setting
+has the same path everywhere: ``retries.attempts`` is
+``SchedulerConfig(retries=Retries(attempts=5))``, ``--retries.attempts 5``, and ``attempts = 5`` in
+the table ``[scheduler.retries]``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal, TypeAlias
+
+from aprilsched.bounds import AT_LEAST_0, AT_LEAST_1, Bound, check_settings
+from aprilsched.checks import suggesting
+from aprilsched.companions import Companion
+from aprilsched.errors import ConfigError
+from aprilsched.kernel.core.policies.kinds import REFILLS, RefillRule, StopUnit
+from aprilsched.kernel.core.policies.placement import Placement
+from aprilsched.kernel.core.policies.refill import Refill, Wave
+from aprilsched.kernel.core.policies.repack import Prices
+from aprilsched.kernel.core.policies.schedule import (
+    RATIO,
+    Objective,
+    Pace,
+    Schedule,
+)
+from aprilsched.kernel.core.policies.staleness import Staleness
+from aprilsched.kernel.core.policies.stop import Groups, Samples, Stop
+from aprilsched.kernel.core.policies.straggler import (
+    BEHAVIOURS,
+    Behaviour,
+    CachedKV,
+    StragglerRule,
+    rules_that,
+)
+from aprilsched.types import MAX_GROUP_SIZE, SamplingParams
+
+KVAfterRefit: TypeAlias = Literal["auto", "recompute", "keep", "apart"]
+
+LONG_WAIT = 8
+"""Number of versions for which a deferred group may wait."""
+
+PaceRule: TypeAlias = Pace | Literal["auto"]
+RefitRule: TypeAlias = Literal["together", "rolling"]
+RewardScope: TypeAlias = Literal["none", "rollout", "group"]
+MemberRule: TypeAlias = Literal["again", "shrink", "drop_group"]
+
+_GROUP_SIZE = Bound(least=1, most=MAX_GROUP_SIZE, words=f"1 to {MAX_GROUP_SIZE:,}")
+_NOT_0 = Bound(least=0.001, words="0.001 or more")
+_SHARE_FROM_0 = Bound(least=0, most=1, words="a share from 0 to 1")
+_BELOW_1 = Bound(least=0, below=1, words="a share below 1, or 0 for never")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Caller:
+    """What the scheduler knows of the caller's functions, beside the settings."""
+
+    reward_scope: RewardScope = "none"
+    """Whether there are rewards, and whether they are given to single rollouts or to groups."""
+    accepts: bool = False
+    """Whether the caller filters groups."""
+    episodes: bool = False
+    """Whether a coroutine of the caller's drives each rollout."""
+
+
+@suggesting()
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dispatch:
+    """Which requests are sent, when, and to which engine."""
+
+    placement: Placement | Literal["auto"] = "auto"
+    """"prefix" keeps a group on one engine, which has its prompt cached; "spread" sends each
+    rollout to the engine with the fewest requests; "auto" is "prefix", and with
+    `over_provision="auto"` the schedule may name "spread" instead."""
+    max_in_flight: Annotated[int, AT_LEAST_1] | None = None
+    """Largest number of requests that the engines have at the same time; None leaves the queueing
+    to the engines. The other requests wait until one of these ends, so a number below the rollouts
+    of a batch only makes the batch take longer."""
+    rate: Annotated[int, AT_LEAST_1] = 2_000
+    """Largest number of requests that are sent in a second."""
+    migrate: bool = False
+    """Whether a request whose engine's KV pool is full continues on an engine whose pool has room
+    for it, with its tokens so far. It moves at most once, and its context is computed again
+    there, as it would be where it waits. It is refused with `straggler="run"`."""
+
+
+@suggesting()
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Retries:
+    """How often something may fail before it is given up."""
+
+    attempts: Annotated[int, AT_LEAST_1] = 3
+    """Number of attempts of a request that may fail in a row without a new token. After them its
+    rollout is lost."""
+    interruptions: Annotated[int, AT_LEAST_1] = 16
+    """Number of attempts of a request that may be interrupted after new tokens, or because their
+    engine is lost. After them its rollout is lost."""
+    member: MemberRule = "again"
+    """What happens to a group when one of its rollouts is lost, because its attempts are used up or
+    user code raises MemberLost or TurnRefused: "again" generates that member again, "shrink"
+    delivers the group without it, and "drop_group" drops the group."""
+    regenerations: Annotated[int, AT_LEAST_0] = 2
+    """Number of times that one member of a group may be generated or scored again. After them its
+    group is dropped."""
+    smallest_group: Annotated[int, AT_LEAST_1] = 2
+    """Number of rollouts to which a group may shrink; a smaller one is dropped, because a single
+    reward has no advantage. A group of an evaluation may shrink to one rollout."""
+    failed_groups: Annotated[int, AT_LEAST_1] = 64
+    """Number of groups that may fail in a row, with no accepted one between them. After them the
+    run is given up."""
+    rejected_groups: Annotated[int, AT_LEAST_1] = 1_000
+    """Number of groups that `accept` may refuse in a row. After them the run is given up, because
+    the trainer would wait forever."""
+    failed_share: Annotated[float, _SHARE_FROM_0] = 0.5
+    """Share of all prompts whose groups may fail. If more have failed when the prompts end, the run
+    ends with an error; 1 allows any number, as long as a group was delivered."""
+
+
+@suggesting()
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Health:
+    """When an engine counts as lost, and how long a fleet without engines is waited for."""
+
+    stall_s: Annotated[float, AT_LEAST_1] = 60.0
+    """An engine is lost if none of its open requests gets a token for so many seconds. Pauses do
+    not count, and prompts without an answer add one second for 4,000 tokens. An engine that
+    prefills more slowly, or that needs longer between two chunks of a stream, needs a larger
+    value."""
+    slow_share: Annotated[float, _BELOW_1] = 0.2
+    """An engine is lost if it generates less for each request than this share of its own usual
+    rate and of the other engines' rate; 0 for never."""
+    fleet_wait_s: Annotated[float, AT_LEAST_0] = 600.0
+    """Seconds for which a fleet with no engine left is waited for, and an engine that refuses all
+    requests because it is busy."""
+
+
+@suggesting()
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timeouts:
+    """How long the calls that control an engine may take."""
+
+    control_s: Annotated[float, _NOT_0] = 120.0
+    """Seconds for each pause, flush and continue call of one engine."""
+    refit_s: Annotated[float, _NOT_0] = 1800.0
+    """Seconds for loading one version into all engines."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Policies:
+    """The policies of a configuration, with a value in the place of every shorthand.
+
+    Attributes:
+        stop: when a batch is full.
+        over_provision: how many groups are kept open; None if that is chosen during the run.
+        refill: when new groups are started, unless that is chosen during the run.
+        staleness: bound on staleness, and what happens to the rollouts that would pass it.
+        companions: what engines return beside the tokens.
+    """
+
+    stop: Stop
+    over_provision: float | None
+    refill: Refill
+    staleness: Staleness
+    companions: tuple[Companion, ...] = ()
+
+
+@suggesting()
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulerConfig:
+    """How rollouts are scheduled.
+
+    Raises:
+        ConfigError: if a value is out of its range, or if two values contradict each other.
+    """
+
+    batch_groups: Annotated[int, AT_LEAST_1] = 32
+    """Number of groups (prompts) in a batch."""
+    group_size: Annotated[int, _GROUP_SIZE] = 8
+    """Number of rollouts of a prompt that has no group size of its own."""
+    stop: StopUnit | Stop = "groups"
+    """What fills a batch: "groups" is `batch_groups` groups; Samples(256) is whole groups with at
+    least 256 rollouts together, and Tokens(100_000) those with so many response tokens. "samples"
+    is as many rollouts as `batch_groups` groups have."""
+    over_provision: Annotated[float, RATIO] | Literal["auto"] = 1.5
+    """Ratio of groups kept open to groups in a batch; 1 waits for every last response. "auto"
+    chooses the ratio and the refill rule during the run: the least stale schedule within 1 % of
+    the best by `objective`, for the lengths seen so far and the time model of the
+    engines."""
+    refill: RefillRule | Refill = "wave"
+    """When new groups are started: "wave" starts them once at the begin of each batch (APRIL),
+    "pool" or Pool(together=4, until=0.25) keeps a constant number generating, "buckets" or
+    LengthBuckets(store=5) keeps more groups open and runs those of similar expected length
+    together, and "tail" lets groups race for their batch and gathers the losers in batches of their
+    own."""
+    objective: Objective = field(default_factory=Objective)
+    """What over_provision="auto" wants: useful work for the time of whole steps, where a token is
+    worth less with its age."""
+    straggler: StragglerRule = "retract"
+    """What happens to the rollouts that still generate when a batch is full: "retract" pauses them
+    in the engine and recomputes their KV after a refit, "in_place" pauses them and keeps their KV,
+    so that later tokens attend to stale keys, "abort" calls them back and sends them again, "run"
+    lets them run to their end, so that no rollout has two versions."""
+    pace: PaceRule = "synchronous"
+    """"synchronous" pauses the engines from a full batch until the next one is requested;
+    "asynchronous" keeps generating while the trainer trains, and pauses only for a refit; "auto"
+    begins synchronously and chooses the pace during the run, with over_provision="auto". It stays
+    synchronous once the engines have lent their memory to the trainer."""
+    max_staleness: Annotated[int, AT_LEAST_0] | Staleness | None = None
+    """Bound on the staleness of a delivered token that counts: the consuming version minus the
+    sampling version. Tokens beyond it get loss mask 0; Staleness(2, rule="evict"), "finish" or
+    "restart" treats them otherwise. With over_provision="auto" 0 means Staleness(0,
+    rule="restart"), where the straggler rule and the pace allow it."""
+    ready_batches: Annotated[int, AT_LEAST_1] = 2
+    """Number of complete batches that are kept for a slow trainer before no new groups are
+    started, on the asynchronous pace."""
+    kv_after_refit: KVAfterRefit = "auto"
+    """What happens to KV that older weights computed: "recompute" flushes it (with a cache key for
+    each version too where it may survive that), "keep" lets later tokens attend to stale keys, and
+    "apart" uses a cache key for each version, for servers that cannot flush, so that new requests
+    never meet older keys. "auto" keeps it for "in_place" and recomputes it for the other straggler
+    rules."""
+    refit: RefitRule = "together"
+    """"together" brings a new version to all engines in one pause of the fleet. "rolling" brings it
+    to each engine when that has no responses of an older version any more, while the others go on
+    under theirs; unfinished responses are gathered on fewer engines of their version where this
+    costs less than waiting. It needs pace="asynchronous" and straggler="run"."""
+    follow_weights: bool = False
+    """Whether the scheduler takes over newer weights that somebody else loads without telling it,
+    as soon as half of the engines show their version. Without this setting such an engine stands
+    by."""
+    companions: tuple[Companion | str, ...] = ()
+    """What engines return beside each token: Companion or its string, such as
+    "routed_experts=uint8[48,8]" or "sampling_mask". Rows of the context are those of the pass that
+    sampled each token, so where a refit would make engines compute contexts again ("retract"),
+    unfinished responses are called back as with "abort"."""
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    """Sampling parameters of prompts that have none of their own."""
+    dispatch: Dispatch = field(default_factory=Dispatch)
+    """Which requests are sent, when, and to which engine."""
+    prices: Prices = field(default_factory=Prices)
+    """Costs of moving a request to another engine, for `refit="rolling"` and `dispatch.migrate`."""
+    retries: Retries = field(default_factory=Retries)
+    """How often something may fail before it is given up."""
+    health: Health = field(default_factory=Health)
+    """When an engine counts as lost, and how long a fleet without engines is waited for."""
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    """How long the calls that control an engine may take."""
+    save_interval_s: Annotated[float, _NOT_0] = 1.0
+    """Seconds between two saves of new tokens, if there is a store. Rollouts that end and batches
+    that are handed over are saved at once."""
+    allow_inexact_versions: bool = False
+    """Whether "retract" and "in_place" are accepted on servers that cannot tell the version of
+    each token."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "companions", tuple(map(Companion.of, self.companions)))
+        check_settings(self)
+        self._check_combinations()
+
+    # --- what follows from the settings --------------------------------------------------------
+
+    @property
+    def policies(self) -> Policies:
+        """The policies that the settings name."""
+        ratio = self.over_provision
+        return Policies(
+            stop=self._stop(),
+            over_provision=None if isinstance(ratio, str) else float(ratio),
+            refill=self.refill if isinstance(self.refill, Refill) else REFILLS[self.refill](),
+            staleness=self._staleness(),
+            companions=tuple(map(Companion.of, self.companions)),
+        )
+
+    @property
+    def automatic(self) -> bool:
+        """Whether over-provisioning and refill are chosen during the run."""
+        return self.over_provision == "auto"
+
+    @property
+    def first_pace(self) -> Pace:
+        """The pace with which the run begins."""
+        return "synchronous" if self.pace == "auto" else self.pace
+
+    @property
+    def trainer_waits(self) -> bool:
+        """Whether the engines are paused while the trainer trains, when the run begins."""
+        return self.first_pace == "synchronous"
+
+    @property
+    def behaviour(self) -> Behaviour:
+        """How stragglers are treated.
+
+        An engine that recomputes a context under new weights returns the rows of that pass for all
+        older tokens, and says nothing of it. So with companions of the context no request waits
+        inside an engine for such a refit.
+        """
+        behaviour = BEHAVIOURS[self.straggler]
+        recomputes = behaviour.waits_inside and self.cached_kv == "recompute"
+        if recomputes and any(Companion.of(each).per == "context" for each in self.companions):
+            return behaviour.called_back_first()
+        return behaviour
+
+    @property
+    def may_defer(self) -> bool:
+        """Whether a refill rule that defers groups may be chosen during the run.
+
+        Such a rule calls back what it does not run, so nothing may be meant to stay in the engines.
+        It also lets groups wait, so the bound on staleness must be wide, or groups that have waited
+        too long must begin again.
+        """
+        policies = self.policies
+        bound = policies.staleness.bound
+        again = policies.staleness.rule == "restart"
+        return self._defers and (bound is None or bound >= LONG_WAIT or again)
+
+    @property
+    def cached_kv(self) -> CachedKV:
+        """What happens to the cached KV at a refit, with "auto" resolved."""
+        if self.kv_after_refit == "auto":
+            return BEHAVIOURS[self.straggler].kv[0]
+        return self.kv_after_refit
+
+    @property
+    def _defers(self) -> bool:
+        return self.pace != "asynchronous" and self.behaviour.deferrable
+
+    @staticmethod
+    def settles(schedule: Schedule) -> bool:
+        """Whether every group comes to its end under this schedule, on the synchronous pace,
+        although its tokens are thrown away at updates (``Staleness(0, rule="restart")``)."""
+        refill = schedule.refill
+        if refill.settles:
+            return True
+        waits = refill.defers or isinstance(refill, Wave)
+        return waits and schedule.over_provision == 1
+
+    @property
+    def _settles(self) -> bool:
+        """Whether every group comes to its end although its tokens are thrown away at updates. An
+        automatic schedule is checked when it is chosen."""
+        policies = self.policies
+        if policies.over_provision is None:
+            return self.pace != "asynchronous"
+        chosen = Schedule(over_provision=policies.over_provision, refill=policies.refill)
+        return self.settles(chosen) and (policies.refill.settles or self.pace == "synchronous")
+
+    def _staleness(self) -> Staleness:
+        bound = self.max_staleness
+        if isinstance(bound, Staleness):
+            return bound
+        if bound == 0 and self.automatic and self._defers:
+            # Without stale tokens every schedule waits for all that it runs. Then length buckets
+            # are possible, whose probes are thrown away, and nothing would be masked anyway.
+            return Staleness(0, rule="restart")
+        return Staleness(bound)
+
+    def _stop(self) -> Stop:
+        if isinstance(self.stop, Stop):
+            return self.stop
+        if self.stop == "groups":
+            return Groups(self.batch_groups)
+        if self.stop == "samples":
+            return Samples(self.batch_groups * self.group_size)
+        raise ConfigError(
+            f'stop="{self.stop}" does not say how many {self.stop} fill a batch; set stop.amount, '
+            "or give Tokens(100_000), say."
+        )
+
+    # --- checks --------------------------------------------------------------------------------
+
+    def _check_combinations(self) -> None:
+        behaviour, policies = self.behaviour, self.policies
+        names = [each.name for each in policies.companions]
+        if len(set(names)) < len(names):
+            raise ConfigError(f"companions has {', '.join(names)}; give each name once.")
+        if self.cached_kv not in behaviour.kv:
+            raise ConfigError(
+                f'kv_after_refit="{self.kv_after_refit}" is not possible with '
+                f'straggler="{self.straggler}"; choose one of {", ".join(behaviour.kv)}.'
+            )
+        if isinstance(policies.stop, Groups) and policies.stop.amount != self.batch_groups:
+            raise ConfigError(
+                f"stop.amount is {policies.stop.amount} groups, and batch_groups is "
+                f"{self.batch_groups}; set batch_groups alone, or another unit than groups as stop."
+            )
+        if self.pace == "auto" and not self.automatic:
+            raise ConfigError(
+                'pace="auto" is chosen together with the ratio and the refill rule, so it is '
+                f"refused with over_provision={self.over_provision!r}; set "
+                'over_provision="auto", or pace="synchronous" or "asynchronous".'
+            )
+        if self.follow_weights and self.pace != "asynchronous" and behaviour.waits_inside:
+            able = " or ".join(f'"{name}"' for name in rules_that(lambda b: not b.waits_inside))
+            raise ConfigError(
+                f'straggler="{self.straggler}" with pace="{self.pace}" continues engines at each '
+                "batch, also those that somebody else has paused, so follow_weights=True is "
+                f'refused; set pace="asynchronous", or straggler={able}.'
+            )
+        if self.dispatch.migrate and behaviour.called_back == "never":
+            raise ConfigError(
+                "dispatch.migrate interrupts a response to move it, and new weights may come "
+                f'before it goes on, so it is refused with straggler="{self.straggler}", which '
+                "keeps each response to one version; leave migrate False, or set another straggler."
+            )
+        if self.refit == "rolling":
+            self._check_rolling()
+        if policies.refill.defers and not self._defers:
+            able = " or ".join(f'"{name}"' for name in rules_that(lambda b: b.deferrable))
+            raise ConfigError(
+                f'refill="{policies.refill.name}" defers the groups that it does not choose, which '
+                f'pace="{self.pace}" with straggler="{self.straggler}" cannot; set '
+                f'pace="synchronous" and straggler={able}.'
+            )
+        if policies.staleness.rule != "mask" and policies.staleness.bound is None:
+            raise ConfigError(
+                f'max_staleness.rule is "{policies.staleness.rule}" without a bound; set '
+                "max_staleness to a number of versions too."
+            )
+        if policies.staleness.rule == "restart" and not self._settles:
+            raise ConfigError(
+                f'max_staleness.rule is "restart" with refill="{policies.refill.name}" and '
+                f"over_provision={self.over_provision!r}, where a prompt of long responses may "
+                'begin again for ever; set refill="tail", or refill="wave" or "buckets" with '
+                "over_provision=1."
+            )
+
+    def _check_rolling(self) -> None:
+        if self.pace != "asynchronous" or self.straggler != "run":
+            raise ConfigError(
+                f'refit="rolling" lets responses run on under their version, which '
+                f'pace="{self.pace}" with straggler="{self.straggler}" does not; set '
+                'pace="asynchronous" and straggler="run".'
+            )
+        if self.automatic:
+            raise ConfigError(
+                'over_provision="auto" is tried out with refits of all engines together, so it is '
+                'refused with refit="rolling"; set a ratio.'
+            )
+        if self.follow_weights:
+            raise ConfigError(
+                'refit="rolling" brings every version to the engines itself, so '
+                "follow_weights=True is refused; leave it False."
+            )

@@ -1,0 +1,504 @@
+"""Keeps the lengths that a run has observed, and draws groups like the observed ones."""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aprilsched.kernel.core.lengths.laws import (
+    KaplanMeier,
+    Levels,
+    LogLaw,
+    kaplan_meier,
+    normal_cdf,
+    normal_quantile,
+    observed_logs,
+)
+
+# The lengths of one group so far, which all estimates of lengths take as their input.
+
+T = TypeVar("T", bound=np.generic)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class GroupLengths:
+    """The lengths of a group's responses so far, in tokens.
+
+    The tokens of unfinished members should be as recent as the ends of finished ones. After a pause
+    they are; while engines decode, they are up to a chunk too few. The responses then seem to have
+    been observed up to an earlier time, and estimated laws are too short by about that much.
+
+    Attributes:
+        launched: its position in the order of launches, for example its group id.
+        tokens: int64 [g], length of each finished member, and tokens so far of each other one.
+        finished: bool [g].
+    """
+
+    launched: int
+    tokens: NDArray[np.int64]
+    finished: NDArray[np.bool_]
+
+    @staticmethod
+    def whole(launched: int, lengths: Sequence[int]) -> GroupLengths:
+        """A group whose members have all finished."""
+        return GroupLengths(
+            launched=launched,
+            tokens=np.array(lengths, dtype=np.int64),
+            finished=np.ones(len(lengths), dtype=np.bool_),
+        )
+
+    @property
+    def complete(self) -> bool:
+        return bool(self.finished.all())
+
+
+def pooled(groups: Sequence[GroupLengths]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """The tokens, int64 [n], and whether they are final, bool [n], of all members of all groups."""
+    if not groups:
+        return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.bool_)
+    return (
+        np.concatenate([group.tokens for group in groups]),
+        np.concatenate([group.finished for group in groups]),
+    )
+
+
+def padded(
+    rows: Sequence[Sequence[int] | NDArray[Any]], fill: int, kind: type[T], size: int | None = None
+) -> NDArray[T]:
+    """Rows of different lengths as one array, filled up with `fill`, or cut, to the longest one or
+    to `size`."""
+    size = max(map(len, rows), default=0) if size is None else size
+    table = np.full((len(rows), size), fill, dtype=kind)
+    for place, row in enumerate(rows):
+        table[place, : len(row)] = row[:size]
+    return table
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+# Remembers the lengths of each prompt's responses by the prompt's key, from epoch to epoch.
+#
+# The level of a prompt is the expected log length of its responses. Over all prompts it is normal
+# around the law's mean, with the variance t of what the responses of a group have in common. The
+# policy changes, so a level drifts: between two looks at it, a versions apart, it has the
+# correlation r = 2**(-a / half_life). This is a stationary autoregressive process, of which noisy
+# observations are kept (Kalman, 1960). Of n responses with mean log length m, with
+# k = w n / (w n + 1 - w) for the law's share w, the level now has
+#
+#     mean = law + r k (m - law),  variance = t (1 - r**2 k)
+#
+# so it shrinks toward the law with age. What is kept of earlier epochs counts r**2 as much as a
+# new response does.
+#
+# Keys may be wrong: a caller may use one key for many prompts, or the policy may change faster
+# than the half-life says. So r is multiplied by the regression coefficient of the levels that were
+# observed on those that were predicted (Mincer and Zarnowitz, 1969), with recent groups counting
+# most. Where the memory has predicted nothing, the coefficient is 0 and the law alone is left.
+#
+# What is remembered decides what runs when and where, so a wrong memory costs time. It never
+# decides whether a response is kept or how long it becomes.
+
+MOST_KEYS = 1 << 16
+"""Number of keys that are remembered; those that were seen last are kept. An entry takes about 200
+bytes."""
+_HALF_LIFE = 1000
+"""Versions after which the correlation of a level with itself is taken as one half. This is only
+where the regression coefficient begins, which is learned from the run."""
+_BEGIN = 16.0
+"""Number of groups whose predictions the coefficient's first value, 1, counts as much as."""
+_FORGETS = 1 - 1 / 512
+"""What the regression keeps of earlier groups with each new one: the last 512 count."""
+_LONGEST_KEY = 64
+"""Characters of the longest key that is kept as it is. Of a longer one, the digest is kept."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Remembered:
+    """What is remembered of one key.
+
+    Attributes:
+        key: the prompt's key, or the digest of a long one.
+        responses: number of responses that this is worth; earlier epochs count for less.
+        mean_log: mean of their log lengths.
+        version: the version that was in force when the last of them was seen.
+    """
+
+    key: str | int
+    responses: float
+    mean_log: float
+    version: int
+
+
+class LengthMemory:
+    """The records by key, and how well they have predicted."""
+
+    def __init__(self) -> None:
+        self._records: dict[str | int, Remembered] = {}
+        self.products = 0.0
+        """Sum of predicted times observed deviations from the law, with recent groups counting
+        most."""
+        self.squares = 0.0
+        """Sum of the squares of the predicted deviations, in the same way."""
+
+    def __len__(self) -> int:
+        """Number of keys."""
+        return len(self._records)
+
+    def knows(self, key: object) -> bool:
+        """Whether anything is remembered of the key."""
+        return bool(self._records) and _name(key) in self._records
+
+    def __iter__(self) -> Iterator[Remembered]:
+        """The records; those that were noted last come last."""
+        return iter(self._records.values())
+
+    def restore(self, records: Iterable[Remembered], products: float, squares: float) -> None:
+        """Take over what was saved."""
+        for record in records:
+            self._put(record)
+        self.products, self.squares = products, squares
+
+    def note(
+        self, key: object, group: GroupLengths, law: LogLaw, version: int
+    ) -> Remembered | None:
+        """Note the lengths of a group that has ended; returns the new record.
+
+        The result is None if the prompt has no key that can be remembered (a string or a whole
+        number), or if no member has a token.
+        """
+        name = _name(key)
+        known = group.tokens > 0
+        count = int(known.sum())
+        if name is None or not count:
+            return None
+        logs = observed_logs(group.tokens[known], group.finished[known], law)
+        mean, responses = float(logs.mean()), float(count)
+        before = self._records.get(name)
+        if before is not None:
+            believed = self._correlation(before, version, law) ** 2 * before.responses
+            predicted = self._aged(before, version) * _weight(before.responses, law)
+            predicted *= before.mean_log - law.mean
+            self.products = self.products * _FORGETS + predicted * (mean - law.mean)
+            self.squares = self.squares * _FORGETS + predicted**2
+            mean = (mean * responses + before.mean_log * believed) / (responses + believed)
+            responses += believed
+        record = Remembered(key=name, responses=responses, mean_log=mean, version=version)
+        self._put(record)
+        return record
+
+    def levels(self, keys: Sequence[object], law: LogLaw, version: int) -> Levels:
+        """What is known of the level of each prompt before it has a token under `version`."""
+        mean = np.full((len(keys), 1), law.mean, dtype=np.float64)
+        variance = np.full_like(mean, law.shared * law.deviation**2)
+        if self._records:
+            for row, key in enumerate(keys):
+                name = _name(key)
+                record = None if name is None else self._records.get(name)
+                if record is not None:
+                    r = self._correlation(record, version, law)
+                    weight = _weight(record.responses, law)
+                    mean[row] += r * weight * (record.mean_log - law.mean)
+                    variance[row] *= 1 - r * r * weight
+        return Levels(mean=mean, variance=variance)
+
+    def coefficient(self, law: LogLaw) -> float:
+        """The regression coefficient of observed on predicted levels, 0 or more."""
+        begin = _BEGIN * law.shared * law.deviation**2
+        return max(0.0, (self.products + begin) / (self.squares + begin))
+
+    def _correlation(self, record: Remembered, version: int, law: LogLaw) -> float:
+        # Below 1, because at 1 a prompt's level could never be seen to differ.
+        return min(0.99, self.coefficient(law) * self._aged(record, version))
+
+    @staticmethod
+    def _aged(record: Remembered, version: int) -> float:
+        return math.exp2(-max(0, version - record.version) / _HALF_LIFE)
+
+    def _put(self, record: Remembered) -> None:
+        self._records.pop(record.key, None)
+        self._records[record.key] = record
+        if len(self._records) > MOST_KEYS:
+            del self._records[next(iter(self._records))]
+
+
+def _weight(responses: float, law: LogLaw) -> float:
+    """How much of the deviation of so many responses is that of their group."""
+    return law.shared * responses / (law.shared * responses + 1 - law.shared)
+
+
+def _name(key: object) -> str | int | None:
+    if type(key) is int and -(2**63) <= key < 2**63:
+        return key
+    if type(key) is not str:
+        return None
+    if len(key) <= _LONGEST_KEY and key.isascii():
+        return key
+    return hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+# --- observed ------------------------------------------------------------------------------------
+
+DEFAULT_WINDOW = 4096
+"""Number of responses that are kept: 16 batches of 32 groups of 8. This is enough for a 99th
+percentile, and few enough to follow a drift."""
+
+_RESAMPLES = 16
+"""Number of batches that are drawn for the expected distance of one. The mean is known to 6 %, and
+that over some batches better."""
+
+
+class ObservedLengths:
+    """The groups that have ended: the last `window` responses of them in the order of launches.
+
+    Open groups are not kept; callers pass them in their present state.
+
+    Raises:
+        ValueError: if `window` is below 1.
+    """
+
+    def __init__(self, *, window: int = DEFAULT_WINDOW) -> None:
+        if window < 1:
+            raise ValueError(f"window is {window}; give at least 1 response.")
+        self._window = window
+        self._size = 0
+        self._heap: list[tuple[int, int, GroupLengths]] = []
+        """A heap of groups with the earliest launch on top; the second number breaks ties."""
+        self._added = 0
+
+    def __len__(self) -> int:
+        """Number of responses that are kept."""
+        return self._size
+
+    def add_group(self, group: GroupLengths) -> None:
+        """Add a group that has ended: complete, or dropped with the tokens that it had."""
+        self._added += 1
+        heapq.heappush(self._heap, (group.launched, self._added, group))
+        self._size += len(group.tokens)
+        while self._size - len(self._heap[0][2].tokens) >= self._window:
+            self._size -= len(heapq.heappop(self._heap)[2].tokens)
+
+    def cohort(self, open_groups: Sequence[GroupLengths] = ()) -> list[GroupLengths]:
+        """The groups that were launched last, oldest first: at least `window` responses if there
+        are so many."""
+        ended = [group for _, _, group in self._heap]
+        newest_first = sorted([*ended, *open_groups], key=lambda g: g.launched, reverse=True)
+        taken: list[GroupLengths] = []
+        size = 0
+        for group in newest_first:
+            if size >= self._window:
+                break
+            taken.append(group)
+            size += len(group.tokens)
+        return taken[::-1]
+
+    def law(self, open_groups: Sequence[GroupLengths] = ()) -> KaplanMeier | None:
+        """The law that lengths are drawn from; None until one response has finished."""
+        tokens, finished = pooled(self.cohort(open_groups))
+        return kaplan_meier(tokens, ~finished) if finished.any() else None
+
+    def shared_log_variance(self) -> float | None:
+        """See :func:`~aprilsched.kernel.core.lengths.observed.shared_log_variance`."""
+        return shared_log_variance([group for _, _, group in self._heap])
+
+    def iid_distance(self, count: int, *, seed: int = 0) -> float | None:
+        """See :func:`~aprilsched.kernel.core.lengths.observed.iid_distance`."""
+        return iid_distance([group for _, _, group in self._heap], count, seed=seed)
+
+    def draw_groups(
+        self,
+        count: int,
+        *,
+        group_size: int | None,
+        open_groups: Sequence[GroupLengths] = (),
+        most: int | None = None,
+        seed: int = 0,
+    ) -> NDArray[np.int64]:
+        """Lengths int64 [count, group_size] of groups like those in the cohort.
+
+        Without `group_size` each group keeps its own size. The second dimension is then the largest
+        size, and smaller groups have 0 at the places without a member.
+
+        Whole groups are resampled, so that the members keep what they have in common. The length of
+        an unfinished member is drawn from the law given its tokens so far; otherwise the resampled
+        groups would be too short. (It is drawn without regard to its siblings, which weakens what
+        they have in common.) A member that has not run is drawn given its siblings. Of a group with
+        more members the first ones are taken; smaller groups are skipped. The draws are a function
+        of the arguments.
+
+        With `most`, the most tokens that a response can have, the law's tail is guessed
+        (:meth:`~aprilsched.kernel.core.lengths.laws.KaplanMeier.completed`). Without it members
+        that are longer than any that has finished end with the next token.
+
+        Raises:
+            ValueError: if nothing has finished, or if no group has `group_size` members.
+        """
+        cohort = self.cohort(open_groups)
+        law = self._law_of_prompts(cohort)
+        if group_size is not None:
+            cohort = [group for group in cohort if len(group.tokens) >= group_size]
+        if law is None or not cohort:
+            raise ValueError(
+                f"no group of {group_size} has been seen, or nothing has finished; draw later."
+            )
+        if most is not None:
+            law = law.completed(most)
+        places = resampled(len(cohort), count, seed=seed)
+        size = group_size or max(len(group.tokens) for group in cohort)
+        tokens = padded([group.tokens for group in cohort], 0, np.int64, size)[places]
+        finished = padded([group.finished for group in cohort], True, np.bool_, size)[places]
+        drawn = law.residual_quantile(hashed_uniforms(tokens.shape, seed=seed + 1), tokens)
+        lengths: NDArray[np.int64] = np.where(finished, tokens, drawn)
+        unknown = (tokens == 0) & ~finished
+        if unknown.any():
+            lengths = np.where(unknown, self._siblings(law, lengths, tokens > 0, seed), lengths)
+        return lengths
+
+    def _siblings(
+        self, law: KaplanMeier, lengths: NDArray[np.int64], known: NDArray[np.bool_], seed: int
+    ) -> NDArray[np.int64]:
+        """Lengths of members that have not run, int64 [groups, members], given those of the
+        siblings that are `known`.
+
+        It is a Gaussian copula with the law as every member's, in which the members of a group have
+        the siblings' share w of the log variance as their correlation: given k siblings whose
+        normal scores have the mean m, the group's level is normal with the mean
+        k w m / (1 + (k - 1) w) and the variance w (1 - w) / (1 + (k - 1) w), and a member is normal
+        around that with the variance 1 - w.
+        """
+        shared = self.shared_log_variance()
+        w = min(max(0.5 if shared is None else shared, 0.0), 1.0)
+        below = 1 - (law.survival_at(lengths - 1) + law.survival_at(lengths)) / 2
+        scores = np.where(known, normal_quantile(below), 0.0)
+        ran = known.sum(axis=1, keepdims=True)
+        spread = 1 + (ran - 1) * w
+        level = w * scores.sum(axis=1, keepdims=True) / spread
+        groups = normal_quantile(hashed_uniforms((len(lengths), 1), seed=seed + 2))
+        level = level + np.sqrt(w * (1 - w) / spread) * groups
+        own = normal_quantile(hashed_uniforms(lengths.shape, seed=seed + 3))
+        return law.quantile(normal_cdf(level + math.sqrt(1 - w) * own))
+
+    @staticmethod
+    def _law_of_prompts(cohort: Sequence[GroupLengths]) -> KaplanMeier | None:
+        """The law of lengths, from one response of each prompt where not all of them have run.
+
+        A rule that defers groups runs all members of the groups that it expects to be short, and a
+        single one of the others. All responses together would then be too short.
+        """
+        tokens, finished = pooled(cohort)
+        if not finished.any():
+            return None
+        if ((tokens == 0) & ~finished).any():
+            first = np.array([group.tokens[0] for group in cohort], dtype=np.int64)
+            ended = np.array([group.finished[0] for group in cohort], dtype=np.bool_)
+            if ended.any():
+                return kaplan_meier(first, ~ended)
+        return kaplan_meier(tokens, ~finished)
+
+
+_WEYL = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+def hashed_uniforms(shape: tuple[int, ...], *, seed: int) -> NDArray[np.float64]:
+    """Uniform random numbers in (0, 1) of this shape, by SplitMix64 (Steele, Lea and Flood,
+    2014)."""
+    count = math.prod(shape)
+    key = _mixed(np.array([seed % 2**64], dtype=np.uint64) * _WEYL + _WEYL)
+    words = _mixed(np.arange(1, count + 1, dtype=np.uint64) * _WEYL + key)
+    # With 52 bits and a half, no number is 0 or 1, whose quantiles under an unbounded law are
+    # infinite.
+    return (((words >> np.uint64(12)).astype(np.float64) + 0.5) / 2**52).reshape(shape)
+
+
+def resampled(population: int, count: int, *, seed: int) -> NDArray[np.int64]:
+    """Places int64 [count] below `population`, each equally often, in random order.
+
+    This is systematic resampling: each place comes floor or ceil of count / population times. So
+    the mean of the resample has no random error against the mean of the population, while
+    neighbours in the order are as independent as in independent draws.
+    """
+    uniform = hashed_uniforms((count + 1,), seed=seed)
+    places = np.floor((np.arange(count) + uniform[0]) * population / count).astype(np.int64)
+    return np.minimum(places, population - 1)[np.argsort(uniform[1:], kind="stable")]
+
+
+def _mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    words = (words ^ (words >> np.uint64(30))) * _MIX_1
+    words = (words ^ (words >> np.uint64(27))) * _MIX_2
+    return words ^ (words >> np.uint64(31))
+
+
+def iid_distance(groups: Sequence[GroupLengths], count: int, *, seed: int = 0) -> float | None:
+    """Expected Kolmogorov distance of `count` groups that are drawn at random from the law of all.
+
+    It is the mean over 16 resamples of whole groups (the bootstrap of Efron, 1979, by clusters), so
+    it counts what the members of a group have in common: with it the distance is larger than that
+    of as many independent responses, 0.869 / sqrt(n). Only complete groups are used. None if there
+    is none, or if `count` is 0.
+    """
+    rows: list[NDArray[np.int64]] = [group.tokens for group in groups if group.complete]
+    if not rows or count < 1:
+        return None
+    law: NDArray[np.int64] = np.sort(np.concatenate(rows))
+    places = np.floor(hashed_uniforms((_RESAMPLES, count), seed=seed) * len(rows)).astype(np.int64)
+    found: list[float] = []
+    for drawn in places:
+        sample: NDArray[np.int64] = np.sort(np.concatenate([rows[int(place)] for place in drawn]))
+        # Both distributions are steps, so they differ most at an end of a step of the sample.
+        differ = [
+            float(np.abs(_up_to(sample, sample, side) - _up_to(law, sample, side)).max())
+            for side in _SIDES
+        ]
+        found.append(max(differ))
+    return sum(found) / len(found)
+
+
+_SIDES: tuple[Literal["left", "right"], ...] = ("left", "right")
+
+
+def _up_to(
+    sample: NDArray[np.int64], at: NDArray[np.int64], side: Literal["left", "right"]
+) -> NDArray[np.float64]:
+    """Share of a sorted sample that is up to each length; below it for "left"."""
+    return np.searchsorted(sample, at, side=side) / len(sample)
+
+
+def shared_log_variance(groups: Sequence[GroupLengths]) -> float | None:
+    """Share of the log lengths' variance that lies between groups, 0 to 1; None if unknown.
+
+    One-way analysis of variance with groups of random effect (Searle, Casella and McCulloch,
+    1992, section 3.6), of the complete groups with members k, sizes g_i and N responses:
+
+        share = b / (b + w),  w = SSW / (N - k),  b = max(0, (SSB / (k - 1) - w) / g0),
+        g0 = (N - sum g_i**2 / N) / (k - 1)
+
+    Groups that are not complete are left out, so while many are open the share is that of the
+    shorter ones. At least 2 groups and one of 2 members are needed.
+    """
+    if not groups:
+        return None
+    tokens, finished = pooled(groups)
+    ends = np.cumsum([len(group.tokens) for group in groups])
+    starts = np.concatenate(([0], ends[:-1]))
+    complete = np.logical_and.reduceat(finished, starts)
+    sizes = (ends - starts)[complete].astype(np.float64)
+    count, total = len(sizes), float(sizes.sum())
+    if count < 2 or total <= count:
+        return None
+    logs = np.log(np.maximum(tokens, 1))
+    means = np.add.reduceat(logs, starts)[complete] / sizes
+    squares = np.add.reduceat(logs**2, starts)[complete]
+    grand = float((sizes * means).sum()) / total
+    within = max(0.0, float((squares - sizes * means**2).sum())) / (total - count)
+    between = float((sizes * (means - grand) ** 2).sum()) / (count - 1)
+    size = (total - float((sizes**2).sum()) / total) / (count - 1)
+    shared = max(0.0, (between - within) / size)
+    return shared / (shared + within) if shared + within > 0 else None

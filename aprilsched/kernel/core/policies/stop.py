@@ -1,0 +1,168 @@
+"""Stop rules: a batch is full when it has enough whole groups, samples or tokens.
+
+Gates, refill rules and ratios count groups. How many groups a batch takes, and how many groups the
+complete ones stand for, is computed here from the *usual* group: what one group is expected to
+count in the unit of the rule. This is exact for groups, and for samples if all prompts have the
+same group size.
+
+A new unit is one class here, which a configuration takes as a value. Everything that depends on the
+unit, automatic over-provisioning included, asks the class. It must be a sum over complete groups. A
+name for the command line and for files is a line of :mod:`aprilsched.kernel.core.policies.kinds`.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Protocol
+
+from aprilsched.bounds import AT_LEAST_1
+from aprilsched.checks import suggesting
+
+
+class GroupSize(Protocol):
+    """What the rule reads of a complete group."""
+
+    @property
+    def members(self) -> Sequence[object]: ...
+    @property
+    def tokens(self) -> int: ...
+
+
+class Held(Protocol):
+    """What the rule reads of all complete groups."""
+
+    @property
+    def samples(self) -> int: ...
+    @property
+    def tokens(self) -> int: ...
+
+    def __len__(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Stop(ABC):
+    """A batch is full when its groups hold at least `amount` of the rule's unit."""
+
+    amount: Annotated[int, AT_LEAST_1]
+    """Number of groups, rollouts or response tokens that fill a batch."""
+
+    name: ClassVar[str]
+    fixed_groups: ClassVar[bool] = False
+    """Every batch has the same number of groups."""
+    learns: ClassVar[bool] = False
+    """What a group counts becomes known during the run."""
+
+    @abstractmethod
+    def usual_group(
+        self, group_size: float, group_tokens: Callable[[], float | None]
+    ) -> float | None:
+        """What one group is expected to count; None as long as that is not known.
+
+        Args:
+            group_size: number of rollouts of one prompt; the mean if prompts have sizes of their
+                own.
+            group_tokens: returns the mean number of tokens of a group, or None as long as no length
+                is known.
+        """
+
+    @abstractmethod
+    def held(self, held: Held) -> int:
+        """What the complete groups count together."""
+
+    @abstractmethod
+    def measure(self, group: GroupSize) -> int:
+        """What one complete group counts."""
+
+    def enough(self, held: Held, *, batches: float = 1) -> bool:
+        """Whether the complete groups are enough for so many batches."""
+        return self.held(held) >= batches * self.amount
+
+    def batch_groups(self, usual: float) -> int:
+        """Number of groups that a batch takes if each counts `usual`."""
+        # Guards against rounding up what is whole but for the last place.
+        return max(1, math.ceil(self.amount / usual - 1e-9))
+
+    def as_groups(self, held: Held, usual: float) -> int:
+        """Number of usual groups that count as much as the complete ones. It is smaller than the
+        number that a batch takes if they are not enough for one."""
+        return math.floor(self.held(held) / usual + 1e-9)
+
+    def take(self, groups: Sequence[GroupSize]) -> int | None:
+        """How many of `groups`, beginning with the first, make a batch; None if all of them are not
+        enough."""
+        held = 0
+        for count, group in enumerate(groups, 1):
+            held += self.measure(group)
+            if held >= self.amount:
+                return count
+        return None
+
+
+@suggesting()
+@dataclass(frozen=True, slots=True)
+class Groups(Stop):
+    """A batch is full when it has `amount` groups."""
+
+    name: ClassVar[str] = "groups"
+    fixed_groups: ClassVar[bool] = True
+
+    def usual_group(self, group_size: float, group_tokens: Callable[[], float | None]) -> float:
+        return 1.0
+
+    # The same as those of the base, which calls `held` and `usual_group`, at most events of a run.
+
+    def batch_groups(self, usual: float) -> int:
+        return self.amount
+
+    def as_groups(self, held: Held, usual: float) -> int:
+        return len(held)
+
+    def held(self, held: Held) -> int:
+        return len(held)
+
+    def enough(self, held: Held, *, batches: float = 1) -> bool:
+        return len(held) >= batches * self.amount
+
+    def measure(self, group: GroupSize) -> int:
+        return 1
+
+
+@suggesting()
+@dataclass(frozen=True, slots=True)
+class Samples(Stop):
+    """A batch is full when its whole groups have at least `amount` rollouts."""
+
+    name: ClassVar[str] = "samples"
+    learns: ClassVar[bool] = True
+
+    def usual_group(self, group_size: float, group_tokens: Callable[[], float | None]) -> float:
+        return float(group_size)
+
+    def held(self, held: Held) -> int:
+        return held.samples
+
+    def measure(self, group: GroupSize) -> int:
+        return len(group.members)
+
+
+@suggesting()
+@dataclass(frozen=True, slots=True)
+class Tokens(Stop):
+    """A batch is full when its whole groups have at least `amount` response tokens."""
+
+    name: ClassVar[str] = "tokens"
+    learns: ClassVar[bool] = True
+
+    def usual_group(
+        self, group_size: float, group_tokens: Callable[[], float | None]
+    ) -> float | None:
+        return group_tokens()
+
+    def held(self, held: Held) -> int:
+        return held.tokens
+
+    def measure(self, group: GroupSize) -> int:
+        return group.tokens

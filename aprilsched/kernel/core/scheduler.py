@@ -1,0 +1,254 @@
+"""The scheduler: ``handle(event, now)`` takes one event and returns the commands to carry out.
+
+A handler notes what has happened in the state. Then each of the :data:`DECISIONS` looks at the
+whole state, in a fixed order. Since every decision is made from the state and none from the event,
+nothing is forgotten when two things happen at the same time.
+
+:mod:`aprilsched.kernel.core.invariants` says what holds after every event: every launched rollout is
+delivered once, or in flight, or in the ledger; groups leave as a whole; ids, log-probabilities and
+versions of a rollout have one length; nothing is open on an engine that is not in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from aprilsched.kernel.core.config import Caller, SchedulerConfig
+from aprilsched.kernel.core.invariants import check
+from aprilsched.kernel.core.messages import commands as do
+from aprilsched.kernel.core.messages import events as ev
+from aprilsched.kernel.core.messages import facts
+from aprilsched.kernel.core.state.records import GroupRecord, RequestRecord, RolloutRecord
+from aprilsched.kernel.core.state.saved import Saved
+from aprilsched.kernel.core.state.state import SchedulerState
+from aprilsched.kernel.core.state.weights import UpdateKind, UpdatePhase
+from aprilsched.kernel.core.steps import (
+    batch,
+    drop,
+    engines,
+    follow,
+    launch,
+    members,
+    migration,
+    placement,
+    refit,
+    replan,
+    requests,
+    rolling,
+    steering,
+    stragglers,
+    turns,
+)
+from aprilsched.kernel.core.steps.resume import restore
+
+T = TypeVar("T")
+
+
+def _rollout(state: SchedulerState, event: Any) -> RolloutRecord | None:
+    return state.in_flight.rollouts.get(event.rollout_id)
+
+
+def _group(state: SchedulerState, event: Any) -> GroupRecord | None:
+    return state.in_flight.groups.get(event.group_id)
+
+
+def _attempt(state: SchedulerState, event: Any) -> RequestRecord | None:
+    return state.in_flight.attempt(event.request_id, event.attempt)
+
+
+def _of(
+    find: Callable[[SchedulerState, Any], T | None],
+    handle: Callable[[SchedulerState, T, Any], None],
+) -> Callable[[SchedulerState, Any], None]:
+    """A handler for events about what `find` finds. News of what has left in the meantime, such as
+    a dropped group, comes too late and says nothing."""
+
+    def handle_if_there(state: SchedulerState, event: Any) -> None:
+        subject = find(state, event)
+        if subject is not None:
+            handle(state, subject, event)
+
+    return handle_if_there
+
+
+HANDLERS: dict[type, Callable[[SchedulerState, Any], None]] = {
+    # The trainer: batches, evaluations, updates, sleep.
+    ev.Opened: engines.on_opened,
+    ev.BatchRequested: batch.on_batch_requested,
+    ev.BatchWithdrawn: batch.on_batch_withdrawn,
+    ev.BatchTaken: batch.on_batch_taken,
+    ev.BatchesAcknowledged: batch.on_batches_acknowledged,
+    ev.TrainerReturned: batch.on_trainer_returned,
+    ev.LogprobsReported: batch.on_logprobs_reported,
+    ev.EvaluationRequested: launch.on_evaluation_requested,
+    ev.EvaluationWithdrawn: launch.on_evaluation_withdrawn,
+    ev.UpdateRequested: refit.on_update_requested,
+    ev.UpdateWithdrawn: refit.on_update_withdrawn,
+    ev.PartsFollow: refit.on_parts_follow,
+    ev.SleepRequested: refit.on_sleep_requested,
+    ev.WakeRequested: refit.on_wake_requested,
+    ev.HoldChanged: engines.on_hold_changed,
+    ev.GroupWithdrawn: _of(_group, drop.on_group_withdrawn),
+    # The schedule and the prompts that new groups are made of.
+    ev.Planned: replan.on_planned,
+    ev.PromptsArrived: launch.on_prompts_arrived,
+    # Requests.
+    ev.Progress: _of(_attempt, requests.on_progress),
+    ev.Finished: _of(_attempt, requests.on_finished),
+    ev.Interrupted: _of(_attempt, requests.on_interrupted),
+    ev.Failed: _of(_attempt, requests.on_failed),
+    # Episodes, rewards and the user's filter.
+    ev.TurnRequested: _of(_rollout, turns.on_turn_requested),
+    ev.TurnWithdrawn: _of(_rollout, turns.on_turn_withdrawn),
+    ev.TurnKept: _of(_rollout, turns.on_turn_kept),
+    ev.EpisodeWaits: _of(_rollout, turns.on_episode_waits),
+    ev.EpisodeFinished: _of(_rollout, turns.on_episode_finished),
+    ev.EpisodeFailed: _of(_rollout, members.on_episode_failed),
+    ev.TeardownFailed: members.on_teardown_failed,
+    ev.Rewarded: _of(_rollout, turns.on_rewarded),
+    ev.GroupRewarded: _of(_group, turns.on_group_rewarded),
+    ev.RewardFailed: _of(_group, members.on_reward_failed),
+    ev.Filtered: _of(_group, turns.on_filtered),
+    # Answers of engines to control calls.
+    ev.Paused: engines.on_paused,
+    ev.Flushed: engines.on_flushed,
+    ev.Refitted: refit.on_refitted,
+    ev.Verified: follow.on_verified,
+    ev.LoadSeen: migration.on_load_seen,
+    ev.VersionSeen: follow.on_version_seen,
+    ev.Released: refit.on_released,
+    ev.Woken: refit.on_woken,
+    ev.Continued: engines.on_continued,
+    ev.ControlFailed: engines.on_control_failed,
+    # The fleet and the clock.
+    ev.EngineJoined: engines.on_engine_joined,
+    ev.EngineLost: engines.on_engine_lost,
+    ev.Tick: engines.on_tick,
+}
+
+DECISIONS: tuple[Callable[[SchedulerState], None], ...] = (
+    # Why the order matters at all: decisions are made only when an event comes, and after the last
+    # answer of a fleet no other event may come. So what one decision makes possible must be seen
+    # by a later one in the same event, or the run would stand still.
+    #
+    # First of all, because an update and a sleep wait for running evaluations: an evaluation that
+    # ends now must not hold them up any longer.
+    batch.deliver_evaluations,
+    # Before the next four, because an update that ends now lets evaluations begin, a sleep end and
+    # a batch be offered, and after an adapter update no answer of an engine follows.
+    refit.advance,
+    # After the update has taken its step, so that an evaluation is generated wholly before an
+    # update or wholly after it.
+    launch.begin_evaluations,
+    # After the update, because engines wake only when the update that brings their weights has
+    # ended. Before `steering.steer`, because the goal of the engines follows from the phase of the
+    # sleep.
+    refit.advance_sleep,
+    # Before `launch.launch`, because an offer ends the batch in work: how many groups are launched
+    # depends on the next batch from then on.
+    batch.offer,
+    # After the update has taken its step and an offer was made, because the trainer does not train
+    # while it waits for them. Before `replan.plan`, which gives the times away.
+    replan.measure,
+    # Anywhere: it only asks the shell for a schedule, and the answer is an event.
+    replan.plan,
+    # Before `stragglers.choose_groups`, which chooses among the open groups, new ones included.
+    launch.launch,
+    # Before `placement.place`, because only chosen groups wait to be sent. It acts while
+    # training rollouts run and `stragglers.defer_stragglers` when they stop, so the order of
+    # these two does not matter.
+    stragglers.choose_groups,
+    # Before `placement.place`, which sends what came back to the engine that was chosen for it.
+    migration.migrate,
+    # Before `steering.steer`, which pauses no engine while a straggler is being called back: a
+    # request that is aborted after a retract comes back without the tokens that were not streamed
+    # yet (hazard 1).
+    stragglers.defer_stragglers,
+    # Before `steering.steer`, so that requests inside a paused engine are called back before it
+    # goes on. After `stragglers.defer_stragglers` or before it: what was called back once is not
+    # called back again.
+    steering.interrupt,
+    # After `launch.launch`, because an engine is freed where requests of the newest version wait
+    # for one. Before `refit.catch_up`, which refits the engines that are free.
+    rolling.roll,
+    # Before `engines.attend`, which would ask the trainer for a new version otherwise, although an
+    # engine on standby can have the present one; and before `steering.steer`, which gives the
+    # engine its first control call.
+    refit.catch_up,
+    # Anywhere after `refit.catch_up`: while no engine is in use every tick is followed by all
+    # decisions, so what is abandoned here is seen a second later at the latest.
+    engines.attend,
+    # Before `refit.refit`, because memory that a refit needs is taken back first. Whether it comes
+    # before or after `placement.place` does not matter: both follow the same goal, and requests
+    # are sent only while the goal is to run (hazard 4).
+    steering.steer,
+    # After `steering.steer` has paused and flushed what has to be; nothing later depends on it.
+    refit.refit,
+    # Anywhere: an adapter that is unloaded here is one that nothing is sent with any more.
+    refit.retire,
+    # Last, because it sends what all the others have left to be sent.
+    placement.place,
+)
+
+
+class Scheduler:
+    """Decides everything about rollouts, and carries nothing out itself."""
+
+    def __init__(self, config: SchedulerConfig, caller: Caller | None = None) -> None:
+        self.state = SchedulerState(config, caller)
+
+    def handle(self, event: ev.Event, now: float) -> list[do.Command]:
+        """Note `event`, which happened at `now` (seconds, any origin), and decide what to do.
+
+        Raises:
+            InvariantViolation: if the event is impossible in this state.
+        """
+        state = self.state
+        state.now = now
+        state.commands, state.facts = [], []
+        HANDLERS[type(event)](state, event)
+        if _decides(state, event):
+            for decide in DECISIONS:
+                decide(state)
+        return state.commands
+
+    @property
+    def facts(self) -> list[facts.Fact]:
+        """What the last event has made true, in order, for listeners."""
+        return self.state.facts
+
+    def restore(self, saved: Saved) -> None:
+        """Go on where the saved scheduler was. To be called before the first event.
+
+        Raises:
+            ConfigError: if the saved run cannot go on under the settings of this scheduler.
+        """
+        restore(self.state, saved)
+
+    def check_invariants(self) -> None:
+        """Raise InvariantViolation if something does not hold that must hold after every event."""
+        check(self.state)
+
+
+def _decides(state: SchedulerState, event: ev.Event) -> bool:
+    """Whether the event can change a decision; most events of a run cannot."""
+    kind = event.__class__
+    if kind is ev.Progress:
+        # A label that costs an engine its place gives a command, and so does one that starts an
+        # update. A run has sixteen such events for each rollout.
+        update = state.weights.update
+        asks = (
+            update is not None
+            and update.kind is UpdateKind.FOLLOWED
+            and update.phase is UpdatePhase.PREPARING
+        )
+        return bool(state.commands or state.fleet.crowded) or asks
+    if kind is ev.VersionSeen:
+        return bool(state.facts)
+    if kind is ev.LoadSeen:
+        return bool(state.fleet.crowded)
+    # A tick matters where it has shown an engine to be lost, during an outage, and where it may end
+    # the pause of a busy engine.
+    fleet = state.fleet
+    return kind is not ev.Tick or bool(state.commands or fleet.admissions or fleet.outage)

@@ -1,0 +1,355 @@
+"""The control state of every engine, and the next control call towards a goal.
+
+The scheduler never runs a sequence such as "pause, flush, refit". After each event it says which
+goal the fleet has, and :meth:`FleetControl.reconcile` gives the next call for every engine that has
+not reached it. So a pause is always followed by a continue, whatever was raised or cancelled in
+between: as soon as the goal is to run, that is the next call of every paused engine. Memory is
+released only on a paused and flushed engine, and an engine continues only with all its memory.
+Weights are loaded by :mod:`aprilsched.kernel.core.steps.refit`, which asks :meth:`FleetControl.refittable`
+first.
+
+The order around a refit neither kills a server nor leaves stale keys (hazard 3): pause, flush until
+that is done, load with the cache untouched, continue.
+
+An engine is *in use*, or *on standby*: connected, but without the fleet's version. Nothing is
+generated on standby. The next refit that reaches such an engine brings it into use. With rolling
+refits an engine in use may also have an older version, and finishes the rollouts of that version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal, TypeAlias
+
+from aprilsched.errors import InvariantViolation
+from aprilsched.kernel.core.messages import commands as do
+from aprilsched.kernel.core.messages import events as ev
+from aprilsched.kernel.core.messages import facts
+
+WEIGHTS = "weights"
+CUDA_GRAPH = "cuda_graph"
+KV_CACHE = "kv_cache"
+
+
+class Mode(StrEnum):
+    """The state of an engine with regard to control calls."""
+
+    RUNNING = "running"
+    PAUSING = "pausing"
+    PAUSED = "paused"
+    FLUSHING = "flushing"
+    REFITTING = "refitting"
+    RELEASING = "releasing"
+    WAKING = "waking"
+    CONTINUING = "continuing"
+    VERIFYING = "verifying"
+    """It runs, and is asked for its version before anything more is sent to it."""
+
+
+CHANGES: dict[Mode, frozenset[Mode]] = {
+    Mode.RUNNING: frozenset({Mode.PAUSING, Mode.VERIFYING}),
+    Mode.PAUSING: frozenset({Mode.PAUSED}),
+    # Every other call is given to a paused engine, one at a time. Only Continue ends the pause. An
+    # engine that somebody else may have continued is paused once more.
+    Mode.PAUSED: frozenset(
+        {
+            Mode.FLUSHING,
+            Mode.REFITTING,
+            Mode.RELEASING,
+            Mode.WAKING,
+            Mode.CONTINUING,
+            Mode.PAUSING,
+        }
+    ),
+    Mode.FLUSHING: frozenset({Mode.PAUSED}),
+    Mode.REFITTING: frozenset({Mode.PAUSED}),
+    Mode.RELEASING: frozenset({Mode.PAUSED}),
+    Mode.WAKING: frozenset({Mode.PAUSED}),
+    Mode.CONTINUING: frozenset({Mode.RUNNING}),
+    Mode.VERIFYING: frozenset({Mode.RUNNING}),
+}
+"""The modes that may follow each mode. An engine whose control call fails is lost in whatever mode
+it is, and begins in RUNNING when it joins again."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Goal:
+    """The state that the engines should reach.
+
+    Attributes:
+        kind: "refit" is a pause in which weights can be loaded.
+        away: memory that should be released; empty unless the engines should pause.
+    """
+
+    kind: Literal["run", "pause", "refit"]
+    away: frozenset[str] = frozenset()
+
+
+RUN = Goal(kind="run")
+
+PauseKind: TypeAlias = Literal["retract", "in_place"]
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineControl:
+    """The control state of one engine."""
+
+    name: str
+    mode: Mode = Mode.RUNNING
+    consecutive_failures: int = 0
+    """Failures in a row. Failures of attempts that were open at the same time count as one."""
+    last_failure: int = 0
+    """The number of attempts that had been sent, to any engine, at the last counted failure."""
+    flushed: bool = False
+    """The KV was flushed in this pause, so the engine recomputes its requests afterwards."""
+    paused_by: PauseKind = "retract"
+    """The kind of the latest pause."""
+    continued_elsewhere: bool = False
+    """Somebody else may have continued it since then, so a pause has to be made again."""
+    released: frozenset[str] = frozenset()
+    """Memory that the trainer has."""
+    inconsistent: bool = False
+    """Its weights are neither the old nor the new ones, or were released and not kept."""
+    keeps_weights: bool = False
+    """Weights that it released come back as they were."""
+    holds_stragglers: bool = False
+    """It can release memory while requests wait in a pause."""
+    base: int = 0
+    """The version of its full model, to which any adapter belongs."""
+    kv_tokens: int | None = None
+    """The number of tokens that its KV pool holds; None if it does not report it."""
+    reserves: bool = False
+    """A request waits until there is room for all that it may still generate."""
+    stores_kv: bool = False
+    """Cached KV may survive its flush."""
+    catching_up: bool = False
+    """It is being brought to the fleet's version alone: it is on standby, or it is in use with an
+    older version and gets no more requests (rolling refits)."""
+    loading: int = -1
+    """The version that it was last told to load alone."""
+    loading_since: float = 0.0
+    """When it was told."""
+    failed_version: int = -1
+    """The version that it failed to catch up with; -1 if it did not fail."""
+    not_followed: int = -1
+    """The newer version that it showed and to which too few other engines moved; -1 for none."""
+    paused_elsewhere: float | None = None
+    """When it was first seen to be paused by somebody else; None while it is not."""
+    version_seen_at: float = 0.0
+    """When it last showed that it has the fleet's version: by an answer, or by a finished
+    response."""
+    broken_connection: str = ""
+    """How a connection to it broke, after which it may have been restarted; empty if none broke."""
+    suspect: bool = False
+    """It failed too many requests in a row that may be at fault themselves, so it has to generate
+    something before it gets another one."""
+
+    @property
+    def keeps_keys(self) -> bool:
+        """Whether requests that wait in this pause go on with the KV that they had before."""
+        return not self.flushed and KV_CACHE not in self.released
+
+
+class FleetControl:
+    """The engines in use and the engines on standby; not those that are lost."""
+
+    def __init__(
+        self,
+        *,
+        pause_mode: PauseKind,
+        flushes: bool,
+        tell: Callable[[facts.Fact], None],
+        changed: dict[str, None] | None = None,
+    ) -> None:
+        self._tell = tell
+        self._pause_mode: PauseKind = pause_mode
+        self._flushes_cache = flushes
+        self.engines: dict[str, EngineControl] = {}
+        self.standby: dict[str, EngineControl] = {}
+        self._goal: Goal | None = None
+        """The goal of the last :meth:`reconcile`."""
+        self._touched: set[str] = set()
+        """Engines whose record has changed since then. In a fleet of thousands, looking at every
+        engine after every event would take longer than everything else."""
+        self._changed = {} if changed is None else changed
+
+    def join(self, engine: ev.EngineInfo, *, standby: bool, now: float) -> EngineControl:
+        """Add an engine, which is connected. Without `standby` it must have the fleet's version."""
+        control = EngineControl(
+            name=engine.name,
+            inconsistent=engine.version is None,
+            keeps_weights=engine.keeps_weights,
+            holds_stragglers=engine.holds_stragglers,
+            base=engine.version or 0,
+            kv_tokens=engine.kv_tokens,
+            reserves=engine.reserves,
+            stores_kv=engine.stores_kv,
+            version_seen_at=now,
+        )
+        (self.standby if standby else self.engines)[engine.name] = control
+        self.touch(engine.name)
+        return control
+
+    def enter(
+        self, control: EngineControl, mode: Mode, *, pause: str = "", tags: tuple[str, ...] = ()
+    ) -> None:
+        """Change the mode of an engine, and tell listeners.
+
+        Raises:
+            InvariantViolation: if :data:`CHANGES` does not have this change.
+        """
+        if mode not in CHANGES[control.mode]:
+            raise InvariantViolation(
+                f"engine {control.name} cannot go from {control.mode} to {mode}"
+            )
+        self._tell(
+            facts.EngineModeChanged(
+                engine=control.name,
+                start=control.mode.value,
+                finish=mode.value,
+                pause=pause,
+                tags=tags,
+            )
+        )
+        control.mode = mode
+        self._changed[control.name] = None
+
+    def touch(self, engine: str) -> None:
+        """Let the next :meth:`reconcile` look at the engine, because its record has changed."""
+        self._touched.add(engine)
+        self._changed[engine] = None
+
+    def note_broken_connection(self, control: EngineControl, cause: str) -> None:
+        """Note that a connection to the engine broke, so that it is asked for its version before it
+        gets another request."""
+        control.broken_connection = control.broken_connection or cause
+        self._changed[control.name] = None
+
+    def of(self, engine: str) -> EngineControl | None:
+        """The record of an engine in use or on standby; None if it is lost."""
+        return self.engines.get(engine) or self.standby.get(engine)
+
+    def all(self) -> Iterator[EngineControl]:
+        """Engines in use, then engines on standby."""
+        yield from self.engines.values()
+        yield from self.standby.values()
+
+    @property
+    def kv_tokens(self) -> int | None:
+        """The tokens that the KV pools of all engines in use hold; None if one is unknown."""
+        total = 0
+        for control in self.engines.values():
+            if control.kv_tokens is None:
+                return None
+            total += control.kv_tokens
+        return total or None
+
+    @property
+    def reserves(self) -> bool:
+        """Whether any engine in use keeps room for what requests may still generate."""
+        return any(control.reserves for control in self.engines.values())
+
+    def runs(self, engine: str) -> bool:
+        """Whether a request may be sent to the engine now."""
+        control = self.engines.get(engine)
+        return control is not None and control.mode is Mode.RUNNING
+
+    def reconcile(self, goal: Goal, *, idle: Callable[[str], bool]) -> list[do.Command]:
+        """The next control call of each engine that has not reached the goal.
+
+        `idle` says whether an engine has no requests; such an engine is not paused for the sake of
+        a pause alone.
+        """
+        if goal == self._goal:
+            if not self._touched:
+                return []
+            names = self._touched
+            controls = [c for name in sorted(names) if (c := self.of(name)) is not None]
+        else:
+            controls = list(self.all())
+        self._goal, self._touched = goal, set()
+        calls = (self._next(control, goal, idle) for control in controls)
+        return [call for call in calls if call is not None]
+
+    def _next(
+        self, control: EngineControl, goal: Goal, idle: Callable[[str], bool]
+    ) -> do.Command | None:
+        flush = self._flushes(control)
+        alone = control.catching_up
+        if control.name in self.engines and not alone:
+            rests = goal.kind == "pause" and not goal.away and control.mode is Mode.RUNNING
+            if rests and idle(control.name):
+                return None
+            # Requests that are held in place would lose their KV with the memory.
+            pause = "retract" if goal.away else self._pause_mode
+            return self._next_call(control, goal, pause, flush=flush)
+        if control.mode is Mode.RUNNING and not idle(control.name):
+            # Its requests are on their way to another engine, and end before any pause.
+            return None
+        # An engine on standby is only made ready for a refit.
+        if goal.kind != "refit" and not alone:
+            return None
+        refit = goal if goal.kind == "refit" else Goal(kind="refit")
+        return self._next_call(control, refit, "retract", flush=flush)
+
+    def refittable(self, control: EngineControl) -> bool:
+        """Whether the engine is paused and prepared for weights."""
+        return (
+            control.mode is Mode.PAUSED
+            and not control.continued_elsewhere
+            and self.prepared(control)
+        )
+
+    def prepared(self, control: EngineControl) -> bool:
+        """Whether the engine is flushed, if that is needed, and has the memory of its weights."""
+        return not self._flushes(control) and WEIGHTS not in control.released
+
+    def confirm(self, engine: str, doing: Mode, done: Mode) -> EngineControl | None:
+        """Note the answer to a control call. Returns the engine's record; None if it was lost
+        meanwhile, or does something else by now."""
+        control = self.of(engine)
+        if control is None or control.mode is not doing:
+            return None
+        self.enter(control, done)
+        self.touch(engine)
+        return control
+
+    def _flushes(self, control: EngineControl) -> bool:
+        return self._flushes_cache and control.paused_by == "retract" and not control.flushed
+
+    def _next_call(
+        self, control: EngineControl, goal: Goal, pause: PauseKind, *, flush: bool
+    ) -> do.Command | None:
+        """The next call that brings the engine nearer to the goal, and its change of mode; None
+        while a call is under way or nothing is to be done. It never loads weights."""
+        name = control.name
+        again = control.mode is Mode.PAUSED and control.continued_elsewhere
+        if (control.mode is Mode.RUNNING or again) and goal.kind != "run":
+            self.enter(control, Mode.PAUSING, pause=pause)
+            control.flushed = control.continued_elsewhere = False
+            control.paused_by = pause
+            return do.Pause(engine=name, mode=pause)
+        if control.mode is not Mode.PAUSED:
+            return None
+        back = control.released - goal.away
+        if back:
+            tags = tuple(sorted(back))
+            self.enter(control, Mode.WAKING, tags=tags)
+            return do.Wake(engine=name, tags=tags)
+        if goal.kind == "run" or (goal.away and control.paused_by != "retract"):
+            # Memory is released only under a retract, so an engine that was paused in place when
+            # its memory was asked for continues first.
+            control.continued_elsewhere = False
+            self.enter(control, Mode.CONTINUING)
+            return do.Continue(engine=name)
+        if flush and (goal.kind == "refit" or goal.away):
+            self.enter(control, Mode.FLUSHING)
+            return do.Flush(engine=name)
+        missing = goal.away - control.released
+        if missing and goal.kind == "pause":
+            tags = tuple(sorted(missing))
+            self.enter(control, Mode.RELEASING, tags=tags)
+            return do.Release(engine=name, tags=tags)
+        return None

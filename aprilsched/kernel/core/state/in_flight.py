@@ -1,0 +1,491 @@
+"""Everything in flight: groups, their rollouts, their requests, and the queue.
+
+Every rollout is in exactly one group here, or it is delivered, or it is in the ledger. The methods
+carry out the moves of the life cycle and keep the counts. They decide nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from aprilsched.companions import Companion, CompanionLog, Rows, of_prompt
+from aprilsched.kernel.core.policies.placement import Place
+from aprilsched.kernel.core.state.journal import Journal
+from aprilsched.kernel.core.state.ledger import Counters, Entry, Ledger, Reason
+from aprilsched.kernel.core.state.queues import Ready, Waiting
+from aprilsched.kernel.core.state.records import (
+    GENERATING,
+    GroupRecord,
+    Move,
+    RequestRecord,
+    RolloutRecord,
+    State,
+)
+from aprilsched.types import (
+    NO_VERSION,
+    Answer,
+    Float32Array,
+    Int32Array,
+    Media,
+    Prompt,
+    SamplingParams,
+    VersionSpan,
+    derived_seed,
+)
+
+_MAX_AFFINITIES = 4096
+"""Affinities of prompts that are remembered; those that were used last are kept."""
+
+
+class InFlight:
+    """The records in flight by id, and their counts. `place` orders the requests that wait, and
+    `version` says whose engines alone may take one of them. Engines whose number of open attempts
+    has changed are noted in `changed`."""
+
+    def __init__(
+        self,
+        place: Callable[[RequestRecord], Place],
+        version: Callable[[RequestRecord], int | None],
+        changed: dict[str, None],
+        companions: Sequence[Companion] = (),
+    ) -> None:
+        self._changed = changed
+        self._companions = companions
+        self.groups: dict[int, GroupRecord] = {}
+        self.rollouts: dict[int, RolloutRecord] = {}
+        self.requests: dict[int, RequestRecord] = {}
+        """The current requests, and those of dropped rollouts until their attempt comes back."""
+        self.queue = Waiting(place, version)
+        """Requests that wait to be sent."""
+        self.ready = Ready()
+        """Complete training groups, in the order of their completion."""
+        self.training = 0
+        """Number of training groups."""
+        self.generating = 0
+        """Number of rollouts of training groups that are not generated to their end."""
+        self.open: Counter[str] = Counter()
+        """Number of open attempts on each engine."""
+        self.affinity_engines: dict[str, str] = {}
+        """For each affinity of prompts the engine that the latest attempt was sent to."""
+        self.open_attempts = 0
+        """Number of open attempts, including those of dropped rollouts and of evaluations."""
+        self.held_on: Counter[str] = Counter()
+        """Prompt and response tokens of the open attempts on each engine: what its KV pool should
+        hold."""
+        self._open_on: dict[str, dict[int, RequestRecord]] = {}
+        self.called_back = 0
+        """Number of open attempts that were told to abort."""
+        self.ledger = Ledger()
+        self.counters = Counters()
+        self.last_id = 0
+        """The last id of a group, rollout or request. No id is given twice."""
+        self.journal = Journal()
+        """The changes that the next snapshot has to save."""
+
+    # --- opening ---------------------------------------------------------------------------
+
+    def add_group(
+        self,
+        prompt: Prompt,
+        samplings: tuple[SamplingParams, ...],
+        *,
+        evaluation_id: int | None,
+        episodes: bool,
+        opened: int,
+        size: int,
+        deferred: bool = False,
+    ) -> GroupRecord:
+        """Launch a group with one rollout for each of `samplings`, waiting or `deferred`. It
+        delivers `size` of them."""
+        group = GroupRecord(
+            group_id=self._next_id(),
+            prompt=prompt,
+            evaluation_id=evaluation_id,
+            opened=opened,
+            size=size,
+        )
+        self.groups[group.group_id] = group
+        for index, sampling in enumerate(samplings):
+            rollout_id = self._next_id()
+            rollout = RolloutRecord(
+                rollout_id=rollout_id,
+                index=index,
+                group=group,
+                sampling=_seeded(sampling, prompt, group.group_id, index, size=len(samplings)),
+                state=State.THINKING,
+                prompt_ids=prompt.input_ids,
+                eligible=not deferred,
+            )
+            group.members.append(rollout)
+            self._enter_flight(rollout, episodes=episodes)
+        group.unfinished = len(samplings)
+        self.counters.launched += len(samplings)
+        if evaluation_id is None:
+            self.training += 1
+            self.generating += len(samplings)
+        self.journal.launch(group)
+        return group
+
+    def add_again(
+        self, group: GroupRecord, lost: RolloutRecord, *, episodes: bool
+    ) -> RolloutRecord:
+        """Launch a rollout in a group in the place of a member that has left it."""
+        rollout_id = self._next_id()
+        rollout = RolloutRecord(
+            rollout_id=rollout_id,
+            index=lost.index,
+            group=group,
+            sampling=_seeded(lost.sampling, group.prompt, lost.again + 1, size=group.size),
+            state=State.THINKING,
+            prompt_ids=group.prompt.input_ids,
+            eligible=lost.eligible,
+            again=lost.again + 1,
+        )
+        group.members.append(rollout)
+        group.members.sort(key=lambda member: member.index)
+        group.unfinished += 1
+        self._enter_flight(rollout, episodes=episodes)
+        self.counters.launched += 1
+        self.counters.regenerated += 1
+        if group.evaluation_id is None:
+            self.generating += 1
+        return rollout
+
+    def _enter_flight(self, rollout: RolloutRecord, *, episodes: bool) -> None:
+        """Let a new rollout begin; an episode asks for its turns itself."""
+        self.carry_companions(rollout)
+        self.rollouts[rollout.rollout_id] = rollout
+        if not episodes:
+            self.add_request(rollout, rollout.prompt_ids, rollout.sampling)
+        elif not rollout.eligible:
+            self.journal.change(rollout)
+
+    def carry_companions(self, rollout: RolloutRecord) -> None:
+        """Let the rollout keep the rows of the companions that its prompt is to have."""
+        if self._companions:
+            asked = of_prompt(self._companions, rollout.group.prompt.companions)
+            rollout.log.companions = {each.name: CompanionLog(each) for each in asked}
+
+    def add_request(
+        self,
+        rollout: RolloutRecord,
+        input_ids: Int32Array,
+        sampling: SamplingParams,
+        *,
+        media: tuple[Media, ...] | None = None,
+        output_start: int | None = None,
+    ) -> RequestRecord:
+        """Begin a rollout's next turn; `input_ids` is its whole context, and `media` all of its
+        media, or None for the prompt's. With `output_start`, the output from there on is known
+        already."""
+        if not rollout.answered:
+            log = rollout.log
+            if log.companions and not log.size and any(e.held for e in log.companions.values()):
+                # Rows of another prompt, without a token. Those that were saved are void: a resumed
+                # run would take them for the rows of this prompt.
+                log.truncate(0, prompt=0)
+                rollout.rewritten = True
+                self.journal.change(rollout)
+            rollout.prompt_ids = input_ids
+        elif output_start is None and len(input_ids) > (known := rollout.context_tokens):
+            added = input_ids[known:]
+            self.journal.expect_rows(rollout)
+            rollout.log.append_environment(added)
+            nothing = np.zeros(len(added), dtype=np.float32)
+            self.journal.arrive(rollout, added, nothing, version=NO_VERSION, engine=None)
+        request = RequestRecord(
+            request_id=self._next_id(),
+            rollout=rollout,
+            sampling=sampling,
+            media=media,
+            output_start=rollout.log.size if output_start is None else output_start,
+        )
+        rollout.request = request
+        self.requests[request.request_id] = request
+        rollout.move(Move.NEXT_TURN)
+        if rollout.eligible:
+            self.queue.add(request)
+        if not self._is_plain(rollout, input_ids, sampling):
+            self.journal.change(rollout)
+        return request
+
+    @staticmethod
+    def _is_plain(rollout: RolloutRecord, ids: Int32Array, sampling: SamplingParams) -> bool:
+        """Whether the rollout is as its group says, so that it need not be saved for itself."""
+        as_launched = ids is rollout.group.prompt.input_ids and sampling is rollout.sampling
+        return as_launched and rollout.eligible and not rollout.turns
+
+    def _next_id(self) -> int:
+        self.last_id += 1
+        return self.last_id
+
+    def refuse(self, reason: Reason, cause: str, *, now: float) -> Entry:
+        """Enter a prompt that cannot be used into the ledger."""
+        self.counters.launched += 1
+        entry = self.enter(self._next_id(), self._next_id(), reason, cause, tokens=0, now=now)
+        self.journal.refuse(entry)
+        return entry
+
+    def enter(
+        self, rollout_id: int, group_id: int, reason: Reason, cause: str, *, tokens: int, now: float
+    ) -> Entry:
+        """Enter a rollout into the ledger, with the number of its sampled tokens."""
+        entry = Entry(
+            rollout_id=rollout_id,
+            group_id=group_id,
+            reason=reason,
+            cause=cause,
+            tokens=tokens,
+            at=now,
+        )
+        self.counters.tokens_discarded += tokens
+        self.ledger.add(entry)
+        return entry
+
+    # --- attempts --------------------------------------------------------------------------
+
+    def open_attempt(
+        self, request: RequestRecord, engine: str, *, version: int, adapter: int | None
+    ) -> None:
+        """Begin an attempt: the request is sent to `engine`, and sampled under `version`."""
+        self.queue.discard(request)
+        rollout = request.rollout
+        rollout.move(Move.SEND)
+        rollout.engine = rollout.group.engine = engine
+        self._note_affinity_engine(rollout.group.prompt.affinity, engine)
+        request.media_tokens = max(request.media_tokens, rollout.group.media_tokens)
+        context = rollout.context_tokens + request.media_tokens
+        request.pending_prefill = context if request.attempt else 0
+        request.attempt += 1
+        request.attempt_start = rollout.log.size
+        request.engine = engine
+        request.destination = ""
+        request.version = request.sent_version = version
+        request.adapter = adapter
+        request.open = True
+        request.crossed = request.unsure = request.kept_keys = request.aborting = False
+        self.open[engine] += 1
+        self._changed[engine] = None
+        self.open_attempts += 1
+        self.held_on[engine] += context
+        self._open_on.setdefault(engine, {})[request.request_id] = request
+
+    def _note_affinity_engine(self, affinity: str | None, engine: str) -> None:
+        if affinity is None:
+            return
+        self.affinity_engines.pop(affinity, None)
+        self.affinity_engines[affinity] = engine
+        if len(self.affinity_engines) > _MAX_AFFINITIES:
+            del self.affinity_engines[next(iter(self.affinity_engines))]
+
+    def context_engine(self, rollout: RolloutRecord) -> str:
+        """Return the engine that caches the rollout's context; empty if no engine does.
+
+        That is the context of earlier turns, or the prompt of its group, or the context of the
+        prompts with its affinity.
+        """
+        group = rollout.group
+        affinity = group.prompt.affinity
+        if rollout.turns and rollout.engine:
+            return rollout.engine
+        if group.engine or affinity is None:
+            return group.engine
+        return self.affinity_engines.get(affinity, "")
+
+    def attempt(self, request_id: int, attempt: int) -> RequestRecord | None:
+        """The request, if this attempt of it is open. Late answers to other attempts are
+        ignored."""
+        request = self.requests.get(request_id)
+        if request is None or not request.open or request.attempt != attempt:
+            return None
+        return request
+
+    def close_attempt(
+        self,
+        request: RequestRecord,
+        spans: tuple[VersionSpan, ...] | None,
+        rows: Mapping[str, Rows] | None = None,
+        answer: Answer | None = None,
+    ) -> None:
+        """End an attempt, which came back. `spans` has the versions of its tokens, as the engine
+        reports them, `rows` the rows of the companions of the context, and `answer` what else of
+        the engine's answer is kept."""
+        request.open = request.unsure = False
+        self.open[request.engine] -= 1
+        self._changed[request.engine] = None
+        self.open_attempts -= 1
+        self.held_on[request.engine] -= request.rollout.context_tokens + request.media_tokens
+        del self._open_on[request.engine][request.request_id]
+        self.called_back -= request.aborting
+        log = request.rollout.log
+        # An engine reports the version of its base model, which says nothing of adapters.
+        if spans and request.adapter is None:
+            log.assign(request.attempt_start, spans, engine=request.engine)
+        elif request.crossed and log.size > request.attempt_start:
+            log.exact = False
+        if rows is not None:
+            self.journal.expect_rows(request.rollout)
+            log.add_context_rows(
+                rows,
+                prompt=len(request.rollout.prompt_ids),
+                start=request.attempt_start,
+                recomputed=not request.kept_keys,
+            )
+        if answer is not None:
+            log.answers += (replace(answer, start=request.attempt_start),)
+        self.journal.change(request.rollout)
+
+    def arrive(
+        self,
+        request: RequestRecord,
+        ids: Int32Array,
+        logprobs: Float32Array,
+        rows: Mapping[str, Rows] | None = None,
+    ) -> None:
+        """Add new tokens of an open attempt, and their rows of the companions of tokens."""
+        rollout, version, engine = request.rollout, request.version, request.engine
+        self.held_on[engine] += len(ids)
+        rollout.log.append(ids, logprobs, version=version, engine=engine)
+        if rows is not None:
+            self.journal.expect_rows(rollout)
+            rollout.log.add_token_rows(rows)
+        if self.journal.active:
+            self.journal.arrive(rollout, ids, logprobs, version=version, engine=engine)
+        if request.crossed and not request.unsure:
+            # Saved, because a process that goes on from here never gets the engine's report.
+            request.unsure = True
+            self.journal.change(rollout)
+        if request.kept_keys and not rollout.log.stale_keys:
+            rollout.log.stale_keys = True
+            self.journal.change(rollout)
+
+    def expand(self, request: RequestRecord, added: int) -> None:
+        """Count `added` tokens that media became in the context of an open attempt, beside their
+        placeholders. The next attempts of the group are expected to hold as many, unless the media
+        are of a turn."""
+        self.held_on[request.engine] += added - request.media_tokens
+        request.media_tokens = added
+        if request.media is None:
+            request.rollout.group.media_tokens = added
+
+    def requeue(self, request: RequestRecord) -> None:
+        """Let the rest of a request wait to be sent, with all tokens known so far."""
+        request.rollout.move(Move.INTERRUPT)
+        if request.rollout.eligible:
+            self.queue.add(request)
+
+    def forget(self, request: RequestRecord) -> None:
+        self.requests.pop(request.request_id, None)
+
+    def open_requests(self, engine: str | None = None) -> Iterator[RequestRecord]:
+        """Requests with an open attempt (on `engine`), including those of dropped rollouts."""
+        engines = self._open_on if engine is None else (engine,)
+        return iter([r for name in engines for r in self._open_on.get(name, {}).values()])
+
+    def call_back(self, request: RequestRecord) -> None:
+        """Note that the open attempt is told to abort."""
+        request.aborting = True
+        self.called_back += 1
+
+    def finish(self, rollout: RolloutRecord) -> None:
+        """Note that the rollout is generated to its end."""
+        rollout.move(Move.FINISH)
+        self.journal.finish(rollout)
+        group = rollout.group
+        group.unfinished -= 1
+        if group.evaluation_id is not None:
+            return
+        self.generating -= 1
+        if group.complete:
+            self.ready.add(group)
+
+    def part(self, group: GroupRecord, leaving: list[RolloutRecord]) -> GroupRecord:
+        """Let members leave their group, which is not among the ready. They become a group of their
+        own, which the caller drops."""
+        own = GroupRecord(
+            group_id=self._next_id(),
+            prompt=group.prompt,
+            evaluation_id=group.evaluation_id,
+            opened=group.opened,
+        )
+        own.members = leaving
+        own.unfinished = sum(member.state in GENERATING for member in leaving)
+        group.members = [member for member in group.members if member not in leaving]
+        group.unfinished -= own.unfinished
+        for member in leaving:
+            member.group = own
+        self.groups[own.group_id] = own
+        self.training += own.evaluation_id is None
+        return own
+
+    # --- leaving ---------------------------------------------------------------------------
+
+    def deliver(self, group: GroupRecord) -> None:
+        """Remove a group that is delivered."""
+        for member in group.members:
+            member.move(Move.DELIVER)
+            self.counters.delivered += 1
+            self.counters.tokens_delivered += member.log.sampled_tokens
+        self._remove(group)
+        for member in group.members:
+            member.request = None
+        if not self.journal.active:
+            self.release(group)
+
+    @staticmethod
+    def release(group: GroupRecord) -> None:
+        """Free the members of a delivered group that nobody will ask for again."""
+        # Records refer to each other, and a ring of references waits for the garbage collector.
+        group.members = []
+
+    def drop(
+        self, group: GroupRecord, reason: Reason, cause: str, *, culprit: int | None, now: float
+    ) -> list[Entry]:
+        """Move the group to the ledger; returns its entries. With a `culprit` the reason of the
+        other members is that their sibling failed."""
+        group.dropped = reason
+        entries: list[Entry] = []
+        for member in group.members:
+            member.move(Move.DROP)
+            is_sibling = culprit is not None and member.rollout_id != culprit
+            why = Reason.SIBLING_FAILED if is_sibling else reason
+            tokens = member.log.sampled_tokens
+            entries.append(
+                self.enter(member.rollout_id, group.group_id, why, cause, tokens=tokens, now=now)
+            )
+        self.journal.drop(group, entries)
+        self._remove(group)
+        return entries
+
+    def _remove(self, group: GroupRecord) -> None:
+        del self.groups[group.group_id]
+        if group.evaluation_id is None:
+            self.training -= 1
+            self.generating -= group.unfinished
+            if group in self.ready:
+                self.ready.remove(group)
+        for member in group.members:
+            del self.rollouts[member.rollout_id]
+            request = member.request
+            if request is not None:
+                self.queue.discard(request)
+                if not request.open:
+                    self.forget(request)
+
+    # --- looking ---------------------------------------------------------------------------
+
+    def training_groups(self) -> Iterator[GroupRecord]:
+        return (group for group in self.groups.values() if group.evaluation_id is None)
+
+
+def _seeded(sampling: SamplingParams, prompt: Prompt, *path: int, size: int) -> SamplingParams:
+    """Return the parameters with a seed derived for `path`, if others share them: with one seed,
+    engines would sample the same response for the whole group, and again in each epoch."""
+    own = isinstance(prompt.sampling, tuple) or (size == 1 and prompt.sampling is not None)
+    if sampling.sampling_seed is None or own:
+        return sampling
+    return replace(sampling, sampling_seed=derived_seed(sampling.sampling_seed, *path))

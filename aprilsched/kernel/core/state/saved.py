@@ -1,0 +1,287 @@
+"""The data of a saved scheduler, for stores; without what only a process can hold (streams, calls).
+
+Records that a store writes field by field are msgspec structs.
+
+Invariant: a :class:`Snapshot` has everything that changed since the one before it, and is taken
+between two events. So all snapshots up to one of them give the scheduler as it was at that moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, TypeAlias
+
+import msgspec
+import numpy as np
+
+from aprilsched.companions import Rows
+from aprilsched.kernel.core.lengths.observed import GroupLengths, Remembered
+from aprilsched.kernel.core.policies.schedule import Schedule
+from aprilsched.kernel.core.state.ledger import Counters, Entry
+from aprilsched.types import Answer, FinishReason, Float32Array, Int32Array, Prompt, SamplingParams
+
+SavedRun: TypeAlias = tuple[int, int, str | None]
+"""A run of tokens of one version: its end, its version and its engine."""
+
+SavedTurn: TypeAlias = tuple[int, int, FinishReason, int]
+"""A finished turn of an episode: where its output begins and ends, why it ended, and the number of
+its branch."""
+
+
+class Stage(StrEnum):
+    """The progress of a rollout."""
+
+    GENERATING = "generating"
+    GENERATED = "generated"
+    """The response is generated to its end, and its reward is not known."""
+    SCORED = "scored"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TokenPage:
+    """Tokens of many rollouts that arrived between two snapshots.
+
+    Attributes:
+        slices: int32 [n, 6], one row for each run of tokens: rollout, position of the first token
+            in the response, number of tokens, version, index of the engine in `engines` (-1 for
+            none), group.
+        engines: names of engines.
+        token_ids: ids of all slices, one after the other, int32 [t].
+        logprobs: float32 [t].
+    """
+
+    slices: Int32Array
+    engines: tuple[str, ...]
+    token_ids: Int32Array
+    logprobs: Float32Array
+
+    @property
+    def tokens(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavedMember:
+    """A member of a launched group; it never changes."""
+
+    rollout_id: int
+    index: int
+    sampling: SamplingParams
+    again: int = 0
+    """Number of times that it was generated again before."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SavedGroup:
+    """A launched group. It changes only when a member is lost, and is saved again then."""
+
+    group_id: int
+    prompt: Prompt
+    opened: int
+    members: tuple[SavedMember, ...]
+    again: int | None = None
+    lost: int = 0
+    """Number of lost members by which it has shrunk."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupState:
+    """The data of a group that changes."""
+
+    group_id: int
+    accepted: bool | None = None
+    first_run: int | None = None
+
+
+class SavedRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The current request of a rollout."""
+
+    output_start: int
+    sampling: SamplingParams
+    attempts: int
+    failures: int
+    interruptions: int
+
+
+class SavedBranch(msgspec.Struct, frozen=True, kw_only=True):
+    """One of several branches of a rollout: the parts of its response among the rollout's tokens,
+    and the context of its first one. `of` is an earlier branch with the same context, which is not
+    saved again."""
+
+    path: tuple[tuple[int, int], ...]
+    prompt_ids: tuple[int, ...] = ()
+    of: int | None = None
+
+
+class RolloutState(msgspec.Struct, frozen=True, kw_only=True):
+    """The data of a rollout that changes, without its tokens.
+
+    Attributes:
+        rewritten: all its tokens are saved again; those saved before are void.
+        runs: versions and engines of the tokens that it had at the time. For later tokens their
+            slices have them.
+        eligible: the rollout may generate; otherwise it is deferred.
+        prompt_ids: the context of its first token, where that is not the group's prompt.
+        turns: the finished turns of an episode.
+        branches: all of its branches, if there are several, and `branch` the number of the one at
+            work, whose path goes on with later tokens.
+        foreign: for each companion of each branch (:func:`row_name`) the response tokens whose row
+            is of another pass.
+    """
+
+    rollout_id: int
+    group_id: int
+    stage: Stage = Stage.GENERATING
+    rewritten: bool = False
+    runs: tuple[SavedRun, ...] = ()
+    exact: bool = True
+    finish_reason: FinishReason = "length"
+    reward: float | None = None
+    eligible: bool = True
+    prompt_ids: tuple[int, ...] | None = None
+    turns: tuple[SavedTurn, ...] = ()
+    request: SavedRequest | None = None
+    stale_keys: bool = False
+    reward_parts: dict[str, float] = msgspec.field(default_factory=dict[str, float])
+    info: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
+    foreign: dict[str, list[tuple[int, int]]] = {}
+    answers: tuple[Answer, ...] = ()
+    branches: tuple[SavedBranch, ...] = ()
+    branch: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavedBatch:
+    """A batch that the trainer has not acknowledged."""
+
+    index: int
+    version: int
+    oldest_unmasked: int | None
+    group_ids: tuple[int, ...]
+
+
+class RunState(msgspec.Struct, frozen=True, kw_only=True):
+    """The data of the run itself.
+
+    Attributes:
+        last_id: the last id of a group, rollout or request.
+        cursor: the number of the source's prompts that were launched.
+        ready: complete groups, in the order of their completion.
+        version: the trainer's version.
+        evaluating: rollout, group and number of tokens of each rollout of an evaluation. An
+            evaluation ends with the call that asked for it.
+        longest: the most tokens that any response may have.
+    """
+
+    last_id: int
+    cursor: int
+    episodes: bool
+    ready: tuple[int, ...]
+    version: int
+    base: int
+    adapter: int | None
+    counters: Counters
+    dropped_rollouts: dict[str, int]
+    dropped_tokens: dict[str, int]
+    evaluating: tuple[tuple[int, int, int], ...]
+    wave_pending: bool
+    target_groups: int
+    longest: int
+    batches_since_update: int
+    accepts: bool
+    """Whether groups were filtered."""
+    seen_groups: tuple[int, ...] = ()
+    """Groups of the batch in work that the trainer may have already."""
+    in_parts: bool = False
+    """Whether engines may have parts of two versions."""
+    delivered_groups: int = 0
+    failed_groups: dict[str, int] = msgspec.field(default_factory=dict[str, int])
+    """Numbers of failed groups by cause."""
+    remembered_well: tuple[float, float] = (0.0, 0.0)
+    """How well the remembered lengths have predicted: the sums of the regression."""
+
+
+def row_name(name: str, branch: int) -> str:
+    """What the rows of a companion are saved under, of a branch with this number."""
+    return f"{name}@{branch}" if branch else name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SavedRows:
+    """Rows of one companion of one branch of a rollout, from row `start` on; :func:`row_name` gives
+    the `name`."""
+
+    group_id: int
+    rollout_id: int
+    name: str
+    start: int
+    rows: Rows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Snapshot:
+    """Everything that changed since the snapshot before it, or everything that there is.
+
+    Attributes:
+        full: this is a full snapshot, and everything saved before it is void.
+        schedule: the schedule that automatic over-provisioning has chosen; None without it.
+        batches: batches that the trainer has or may have.
+        acknowledged: indexes of batches to forget, before `batches` are taken in: a withdrawn
+            batch may be followed by another one with its index.
+        removed: groups that were dropped, or delivered and acknowledged.
+        remembered: what is known of the lengths of prompts by their keys, as far as it changed;
+            those that were seen last come last.
+    """
+
+    full: bool
+    run: RunState
+    schedule: Schedule | None
+    page: TokenPage | None
+    groups: Sequence[SavedGroup] = ()
+    group_states: Sequence[GroupState] = ()
+    rollouts: Sequence[RolloutState] = ()
+    batches: Sequence[SavedBatch] = ()
+    acknowledged: Sequence[int] = ()
+    removed: Sequence[int] = ()
+    dropped: Sequence[Entry] = ()
+    lengths: Sequence[GroupLengths] = ()
+    remembered: Sequence[Remembered] = ()
+    companions: Sequence[SavedRows] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SavedTokens:
+    """All tokens of one rollout, int32 [t] and float32 [t], with the runs that their slices
+    give. `cut` says that the store still has later ones, which are void: some before them are
+    damaged."""
+
+    token_ids: Int32Array = field(default_factory=lambda: np.empty(0, dtype=np.int32))
+    logprobs: Float32Array = field(default_factory=lambda: np.empty(0, dtype=np.float32))
+    runs: tuple[SavedRun, ...] = ()
+    cut: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Saved:
+    """A whole scheduler, as a store returns it.
+
+    `damaged` has the groups of which something cannot be read any more, each with the cause. Of a
+    rollout whose tokens are damaged from some position on, only the tokens before it are here.
+    """
+
+    run: RunState
+    schedule: Schedule | None
+    groups: Sequence[SavedGroup]
+    group_states: dict[int, GroupState]
+    rollouts: dict[int, RolloutState]
+    tokens: dict[int, SavedTokens]
+    batches: Sequence[SavedBatch]
+    dropped: Sequence[Entry]
+    lengths: Sequence[GroupLengths]
+    damaged: dict[int, str]
+    remembered: Sequence[Remembered] = ()
+    companions: dict[int, list[SavedRows]] = field(default_factory=dict[int, list[SavedRows]])
+    first_new_batch: int = 0
+    """Batches with a smaller index may be with the trainer, even if the store has lost them."""

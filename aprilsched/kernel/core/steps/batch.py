@@ -1,0 +1,428 @@
+"""Decides when a batch is full, when its parts are offered, and when it is delivered.
+
+A batch is *full* when enough is generated. A part of it is *offered* when that is scored and
+accepted, one part at a time (:func:`~aprilsched.kernel.core.policies.parts.next_part`). A whole batch is
+offered as one part. Between a full batch and its offer, the engines continue with the groups that
+are open beyond it (:func:`awaits_scores`). The batch is *delivered* when the trainer has taken its
+last part.
+
+Between an offer and its delivery the trainer may give up its wait, a store may be slow, and a new
+version may come. For a new version the offer is withdrawn, and its groups, which have not left
+flight, are ready again. An update or a request for a whole batch ends a batch of which the trainer
+has some parts already: these are the batch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from aprilsched.errors import InvariantViolation
+from aprilsched.kernel.core.messages import commands as do
+from aprilsched.kernel.core.messages import events as ev
+from aprilsched.kernel.core.messages import facts
+from aprilsched.kernel.core.policies.parts import Part, Supply, next_part
+from aprilsched.kernel.core.state.assembly import batch_again, batch_of
+from aprilsched.kernel.core.state.delivery import BatchInWork, Demand, Offered
+from aprilsched.kernel.core.state.records import DeliveredBatch, GroupRecord
+from aprilsched.kernel.core.state.state import SchedulerState
+from aprilsched.kernel.core.steps.target import retarget
+from aprilsched.types import Batch
+
+
+def on_batch_requested(state: SchedulerState, event: ev.BatchRequested) -> None:
+    if event.streamed != state.delivery.by_group:
+        withdraw_offer(state)
+    if not event.streamed:
+        end_stream(state)
+    state.delivery.by_group = event.streamed
+    _request(state)
+
+
+def _request(state: SchedulerState) -> None:
+    delivery = state.delivery
+    if not delivery.takes_parts:
+        state.tell(facts.BatchRequested())
+    if not delivery.batch_requested and not state.asynchronous:
+        state.plan.wave_pending = True
+        state.plan.choice_pending = True
+    delivery.demand = Demand.WAITING
+
+
+def on_batch_withdrawn(state: SchedulerState, _: ev.BatchWithdrawn) -> None:
+    """Keep the batch in work. Otherwise a trainer that polls would start a wave at each call, and
+    pause the engines in between, where their requests lose their KV."""
+    state.tell(facts.BatchRequestWithdrawn())
+    if state.delivery.batch_requested:
+        state.delivery.demand = Demand.LEFT
+
+
+def on_batches_acknowledged(state: SchedulerState, event: ev.BatchesAcknowledged) -> None:
+    acknowledge(state, event.batches)
+
+
+def on_trainer_returned(state: SchedulerState, event: ev.TrainerReturned) -> None:
+    """Deliver again what the trainer does not have. Batches keep the order of their delivery."""
+    delivery, has = state.delivery, set(event.groups)
+    waiting = {batch.index: batch for batch in delivery.batches_again}
+    ids = {
+        index: {group.group_id for group in record.groups}
+        for index, record in delivery.unacknowledged.items()
+    }
+    # A batch that was taken in parts may have ended since, with the parts that were taken.
+    missing = [index for index in ids if index not in event.batches and not ids[index] <= has]
+    works = [
+        BatchInWork(known=waiting.get(index) or batch_again(delivery.unacknowledged[index]))
+        for index in missing
+    ]
+    if works and works[0].known is not None:
+        works[0].taken = {g.group_id: g for g in works[0].known.groups if g.group_id in has}
+    taken = [group for group in state.in_flight.ready if group.group_id in has]
+    same = {group.group_id for group in taken} == delivery.fresh.taken.keys()
+    if same and _taken_units(works) == _taken_units(delivery.redelivery):
+        return
+    # The offer of a batch that is delivered again belongs to the first of those that wait.
+    withdraw_offer(state)
+    delivery.redelivery = deque(works)
+    delivery.fresh.taken = {g.group_id: g for g in _batch_of(state, taken).groups}
+
+
+def _taken_units(works: Iterable[BatchInWork]) -> list[tuple[int, set[int]]]:
+    """Return the index of each batch that is delivered again, and the ids of its taken units."""
+    return [(work.known.index, {*work.taken}) for work in works if work.known is not None]
+
+
+def on_logprobs_reported(state: SchedulerState, event: ev.LogprobsReported) -> None:
+    """A report decides nothing; it becomes a fact, so that it is in the log and the summary."""
+    state.tell(facts.LogprobsCompared(comparison=event.comparison))
+
+
+def acknowledge(state: SchedulerState, batches: Iterable[int]) -> None:
+    """Forget batches that need not be delivered again. Batches acknowledged before are ignored."""
+    batches = tuple(index for index in batches if index in state.delivery.unacknowledged)
+    if batches:
+        state.tell(facts.BatchesAcknowledged(batches=batches))
+    for index in batches:
+        batch = state.delivery.unacknowledged.pop(index, None)
+        if batch is None:
+            continue
+        state.in_flight.journal.acknowledge(batch)
+        for group in batch.groups:
+            state.in_flight.release(group)
+
+
+def handed_over(state: SchedulerState) -> tuple[int, ...]:
+    """Numbers of the batches that the trainer has and has not acknowledged, with the one of which
+    it has some groups. After a restart it has none of them until they are delivered again."""
+    waiting = {batch.index for batch in state.delivery.batches_again}
+    whole = tuple(index for index in state.delivery.unacknowledged if index not in waiting)
+    return (*whole, state.in_flight.counters.batches) if state.delivery.fresh.taken else whole
+
+
+def full(state: SchedulerState) -> bool:
+    """Whether enough is generated for the present batch. Rewards may still be missing."""
+    if not state.stop.enough(state.in_flight.ready):
+        return False
+    groups, version = state.in_flight.groups, state.weights.versions.trainer
+    return not state.delivery.must_deliver.grows(groups, version)
+
+
+def awaits_scores(state: SchedulerState) -> bool:
+    """Whether the engines go on although the batch is full, on the synchronous pace: it waits for
+    rewards or verdicts, and more groups are open than it takes, whose tokens are kept.
+
+    Engines that stood meanwhile lost half of their time with rewards of 20 s.
+    """
+    caller = state.caller
+    return (
+        (caller.reward_scope != "none" or caller.accepts)
+        and state.plan.target_groups > state.batch_groups
+        and state.staleness.rule != "restart"
+        and full(state)
+        and not state.stop.enough(state.in_flight.ready.accepted)
+    )
+
+
+def training_runs(state: SchedulerState) -> bool:
+    """Whether training rollouts should be generated now."""
+    refits = state.weights.update is not None and state.weights.update.pauses
+    if refits or state.fleet.sleep is not None or state.fleet.held:
+        return False
+    if state.asynchronous:
+        return True
+    return state.collecting and (not full(state) or awaits_scores(state))
+
+
+def deliver_evaluations(state: SchedulerState) -> None:
+    """Deliver every evaluation that has ended.
+
+    This waits while an external update is open, because the tokens may be of two versions until
+    every engine has said which version it has.
+    """
+    update = state.weights.update
+    if update is not None and update.external:
+        return
+    for evaluation_id in list(state.evaluations.running):
+        _deliver_evaluation(state, evaluation_id)
+
+
+def offer(state: SchedulerState) -> None:
+    """Offer the next part of the batch in work, if the trainer wants it and it is ready."""
+    delivery = state.delivery
+    if not delivery.takes_parts or delivery.offer is not None or state.weights.update is not None:
+        return
+    work = delivery.work
+    if work.known is not None:
+        left = work.rest(work.known.groups)
+        again = Supply(units=left, measure=lambda _: 1, lacking=len(left), exact=True, ends=True)
+        part = next_part(again, whole=not delivery.by_group)
+        if part is not None:
+            given = replace(work.known, groups=part.units, complete=part.last)
+            _show(state, Offered(part=part, given=given, batch=work.known))
+        return
+    if not _may_offer(state):
+        return
+    chosen = next_part(_supply(state, work), whole=not delivery.by_group)
+    if chosen is None:
+        return
+    if chosen.last and not chosen.units and not work.taken:
+        _end_prompts(state)
+    elif chosen.last:
+        _show(state, _close(state, chosen.units))
+    else:
+        batch = _batch_of(state, chosen.units, redelivered=_may_have(state, chosen.units))
+        given = replace(batch, complete=False)
+        _show(state, Offered(part=Part(units=given.groups, last=False), given=given, batch=given))
+
+
+def _may_offer(state: SchedulerState) -> bool:
+    """Whether looking at every ready group can find a part. This is asked after every event."""
+    delivery, accepted = state.delivery, state.in_flight.ready.accepted
+    if not (
+        state.stop.enough(accepted)
+        or (delivery.by_group and len(accepted) > len(delivery.fresh.taken))
+        or _drained(state)
+    ):
+        return False
+    if delivery.by_group:
+        return True
+    return not delivery.must_deliver.waits(state.in_flight.groups, state.weights.versions.trainer)
+
+
+def _supply(state: SchedulerState, work: BatchInWork) -> Supply[GroupRecord]:
+    """Return what the rest of the batch can be made of.
+
+    Units that it must contain come first, then those that the trainer may have, then the others in
+    the order of their completion.
+    """
+    must, version = state.delivery.must_deliver, state.weights.versions.trainer
+    stop, groups = state.stop, state.in_flight.groups
+    units = [
+        group
+        for group in state.in_flight.ready
+        if group.accepted and group.group_id not in work.taken
+    ]
+    due = {group.group_id for group in units if must.has(group, version)}
+    units.sort(key=lambda group: (group.group_id not in due, group.group_id not in work.seen))
+    return Supply(
+        units=units,
+        measure=stop.measure,
+        lacking=stop.amount - sum(stop.measure(groups[unit]) for unit in work.taken),
+        due=len(due),
+        awaited=len(must.waiting(groups, version)),
+        exact=stop.fixed_groups,
+        ends=_drained(state),
+    )
+
+
+def _end_prompts(state: SchedulerState) -> None:
+    state.delivery.demand = Demand.NONE
+    state.tell(facts.PromptsEnded())
+    prompts, share = state.prompts, state.config.retries.failed_share
+    state.commands.append(do.EndOfPrompts(error=prompts.outcome.end(prompts.cursor, share)))
+
+
+def _show(state: SchedulerState, offered: Offered) -> None:
+    state.delivery.work.offer = offered
+    if offered.part.last:
+        state.tell(facts.BatchOffered(batch=offered.batch.index, version=offered.batch.version))
+    state.commands.append(do.Offer(offered=offered.given))
+
+
+def end_stream(state: SchedulerState) -> None:
+    """Deliver the parts that the trainer has of the fresh batch as a batch, which ends it."""
+    delivery = state.delivery
+    if not delivery.fresh.taken:
+        return
+    withdraw_offer(state)
+    requested_again = delivery.trainer_waits
+    _deliver(state, _close(state, ()), unsaved=True)
+    if requested_again:
+        _request(state)
+
+
+def _batch_of(
+    state: SchedulerState, groups: Sequence[GroupRecord], *, redelivered: bool = False
+) -> Batch:
+    """Return the fresh batch with these groups, as the trainer's version consumes it."""
+    version = state.weights.versions.trainer
+    return batch_of(
+        groups,
+        index=state.in_flight.counters.batches,
+        version=version,
+        oldest_unmasked=state.staleness.oldest_unmasked(version),
+        redelivered=redelivered,
+        made=state.delivery.fresh.taken,
+    )
+
+
+def _may_have(state: SchedulerState, groups: Iterable[GroupRecord]) -> bool:
+    """Whether the trainer may have the fresh batch, or some of `groups`, from before a restart."""
+    delivery = state.delivery
+    lost = state.in_flight.counters.batches < delivery.first_new_batch
+    return lost or any(group.group_id in delivery.fresh.seen for group in groups)
+
+
+def _close(state: SchedulerState, last: Sequence[GroupRecord]) -> Offered:
+    """Close the fresh batch with the groups of its `last` part; they are not ready for another."""
+    work = state.delivery.fresh
+    groups = [*(state.in_flight.groups[unit] for unit in work.taken), *last]
+    batch = _batch_of(state, groups, redelivered=_may_have(state, groups))
+    for group in groups:
+        state.in_flight.ready.remove(group)
+        group.offered = True
+    record = DeliveredBatch(
+        index=batch.index,
+        version=batch.version,
+        oldest_unmasked=state.staleness.oldest_unmasked(batch.version),
+        groups=tuple(groups),
+    )
+    state.in_flight.journal.deliver(record)
+    rest = work.rest(batch.groups)
+    work.offer = Offered(
+        part=Part(units=rest, last=True),
+        given=replace(batch, groups=rest) if work.taken else batch,
+        batch=batch,
+        record=record,
+        target_groups=state.plan.target_groups,
+    )
+    # The next batch begins after it, and counts it among those before.
+    state.expectations.renew()
+    retarget(state)
+    state.plan.wave_pending = state.plan.wave_pending or state.asynchronous
+    return work.offer
+
+
+def withdraw_offer(state: SchedulerState) -> None:
+    """Withdraw the offer, if there is one: its groups are ready again, before all others.
+
+    The batch names the version that it is consumed at, and its masks follow from that version, so
+    it is wrong once a new version comes.
+    """
+    work = state.delivery.work
+    offered = work.offer
+    if offered is None:
+        return
+    work.offer = None
+    if offered.record is not None:
+        for group in offered.groups:
+            group.offered = False
+        state.in_flight.ready.put_back(offered.groups)
+        state.in_flight.journal.withdraw(offered.record)
+        state.plan.target_groups = offered.target_groups
+    if offered.part.last:
+        state.tell(facts.OfferWithdrawn(batch=offered.batch.index))
+    state.commands.append(do.WithdrawOffer(index=offered.batch.index))
+
+
+def on_batch_taken(state: SchedulerState, event: ev.BatchTaken) -> None:
+    delivery, work = state.delivery, state.delivery.work
+    offered = work.offer
+    if offered is None or offered.batch.index != event.index:
+        raise InvariantViolation(f"batch {event.index} was taken and not offered")
+    state.times.take()
+    if not offered.part.last:
+        work.offer = None
+        work.take(offered.part)
+        if delivery.takes_parts:
+            delivery.demand = Demand.BETWEEN_PARTS
+        if work.known is None:
+            for unit in offered.part.units:
+                state.tell(facts.GroupStreamed(batch=event.index, group_id=unit.group_id))
+    elif work.known is not None:
+        delivery.demand = Demand.NONE
+        delivery.redelivery.popleft()
+        _tell_delivery(state, offered.batch, again=True)
+    else:
+        _deliver(state, offered)
+
+
+def _deliver(state: SchedulerState, offered: Offered, *, unsaved: bool = False) -> None:
+    batch = offered.batch
+    state.delivery.demand, state.delivery.fresh = Demand.NONE, BatchInWork()
+    # Before the groups leave flight, because their lengths are released then.
+    distances = state.expectations.distances(offered.groups, state.in_flight.training_groups())
+    for group in offered.groups:
+        state.in_flight.deliver(group)
+    if state.in_flight.journal.active and offered.record is not None:
+        state.delivery.unacknowledged[batch.index] = offered.record
+    state.in_flight.counters.batches += 1
+    state.prompts.outcome.delivered += len(offered.groups)
+    state.delivery.batches_since_update += 1
+    delivered = _tell_delivery(state, batch, again=False, distances=distances)
+    state.in_flight.counters.tokens_masked += sum([r.masked for r in delivered])
+    state.commands.append(do.Deliver(batch=batch, unsaved=unsaved))
+
+
+def _tell_delivery(
+    state: SchedulerState,
+    batch: Batch,
+    *,
+    again: bool,
+    distances: tuple[float, float] | None = None,
+) -> Sequence[facts.DeliveredRollout]:
+    rollouts = facts.delivered_rollouts(batch, tokens=state.tells_tokens)
+    distance, iid_distance = distances or (None, None)
+    state.tell(
+        facts.BatchDelivered(
+            batch=batch.index,
+            version=batch.version,
+            rollouts=rollouts,
+            again=again,
+            distance=distance,
+            iid_distance=iid_distance,
+        )
+    )
+    return rollouts
+
+
+def masked_tokens(batch: Batch) -> int:
+    """Number of sampled tokens in the batch that are masked because they are too stale."""
+    return sum(rollout.masked for rollout in facts.delivered_rollouts(batch))
+
+
+def _deliver_evaluation(state: SchedulerState, evaluation_id: int) -> None:
+    groups = [group for group in state.evaluations.running[evaluation_id] if group.dropped is None]
+    if not all(group.accepted for group in groups):
+        return
+    del state.evaluations.running[evaluation_id]
+    batch = batch_of(groups, index=evaluation_id, version=state.weights.versions.trainer)
+    for group in groups:
+        state.in_flight.deliver(group)
+    state.tell(
+        facts.EvaluationDelivered(
+            evaluation_id=evaluation_id,
+            version=batch.version,
+            rollouts=facts.delivered_rollouts(batch, tokens=state.tells_tokens),
+        )
+    )
+    state.commands.append(do.DeliverEvaluation(evaluation_id=evaluation_id, batch=batch))
+
+
+def _drained(state: SchedulerState) -> bool:
+    """Whether the prompts have ended and every group that is left is accepted."""
+    if not state.prompts.exhausted or state.prompts.stock or state.prompts.fetching:
+        return False
+    ready = state.in_flight.ready
+    return len(ready) == state.in_flight.training == len(ready.accepted)

@@ -1,0 +1,164 @@
+"""Branches of a rollout: an episode may leave its former context, and go back to it.
+
+A program that edits or compacts its history, or asks for several agents, asks for contexts that do
+not continue each other. Each context continues a branch, or leaves them all somewhere and begins
+one there. Up to that place both have the same tokens, with their log-probabilities and versions,
+and these are in the log once. At the end of the episode a rule says which branches stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+
+from aprilsched.kernel.core.state.ledger import Reason
+from aprilsched.kernel.core.state.records import Answered, Branch, RolloutRecord
+from aprilsched.kernel.core.state.state import SchedulerState
+from aprilsched.kernel.core.state.token_log import Path, clipped, joined, moved
+from aprilsched.kernel.core.steps.drop import discard
+from aprilsched.types import BranchRule, Int32Array
+
+
+def take_branch(state: SchedulerState, rollout: RolloutRecord, input_ids: Int32Array) -> None:
+    """Let the branch be at work that the context `input_ids` continues; where it leaves all of
+    them, begin one. The branch that has most tokens in common with it counts."""
+    branches = rollout.all_branches()
+    # The one at work first, and then the latest: of equal ones the episode means the last.
+    others = [number for number in reversed(range(len(branches))) if number != rollout.branch]
+    best, most, whole = rollout.branch, -1, False
+    for number in (rollout.branch, *others):
+        branch = branches[number]
+        known = len(branch.prompt_ids) + sum([b - a for a, b in branch.path])
+        if known < most:
+            continue
+        same = _same(rollout, branch, input_ids)
+        if (same, same == known) > (most, whole):
+            best, most, whole = number, same, same == known
+    if whole and best == rollout.branch:
+        return
+    if not whole:
+        branches.append(_forked(rollout, branches[best], input_ids, most))
+        best = len(branches) - 1
+    rollout.branches, rollout.branch = branches, best
+    branch = branches[best]
+    rollout.prompt_ids = branch.prompt_ids
+    rollout.log.go_on(branch.path)
+    if branch.companions:
+        rollout.log.companions = branch.companions
+        # New rows are saved for the branch at work, and it is another one now.
+        rollout.rewritten = True
+    state.in_flight.journal.change(rollout)
+
+
+def _same(rollout: RolloutRecord, branch: Branch, input_ids: Int32Array) -> int:
+    """With how many tokens of a branch `input_ids` begins."""
+    same = _common(branch.prompt_ids, input_ids)
+    if same < len(branch.prompt_ids):
+        return same
+    return same + _common(rollout.log.along(branch.path), input_ids[same:])
+
+
+def _common(one: Int32Array, other: Int32Array) -> int:
+    size = min(len(one), len(other))
+    if np.array_equal(one[:size], other[:size]):
+        return size
+    return int(np.argmax(one[:size] != other[:size]))
+
+
+def _forked(rollout: RolloutRecord, of: Branch, input_ids: Int32Array, same: int) -> Branch:
+    """A branch that has the first `same` tokens of another one. If these end within its prompt, the
+    whole context is a prompt of its own."""
+    shared = same - len(of.prompt_ids)
+    path: Path = ()
+    left = max(0, shared)
+    for begin, end in of.path:
+        if left > 0:
+            path += ((begin, min(end, begin + left)),)
+            left -= end - begin
+    rows = {
+        name: each.forked(same - 1 if each.companion.per == "context" else shared, shared)
+        for name, each in of.companions.items()
+    }
+    return Branch(
+        prompt_ids=of.prompt_ids if shared >= 0 else input_ids, path=path, companions=rows
+    )
+
+
+def settle(state: SchedulerState, rollout: RolloutRecord, rule: BranchRule) -> None:
+    """Keep those branches of a finished episode that the rule chooses, and count the tokens of the
+    others."""
+    if not rollout.branches:
+        return
+    ends = _ends(rollout, range(len(rollout.answered)))
+    chosen = rollout.answered[-1][3]
+    if rule == "longest":
+        branches, sampled = rollout.all_branches(), rollout.log.sampled()
+        sizes = {
+            number: sum([int(sampled[a:b].sum()) for a, b in clipped(branches[number].path, end)])
+            for number, end in ends.items()
+        }
+        chosen = max(ends, key=lambda number: (sizes[number], number))
+    kept = ends if rule == "all" else {chosen: ends[chosen]}
+    _keep(state, rollout, kept, Reason.OTHER_BRANCH)
+    rollout.finish_reason = rollout.answered[-1][2]
+
+
+def forget(
+    state: SchedulerState, rollout: RolloutRecord, asked: Collection[int], reason: Reason
+) -> None:
+    """Keep of the turns that an episode was given only the `asked` ones, by their places among the
+    answered ones, with what stands before them."""
+    _keep(state, rollout, _ends(rollout, asked), reason)
+
+
+def _ends(rollout: RolloutRecord, turns: Collection[int]) -> dict[int, int]:
+    """The branches of these turns, each with the place in the log where its last turn ends."""
+    ends = {branch: end for _, end, _, branch in [rollout.answered[t] for t in sorted(turns)]}
+    return dict(sorted(ends.items()))
+
+
+def _keep(
+    state: SchedulerState, rollout: RolloutRecord, ends: dict[int, int], reason: Reason
+) -> None:
+    """Keep only these branches, each up to its place in the log."""
+    log, now = rollout.log, rollout.all_branches()
+    paths = {number: clipped(now[number].path, end) for number, end in ends.items()}
+    whole = joined(paths.values())
+    answered: list[Answered] = []
+    for begin, end, why, branch in rollout.answered:
+        own = branch if end <= ends.get(branch, -1) else _holder(paths, begin, end)
+        if own is not None:
+            place = list(ends).index(own)
+            answered.append((moved(begin, whole), moved(end, whole), why, place))
+    kept = [
+        Branch(
+            prompt_ids=now[number].prompt_ids,
+            path=joined([[(moved(a, whole), moved(b, whole)) for a, b in path]]),
+            companions=now[number].companions,
+        )
+        for number, path in paths.items()
+    ]
+    rollout.answered, rollout.turns = answered, len(answered)
+    rollout.branches = kept if len(kept) > 1 else []
+    rollout.branch = answered[-1][3] if answered else 0
+    rollout.log = rest = log.part(whole)
+    rest.companions = log.companions
+    if kept:
+        rollout.prompt_ids = kept[rollout.branch].prompt_ids
+        rest.companions = kept[rollout.branch].companions
+        rest.go_on(kept[rollout.branch].path)
+    rest.truncate(rest.size, prompt=len(rollout.prompt_ids))
+    # Rows are saved by the numbers of their branches.
+    rollout.rewritten = rollout.rewritten or bool(log.companions)
+    sampled = log.sampled_tokens - rest.sampled_tokens
+    discard(state, rollout, sampled, log.size - rest.size - sampled, reason)
+    state.in_flight.journal.change(rollout)
+
+
+def _holder(paths: dict[int, Path], begin: int, end: int) -> int | None:
+    """The first of the paths that has all tokens of a turn of another branch."""
+    for number, path in paths.items():
+        if begin < end and any(a <= begin and end <= b for a, b in path):
+            return number
+    return None

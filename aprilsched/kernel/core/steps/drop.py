@@ -1,0 +1,157 @@
+"""Gives requests up after too many tries, and moves dropped groups to the ledger.
+
+The number of tries of a request is bounded only here, and the last cause is kept. An attempt that
+failed without a token may be the request's own fault, so a few of these in a row are enough to give
+it up (``retries.attempts``). An attempt that broke off after new tokens, never reached its engine,
+or was lost with its engine is probably not the request's fault. Such interruptions have a higher
+bound of their own (``retries.interruptions``), because a request may also crash every engine that
+gets it.
+"""
+
+from __future__ import annotations
+
+from aprilsched.kernel.core.config import SchedulerConfig
+from aprilsched.kernel.core.messages import commands as do
+from aprilsched.kernel.core.messages import events as ev
+from aprilsched.kernel.core.messages import facts
+from aprilsched.kernel.core.state.ledger import FAILURES, REFUSED, Reason
+from aprilsched.kernel.core.state.records import GroupRecord, RequestRecord, RolloutRecord
+from aprilsched.kernel.core.state.state import SchedulerState
+
+_IN_A_ROW = FAILURES - {Reason.VERSION_LOST}
+"""Reasons that count towards ``retries.failed_groups``. With a version all its episodes are lost at
+once."""
+
+
+def abort(state: SchedulerState, request: RequestRecord) -> None:
+    """Call an open attempt back: its engine is told to abort it. A second call does nothing."""
+    if not request.aborting:
+        state.in_flight.call_back(request)
+        state.tell(facts.AttemptCalledBack(request_id=request.request_id))
+        state.commands.append(
+            do.Abort(engine=request.engine, request_id=request.request_id, attempt=request.attempt)
+        )
+
+
+def drop(
+    state: SchedulerState,
+    group: GroupRecord,
+    reason: Reason,
+    cause: str,
+    *,
+    culprit: int | None = None,
+) -> None:
+    """Take a whole group out of flight and into the ledger.
+
+    `culprit` is the rollout whose failure took its siblings along.
+    """
+    for member in group.members:
+        if member.request is not None and member.request.open:
+            abort(state, member.request)
+    if group.evaluation_id is None and not group.complete:
+        state.note_lengths(group)
+    entries = state.in_flight.drop(group, reason, cause, culprit=culprit, now=state.now)
+    state.announce(
+        facts.GroupDropped(
+            group_id=group.group_id,
+            reason=reason.value,
+            cause=cause,
+            rollouts=tuple(
+                facts.DroppedRollout(
+                    rollout_id=entry.rollout_id, reason=entry.reason.value, tokens=entry.tokens
+                )
+                for entry in entries
+            ),
+            culprit=culprit,
+        )
+    )
+    if group.evaluation_id is None and reason in FAILURES:
+        state.prompts.outcome.fail(cause)
+    if reason in _IN_A_ROW:
+        _count_failure(state, cause)
+
+
+def discard(
+    state: SchedulerState, rollout: RolloutRecord, sampled: int, environment: int, reason: Reason
+) -> None:
+    """Count tokens that were taken out of the log of a rollout, which goes on."""
+    if not sampled and not environment:
+        return
+    # The tokens that were saved are void.
+    rollout.rewritten = True
+    state.in_flight.journal.change(rollout)
+    state.in_flight.counters.tokens_discarded += sampled
+    state.in_flight.ledger.late_tokens(reason, sampled)
+    state.tell(
+        facts.TokensDiscarded(
+            rollout_id=rollout.rollout_id,
+            sampled=sampled,
+            environment=environment,
+            reason=reason.value,
+        )
+    )
+
+
+def on_group_withdrawn(state: SchedulerState, group: GroupRecord, event: ev.GroupWithdrawn) -> None:
+    """Drop a group that nobody wants any more, unless its batch is with the trainer."""
+    if group.evaluation_id is not None or group.offered:
+        return
+    if not state.delivery.fresh.involves(group.group_id):
+        drop(state, group, Reason.WITHDRAWN, event.cause)
+
+
+def refuse(state: SchedulerState, cause: str) -> None:
+    """Enter a prompt that cannot be used into the ledger. It counts as a failure, so that a source
+    of nothing but such prompts ends the run."""
+    entry = state.in_flight.refuse(Reason.BAD_PROMPT, cause, now=state.now)
+    state.announce(
+        facts.PromptRefused(rollout_id=entry.rollout_id, group_id=entry.group_id, cause=cause)
+    )
+    state.prompts.outcome.fail(cause)
+    _count_failure(state, cause)
+
+
+def _count_failure(state: SchedulerState, cause: str) -> None:
+    """Count a failed group, and give the run up after too many in a row.
+
+    Otherwise a reward function that always raises would use up every prompt, while the trainer
+    waits forever.
+    """
+    state.prompts.consecutive_failures += 1
+    groups = state.prompts.consecutive_failures
+    if groups == state.config.retries.failed_groups:
+        state.tell(facts.GroupsFailed(groups=groups, cause=cause))
+        state.commands.append(do.GiveUp(error=state.prompts.outcome.given_up(groups, cause)))
+
+
+def count_rejection(state: SchedulerState) -> None:
+    """Count a group that `accept` refused, and give the run up after too many in a row."""
+    state.prompts.consecutive_rejections += 1
+    if state.prompts.consecutive_rejections == state.config.retries.rejected_groups:
+        error = state.prompts.outcome.all_rejected(state.prompts.consecutive_rejections)
+        state.commands.append(do.GiveUp(error=error))
+
+
+def count_failure(request: RequestRecord, config: SchedulerConfig, event: ev.Failed) -> str:
+    """Count a failed attempt. Returns why the request is given up, with the cause; empty if it is
+    tried again."""
+    if event.final:
+        return f"{REFUSED} {request.attempt}: {event.cause}"
+    if request.gained or event.unsent:
+        return count_interruption(request, config, event.cause)
+    request.failures += 1
+    if request.failures < config.retries.attempts:
+        return ""
+    count = f"{request.failures} attempts in a row failed without a new token"
+    return f"{count}, the last: {event.cause}"
+
+
+def count_interruption(request: RequestRecord, config: SchedulerConfig, cause: str) -> str:
+    """Count an attempt that broke off. Returns why the request is given up, with the cause; empty
+    if it is tried again."""
+    if request.gained:
+        request.failures = 0
+    request.interruptions += 1
+    if request.interruptions < config.retries.interruptions:
+        return ""
+    return f"{request.interruptions} attempts broke off, the last: {cause}"

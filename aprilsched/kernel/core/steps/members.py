@@ -1,0 +1,105 @@
+"""Decides what becomes of a group one of whose members is lost (``retries.member``).
+
+A member is lost by the infrastructure: the attempts of its request are used up, no engine can
+continue it, or user code raised :class:`~aprilsched.errors.MemberLost`. An episode that fails after
+engines refused its turn is lost too. A refused request of one turn, and any other error of user
+code, would fail in the same way again, so it drops its group.
+
+The lost member leaves its group as a group of its own, which is dropped. So every rollout and every
+token is in the ledger, and what still arrives for it belongs to nobody.
+"""
+
+from __future__ import annotations
+
+from aprilsched.kernel.core.messages import events as ev
+from aprilsched.kernel.core.messages import facts
+from aprilsched.kernel.core.state.ledger import Reason
+from aprilsched.kernel.core.state.records import GENERATING, GroupRecord, RolloutRecord, State
+from aprilsched.kernel.core.state.state import SchedulerState
+from aprilsched.kernel.core.steps.drop import drop
+from aprilsched.kernel.core.steps.turns import (
+    ask_for_reward,
+    ask_for_rewards,
+    filter_or_accept,
+    start_episode,
+)
+
+
+def lose_member(state: SchedulerState, rollout: RolloutRecord, reason: Reason, cause: str) -> None:
+    """Take a lost member out of its group, and let another one take its place if the rule says so.
+    If the group cannot go on, it is dropped with `reason`."""
+    group, retries = rollout.group, state.config.retries
+    generates = rollout.state in GENERATING
+    again = retries.member == "again" and generates and rollout.again < retries.regenerations
+    smallest = 1 if group.evaluation_id is not None else retries.smallest_group
+    shrinks = retries.member == "shrink" and group.size > smallest
+    if not (again or shrinks):
+        drop(state, group, reason, cause, culprit=rollout.rollout_id)
+        return
+    was_complete = group.complete
+    if group in state.in_flight.ready:
+        state.in_flight.ready.remove(group)
+    drop(state, state.in_flight.part(group, [rollout]), Reason.MEMBER_LOST, cause)
+    if again:
+        _launch_again(state, group, rollout)
+    else:
+        group.size -= 1
+        group.lost += 1
+    state.in_flight.journal.launch(group)
+    if group.complete:
+        _complete(state, group, was_complete=was_complete)
+
+
+def _launch_again(state: SchedulerState, group: GroupRecord, lost: RolloutRecord) -> None:
+    episodes = state.caller.episodes
+    rollout = state.in_flight.add_again(group, lost, episodes=episodes)
+    state.tell(
+        facts.MemberLaunched(
+            group_id=group.group_id,
+            rollout_id=rollout.rollout_id,
+            instead_of=lost.rollout_id,
+            evaluation_id=group.evaluation_id,
+        )
+    )
+    if episodes:
+        start_episode(state, rollout)
+
+
+def _complete(state: SchedulerState, group: GroupRecord, *, was_complete: bool) -> None:
+    """Go on with a group that waits for no other member than the one that has left it."""
+    if group.evaluation_id is None:
+        state.in_flight.ready.add(group)
+        if not was_complete:
+            state.note_lengths(group)
+    if group.scored:
+        filter_or_accept(state, group)
+    elif state.caller.reward_scope == "group" and not was_complete:
+        ask_for_rewards(state, group)
+
+
+def on_episode_failed(
+    state: SchedulerState, rollout: RolloutRecord, event: ev.EpisodeFailed
+) -> None:
+    if event.lost:
+        lose_member(state, rollout, Reason.EPISODE_FAILED, event.cause)
+    else:
+        drop(state, rollout.group, Reason.EPISODE_FAILED, event.cause, culprit=event.rollout_id)
+
+
+def on_teardown_failed(state: SchedulerState, event: ev.TeardownFailed) -> None:
+    state.in_flight.counters.teardowns_failed += 1
+    state.tell(facts.TeardownFailed(rollout_id=event.rollout_id, cause=event.cause))
+
+
+def on_reward_failed(state: SchedulerState, group: GroupRecord, event: ev.RewardFailed) -> None:
+    rollout = None if event.lost is None else state.in_flight.rollouts.get(event.lost)
+    if rollout is None or rollout.state is not State.SCORING:
+        drop(state, group, Reason.REWARD_FAILED, event.cause)
+        return
+    retries = state.config.retries
+    if retries.member == "again" and rollout.again < retries.regenerations:
+        # Its response is there, so the function is asked about it again.
+        rollout.again += 1
+        ask_for_reward(state, rollout)
+    else:
+        lose_member(state, rollout, Reason.REWARD_FAILED, event.cause)

@@ -1,0 +1,588 @@
+"""Carries a refit from the trainer's new version to the last engine that reports it.
+
+- An engine that does not report the new version afterwards goes on standby, where the next refit
+  reaches it. If no engine has the new version and all still have the old one, generation goes on
+  under the old version, and the trainer is told why.
+- A full refit reaches paused engines only. An adapter is loaded into engines that run. Requests
+  that were sent under the old adapter end under it, and then it is unloaded.
+- An external version was brought into the engines by somebody else, in a pause that the scheduler
+  did not see. Nothing is paused for it. The engines report which version sampled each token of the
+  requests that it met. An evaluation that it met is generated again, since it is of one version.
+- An engine on standby catches up alone, once for each version, where the fleet's version can be
+  published again. Otherwise it waits for the trainer's next version.
+- With rolling refits a new version is the trainer's at once, and engines in use catch up alone too,
+  each when it has no rollouts of an older version (:mod:`aprilsched.kernel.core.steps.rolling`).
+"""
+
+from __future__ import annotations
+
+from aprilsched.errors import InvariantViolation
+from aprilsched.kernel.core.messages import events as ev
+from aprilsched.kernel.core.messages import facts
+from aprilsched.kernel.core.state.engine_control import WEIGHTS, EngineControl, Mode
+from aprilsched.kernel.core.state.ledger import Reason
+from aprilsched.kernel.core.state.records import RequestRecord
+from aprilsched.kernel.core.state.state import SchedulerState, Sleep
+from aprilsched.kernel.core.state.weights import Update, UpdateKind, UpdatePhase
+from aprilsched.kernel.core.steps.batch import acknowledge, end_stream, withdraw_offer
+from aprilsched.kernel.core.steps.drop import drop
+from aprilsched.kernel.core.steps.engines import demote, promote
+from aprilsched.kernel.core.steps.launch import begin_again, launch_again
+from aprilsched.kernel.core.steps.replan import stay_synchronous
+
+
+def on_update_requested(state: SchedulerState, event: ev.UpdateRequested) -> None:
+    # What the trainer itself says counts more, also where it says the same.
+    end_following(state, f"version {event.version} was asked for meanwhile")
+    # Where no engine has the fleet's version, as after a restart, it may be published once more.
+    again = event.version == state.weights.versions.trainer and not state.fleet.control.engines
+    if state.weights.update is not None or (
+        event.version <= state.weights.versions.trainer and not again
+    ):
+        raise InvariantViolation(
+            f"update to version {event.version} at version {state.weights.versions.trainer}, "
+            f"with {state.weights.update} under way"
+        )
+    begin(
+        state,
+        Update(
+            version=event.version,
+            kind=_kind_of(state, event),
+            labelled=event.labelled,
+            republishable=event.republishable,
+            acknowledges=event.acknowledges,
+        ),
+    )
+
+
+def _kind_of(state: SchedulerState, event: ev.UpdateRequested) -> UpdateKind:
+    """Return how the version reaches the engines."""
+    if event.external:
+        return UpdateKind.EXTERNAL
+    if event.adapter:
+        return UpdateKind.ADAPTER
+    # Engines that sleep take the version together, because nothing runs in them.
+    if state.rolling and event.republishable and state.fleet.sleep is None:
+        return UpdateKind.ROLLING
+    return UpdateKind.PAUSING
+
+
+def on_parts_follow(state: SchedulerState, _: ev.PartsFollow) -> None:
+    """Note it for the store. Only a process that goes on after this one has to know."""
+    state.weights.in_parts = True
+
+
+def end_following(state: SchedulerState, cause: str) -> None:
+    """Give up an update that the trainer has not requested, if there is one. Engines that have its
+    version show it again."""
+    update = state.weights.update
+    if update is not None and update.kind is UpdateKind.FOLLOWED:
+        state.weights.update = None
+        state.tell(facts.UpdateFinished(version=update.version, cause=cause))
+
+
+def begin(state: SchedulerState, update: Update) -> None:
+    """Begin an update; there must be none under way."""
+    end_stream(state)
+    state.tell(
+        facts.UpdateBegun(
+            version=update.version,
+            adapter=update.kind is UpdateKind.ADAPTER,
+            external=update.external,
+        )
+    )
+    withdraw_offer(state)
+    state.weights.update = update
+    if update.phase is UpdatePhase.PREPARING:
+        _stop_catching_up(state)
+    if update.external:
+        # A response that ends before the engines have answered may have tokens of both versions.
+        for request in state.in_flight.open_requests():
+            if not request.crossed:
+                update.met.add(request.request_id)
+            _cross(state, request, update)
+
+
+def on_update_withdrawn(state: SchedulerState, event: ev.UpdateWithdrawn) -> None:
+    """End an update that the trainer gave up. An update whose weights are being loaded goes on."""
+    update = state.weights.update
+    if (
+        update is not None
+        and update.version == event.version
+        and update.phase is not UpdatePhase.LOADING
+    ):
+        state.tell(facts.UpdateWithdrawn(version=event.version))
+        cause = "the call was cancelled before any weights were loaded"
+        _finish(state, update, cause=cause)
+
+
+def on_refitted(state: SchedulerState, event: ev.Refitted) -> None:
+    control, update = state.fleet.control.of(event.engine), state.weights.update
+    if control is None or control.catching_up != event.catch_up:
+        return
+    if not event.catch_up and not _asked(update, event):
+        return
+    state.tell(
+        facts.EngineRefitted(
+            engine=event.engine,
+            version=event.version,
+            cause=event.cause,
+            catch_up=event.catch_up,
+        )
+    )
+    if control.mode is Mode.REFITTING:
+        state.fleet.control.enter(control, Mode.PAUSED)
+        state.fleet.control.touch(control.name)
+    if event.catch_up:
+        _note_consistency(control, event, control.loading)
+        _caught_up(state, event)
+    elif update is not None:
+        _note_consistency(control, event, update.version)
+        version = None if control.inconsistent else event.version
+        update.answers[event.engine] = (version, event.cause)
+
+
+def _asked(update: Update | None, event: ev.Refitted) -> bool:
+    """Is this answer waited for? What an engine answers that was lost and is back, it was asked
+    before, and counts for nothing. So does an answer to a version that was followed until the
+    trainer asked for another."""
+    return (
+        update is not None
+        and (update.kind is UpdateKind.FOLLOWED) == event.followed
+        and event.engine in update.refitting
+        and event.engine not in update.answers
+    )
+
+
+def _note_consistency(control: EngineControl, event: ev.Refitted, wanted: int) -> None:
+    """Note whether the engine's weights are inconsistent. Only the wanted version, loaded without
+    an error, makes inconsistent weights consistent again."""
+    took = event.version == wanted and not event.cause
+    control.inconsistent = not took and (control.inconsistent or event.version is None)
+
+
+def advance(state: SchedulerState) -> None:
+    """Take the update to its next phase, if its conditions are met."""
+    update = state.weights.update
+    if update is None:
+        return
+    if update.answered:
+        _conclude(state, update)
+    elif update.kind is UpdateKind.ROLLING:
+        # An evaluation has one version, so it ends first.
+        if not state.evaluations.running:
+            _roll_over(state, update)
+    elif update.phase is UpdatePhase.WAITING:
+        # An evaluation has one version, so it ends first. So do requests that cannot wait inside
+        # a paused engine, or that would have their adapter on another model.
+        inside = update.kind is UpdateKind.ADAPTER or (
+            state.behaviour.waits_inside and not state.weights.leaves_adapters
+        )
+        if not state.evaluations.running and (inside or not state.in_flight.open_attempts):
+            update.enter(UpdatePhase.PREPARING)
+            _stop_catching_up(state)
+
+
+def _stop_catching_up(state: SchedulerState) -> None:
+    """Let the update have the engines on standby that are not being refitted: the version that they
+    were about to catch up with will soon be out of date.
+
+    While the update waits for an evaluation, this would be too early: other engines may start to
+    catch up then, and would keep the update waiting forever once its other engines are lost.
+    """
+    if state.weights.adapter is not None:
+        return
+    for control in state.fleet.control.standby.values():
+        if control.catching_up and control.mode is not Mode.REFITTING:
+            control.catching_up = False
+            state.fleet.control.touch(control.name)
+
+
+def refit(state: SchedulerState) -> None:
+    """Load the new version, once all engines that should get it are ready."""
+    update = state.weights.update
+    if update is None or update.phase is not UpdatePhase.PREPARING:
+        return
+    if not update.not_ready.none(state.fleet.control.all, lambda c: _is_ready(state, update, c)):
+        return
+    there = list(state.fleet.control.all())
+    targets = [control for control in there if not control.catching_up]
+    if update.kind is UpdateKind.ADAPTER:
+        targets = [control for control in targets if _has_base(state, control)]
+    if not targets:
+        # While there is no engine, or while one is catching up, the update waits.
+        if there and not any(control.catching_up for control in there):
+            _finish(
+                state,
+                update,
+                cause=f"no engine has version {state.weights.base}, the full model that the "
+                "adapters belong to; publish a full model",
+            )
+        return
+    for control in targets:
+        if update.pauses:
+            state.fleet.control.enter(control, Mode.REFITTING)
+        # An answer from before, noted when the engine went on standby, does not count.
+        update.answers.pop(control.name, None)
+    update.enter(UpdatePhase.LOADING)
+    update.refitting = frozenset(control.name for control in targets)
+    update.loading_since = state.now
+    names = tuple(control.name for control in targets)
+    state.announce(
+        facts.RefitBegun(
+            version=update.version,
+            engines=names,
+            adapter=update.kind is UpdateKind.ADAPTER,
+            external=update.external,
+            followed=update.kind is UpdateKind.FOLLOWED,
+        )
+    )
+
+
+def _is_ready(state: SchedulerState, update: Update, control: EngineControl) -> bool:
+    """Whether an engine can be told to load the version, or takes no part."""
+    fleet = state.fleet.control
+    if fleet.of(control.name) is not control:
+        return True  # it is lost
+    if control.catching_up:
+        # An engine in use is being refitted alone, and takes part after that.
+        return control.name not in fleet.engines
+    if update.external:
+        # While it is asked for its version, the answer may be the version from before.
+        return control.mode is not Mode.VERIFYING
+    return update.kind is UpdateKind.ADAPTER or fleet.refittable(control)
+
+
+def all_stop(state: SchedulerState) -> bool:
+    """Whether a sleep or an update stops all engines together, so that none is refitted alone.
+
+    With rolling refits each engine still is as long as the two wait for evaluations: they may need
+    an engine that takes the version that they are of.
+    """
+    update, sleep = state.weights.update, state.fleet.sleep
+    if not state.rolling:
+        return update is not None or sleep is not None
+    stops = update is not None and update.phase is not UpdatePhase.WAITING
+    return stops or (sleep is not None and sleep.may_pause)
+
+
+def catch_up(state: SchedulerState) -> None:
+    """Bring engines to the fleet's version, each of them alone: those on standby, and with rolling
+    refits those in use that have finished the rollouts of an older version."""
+    if all_stop(state) or not state.weights.republishable:
+        return
+    for control in _paused_alone(state) if state.rolling else ():
+        if state.fleet.control.refittable(control):
+            state.fleet.control.enter(control, Mode.REFITTING)
+            _refit_alone(state, control)
+    for control in state.fleet.control.standby.values():
+        begins = not control.catching_up
+        if begins and control.failed_version < state.weights.versions.trainer:
+            _begin_catch_up(state, control)
+        if begins and state.weights.adapter is not None:
+            continue
+        # An engine that failed is paused and flushed already, and no event follows.
+        if control.catching_up and state.fleet.control.refittable(control):
+            state.fleet.control.enter(control, Mode.REFITTING)
+            _refit_alone(state, control)
+
+
+def _paused_alone(state: SchedulerState) -> list[EngineControl]:
+    index = state.fleet.index
+    index.refresh()
+    paused = [kind for kind in index.kinds if kind.leaves and kind.mode is Mode.PAUSED]
+    return index.in_order([c for kind in paused for c in index.kinds[kind].values()])
+
+
+def _begin_catch_up(state: SchedulerState, control: EngineControl) -> None:
+    if state.weights.adapter is None:
+        # The fleet control gives the next calls, which pause and flush it.
+        control.catching_up = True
+        state.fleet.control.touch(control.name)
+    elif _has_base(state, control):
+        control.catching_up = True
+        _refit_alone(state, control)
+
+
+def _has_base(state: SchedulerState, control: EngineControl) -> bool:
+    """Whether the engine has the full model that the fleet's adapters belong to."""
+    return control.base == state.weights.base and not control.inconsistent
+
+
+def _refit_alone(state: SchedulerState, control: EngineControl) -> None:
+    control.loading, control.loading_since = state.weights.versions.trainer, state.now
+    state.announce(
+        facts.RefitBegun(
+            version=state.weights.versions.trainer,
+            engines=(control.name,),
+            adapter=state.weights.adapter is not None,
+            catch_up=True,
+        )
+    )
+
+
+def _caught_up(state: SchedulerState, event: ev.Refitted) -> None:
+    control = state.fleet.control.of(event.engine)
+    if control is None:
+        return
+    control.catching_up = False
+    state.fleet.control.touch(control.name)
+    update = state.weights.update
+    loads = update is not None and update.phase is UpdatePhase.LOADING
+    took = event.version == control.loading and not event.cause and not loads
+    if not took:
+        control.failed_version = control.loading
+        if control.name in state.fleet.control.engines:
+            why = event.cause or f"it says that it has version {event.version}"
+            demote(state, control.name, f"refit to version {control.loading} failed: {why}")
+    elif control.name in state.fleet.control.engines:
+        state.times.refits.add(state.now - control.loading_since)
+        state.weights.versions.note(control.name, control.loading)
+        control.base = control.loading
+        control.version_seen_at, control.broken_connection = state.now, ""
+    elif control.loading == state.weights.versions.trainer:
+        promote(state, event.engine)
+        if state.weights.adapter is not None:
+            state.weights.adapters.setdefault(event.engine, set()).add(state.weights.adapter)
+
+
+def _conclude(state: SchedulerState, update: Update) -> None:
+    took = update.took() & {control.name for control in state.fleet.control.all()}
+    failed = update.failed()
+    old = state.weights.versions.trainer
+    if update.kind is UpdateKind.FOLLOWED and _leads_astray(state, update, took):
+        return
+    for engine, why in failed:
+        kept_old = update.answers[engine][0] == old
+        stays = not took and kept_old
+        if kept_old:
+            _uncross(state, engine, update)
+        if engine in state.fleet.control.engines and not stays:
+            demote(state, engine, f"refit to version {update.version} failed: {why}")
+    if not took:
+        if update.external:
+            # An engine may have had the weights for a while, and sampled for an evaluation.
+            _evaluate_again(state, update)
+        _finish(state, update, cause="; ".join(f"{engine}: {why}" for engine, why in failed))
+        return
+    if update.pauses:
+        state.times.refits.add(state.now - update.loading_since)
+    _publish(state, update, took)
+    acknowledge(state, update.acknowledges)
+    _finish(state, update, failed=failed)
+    _enforce_bound(state)
+
+
+def _roll_over(state: SchedulerState, update: Update) -> None:
+    """Make the version the trainer's. Each engine takes it alone, in :func:`catch_up`."""
+    versions = state.weights.versions
+    changes = update.version != versions.trainer
+    versions.trainer = update.version
+    state.weights.base, state.weights.republishable = update.version, update.republishable
+    if changes:
+        state.delivery.batches_since_update = 0
+    state.stragglers.looked.clear()
+    # `in_parts` stays as it is, because parts are loaded from now on, into one engine after the
+    # other.
+    state.in_flight.counters.updates += 1
+    acknowledge(state, update.acknowledges)
+    _finish(state, update)
+    _enforce_bound(state)
+
+
+def _leads_astray(state: SchedulerState, update: Update, took: frozenset[str]) -> bool:
+    """Whether too few engines have moved to a version that is followed. Then those stand by."""
+    there = list(state.fleet.control.all())
+    if took and 2 * len(took) >= len(there):
+        return False
+    cause = f"{len(took)} of {len(there)} engines have version {update.version}"
+    for control in there:
+        if control.name in took:
+            control.not_followed = control.base = update.version
+            if control.name in state.fleet.control.engines:
+                why = (
+                    f"{cause} where the fleet has {state.weights.base}, so it was loaded by mistake"
+                )
+                demote(state, control.name, why)
+        # One that joined later was not asked.
+        elif update.answers.get(control.name, (None,))[0] == state.weights.versions.trainer:
+            _uncross(state, control.name, update)
+        elif control.name in state.fleet.control.engines:
+            demote(state, control.name, f"it did not say which version it has: {cause}")
+    # What those that have moved, or had moved for a while, sampled for an evaluation is not of its
+    # version.
+    _evaluate_again(state, update)
+    _finish(state, update, cause=cause)
+    return True
+
+
+def _publish(state: SchedulerState, update: Update, took: frozenset[str]) -> None:
+    """Make the version the fleet's, and note it for every engine that took it."""
+    old, adapter = state.weights.versions.trainer, update.kind is UpdateKind.ADAPTER
+    # In the order of names: the cache keys are numbered, and a run must repeat exactly.
+    for engine in sorted(took & state.fleet.control.engines.keys()):
+        state.weights.versions.note(engine, update.version)
+        control = state.fleet.control.engines[engine]
+        control.version_seen_at, control.broken_connection = state.now, ""
+        if update.external:
+            # Whoever loaded the version has let the engine continue.
+            control.continued_elsewhere = control.mode is not Mode.RUNNING
+            state.fleet.control.touch(engine)
+        if not adapter:
+            for request in state.in_flight.open_requests(engine):
+                _cross(state, request, update)
+                kept = _keeps_keys(state, control, update)
+                request.kept_keys = request.kept_keys or kept
+                request.version = update.version
+    state.weights.versions.publish(update.version)
+    state.weights.republishable = update.republishable
+    if adapter:
+        # Before an engine comes into use with it: its full model is still the one from before, and
+        # would be taken for a model of this version, which no later adapter belongs to.
+        state.weights.adapter = update.version
+    for engine in sorted(took & state.fleet.control.standby.keys()):
+        promote(state, engine)
+    if adapter:
+        for engine in took:
+            state.weights.adapters.setdefault(engine, set()).add(update.version)
+    else:
+        state.weights.base, state.weights.adapter = update.version, None
+        for engine in took:
+            state.fleet.control.engines[engine].base = update.version
+        if state.fleet.sleep is not None:
+            # The new weights are in the engines' memory, and stay there.
+            state.fleet.sleep.tags = state.fleet.sleep.away_in_refit
+    if update.version != old:
+        state.delivery.batches_since_update = 0
+    if update.external:
+        _evaluate_again(state, update)
+    if not adapter:
+        state.weights.in_parts = False
+    state.in_flight.counters.updates += 1
+
+
+def _cross(state: SchedulerState, request: RequestRecord, update: Update) -> None:
+    """Note that `update` met the open attempt of `request`."""
+    request.crossed = True
+    if not update.labelled and request.rollout.log.exact:
+        request.rollout.log.exact = False
+        state.in_flight.journal.change(request.rollout)
+
+
+def _keeps_keys(state: SchedulerState, control: EngineControl, update: Update) -> bool:
+    """Whether the requests in the engine went on with keys of the older weights. Of a pause that
+    somebody else has made, only the setting says whether the cache was flushed in it."""
+    return state.cached_kv != "recompute" if update.external else control.keeps_keys
+
+
+def _uncross(state: SchedulerState, engine: str, update: Update) -> None:
+    """Note that external weights did not reach the engine, so its requests are of one version."""
+    for request in state.in_flight.open_requests(engine):
+        if request.request_id in update.met:
+            request.crossed = request.unsure = False
+            state.in_flight.journal.change(request.rollout)
+
+
+def _evaluate_again(state: SchedulerState, update: Update) -> None:
+    """Restart the running evaluations, because their responses would have two versions."""
+    cause = f"version {update.version} was loaded during the evaluation"
+    for groups in state.evaluations.running.values():
+        for group in list(groups):
+            if group.dropped is None:
+                drop(state, group, Reason.OTHER_VERSION, cause)
+                launch_again(state, group)
+
+
+def retire(state: SchedulerState) -> None:
+    """Unload adapters that no open request samples with."""
+    for engine, loaded in state.weights.adapters.items():
+        if len(loaded) > 1 or state.weights.adapter is None:
+            used = {request.adapter for request in state.in_flight.open_requests(engine)}
+            for version in sorted(loaded - used - {state.weights.adapter}):
+                loaded.remove(version)
+                state.announce(facts.AdapterRetired(engine=engine, version=version))
+
+
+def _finish(
+    state: SchedulerState,
+    update: Update,
+    *,
+    cause: str = "",
+    failed: tuple[tuple[str, str], ...] = (),
+) -> None:
+    state.weights.update = None
+    state.announce(facts.UpdateFinished(version=update.version, failed=failed, cause=cause))
+
+
+def _enforce_bound(state: SchedulerState) -> None:
+    """Drop the groups that are too stale now, or let them begin again."""
+    gate, version = state.staleness, state.weights.versions.trainer
+    cause = f"older than {gate.bound} versions at version {version}"
+    for group in list(state.in_flight.training_groups()):
+        if gate.evicts(group.oldest_version, version):
+            drop(state, group, Reason.STALE, cause)
+        elif gate.restarts(group.oldest_version, version):
+            begin_again(state, group, cause)
+
+
+# --- sleep ---------------------------------------------------------------------------------------
+
+# Lets the engines sleep: they release their memory for the trainer and take it back later.
+#
+# Stragglers come first: where every engine can release memory while requests wait in a pause, they
+# stay inside it (retract). Otherwise they are called back with their tokens and sent again later.
+# Weights that were released and not kept by the server must be refitted before anything is
+# generated: an engine that wakes without a refit goes on standby.
+
+
+def on_sleep_requested(state: SchedulerState, event: ev.SleepRequested) -> None:
+    end_following(state, "the trainer asked for the engines' memory meanwhile")
+    if state.fleet.sleep is not None or state.weights.update is not None:
+        raise InvariantViolation("sleep was asked for during a sleep or an update")
+    state.tell(facts.SleepRequested(tags=event.tags))
+    holds = all(control.holds_stragglers for control in state.fleet.control.engines.values())
+    inside = state.behaviour.waits_asleep and holds
+    stay_synchronous(state)
+    state.fleet.sleep = Sleep(tags=frozenset(event.tags), inside=inside)
+
+
+def on_wake_requested(state: SchedulerState, _: ev.WakeRequested) -> None:
+    if state.fleet.sleep is None:
+        raise InvariantViolation("the engines were woken without a sleep")
+    state.tell(facts.WakeRequested())
+    state.fleet.sleep.waking = True
+
+
+def on_released(state: SchedulerState, event: ev.Released) -> None:
+    control = state.fleet.control.confirm(event.engine, Mode.RELEASING, Mode.PAUSED)
+    if control is not None:
+        control.released |= set(event.tags)
+        control.inconsistent = control.inconsistent or (
+            WEIGHTS in event.tags and not control.keeps_weights
+        )
+
+
+def on_woken(state: SchedulerState, event: ev.Woken) -> None:
+    control = state.fleet.control.confirm(event.engine, Mode.WAKING, Mode.PAUSED)
+    if control is not None:
+        control.released -= set(event.tags)
+
+
+def advance_sleep(state: SchedulerState) -> None:
+    """Take the sleep to its next phase, if its conditions are met."""
+    sleep = state.fleet.sleep
+    if sleep is None:
+        return
+    engines = state.fleet.control.engines.values()
+    if not sleep.may_pause:
+        ended = sleep.inside or not state.in_flight.open_attempts
+        sleep.may_pause = ended and not state.evaluations.running
+    if sleep.waking and state.weights.update is None:
+        for control in [c for c in engines if c.inconsistent and not c.released]:
+            demote(state, control.name, "its weights were released and not brought back")
+        if not any(control.released for control in engines):
+            state.fleet.sleep = None
+            state.announce(facts.SleepEnded())
+    elif sleep.may_pause and not sleep.asleep and all(sleep.tags <= c.released for c in engines):
+        sleep.asleep = True
+        state.announce(facts.SleepBegun())

@@ -1,0 +1,295 @@
+"""Decides when a new schedule is chosen (automatic scheduling), and puts it into force.
+
+The choice takes a simulation, so the shell makes it (:mod:`aprilsched.planning`). The core says
+when, and on what evidence. A schedule is asked for after the first batch, and each further time
+after three times as many batches, because an estimate improves only with the square root of the
+evidence. It is also asked for as soon as lengths have drifted from those that were planned for, and
+then on recent evidence only.
+
+A schedule may name another pace (``pace="auto"``). It is put into force in the event that brings
+it, whatever the engines do: the goal of the engines, the launching of groups and the stop of a
+batch are decided from the state in each event, and every decision of one pace leaves a state from
+which the other pace goes on. Only the begin of a wave is an event of its own: on the asynchronous
+pace a batch begins when the one before it is offered, on the synchronous pace when it is requested.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from aprilsched.kernel.core.lengths.laws import kaplan_meier
+from aprilsched.kernel.core.lengths.observed import GroupLengths
+from aprilsched.kernel.core.messages import commands as do
+from aprilsched.kernel.core.messages import events as ev
+from aprilsched.kernel.core.messages import facts
+from aprilsched.kernel.core.policies.schedule import Pace, Schedule
+from aprilsched.kernel.core.state.records import group_lengths
+from aprilsched.kernel.core.state.state import SchedulerState
+from aprilsched.kernel.core.state.weights import UpdateKind
+from aprilsched.kernel.core.steps.stragglers import release_all
+from aprilsched.kernel.core.steps.target import retarget
+
+_LATER = 3
+"""The next schedule is asked for after this many times as many batches as the last one."""
+_RECENT_BATCHES = 8
+"""Number of batches whose groups are recent evidence."""
+_DRIFT = 0.3
+"""Relative change of the recent groups' median length that makes a schedule out of date.
+
+With a coefficient of variation of 1, the first responses of eight batches of 32 groups give the
+median to 7 %. It is the median because the delivered mean depends on the schedule, and the mean of
+the law depends on responses that have not ended."""
+
+_DRIFT_TRAINING = 1 / 3
+"""Relative change of the trainer's time that makes a schedule out of date."""
+_LEAST_OF_STEP = 0.05
+"""A change of the trainer's time by less than this share of a whole step changes no schedule."""
+
+
+def measure(state: SchedulerState) -> None:
+    """Note whether the trainer trains, for its times."""
+    times, delivery = state.times, state.delivery
+    if times.trained is None:
+        return
+    update, sleep = state.weights.update, state.fleet.sleep
+    trains = not (
+        delivery.trainer_waits
+        or (update is not None and update.kind is not UpdateKind.FOLLOWED)
+        or state.evaluations.running
+        or state.evaluations.waiting
+        or state.fleet.held
+        or (sleep is not None and (sleep.waking or not sleep.asleep))
+    )
+    times.follow(trains=trains, now=state.now)
+    if delivery.trainer_waits and not delivery.work.taken:
+        times.end(state.now)
+
+
+def plan(state: SchedulerState) -> None:
+    """Ask for a new schedule if there is enough new evidence."""
+    batches = state.in_flight.counters.batches
+    if not state.config.automatic or state.plan.requested or batches == state.plan.checked_at:
+        return
+    prompt_tokens, control = state.expectations.prompt_tokens, state.fleet.control
+    if not control.engines or prompt_tokens is None:
+        return
+    state.plan.checked_at = batches
+    groups = _begun(state)
+    recent = groups[-_RECENT_BATCHES * state.batch_groups :]
+    drifted = batches >= state.plan.planned_at + _RECENT_BATCHES and _drifted(state, recent)
+    training = state.times.training.mean
+    if (
+        batches < _LATER * state.plan.planned_at
+        and not drifted
+        and not _takes_otherwise(state, training)
+    ):
+        return
+    if drifted:
+        groups = recent
+    size = None if state.prompts.sizes_vary else state.config.group_size
+    if size is not None:
+        # After a resume with larger groups, groups of the earlier size say too little.
+        groups = [group for group in groups if len(group.tokens) >= size]
+    ended = [group for group in groups if group.complete]
+    # Without the groups that were deferred after their probe, those that a rule runs first would
+    # be all that is known, and these are the short ones. A probe that was thrown away says
+    # nothing that the group in its place does not say.
+    running = {group_lengths(group).launched for group in state.in_flight.training_groups()}
+    open_groups = [
+        group
+        for group in groups
+        if not group.complete and (group.tokens.all() or group.launched in running)
+    ]
+    if not ended:
+        return
+    state.plan.requested = True
+    state.plan.planned_at, state.plan.planned_for = batches, _median(groups)
+    state.plan.planned_training = training
+    state.plan.planned_times = _other_times(state, training)
+    state.commands.append(
+        do.Plan(
+            batch_groups=state.batch_groups,
+            group_size=size,
+            ended=tuple(ended),
+            open=tuple(open_groups),
+            prompt_tokens=prompt_tokens,
+            spare_tokens=state.expectations.spare_tokens if control.reserves else None,
+            engines=len(control.engines),
+            kv_tokens=control.kv_tokens,
+            current=state.plan.schedule,
+            paces=_paces(state),
+            places=_places(state),
+            train_seconds=training,
+            train_spread=state.times.training.spread,
+            train_early=state.times.early_share,
+            refit_seconds=state.times.refits.mean,
+            most_tokens=state.expectations.limit,
+            remembered=state.expectations.explained(list(state.in_flight.training_groups())),
+            reward_seconds=state.calls.reward_seconds,
+            accepted=state.calls.accepted,
+            gaps=state.calls.gaps_of_response,
+            gap_seconds=state.calls.gaps.parts,
+            end_seconds=state.calls.ends.parts,
+        )
+    )
+
+
+def on_planned(state: SchedulerState, event: ev.Planned) -> None:
+    """Put the chosen schedule into force; None keeps the present one."""
+    state.plan.requested = False
+    if event.schedule is None:
+        return
+    schedule = fitting(state, event.schedule)
+    if isinstance(schedule, str):
+        state.tell(facts.ScheduleRefused(schedule=event.schedule.why, cause=schedule))
+        return
+    _put_into_force(state, schedule)
+
+
+def fitting(state: SchedulerState, schedule: Schedule) -> Schedule | str:
+    """The schedule with the pace that it has in this run, or why it cannot be in force."""
+    config, refill = state.config, schedule.refill
+    if config.pace == "auto":
+        # A planner that knows nothing of paces leaves the present one as it is.
+        schedule = replace(schedule, pace=schedule.pace or state.plan.schedule.pace)
+    elif schedule.pace not in (None, config.pace):
+        return f"its pace is {schedule.pace}, and the configured one is {config.pace}"
+    if schedule.placement not in (None, config.dispatch.placement) and not _places(state):
+        return (
+            f"its placement is {schedule.placement}, and the configured one is "
+            f"{config.dispatch.placement}, or episodes, affinities or rolling refits need their own"
+        )
+    asynchronous = (schedule.pace or config.pace) == "asynchronous"
+    if asynchronous and state.fleet.lent:
+        return "its pace is asynchronous, and the engines lend their memory to the trainer"
+    if state.staleness.rule == "restart" and (asynchronous or not config.settles(schedule)):
+        return (
+            'max_staleness.rule is "restart", and under this schedule a prompt of long responses '
+            "may begin again for ever"
+        )
+    if refill.defers and (asynchronous or not config.may_defer):
+        pace = "asynchronous" if asynchronous else "synchronous"
+        return (
+            f'refill="{refill.name}" defers groups, which pace="{pace}" with '
+            f'straggler="{config.straggler}" and these settings cannot'
+        )
+    return schedule
+
+
+def stay_synchronous(state: SchedulerState) -> None:
+    """Keep the pace synchronous from now on, where it is chosen during the run: what the trainer
+    has borrowed the engines' memory for would wait for engines that generate."""
+    state.fleet.lent = True
+    if state.config.pace == "auto" and state.asynchronous:
+        why = "synchronous from now on: the engines lend their memory to the trainer"
+        _put_into_force(state, replace(state.plan.schedule, pace="synchronous", why=why))
+
+
+def _put_into_force(state: SchedulerState, schedule: Schedule) -> None:
+    if not schedule.refill.defers:
+        release_all(state)
+    kept = schedule.same_as(state.plan.schedule)
+    waited = not state.asynchronous
+    state.plan.schedule = schedule
+    if waited and state.asynchronous and not state.collecting:
+        # The batch in work has begun with the offer of the one before it. On the synchronous pace
+        # it would have begun with the trainer's request.
+        state.plan.wave_pending = True
+    tell_schedule(state, kept=kept)
+    retarget(state)
+
+
+def tell_schedule(state: SchedulerState, *, kept: bool) -> None:
+    """Tell listeners which schedule is in force, and whether it is the one that was in force."""
+    schedule = state.plan.schedule
+    state.tell(
+        facts.ScheduleChanged(
+            schedule=schedule.why,
+            forecast=schedule.forecast,
+            refill=schedule.refill.name,
+            kept=kept,
+            pace=schedule.pace,
+        )
+    )
+
+
+def _paces(state: SchedulerState) -> tuple[Pace, ...]:
+    """The paces that a schedule may name. As long as nothing is known of the trainer, it is taken
+    for one that trains: to generate meanwhile costs little if it does not, and to wait for it took
+    the first ten batches 4 to 9 % longer if it does."""
+    if state.config.pace != "auto":
+        return ()
+    if state.fleet.lent:
+        return ("synchronous",)
+    if state.times.training.mean is None and state.staleness.bound != 0:
+        return ("asynchronous",)
+    return ("synchronous", "asynchronous")
+
+
+def _places(state: SchedulerState) -> bool:
+    """Whether a schedule may name the placement. The contexts of earlier turns, and of prompts with
+    one affinity, are on one engine, and with rolling refits only some engines take new groups."""
+    dispatch, caller = state.config.dispatch, state.caller
+    kept = caller.episodes or state.in_flight.affinity_engines or state.rolling or dispatch.migrate
+    return dispatch.placement == "auto" and not kept
+
+
+def _begun(state: SchedulerState) -> list[GroupLengths]:
+    """Lengths of the groups of which a member has begun, in the order of their launch."""
+    groups = [group_lengths(group) for group in state.in_flight.training_groups()]
+    groups = [*state.expectations.observed.cohort(), *groups]
+    return sorted((g for g in groups if g.tokens.any()), key=lambda group: group.launched)
+
+
+def _median(groups: list[GroupLengths]) -> float | None:
+    """The median length of one response of each group. Length buckets run the siblings of some
+    groups and not of others, depending on their length."""
+    tokens = np.array([group.tokens[0] for group in groups], dtype=np.int64)
+    finished = np.array([group.finished[0] for group in groups], dtype=np.bool_)
+    if not finished.any():
+        return None
+    return float(kaplan_meier(tokens, ~finished).quantile(0.5))
+
+
+def _drifted(state: SchedulerState, recent: list[GroupLengths]) -> bool:
+    typical = _median(recent)
+    if typical is None or state.plan.planned_for is None:
+        return False
+    ratio = typical / state.plan.planned_for
+    return max(ratio, 1 / ratio) > 1 + _DRIFT
+
+
+def _other_times(state: SchedulerState, training: float | None) -> tuple[float, float, float]:
+    """How long the trainer trains before it has the last group of a batch, how long a reward takes,
+    and for how long a response is in gaps between its turns, in seconds."""
+    calls = state.calls
+    # Without leaving out what is far above the median: tools have heavy tails.
+    rewards, gap, end = (
+        float(np.mean(times.last)) if times.last else 0.0
+        for times in (calls.rewards, calls.gaps, calls.ends)
+    )
+    return (training or 0.0) * state.times.early_share, rewards, calls.gaps_of_response * gap + end
+
+
+def _takes_otherwise(state: SchedulerState, training: float | None) -> bool:
+    """Whether the trainer, rewards or tools take another time than was planned for. Then another
+    pace or another ratio may be the best, and how many groups share the time in which the trainer
+    trains on some of them already."""
+    if training is None:
+        return False
+    now = [*_other_times(state, training)]
+    planned_for = [*state.plan.planned_times]
+    if state.config.pace == "auto" and not state.fleet.lent:
+        if state.plan.planned_training is None:
+            return True
+        now.append(training)
+        planned_for.append(state.plan.planned_training)
+    if state.in_flight.counters.batches < state.plan.planned_at + _RECENT_BATCHES:
+        return False
+    least = _LEAST_OF_STEP * (state.times.steps.mean or 0.0)
+    return any(
+        abs(seconds - before) > max(_DRIFT_TRAINING * before, least)
+        for seconds, before in zip(now, planned_for, strict=True)
+    )

@@ -1,0 +1,489 @@
+"""Handles the turns of rollouts: a plain rollout has one, an episode as many as it asks for.
+
+An episode may withdraw a turn, for example by a timeout around its call. The request is then called
+back, and its tokens are *undecided*: they are kept if the episode says so. Otherwise they are
+dropped and counted as soon as the episode continues.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from aprilsched.kernel.core.messages import commands as do
+from aprilsched.kernel.core.messages import events as ev
+from aprilsched.kernel.core.messages import facts
+from aprilsched.kernel.core.state.assembly import group_of, rollout_of
+from aprilsched.kernel.core.state.engine_health import Durations
+from aprilsched.kernel.core.state.ledger import Reason
+from aprilsched.kernel.core.state.records import (
+    GENERATING,
+    GroupRecord,
+    Move,
+    RequestRecord,
+    RolloutRecord,
+    State,
+)
+from aprilsched.kernel.core.state.state import SchedulerState
+from aprilsched.kernel.core.state.token_log import clipped
+from aprilsched.kernel.core.steps.branches import forget, settle, take_branch
+from aprilsched.kernel.core.steps.drop import abort, count_rejection, discard, drop
+from aprilsched.types import NO_VERSION, FinishReason, Int32Array, Score
+
+
+def start_episode(state: SchedulerState, rollout: RolloutRecord) -> None:
+    """Start the episode that drives a rollout."""
+    state.tell(facts.EpisodeStarted(rollout_id=rollout.rollout_id))
+    known: list[tuple[int, int]] = []
+    begun: tuple[int, int] | None = None
+    if rollout.replay is not None:
+        turns = [(begin, branch) for begin, _, _, branch in rollout.answered]
+        known = [do.context_mark(_context(rollout, *turn)) for turn in turns]
+        if rollout.replay.partial is not None:
+            context = _context(rollout, rollout.replay.partial, rollout.branch)
+            begun = do.context_mark(context)
+    state.commands.append(
+        do.StartEpisode(
+            rollout_id=rollout.rollout_id,
+            index=rollout.index,
+            prompt=rollout.group.prompt,
+            sampling=rollout.sampling,
+            known=tuple(known),
+            begun=begun,
+        )
+    )
+
+
+def end_turn(state: SchedulerState, request: RequestRecord) -> None:
+    """End the turn of a request that has run to its end."""
+    rollout = request.rollout
+    withdrawn = rollout.state is State.RETURNING
+    rollout.move(Move.END_TURN)
+    state.in_flight.forget(request)
+    if withdrawn:
+        _hand_back(state, rollout, request.output_start)
+        return
+    rollout.turns += 1
+    if not state.caller.episodes:
+        finish(state, rollout, None)
+        return
+    _note_answered(rollout, request.output_start)
+    rollout.answered_at = state.now
+    _answer(state, rollout, len(rollout.answered) - 1)
+
+
+def _note_answered(rollout: RolloutRecord, begin: int) -> None:
+    rollout.answered.append((begin, rollout.log.size, rollout.finish_reason, rollout.branch))
+    if rollout.replay is not None:
+        rollout.replay.asked.append(len(rollout.answered) - 1)
+
+
+def refuse_turn(state: SchedulerState, request: RequestRecord, cause: str) -> None:
+    """End the turn of a request that engines refuse. Its episode goes on behind the turn before."""
+    rollout = request.rollout
+    rollout.move(Move.END_TURN)
+    state.in_flight.forget(request)
+    state.in_flight.journal.change(rollout)
+    rollout.undecided = request.output_start
+    _drop_undecided(state, rollout, Reason.FAILED)
+    rollout.refused = True
+    state.in_flight.counters.turns_refused += 1
+    end = rollout.log.size
+    _resolve(state, rollout, end, end, "length", withdrawn=False, refused=cause)
+
+
+def take_back(state: SchedulerState, request: RequestRecord) -> None:
+    """Take back a request that was interrupted before its end. Its rest waits to be sent again."""
+    whole = request.remaining <= 0 and not (state.rolling and request.rollout.log.mixed)
+    if request.rollout.group.dropped is not None:
+        state.in_flight.forget(request)
+    elif whole or request.rollout.state is State.RETURNING:
+        # The abort came after the last token, or the turn was withdrawn.
+        request.rollout.finish_reason = "length"
+        end_turn(state, request)
+    else:
+        state.in_flight.requeue(request)
+
+
+def on_turn_requested(
+    state: SchedulerState, rollout: RolloutRecord, event: ev.TurnRequested
+) -> None:
+    _drop_undecided(state, rollout)
+    rollout.refused = False
+    turn, begin = _known_turn(state, rollout, event)
+    before = rollout.log.size
+    if turn is not None:
+        _tell_begun(state, rollout, before)
+        rollout.turns += 1
+        _answer(state, rollout, turn)
+        return
+    _note_gap(state, rollout, state.calls.gaps)
+    if event.branch and begin is None and rollout.answered:
+        take_branch(state, rollout, event.input_ids)
+    sampling = event.sampling or rollout.sampling
+    if begin is not None:
+        leave_one(state, rollout, begin, sampling.max_new_tokens)
+    state.in_flight.add_request(
+        rollout, event.input_ids, sampling, media=event.media, output_start=begin
+    )
+    _tell_begun(state, rollout, before)
+
+
+def _note_gap(state: SchedulerState, rollout: RolloutRecord, gaps: Durations) -> None:
+    """Note how long an episode took from the answer to its last turn until now."""
+    if rollout.answered_at is not None and rollout.group.evaluation_id is None:
+        gaps.add(state.now - rollout.answered_at)
+    rollout.answered_at = None
+
+
+def _tell_begun(state: SchedulerState, rollout: RolloutRecord, before: int) -> None:
+    """Tell listeners that an episode asks for a turn; the response had `before` tokens before
+    it."""
+    state.tell(
+        facts.TurnBegun(
+            rollout_id=rollout.rollout_id,
+            prompt_tokens=len(rollout.prompt_ids),
+            environment=max(0, rollout.log.size - before),
+        )
+    )
+
+
+def on_turn_withdrawn(state: SchedulerState, rollout: RolloutRecord, _: ev.TurnWithdrawn) -> None:
+    if rollout.state is State.RETURNING:
+        return
+    if rollout.state is State.THINKING:
+        _withdraw_answered(state, rollout)
+        return
+    request = rollout.request
+    if request is None or rollout.state not in GENERATING:
+        return
+    rollout.move(Move.WITHDRAW)
+    if request.open:
+        abort(state, request)
+        return
+    state.in_flight.queue.discard(request)
+    state.in_flight.forget(request)
+    state.in_flight.journal.change(rollout)
+    rollout.finish_reason = "length"
+    _hand_back(state, rollout, request.output_start)
+
+
+def on_episode_waits(state: SchedulerState, rollout: RolloutRecord, event: ev.EpisodeWaits) -> None:
+    if rollout.state is State.THINKING:
+        state.tell(facts.EpisodeWaiting(rollout_id=event.rollout_id, what=event.what))
+
+
+def on_turn_kept(state: SchedulerState, rollout: RolloutRecord, _: ev.TurnKept) -> None:
+    if rollout.undecided is None:
+        return
+    begin, rollout.undecided = rollout.undecided, None
+    rollout.turns += 1
+    replay = rollout.replay
+    if replay is not None and replay.withdrawn is not None:
+        replay.asked.append(replay.withdrawn)
+        replay.withdrawn = None
+    else:
+        _note_answered(rollout, begin)
+        state.in_flight.journal.change(rollout)
+
+
+def on_episode_finished(
+    state: SchedulerState, rollout: RolloutRecord, event: ev.EpisodeFinished
+) -> None:
+    _drop_undecided(state, rollout)
+    if rollout.replay is not None and event.keeps_known:
+        keep_rest(state, rollout)
+    if rollout.turns == 0:
+        cause = "the episode returned without generating anything"
+        drop(state, rollout.group, Reason.EPISODE_FAILED, cause, culprit=rollout.rollout_id)
+    else:
+        if rollout.replay is not None:
+            forget_rest(state, rollout)
+        if state.rolling and rollout.log.mixed:
+            # A turn that the episode withdrew, and kept, met an engine with other weights.
+            cause = "an engine had another version than the one that its first turn was of"
+            drop(state, rollout.group, Reason.VERSION_LOST, cause, culprit=rollout.rollout_id)
+            return
+        _note_gap(state, rollout, state.calls.ends)
+        if rollout.group.evaluation_id is None:
+            state.calls.turns.append(rollout.turns)
+        settle(state, rollout, event.branches)
+        finish(state, rollout, event.score)
+
+
+def _withdraw_answered(state: SchedulerState, rollout: RolloutRecord) -> None:
+    """Withdraw a turn that is answered already: the episode was cancelled before it got the
+    answer."""
+    if rollout.refused:
+        _hand_back(state, rollout, rollout.log.size)
+        return
+    if rollout.undecided is not None or not rollout.turns:
+        return
+    rollout.turns -= 1
+    replay = rollout.replay
+    if replay is not None and (turn := replay.asked.pop()) < replay.known:
+        replay.withdrawn = turn
+        begin, end, reason, _ = rollout.answered[turn]
+        rollout.undecided = begin
+        _resolve(state, rollout, begin, end, reason, withdrawn=True)
+        return
+    begin, _, rollout.finish_reason, _ = rollout.answered.pop()
+    state.in_flight.journal.change(rollout)
+    _hand_back(state, rollout, begin)
+
+
+def _hand_back(state: SchedulerState, rollout: RolloutRecord, begin: int) -> None:
+    """Answer a withdrawn turn, whose request is back. The episode decides whether its tokens
+    stay."""
+    rollout.undecided = begin
+    _resolve(state, rollout, begin, rollout.log.size, rollout.finish_reason, withdrawn=True)
+
+
+def _drop_undecided(
+    state: SchedulerState, rollout: RolloutRecord, reason: Reason = Reason.WITHDRAWN
+) -> None:
+    if rollout.undecided is None:
+        return
+    rollout.undecided = None
+    replay = rollout.replay
+    if replay is not None and replay.withdrawn is not None:
+        rollout.replay = None
+        forget(state, rollout, replay.asked, reason)
+    else:
+        truncate_to_answered(state, rollout, reason)
+    rollout.finish_reason = rollout.answered[-1][2] if rollout.answered else "length"
+
+
+def _answer(state: SchedulerState, rollout: RolloutRecord, turn: int) -> None:
+    begin, end, reason, _ = rollout.answered[turn]
+    _resolve(state, rollout, begin, end, reason, withdrawn=False)
+
+
+def _resolve(
+    state: SchedulerState,
+    rollout: RolloutRecord,
+    begin: int,
+    end: int,
+    reason: FinishReason,
+    *,
+    withdrawn: bool,
+    refused: str = "",
+) -> None:
+    ids, logprobs, versions = rollout.log.tail(begin)
+    size = end - begin
+    state.tell(
+        facts.TurnEnded(
+            rollout_id=rollout.rollout_id,
+            tokens=size,
+            finish_reason=reason,
+            withdrawn=withdrawn,
+            refused=refused,
+        )
+    )
+    state.commands.append(
+        do.ResolveTurn(
+            rollout_id=rollout.rollout_id,
+            token_ids=ids[:size],
+            logprobs=logprobs[:size],
+            versions=versions[:size],
+            finish_reason=reason,
+            withdrawn=withdrawn,
+            refused=refused,
+            companions=rollout.log.companion_rows(prompt=len(rollout.prompt_ids), end=end),
+        )
+    )
+
+
+# --- scoring -------------------------------------------------------------------------------------
+
+# Takes rollouts from generated to accepted: rewards, and the user's accept function.
+
+
+def finish(state: SchedulerState, rollout: RolloutRecord, score: Score | None) -> None:
+    """Finish a rollout that is generated to its end; `score` is its episode's, if it has one."""
+    group = rollout.group
+    state.in_flight.finish(rollout)
+    state.tell(facts.RolloutFinished(rollout_id=rollout.rollout_id, group_id=group.group_id))
+    if group.complete and group.evaluation_id is None:
+        state.note_lengths(group)
+    if group.complete:
+        group.complete_at = state.now
+    scope = state.caller.reward_scope
+    if score is not None:
+        # Before the reward function is asked: it may need what the episode tells.
+        rollout.attach(score)
+    if scope == "none" or rollout.reward is not None:
+        _score(state, rollout)
+    elif scope == "rollout":
+        ask_for_reward(state, rollout)
+    if scope == "group" and group.complete and not group.scored:
+        ask_for_rewards(state, group)
+
+
+def ask_for_reward(state: SchedulerState, rollout: RolloutRecord) -> None:
+    """Ask the reward function about one rollout."""
+    group = rollout.group
+    state.tell(facts.RewardRequested(group_id=group.group_id, rollout_id=rollout.rollout_id))
+    state.commands.append(do.ScoreRollout(rollout=rollout_of(rollout), prompt=group.prompt))
+
+
+def ask_for_rewards(state: SchedulerState, group: GroupRecord) -> None:
+    """Ask the reward function about a whole group."""
+    state.tell(facts.RewardRequested(group_id=group.group_id))
+    state.commands.append(do.ScoreGroup(group=group_of(group)))
+
+
+def on_rewarded(state: SchedulerState, rollout: RolloutRecord, event: ev.Rewarded) -> None:
+    rollout.attach(event.score)
+    _score(state, rollout)
+
+
+def on_group_rewarded(state: SchedulerState, group: GroupRecord, event: ev.GroupRewarded) -> None:
+    for rollout, score in zip(group.members, event.scores, strict=True):
+        if rollout.state is State.SCORING:
+            rollout.attach(score)
+            _score(state, rollout)
+
+
+def on_filtered(state: SchedulerState, group: GroupRecord, event: ev.Filtered) -> None:
+    state.calls.verdicts.append((group.tokens, event.accepted))
+    if event.accepted:
+        _accept(state, group)
+    else:
+        _note_scored(state, group)
+        drop(state, group, Reason.REJECTED, "refused by accept")
+        count_rejection(state)
+
+
+def _score(state: SchedulerState, rollout: RolloutRecord) -> None:
+    rollout.move(Move.SCORE)
+    state.in_flight.journal.finish(rollout)
+    state.tell(
+        facts.RolloutScored(
+            rollout_id=rollout.rollout_id,
+            group_id=rollout.group.group_id,
+            reward=rollout.reward,
+            reward_parts=rollout.reward_parts,
+            info=rollout.info,
+        )
+    )
+    if rollout.group.scored:
+        filter_or_accept(state, rollout.group)
+
+
+def filter_or_accept(state: SchedulerState, group: GroupRecord) -> None:
+    """Ask the user's accept function about a group that is scored, or accept it if there is
+    none."""
+    # An evaluation returns every response, so the accept function is not asked.
+    if state.caller.accepts and group.evaluation_id is None:
+        state.tell(facts.VerdictRequested(group_id=group.group_id))
+        state.commands.append(do.Filter(group=group_of(group)))
+    else:
+        _accept(state, group)
+
+
+def _note_scored(state: SchedulerState, group: GroupRecord) -> None:
+    """Note how long it took until a group was accepted or refused."""
+    if group.complete_at is not None and group.evaluation_id is None:
+        state.calls.rewards.add(state.now - group.complete_at)
+
+
+def _accept(state: SchedulerState, group: GroupRecord) -> None:
+    _note_scored(state, group)
+    if not group.accepted:
+        group.accepted = True
+        state.in_flight.ready.accept(group)
+    state.tell(facts.GroupAccepted(group_id=group.group_id))
+    state.in_flight.journal.change_group(group)
+    state.prompts.consecutive_failures = state.prompts.consecutive_rejections = 0
+
+
+# --- episode replay ------------------------------------------------------------------------------
+
+# Replays the known turns of episodes after a restart.
+#
+# A coroutine cannot be saved, so after a restart an episode runs again from the start. As long as
+# it asks for the same turns with the same contexts, it is given the saved answers without
+# generating, as durable workflows replay their history. An unfinished turn continues from its
+# tokens. If the episode asks for something else, the tokens from there on are discarded and
+# counted. An episode with branches may ask for its known turns in any order, because programs come
+# back as they like; those that it has not asked for are discarded at its end.
+
+
+def _known_turn(
+    state: SchedulerState, rollout: RolloutRecord, event: ev.TurnRequested
+) -> tuple[int | None, int | None]:
+    """What is known of the turn that the episode asks for: its place among the answered ones, or
+    where the output begins of one that was not finished; None and None if nothing is."""
+    replay = rollout.replay
+    if replay is None:
+        return None, None
+    open_turns = [turn for turn in range(replay.known) if turn not in replay.asked]
+    for turn in open_turns if event.branch else open_turns[:1]:
+        begin, _, _, branch = rollout.answered[turn]
+        if np.array_equal(event.input_ids, _context(rollout, begin, branch)):
+            replay.asked.append(turn)
+            return turn, None
+    begin = replay.partial
+    due = begin is not None and (event.branch or not open_turns)
+    context = _context(rollout, begin or 0, rollout.branch)
+    if due and np.array_equal(event.input_ids, context):
+        replay.partial = None
+        rollout.replay = replay if open_turns else None
+        return None, begin
+    if not event.branch or not open_turns:
+        forget_rest(state, rollout)
+    else:
+        # What comes now is added behind the last answer.
+        replay.partial = None
+        truncate_to_answered(state, rollout, Reason.RESTARTED)
+    return None, None
+
+
+def _context(rollout: RolloutRecord, begin: int, number: int) -> Int32Array:
+    """The context of an output of a branch that begins at this place of the log."""
+    branch = rollout.all_branches()[number]
+    response = rollout.log.along(clipped(branch.path, begin))
+    return np.concatenate((branch.prompt_ids, response))
+
+
+def forget_rest(state: SchedulerState, rollout: RolloutRecord) -> None:
+    """Discard the rest of the known turns: the episode asks for something else, or ends earlier."""
+    replay, rollout.replay = rollout.replay, None
+    if replay is not None:
+        forget(state, rollout, replay.asked, Reason.RESTARTED)
+
+
+def keep_rest(state: SchedulerState, rollout: RolloutRecord) -> None:
+    """Keep the known turns that the program of an episode has not asked for again."""
+    rollout.replay = None
+    rollout.turns = len(rollout.answered)
+    truncate_to_answered(state, rollout, Reason.RESTARTED)
+
+
+def leave_one(state: SchedulerState, rollout: RolloutRecord, begin: int, limit: int) -> None:
+    """Discard tokens so that a request for `limit` tokens has at least one token to generate.
+
+    The output of the request is known from `begin` on. An engine cannot be asked for no tokens, and
+    only with the last one it reports how the response ended. All tokens may be known because the
+    process ended between the last token of a request and its end, or because the episode asks for
+    fewer tokens this time.
+    """
+    if rollout.log.size - begin >= limit:
+        truncate(state, rollout, begin + limit - 1, Reason.RESTARTED)
+
+
+def truncate_to_answered(state: SchedulerState, rollout: RolloutRecord, reason: Reason) -> None:
+    """Discard everything after the last turn that the episode was given, including tokens of the
+    environment, because the episode may say something else now."""
+    truncate(state, rollout, rollout.answered[-1][1] if rollout.answered else 0, reason)
+
+
+def truncate(state: SchedulerState, rollout: RolloutRecord, size: int, reason: Reason) -> None:
+    """Discard all tokens after the first `size`, and count them."""
+    log = rollout.log
+    if log.size == size:
+        return
+    sampled = int((log.versions()[size:] != NO_VERSION).sum())
+    environment = log.size - size - sampled
+    log.truncate(size, prompt=len(rollout.prompt_ids))
+    discard(state, rollout, sampled, environment, reason)

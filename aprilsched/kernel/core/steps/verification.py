@@ -1,0 +1,124 @@
+"""Asks engines that may have restarted unnoticed for their version, before they get a request.
+
+A restarted server answers with the weights that it was first started with, as if nothing had
+happened. So an engine is unverified once it was idle for a while, or once a connection to it broke.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence, Set
+
+from aprilsched.kernel.core.messages import commands as do
+from aprilsched.kernel.core.state.engine_control import EngineControl, Mode
+from aprilsched.kernel.core.state.records import RequestRecord
+from aprilsched.kernel.core.state.state import SchedulerState
+from aprilsched.kernel.core.state.weights import UpdateKind
+
+TRUSTED_IDLE_S = 1.0
+"""Seconds without requests after which an engine is unverified. No server restarts in less time."""
+
+
+def verify(state: SchedulerState, *, full: Set[str]) -> set[str]:
+    """Ask unverified engines that requests need for their version; return all unverified ones.
+
+    Args:
+        full: names of the engines that get nothing now, which are not asked.
+    """
+    unverified = [control for control in _unverified(state) if control.name not in full]
+    for control in _needed(state, unverified, full):
+        if state.fleet.verifying_since is None:
+            state.fleet.verifying_since = state.now
+        state.fleet.control.enter(control, Mode.VERIFYING)
+        state.commands.append(do.Verify(engine=control.name, generates=control.suspect))
+    return {control.name for control in unverified}
+
+
+def awaits_answers(state: SchedulerState) -> bool:
+    """Whether nothing is sent before some engine has answered."""
+    state.fleet.index.refresh()
+    modes = {kind.mode for kind in state.fleet.index.kinds if not kind.leaves}
+    update = state.weights.update
+    if state.rolling and (update is None or update.kind is UpdateKind.ROLLING):
+        # An engine that continues alone, after its refit, delays no other one.
+        return Mode.VERIFYING in modes
+    # Otherwise the first engine that continues after a pause would get the whole wave, or, if it
+    # took only its share, all carried requests, which have the longest contexts.
+    return any(mode is not Mode.RUNNING for mode in modes)
+
+
+def _unverified(state: SchedulerState) -> list[EngineControl]:
+    """Return the engines that take requests and may have restarted unnoticed."""
+    index = state.fleet.index
+    # An engine that has answered since the first one was asked is not asked again. The answers of a
+    # large fleet take longer than the trusted time, so it would be asked forever, and nothing would
+    # be sent.
+    since = math.inf if state.fleet.verifying_since is None else state.fleet.verifying_since
+    found = [
+        control
+        for kind, controls in index.kinds.items()
+        if kind.idle and kind.mode is Mode.RUNNING and not kind.leaves
+        for control in controls.values()
+        if control.broken_connection
+        or (
+            state.now - control.version_seen_at > TRUSTED_IDLE_S and control.version_seen_at < since
+        )
+    ]
+    found += [
+        control
+        for control in index.disconnected.values()
+        if control.broken_connection
+        and control.mode is Mode.RUNNING
+        and state.in_flight.open[control.name]
+        and not control.catching_up
+    ]
+    return index.in_order(found)
+
+
+def _needed(
+    state: SchedulerState, unverified: Sequence[EngineControl], full: Set[str]
+) -> list[EngineControl]:
+    """Return the unverified engines that waiting requests need.
+
+    In a large fleet some engines are always idle. Asking all of them would take more time than all
+    tokens, and would delay every request until the slowest has answered.
+    """
+    queue, trainer = state.in_flight.queue, state.weights.versions.trainer
+    if len(queue) >= len(unverified):
+        return list(unverified)
+    needed: list[EngineControl] = []
+    idle: dict[int, set[str]] = {}
+    for kind, controls in state.fleet.index.kinds.items():
+        if kind.idle and not kind.leaves:
+            idle.setdefault(kind.version, set()).update(controls.keys() - full)
+    versions = state.weights.versions.engines
+    # With rolling refits an engine takes only requests of its version. Counted as one that is ready
+    # for others, it would keep them waiting forever.
+    for version in sorted({versions[control.name] for control in unverified}):
+        own = (version, None) if version == trainer else (version,)
+        waiting = [
+            request for request in queue if not state.rolling or queue.version_of(request) in own
+        ]
+        of_version = [control for control in unverified if versions[control.name] == version]
+        needed += _needed_of_version(state, waiting, of_version, idle.get(version, set()))
+    return needed
+
+
+def _needed_of_version(
+    state: SchedulerState,
+    waiting: Sequence[RequestRecord],
+    unverified: Sequence[EngineControl],
+    idle: Set[str],
+) -> list[EngineControl]:
+    preferred, avoid = set[str](), set[str]()
+    for request in waiting:
+        avoid.update(request.avoid)
+        if state.placement == "prefix":
+            preferred.add(state.in_flight.context_engine(request.rollout))
+    ready = len(idle - {control.name for control in unverified} - avoid)
+    first, others = list[EngineControl](), list[EngineControl]()
+    for control in unverified:
+        asked = control.broken_connection or control.name in preferred
+        (first if asked else others).append(control)
+    others.sort(key=lambda control: control.name in avoid)
+    return first + others[: max(0, len(waiting) - ready - len(first))]
