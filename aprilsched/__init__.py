@@ -6,13 +6,6 @@ every token it records which version sampled it. The method is APRIL (arXiv 2509
 """
 
 from aprilsched.config import SchedulerConfig
-from aprilsched.coordinator import (
-    PromptQueue,
-    RefitReport,
-    RolloutScheduler,
-    Turn,
-    TurnOutput,
-)
 from aprilsched.engines.sglang.http_engine import (
     SGLangFleet,
     SGLangListedFleet,
@@ -21,6 +14,13 @@ from aprilsched.engines.sglang.http_engine import (
 from aprilsched.engines.sim import SimFleet, SimPublisher
 from aprilsched.engines.vllm.engine import VLLMFleet, VLLMListedFleet
 from aprilsched.errors import AprilschedError, MemberLost
+from aprilsched.kernel.shell import (
+    PromptQueue,
+    RefitReport,
+    RolloutScheduler,
+    Turn,
+    TurnOutput,
+)
 from aprilsched.sampling import sampling_params
 from aprilsched.store import MemoryStore, SqliteStore
 from aprilsched.types import (

@@ -30,14 +30,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar, Unpack
 
-from aprilsched.coordinator import BiasNow, RefitReport
-from aprilsched.coordinator import RolloutScheduler as AsyncRolloutScheduler
-from aprilsched.coordinator.protocol import AsyncScheduler
-from aprilsched.coordinator.rollouts import SchedulerOptions
-from aprilsched.coordinator.session import forked
 from aprilsched.engines.base import Fleet
 from aprilsched.errors import ConfigError, PromptsExhausted, SchedulerClosed, closed_meanwhile
 from aprilsched.kernel.core.state.state import SchedulerState
+from aprilsched.kernel.shell import BiasNow, RefitReport
+from aprilsched.kernel.shell import RolloutScheduler as AsyncRolloutScheduler
+from aprilsched.kernel.shell.protocol import AsyncScheduler
+from aprilsched.kernel.shell.rollouts import SchedulerOptions
+from aprilsched.kernel.shell.session import forked
 from aprilsched.loop_thread import LoopThread
 from aprilsched.telemetry.figures import AlignmentFigures
 from aprilsched.types import Batch, Prompt, Receipt

@@ -51,9 +51,9 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Self
 
-from aprilsched.coordinator import RolloutScheduler as AsyncRolloutScheduler
-from aprilsched.coordinator.prompts import PromptQueue
 from aprilsched.errors import ConfigError, SchedulerClosed, closed_meanwhile
+from aprilsched.kernel.shell import RolloutScheduler as AsyncRolloutScheduler
+from aprilsched.kernel.shell.prompts import PromptQueue
 from aprilsched.remote import (
     SILENCE_S,
     BlockingRemote,

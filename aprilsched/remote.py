@@ -36,10 +36,6 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 
 from aprilsched.blocking import BlockingScheduler
-from aprilsched.coordinator import BiasNow, RefitReport
-from aprilsched.coordinator import RolloutScheduler as AsyncRolloutScheduler
-from aprilsched.coordinator.prompts import PromptQueue
-from aprilsched.coordinator.protocol import AsyncScheduler
 from aprilsched.errors import (
     AprilschedError,
     ConfigError,
@@ -49,6 +45,10 @@ from aprilsched.errors import (
     SchedulerClosed,
 )
 from aprilsched.kernel.core.state.state import SchedulerState
+from aprilsched.kernel.shell import BiasNow, RefitReport
+from aprilsched.kernel.shell import RolloutScheduler as AsyncRolloutScheduler
+from aprilsched.kernel.shell.prompts import PromptQueue
+from aprilsched.kernel.shell.protocol import AsyncScheduler
 from aprilsched.telemetry.figures import AlignmentFigures
 from aprilsched.types import Batch, Prompt, Receipt
 from aprilsched.weights.external import Handshake

@@ -12,7 +12,7 @@ import msgspec
 
 from aprilsched.errors import ConfigError
 from aprilsched.files import read_regular, read_text
-from aprilsched.telemetry.base import Listener
+from aprilsched.kernel.shell.listener import Listener
 from aprilsched.telemetry.batch_figures import Bound
 from aprilsched.telemetry.event_log.reading import Versioned, refuse_newer, replay
 from aprilsched.telemetry.figures import SUMMARY_VERSION, RunSummary

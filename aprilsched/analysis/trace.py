@@ -19,7 +19,7 @@ from aprilsched.errors import RunFolderError
 from aprilsched.files import SHARED, written_whole
 from aprilsched.kernel.core.messages import facts as of
 from aprilsched.kernel.core.messages.facts import Fact
-from aprilsched.telemetry.base import DispatchingListener
+from aprilsched.kernel.shell.listener import DispatchingListener
 from aprilsched.telemetry.event_log.reading import replay
 from aprilsched.telemetry.run_folder import EVENTS, TRACE
 

@@ -16,9 +16,9 @@ from aprilsched.cli.arguments import made, values_of
 from aprilsched.engines.addresses import fleet_at
 from aprilsched.errors import ConfigError
 from aprilsched.gateway import Gateway, GatewaySettings
+from aprilsched.kernel.shell.listener import AnyListener
 from aprilsched.runs.config_file import read_table, refuse_unknown, value_as
 from aprilsched.runs.settings import key_from
-from aprilsched.telemetry.base import AnyListener
 from aprilsched.telemetry.live.live_model import RunFacts
 from aprilsched.telemetry.live.view import LiveView
 from aprilsched.telemetry.live_figures import LiveFigures

@@ -12,11 +12,11 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from aprilsched.coordinator.prompts import PromptQueue, checked
 from aprilsched.errors import ConfigError
 from aprilsched.gateway.responses import NewResponse, Response, Responses
 from aprilsched.gateway.settings import GatewaySettings
 from aprilsched.kernel.core.config import SchedulerConfig
+from aprilsched.kernel.shell.prompts import PromptQueue, checked
 from aprilsched.serving.refusals import Refused, Unavailable
 from aprilsched.store.codec import check_storable
 

@@ -13,8 +13,6 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from aprilsched.coordinator.refits import RefitReport
-from aprilsched.coordinator.rollouts import RolloutScheduler
 from aprilsched.engines.base import BeginsWithout, Engine, Fleet
 from aprilsched.errors import ConfigError, RefitError
 from aprilsched.gateway.labels import Labels
@@ -29,6 +27,8 @@ from aprilsched.gateway.updates import (
     leave_group,
 )
 from aprilsched.kernel.core.state.engine_control import Mode
+from aprilsched.kernel.shell.refits import RefitReport
+from aprilsched.kernel.shell.rollouts import RolloutScheduler
 from aprilsched.serving.calls import BroadcastBody, DiskBody, JoinBody, PauseMode, TensorBody
 from aprilsched.serving.refusals import Unavailable
 from aprilsched.weights.external import ExternalWeights

@@ -18,11 +18,11 @@ from aprilsched.gateway.requests import answer_in
 from aprilsched.gateway.service import SERVICE, Service
 from aprilsched.gateway.settings import GatewaySettings
 from aprilsched.kernel.core.config import SchedulerConfig
+from aprilsched.kernel.shell.listener import AnyListener
 from aprilsched.serving.bodies import Bodies, body_of
 from aprilsched.serving.calls import Route, make_app
 from aprilsched.serving.listener import Listener
 from aprilsched.serving.refusals import Refused, as_json
-from aprilsched.telemetry.base import AnyListener
 
 log = logging.getLogger("aprilsched")
 

@@ -17,8 +17,6 @@ from aiohttp import web
 
 from aprilsched import __version__
 from aprilsched.chat.tokenizer import Texts
-from aprilsched.coordinator.prompts import PromptQueue
-from aprilsched.coordinator.rollouts import RolloutScheduler
 from aprilsched.dialects.sglang import PromptsBody
 from aprilsched.engines.base import Fleet
 from aprilsched.engines.server import facts_of
@@ -30,9 +28,11 @@ from aprilsched.gateway.responses import Responses
 from aprilsched.gateway.settings import GatewaySettings, for_clients
 from aprilsched.gateway.updates import ranks_of
 from aprilsched.kernel.core.config import SchedulerConfig
+from aprilsched.kernel.shell.listener import AnyListener
+from aprilsched.kernel.shell.prompts import PromptQueue
+from aprilsched.kernel.shell.rollouts import RolloutScheduler
 from aprilsched.serving.refusals import Refused
 from aprilsched.store.sqlite import SqliteStore
-from aprilsched.telemetry.base import AnyListener
 from aprilsched.telemetry.metrics import Metrics
 from aprilsched.telemetry.table import Clients
 

@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from aprilsched.chat.tokenizer import ModelTokenizer
-from aprilsched.coordinator.episodes import Turn
 from aprilsched.errors import ConfigError, EpisodeError, MemberLost
+from aprilsched.kernel.shell.episodes import Turn
 from aprilsched.sessions import Limits, Session, Sessions
 from aprilsched.sessions.harness import Harness
 from aprilsched.types import Int32Array, Prompt, SamplingParams, Score

@@ -15,7 +15,6 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from aprilsched.config import SchedulerConfig
-from aprilsched.coordinator import RolloutScheduler
 from aprilsched.errors import RefitError
 from aprilsched.kernel.core.messages.facts import (
     BatchDelivered,
@@ -25,6 +24,7 @@ from aprilsched.kernel.core.messages.facts import (
     PromptRefused,
 )
 from aprilsched.kernel.core.policies.refill import OnDemand
+from aprilsched.kernel.shell import RolloutScheduler
 from aprilsched.types import Batch
 
 NOT_TOKENIZED = np.zeros(1, dtype=np.int32)
@@ -82,7 +82,7 @@ class PushedGroups(Generic[KeyT]):
         self.open.add(key)
 
     def on_facts(self, facts: Sequence[Fact], now: float) -> None:
-        """See :class:`~aprilsched.telemetry.base.Listener`."""
+        """See :class:`~aprilsched.kernel.shell.listener.Listener`."""
         for fact in facts:
             if isinstance(fact, GroupLaunched) and fact.evaluation_id is None:
                 self._keys[fact.group_id] = self._waiting.popleft()

@@ -30,14 +30,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import numpy as np
 
 from aprilsched.config import SchedulerConfig
-from aprilsched.coordinator import PromptQueue, RolloutScheduler, Turn
 from aprilsched.engines.base import Fleet
 from aprilsched.engines.vllm.engine import VLLMFleet
 from aprilsched.errors import ConfigError
 from aprilsched.integrations import check_fixed_groups, package, refuse
 from aprilsched.integrations.pushed import NOT_TOKENIZED, PushedGroups, as_pushed, next_batch
+from aprilsched.kernel.shell import PromptQueue, RolloutScheduler, Turn
+from aprilsched.kernel.shell.listener import AnyListener
 from aprilsched.sampling import sampling_params
-from aprilsched.telemetry.base import AnyListener
 from aprilsched.types import Batch, Prompt, SamplingParams, Score
 from aprilsched.weights.disk import DiskPublisher
 

@@ -50,7 +50,6 @@ from aprilsched.blocking import RolloutScheduler
 from aprilsched.chat.tokenizer import wrapped_tokenizer
 from aprilsched.companions import MOST_KEPT, Companion, routed_experts
 from aprilsched.config import SchedulerConfig
-from aprilsched.coordinator.prompts import check_media
 from aprilsched.engines.http import ServerAddress
 from aprilsched.engines.sglang.http_engine import SGLangFleet
 from aprilsched.errors import ConfigError, EngineError
@@ -62,6 +61,7 @@ from aprilsched.integrations import (
     one_placeholder_each,
 )
 from aprilsched.integrations.by_session import BySession, GenerateFunctions, uses_functions
+from aprilsched.kernel.shell.prompts import check_media
 from aprilsched.runs.config_file import config_of
 from aprilsched.sampling import sampling_params
 from aprilsched.store import MemoryStore

@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, cast
 import numpy as np
 
 from aprilsched.config import SchedulerConfig
-from aprilsched.coordinator import PromptQueue, RolloutScheduler, Turn
 from aprilsched.engines.sglang.http_engine import SGLangListedFleet
 from aprilsched.errors import ConfigError
 from aprilsched.integrations import (
@@ -42,8 +41,9 @@ from aprilsched.integrations import (
     refuse,
 )
 from aprilsched.integrations.pushed import NOT_TOKENIZED, PushedGroups, as_pushed, next_batch
+from aprilsched.kernel.shell import PromptQueue, RolloutScheduler, Turn
+from aprilsched.kernel.shell.listener import AnyListener
 from aprilsched.sampling import sampling_params
-from aprilsched.telemetry.base import AnyListener
 from aprilsched.types import Prompt, SamplingParams, Score
 from aprilsched.weights.external import ExternalWeights
 

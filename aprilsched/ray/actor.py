@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from aprilsched.coordinator import RefitReport
-from aprilsched.coordinator import RolloutScheduler as AsyncRolloutScheduler
 from aprilsched.errors import ConfigError, EngineError, RefitError, SchedulerClosed, StoreError
+from aprilsched.kernel.shell import RefitReport
+from aprilsched.kernel.shell import RolloutScheduler as AsyncRolloutScheduler
 from aprilsched.ray.library import exceptions, named, ray
 from aprilsched.remote import (
     NOTICES,

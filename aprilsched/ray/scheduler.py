@@ -39,8 +39,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
-from aprilsched.coordinator import RefitReport
 from aprilsched.errors import AprilschedError, ConfigError, SchedulerClosed
+from aprilsched.kernel.shell import RefitReport
 from aprilsched.ray.actor import Possessions, TrainerId
 from aprilsched.ray.library import exceptions, last_line, named
 from aprilsched.remote import (

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from aprilsched.config import SchedulerConfig
-from aprilsched.coordinator.prompts import checked
 from aprilsched.engines.addresses import ServerFleet, fleet_at
 from aprilsched.engines.base import Fleet
 from aprilsched.engines.server import HttpEngine
 from aprilsched.engines.sim import SimFleet, SimPublisher
 from aprilsched.errors import ConfigError
+from aprilsched.kernel.shell.prompts import checked
 from aprilsched.planning import Planner
 from aprilsched.runs.prompts_file import read_prompts
 from aprilsched.runs.settings import VOCABULARY, RunSettings, WorkloadSettings, key_from

@@ -21,6 +21,7 @@ from aprilsched.kernel.core.config import SchedulerConfig
 from aprilsched.kernel.core.messages.facts import BatchDelivered, Fact, TokensReceived
 from aprilsched.kernel.core.state.records import group_lengths
 from aprilsched.kernel.core.state.state import SchedulerState
+from aprilsched.kernel.shell.listener import AnyListener, TokenChunks
 from aprilsched.planning import Planner
 from aprilsched.simulation.virtual import (
     TIMED,
@@ -29,7 +30,6 @@ from aprilsched.simulation.virtual import (
     checked_config,
     checked_count,
 )
-from aprilsched.telemetry.base import AnyListener, TokenChunks
 from aprilsched.telemetry.bias_collector import warning_now
 from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.summary import Remainder, Summary

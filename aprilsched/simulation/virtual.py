@@ -22,8 +22,6 @@ from numpy.typing import NDArray
 
 from aprilsched.bounds import NOT_NEGATIVE, check_settings
 from aprilsched.checks import checked, typed
-from aprilsched.driver.forecasts import ForecastErrors
-from aprilsched.driver.loop import EventLoop, ending, joining, progress
 from aprilsched.engines.base import Chunk, GenerationRequest
 from aprilsched.engines.sim.batcher import Batcher
 from aprilsched.engines.sim.settings import SimConfig
@@ -35,8 +33,10 @@ from aprilsched.kernel.core.messages import facts
 from aprilsched.kernel.core.messages.facts import Fact, GroupLaunched
 from aprilsched.kernel.core.scheduler import Scheduler
 from aprilsched.kernel.core.state.state import SchedulerState
+from aprilsched.kernel.shell.listener import AnyListener
+from aprilsched.kernel.shell.loop import EventLoop, ending, joining, progress
 from aprilsched.planning import Planner
-from aprilsched.telemetry.base import AnyListener
+from aprilsched.planning.forecasts import ForecastErrors
 from aprilsched.types import Batch, Group, Int32Array, Prompt, SamplingParams, Score
 
 # --- agenda --------------------------------------------------------------------------------------

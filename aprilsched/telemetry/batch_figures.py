@@ -15,7 +15,7 @@ import numpy as np
 from aprilsched.kernel.core.messages import facts as of
 from aprilsched.kernel.core.messages.facts import DeliveredRollout
 from aprilsched.kernel.core.policies.schedule import Forecast
-from aprilsched.telemetry.base import DispatchingListener
+from aprilsched.kernel.shell.listener import DispatchingListener
 from aprilsched.telemetry.figures import (
     Ages,
     ForecastFigures,

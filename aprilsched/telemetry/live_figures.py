@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from aprilsched.kernel.core.messages.facts import Fact
 from aprilsched.kernel.core.state.ledger import Counters, Ledger
-from aprilsched.telemetry.base import BulkListener, DispatchingListener, TokenChunks
+from aprilsched.kernel.shell.listener import BulkListener, DispatchingListener, TokenChunks
 from aprilsched.telemetry.batch_figures import BatchMeter
 from aprilsched.telemetry.figures import Measured
 from aprilsched.telemetry.rollout_time import RolloutClock

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from aprilsched.kernel.core.messages import facts as of
-from aprilsched.telemetry.base import DispatchingListener
+from aprilsched.kernel.shell.listener import DispatchingListener
 
 RolloutPart: TypeAlias = Literal["engine", "paused", "queue", "tools", "agent", "score", "batch"]
 

@@ -22,7 +22,7 @@ from aprilsched.kernel.core.lengths.observed import GroupLengths
 from aprilsched.kernel.core.messages import facts as of
 from aprilsched.kernel.core.messages.facts import Fact
 from aprilsched.kernel.core.state.ledger import Counters, Entry, Ledger, Reason
-from aprilsched.telemetry.base import TokenChunks
+from aprilsched.kernel.shell.listener import TokenChunks
 from aprilsched.telemetry.batch_figures import sampled_tokens
 from aprilsched.telemetry.engine_time import (
     AttemptNow,

@@ -20,8 +20,8 @@ from aprilsched.kernel.core.lengths.observed import GroupLengths
 from aprilsched.kernel.core.messages import facts
 from aprilsched.kernel.core.messages.facts import BatchDelivered, Fact
 from aprilsched.kernel.core.state.ledger import Counters, Ledger, Reason
+from aprilsched.kernel.shell.listener import DispatchingListener
 from aprilsched.telemetry.alignment import AlignmentLedger
-from aprilsched.telemetry.base import DispatchingListener
 from aprilsched.telemetry.batch_figures import BatchMeter, Bound
 from aprilsched.telemetry.bias_collector import BiasCollector
 from aprilsched.telemetry.figures import (

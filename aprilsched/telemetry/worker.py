@@ -29,7 +29,7 @@ from typing import Any, Literal, Self, TypeVarTuple
 from aprilsched.errors import ConfigError
 from aprilsched.files import open_private
 from aprilsched.kernel.core.messages.facts import Fact, TokensReceived
-from aprilsched.telemetry.base import Listener, TokenChunks
+from aprilsched.kernel.shell.listener import Listener, TokenChunks
 
 log = logging.getLogger("aprilsched")
 

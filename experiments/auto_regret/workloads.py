@@ -32,10 +32,10 @@ from aprilsched.kernel.core.messages.facts import (
     Fact,
     TokensReceived,
 )
+from aprilsched.kernel.shell.listener import AnyListener
 from aprilsched.planning import Planner
 from aprilsched.presets import PRESETS
 from aprilsched.simulation import NEVER, Costs, Simulation, rare_collections
-from aprilsched.telemetry.base import AnyListener
 from aprilsched.telemetry.figures import Figures
 from aprilsched.telemetry.summary import Summary
 from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel

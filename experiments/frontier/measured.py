@@ -19,11 +19,11 @@ from typing import NamedTuple
 from aprilsched.config import SchedulerConfig
 from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.kernel.core.messages.facts import BatchDelivered, Fact
+from aprilsched.kernel.shell.listener import AnyListener
 from aprilsched.planning import Planner
 from aprilsched.simulation import NEVER, Simulation
 from aprilsched.simulation.virtual import ModelledEngine
 from aprilsched.telemetry import figures as of
-from aprilsched.telemetry.base import AnyListener
 from aprilsched.telemetry.summary import Summary
 from aprilsched.timing.model import H200_QWEN3_4B_LINEAR, StepTimeModel
 from aprilsched.types import Prompt

@@ -14,7 +14,7 @@ from aprilsched import (
     SimPublisher,
 )
 from aprilsched.engines.sim import run_virtual
-from aprilsched.telemetry.base import AnyListener
+from aprilsched.kernel.shell.listener import AnyListener
 
 __all__ = ["config", "driven", "workload"]
 

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from aprilsched.coordinator.logprob_comparison import BOUND, compared
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.core.messages.events import LogprobComparison, LogprobDifferences
 from aprilsched.kernel.core.messages.facts import LogprobsCompared
+from aprilsched.kernel.shell.logprob_comparison import BOUND, compared
 from aprilsched.telemetry.alignment import AlignmentLedger, alignment_of
 from aprilsched.telemetry.figures import DifferenceFigures
 from aprilsched.types import Batch, Group, Prompt, Rollout, Segment

@@ -46,7 +46,7 @@ EFFECTS = frozenset({
 """Modules of the standard library with effects: clocks, random numbers, threads, I/O."""
 
 BASE_INSTALL = (
-    "aprilsched", "aprilsched.blocking", "aprilsched.__main__", "aprilsched.coordinator",
+    "aprilsched", "aprilsched.blocking", "aprilsched.__main__", "aprilsched.kernel.shell",
     "aprilsched.corrections", "aprilsched.engines.sglang", "aprilsched.presets",
     "aprilsched.process", "aprilsched.simulation", "aprilsched.testing",
     "aprilsched.testing.contract",
@@ -344,13 +344,13 @@ def test_the_arrows_hold():
         ("aprilsched.kernel.core.x", "from . import events", "relative"),
         (
             "aprilsched.kernel.core.x",
-            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n import aprilsched.coordinator",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n import aprilsched.kernel.shell",
             "against the arrows",
         ),
         ("aprilsched.types", "from aprilsched.tensors import pad", "against the arrows"),
         ("aprilsched.tensors", "try:\n import torch\nexcept ImportError: pass", "must wait"),
         ("aprilsched.tensors", "if TYPE_CHECKING:\n pass\nelse:\n import torch", "must wait"),
-        ("aprilsched.coordinator.x", "import uvloop", "no dependency of this part"),
+        ("aprilsched.kernel.shell.x", "import uvloop", "no dependency of this part"),
         ("aprilsched.brand_new", "import aprilsched", "has no rule"),
     ],
 )

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from aprilsched.__main__ import main
-from aprilsched.coordinator.attempts import Attempts
+from aprilsched.kernel.shell.attempts import Attempts
 
 GOOD = json.dumps({"input_ids": [1, 2, 3]})
 

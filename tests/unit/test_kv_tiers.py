@@ -7,7 +7,6 @@ from typing import Any, Literal
 import msgspec
 import pytest
 
-from aprilsched.coordinator import opening
 from aprilsched.engines.base import Capabilities
 from aprilsched.engines.sglang import probe
 from aprilsched.engines.sglang.wire import ModelInfo, OpenApi, ServerInfo
@@ -16,6 +15,7 @@ from aprilsched.engines.sim.toy_model import KvTier
 from aprilsched.engines.vllm import server_info
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.core.messages import events as ev
+from aprilsched.kernel.shell import opening
 from aprilsched.types import VersionSpan
 from tests.support.driver import Driver, config
 from tests.support.table import each_row

@@ -17,13 +17,13 @@ import pytest
 from msgspec import structs
 
 from aprilsched.config import SchedulerConfig
-from aprilsched.coordinator import planning
-from aprilsched.coordinator.planning import Planning, PlanningFailed, plan_in_process
-from aprilsched.coordinator.tasks import Shell, Tasks
 from aprilsched.kernel.core.messages.commands import Plan
 from aprilsched.kernel.core.messages.events import Event, Planned
 from aprilsched.kernel.core.policies.refill import Wave
 from aprilsched.kernel.core.policies.schedule import Schedule
+from aprilsched.kernel.shell import planning
+from aprilsched.kernel.shell.planning import Planning, PlanningFailed, plan_in_process
+from aprilsched.kernel.shell.tasks import Shell, Tasks
 from aprilsched.planning import Planner
 from tests.support.planners import Broken, Dying, Exiting, Hanging, Telling, Unreadable
 from tests.unit.test_planning import plan
@@ -187,7 +187,7 @@ def test_a_script_without_a_guard_is_not_run_again() -> None:
         """
         import asyncio
         print("begins")
-        from aprilsched.coordinator.planning import plan_in_process
+        from aprilsched.kernel.shell.planning import plan_in_process
         from tests.unit.test_planning_process import CONFIG, Telling, command
         print(asyncio.run(plan_in_process(Telling(), command(), CONFIG)).refill)
         """
@@ -205,7 +205,7 @@ def test_a_trainer_that_is_killed_takes_its_choice_with_it(tmp_path: Path) -> No
     with script(
         f"""
         import asyncio, pathlib
-        from aprilsched.coordinator.planning import plan_in_process
+        from aprilsched.kernel.shell.planning import plan_in_process
         from tests.unit.test_planning_process import CONFIG, Hanging, command
 
         async def main():

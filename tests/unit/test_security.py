@@ -71,14 +71,14 @@ REASONED = {
         "aprilsched.weights.vllm_transfer": "modules of vLLM, which are named in the module itself",
     },
     "imports pickle": {
-        "aprilsched.coordinator.planning": "to a process that it starts itself, by own pipes",
-        "aprilsched.coordinator.planning_child": "of the process that has started it, by a pipe",
+        "aprilsched.kernel.shell.planning": "to a process that it starts itself, by own pipes",
+        "aprilsched.kernel.shell.planning_child": "of the process that has started it, by a pipe",
         "aprilsched.process": "between two processes of one program, by their own pipe",
         "aprilsched.remote": "exceptions between processes of one program, by a pipe or by Ray",
         "aprilsched.weights.vllm_transfer": "it only serializes handles of CUDA IPC, for vLLM",
     },
     "imports subprocess": {
-        "aprilsched.coordinator.planning": "this library in Python's own executable alone",
+        "aprilsched.kernel.shell.planning": "this library in Python's own executable alone",
         "aprilsched.ray.launcher": "the command of a server, from `aprilsched.ray.servers`",
         "aprilsched.ray.servers": "the command of a server, which the user's own program gives",
     },

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
-from aprilsched.coordinator.step_times import StepTimes
 from aprilsched.kernel.core.messages import facts as of
+from aprilsched.kernel.shell.step_times import StepTimes
 from aprilsched.planning import Planner
 from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
 from tests.support.table import each_row

@@ -21,7 +21,6 @@ from aprilsched import (
     SimFleet,
     SimPublisher,
 )
-from aprilsched.coordinator.step_times import StepTimes
 from aprilsched.engines.sim import SimConfig
 from aprilsched.errors import ConfigError, PromptsExhausted
 from aprilsched.kernel.core.messages import commands as do
@@ -29,6 +28,7 @@ from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.policies.refill import Wave
 from aprilsched.kernel.core.policies.schedule import Objective, Schedule
 from aprilsched.kernel.core.policies.straggler import BEHAVIOURS
+from aprilsched.kernel.shell.step_times import StepTimes
 from aprilsched.planning import Planner
 from aprilsched.presets import PRESETS
 from aprilsched.runs.config_file import chosen

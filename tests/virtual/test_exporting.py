@@ -16,8 +16,8 @@ import pytest
 
 from aprilsched.__main__ import main
 from aprilsched.kernel.core.messages.facts import BatchDelivered, Fact
+from aprilsched.kernel.shell.listener import AnyListener
 from aprilsched.runs import drive
-from aprilsched.telemetry.base import AnyListener
 from aprilsched.telemetry.figures import BatchFigures, figures_in
 from tests.support.table import each_row
 

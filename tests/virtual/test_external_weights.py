@@ -34,7 +34,7 @@ from aprilsched.errors import ConfigError, RefitError, SchedulerClosed
 from aprilsched.kernel.core.messages import commands as do
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.messages import facts
-from aprilsched.telemetry.base import ProtocolListener
+from aprilsched.kernel.shell.listener import ProtocolListener
 from tests.support import small
 from tests.support.table import each_row
 

@@ -312,7 +312,7 @@ def test_an_update_returns_when_the_store_has_it():
 def test_an_update_does_not_wait_for_ever_for_a_store_that_hangs(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("aprilsched.coordinator.durability._SAFE_S", 0.5)
+    monkeypatch.setattr("aprilsched.kernel.shell.durability._SAFE_S", 0.5)
 
     class Hanging(MemoryStore):
         inline = False

@@ -11,8 +11,6 @@ import pytest
 from aprilsched import (
     Batch,
 )
-from aprilsched.coordinator import live_bias, step_times
-from aprilsched.driver import listeners
 from aprilsched.errors import InvariantViolation
 from aprilsched.kernel.core.messages.commands import Command, Deliver, Send
 from aprilsched.kernel.core.messages.events import Event, Finished
@@ -23,7 +21,9 @@ from aprilsched.kernel.core.messages.facts import (
     Fact,
     TokensReceived,
 )
-from aprilsched.telemetry.base import TokenChunks
+from aprilsched.kernel.shell import live_bias, step_times
+from aprilsched.kernel.shell import notify as listeners
+from aprilsched.kernel.shell.listener import TokenChunks
 from tests.support.small import driven
 from tests.support.table import each_row
 
@@ -202,7 +202,7 @@ def test_one_that_holds_the_loop_up_is_named_once(
 class OfTheLibrary(Clock):
     """Takes long as well, but is made by the library, and so no user can wrap it."""
 
-    __module__ = "aprilsched.driver.forecasts"
+    __module__ = "aprilsched.planning.forecasts"
 
 
 def test_one_of_the_library_is_never_named(

@@ -21,7 +21,7 @@ from aprilsched.analysis.usage import usage_of
 from aprilsched.config import Staleness
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.core.messages.facts import Fact
-from aprilsched.telemetry.base import Listener
+from aprilsched.kernel.shell.listener import Listener
 from aprilsched.telemetry.engine_time import PARTS
 from aprilsched.telemetry.event_log.reading import replay
 from aprilsched.telemetry.live_figures import LiveFigures

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 from aprilsched.config import Dispatch, LengthBuckets, Pool, SchedulerConfig
-from aprilsched.coordinator import RolloutScheduler
 from aprilsched.engines.sim import SimConfig, SimFleet, SimPublisher, run_virtual
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.core.messages import commands as do
 from aprilsched.kernel.core.messages.commands import Command
 from aprilsched.kernel.core.messages.events import Event, Opened
+from aprilsched.kernel.shell import RolloutScheduler
 from aprilsched.presets import april, auto, copris, sync
 from aprilsched.simulation import Costs, Simulation, compare, simulate
 from aprilsched.workload import Empirical, LongTailWorkload

@@ -30,7 +30,6 @@ from aprilsched import (
     blocking,
 )
 from aprilsched.config import Retries
-from aprilsched.coordinator.tasks import Tasks
 from aprilsched.engines.base import Engine
 from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import (
@@ -44,6 +43,7 @@ from aprilsched.errors import (
     SchedulerClosed,
 )
 from aprilsched.kernel.core.state.ledger import Reason
+from aprilsched.kernel.shell.tasks import Tasks
 from aprilsched.planning import Planner
 from aprilsched.remote import Raised
 from aprilsched.store import MemoryStore

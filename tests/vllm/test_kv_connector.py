@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from aprilsched.coordinator.opening import check_engines
 from aprilsched.engines.vllm import VLLMEngine
 from aprilsched.errors import ConfigError
+from aprilsched.kernel.shell.opening import check_engines
 from aprilsched.testing.contract import greedy, whole
 from tests.sglang.recorded import sequence_scores
 from tests.support.driver import config

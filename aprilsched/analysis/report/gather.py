@@ -32,7 +32,7 @@ from aprilsched.analysis.usage import RunUsage, UsageRecorder, busy_share
 from aprilsched.files import read_text
 from aprilsched.kernel.core.messages import facts as of
 from aprilsched.kernel.core.state.ledger import Reason
-from aprilsched.telemetry.base import DispatchingListener
+from aprilsched.kernel.shell.listener import DispatchingListener
 from aprilsched.telemetry.engine_time import PART_INDEX, PART_LABELS, PARTS
 from aprilsched.telemetry.event_log.reading import replay
 from aprilsched.telemetry.figures import Figure, RunSummary, headlines_in

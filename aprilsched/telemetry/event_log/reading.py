@@ -15,7 +15,7 @@ from aprilsched.errors import RunFolderError
 from aprilsched.files import open_regular
 from aprilsched.kernel.core.messages import facts
 from aprilsched.kernel.core.messages.facts import Fact, by_delivery
-from aprilsched.telemetry.base import Listener
+from aprilsched.kernel.shell.listener import Listener
 
 # The format of events.jsonl: each line is a fact of the run, with its time.
 #

@@ -30,7 +30,7 @@ from aprilsched.kernel.core.messages.facts import (
     Fact,
     UpdateFinished,
 )
-from aprilsched.telemetry.base import TokenChunks
+from aprilsched.kernel.shell.listener import TokenChunks
 from aprilsched.telemetry.event_log.reading import (
     FORMAT_VERSION,
     LogBegun,

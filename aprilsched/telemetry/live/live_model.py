@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 from aprilsched.kernel.core.messages import facts as of
 from aprilsched.kernel.core.messages.facts import Fact
 from aprilsched.kernel.core.state.ledger import Reason
-from aprilsched.telemetry.base import DispatchingListener, TokenChunks
+from aprilsched.kernel.shell.listener import DispatchingListener, TokenChunks
 from aprilsched.telemetry.engine_time import BUSY, EngineState, EngineUsage, Part, utilization_of
 from aprilsched.telemetry.figures import Figures
 from aprilsched.telemetry.live_figures import LiveFigures

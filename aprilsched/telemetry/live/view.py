@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from aprilsched.kernel.core.state.ledger import Counters, Ledger
-from aprilsched.telemetry.base import Listener
+from aprilsched.kernel.shell.listener import Listener
 from aprilsched.telemetry.engine_time import PART_LABELS
 from aprilsched.telemetry.figures import Figures, figures_in
 from aprilsched.telemetry.live.live_model import EngineRow, LiveModel, RunFacts, Snapshot

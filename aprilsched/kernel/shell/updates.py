@@ -11,15 +11,15 @@ import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager, suppress
 
-from aprilsched.coordinator.membership import wants_update
-from aprilsched.coordinator.refits import RefitReport
-from aprilsched.coordinator.session import Session
-from aprilsched.driver.callbacks import called, called_now
 from aprilsched.engines.base import SleepingEngine
 from aprilsched.errors import ConfigError, RefitError
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.messages import facts
 from aprilsched.kernel.core.steps.engines import stranded
+from aprilsched.kernel.shell.callbacks import called, called_now
+from aprilsched.kernel.shell.membership import wants_update
+from aprilsched.kernel.shell.refits import RefitReport
+from aprilsched.kernel.shell.session import Session
 from aprilsched.weights.external import ExternalWeights, Handshake
 from aprilsched.weights.publisher import (
     AdapterPublisher,

@@ -13,7 +13,7 @@ from aprilsched.kernel.core.lengths.observed import pooled
 from aprilsched.kernel.core.messages import facts as of
 from aprilsched.kernel.core.state.records import group_lengths
 from aprilsched.kernel.core.state.state import SchedulerState
-from aprilsched.telemetry.base import TokenChunks
+from aprilsched.kernel.shell.listener import TokenChunks
 from aprilsched.telemetry.bias_collector import expected_lengths, transient, warning_now
 
 log = logging.getLogger("aprilsched")

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 
 from aprilsched.kernel.core.messages import facts as of
 from aprilsched.kernel.core.messages.facts import Fact
+from aprilsched.kernel.shell.listener import TokenChunks
 from aprilsched.planning import Planner
-from aprilsched.telemetry.base import TokenChunks
 from aprilsched.timing.online import Observation, OnlineFit
 
 WINDOW = 2.0

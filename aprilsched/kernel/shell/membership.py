@@ -10,9 +10,6 @@ from collections.abc import Awaitable, Callable, Iterable
 from contextlib import aclosing, suppress
 from datetime import datetime, timedelta
 
-from aprilsched.coordinator.handback import HandBack
-from aprilsched.coordinator.opening import claim, examine
-from aprilsched.coordinator.tasks import Part, Shell, TaskKey
 from aprilsched.engines.base import (
     CLAIM_INTERVAL_S,
     Claimable,
@@ -32,6 +29,9 @@ from aprilsched.errors import (
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.messages import facts
 from aprilsched.kernel.core.messages.events import EngineInfo, EngineJoined, EngineLost
+from aprilsched.kernel.shell.handback import HandBack
+from aprilsched.kernel.shell.opening import claim, examine
+from aprilsched.kernel.shell.tasks import Part, Shell, TaskKey
 
 log = logging.getLogger("aprilsched")
 

@@ -17,7 +17,6 @@ from typing import ClassVar
 
 from aprilsched.companions import TOP
 from aprilsched.config import SchedulerConfig
-from aprilsched.driver.loop import joining
 from aprilsched.engines.base import (
     CLAIM_INTERVAL_S,
     CLAIM_S,
@@ -36,6 +35,7 @@ from aprilsched.errors import (
     InconsistentWeights,
 )
 from aprilsched.kernel.core.messages.events import EngineInfo, Opened
+from aprilsched.kernel.shell.loop import joining
 
 _FIRST_LABELS = ("default", "0")
 """Labels of the weights that a server was started with."""
@@ -197,8 +197,8 @@ def _program(engine: Engine) -> str:
 # process, the second scheduler is refused. Across processes it is refused by a claim on the server
 # (:class:`~aprilsched.engines.base.Claimable`), which the first one renews. Clients that make no
 # claim are detected by their effects: requests that an engine has when a scheduler opens, aborts
-# that the scheduler did not request (see :mod:`aprilsched.coordinator.attempts`), and an engine
-# that runs although the scheduler has paused it (see :mod:`aprilsched.coordinator.controls`). A
+# that the scheduler did not request (see :mod:`aprilsched.kernel.shell.attempts`), and an engine
+# that runs although the scheduler has paused it (see :mod:`aprilsched.kernel.shell.controls`). A
 # version that the scheduler did not load is detected in every answer of an engine.
 
 log = logging.getLogger("aprilsched")

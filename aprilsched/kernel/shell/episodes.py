@@ -19,8 +19,6 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from aprilsched.companions import Companion, CompanionRows
-from aprilsched.coordinator.prompts import check_media
-from aprilsched.coordinator.tasks import fail_future
 from aprilsched.errors import EpisodeError, TurnRefused
 from aprilsched.kernel.core.messages.commands import ResolveTurn, context_mark
 from aprilsched.kernel.core.messages.events import (
@@ -29,6 +27,8 @@ from aprilsched.kernel.core.messages.events import (
     TurnRequested,
     TurnWithdrawn,
 )
+from aprilsched.kernel.shell.prompts import check_media
+from aprilsched.kernel.shell.tasks import fail_future
 from aprilsched.sampling import check_sampling
 from aprilsched.types import (
     BranchRule,

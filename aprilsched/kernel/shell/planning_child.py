@@ -1,6 +1,6 @@
 """The program of one choice of a schedule: order on stdin, answer on stdout.
 
-:mod:`aprilsched.coordinator.planning` runs this file by its path. Its arguments are the trainer's
+:mod:`aprilsched.kernel.shell.planning` runs this file by its path. Its arguments are the trainer's
 ``sys.path`` as JSON, the id of the trainer's process, and the seconds after which it ends. It
 imports only the standard library, because it sets ``sys.path`` when it runs; unpickling the order
 imports the rest.

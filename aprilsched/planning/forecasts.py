@@ -20,8 +20,8 @@ from aprilsched.kernel.core.messages import facts as of
 from aprilsched.kernel.core.messages.facts import Fact
 from aprilsched.kernel.core.policies.schedule import Forecast
 from aprilsched.kernel.core.state.ledger import Reason
+from aprilsched.kernel.shell.listener import TokenChunks
 from aprilsched.planning import Planner
-from aprilsched.telemetry.base import TokenChunks
 from aprilsched.telemetry.batch_figures import BatchTime
 
 _SETTLING = 2

@@ -17,8 +17,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from aprilsched.coordinator.tasks import Part, Shell, Waits
-from aprilsched.coordinator.work import Work
 from aprilsched.errors import AprilschedError, ConfigError, SchedulerClosed, StoreError
 from aprilsched.kernel.core.messages.commands import Deliver, Offer
 from aprilsched.kernel.core.messages.events import BatchesAcknowledged, PartsFollow
@@ -28,6 +26,8 @@ from aprilsched.kernel.core.state.saved import Saved, Snapshot
 from aprilsched.kernel.core.state.state import SchedulerState
 from aprilsched.kernel.core.steps.batch import handed_over
 from aprilsched.kernel.core.steps.snapshot import take_changes, take_checkpoint, take_full
+from aprilsched.kernel.shell.tasks import Part, Shell, Waits
+from aprilsched.kernel.shell.work import Work
 from aprilsched.store.in_memory import Store
 from aprilsched.store.sqlite import read_checkpoint, write_checkpoint
 from aprilsched.types import Receipt

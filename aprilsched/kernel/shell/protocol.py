@@ -17,8 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from aprilsched.coordinator.refits import RefitReport
 from aprilsched.errors import PromptsExhausted
+from aprilsched.kernel.shell.refits import RefitReport
 from aprilsched.telemetry.figures import AlignmentFigures
 from aprilsched.types import Batch, Prompt
 from aprilsched.weights.publisher import WeightPublisher

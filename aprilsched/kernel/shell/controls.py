@@ -5,7 +5,7 @@ core then does without the engine, so that nothing waits forever.
 
 The calls of a lost engine are cancelled, except a release or a wake. The effect of these must be
 known, because SGLang crashes when memory is woken that was not released. The engine gets no other
-call before they have ended (:mod:`aprilsched.coordinator.handback`), so their answers cannot be
+call before they have ended (:mod:`aprilsched.kernel.shell.handback`), so their answers cannot be
 taken for answers of the process that comes back.
 
 An engine that runs although it was paused here has another owner, which may load weights too. The
@@ -18,13 +18,13 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeAlias
 
-from aprilsched.coordinator.opening import shows_pause
-from aprilsched.coordinator.tasks import Part, Shell, TaskKey, watched
 from aprilsched.engines.base import Engine, SleepingEngine
 from aprilsched.engines.self_check import check_tokens
 from aprilsched.errors import EngineError, InconsistentWeights
 from aprilsched.kernel.core.messages import commands as do
 from aprilsched.kernel.core.messages import events as ev
+from aprilsched.kernel.shell.opening import shows_pause
+from aprilsched.kernel.shell.tasks import Part, Shell, TaskKey, watched
 from aprilsched.weights.publisher import to_the_end
 
 Work: TypeAlias = Callable[[], Awaitable[ev.Event]]

@@ -11,12 +11,12 @@ from contextlib import aclosing, suppress
 
 from asyncio_throttle.throttler import Throttler
 
-from aprilsched.coordinator.tasks import Part, Shell, TaskKey
-from aprilsched.driver.loop import ending, progress
 from aprilsched.engines.base import Chunk, GenerationRequest
 from aprilsched.errors import EngineBusy, EngineError, EngineRejected, EngineUnreachable
 from aprilsched.kernel.core.messages.commands import Abort, Send
 from aprilsched.kernel.core.messages.events import Event, Failed, Interrupted
+from aprilsched.kernel.shell.loop import ending, progress
+from aprilsched.kernel.shell.tasks import Part, Shell, TaskKey
 from aprilsched.types import ANSWER_BYTES
 
 log = logging.getLogger("aprilsched")

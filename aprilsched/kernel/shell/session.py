@@ -13,12 +13,22 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from aprilsched.coordinator.attempts import Attempts
-from aprilsched.coordinator.controls import EngineControls
-from aprilsched.coordinator.durability import Durability
-from aprilsched.coordinator.handback import HandBack
-from aprilsched.coordinator.live_bias import LiveBias
-from aprilsched.coordinator.membership import (
+from aprilsched.engines.base import Engine, Fleet, RefitElsewhere
+from aprilsched.errors import EngineTaken, SchedulerClosed, closed_meanwhile
+from aprilsched.kernel.core.config import Caller, SchedulerConfig
+from aprilsched.kernel.core.messages import commands as do
+from aprilsched.kernel.core.messages import events as ev
+from aprilsched.kernel.core.messages import facts
+from aprilsched.kernel.core.scheduler import Scheduler
+from aprilsched.kernel.core.state.state import SchedulerState
+from aprilsched.kernel.shell.attempts import Attempts
+from aprilsched.kernel.shell.controls import EngineControls
+from aprilsched.kernel.shell.durability import Durability
+from aprilsched.kernel.shell.handback import HandBack
+from aprilsched.kernel.shell.listener import AnyListener
+from aprilsched.kernel.shell.live_bias import LiveBias
+from aprilsched.kernel.shell.loop import EventLoop
+from aprilsched.kernel.shell.membership import (
     Claims,
     Membership,
     Readmission,
@@ -31,25 +41,15 @@ from aprilsched.coordinator.membership import (
     report_slow,
     wants_update,
 )
-from aprilsched.coordinator.opening import Claim, check_engines, disclaim
-from aprilsched.coordinator.planning import Planning
-from aprilsched.coordinator.refits import Refits, moves_elsewhere
-from aprilsched.coordinator.step_times import StepTimes
-from aprilsched.coordinator.tasks import Shell, Tasks, Waits
-from aprilsched.coordinator.work import Work
-from aprilsched.driver.forecasts import ForecastErrors
-from aprilsched.driver.loop import EventLoop
-from aprilsched.engines.base import Engine, Fleet, RefitElsewhere
-from aprilsched.errors import EngineTaken, SchedulerClosed, closed_meanwhile
-from aprilsched.kernel.core.config import Caller, SchedulerConfig
-from aprilsched.kernel.core.messages import commands as do
-from aprilsched.kernel.core.messages import events as ev
-from aprilsched.kernel.core.messages import facts
-from aprilsched.kernel.core.scheduler import Scheduler
-from aprilsched.kernel.core.state.state import SchedulerState
+from aprilsched.kernel.shell.opening import Claim, check_engines, disclaim
+from aprilsched.kernel.shell.planning import Planning
+from aprilsched.kernel.shell.refits import Refits, moves_elsewhere
+from aprilsched.kernel.shell.step_times import StepTimes
+from aprilsched.kernel.shell.tasks import Shell, Tasks, Waits
+from aprilsched.kernel.shell.work import Work
 from aprilsched.planning import Planner
+from aprilsched.planning.forecasts import ForecastErrors
 from aprilsched.store.in_memory import Store
-from aprilsched.telemetry.base import AnyListener
 
 log = logging.getLogger("aprilsched")
 

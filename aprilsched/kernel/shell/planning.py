@@ -3,7 +3,7 @@
 A choice takes seconds of Python code, which must stop neither the event loop nor the trainer. In a
 thread it would take Python's lock from the trainer. So each choice is made by a process that is
 started for it, with low priority. The process runs one file
-(:mod:`~aprilsched.coordinator.planning_child`) and is no process of :mod:`multiprocessing`, which
+(:mod:`~aprilsched.kernel.shell.planning_child`) and is no process of :mod:`multiprocessing`, which
 would import the trainer's main module first: a script without ``if __name__ == "__main__"`` would
 train a second time.
 
@@ -23,13 +23,13 @@ import signal
 import subprocess
 import sys
 
-from aprilsched.coordinator import planning_child
-from aprilsched.coordinator.tasks import Part, Shell
-from aprilsched.driver.callbacks import called_now
 from aprilsched.kernel.core.config import SchedulerConfig
 from aprilsched.kernel.core.messages.commands import Plan
 from aprilsched.kernel.core.messages.events import Planned
 from aprilsched.kernel.core.policies.schedule import Schedule
+from aprilsched.kernel.shell import planning_child
+from aprilsched.kernel.shell.callbacks import called_now
+from aprilsched.kernel.shell.tasks import Part, Shell
 from aprilsched.planning import Planner
 
 log = logging.getLogger("aprilsched")

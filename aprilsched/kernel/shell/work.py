@@ -15,10 +15,13 @@ from collections.abc import Awaitable, Callable, Mapping, Set
 from typing import Any, SupportsFloat, SupportsIndex, TypeVar, cast
 
 from aprilsched.companions import of_prompt
-from aprilsched.coordinator.episodes import Episode, FollowsRun, Turn
-from aprilsched.coordinator.prompts import PromptSource
-from aprilsched.coordinator.tasks import Tasks
-from aprilsched.driver.callbacks import (
+from aprilsched.errors import MemberLost, RunEnded
+from aprilsched.kernel.core.config import RewardScope
+from aprilsched.kernel.core.messages import commands as do
+from aprilsched.kernel.core.messages import events as ev
+from aprilsched.kernel.core.messages import facts
+from aprilsched.kernel.core.state.ledger import Reason
+from aprilsched.kernel.shell.callbacks import (
     Accept,
     CallbackRunner,
     Failures,
@@ -30,12 +33,9 @@ from aprilsched.driver.callbacks import (
     check_callable,
     place_of,
 )
-from aprilsched.errors import MemberLost, RunEnded
-from aprilsched.kernel.core.config import RewardScope
-from aprilsched.kernel.core.messages import commands as do
-from aprilsched.kernel.core.messages import events as ev
-from aprilsched.kernel.core.messages import facts
-from aprilsched.kernel.core.state.ledger import Reason
+from aprilsched.kernel.shell.episodes import Episode, FollowsRun, Turn
+from aprilsched.kernel.shell.prompts import PromptSource
+from aprilsched.kernel.shell.tasks import Tasks
 from aprilsched.types import Prompt, RefusedPrompt, Score
 from aprilsched.weights.publisher import to_the_end
 

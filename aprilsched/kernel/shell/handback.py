@@ -19,14 +19,14 @@ import logging
 from collections.abc import Sequence
 from contextlib import suppress
 
-from aprilsched.coordinator.attempts import Attempts
-from aprilsched.coordinator.controls import EngineControls
-from aprilsched.coordinator.refits import Refits
-from aprilsched.coordinator.tasks import Part, Shell, TaskKey, watched
 from aprilsched.engines.base import Engine
 from aprilsched.errors import EngineError, EngineUnreachable
 from aprilsched.kernel.core.state.engine_control import Mode
 from aprilsched.kernel.core.state.state import SchedulerState
+from aprilsched.kernel.shell.attempts import Attempts
+from aprilsched.kernel.shell.controls import EngineControls
+from aprilsched.kernel.shell.refits import Refits
+from aprilsched.kernel.shell.tasks import Part, Shell, TaskKey, watched
 
 log = logging.getLogger("aprilsched")
 

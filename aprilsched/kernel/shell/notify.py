@@ -19,12 +19,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, cast
 
-from aprilsched.driver.callbacks import ordinary
 from aprilsched.errors import InvariantViolation
 from aprilsched.kernel.core.messages.commands import Command
 from aprilsched.kernel.core.messages.events import Event
 from aprilsched.kernel.core.messages.facts import Fact, TokensReceived
-from aprilsched.telemetry.base import AnyListener, BulkListener, Listener, ProtocolListener
+from aprilsched.kernel.shell.callbacks import ordinary
+from aprilsched.kernel.shell.listener import AnyListener, BulkListener, Listener, ProtocolListener
 
 log = logging.getLogger("aprilsched")
 

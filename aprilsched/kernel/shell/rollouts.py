@@ -11,25 +11,25 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, Self, TypedDict
 
-from aprilsched.coordinator.episodes import Episode
-from aprilsched.coordinator.live_bias import BiasNow
-from aprilsched.coordinator.logprob_comparison import OTHER_WEIGHTS_K3, compared
-from aprilsched.coordinator.prompts import PromptSource, checked_evaluation
-from aprilsched.coordinator.protocol import AsyncScheduler, waited
-from aprilsched.coordinator.refits import RefitReport
-from aprilsched.coordinator.session import Session
-from aprilsched.coordinator.updates import Updates
-from aprilsched.coordinator.work import Work
-from aprilsched.driver.callbacks import Accept, GroupReward, Reward
 from aprilsched.engines.base import Fleet
 from aprilsched.errors import ConfigError, InvariantViolation
 from aprilsched.kernel.core.config import Caller, SchedulerConfig
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.state.state import SchedulerState
+from aprilsched.kernel.shell.callbacks import Accept, GroupReward, Reward
+from aprilsched.kernel.shell.episodes import Episode
+from aprilsched.kernel.shell.listener import AnyListener
+from aprilsched.kernel.shell.live_bias import BiasNow
+from aprilsched.kernel.shell.logprob_comparison import OTHER_WEIGHTS_K3, compared
+from aprilsched.kernel.shell.prompts import PromptSource, checked_evaluation
+from aprilsched.kernel.shell.protocol import AsyncScheduler, waited
+from aprilsched.kernel.shell.refits import RefitReport
+from aprilsched.kernel.shell.session import Session
+from aprilsched.kernel.shell.updates import Updates
+from aprilsched.kernel.shell.work import Work
 from aprilsched.planning import Planner
 from aprilsched.store.in_memory import Store
 from aprilsched.telemetry.alignment import alignment_of
-from aprilsched.telemetry.base import AnyListener
 from aprilsched.telemetry.figures import AlignmentFigures
 from aprilsched.types import Batch, Prompt
 from aprilsched.weights.publisher import WeightPublisher

@@ -1,0 +1,21 @@
+"""The asyncio shell around the core: it turns I/O into events and carries out commands."""
+
+from aprilsched.kernel.shell.callbacks import Accept, GroupReward, Reward
+from aprilsched.kernel.shell.episodes import Episode, Turn, TurnOutput
+from aprilsched.kernel.shell.live_bias import BiasNow
+from aprilsched.kernel.shell.prompts import PromptQueue
+from aprilsched.kernel.shell.refits import RefitReport
+from aprilsched.kernel.shell.rollouts import RolloutScheduler
+
+__all__ = [
+    "Accept",
+    "BiasNow",
+    "Episode",
+    "GroupReward",
+    "PromptQueue",
+    "RefitReport",
+    "Reward",
+    "RolloutScheduler",
+    "Turn",
+    "TurnOutput",
+]
