@@ -6,14 +6,13 @@ every token it records which version sampled it. The method is APRIL (arXiv 2509
 """
 
 from aprilsched.config import SchedulerConfig
-from aprilsched.engines.sglang.http_engine import (
+from aprilsched.errors import AprilschedError, MemberLost
+from aprilsched.kernel.engines.sglang.http_engine import (
     SGLangFleet,
     SGLangListedFleet,
     workers_of_router,
 )
-from aprilsched.engines.sim import SimFleet, SimPublisher
-from aprilsched.engines.vllm.engine import VLLMFleet, VLLMListedFleet
-from aprilsched.errors import AprilschedError, MemberLost
+from aprilsched.kernel.engines.vllm.engine import VLLMFleet, VLLMListedFleet
 from aprilsched.kernel.shell import (
     PromptQueue,
     RefitReport,
@@ -22,6 +21,7 @@ from aprilsched.kernel.shell import (
     TurnOutput,
 )
 from aprilsched.sampling import sampling_params
+from aprilsched.simulation.engine import SimFleet, SimPublisher
 from aprilsched.store import MemoryStore, SqliteStore
 from aprilsched.types import (
     Answer,

@@ -30,9 +30,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar, Unpack
 
-from aprilsched.engines.base import Fleet
 from aprilsched.errors import ConfigError, PromptsExhausted, SchedulerClosed, closed_meanwhile
 from aprilsched.kernel.core.state.state import SchedulerState
+from aprilsched.kernel.engines.base import Fleet
 from aprilsched.kernel.shell import BiasNow, RefitReport
 from aprilsched.kernel.shell import RolloutScheduler as AsyncRolloutScheduler
 from aprilsched.kernel.shell.protocol import AsyncScheduler

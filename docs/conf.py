@@ -56,7 +56,7 @@ nitpick_ignore_regex = [
     (r"py:.*", r"aprilsched\.kernel\.core\..*"),
     (r"py:mod", r"aprilsched\..*"),
     (r"py:class", r"aprilsched\.(types\.Receipt|engines\.sim\.toy_model\.(ToyModel|KvTier))"),
-    (r"py:class", r"aprilsched\.engines\.fleet\.(EngineT|ServerSettings)"),
+    (r"py:class", r"aprilsched\.kernel\.engines\.fleet\.(EngineT|ServerSettings)"),
     (r"py:class", r"aprilsched\.analysis\.(lines\..*|plots\.Figures|report\.report_data\..*)"),
     (r"py:class", r"aprilsched\.telemetry\.(batch_figures|live_figures|table)\..*"),
     (r"py:class", r"aprilsched\.telemetry\.sampling\.sampler\.HasEngines"),

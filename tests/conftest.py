@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
-from aprilsched.engines.sim.clock import virtual_loop
+from aprilsched.simulation.engine.clock import virtual_loop
 from tests.support.loop import PatientLoop
 
 if TYPE_CHECKING:

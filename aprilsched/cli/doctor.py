@@ -15,9 +15,9 @@ from rich.text import Text
 
 from aprilsched.cli.arguments import POSITIONAL, parsed
 from aprilsched.doctor import Finding, examine, one_line
-from aprilsched.engines.addresses import VLLM
-from aprilsched.engines.http import ServerAddress
 from aprilsched.errors import ConfigError, EngineError
+from aprilsched.kernel.engines.addresses import VLLM
+from aprilsched.kernel.engines.http import ServerAddress
 from aprilsched.runs.settings import key_from
 
 REACHED = "reached"

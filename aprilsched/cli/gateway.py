@@ -13,9 +13,9 @@ from rich.console import Console
 
 from aprilsched.cli import told_to_end
 from aprilsched.cli.arguments import made, values_of
-from aprilsched.engines.addresses import fleet_at
 from aprilsched.errors import ConfigError
 from aprilsched.gateway import Gateway, GatewaySettings
+from aprilsched.kernel.engines.addresses import fleet_at
 from aprilsched.kernel.shell.listener import AnyListener
 from aprilsched.runs.config_file import read_table, refuse_unknown, value_as
 from aprilsched.runs.settings import key_from

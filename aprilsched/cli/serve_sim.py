@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 from aprilsched.cli import told_to_end
 from aprilsched.cli.arguments import parsed
-from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.errors import ConfigError
 from aprilsched.runs.settings import SimSettings, WorkloadSettings, key_from
+from aprilsched.simulation.engine.settings import SimConfig
 from aprilsched.testing import DrawnLengths, SimServer
 from aprilsched.workload import LengthLaw
 

@@ -10,14 +10,14 @@ import numpy as np
 from msgspec.structs import replace
 
 from aprilsched.doctor.server import Finding, LeftOut, Row, Server, Verdict, kept
-from aprilsched.engines.addresses import VLLM
-from aprilsched.engines.http import HttpLimits
-from aprilsched.engines.self_check import pause_during
-from aprilsched.engines.server import despite_cancellation
-from aprilsched.engines.sglang import SGLangEngine
-from aprilsched.engines.stream import version_number
-from aprilsched.engines.vllm import VLLMEngine
-from aprilsched.engines.vllm.server_info import ServerFacts as VLLMFacts
+from aprilsched.kernel.engines.addresses import VLLM
+from aprilsched.kernel.engines.http import HttpLimits
+from aprilsched.kernel.engines.self_check import pause_during
+from aprilsched.kernel.engines.server import despite_cancellation
+from aprilsched.kernel.engines.sglang import SGLangEngine
+from aprilsched.kernel.engines.stream import version_number
+from aprilsched.kernel.engines.vllm import VLLMEngine
+from aprilsched.kernel.engines.vllm.server_info import ServerFacts as VLLMFacts
 from aprilsched.testing import contract
 
 LIMITS = HttpLimits(control_timeout=20.0, flush_timeout=5.0)

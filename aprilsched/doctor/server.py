@@ -13,10 +13,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Literal, TypeAlias
 
-from aprilsched.engines.server import despite_cancellation
-from aprilsched.engines.sglang import SGLangEngine
-from aprilsched.engines.vllm import VLLMEngine
 from aprilsched.errors import EngineError
+from aprilsched.kernel.engines.server import despite_cancellation
+from aprilsched.kernel.engines.sglang import SGLangEngine
+from aprilsched.kernel.engines.vllm import VLLMEngine
 from aprilsched.testing.contract import (
     ENDLESS,
     PROMPT,

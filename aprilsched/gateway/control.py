@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from aprilsched.engines.base import BeginsWithout, Engine, Fleet
 from aprilsched.errors import ConfigError, RefitError
 from aprilsched.gateway.labels import Labels
 from aprilsched.gateway.responses import Responses
@@ -27,6 +26,7 @@ from aprilsched.gateway.updates import (
     leave_group,
 )
 from aprilsched.kernel.core.state.engine_control import Mode
+from aprilsched.kernel.engines.base import BeginsWithout, Engine, Fleet
 from aprilsched.kernel.shell.refits import RefitReport
 from aprilsched.kernel.shell.rollouts import RolloutScheduler
 from aprilsched.serving.calls import BroadcastBody, DiskBody, JoinBody, PauseMode, TensorBody

@@ -12,12 +12,12 @@ from aiohttp.typedefs import Handler
 
 from aprilsched.dialects.openai import CHAT, COMPLETIONS
 from aprilsched.dialects.sglang import GENERATE
-from aprilsched.engines.base import Fleet
 from aprilsched.errors import AprilschedError, MissingExtra
 from aprilsched.gateway.requests import answer_in
 from aprilsched.gateway.service import SERVICE, Service
 from aprilsched.gateway.settings import GatewaySettings
 from aprilsched.kernel.core.config import SchedulerConfig
+from aprilsched.kernel.engines.base import Fleet
 from aprilsched.kernel.shell.listener import AnyListener
 from aprilsched.serving.bodies import Bodies, body_of
 from aprilsched.serving.calls import Route, make_app

@@ -18,8 +18,6 @@ from aiohttp import web
 from aprilsched import __version__
 from aprilsched.chat.tokenizer import Texts
 from aprilsched.dialects.sglang import PromptsBody
-from aprilsched.engines.base import Fleet
-from aprilsched.engines.server import facts_of
 from aprilsched.errors import AprilschedError, ConfigError, RefitError
 from aprilsched.gateway.admission import Admission
 from aprilsched.gateway.control import ControlCalls, cancel_all
@@ -28,6 +26,8 @@ from aprilsched.gateway.responses import Responses
 from aprilsched.gateway.settings import GatewaySettings, for_clients
 from aprilsched.gateway.updates import ranks_of
 from aprilsched.kernel.core.config import SchedulerConfig
+from aprilsched.kernel.engines.base import Fleet
+from aprilsched.kernel.engines.server import facts_of
 from aprilsched.kernel.shell.listener import AnyListener
 from aprilsched.kernel.shell.prompts import PromptQueue
 from aprilsched.kernel.shell.rollouts import RolloutScheduler

@@ -13,7 +13,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, cast, runtime_checkable
 
-from aprilsched.engines.base import (
+from aprilsched.errors import ConfigError, EngineRejected, RefitError
+from aprilsched.kernel.engines.base import (
     Engine,
     RefitFromDisk,
     RefitFromGroup,
@@ -21,7 +22,6 @@ from aprilsched.engines.base import (
     RefitGroup,
     TensorMeta,
 )
-from aprilsched.errors import ConfigError, EngineRejected, RefitError
 from aprilsched.serving.calls import BroadcastBody, JoinBody
 from aprilsched.weights.disk import DiskEngine
 from aprilsched.weights.publisher import Takers, call_each

@@ -41,7 +41,6 @@ import numpy as np
 from aprilsched.blocking import RolloutScheduler
 from aprilsched.chat.tokenizer import load_tokenizer
 from aprilsched.config import SchedulerConfig
-from aprilsched.engines.base import Fleet, RefitFromGroup
 from aprilsched.errors import ConfigError, MissingExtra, RefitError
 from aprilsched.integrations import (
     check_fixed_groups,
@@ -52,6 +51,7 @@ from aprilsched.integrations import (
 )
 from aprilsched.integrations.by_session import BySession
 from aprilsched.kernel.core.policies.straggler import BEHAVIOURS
+from aprilsched.kernel.engines.base import Fleet, RefitFromGroup
 from aprilsched.kernel.shell import PromptQueue, Turn
 from aprilsched.kernel.shell.listener import AnyListener
 from aprilsched.sessions import Session

@@ -28,10 +28,10 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from aprilsched.config import SchedulerConfig
-from aprilsched.engines.base import Fleet
 from aprilsched.errors import ConfigError
 from aprilsched.integrations import check_fixed_groups, class_of, package, refuse
 from aprilsched.integrations.pushed import NOT_TOKENIZED
+from aprilsched.kernel.engines.base import Fleet
 from aprilsched.kernel.shell import PromptQueue, RolloutScheduler, Turn
 from aprilsched.kernel.shell.listener import AnyListener
 from aprilsched.sampling import sampling_params

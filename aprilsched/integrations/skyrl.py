@@ -30,11 +30,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import numpy as np
 
 from aprilsched.config import SchedulerConfig
-from aprilsched.engines.base import Fleet
-from aprilsched.engines.vllm.engine import VLLMFleet
 from aprilsched.errors import ConfigError
 from aprilsched.integrations import check_fixed_groups, package, refuse
 from aprilsched.integrations.pushed import NOT_TOKENIZED, PushedGroups, as_pushed, next_batch
+from aprilsched.kernel.engines.base import Fleet
+from aprilsched.kernel.engines.vllm.engine import VLLMFleet
 from aprilsched.kernel.shell import PromptQueue, RolloutScheduler, Turn
 from aprilsched.kernel.shell.listener import AnyListener
 from aprilsched.sampling import sampling_params

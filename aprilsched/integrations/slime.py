@@ -50,8 +50,6 @@ from aprilsched.blocking import RolloutScheduler
 from aprilsched.chat.tokenizer import wrapped_tokenizer
 from aprilsched.companions import MOST_KEPT, Companion, routed_experts
 from aprilsched.config import SchedulerConfig
-from aprilsched.engines.http import ServerAddress
-from aprilsched.engines.sglang.http_engine import SGLangFleet
 from aprilsched.errors import ConfigError, EngineError
 from aprilsched.files import written_whole
 from aprilsched.integrations import (
@@ -61,6 +59,8 @@ from aprilsched.integrations import (
     one_placeholder_each,
 )
 from aprilsched.integrations.by_session import BySession, GenerateFunctions, uses_functions
+from aprilsched.kernel.engines.http import ServerAddress
+from aprilsched.kernel.engines.sglang.http_engine import SGLangFleet
 from aprilsched.kernel.shell.prompts import check_media
 from aprilsched.runs.config_file import config_of
 from aprilsched.sampling import sampling_params

@@ -38,13 +38,13 @@ import numpy as np
 from aprilsched.blocking import RolloutScheduler
 from aprilsched.chat.tokenizer import ModelTokenizer, wrapped_tokenizer
 from aprilsched.config import SchedulerConfig
-from aprilsched.engines.base import Fleet
 from aprilsched.errors import ConfigError
 from aprilsched.extras import extra
 from aprilsched.files import read_regular, written_whole
 from aprilsched.integrations import check_fixed_groups, with_bound
 from aprilsched.integrations.by_session import BySession
 from aprilsched.integrations.trl_tools import Conversation, Factories, ToolHarness, called
+from aprilsched.kernel.engines.base import Fleet
 from aprilsched.kernel.shell import Accept
 from aprilsched.kernel.shell.listener import AnyListener
 from aprilsched.store import MemoryStore

@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, cast
 import numpy as np
 
 from aprilsched.config import SchedulerConfig
-from aprilsched.engines.sglang.http_engine import SGLangListedFleet
 from aprilsched.errors import ConfigError
 from aprilsched.integrations import (
     check_fixed_groups,
@@ -41,6 +40,7 @@ from aprilsched.integrations import (
     refuse,
 )
 from aprilsched.integrations.pushed import NOT_TOKENIZED, PushedGroups, as_pushed, next_batch
+from aprilsched.kernel.engines.sglang.http_engine import SGLangListedFleet
 from aprilsched.kernel.shell import PromptQueue, RolloutScheduler, Turn
 from aprilsched.kernel.shell.listener import AnyListener
 from aprilsched.sampling import sampling_params

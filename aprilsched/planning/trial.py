@@ -731,7 +731,7 @@ class DecodeBatch:
 
     def fits(self, context: float, left: int) -> bool:
         """Whether one more fits. Engines that keep room do so by SGLang's rule
-        (:class:`~aprilsched.engines.sim.cache.KvPool`): for all that it and the others of its pass
+        (:class:`~aprilsched.simulation.engine.cache.KvPool`): for all that it and the others of its pass
         may still get, and a share of what those may that run."""
         count = len(self.running)
         if self.pool == math.inf or not count:

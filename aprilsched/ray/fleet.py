@@ -10,9 +10,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
-from aprilsched.engines.fleet import ServerSettings
-from aprilsched.engines.sglang.http_engine import SGLangListedFleet
 from aprilsched.errors import ConfigError
+from aprilsched.kernel.engines.fleet import ServerSettings
+from aprilsched.kernel.engines.sglang.http_engine import SGLangListedFleet
 from aprilsched.ray.library import exceptions, named
 
 ADDRESS_METHODS = ("get_url", "get_server_address")

@@ -14,7 +14,6 @@ from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager, n
 from pathlib import Path
 
 from aprilsched.analysis.run import readable
-from aprilsched.engines.sim import SimConfig
 from aprilsched.errors import AprilschedError, ConfigError, PromptsExhausted, RunFolderError
 from aprilsched.kernel.core.messages.facts import Fact
 from aprilsched.kernel.core.state.state import SchedulerState
@@ -24,6 +23,7 @@ from aprilsched.runs.config_file import as_toml
 from aprilsched.runs.setup import Setup, live_figures_of, run_on_clock, summary_of
 from aprilsched.runs.showing import Screen
 from aprilsched.simulation import Costs, Simulation, SimulationResult, rare_collections
+from aprilsched.simulation.engine import SimConfig
 from aprilsched.simulation.results import Measuring, remainder
 from aprilsched.store.in_memory import Store
 from aprilsched.telemetry.event_log import EventLog

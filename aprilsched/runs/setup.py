@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from aprilsched.config import SchedulerConfig
-from aprilsched.engines.addresses import ServerFleet, fleet_at
-from aprilsched.engines.base import Fleet
-from aprilsched.engines.server import HttpEngine
-from aprilsched.engines.sim import SimFleet, SimPublisher
 from aprilsched.errors import ConfigError
+from aprilsched.kernel.engines.addresses import ServerFleet, fleet_at
+from aprilsched.kernel.engines.base import Fleet
+from aprilsched.kernel.engines.server import HttpEngine
 from aprilsched.kernel.shell.prompts import checked
 from aprilsched.planning import Planner
 from aprilsched.runs.prompts_file import read_prompts
 from aprilsched.runs.settings import VOCABULARY, RunSettings, WorkloadSettings, key_from
+from aprilsched.simulation.engine import SimFleet, SimPublisher
 from aprilsched.telemetry.batch_figures import Bound
 from aprilsched.telemetry.live_figures import LiveFigures
 from aprilsched.telemetry.summary import Summary
@@ -95,7 +95,7 @@ def run_on_clock(setup: Setup, program: Callable[[], Coroutine[Any, Any, None]])
     Raises:
         KeyboardInterrupt: after Ctrl-C, when the program has cleaned up.
     """
-    from aprilsched.engines.sim import run_virtual
+    from aprilsched.simulation.engine import run_virtual
 
     run = run_virtual if setup.clock == "virtual" else asyncio.run
     run(program())

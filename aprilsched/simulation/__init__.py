@@ -13,7 +13,7 @@ trainer.
     result.plot().savefig("april.png")
 """
 
-from aprilsched.engines.sim.settings import SimConfig
+from aprilsched.simulation.engine.settings import SimConfig
 from aprilsched.simulation.results import (
     Comparison,
     PolicyRow,

@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aprilsched.analysis.usage import RunUsage, UsageRecorder
-from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.errors import PromptsExhausted
 from aprilsched.kernel.core.config import SchedulerConfig
 from aprilsched.kernel.core.messages.facts import BatchDelivered, Fact, TokensReceived
@@ -23,6 +22,7 @@ from aprilsched.kernel.core.state.records import group_lengths
 from aprilsched.kernel.core.state.state import SchedulerState
 from aprilsched.kernel.shell.listener import AnyListener, TokenChunks
 from aprilsched.planning import Planner
+from aprilsched.simulation.engine.settings import SimConfig
 from aprilsched.simulation.virtual import (
     TIMED,
     Costs,

@@ -2,7 +2,7 @@
 
 It is the second shell around :mod:`aprilsched.kernel.core`. The coordinator uses asyncio and real
 engines; this shell uses a heap of timed calls and
-:class:`~aprilsched.engines.sim.batcher.Batcher` objects, and is a hundred times faster than a
+:class:`~aprilsched.simulation.engine.batcher.Batcher` objects, and is a hundred times faster than a
 virtual event loop.
 """
 
@@ -22,9 +22,6 @@ from numpy.typing import NDArray
 
 from aprilsched.bounds import NOT_NEGATIVE, check_settings
 from aprilsched.checks import checked, typed
-from aprilsched.engines.base import Chunk, GenerationRequest
-from aprilsched.engines.sim.batcher import Batcher
-from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.errors import AprilschedError, ConfigError, FleetLost, RunGivenUp
 from aprilsched.kernel.core.config import Caller, SchedulerConfig
 from aprilsched.kernel.core.messages import commands as do
@@ -33,10 +30,13 @@ from aprilsched.kernel.core.messages import facts
 from aprilsched.kernel.core.messages.facts import Fact, GroupLaunched
 from aprilsched.kernel.core.scheduler import Scheduler
 from aprilsched.kernel.core.state.state import SchedulerState
+from aprilsched.kernel.engines.base import Chunk, GenerationRequest
 from aprilsched.kernel.shell.listener import AnyListener
 from aprilsched.kernel.shell.loop import EventLoop, ending, joining, progress
 from aprilsched.planning import Planner
 from aprilsched.planning.forecasts import ForecastErrors
+from aprilsched.simulation.engine.batcher import Batcher
+from aprilsched.simulation.engine.settings import SimConfig
 from aprilsched.types import Batch, Group, Int32Array, Prompt, SamplingParams, Score
 
 # --- agenda --------------------------------------------------------------------------------------

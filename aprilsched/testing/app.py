@@ -21,15 +21,15 @@ from aiohttp.typedefs import Middleware
 from aprilsched.checks import OWN
 from aprilsched.companions import MOST_KEPT, TOP, Companion, top_logprobs
 from aprilsched.dialects.sglang import GenerateBody, finish_reason, likely_triples, token_logprobs
-from aprilsched.engines.base import Chunk, GenerationRequest
-from aprilsched.engines.sim.settings import SimConfig
-from aprilsched.engines.sim.sim_engine import TAGS
 from aprilsched.errors import AprilschedError, ConfigError, EngineError, EngineRejected
+from aprilsched.kernel.engines.base import Chunk, GenerationRequest
 from aprilsched.sampling import SERVER, sampling_params
 from aprilsched.serving.bodies import Bodies, body_of, decode
 from aprilsched.serving.calls import make_app
 from aprilsched.serving.refusals import Crashed, Refused, as_json, error_event
 from aprilsched.serving.streams import DONE, Event, Item, merged, send_stream
+from aprilsched.simulation.engine.settings import SimConfig
+from aprilsched.simulation.engine.sim_engine import TAGS
 from aprilsched.testing.served import SERVED, Call, ServedEngine
 from aprilsched.types import SamplingParams
 

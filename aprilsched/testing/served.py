@@ -30,12 +30,12 @@ from aiohttp import web
 
 from aprilsched.companions import Rows
 from aprilsched.dialects.sglang import GenerateBody, labelled
-from aprilsched.engines.base import Chunk, GenerationRequest
-from aprilsched.engines.sim.settings import SimConfig
-from aprilsched.engines.sim.sim_engine import SimEngine
 from aprilsched.errors import ConfigError, EngineError, EngineRejected
+from aprilsched.kernel.engines.base import Chunk, GenerationRequest
 from aprilsched.serving.calls import BroadcastBody, DiskBody, JoinBody, PauseMode, TensorBody
 from aprilsched.serving.refusals import Refused, Unavailable
+from aprilsched.simulation.engine.settings import SimConfig
+from aprilsched.simulation.engine.sim_engine import SimEngine
 from aprilsched.types import Int32Array, SamplingParams, VersionSpan
 from aprilsched.workload import LongTailWorkload
 

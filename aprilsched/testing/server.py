@@ -10,10 +10,10 @@ from typing import Any, Self
 
 from aiohttp.typedefs import Middleware
 
-from aprilsched.engines.sim.settings import SimConfig
-from aprilsched.engines.sim.sim_engine import SimEngine
 from aprilsched.loop_thread import LoopThread
 from aprilsched.serving.listener import Listener
+from aprilsched.simulation.engine.settings import SimConfig
+from aprilsched.simulation.engine.sim_engine import SimEngine
 from aprilsched.testing.app import app_of
 from aprilsched.testing.served import DrawnLengths, ServedEngine
 

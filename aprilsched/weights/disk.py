@@ -18,8 +18,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from aprilsched.engines.base import Engine, RefitFromDisk, TakesAdapters
 from aprilsched.errors import ConfigError, EngineRejected
+from aprilsched.kernel.engines.base import Engine, RefitFromDisk, TakesAdapters
 from aprilsched.weights.publisher import Takers, call_each, in_thread
 
 # A directory of versions that the trainer writes and the engines read.

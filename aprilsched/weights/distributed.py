@@ -30,9 +30,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
-from aprilsched.engines.base import Engine, RefitFromGroup, TensorMeta
 from aprilsched.errors import ConfigError, EngineError, EngineRejected
 from aprilsched.extras import extra
+from aprilsched.kernel.engines.base import Engine, RefitFromGroup, TensorMeta
 from aprilsched.weights.process_group import (
     DEVICES,
     BrokenOff,

@@ -18,8 +18,8 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Protocol, cast
 
-from aprilsched.engines.base import Engine, RefitElsewhere
 from aprilsched.errors import ConfigError, EngineError, EngineRejected, RefitError
+from aprilsched.kernel.engines.base import Engine, RefitElsewhere
 from aprilsched.weights.publisher import call_each
 
 _OTHER_VERSION = 409

@@ -7,8 +7,8 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
-from aprilsched.engines.base import Engine, Fleet
 from aprilsched.errors import ConfigError
+from aprilsched.kernel.engines.base import Engine, Fleet
 from aprilsched.weights.external import ExternalWeights, Handshake
 from aprilsched.weights.publisher import AdapterPublisher, WeightPublisher
 

@@ -23,13 +23,13 @@ from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, S
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
-from aprilsched.engines.base import Engine, RefitFromGroup, RefitGroup
 from aprilsched.errors import (
     AprilschedError,
     ConfigError,
     ControlTimeout,
     EngineRejected,
 )
+from aprilsched.kernel.engines.base import Engine, RefitFromGroup, RefitGroup
 from aprilsched.weights.publisher import call_each, in_daemon
 
 if TYPE_CHECKING:

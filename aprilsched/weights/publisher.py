@@ -31,8 +31,8 @@ from typing import (
     runtime_checkable,
 )
 
-from aprilsched.engines.base import Engine
 from aprilsched.errors import ConfigError
+from aprilsched.kernel.engines.base import Engine
 
 __all__ = [
     "AdapterPublisher",

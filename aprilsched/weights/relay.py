@@ -20,9 +20,9 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from aprilsched.engines.base import Engine
 from aprilsched.errors import ConfigError
 from aprilsched.extras import extra
+from aprilsched.kernel.engines.base import Engine
 from aprilsched.weights.distributed import DistributedPublisher, Weights
 from aprilsched.weights.publisher import check_weights, in_thread
 from aprilsched.weights.tensor import TensorPublisher

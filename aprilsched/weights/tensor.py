@@ -17,8 +17,8 @@ import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from aprilsched.engines.base import Engine, RefitFromTensors
 from aprilsched.errors import ConfigError
+from aprilsched.kernel.engines.base import Engine, RefitFromTensors
 from aprilsched.weights.publisher import (
     Bucket,
     ReadingPublisher,

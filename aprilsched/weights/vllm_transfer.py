@@ -26,8 +26,8 @@ from base64 import b64encode
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from aprilsched.engines.base import Engine, RefitByTransfer
 from aprilsched.errors import ConfigError, ControlTimeout
+from aprilsched.kernel.engines.base import Engine, RefitByTransfer
 from aprilsched.weights.process_group import address_towards
 from aprilsched.weights.publisher import Takers, call_each, check_weights, in_daemon, in_thread
 

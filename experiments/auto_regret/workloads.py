@@ -23,7 +23,6 @@ from numpy.random import Generator, Philox
 from numpy.typing import NDArray
 
 from aprilsched.config import Objective, SchedulerConfig
-from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.core.messages.facts import (
     AttemptSent,
@@ -36,6 +35,7 @@ from aprilsched.kernel.shell.listener import AnyListener
 from aprilsched.planning import Planner
 from aprilsched.presets import PRESETS
 from aprilsched.simulation import NEVER, Costs, Simulation, rare_collections
+from aprilsched.simulation.engine.settings import SimConfig
 from aprilsched.telemetry.figures import Figures
 from aprilsched.telemetry.summary import Summary
 from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel

@@ -17,11 +17,11 @@ from statistics import fmean
 from typing import NamedTuple
 
 from aprilsched.config import SchedulerConfig
-from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.kernel.core.messages.facts import BatchDelivered, Fact
 from aprilsched.kernel.shell.listener import AnyListener
 from aprilsched.planning import Planner
 from aprilsched.simulation import NEVER, Simulation
+from aprilsched.simulation.engine.settings import SimConfig
 from aprilsched.simulation.virtual import ModelledEngine
 from aprilsched.telemetry import figures as of
 from aprilsched.telemetry.summary import Summary

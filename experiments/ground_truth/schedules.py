@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from aprilsched.engines.base import GenerationRequest
-from aprilsched.engines.sim import Batcher, SimConfig
+from aprilsched.kernel.engines.base import GenerationRequest
+from aprilsched.simulation.engine import Batcher, SimConfig
 from aprilsched.timing.model import H200_QWEN3_4B_LINEAR, StepTimeModel
 from aprilsched.types import SamplingParams
 from aprilsched.workload import LongTailWorkload

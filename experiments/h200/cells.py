@@ -42,7 +42,7 @@ from model import (  # noqa: E402
 from schedules import KV_TOKENS, MAX_RUNNING, PACED, Cell, Meter  # noqa: E402
 
 from aprilsched import RolloutScheduler, SGLangFleet  # noqa: E402
-from aprilsched.engines.http import HttpLimits  # noqa: E402
+from aprilsched.kernel.engines.http import HttpLimits  # noqa: E402
 from aprilsched.telemetry.sampling import Sampler  # noqa: E402
 
 GIB = 2**30

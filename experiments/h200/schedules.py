@@ -16,11 +16,11 @@ from typing import Any
 
 from aprilsched.companions import routed_experts
 from aprilsched.config import Objective, SchedulerConfig
-from aprilsched.engines.sim import SimConfig
 from aprilsched.kernel.core.messages import facts
 from aprilsched.planning import Planner
 from aprilsched.presets import PRESETS
 from aprilsched.simulation import NEVER, Costs, Simulation, rare_collections
+from aprilsched.simulation.engine import SimConfig
 from aprilsched.telemetry.summary import Summary
 from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
 from aprilsched.workload import LongTailWorkload

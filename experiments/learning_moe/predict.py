@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from aprilsched.config import SchedulerConfig
-from aprilsched.engines.sim import SimConfig
 from aprilsched.kernel.core.messages import facts
 from aprilsched.planning import Planner
 from aprilsched.presets import PRESETS
 from aprilsched.simulation import NEVER, Costs, Simulation
+from aprilsched.simulation.engine import SimConfig
 from aprilsched.telemetry.summary import Summary
 from aprilsched.timing.model import StepTimeModel
 from aprilsched.workload import LongTailWorkload

@@ -27,9 +27,9 @@ from timeline import TimedPublisher, Timeline, empty_checkpoint
 
 from aprilsched import DiskPublisher, Prompt, RolloutScheduler, SchedulerConfig, SGLangFleet
 from aprilsched.config import Pool
-from aprilsched.engines.base import Fleet
-from aprilsched.engines.sim import SimFleet
-from aprilsched.engines.sim.sim_engine import SimPublisher
+from aprilsched.kernel.engines.base import Fleet
+from aprilsched.simulation.engine import SimFleet
+from aprilsched.simulation.engine.sim_engine import SimPublisher
 from aprilsched.types import SamplingParams
 from aprilsched.weights.publisher import WeightPublisher
 

@@ -12,10 +12,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from aprilsched.engines.base import Engine
-from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.kernel.core.messages.facts import EngineModeChanged, Fact, UpdateBegun
 from aprilsched.kernel.core.state.engine_control import Mode
+from aprilsched.kernel.engines.base import Engine
+from aprilsched.kernel.engines.sglang import SGLangEngine
 from aprilsched.weights.publisher import WeightPublisher
 
 STEPS = {

@@ -34,13 +34,13 @@ from aprilsched.config import Health
 from aprilsched.dialects.anthropic import ANTHROPIC
 from aprilsched.dialects.openai import CHAT
 from aprilsched.dialects.values import Dialect
-from aprilsched.engines.sim import SimConfig, SimEngine
-from aprilsched.engines.sim.toy_model import ContextState, ToyModel
 from aprilsched.errors import EpisodeError
 from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.serving.bodies import decode
 from aprilsched.sessions import Limits, Session, Sessions
 from aprilsched.sessions.asking import ask, render_events, render_whole
+from aprilsched.simulation.engine import SimConfig, SimEngine
+from aprilsched.simulation.engine.toy_model import ContextState, ToyModel
 from aprilsched.types import NO_VERSION, Batch, Float32Array, Int32Array, Rollout
 from tests.campaign.history import History, Outcome, recorded
 from tests.campaign.truth import TruthModel, true_versions

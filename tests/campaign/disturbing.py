@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from aprilsched.engines.sim import SimEngine
 from aprilsched.kernel.core.messages import commands as do
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.messages import facts
+from aprilsched.simulation.engine import SimEngine
 
 if TYPE_CHECKING:
     from tests.campaign.life import Life

@@ -7,9 +7,9 @@ import random
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
-from aprilsched.engines.base import FleetChange
-from aprilsched.engines.sim import SimConfig, SimEngine
-from aprilsched.engines.sim.toy_model import weights_key_of_version
+from aprilsched.kernel.engines.base import FleetChange
+from aprilsched.simulation.engine import SimConfig, SimEngine
+from aprilsched.simulation.engine.toy_model import weights_key_of_version
 from tests.campaign.history import History
 
 __all__ = ["ChaosFleet"]

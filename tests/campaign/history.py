@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from aprilsched.engines.sim import run_virtual
 from aprilsched.kernel.core.messages import commands as do
 from aprilsched.kernel.core.messages import events as ev
+from aprilsched.simulation.engine import run_virtual
 
 __all__ = ["History", "Outcome", "recorded"]
 

@@ -23,8 +23,8 @@ from aprilsched.config import (
     Timeouts,
     Tokens,
 )
-from aprilsched.engines.sim import SimConfig
-from aprilsched.engines.sim.toy_model import KvTier
+from aprilsched.simulation.engine import SimConfig
+from aprilsched.simulation.engine.toy_model import KvTier
 from aprilsched.timing.model import H200_QWEN3_4B
 from tests.campaign.truth import COMPANIONS, TruthModel
 

@@ -9,12 +9,12 @@ from typing import TypeAlias, cast
 
 from aprilsched import SimPublisher
 from aprilsched.config import SchedulerConfig
-from aprilsched.engines.base import Engine
-from aprilsched.engines.sim.sim_engine import SimAdapterPublisher
 from aprilsched.kernel.core.messages.commands import Plan
 from aprilsched.kernel.core.policies.schedule import Schedule
+from aprilsched.kernel.engines.base import Engine
 from aprilsched.planning import Planner
 from aprilsched.planning.planner import Space, candidates
+from aprilsched.simulation.engine.sim_engine import SimAdapterPublisher
 from tests.campaign.callers import Callers
 from tests.campaign.mix import Mix
 

@@ -18,9 +18,6 @@ from typing import Any
 
 from aprilsched import LongTailWorkload, RolloutScheduler, SchedulerConfig, SGLangFleet
 from aprilsched.config import Dispatch, Health, Retries, Timeouts
-from aprilsched.engines.base import Engine, RefitFromDisk
-from aprilsched.engines.http import HttpLimits
-from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.errors import (
     ConfigError,
     FleetLost,
@@ -31,6 +28,9 @@ from aprilsched.errors import (
 from aprilsched.kernel.core.invariants import check
 from aprilsched.kernel.core.messages import facts as of
 from aprilsched.kernel.core.state.state import SchedulerState
+from aprilsched.kernel.engines.base import Engine, RefitFromDisk
+from aprilsched.kernel.engines.http import HttpLimits
+from aprilsched.simulation.engine.settings import SimConfig
 from aprilsched.simulation.results import remainder
 from aprilsched.telemetry.summary import Summary
 from aprilsched.timing.model import H200_QWEN3_4B

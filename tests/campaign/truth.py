@@ -18,7 +18,7 @@ from itertools import pairwise
 import numpy as np
 
 from aprilsched.companions import Companion
-from aprilsched.engines.sim.toy_model import (
+from aprilsched.simulation.engine.toy_model import (
     ContextState,
     ToyModel,
     adapted_key,

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from aprilsched.engines.base import Chunk, GenerationRequest
-from aprilsched.engines.sim import run_virtual
+from aprilsched.kernel.engines.base import Chunk, GenerationRequest
+from aprilsched.simulation.engine import run_virtual
 from aprilsched.testing import contract
 from aprilsched.testing.contract import CHECKS, REFIT_CHECKS, Check
 from aprilsched.types import VersionSpan

@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from aprilsched.engines.base import Engine, GenerationRequest, TakesAdapters
 from aprilsched.errors import ConfigError, EngineRejected
+from aprilsched.kernel.engines.base import Engine, GenerationRequest, TakesAdapters
 from aprilsched.testing.contract import ENDLESS, WAIT_SECONDS, Stream, greedy, whole
 from aprilsched.types import VersionSpan
 from aprilsched.weights.disk import LoraPublisher

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from aprilsched.engines.sglang import SGLangEngine
+from aprilsched.kernel.engines.sglang import SGLangEngine
 from tests.sglang.helpers import reset
 from tests.sglang.server import CpuServer, server_python, write_model
 

@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 
 from aprilsched import Batch, RolloutScheduler
-from aprilsched.engines.sglang import SGLangEngine
+from aprilsched.kernel.engines.sglang import SGLangEngine
 from aprilsched.testing.contract import until
 from aprilsched.weights.publisher import WeightPublisher
 

@@ -21,7 +21,6 @@ from aprilsched import (
     SchedulerConfig,
     SGLangFleet,
 )
-from aprilsched.engines.base import Fleet
 from aprilsched.errors import PromptsExhausted
 from aprilsched.kernel.core.invariants import check
 from aprilsched.kernel.core.messages.commands import Command, Send
@@ -34,6 +33,7 @@ from aprilsched.kernel.core.messages.events import (
 )
 from aprilsched.kernel.core.policies.straggler import StragglerRule
 from aprilsched.kernel.core.state.ledger import Counters
+from aprilsched.kernel.engines.base import Fleet
 from aprilsched.testing.contract import until
 from aprilsched.types import Int32Array, VersionSpan
 from tests.sglang.server import run_with_server_packages

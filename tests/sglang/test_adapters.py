@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from aprilsched import Batch, LoraPublisher, RolloutScheduler, SchedulerConfig, SGLangFleet
-from aprilsched.engines.sglang import SGLangEngine
-from aprilsched.engines.sim.settings import SimConfig
-from aprilsched.engines.sim.sim_engine import SimEngine
 from aprilsched.kernel.core.messages.commands import Pause
+from aprilsched.kernel.engines.sglang import SGLangEngine
+from aprilsched.simulation.engine.settings import SimConfig
+from aprilsched.simulation.engine.sim_engine import SimEngine
 from aprilsched.testing.contract import PROMPT, whole
 from tests.sglang.adapter_contract import (
     ADAPTER_CHECKS,

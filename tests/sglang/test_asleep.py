@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from aprilsched import Batch, DiskPublisher, RolloutScheduler, SchedulerConfig, SGLangFleet
-from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.kernel.core.policies.straggler import StragglerRule
+from aprilsched.kernel.engines.sglang import SGLangEngine
 from aprilsched.testing.contract import greedy, until, whole
 from tests.sglang.conftest import ADMIN_KEY
 from tests.sglang.helpers import settled

@@ -17,9 +17,9 @@ from aprilsched import (
     SchedulerConfig,
     SGLangFleet,
 )
-from aprilsched.engines.base import GenerationRequest
-from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.kernel.core.policies.straggler import StragglerRule
+from aprilsched.kernel.engines.base import GenerationRequest
+from aprilsched.kernel.engines.sglang import SGLangEngine
 from aprilsched.store.sqlite import SqliteStore
 from aprilsched.testing.contract import greedy, whole
 from tests.sglang.recorded import TOLERANCE, scores

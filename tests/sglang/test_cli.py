@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from aprilsched.analysis.samples import read_samples
-from aprilsched.engines.sglang import SGLangEngine
+from aprilsched.kernel.engines.sglang import SGLangEngine
 from aprilsched.testing.contract import greedy, whole
 from tests.sglang.conftest import ADMIN_KEY
 from tests.sglang.helpers import settled

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from aprilsched.engines.sglang import SGLangEngine
-from aprilsched.engines.sim.settings import SimConfig
-from aprilsched.engines.sim.sim_engine import SimEngine
+from aprilsched.kernel.engines.sglang import SGLangEngine
+from aprilsched.simulation.engine.settings import SimConfig
+from aprilsched.simulation.engine.sim_engine import SimEngine
 from aprilsched.testing.contract import ALL_CHECKS, Check, Subject
 from tests.sglang.helpers import running
 from tests.sglang.server import CpuServer

@@ -17,10 +17,10 @@ import pytest
 from torch import Tensor
 
 from aprilsched import SGLangFleet
-from aprilsched.engines.base import Engine, RefitFromGroup
-from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.errors import ControlTimeout, EngineRejected, InconsistentWeights
 from aprilsched.gateway import Gateway, GatewaySettings
+from aprilsched.kernel.engines.base import Engine, RefitFromGroup
+from aprilsched.kernel.engines.sglang import SGLangEngine
 from aprilsched.testing.contract import PROMPT, Stream, greedy, whole
 from aprilsched.types import Rollout
 from aprilsched.weights.distributed import DistributedPublisher

@@ -13,14 +13,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from aprilsched.engines.http import HttpLimits
-from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.errors import (
     ControlTimeout,
     EngineError,
     EngineRejected,
     EngineUnreachable,
 )
+from aprilsched.kernel.engines.http import HttpLimits
+from aprilsched.kernel.engines.sglang import SGLangEngine
 from aprilsched.testing.contract import ENDLESS, WAIT_SECONDS, Stream, greedy, until, whole
 from tests.sglang.conftest import INTERVAL
 from tests.sglang.helpers import SOON, running

@@ -10,10 +10,10 @@ import pytest
 
 from aprilsched import Batch, RolloutScheduler, SchedulerConfig, SGLangFleet
 from aprilsched.config import Health, Timeouts
-from aprilsched.engines.http import ServerAddress
 from aprilsched.errors import PromptsExhausted
 from aprilsched.kernel.core.messages.facts import EngineLost
 from aprilsched.kernel.core.state.assembly import rollout_of
+from aprilsched.kernel.engines.http import ServerAddress
 from aprilsched.testing.contract import until
 from tests.sglang.conftest import ADMIN_KEY
 from tests.sglang.recorded import Recorder, check_greedy, long_tail

@@ -10,9 +10,6 @@ import pytest
 from aiohttp import web
 
 from aprilsched import LongTailWorkload, RolloutScheduler
-from aprilsched.engines.base import RefitFromDisk
-from aprilsched.engines.sglang import SGLangEngine
-from aprilsched.engines.sglang.http_engine import SGLangFleet
 from aprilsched.errors import (
     ConfigError,
     EngineError,
@@ -20,6 +17,9 @@ from aprilsched.errors import (
     EngineRejected,
     EngineUnreachable,
 )
+from aprilsched.kernel.engines.base import RefitFromDisk
+from aprilsched.kernel.engines.sglang import SGLangEngine
+from aprilsched.kernel.engines.sglang.http_engine import SGLangFleet
 from aprilsched.testing.contract import ENDLESS, Stream, greedy, whole
 from aprilsched.weights.disk import DiskPublisher
 from tests.sglang.conftest import ADMIN_KEY

@@ -21,9 +21,9 @@ from aprilsched import (
     SchedulerConfig,
     SGLangFleet,
 )
-from aprilsched.engines.base import Engine
 from aprilsched.errors import EngineTaken
 from aprilsched.gateway import Gateway, GatewaySettings
+from aprilsched.kernel.engines.base import Engine
 from aprilsched.testing.contract import until
 from tests.sglang.conftest import INTERVAL
 from tests.sglang.helpers import opened

@@ -13,10 +13,10 @@ import pytest
 
 from aprilsched import DiskPublisher, RolloutScheduler, SchedulerConfig, SGLangFleet
 from aprilsched.config import Timeouts
-from aprilsched.engines.base import Engine
-from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.errors import RefitError
 from aprilsched.kernel.core.messages.commands import Command, Pause
+from aprilsched.kernel.engines.base import Engine
+from aprilsched.kernel.engines.sglang import SGLangEngine
 from aprilsched.testing.contract import until
 from tests.sglang.recorded import Recorder, long_tail
 from tests.sglang.server import CpuServer

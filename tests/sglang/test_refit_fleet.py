@@ -19,9 +19,9 @@ from torch import Tensor
 
 from aprilsched import Batch, RolloutScheduler, SchedulerConfig, SGLangFleet
 from aprilsched.config import Pool
-from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.kernel.core.messages.commands import Command, Continue, Pause
 from aprilsched.kernel.core.messages.events import Event
+from aprilsched.kernel.engines.sglang import SGLangEngine
 from aprilsched.types import Rollout
 from aprilsched.weights.distributed import DistributedPublisher
 from tests.sglang.conftest import ADMIN_KEY

@@ -17,9 +17,9 @@ from aprilsched import (
     SGLangFleet,
     Turn,
 )
-from aprilsched.engines.http import HttpLimits
-from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.errors import EngineError, EngineProtocolError, EngineRejected, TurnRefused
+from aprilsched.kernel.engines.http import HttpLimits
+from aprilsched.kernel.engines.sglang import SGLangEngine
 from aprilsched.testing.contract import ENDLESS, PROMPT, Stream, greedy, whole
 from tests.sglang.server import CpuServer
 

@@ -13,11 +13,11 @@ import pytest
 
 from aprilsched import Batch, DiskPublisher, Prompt, RolloutScheduler, SchedulerConfig, SGLangFleet
 from aprilsched.config import Timeouts
-from aprilsched.engines.base import Engine
-from aprilsched.engines.http import ServerAddress
-from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.errors import EngineError
 from aprilsched.kernel.core.messages.events import EngineLost
+from aprilsched.kernel.engines.base import Engine
+from aprilsched.kernel.engines.http import ServerAddress
+from aprilsched.kernel.engines.sglang import SGLangEngine
 from aprilsched.testing.contract import until
 from tests.sglang.conftest import ADMIN_KEY
 from tests.sglang.helpers import opened

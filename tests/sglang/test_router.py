@@ -17,8 +17,8 @@ from aprilsched import (
     SGLangListedFleet,
     workers_of_router,
 )
-from aprilsched.engines.base import FleetChange
 from aprilsched.errors import ConfigError, EngineRejected, EngineUnreachable
+from aprilsched.kernel.engines.base import FleetChange
 from aprilsched.testing.contract import WAIT_SECONDS, greedy, whole
 from tests.sglang.conftest import ADMIN_KEY
 from tests.sglang.helpers import settled

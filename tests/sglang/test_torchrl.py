@@ -28,8 +28,8 @@ from aprilsched import (
     SGLangFleet,
 )
 from aprilsched.blocking import RolloutScheduler
-from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.integrations.torchrl import fill
+from aprilsched.kernel.engines.sglang import SGLangEngine
 from aprilsched.testing.contract import greedy, whole
 from tests.sglang.server import CpuServer
 

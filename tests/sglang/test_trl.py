@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from aprilsched import SGLangFleet
-from aprilsched.engines.sglang import SGLangEngine
+from aprilsched.kernel.engines.sglang import SGLangEngine
 from tests.sglang.conftest import ADMIN_KEY
 from tests.sglang.server import CpuServer
 from tests.support.tiny_tokenizer import calling_tokenizer

@@ -6,7 +6,7 @@ import numpy as np
 
 from aprilsched import Rollout
 from aprilsched.companions import Companion
-from aprilsched.engines.sim.toy_model import toy_masks, toy_rows, weights_key_of_version
+from aprilsched.simulation.engine.toy_model import toy_masks, toy_rows, weights_key_of_version
 from aprilsched.types import NO_VERSION
 
 __all__ = ["EXPERTS", "MASK", "check_rows"]

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from aprilsched.engines.base import Capabilities, RefitGroup, TensorMeta
 from aprilsched.errors import EngineError, EngineRejected
+from aprilsched.kernel.engines.base import Capabilities, RefitGroup, TensorMeta
 
 __all__ = ["GroupMember"]
 

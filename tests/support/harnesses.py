@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from aprilsched.chat.tokenizer import ModelTokenizer
-from aprilsched.engines.sim.toy_model import ContextState, ToyModel
 from aprilsched.sessions import Session
+from aprilsched.simulation.engine.toy_model import ContextState, ToyModel
 from aprilsched.types import Float32Array, Int32Array
 
 __all__ = ["HARNESSES", "Harness", "Tool", "anthropic_sdk", "pydantic_ai", "scripted"]

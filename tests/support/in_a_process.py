@@ -33,7 +33,7 @@ from aprilsched import (
     Turn,
 )
 from aprilsched.config import Retries
-from aprilsched.engines.base import Engine
+from aprilsched.kernel.engines.base import Engine
 from tests.support.companions import EXPERTS, MASK
 
 __all__ = [

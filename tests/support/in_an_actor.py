@@ -22,7 +22,7 @@ from aprilsched import (
     SGLangFleet,
     SqliteStore,
 )
-from aprilsched.engines.base import Engine
+from aprilsched.kernel.engines.base import Engine
 
 __all__ = [
     "LONG",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from aprilsched import SimPublisher
-from aprilsched.engines.base import Engine
+from aprilsched.kernel.engines.base import Engine
 
 __all__ = ["Once"]
 

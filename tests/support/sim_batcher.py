@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from aprilsched.engines.base import Chunk, GenerationRequest
-from aprilsched.engines.sim.batcher import Batcher
-from aprilsched.engines.sim.settings import SimConfig
-from aprilsched.engines.sim.toy_model import ContextState, ToyModel, sampling_key
+from aprilsched.kernel.engines.base import Chunk, GenerationRequest
+from aprilsched.simulation.engine.batcher import Batcher
+from aprilsched.simulation.engine.settings import SimConfig
+from aprilsched.simulation.engine.toy_model import ContextState, ToyModel, sampling_key
 from aprilsched.types import Float32Array, Int32Array, SamplingParams
 
 __all__ = ["Driver", "Outcome", "explained", "request"]

@@ -8,7 +8,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from aprilsched.engines.sim.settings import SimConfig
+from aprilsched.simulation.engine.settings import SimConfig
 from aprilsched.testing import SimServer
 from aprilsched.testing.contract import PROMPT
 

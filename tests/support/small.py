@@ -13,8 +13,8 @@ from aprilsched import (
     SimFleet,
     SimPublisher,
 )
-from aprilsched.engines.sim import run_virtual
 from aprilsched.kernel.shell.listener import AnyListener
+from aprilsched.simulation.engine import run_virtual
 
 __all__ = ["config", "driven", "workload"]
 

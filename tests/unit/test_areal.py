@@ -26,11 +26,11 @@ from openai import AsyncOpenAI
 
 from aprilsched import SchedulerConfig, SGLangFleet, SimFleet
 from aprilsched.config import Dispatch, Samples, Staleness
-from aprilsched.engines.sim.toy_model import toy_rows, weights_key_of_version
 from aprilsched.errors import ConfigError, RefitError
 from aprilsched.integrations.areal import RolloutEngine
 from aprilsched.kernel.core.messages import commands as do
 from aprilsched.kernel.core.messages import facts
+from aprilsched.simulation.engine.toy_model import toy_rows, weights_key_of_version
 from aprilsched.testing.fixtures import StartServer, start_sglang_server
 from aprilsched.testing.server import ThreadedServer
 from tests.support.areal_parts import areal, is_real, saved

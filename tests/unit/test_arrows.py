@@ -47,7 +47,7 @@ EFFECTS = frozenset({
 
 BASE_INSTALL = (
     "aprilsched", "aprilsched.blocking", "aprilsched.__main__", "aprilsched.kernel.shell",
-    "aprilsched.corrections", "aprilsched.engines.sglang", "aprilsched.presets",
+    "aprilsched.corrections", "aprilsched.kernel.engines.sglang", "aprilsched.presets",
     "aprilsched.process", "aprilsched.simulation", "aprilsched.testing",
     "aprilsched.testing.contract",
 )  # fmt: skip

@@ -29,10 +29,10 @@ from aprilsched import (
     SimPublisher,
     blocking,
 )
-from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import SchedulerClosed
 from aprilsched.kernel.core.messages.events import VersionSeen
 from aprilsched.kernel.shell.rollouts import SchedulerOptions
+from aprilsched.simulation.engine import run_virtual
 from tests.support.fronts import in_a_fork
 from tests.support.interrupting import InterruptingLoop
 

@@ -6,7 +6,7 @@ import asyncio
 import threading
 import warnings
 
-from aprilsched.engines.sim import run_virtual
+from aprilsched.simulation.engine import run_virtual
 
 
 def test_threads_are_waited_for_at_the_end_however_long_they_take():

@@ -17,9 +17,9 @@ pytest.importorskip("torch")
 import torch
 from torch import Tensor
 
-from aprilsched.engines.base import Engine, TensorMeta
-from aprilsched.engines.sim import SimEngine
 from aprilsched.errors import ConfigError, EngineError, EngineRejected
+from aprilsched.kernel.engines.base import Engine, TensorMeta
+from aprilsched.simulation.engine import SimEngine
 from aprilsched.weights.distributed import DistributedPublisher
 from aprilsched.weights.process_group import address_towards, behind
 from tests.support.group_engine import GroupMember

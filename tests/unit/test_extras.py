@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import ConfigError, MissingExtra
 from aprilsched.extras import extra
+from aprilsched.simulation.engine import run_virtual
 from tests.support.table import each_row
 
 

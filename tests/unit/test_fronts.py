@@ -33,8 +33,8 @@ from aprilsched import (
     SamplingParams,
     SimPublisher,
 )
-from aprilsched.engines.sim.sequence import MEDIA_TOKENS
 from aprilsched.errors import ConfigError, PromptsExhausted, RefitError, SchedulerClosed
+from aprilsched.simulation.engine.sequence import MEDIA_TOKENS
 from tests.support import fronts, in_a_process
 from tests.support.companions import check_rows
 from tests.support.fronts import FRONTS, Front, in_a_fork

@@ -9,10 +9,10 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from aprilsched.engines.base import Chunk
-from aprilsched.engines.http import HttpLimits
-from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.errors import EngineError, EngineProtocolError, EngineRejected
+from aprilsched.kernel.engines.base import Chunk
+from aprilsched.kernel.engines.http import HttpLimits
+from aprilsched.kernel.engines.sglang import SGLangEngine
 from aprilsched.testing.contract import greedy, until
 from tests.support.hostile import CHUNKED, Answer, Hostile, chunked, event, hostile
 

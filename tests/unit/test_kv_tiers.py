@@ -7,15 +7,15 @@ from typing import Any, Literal
 import msgspec
 import pytest
 
-from aprilsched.engines.base import Capabilities
-from aprilsched.engines.sglang import probe
-from aprilsched.engines.sglang.wire import ModelInfo, OpenApi, ServerInfo
-from aprilsched.engines.sim import SimConfig, SimEngine
-from aprilsched.engines.sim.toy_model import KvTier
-from aprilsched.engines.vllm import server_info
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.core.messages import events as ev
+from aprilsched.kernel.engines.base import Capabilities
+from aprilsched.kernel.engines.sglang import probe
+from aprilsched.kernel.engines.sglang.wire import ModelInfo, OpenApi, ServerInfo
+from aprilsched.kernel.engines.vllm import server_info
 from aprilsched.kernel.shell import opening
+from aprilsched.simulation.engine import SimConfig, SimEngine
+from aprilsched.simulation.engine.toy_model import KvTier
 from aprilsched.types import VersionSpan
 from tests.support.driver import Driver, config
 from tests.support.table import each_row

@@ -20,8 +20,8 @@ import pytest
 from aiohttp import web
 from yarl import URL
 
-from aprilsched.engines.http import HttpLimits, Transport
 from aprilsched.errors import ConfigError
+from aprilsched.kernel.engines.http import HttpLimits, Transport
 from aprilsched.serving import listener
 from aprilsched.serving.bodies import BODIES, Bodies, body_of, decode, expect_later
 from aprilsched.serving.keys import key_middleware
@@ -343,8 +343,8 @@ def test_a_server_without_file_descriptors_warns_once_and_serves_later(
 def test_calls_wait_for_file_descriptors_and_leave_the_last_to_control_calls(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("aprilsched.engines.http._DESCRIPTORS_RETRY_S", 0.01)
-    monkeypatch.setattr("aprilsched.engines.http._Connector._warned", float("-inf"))
+    monkeypatch.setattr("aprilsched.kernel.engines.http._DESCRIPTORS_RETRY_S", 0.01)
+    monkeypatch.setattr("aprilsched.kernel.engines.http._Connector._warned", float("-inf"))
 
     async def done() -> None:
         async with reading() as url:

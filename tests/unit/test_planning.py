@@ -15,7 +15,6 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from aprilsched.config import Dispatch, Samples, SchedulerConfig, Staleness, Tokens
-from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.kernel.core.lengths.observed import GroupLengths, hashed_uniforms
 from aprilsched.kernel.core.messages import commands as do
 from aprilsched.kernel.core.messages import events as ev
@@ -36,6 +35,7 @@ from aprilsched.planning.setting import Outcome, Setting
 from aprilsched.planning.trial import Times, Trial, drawn_again, try_out
 from aprilsched.presets import PRESETS
 from aprilsched.simulation import NEVER, Costs, Simulation
+from aprilsched.simulation.engine.settings import SimConfig
 from aprilsched.simulation.virtual import ModelledEngine
 from aprilsched.telemetry.figures import steady_state
 from aprilsched.telemetry.summary import Summary

@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aprilsched.config import SchedulerConfig
-from aprilsched.engines.base import Capabilities, Engine, PauseMode
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.policies.placement import (
@@ -36,6 +35,7 @@ from aprilsched.kernel.core.policies.straggler import (
     StragglerRule,
 )
 from aprilsched.kernel.core.state.records import RequestRecord
+from aprilsched.kernel.engines.base import Capabilities, Engine, PauseMode
 from aprilsched.kernel.shell.opening import check_engines, examine
 from tests.support.driver import Driver, prompts
 from tests.support.table import each_row

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from aprilsched.config import SchedulerConfig
-from aprilsched.engines.base import GenerationRequest
-from aprilsched.engines.sim import SimConfig
-from aprilsched.engines.sim.cache import PrefixCache
+from aprilsched.kernel.engines.base import GenerationRequest
 from aprilsched.simulation import Simulation
+from aprilsched.simulation.engine import SimConfig
+from aprilsched.simulation.engine.cache import PrefixCache
 from aprilsched.types import SamplingParams
 from aprilsched.workload import LongTailWorkload
 

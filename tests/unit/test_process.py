@@ -31,8 +31,8 @@ from aprilsched import (
     process,
     remote,
 )
-from aprilsched.engines.base import Engine
 from aprilsched.errors import AprilschedError, ConfigError, RefitError, SchedulerClosed
+from aprilsched.kernel.engines.base import Engine
 from aprilsched.testing import ThreadedServer
 from tests.support import in_a_process
 from tests.support.interrupting import InterruptingLoop

@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 
 from aprilsched import Batch, Prompt, RolloutScheduler, SamplingParams, SchedulerConfig
-from aprilsched.engines.sglang import SGLangEngine
-from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.errors import ConfigError, EngineUnreachable
+from aprilsched.kernel.engines.sglang import SGLangEngine
 from aprilsched.ray import RayFleet
+from aprilsched.simulation.engine.settings import SimConfig
 from aprilsched.testing.contract import WAIT_SECONDS, until
 from aprilsched.testing.server import SimServer, ThreadedServer
 from tests.support.ray_cluster import local_cluster

@@ -13,8 +13,8 @@ pytest.importorskip("torch")
 import torch
 from torch import Tensor
 
-from aprilsched.engines.base import Engine
 from aprilsched.errors import ConfigError
+from aprilsched.kernel.engines.base import Engine
 from aprilsched.weights.relay import RelayPublisher
 from tests.support.group_engine import GroupMember
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from aprilsched.analysis.samples import DeviceSamples, EngineSamples, read_samples
-from aprilsched.engines.base import EngineLoad
 from aprilsched.errors import RunFolderError
+from aprilsched.kernel.engines.base import EngineLoad
 from aprilsched.telemetry.sampling.sample_log import (
     FIELDS,
     NVML_UTILIZATION,

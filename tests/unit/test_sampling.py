@@ -12,8 +12,8 @@ import pytest
 from yarl import URL
 
 from aprilsched.checks import OWN
-from aprilsched.engines.http import HttpLimits, Transport
 from aprilsched.errors import ConfigError, EngineRejected
+from aprilsched.kernel.engines.http import HttpLimits, Transport
 from aprilsched.sampling import REFUSED, SERVER, SYNONYMS, sampling_params
 from aprilsched.types import Media, Prompt, SamplingParams
 from tests.support.table import each_row

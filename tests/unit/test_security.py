@@ -26,8 +26,8 @@ from aprilsched import (
 from aprilsched.chat import tokenizer
 from aprilsched.cli.serve_sim import ServeSimCommand
 from aprilsched.dialects import values
-from aprilsched.engines.sglang import SGLangEngine
 from aprilsched.gateway import server
+from aprilsched.kernel.engines.sglang import SGLangEngine
 from aprilsched.runs.settings import RunSettings
 from aprilsched.runs.setup import prepare
 from aprilsched.serving import bodies, calls, listener

@@ -8,15 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from aprilsched.engines.base import GenerationRequest
-from aprilsched.engines.http import Answer, HttpLimits, rejection
-from aprilsched.engines.server import release
-from aprilsched.engines.sglang import SGLangEngine, probe
-from aprilsched.engines.sglang.http_engine import SGLangFleet
-from aprilsched.engines.sglang.probe import SPANS_SINCE
-from aprilsched.engines.sglang.wire import ModelInfo, OpenApi, ServerInfo, generate_body
-from aprilsched.engines.stream import version_number
 from aprilsched.errors import ConfigError
+from aprilsched.kernel.engines.base import GenerationRequest
+from aprilsched.kernel.engines.http import Answer, HttpLimits, rejection
+from aprilsched.kernel.engines.server import release
+from aprilsched.kernel.engines.sglang import SGLangEngine, probe
+from aprilsched.kernel.engines.sglang.http_engine import SGLangFleet
+from aprilsched.kernel.engines.sglang.probe import SPANS_SINCE
+from aprilsched.kernel.engines.sglang.wire import ModelInfo, OpenApi, ServerInfo, generate_body
+from aprilsched.kernel.engines.stream import version_number
 from aprilsched.types import SamplingParams
 from aprilsched.weights.disk import DiskPublisher
 from tests.support.table import each_row

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from aprilsched.engines.sim.sequence import version_spans
-from aprilsched.engines.sim.settings import SimConfig
-from aprilsched.engines.sim.toy_model import weights_key_of_version
+from aprilsched.simulation.engine.sequence import version_spans
+from aprilsched.simulation.engine.settings import SimConfig
+from aprilsched.simulation.engine.toy_model import weights_key_of_version
 from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
 from aprilsched.types import Int32Array, VersionSpan
 from tests.support.sim_batcher import Driver, explained, request

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from aprilsched.engines.sim.toy_model import ContextState, ToyModel, sampling_key
+from aprilsched.simulation.engine.toy_model import ContextState, ToyModel, sampling_key
 from aprilsched.types import Float32Array, Int32Array, SamplingParams
 from tests.support.table import each_row
 

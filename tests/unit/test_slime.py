@@ -31,10 +31,10 @@ import aiohttp
 import numpy as np
 import pytest
 
-from aprilsched.engines.server import HttpEngine
-from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.errors import ConfigError, RefitError, RunGivenUp, SchedulerClosed
 from aprilsched.integrations import slime
+from aprilsched.kernel.engines.server import HttpEngine
+from aprilsched.simulation.engine.settings import SimConfig
 from aprilsched.testing import SimServer
 from aprilsched.testing.server import ThreadedServer
 from tests.support.sim_http import two_weights

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from aprilsched.engines.base import GenerationRequest
-from aprilsched.engines.sim import Batcher, SimConfig
+from aprilsched.kernel.engines.base import GenerationRequest
+from aprilsched.simulation.engine import Batcher, SimConfig
 from aprilsched.timing.model import H200_QWEN3_4B, H200_QWEN3_4B_LINEAR, StepTimeModel
 from aprilsched.types import SamplingParams
 from tests.support.table import each_row

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from aprilsched import Media, SamplingParams
 from aprilsched.companions import Companion, routed_experts, top_logprobs
-from aprilsched.engines.base import GenerationRequest
-from aprilsched.engines.vllm.tokens_api import EventReader, generate_body
 from aprilsched.errors import EngineProtocolError
+from aprilsched.kernel.engines.base import GenerationRequest
+from aprilsched.kernel.engines.vllm.tokens_api import EventReader, generate_body
 from tests.support.table import each_row
 
 EXPERTS = routed_experts(layers=2, per_token=2, experts=8)

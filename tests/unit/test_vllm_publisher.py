@@ -19,8 +19,8 @@ pytest.importorskip("torch")
 import torch
 from torch import Tensor
 
-from aprilsched.engines.base import Capabilities, Engine
 from aprilsched.errors import ConfigError, EngineRejected
+from aprilsched.kernel.engines.base import Capabilities, Engine
 from aprilsched.weights import vllm_transfer
 from aprilsched.weights.vllm_transfer import VLLMPublisher
 

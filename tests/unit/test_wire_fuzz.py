@@ -21,23 +21,23 @@ import pytest
 from hypothesis import example, given, note, settings
 from hypothesis import strategies as st
 
-from aprilsched.engines.base import Chunk, GenerationRequest
-from aprilsched.engines.http import Allowance, Answer, UnfinishedEvents, rejection
-from aprilsched.engines.server import decode, release
-from aprilsched.engines.sglang.probe import (
+from aprilsched.errors import AprilschedError, EngineError, EngineRejected
+from aprilsched.kernel.engines.base import Chunk, GenerationRequest
+from aprilsched.kernel.engines.http import Allowance, Answer, UnfinishedEvents, rejection
+from aprilsched.kernel.engines.server import decode, release
+from aprilsched.kernel.engines.sglang.probe import (
     _capabilities,  # pyright: ignore[reportPrivateUsage]
 )
-from aprilsched.engines.sglang.wire import (
+from aprilsched.kernel.engines.sglang.wire import (
     ChunkAssembler,
     ModelInfo,
     OpenApi,
     ServerInfo,
     UpdateAnswer,
 )
-from aprilsched.engines.stream import ResponseReader, read_chunks, version_number
-from aprilsched.engines.vllm.server_info import ServerInfo as VLLMServerInfo
-from aprilsched.engines.vllm.tokens_api import EventReader
-from aprilsched.errors import AprilschedError, EngineError, EngineRejected
+from aprilsched.kernel.engines.stream import ResponseReader, read_chunks, version_number
+from aprilsched.kernel.engines.vllm.server_info import ServerInfo as VLLMServerInfo
+from aprilsched.kernel.engines.vllm.tokens_api import EventReader
 from aprilsched.types import SamplingParams
 from tests.support.mutation import cut, spoiled_answer, spoiled_stream
 from tests.support.table import each_row

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from aprilsched.engines.sim.clock import run_virtual
 from aprilsched.errors import ConfigError
+from aprilsched.simulation.engine.clock import run_virtual
 from aprilsched.telemetry.worker import FileWriter, Worker
 
 

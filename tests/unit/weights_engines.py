@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from aprilsched.engines.base import Capabilities, Engine
 from aprilsched.errors import EngineRejected
+from aprilsched.kernel.engines.base import Capabilities, Engine
 
 __all__ = ["SocketEngine", "TensorEngine", "as_engines"]
 

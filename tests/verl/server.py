@@ -7,7 +7,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from aprilsched.engines.sim.settings import SimConfig
+from aprilsched.simulation.engine.settings import SimConfig
 from aprilsched.testing.server import SimServer, ThreadedServer
 
 VOCAB_SIZE = 256

@@ -17,9 +17,9 @@ from aprilsched import (
     SimFleet,
     Turn,
 )
-from aprilsched.engines.sim.sequence import MEDIA_TOKENS
 from aprilsched.errors import ConfigError
 from aprilsched.integrations.verl import _Client
+from aprilsched.simulation.engine.sequence import MEDIA_TOKENS
 
 pytest.importorskip("verl", reason="verl is not installed; use make test-verl")
 

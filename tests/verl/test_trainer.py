@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from aprilsched.companions import Companion
-from aprilsched.engines.sim.toy_model import toy_rows
 from aprilsched.integrations import class_of
 from aprilsched.integrations import verl as adapter
+from aprilsched.simulation.engine.toy_model import toy_rows
 from tests.verl.conftest import STEPS
 
 pytest.importorskip("verl", reason="verl is not installed; use make test-verl")

@@ -20,9 +20,9 @@ from aprilsched import (
     SimPublisher,
     blocking,
 )
-from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import ConfigError, SchedulerClosed
 from aprilsched.kernel.shell import logprob_comparison
+from aprilsched.simulation.engine import run_virtual
 from aprilsched.simulation.results import remainder
 from aprilsched.telemetry.event_log import EventLog
 from aprilsched.telemetry.event_log.reading import replay

@@ -21,7 +21,6 @@ from aprilsched import (
     SimFleet,
     SimPublisher,
 )
-from aprilsched.engines.sim import SimConfig
 from aprilsched.errors import ConfigError, PromptsExhausted
 from aprilsched.kernel.core.messages import commands as do
 from aprilsched.kernel.core.messages import events as ev
@@ -33,6 +32,7 @@ from aprilsched.planning import Planner
 from aprilsched.presets import PRESETS
 from aprilsched.runs.config_file import chosen
 from aprilsched.simulation import Costs, Simulation
+from aprilsched.simulation.engine import SimConfig
 from aprilsched.simulation.results import remainder
 from aprilsched.telemetry.figures import RunSummary, SteadyState
 from aprilsched.telemetry.summary import Summary

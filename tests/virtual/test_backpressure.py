@@ -20,11 +20,11 @@ from aprilsched import (
     Turn,
 )
 from aprilsched.config import Pool
-from aprilsched.engines.sim import run_virtual
 from aprilsched.kernel.core.invariants import check
 from aprilsched.kernel.core.messages.commands import Command
 from aprilsched.kernel.core.messages.events import Event
 from aprilsched.kernel.core.messages.facts import Fact, GroupLaunched
+from aprilsched.simulation.engine import run_virtual
 from tests.support import small
 from tests.support.table import each_row
 

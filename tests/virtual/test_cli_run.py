@@ -13,9 +13,9 @@ import pytest
 
 from aprilsched.__main__ import main
 from aprilsched.analysis.run import bars, in_flight, read_run
-from aprilsched.engines.sim import SimFleet
 from aprilsched.runs.config_file import read_settings
 from aprilsched.runs.settings import RunSettings
+from aprilsched.simulation.engine import SimFleet
 from aprilsched.telemetry.figures import BatchFigures, RunSummary
 from aprilsched.timing.calibration import save_model
 from aprilsched.timing.model import H200_QWEN3_4B

@@ -16,11 +16,11 @@ import pytest
 
 from aprilsched import LongTailWorkload, RolloutScheduler, SGLangFleet
 from aprilsched.config import Dispatch
-from aprilsched.engines.base import Chunk, GenerationRequest, PauseMode
-from aprilsched.engines.http import Answer, Transport
-from aprilsched.engines.server import despite_cancellation
-from aprilsched.engines.sim import SimConfig, SimEngine, run_virtual
 from aprilsched.errors import SchedulerClosed
+from aprilsched.kernel.engines.base import Chunk, GenerationRequest, PauseMode
+from aprilsched.kernel.engines.http import Answer, Transport
+from aprilsched.kernel.engines.server import despite_cancellation
+from aprilsched.simulation.engine import SimConfig, SimEngine, run_virtual
 from aprilsched.testing import SimServer
 from aprilsched.testing.contract import until
 from tests.support import small

@@ -36,12 +36,12 @@ from aprilsched import (
 )
 from aprilsched.companions import Companion, routed_experts, top_logprobs
 from aprilsched.config import Retries
-from aprilsched.engines.base import Capabilities, Chunk, GenerationRequest
-from aprilsched.engines.sim import SimEngine, sim_engine
-from aprilsched.engines.sim.toy_model import toy_rows, weights_key_of_version
 from aprilsched.errors import ConfigError, EngineError
 from aprilsched.kernel.core.policies.straggler import BEHAVIOURS
+from aprilsched.kernel.engines.base import Capabilities, Chunk, GenerationRequest
 from aprilsched.runs.config_file import config_of, table_of
+from aprilsched.simulation.engine import SimEngine, sim_engine
+from aprilsched.simulation.engine.toy_model import toy_rows, weights_key_of_version
 from aprilsched.tensors import RaggedTensor, pack
 from aprilsched.types import NO_VERSION
 from tests.support import small

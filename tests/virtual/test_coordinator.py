@@ -19,10 +19,10 @@ from aprilsched import (
     SimPublisher,
 )
 from aprilsched.config import Dispatch
-from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import RunGivenUp, SchedulerClosed
 from aprilsched.kernel.core.messages.events import Event, Finished
 from aprilsched.kernel.core.state.ledger import Reason
+from aprilsched.simulation.engine import run_virtual
 from tests.support.checking import Checking
 from tests.support.small import config, workload
 from tests.support.table import each_row

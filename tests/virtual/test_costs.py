@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from aprilsched.config import Dispatch, Pool, SchedulerConfig, Staleness
-from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.kernel.core.messages.commands import Command
 from aprilsched.kernel.core.messages.events import Event
 from aprilsched.simulation import Costs, Simulation
+from aprilsched.simulation.engine.settings import SimConfig
 from aprilsched.workload import LongTailWorkload
 
 ROLLING: dict[str, Any] = {"pace": "asynchronous", "straggler": "run", "refit": "rolling"}

@@ -18,9 +18,9 @@ from aprilsched.cli import doctor as cli
 from aprilsched.cli.doctor import REACHED
 from aprilsched.doctor import ROWS, Finding, Row, checks, examine
 from aprilsched.doctor.server import MAX_ATTEMPTS, Server, kept
-from aprilsched.engines.base import Capabilities, Chunk
-from aprilsched.engines.http import HttpLimits
 from aprilsched.errors import EngineRejected, EngineUnreachable
+from aprilsched.kernel.engines.base import Capabilities, Chunk
+from aprilsched.kernel.engines.http import HttpLimits
 from aprilsched.testing import SimServer
 from aprilsched.testing.app import Answer
 from aprilsched.testing.contract import CHECKS, PROMPT, EndedTooSoon, OtherTokens, Subject, until

@@ -33,7 +33,6 @@ from aprilsched import (
     Turn,
 )
 from aprilsched.config import Health
-from aprilsched.engines.base import Engine
 from aprilsched.errors import (
     ConfigError,
     EngineUnreachable,
@@ -47,6 +46,7 @@ from aprilsched.kernel.core.messages.commands import Command, Send
 from aprilsched.kernel.core.messages.events import Event, Finished
 from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.kernel.core.state.saved import Saved, Snapshot
+from aprilsched.kernel.engines.base import Engine
 from aprilsched.store import Store
 from tests.support import small
 from tests.support.small import config

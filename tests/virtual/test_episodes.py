@@ -20,11 +20,11 @@ from aprilsched import (
     Turn,
     TurnOutput,
 )
-from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import EpisodeError, RunGivenUp
 from aprilsched.kernel.core.policies.straggler import BEHAVIOURS
 from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.kernel.shell.episodes import Episode
+from aprilsched.simulation.engine import run_virtual
 from aprilsched.types import NO_VERSION
 from tests.support.checking import Checking
 from tests.support.table import each_row

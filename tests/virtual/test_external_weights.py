@@ -27,14 +27,14 @@ from aprilsched import (
     SimPublisher,
 )
 from aprilsched.config import Timeouts
-from aprilsched.engines.base import PauseMode
-from aprilsched.engines.sim import SimEngine, run_virtual
-from aprilsched.engines.sim.toy_model import ContextState, ToyModel, weights_key_of_version
 from aprilsched.errors import ConfigError, RefitError, SchedulerClosed
 from aprilsched.kernel.core.messages import commands as do
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.messages import facts
+from aprilsched.kernel.engines.base import PauseMode
 from aprilsched.kernel.shell.listener import ProtocolListener
+from aprilsched.simulation.engine import SimEngine, run_virtual
+from aprilsched.simulation.engine.toy_model import ContextState, ToyModel, weights_key_of_version
 from tests.support import small
 from tests.support.table import each_row
 

@@ -22,13 +22,13 @@ from aprilsched import (
     SimPublisher,
 )
 from aprilsched.config import Health, Timeouts
-from aprilsched.engines.base import Chunk, GenerationRequest
-from aprilsched.engines.sim import SimEngine, run_virtual
 from aprilsched.errors import EngineError, FleetLost, RefitError
 from aprilsched.kernel.core.messages import commands as do
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.messages import facts
+from aprilsched.kernel.engines.base import Chunk, GenerationRequest
 from aprilsched.kernel.shell.listener import ProtocolListener
+from aprilsched.simulation.engine import SimEngine, run_virtual
 from tests.support import small
 from tests.support.publishers import Once
 from tests.support.table import each_row

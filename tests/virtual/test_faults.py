@@ -18,11 +18,6 @@ import numpy as np
 import pytest
 from tenacity import wait_fixed
 
-from aprilsched.engines import http
-from aprilsched.engines.base import Chunk
-from aprilsched.engines.http import ConnectionDropped, HttpLimits, retry_after_s
-from aprilsched.engines.sglang import SGLangEngine
-from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import (
     AprilschedError,
     ControlTimeout,
@@ -33,6 +28,11 @@ from aprilsched.errors import (
     EngineUnreachable,
     InconsistentWeights,
 )
+from aprilsched.kernel.engines import http
+from aprilsched.kernel.engines.base import Chunk
+from aprilsched.kernel.engines.http import ConnectionDropped, HttpLimits, retry_after_s
+from aprilsched.kernel.engines.sglang import SGLangEngine
+from aprilsched.simulation.engine import run_virtual
 from aprilsched.testing.contract import greedy, until
 from aprilsched.types import VersionSpan
 from tests.support import faults as kinds

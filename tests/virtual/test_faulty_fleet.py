@@ -15,8 +15,8 @@ from functools import partial
 import pytest
 
 from aprilsched import LongTailWorkload, RolloutScheduler, SchedulerConfig, SGLangFleet
-from aprilsched.engines.http import HttpLimits
-from aprilsched.engines.sim import run_virtual
+from aprilsched.kernel.engines.http import HttpLimits
+from aprilsched.simulation.engine import run_virtual
 from aprilsched.testing.contract import until
 from tests.support import small
 from tests.support.faults import (

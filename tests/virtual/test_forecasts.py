@@ -11,13 +11,13 @@ import pytest
 
 from aprilsched import LongTailWorkload, SchedulerConfig
 from aprilsched.config import LengthBuckets, Pool, TailBatching
-from aprilsched.engines.sim import SimConfig
 from aprilsched.kernel.core.messages import facts as of
 from aprilsched.kernel.core.policies.refill import Refill, Wave
 from aprilsched.kernel.core.policies.schedule import Forecast, Schedule
 from aprilsched.planning import Planner, planner
 from aprilsched.planning.planner import Bias
 from aprilsched.simulation import NEVER, Costs, Simulation
+from aprilsched.simulation.engine import SimConfig
 from aprilsched.telemetry.batch_figures import BatchMeter
 from aprilsched.telemetry.figures import Figures, Measured
 from aprilsched.timing.model import H200_QWEN3_4B as MODEL

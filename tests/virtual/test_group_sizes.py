@@ -28,9 +28,9 @@ from aprilsched.analysis.lengths_of_run import known_lengths
 from aprilsched.analysis.rebuild import summary_of_run
 from aprilsched.analysis.report.words import ran
 from aprilsched.config import Groups, Samples, Stop, Tokens
-from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import ConfigError
 from aprilsched.planning import Planner
+from aprilsched.simulation.engine import run_virtual
 from tests.support import small
 from tests.support.driver import Driver, config
 from tests.support.table import each_row

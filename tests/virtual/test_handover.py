@@ -26,13 +26,13 @@ from aprilsched import (
     presets,
 )
 from aprilsched.config import LengthBuckets, Staleness
-from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import StoreError
 from aprilsched.kernel.core.invariants import check as check_invariants
 from aprilsched.kernel.core.messages.commands import Command, Offer
 from aprilsched.kernel.core.messages.events import Event, UpdateRequested
 from aprilsched.kernel.core.policies.staleness import StalenessRule
 from aprilsched.kernel.core.state.saved import Snapshot
+from aprilsched.simulation.engine import run_virtual
 from aprilsched.store import Store
 from tests.support.table import each_row
 

@@ -25,8 +25,8 @@ from aprilsched import (
     Turn,
 )
 from aprilsched.chat.tokenizer import ModelTokenizer, load_tokenizer
-from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.sessions import Session, Sessions
+from aprilsched.simulation.engine.settings import SimConfig
 from aprilsched.testing import SimServer
 from aprilsched.testing.contract import until
 from aprilsched.types import NO_VERSION, Prompt

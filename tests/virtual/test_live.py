@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from aprilsched.config import Pace, SchedulerConfig
-from aprilsched.engines.sim import SimFleet, SimPublisher
 from aprilsched.kernel.core.messages.facts import Fact, TokensReceived
 from aprilsched.kernel.core.policies.straggler import StragglerRule
 from aprilsched.kernel.core.state.in_flight import InFlight
 from aprilsched.kernel.shell import RolloutScheduler
 from aprilsched.kernel.shell.listener import Listener
+from aprilsched.simulation.engine import SimFleet, SimPublisher
 from aprilsched.telemetry.batch_figures import BatchMeter
 from aprilsched.telemetry.live.live_model import LiveModel, RunFacts, Snapshot
 from aprilsched.telemetry.live_figures import LiveFigures

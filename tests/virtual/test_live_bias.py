@@ -10,8 +10,8 @@ import pytest
 from aprilsched import RolloutScheduler, SchedulerConfig, SimFleet, SimPublisher
 from aprilsched.blocking import RolloutScheduler as BlockingScheduler
 from aprilsched.config import Staleness
-from aprilsched.engines.sim import run_virtual
 from aprilsched.kernel.shell import BiasNow
+from aprilsched.simulation.engine import run_virtual
 from tests.support import small
 
 WORKLOAD = small.workload(seed=5)

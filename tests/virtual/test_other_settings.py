@@ -27,9 +27,9 @@ from aprilsched import (
     SimPublisher,
 )
 from aprilsched.config import Dispatch, LengthBuckets, Samples, Staleness, Tokens
-from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.core.invariants import check as check_invariants
+from aprilsched.simulation.engine import run_virtual
 from tests.support.table import each_row
 
 pytestmark = pytest.mark.virtual_time

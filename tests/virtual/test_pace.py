@@ -18,7 +18,6 @@ from aprilsched import (
     SimFleet,
     SimPublisher,
 )
-from aprilsched.engines.sim import run_virtual
 from aprilsched.kernel.core.invariants import check as check_invariants
 from aprilsched.kernel.core.messages import commands as do
 from aprilsched.kernel.core.messages import events as ev
@@ -28,6 +27,7 @@ from aprilsched.kernel.core.policies.schedule import Pace, Schedule
 from aprilsched.kernel.core.policies.straggler import BEHAVIOURS
 from aprilsched.planning import Planner
 from aprilsched.simulation import Costs, Simulation
+from aprilsched.simulation.engine import run_virtual
 from aprilsched.simulation.results import remainder
 from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.summary import Summary

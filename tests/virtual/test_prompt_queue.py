@@ -24,9 +24,9 @@ from aprilsched import (
     blocking,
 )
 from aprilsched.config import Pool, Samples
-from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import ConfigError, PromptsExhausted
 from aprilsched.planning import Planner
+from aprilsched.simulation.engine import run_virtual
 from tests.support.table import each_row
 
 pytestmark = pytest.mark.virtual_time

@@ -27,10 +27,10 @@ from aprilsched import (
 from aprilsched.__main__ import main
 from aprilsched.analysis.rebuild import rebuilt_summary, remainder_of
 from aprilsched.analysis.run import read_run
-from aprilsched.engines.base import Chunk, GenerationRequest
-from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import EngineError, EngineRejected
 from aprilsched.kernel.core.messages.events import EngineLost
+from aprilsched.kernel.engines.base import Chunk, GenerationRequest
+from aprilsched.simulation.engine import run_virtual
 from aprilsched.simulation.results import remainder
 from aprilsched.telemetry.event_log import EventLog
 from aprilsched.telemetry.event_log.reading import replay

@@ -21,12 +21,12 @@ from aprilsched import (
     SimPublisher,
     SqliteStore,
 )
-from aprilsched.engines.base import Chunk, Engine, FleetChange, GenerationRequest
-from aprilsched.engines.self_check import check
-from aprilsched.engines.sim import SimEngine, run_virtual
 from aprilsched.errors import ConfigError, EngineError
 from aprilsched.kernel.core.messages.events import EngineLost
 from aprilsched.kernel.core.policies.straggler import StragglerRule
+from aprilsched.kernel.engines.base import Chunk, Engine, FleetChange, GenerationRequest
+from aprilsched.kernel.engines.self_check import check
+from aprilsched.simulation.engine import SimEngine, run_virtual
 from tests.support.publishers import Once
 from tests.support.sim_http import Raw, served, two_weights
 from tests.support.small import workload

@@ -34,9 +34,9 @@ from aprilsched import (
     Turn,
 )
 from aprilsched.companions import Companion
-from aprilsched.engines.sim import SimConfig
-from aprilsched.engines.sim.sequence import MEDIA_TOKENS
 from aprilsched.errors import ConfigError
+from aprilsched.simulation.engine import SimConfig
+from aprilsched.simulation.engine.sequence import MEDIA_TOKENS
 from aprilsched.telemetry.event_log import EventLog
 from aprilsched.testing.server import SimServer
 from tests.support import small

@@ -20,7 +20,6 @@ from aprilsched.analysis.lengths_of_run import known_lengths
 from aprilsched.analysis.rebuild import rebuilt_summary
 from aprilsched.analysis.run import read_run
 from aprilsched.config import SchedulerConfig, Staleness
-from aprilsched.engines.sim import SimFleet
 from aprilsched.errors import ConfigError, RunFolderError
 from aprilsched.kernel.core.messages.facts import BatchDelivered, BatchRequested
 from aprilsched.kernel.core.policies.staleness import StalenessRule
@@ -28,6 +27,7 @@ from aprilsched.runs.config_file import read_settings
 from aprilsched.runs.drive import Run
 from aprilsched.runs.settings import RunSettings, WorkloadSettings
 from aprilsched.runs.setup import prepare
+from aprilsched.simulation.engine import SimFleet
 from aprilsched.store.sqlite import SqliteStore
 from aprilsched.telemetry.event_log import EventLog
 from aprilsched.telemetry.event_log.reading import read_facts

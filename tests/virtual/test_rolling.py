@@ -27,10 +27,10 @@ from aprilsched import (
     SqliteStore,
 )
 from aprilsched.config import Pool, Prices
-from aprilsched.engines.base import Engine
-from aprilsched.engines.sim.sim_engine import SimAdapterPublisher
-from aprilsched.engines.sim.toy_model import ContextState, ToyModel, weights_key_of_version
 from aprilsched.errors import ConfigError
+from aprilsched.kernel.engines.base import Engine
+from aprilsched.simulation.engine.sim_engine import SimAdapterPublisher
+from aprilsched.simulation.engine.toy_model import ContextState, ToyModel, weights_key_of_version
 from aprilsched.weights.disk import VersionsOnDisk
 from tests.support import small
 

@@ -27,11 +27,11 @@ from aprilsched import (
     Turn,
 )
 from aprilsched.config import Retries
-from aprilsched.engines.sim import run_virtual
 from aprilsched.kernel.core.messages.facts import RolloutScored
 from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.kernel.core.state.records import State
 from aprilsched.kernel.shell.callbacks import Reward
+from aprilsched.simulation.engine import run_virtual
 from aprilsched.simulation.results import remainder
 from aprilsched.store import Store
 from aprilsched.telemetry.event_log import EventLog

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from aprilsched.engines.sglang import SGLangEngine
+from aprilsched.kernel.engines.sglang import SGLangEngine
 from aprilsched.testing import SimServer
 from aprilsched.testing.contract import Stream, greedy, until
 from tests.support.gateway import front

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import pytest
 
 from aprilsched import LongTailWorkload, RolloutScheduler, SchedulerConfig, SGLangFleet, SimFleet
-from aprilsched.engines.base import Engine, Fleet
-from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import ConfigError, EngineTaken
+from aprilsched.kernel.engines.base import Engine, Fleet
 from aprilsched.kernel.shell.opening import Claim
+from aprilsched.simulation.engine import run_virtual
 from aprilsched.testing import SimServer
 from aprilsched.testing.contract import greedy, until
 from tests.support.sim_http import CONFIG, INTERVAL

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aprilsched.engines.base import Chunk, Engine, Fleet, GenerationRequest, RefitFromDisk
-from aprilsched.engines.sim import SimEngine, SimFleet, SimPublisher, run_virtual
 from aprilsched.errors import ConfigError, EngineProtocolError, EngineRejected, EngineUnreachable
+from aprilsched.kernel.engines.base import Chunk, Engine, Fleet, GenerationRequest, RefitFromDisk
+from aprilsched.simulation.engine import SimEngine, SimFleet, SimPublisher, run_virtual
 from aprilsched.weights.publisher import WeightPublisher
 from aprilsched.workload import LongTailWorkload
 from tests.support.loop import PatientLoop

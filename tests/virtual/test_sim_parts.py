@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from aprilsched.engines.base import SleepingEngine, TakesAdapters
-from aprilsched.engines.sglang import SGLangEngine
-from aprilsched.engines.sim import SimAdapterPublisher, SimEngine, run_virtual
 from aprilsched.errors import ConfigError, EngineProtocolError, EngineRejected, EngineUnreachable
+from aprilsched.kernel.engines.base import SleepingEngine, TakesAdapters
+from aprilsched.kernel.engines.sglang import SGLangEngine
+from aprilsched.simulation.engine import SimAdapterPublisher, SimEngine, run_virtual
 from aprilsched.testing.contract import Stream, whole
 from aprilsched.weights.disk import LoraPublisher
 from aprilsched.weights.publisher import AdapterPublisher, RepublishingPublisher

@@ -27,10 +27,10 @@ from aprilsched import (
     SGLangFleet,
 )
 from aprilsched.__main__ import main
-from aprilsched.engines.sglang import SGLangEngine
-from aprilsched.engines.sim import SimConfig
 from aprilsched.errors import ConfigError, EngineRejected
 from aprilsched.kernel.core.policies.straggler import StragglerRule
+from aprilsched.kernel.engines.sglang import SGLangEngine
+from aprilsched.simulation.engine import SimConfig
 from aprilsched.testing import DrawnLengths, SimServer
 from aprilsched.testing.contract import ALL_CHECKS, Check, Stream, Subject, greedy, until
 from tests.sglang.helpers import running

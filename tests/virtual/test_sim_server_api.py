@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from aprilsched import SamplingParams
-from aprilsched.engines.base import GenerationRequest
+from aprilsched.kernel.engines.base import GenerationRequest
 from aprilsched.testing import SimServer
 from aprilsched.testing.contract import until
 from tests.sglang.loads_contract import check_loads

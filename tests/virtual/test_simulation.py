@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from aprilsched.config import Dispatch, LengthBuckets, Pool, SchedulerConfig
-from aprilsched.engines.sim import SimConfig, SimFleet, SimPublisher, run_virtual
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.core.messages import commands as do
 from aprilsched.kernel.core.messages.commands import Command
@@ -23,6 +22,7 @@ from aprilsched.kernel.core.messages.events import Event, Opened
 from aprilsched.kernel.shell import RolloutScheduler
 from aprilsched.presets import april, auto, copris, sync
 from aprilsched.simulation import Costs, Simulation, compare, simulate
+from aprilsched.simulation.engine import SimConfig, SimFleet, SimPublisher, run_virtual
 from aprilsched.workload import Empirical, LongTailWorkload
 from tests.support import small
 from tests.support.table import each_row

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from aprilsched import Batch, RolloutScheduler, SimFleet, SimPublisher
-from aprilsched.engines.sim import run_virtual
 from aprilsched.simulation import Costs, Simulation
+from aprilsched.simulation.engine import run_virtual
 from tests.support.checking import Checking
 from tests.support.small import config, workload
 from tests.support.table import each_row

@@ -33,7 +33,6 @@ from aprilsched.__main__ import main
 from aprilsched.analysis.plots import bias
 from aprilsched.analysis.run import read_run
 from aprilsched.config import Dispatch, Staleness
-from aprilsched.engines.sim import run_virtual
 from aprilsched.kernel.core.lengths.laws import kaplan_meier
 from aprilsched.kernel.core.lengths.observed import GroupLengths, pooled
 from aprilsched.kernel.core.messages.commands import Send
@@ -42,6 +41,7 @@ from aprilsched.kernel.core.messages.facts import BatchDelivered, Fact, GroupLau
 from aprilsched.kernel.core.state.records import group_lengths
 from aprilsched.presets import PRESETS
 from aprilsched.simulation import Simulation
+from aprilsched.simulation.engine import run_virtual
 from aprilsched.simulation.results import remainder
 from aprilsched.simulation.virtual import TIMED
 from aprilsched.telemetry.figures import RunSummary

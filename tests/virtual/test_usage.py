@@ -21,8 +21,8 @@ from aprilsched import (
 )
 from aprilsched.__main__ import main
 from aprilsched.analysis.usage import RunUsage, UsageRecorder, usage_of
-from aprilsched.engines.sim import run_virtual
 from aprilsched.kernel.core.messages.events import EngineLost
+from aprilsched.simulation.engine import run_virtual
 from aprilsched.telemetry.engine_time import PARTS, utilization_of
 from aprilsched.telemetry.run_state import RunState
 from tests.support.small import config, workload

@@ -30,8 +30,6 @@ from aprilsched import (
     blocking,
 )
 from aprilsched.config import Retries
-from aprilsched.engines.base import Engine
-from aprilsched.engines.sim import run_virtual
 from aprilsched.errors import (
     CallbackError,
     ConfigError,
@@ -43,9 +41,11 @@ from aprilsched.errors import (
     SchedulerClosed,
 )
 from aprilsched.kernel.core.state.ledger import Reason
+from aprilsched.kernel.engines.base import Engine
 from aprilsched.kernel.shell.tasks import Tasks
 from aprilsched.planning import Planner
 from aprilsched.remote import Raised
+from aprilsched.simulation.engine import run_virtual
 from aprilsched.store import MemoryStore
 from tests.support import small
 from tests.support.table import each_row

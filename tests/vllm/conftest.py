@@ -8,7 +8,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from aprilsched.engines.vllm import VLLMEngine
+from aprilsched.kernel.engines.vllm import VLLMEngine
 from tests.sglang.server import write_model
 from tests.vllm.server import ENVIRONMENT, VLLMServer, server_python
 

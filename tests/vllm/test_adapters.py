@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from aprilsched.engines.vllm import VLLMEngine
+from aprilsched.kernel.engines.vllm import VLLMEngine
 from aprilsched.testing.contract import PROMPT, whole
 from tests.sglang.adapter_contract import ADAPTER_CHECKS, AdapterCheck, Adapting, adapted
 from tests.sglang.recorded import TOLERANCE, sequence_scores

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from aprilsched import SamplingParams
-from aprilsched.engines.base import GenerationRequest
-from aprilsched.engines.sglang import SGLangEngine
-from aprilsched.engines.vllm import VLLMEngine
 from aprilsched.errors import EngineProtocolError, EngineRejected, InconsistentWeights
+from aprilsched.kernel.engines.base import GenerationRequest
+from aprilsched.kernel.engines.sglang import SGLangEngine
+from aprilsched.kernel.engines.vllm import VLLMEngine
 from aprilsched.testing.contract import (
     ALL_CHECKS,
     ENDLESS,

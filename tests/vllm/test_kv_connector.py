@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from aprilsched.engines.vllm import VLLMEngine
 from aprilsched.errors import ConfigError
+from aprilsched.kernel.engines.vllm import VLLMEngine
 from aprilsched.kernel.shell.opening import check_engines
 from aprilsched.testing.contract import greedy, whole
 from tests.sglang.recorded import sequence_scores

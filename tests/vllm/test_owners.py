@@ -5,8 +5,8 @@ from __future__ import annotations
 import aiohttp
 
 from aprilsched import VLLMFleet
-from aprilsched.engines.vllm import VLLMEngine
 from aprilsched.gateway import Gateway, GatewaySettings
+from aprilsched.kernel.engines.vllm import VLLMEngine
 from tests.vllm.server import VLLMServer
 
 LONG = {"input_ids": [3, 5, 7], "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}}

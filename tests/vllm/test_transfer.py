@@ -16,8 +16,8 @@ import pytest
 
 import aprilsched
 from aprilsched import VLLMPublisher
-from aprilsched.engines.vllm import VLLMEngine
 from aprilsched.errors import ConfigError, EngineRejected
+from aprilsched.kernel.engines.vllm import VLLMEngine
 from aprilsched.testing.contract import PROMPT
 from tests.sglang.recorded import TOLERANCE, sequence_scores
 from tests.sglang.server import server_environment

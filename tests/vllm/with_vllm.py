@@ -31,9 +31,9 @@ if __name__ == "__main__":
 
     from aprilsched import Media, SamplingParams, VLLMPublisher
     from aprilsched.companions import Companion, routed_experts
-    from aprilsched.engines.base import GenerationRequest
-    from aprilsched.engines.vllm import VLLMEngine
-    from aprilsched.engines.vllm.tokens_api import EventReader, generate_body
+    from aprilsched.kernel.engines.base import GenerationRequest
+    from aprilsched.kernel.engines.vllm import VLLMEngine
+    from aprilsched.kernel.engines.vllm.tokens_api import EventReader, generate_body
     from aprilsched.testing.contract import greedy, whole
     from aprilsched.weights import vllm_transfer
 

@@ -11,10 +11,10 @@ from contextlib import aclosing, suppress
 
 from asyncio_throttle.throttler import Throttler
 
-from aprilsched.engines.base import Chunk, GenerationRequest
 from aprilsched.errors import EngineBusy, EngineError, EngineRejected, EngineUnreachable
 from aprilsched.kernel.core.messages.commands import Abort, Send
 from aprilsched.kernel.core.messages.events import Event, Failed, Interrupted
+from aprilsched.kernel.engines.base import Chunk, GenerationRequest
 from aprilsched.kernel.shell.loop import ending, progress
 from aprilsched.kernel.shell.tasks import Part, Shell, TaskKey
 from aprilsched.types import ANSWER_BYTES

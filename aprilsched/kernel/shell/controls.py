@@ -18,11 +18,11 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeAlias
 
-from aprilsched.engines.base import Engine, SleepingEngine
-from aprilsched.engines.self_check import check_tokens
 from aprilsched.errors import EngineError, InconsistentWeights
 from aprilsched.kernel.core.messages import commands as do
 from aprilsched.kernel.core.messages import events as ev
+from aprilsched.kernel.engines.base import Engine, SleepingEngine
+from aprilsched.kernel.engines.self_check import check_tokens
 from aprilsched.kernel.shell.opening import shows_pause
 from aprilsched.kernel.shell.tasks import Part, Shell, TaskKey, watched
 from aprilsched.weights.publisher import to_the_end

@@ -19,10 +19,10 @@ import logging
 from collections.abc import Sequence
 from contextlib import suppress
 
-from aprilsched.engines.base import Engine
 from aprilsched.errors import EngineError, EngineUnreachable
 from aprilsched.kernel.core.state.engine_control import Mode
 from aprilsched.kernel.core.state.state import SchedulerState
+from aprilsched.kernel.engines.base import Engine
 from aprilsched.kernel.shell.attempts import Attempts
 from aprilsched.kernel.shell.controls import EngineControls
 from aprilsched.kernel.shell.refits import Refits

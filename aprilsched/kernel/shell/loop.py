@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from aprilsched.engines.base import Capabilities, Chunk
 from aprilsched.kernel.core.messages.commands import Command
 from aprilsched.kernel.core.messages.events import (
     EngineInfo,
@@ -24,6 +23,7 @@ from aprilsched.kernel.core.messages.events import (
 )
 from aprilsched.kernel.core.messages.facts import by_delivery
 from aprilsched.kernel.core.scheduler import Scheduler
+from aprilsched.kernel.engines.base import Capabilities, Chunk
 from aprilsched.kernel.shell.listener import AnyListener
 from aprilsched.kernel.shell.notify import Listeners
 

@@ -10,15 +10,6 @@ from collections.abc import Awaitable, Callable, Iterable
 from contextlib import aclosing, suppress
 from datetime import datetime, timedelta
 
-from aprilsched.engines.base import (
-    CLAIM_INTERVAL_S,
-    Claimable,
-    Engine,
-    Fleet,
-    ReportsLoad,
-    TellsPause,
-    WatchesMembership,
-)
 from aprilsched.errors import (
     AprilschedError,
     EngineError,
@@ -29,6 +20,15 @@ from aprilsched.errors import (
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.messages import facts
 from aprilsched.kernel.core.messages.events import EngineInfo, EngineJoined, EngineLost
+from aprilsched.kernel.engines.base import (
+    CLAIM_INTERVAL_S,
+    Claimable,
+    Engine,
+    Fleet,
+    ReportsLoad,
+    TellsPause,
+    WatchesMembership,
+)
 from aprilsched.kernel.shell.handback import HandBack
 from aprilsched.kernel.shell.opening import claim, examine
 from aprilsched.kernel.shell.tasks import Part, Shell, TaskKey

@@ -17,7 +17,14 @@ from typing import ClassVar
 
 from aprilsched.companions import TOP
 from aprilsched.config import SchedulerConfig
-from aprilsched.engines.base import (
+from aprilsched.errors import (
+    ConfigError,
+    EngineError,
+    EngineTaken,
+    InconsistentWeights,
+)
+from aprilsched.kernel.core.messages.events import EngineInfo, Opened
+from aprilsched.kernel.engines.base import (
     CLAIM_INTERVAL_S,
     CLAIM_S,
     Claimable,
@@ -27,14 +34,7 @@ from aprilsched.engines.base import (
     ReportsLoad,
     TellsPause,
 )
-from aprilsched.engines.self_check import check, pause_during
-from aprilsched.errors import (
-    ConfigError,
-    EngineError,
-    EngineTaken,
-    InconsistentWeights,
-)
-from aprilsched.kernel.core.messages.events import EngineInfo, Opened
+from aprilsched.kernel.engines.self_check import check, pause_during
 from aprilsched.kernel.shell.loop import joining
 
 _FIRST_LABELS = ("default", "0")
@@ -195,7 +195,7 @@ def _program(engine: Engine) -> str:
 #
 # Two schedulers on one engine would each pause and refit it while the other uses it. Within one
 # process, the second scheduler is refused. Across processes it is refused by a claim on the server
-# (:class:`~aprilsched.engines.base.Claimable`), which the first one renews. Clients that make no
+# (:class:`~aprilsched.kernel.engines.base.Claimable`), which the first one renews. Clients that make no
 # claim are detected by their effects: requests that an engine has when a scheduler opens, aborts
 # that the scheduler did not request (see :mod:`aprilsched.kernel.shell.attempts`), and an engine
 # that runs although the scheduler has paused it (see :mod:`aprilsched.kernel.shell.controls`). A

@@ -13,10 +13,10 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from aprilsched.engines.base import Engine
 from aprilsched.errors import EngineError, InconsistentWeights
 from aprilsched.kernel.core.messages.events import ControlFailed, Refitted
 from aprilsched.kernel.core.messages.facts import AdapterRetired, RefitBegun
+from aprilsched.kernel.engines.base import Engine
 from aprilsched.kernel.shell.callbacks import Overdue, called, raised
 from aprilsched.kernel.shell.tasks import Part, Shell, TaskKey, watched
 from aprilsched.weights.external import ExternalWeights, FollowedWeights, Handshake

@@ -11,11 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, Self, TypedDict
 
-from aprilsched.engines.base import Fleet
 from aprilsched.errors import ConfigError, InvariantViolation
 from aprilsched.kernel.core.config import Caller, SchedulerConfig
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.state.state import SchedulerState
+from aprilsched.kernel.engines.base import Fleet
 from aprilsched.kernel.shell.callbacks import Accept, GroupReward, Reward
 from aprilsched.kernel.shell.episodes import Episode
 from aprilsched.kernel.shell.listener import AnyListener

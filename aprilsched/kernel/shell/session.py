@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from aprilsched.engines.base import Engine, Fleet, RefitElsewhere
 from aprilsched.errors import EngineTaken, SchedulerClosed, closed_meanwhile
 from aprilsched.kernel.core.config import Caller, SchedulerConfig
 from aprilsched.kernel.core.messages import commands as do
@@ -21,6 +20,7 @@ from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.messages import facts
 from aprilsched.kernel.core.scheduler import Scheduler
 from aprilsched.kernel.core.state.state import SchedulerState
+from aprilsched.kernel.engines.base import Engine, Fleet, RefitElsewhere
 from aprilsched.kernel.shell.attempts import Attempts
 from aprilsched.kernel.shell.controls import EngineControls
 from aprilsched.kernel.shell.durability import Durability

@@ -14,12 +14,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from aprilsched.engines.base import Engine
 from aprilsched.errors import ConfigError, InvariantViolation
 from aprilsched.kernel.core.config import SchedulerConfig
 from aprilsched.kernel.core.messages.commands import DeliverEvaluation
 from aprilsched.kernel.core.messages.events import Event
 from aprilsched.kernel.core.messages.facts import SleepBegun, SleepEnded, UpdateFinished
+from aprilsched.kernel.engines.base import Engine
 from aprilsched.types import Batch
 
 TaskKey: TypeAlias = str | tuple[Any, ...]

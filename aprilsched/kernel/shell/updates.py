@@ -11,11 +11,11 @@ import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager, suppress
 
-from aprilsched.engines.base import SleepingEngine
 from aprilsched.errors import ConfigError, RefitError
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.messages import facts
 from aprilsched.kernel.core.steps.engines import stranded
+from aprilsched.kernel.engines.base import SleepingEngine
 from aprilsched.kernel.shell.callbacks import called, called_now
 from aprilsched.kernel.shell.membership import wants_update
 from aprilsched.kernel.shell.refits import RefitReport

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol, Self
 
-from aprilsched.engines.base import EngineLoad, ReportsLoad
 from aprilsched.errors import ConfigError
+from aprilsched.kernel.engines.base import EngineLoad, ReportsLoad
 from aprilsched.telemetry.sampling.nvml import GpuThread, Nvml
 from aprilsched.telemetry.sampling.sample_log import DeviceLine, EngineLine, GpuLine, SampleLog
 
@@ -150,7 +150,7 @@ class HasEngines(Protocol):
 
 
 class EngineLoads:
-    """Asks the engines that tell their load (:class:`~aprilsched.engines.base.ReportsLoad`).
+    """Asks the engines that tell their load (:class:`~aprilsched.kernel.engines.base.ReportsLoad`).
 
     Args:
         fleet: the fleet of the engines; it should be open.

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from aprilsched.engines.base import RefitGroup, TensorMeta
+from aprilsched.kernel.engines.base import RefitGroup, TensorMeta
 from aprilsched.weights.publisher import iter_buckets
 
 __all__ = ["ReferencePublisher"]

@@ -29,9 +29,9 @@ if "aprilsched" not in sys.modules:
     _package.__path__ = list(_found.submodule_search_locations)
     sys.modules["aprilsched"] = _package
 
-from aprilsched.engines.base import GenerationRequest
-from aprilsched.engines.http import HttpLimits
-from aprilsched.engines.sglang import SGLangEngine
+from aprilsched.kernel.engines.base import GenerationRequest
+from aprilsched.kernel.engines.http import HttpLimits
+from aprilsched.kernel.engines.sglang import SGLangEngine
 from aprilsched.types import SamplingParams
 
 __all__ = ["SEEDS", "Refitter", "open_engine"]

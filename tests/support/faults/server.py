@@ -16,8 +16,8 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from aprilsched.engines.sim.settings import SimConfig
 from aprilsched.errors import EngineError
+from aprilsched.simulation.engine.settings import SimConfig
 from aprilsched.testing import SimServer
 from aprilsched.testing.app import STREAM_FILTER
 from aprilsched.testing.server import reset

@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from aprilsched.engines.base import Capabilities, EngineLoad
-from aprilsched.engines.server import Facts, Over, Questions, read_series, release
-from aprilsched.engines.sglang.wire import ModelInfo, OpenApi, ServerInfo, ServerProcess
 from aprilsched.errors import EngineProtocolError, EngineRejected
+from aprilsched.kernel.engines.base import Capabilities, EngineLoad
+from aprilsched.kernel.engines.server import Facts, Over, Questions, read_series, release
+from aprilsched.kernel.engines.sglang.wire import ModelInfo, OpenApi, ServerInfo, ServerProcess
 
 SPANS_SINCE = (0, 5, 19)
 """First release that reports `weight_versions`."""

@@ -22,13 +22,13 @@ from typing import Any
 
 import aiohttp
 
-from aprilsched.engines.base import Chunk, GenerationRequest
-from aprilsched.engines.http import Allowance, EventSplitter, inflow_of
-from aprilsched.engines.server import Call, HttpEngine, HungUp, companion_bytes, drain
-from aprilsched.engines.sglang.probe import ServerFacts
-from aprilsched.engines.sglang.wire import ChunkAssembler
-from aprilsched.engines.stream import DONE
 from aprilsched.errors import EngineBusy, EngineError, EngineProtocolError, EngineRejected
+from aprilsched.kernel.engines.base import Chunk, GenerationRequest
+from aprilsched.kernel.engines.http import Allowance, EventSplitter, inflow_of
+from aprilsched.kernel.engines.server import Call, HttpEngine, HungUp, companion_bytes, drain
+from aprilsched.kernel.engines.sglang.probe import ServerFacts
+from aprilsched.kernel.engines.sglang.wire import ChunkAssembler
+from aprilsched.kernel.engines.stream import DONE
 
 _EACH = ("rid", "input_ids", "sampling_params", "extra_key", "lora_path")
 """The fields of a body that may differ between its requests."""

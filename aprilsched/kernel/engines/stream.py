@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aprilsched.companions import Companion, Rows, fitting
-from aprilsched.engines.base import Chunk, GenerationRequest
-from aprilsched.engines.http import Allowance, EventSplitter, quote, refusal
 from aprilsched.errors import EngineBusy, EngineError, EngineProtocolError, EngineRejected
+from aprilsched.kernel.engines.base import Chunk, GenerationRequest
+from aprilsched.kernel.engines.http import Allowance, EventSplitter, quote, refusal
 from aprilsched.types import Media, VersionSpan
 
 P = ParamSpec("P")

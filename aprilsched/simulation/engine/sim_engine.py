@@ -20,19 +20,6 @@ import zlib
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
 
-from aprilsched.engines.base import (
-    Capabilities,
-    Chunk,
-    Engine,
-    EngineLoad,
-    GenerationRequest,
-    PauseMode,
-)
-from aprilsched.engines.sim.batcher import Batcher
-from aprilsched.engines.sim.clock import Pacer
-from aprilsched.engines.sim.settings import Counters, SimConfig
-from aprilsched.engines.sim.toy_model import weights_key_of_version
-from aprilsched.engines.stream import empty_chunk
 from aprilsched.errors import (
     ConfigError,
     EngineBusy,
@@ -42,6 +29,19 @@ from aprilsched.errors import (
     EngineRestarted,
     InconsistentWeights,
 )
+from aprilsched.kernel.engines.base import (
+    Capabilities,
+    Chunk,
+    Engine,
+    EngineLoad,
+    GenerationRequest,
+    PauseMode,
+)
+from aprilsched.kernel.engines.stream import empty_chunk
+from aprilsched.simulation.engine.batcher import Batcher
+from aprilsched.simulation.engine.clock import Pacer
+from aprilsched.simulation.engine.settings import Counters, SimConfig
+from aprilsched.simulation.engine.toy_model import weights_key_of_version
 from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
 from aprilsched.weights.publisher import Takers
 
@@ -178,7 +178,7 @@ class SimEngine:
     # -- requests ---------------------------------------------------------------------------
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
-        """Stream one response; see :class:`~aprilsched.engines.base.Engine`.
+        """Stream one response; see :class:`~aprilsched.kernel.engines.base.Engine`.
 
         Raises:
             EngineRejected: (400) if the request id is in use, the adapter is not loaded, a token id
@@ -536,9 +536,9 @@ class SimFleet:
     Args:
         engines: number of engines.
         time_scale: loop seconds for each modelled second (1.0 under a virtual clock).
-        refit_seconds, pause_seconds: as in :class:`~aprilsched.engines.sim.sim_engine.SimEngine`.
+        refit_seconds, pause_seconds: as in :class:`~aprilsched.simulation.engine.sim_engine.SimEngine`.
 
-    The other arguments are those of :class:`~aprilsched.engines.sim.settings.SimConfig`.
+    The other arguments are those of :class:`~aprilsched.simulation.engine.settings.SimConfig`.
 
     Raises:
         ConfigError: if a number is out of its range.
@@ -594,7 +594,7 @@ class SimFleet:
             await engine.open()
 
     async def close(self) -> None:
-        """Close every engine; see :meth:`~aprilsched.engines.sim.sim_engine.SimEngine.close`."""
+        """Close every engine; see :meth:`~aprilsched.simulation.engine.sim_engine.SimEngine.close`."""
         for engine in self._engines:
             await engine.close()
 

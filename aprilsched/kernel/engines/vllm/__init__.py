@@ -1,5 +1,5 @@
 """The adapter to a vLLM server over HTTP."""
 
-from aprilsched.engines.vllm.engine import VLLMEngine
+from aprilsched.kernel.engines.vllm.engine import VLLMEngine
 
 __all__ = ["VLLMEngine"]

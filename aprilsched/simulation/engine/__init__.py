@@ -3,10 +3,15 @@
 ``toy_model`` and ``batcher`` are pure and synchronous; ``sim_engine`` runs them on an asyncio loop.
 """
 
-from aprilsched.engines.sim.batcher import Batcher
-from aprilsched.engines.sim.clock import run_virtual
-from aprilsched.engines.sim.settings import Counters, SimConfig
-from aprilsched.engines.sim.sim_engine import SimAdapterPublisher, SimEngine, SimFleet, SimPublisher
+from aprilsched.simulation.engine.batcher import Batcher
+from aprilsched.simulation.engine.clock import run_virtual
+from aprilsched.simulation.engine.settings import Counters, SimConfig
+from aprilsched.simulation.engine.sim_engine import (
+    SimAdapterPublisher,
+    SimEngine,
+    SimFleet,
+    SimPublisher,
+)
 from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""One inference server over HTTP as an :class:`~aprilsched.engines.base.Engine`, whatever program
+"""One inference server over HTTP as an :class:`~aprilsched.kernel.engines.base.Engine`, whatever program
 it is: what is known of it, its version, its released memory, and generations that end in any case.
 
 - A generation is sent once. When its stream is left before the last chunk, even by a
@@ -41,8 +41,18 @@ import aiohttp
 import msgspec
 
 from aprilsched.companions import MOST_KEPT, TOP
-from aprilsched.engines.base import Capabilities, Chunk, Engine, GenerationRequest, PauseMode
-from aprilsched.engines.http import (
+from aprilsched.errors import (
+    ConfigError,
+    ControlTimeout,
+    EngineError,
+    EngineProtocolError,
+    EngineRejected,
+    EngineRestarted,
+    EngineUnreachable,
+    InconsistentWeights,
+)
+from aprilsched.kernel.engines.base import Capabilities, Chunk, Engine, GenerationRequest, PauseMode
+from aprilsched.kernel.engines.http import (
     UNREADABLE,
     Allowance,
     Answer,
@@ -56,16 +66,11 @@ from aprilsched.engines.http import (
     rejection,
     retry_after_s,
 )
-from aprilsched.engines.stream import ResponseReader, empty_chunk, read_chunks, version_number
-from aprilsched.errors import (
-    ConfigError,
-    ControlTimeout,
-    EngineError,
-    EngineProtocolError,
-    EngineRejected,
-    EngineRestarted,
-    EngineUnreachable,
-    InconsistentWeights,
+from aprilsched.kernel.engines.stream import (
+    ResponseReader,
+    empty_chunk,
+    read_chunks,
+    version_number,
 )
 
 _log = logging.getLogger(__name__)
@@ -321,15 +326,15 @@ class Control(Generic[FactsT]):
             raise self._conflict(f"its {min(self._released)} is released; wake it first.")
 
     async def pause(self, mode: PauseMode) -> None:
-        """See :meth:`aprilsched.engines.base.Engine.pause`."""
+        """See :meth:`aprilsched.kernel.engines.base.Engine.pause`."""
         raise NotImplementedError
 
     async def flush(self) -> None:
-        """See :meth:`aprilsched.engines.base.Engine.flush`."""
+        """See :meth:`aprilsched.kernel.engines.base.Engine.flush`."""
         raise NotImplementedError
 
     async def resume(self) -> None:
-        """See :meth:`aprilsched.engines.base.Engine.resume`."""
+        """See :meth:`aprilsched.kernel.engines.base.Engine.resume`."""
         raise NotImplementedError
 
     async def ask_label(self) -> str:
@@ -606,7 +611,7 @@ class HttpEngine(Control[FactsT]):
         await self._transport.close()
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
-        """Stream one response; see :meth:`aprilsched.engines.base.Engine.generate`."""
+        """Stream one response; see :meth:`aprilsched.kernel.engines.base.Engine.generate`."""
         self._check_request(request)
         call = self._calls[request.request_id] = Call()
         try:

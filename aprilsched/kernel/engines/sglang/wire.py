@@ -17,9 +17,10 @@ import msgspec
 import numpy as np
 
 from aprilsched.companions import TOP, Rows
-from aprilsched.engines.base import Chunk, GenerationRequest
-from aprilsched.engines.http import BUSY_STATUSES, quote
-from aprilsched.engines.stream import (
+from aprilsched.errors import EngineBusy
+from aprilsched.kernel.engines.base import Chunk, GenerationRequest
+from aprilsched.kernel.engines.http import BUSY_STATUSES, quote
+from aprilsched.kernel.engines.stream import (
     Count,
     ErrorBody,
     LabelSpan,
@@ -31,7 +32,6 @@ from aprilsched.engines.stream import (
     media_source,
     version_number,
 )
-from aprilsched.errors import EngineBusy
 from aprilsched.types import Answer, FinishReason
 
 Triple: TypeAlias = tuple[Logprob, TokenId, str | None]
@@ -193,7 +193,7 @@ def generate_body(
     one_seed: bool = False,
 ) -> dict[str, Any]:
     """The body of POST /generate; with `stream_interval` None the server's own interval holds.
-    `priority` is that of :class:`~aprilsched.engines.base.Capabilities`. A server with `one_seed`
+    `priority` is that of :class:`~aprilsched.kernel.engines.base.Capabilities`. A server with `one_seed`
     for all requests gets a seed of the request: all responses to a prompt would be the same."""
     sampling, seed = request.sampling, request.sampling.sampling_seed
     if seed is None and one_seed:

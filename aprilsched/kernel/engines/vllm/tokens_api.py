@@ -18,9 +18,9 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from aprilsched.companions import TOP, Rows
-from aprilsched.engines.base import Chunk, GenerationRequest
-from aprilsched.engines.http import quote
-from aprilsched.engines.stream import (
+from aprilsched.kernel.engines.base import Chunk, GenerationRequest
+from aprilsched.kernel.engines.http import quote
+from aprilsched.kernel.engines.stream import (
     Count,
     ErrorBody,
     LabelSpan,

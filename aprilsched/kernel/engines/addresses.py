@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from aprilsched.engines.sglang.http_engine import SGLangFleet
-from aprilsched.engines.vllm.engine import VLLMFleet
 from aprilsched.errors import ConfigError
+from aprilsched.kernel.engines.sglang.http_engine import SGLangFleet
+from aprilsched.kernel.engines.vllm.engine import VLLMFleet
 
 ServerFleet: TypeAlias = SGLangFleet | VLLMFleet
 
@@ -24,7 +24,7 @@ def fleet_at(
     wait_s: float | None = None,
 ) -> ServerFleet:
     """The servers at `urls`, which are all of one program; `wait_s` as of
-    :class:`~aprilsched.engines.fleet.UrlFleet`.
+    :class:`~aprilsched.kernel.engines.fleet.UrlFleet`.
 
     Raises:
         ConfigError: if a URL or a key cannot be used, or if the URLs are of both programs.

@@ -19,9 +19,9 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from aprilsched.companions import TOP, Rows
-from aprilsched.engines.base import Chunk, GenerationRequest
-from aprilsched.engines.sim.settings import SimConfig
-from aprilsched.engines.sim.toy_model import (
+from aprilsched.kernel.engines.base import Chunk, GenerationRequest
+from aprilsched.simulation.engine.settings import SimConfig
+from aprilsched.simulation.engine.toy_model import (
     ContextState,
     adapted_key,
     sampling_key,
@@ -68,7 +68,7 @@ def expand(request: GenerationRequest, vocab_size: int) -> Int32Array:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Sequence:
-    """The mutable state of one request; :class:`~aprilsched.engines.sim.batcher.Batcher` owns it.
+    """The mutable state of one request; :class:`~aprilsched.simulation.engine.batcher.Batcher` owns it.
 
     `stops` are the token ids that end the response, after at least `min_new` tokens. `adapter` is
     the weights key of its adapter, 0 without one. `seed` is the result of `sampling_key`.

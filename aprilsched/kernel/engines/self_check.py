@@ -17,8 +17,8 @@ from contextlib import aclosing, asynccontextmanager, suppress
 
 import numpy as np
 
-from aprilsched.engines.base import Chunk, Engine, GenerationRequest
 from aprilsched.errors import EngineError, EngineProtocolError, InconsistentWeights
+from aprilsched.kernel.engines.base import Chunk, Engine, GenerationRequest
 from aprilsched.types import SamplingParams
 
 SHORT_TOKENS = 4

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection
 
-from aprilsched.engines.base import GenerationRequest
-from aprilsched.engines.sim.sequence import Sequence
-from aprilsched.engines.sim.settings import SimConfig
+from aprilsched.kernel.engines.base import GenerationRequest
+from aprilsched.simulation.engine.sequence import Sequence
+from aprilsched.simulation.engine.settings import SimConfig
 from aprilsched.timing.model import RESERVE_CLIP, RESERVE_SHARE
 
 _RESERVE_MOST = RESERVE_SHARE * RESERVE_CLIP

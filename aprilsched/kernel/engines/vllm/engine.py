@@ -16,12 +16,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from aprilsched.engines.base import EngineLoad, GenerationRequest, PauseMode
-from aprilsched.engines.fleet import ListedFleet, UrlFleet
-from aprilsched.engines.http import Answer
-from aprilsched.engines.server import HttpEngine
-from aprilsched.engines.stream import version_number
-from aprilsched.engines.vllm.server_info import (
+from aprilsched.errors import EngineRejected
+from aprilsched.kernel.engines.base import EngineLoad, GenerationRequest, PauseMode
+from aprilsched.kernel.engines.fleet import ListedFleet, UrlFleet
+from aprilsched.kernel.engines.http import Answer
+from aprilsched.kernel.engines.server import HttpEngine
+from aprilsched.kernel.engines.stream import version_number
+from aprilsched.kernel.engines.vllm.server_info import (
     LOADING,
     ServerFacts,
     pause_questions,
@@ -31,8 +32,7 @@ from aprilsched.engines.vllm.server_info import (
     server_process,
     weight_label,
 )
-from aprilsched.engines.vllm.tokens_api import PREFIX, EventReader, generate_body
-from aprilsched.errors import EngineRejected
+from aprilsched.kernel.engines.vllm.tokens_api import PREFIX, EventReader, generate_body
 
 _BAD_REQUEST = 400
 _NOT_FOUND = 404
@@ -121,7 +121,7 @@ class VLLMEngine(HttpEngine[ServerFacts]):
         return await paused(self._questions)
 
     async def claim(self) -> bool:
-        """See :class:`~aprilsched.engines.base.Claimable`. vLLM keeps no claims, so only a paused
+        """See :class:`~aprilsched.kernel.engines.base.Claimable`. vLLM keeps no claims, so only a paused
         server shows its owner: by the questions after its pause that it counts."""
         if not self._claimed and await paused(self._questions):
             before = await pause_questions(self._questions)
@@ -132,11 +132,11 @@ class VLLMEngine(HttpEngine[ServerFacts]):
         return True
 
     async def disclaim(self) -> None:
-        """See :class:`~aprilsched.engines.base.Claimable`."""
+        """See :class:`~aprilsched.kernel.engines.base.Claimable`."""
         self._claimed = False
 
     async def load(self, *, metrics: bool = False) -> EngineLoad:
-        """Ask for the server's load; see :class:`~aprilsched.engines.base.ReportsLoad`."""
+        """Ask for the server's load; see :class:`~aprilsched.kernel.engines.base.ReportsLoad`."""
         asked = replace(self._questions, timeout=min(_LOAD_SECONDS, self._limits.control_timeout))
         return await read_load(asked, self.facts, metrics=metrics)
 
@@ -285,7 +285,7 @@ class VLLMEngine(HttpEngine[ServerFacts]):
 
 class VLLMFleet(UrlFleet[VLLMEngine]):
     """The vLLM servers at `urls`; the arguments are those of :class:`~aprilsched.SGLangFleet`, and
-    the settings those of :class:`~aprilsched.engines.vllm.engine.VLLMEngine`."""
+    the settings those of :class:`~aprilsched.kernel.engines.vllm.engine.VLLMEngine`."""
 
     _engine_type = VLLMEngine
 

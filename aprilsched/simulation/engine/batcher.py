@@ -28,11 +28,11 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from aprilsched.engines.base import Chunk, GenerationRequest, PauseMode
-from aprilsched.engines.sim.cache import KvPool, PrefixCache
-from aprilsched.engines.sim.sequence import MEDIA_TOKENS, Ending, Output, Sequence, expand
-from aprilsched.engines.sim.settings import Counters, SimConfig
-from aprilsched.engines.sim.toy_model import weights_key_of_version
+from aprilsched.kernel.engines.base import Chunk, GenerationRequest, PauseMode
+from aprilsched.simulation.engine.cache import KvPool, PrefixCache
+from aprilsched.simulation.engine.sequence import MEDIA_TOKENS, Ending, Output, Sequence, expand
+from aprilsched.simulation.engine.settings import Counters, SimConfig
+from aprilsched.simulation.engine.toy_model import weights_key_of_version
 
 
 @dataclass(slots=True)

@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from aprilsched.engines.base import Capabilities, EngineLoad
-from aprilsched.engines.server import Facts, Over, Questions, read_series, release
-from aprilsched.engines.stream import Count, Name
 from aprilsched.errors import EngineError, EngineProtocolError, EngineRejected
+from aprilsched.kernel.engines.base import Capabilities, EngineLoad
+from aprilsched.kernel.engines.server import Facts, Over, Questions, read_series, release
+from aprilsched.kernel.engines.stream import Count, Name
 from aprilsched.types import MEDIA
 
 SINCE = (0, 32, 0)

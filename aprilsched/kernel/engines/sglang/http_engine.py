@@ -9,13 +9,13 @@ from typing import Any
 
 import msgspec
 
-from aprilsched.engines.base import CLAIM_S, GenerationRequest
-from aprilsched.engines.fleet import ListedFleet, UrlFleet
-from aprilsched.engines.http import HttpLimits, ServerAddress, Transport
-from aprilsched.engines.server import Questions
-from aprilsched.engines.sglang.control import ServerControl
-from aprilsched.engines.sglang.probe import ServerFacts, probe
-from aprilsched.engines.sglang.together import SharingEngine
+from aprilsched.kernel.engines.base import CLAIM_S, GenerationRequest
+from aprilsched.kernel.engines.fleet import ListedFleet, UrlFleet
+from aprilsched.kernel.engines.http import HttpLimits, ServerAddress, Transport
+from aprilsched.kernel.engines.server import Questions
+from aprilsched.kernel.engines.sglang.batched_stream import SharingEngine
+from aprilsched.kernel.engines.sglang.control import ServerControl
+from aprilsched.kernel.engines.sglang.probe import ServerFacts, probe
 
 _CLAIMS = ("aprilsched-claim-0", "aprilsched-claim-1")
 """Names of the two sessions that are a claim on a server. Opening a session that exists is refused,
@@ -69,7 +69,7 @@ class SGLangEngine(SharingEngine, ServerControl):
         return facts
 
     async def claim(self) -> bool:
-        """See :class:`~aprilsched.engines.base.Claimable`; a server whose sessions have no timeout
+        """See :class:`~aprilsched.kernel.engines.base.Claimable`; a server whose sessions have no timeout
         takes no claims, so any client gets one."""
         if not self.facts.expiring_sessions:
             return True
@@ -94,7 +94,7 @@ class SGLangEngine(SharingEngine, ServerControl):
         return True
 
     async def disclaim(self) -> None:
-        """See :class:`~aprilsched.engines.base.Claimable`."""
+        """See :class:`~aprilsched.kernel.engines.base.Claimable`."""
         claims, self._claims = self._claims, {}
         now = time.monotonic()
         for session, expiry in claims.items():
@@ -144,7 +144,7 @@ class SGLangFleet(UrlFleet[SGLangEngine]):
             it is opened without those, if any server answers, and they join as soon as they do.
             None opens all servers together or none.
         settings: `admin_key`, `api_key`, `stream_interval`, `limits` and `first_version`, for each
-            server, as of :class:`~aprilsched.engines.sglang.http_engine.SGLangEngine`.
+            server, as of :class:`~aprilsched.kernel.engines.sglang.http_engine.SGLangEngine`.
 
     Raises:
         ConfigError: if there is no URL, a bad one, or the same one twice, or if `wait_s` is

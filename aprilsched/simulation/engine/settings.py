@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from aprilsched.companions import KINDS
-from aprilsched.engines.base import Capabilities
-from aprilsched.engines.sim.toy_model import KvTier, ToyModel
 from aprilsched.errors import ConfigError
+from aprilsched.kernel.engines.base import Capabilities
+from aprilsched.simulation.engine.toy_model import KvTier, ToyModel
 from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
 from aprilsched.types import MEDIA
 

@@ -10,10 +10,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Generic, TypedDict, TypeVar, Unpack
 
-from aprilsched.engines.base import FleetChange
-from aprilsched.engines.http import HttpLimits, ServerAddress
-from aprilsched.engines.server import Facts, HttpEngine
-from aprilsched.engines.stream import version_number
 from aprilsched.errors import (
     ConfigError,
     ControlTimeout,
@@ -21,6 +17,10 @@ from aprilsched.errors import (
     EngineRejected,
     EngineUnreachable,
 )
+from aprilsched.kernel.engines.base import FleetChange
+from aprilsched.kernel.engines.http import HttpLimits, ServerAddress
+from aprilsched.kernel.engines.server import Facts, HttpEngine
+from aprilsched.kernel.engines.stream import version_number
 
 _log = logging.getLogger(__name__)
 _LISTINGS_UNTIL_GONE = 2
@@ -34,7 +34,7 @@ EngineT = TypeVar("EngineT", bound=HttpEngine[Any])
 
 
 class ServerSettings(TypedDict, total=False):
-    """How each server of a fleet is asked; see :class:`~aprilsched.engines.server.HttpEngine`."""
+    """How each server of a fleet is asked; see :class:`~aprilsched.kernel.engines.server.HttpEngine`."""
 
     admin_key: str | None
     api_key: str | None
@@ -268,7 +268,7 @@ class UrlFleet(HttpFleet[EngineT]):
     async def watch(self) -> AsyncGenerator[FleetChange, None]:
         """Yield the changes that :meth:`add` and :meth:`remove` make.
 
-        See :class:`aprilsched.engines.base.WatchesMembership`.
+        See :class:`aprilsched.kernel.engines.base.WatchesMembership`.
         """
         while True:
             with suppress(TimeoutError):
@@ -335,7 +335,7 @@ class ListedFleet(HttpFleet[EngineT]):
     async def watch(self) -> AsyncGenerator[FleetChange, None]:
         """Yield the servers that have come into the list or are missing in it.
 
-        See :class:`aprilsched.engines.base.WatchesMembership`.
+        See :class:`aprilsched.kernel.engines.base.WatchesMembership`.
         """
         while True:
             await asyncio.sleep(self._poll_s)
