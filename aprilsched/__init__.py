@@ -20,9 +20,15 @@ from aprilsched.kernel.shell import (
     Turn,
     TurnOutput,
 )
+from aprilsched.kernel.store import MemoryStore, SqliteStore
+from aprilsched.kernel.weights.disk import DiskPublisher, LoraPublisher
+from aprilsched.kernel.weights.distributed import DistributedPublisher
+from aprilsched.kernel.weights.external import ExternalWeights, Handshake
+from aprilsched.kernel.weights.relay import RelayPublisher
+from aprilsched.kernel.weights.tensor import TensorPublisher
+from aprilsched.kernel.weights.vllm_transfer import VLLMPublisher
 from aprilsched.sampling import sampling_params
 from aprilsched.simulation.engine import SimFleet, SimPublisher
-from aprilsched.store import MemoryStore, SqliteStore
 from aprilsched.types import (
     Answer,
     Batch,
@@ -34,12 +40,6 @@ from aprilsched.types import (
     Score,
     Segment,
 )
-from aprilsched.weights.disk import DiskPublisher, LoraPublisher
-from aprilsched.weights.distributed import DistributedPublisher
-from aprilsched.weights.external import ExternalWeights, Handshake
-from aprilsched.weights.relay import RelayPublisher
-from aprilsched.weights.tensor import TensorPublisher
-from aprilsched.weights.vllm_transfer import VLLMPublisher
 from aprilsched.workload import LongTailWorkload
 
 __version__ = "0.1.0"

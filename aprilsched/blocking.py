@@ -38,10 +38,10 @@ from aprilsched.kernel.shell import RolloutScheduler as AsyncRolloutScheduler
 from aprilsched.kernel.shell.protocol import AsyncScheduler
 from aprilsched.kernel.shell.rollouts import SchedulerOptions
 from aprilsched.kernel.shell.session import forked
+from aprilsched.kernel.weights.publisher import WeightPublisher
 from aprilsched.loop_thread import LoopThread
 from aprilsched.telemetry.figures import AlignmentFigures
 from aprilsched.types import Batch, Prompt, Receipt
-from aprilsched.weights.publisher import WeightPublisher
 
 __all__ = ["RolloutScheduler"]
 

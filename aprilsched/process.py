@@ -54,6 +54,7 @@ from typing import Self
 from aprilsched.errors import ConfigError, SchedulerClosed, closed_meanwhile
 from aprilsched.kernel.shell import RolloutScheduler as AsyncRolloutScheduler
 from aprilsched.kernel.shell.prompts import PromptQueue
+from aprilsched.kernel.weights.from_trainer import FromTrainer
 from aprilsched.remote import (
     SILENCE_S,
     BlockingRemote,
@@ -69,7 +70,6 @@ from aprilsched.remote import (
     summary_of,
     unsendable,
 )
-from aprilsched.weights.from_trainer import FromTrainer
 
 __all__ = ["FromTrainer", "RolloutScheduler"]
 

@@ -49,11 +49,11 @@ from aprilsched.kernel.shell import BiasNow, RefitReport
 from aprilsched.kernel.shell import RolloutScheduler as AsyncRolloutScheduler
 from aprilsched.kernel.shell.prompts import PromptQueue
 from aprilsched.kernel.shell.protocol import AsyncScheduler
+from aprilsched.kernel.weights.external import Handshake
+from aprilsched.kernel.weights.from_trainer import FromTrainer
+from aprilsched.kernel.weights.publisher import ConcludingPublisher, WeightPublisher
 from aprilsched.telemetry.figures import AlignmentFigures
 from aprilsched.types import Batch, Prompt, Receipt
-from aprilsched.weights.external import Handshake
-from aprilsched.weights.from_trainer import FromTrainer
-from aprilsched.weights.publisher import ConcludingPublisher, WeightPublisher
 
 T = TypeVar("T")
 

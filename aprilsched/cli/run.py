@@ -13,12 +13,12 @@ from rich.console import Console
 
 from aprilsched.cli.arguments import flag_of, made, values_of
 from aprilsched.errors import ConfigError
+from aprilsched.kernel.store import SqliteStore
 from aprilsched.runs.config_file import as_toml, read_settings
 from aprilsched.runs.drive import Run
 from aprilsched.runs.settings import RunSettings
 from aprilsched.runs.setup import fitted, prepare, servers
 from aprilsched.runs.showing import leave_report, leave_trace, run_table, screen_of
-from aprilsched.store import SqliteStore
 from aprilsched.telemetry.run_folder import CONFIG, RunFolder, default_path
 
 _INTERRUPTED = 130

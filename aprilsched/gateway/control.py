@@ -29,10 +29,10 @@ from aprilsched.kernel.core.state.engine_control import Mode
 from aprilsched.kernel.engines.base import BeginsWithout, Engine, Fleet
 from aprilsched.kernel.shell.refits import RefitReport
 from aprilsched.kernel.shell.rollouts import RolloutScheduler
+from aprilsched.kernel.weights.external import ExternalWeights
+from aprilsched.kernel.weights.publisher import WeightPublisher
 from aprilsched.serving.calls import BroadcastBody, DiskBody, JoinBody, PauseMode, TensorBody
 from aprilsched.serving.refusals import Unavailable
-from aprilsched.weights.external import ExternalWeights
-from aprilsched.weights.publisher import WeightPublisher
 
 T = TypeVar("T")
 

@@ -31,8 +31,8 @@ from aprilsched.kernel.engines.server import facts_of
 from aprilsched.kernel.shell.listener import AnyListener
 from aprilsched.kernel.shell.prompts import PromptQueue
 from aprilsched.kernel.shell.rollouts import RolloutScheduler
+from aprilsched.kernel.store.sqlite import SqliteStore
 from aprilsched.serving.refusals import Refused
-from aprilsched.store.sqlite import SqliteStore
 from aprilsched.telemetry.metrics import Metrics
 from aprilsched.telemetry.table import Clients
 

@@ -22,9 +22,9 @@ from aprilsched.kernel.engines.base import (
     RefitGroup,
     TensorMeta,
 )
+from aprilsched.kernel.weights.disk import DiskEngine
+from aprilsched.kernel.weights.publisher import Takers, call_each
 from aprilsched.serving.calls import BroadcastBody, JoinBody
-from aprilsched.weights.disk import DiskEngine
-from aprilsched.weights.publisher import Takers, call_each
 
 _NOT_THERE = 409
 """Status for an engine that lacks what a call needs."""

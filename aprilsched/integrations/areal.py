@@ -54,6 +54,8 @@ from aprilsched.kernel.core.policies.straggler import BEHAVIOURS
 from aprilsched.kernel.engines.base import Fleet, RefitFromGroup
 from aprilsched.kernel.shell import PromptQueue, Turn
 from aprilsched.kernel.shell.listener import AnyListener
+from aprilsched.kernel.weights.disk import DiskPublisher
+from aprilsched.kernel.weights.process_group import GroupEngine, leave
 from aprilsched.sessions import Session
 from aprilsched.tensors import pack
 from aprilsched.types import (
@@ -65,8 +67,6 @@ from aprilsched.types import (
     SamplingParams,
     Score,
 )
-from aprilsched.weights.disk import DiskPublisher
-from aprilsched.weights.process_group import GroupEngine, leave
 
 if TYPE_CHECKING:
     from torch import Tensor

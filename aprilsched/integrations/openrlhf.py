@@ -34,9 +34,9 @@ from aprilsched.integrations.pushed import NOT_TOKENIZED
 from aprilsched.kernel.engines.base import Fleet
 from aprilsched.kernel.shell import PromptQueue, RolloutScheduler, Turn
 from aprilsched.kernel.shell.listener import AnyListener
+from aprilsched.kernel.weights.disk import DiskPublisher
 from aprilsched.sampling import sampling_params
 from aprilsched.types import Batch, Group, Prompt, SamplingParams, Score
-from aprilsched.weights.disk import DiskPublisher
 
 if TYPE_CHECKING:
     _Theirs = Any

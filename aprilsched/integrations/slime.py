@@ -62,11 +62,11 @@ from aprilsched.integrations.by_session import BySession, GenerateFunctions, use
 from aprilsched.kernel.engines.http import ServerAddress
 from aprilsched.kernel.engines.sglang.http_engine import SGLangFleet
 from aprilsched.kernel.shell.prompts import check_media
+from aprilsched.kernel.store import MemoryStore
+from aprilsched.kernel.weights.external import ExternalWeights
 from aprilsched.runs.config_file import config_of
 from aprilsched.sampling import sampling_params
-from aprilsched.store import MemoryStore
 from aprilsched.types import NO_VERSION, Batch, Group, Media, Prompt, Rollout, SamplingParams
-from aprilsched.weights.external import ExternalWeights
 
 log = logging.getLogger("aprilsched")
 

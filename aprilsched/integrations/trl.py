@@ -47,11 +47,11 @@ from aprilsched.integrations.trl_tools import Conversation, Factories, ToolHarne
 from aprilsched.kernel.engines.base import Fleet
 from aprilsched.kernel.shell import Accept
 from aprilsched.kernel.shell.listener import AnyListener
-from aprilsched.store import MemoryStore
+from aprilsched.kernel.store import MemoryStore
+from aprilsched.kernel.weights.disk import DiskPublisher
+from aprilsched.kernel.weights.distributed import DistributedPublisher
+from aprilsched.kernel.weights.publisher import WeightPublisher, iter_buckets
 from aprilsched.types import Batch, Group, Prompt, Rollout, SamplingParams, Score
-from aprilsched.weights.disk import DiskPublisher
-from aprilsched.weights.distributed import DistributedPublisher
-from aprilsched.weights.publisher import WeightPublisher, iter_buckets
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -43,9 +43,9 @@ from aprilsched.integrations.pushed import NOT_TOKENIZED, PushedGroups, as_pushe
 from aprilsched.kernel.engines.sglang.http_engine import SGLangListedFleet
 from aprilsched.kernel.shell import PromptQueue, RolloutScheduler, Turn
 from aprilsched.kernel.shell.listener import AnyListener
+from aprilsched.kernel.weights.external import ExternalWeights
 from aprilsched.sampling import sampling_params
 from aprilsched.types import Prompt, SamplingParams, Score
-from aprilsched.weights.external import ExternalWeights
 
 if TYPE_CHECKING:
     from tensordict import TensorDict

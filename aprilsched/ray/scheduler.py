@@ -41,6 +41,7 @@ from typing import Any, Self
 
 from aprilsched.errors import AprilschedError, ConfigError, SchedulerClosed
 from aprilsched.kernel.shell import RefitReport
+from aprilsched.kernel.weights.publisher import AdapterPublisher, WeightPublisher
 from aprilsched.ray.actor import Possessions, TrainerId
 from aprilsched.ray.library import exceptions, last_line, named
 from aprilsched.remote import (
@@ -54,7 +55,6 @@ from aprilsched.remote import (
     UpdateLost,
     unsendable,
 )
-from aprilsched.weights.publisher import AdapterPublisher, WeightPublisher
 
 WAIT_S = 300.0
 """Default of `wait_s`."""

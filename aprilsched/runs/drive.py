@@ -19,13 +19,13 @@ from aprilsched.kernel.core.messages.facts import Fact
 from aprilsched.kernel.core.state.state import SchedulerState
 from aprilsched.kernel.shell import RolloutScheduler
 from aprilsched.kernel.shell.listener import AnyListener
+from aprilsched.kernel.store.in_memory import Store
 from aprilsched.runs.config_file import as_toml
 from aprilsched.runs.setup import Setup, live_figures_of, run_on_clock, summary_of
 from aprilsched.runs.showing import Screen
 from aprilsched.simulation import Costs, Simulation, SimulationResult, rare_collections
 from aprilsched.simulation.engine import SimConfig
 from aprilsched.simulation.results import Measuring, remainder
-from aprilsched.store.in_memory import Store
 from aprilsched.telemetry.event_log import EventLog
 from aprilsched.telemetry.event_log.reading import replay
 from aprilsched.telemetry.figures import RunSummary

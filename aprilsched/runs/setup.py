@@ -19,6 +19,8 @@ from aprilsched.kernel.engines.addresses import ServerFleet, fleet_at
 from aprilsched.kernel.engines.base import Fleet
 from aprilsched.kernel.engines.server import HttpEngine
 from aprilsched.kernel.shell.prompts import checked
+from aprilsched.kernel.weights.disk import DiskPublisher
+from aprilsched.kernel.weights.publisher import WeightPublisher
 from aprilsched.planning import Planner
 from aprilsched.runs.prompts_file import read_prompts
 from aprilsched.runs.settings import VOCABULARY, RunSettings, WorkloadSettings, key_from
@@ -29,8 +31,6 @@ from aprilsched.telemetry.summary import Summary
 from aprilsched.timing.calibration import load_model
 from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
 from aprilsched.types import Prompt
-from aprilsched.weights.disk import DiskPublisher
-from aprilsched.weights.publisher import WeightPublisher
 from aprilsched.workload import LongTailWorkload
 
 

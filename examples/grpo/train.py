@@ -46,7 +46,7 @@ from aprilsched.corrections import (
     importance_weights,
     interpolated_proximal,
 )
-from aprilsched.store import SqliteStore
+from aprilsched.kernel.store import SqliteStore
 from aprilsched.telemetry.live.live_model import RunFacts
 from aprilsched.telemetry.live.view import LiveView
 from aprilsched.telemetry.live_figures import LiveFigures

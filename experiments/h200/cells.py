@@ -189,7 +189,7 @@ class Labels:
 
 def moved_weights() -> Any:
     """Publishes 8 GB of weights from the same GPU's memory (CUDA IPC)."""
-    from aprilsched.weights.tensor import TensorPublisher
+    from aprilsched.kernel.weights.tensor import TensorPublisher
 
     weights = RandomWeights(QWEN3_4B, "cuda:0")
     weights.draw(11)

@@ -28,10 +28,10 @@ from timeline import TimedPublisher, Timeline, empty_checkpoint
 from aprilsched import DiskPublisher, Prompt, RolloutScheduler, SchedulerConfig, SGLangFleet
 from aprilsched.config import Pool
 from aprilsched.kernel.engines.base import Fleet
+from aprilsched.kernel.weights.publisher import WeightPublisher
 from aprilsched.simulation.engine import SimFleet
 from aprilsched.simulation.engine.sim_engine import SimPublisher
 from aprilsched.types import SamplingParams
-from aprilsched.weights.publisher import WeightPublisher
 
 IN_FLIGHT = 8
 ANSWER_TOKENS = 1024

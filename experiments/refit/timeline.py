@@ -16,7 +16,7 @@ from aprilsched.kernel.core.messages.facts import EngineModeChanged, Fact, Updat
 from aprilsched.kernel.core.state.engine_control import Mode
 from aprilsched.kernel.engines.base import Engine
 from aprilsched.kernel.engines.sglang import SGLangEngine
-from aprilsched.weights.publisher import WeightPublisher
+from aprilsched.kernel.weights.publisher import WeightPublisher
 
 STEPS = {
     "pause": Mode.PAUSING,

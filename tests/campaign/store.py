@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 
 from aprilsched.errors import StoreError
 from aprilsched.kernel.core.state.saved import Saved, Snapshot
-from aprilsched.store.in_memory import Store
+from aprilsched.kernel.store.in_memory import Store
 
 __all__ = ["ChaosStore"]
 

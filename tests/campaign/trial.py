@@ -12,7 +12,7 @@ from typing import Any
 
 from aprilsched import MemoryStore, SqliteStore
 from aprilsched.errors import EpisodeError
-from aprilsched.store.in_memory import Store
+from aprilsched.kernel.store.in_memory import Store
 from tests.campaign.callers import Callers
 from tests.campaign.calls import Hang
 from tests.campaign.checks import Records

@@ -42,7 +42,7 @@ from aprilsched.kernel.core.policies.staleness import StalenessRule
 from aprilsched.kernel.core.policies.straggler import BEHAVIOURS, StragglerRule
 from aprilsched.kernel.core.state.engine_health import MAX_RETRY_AFTER_S
 from aprilsched.kernel.core.state.records import GENERATING
-from aprilsched.store import MemoryStore
+from aprilsched.kernel.store import MemoryStore
 from aprilsched.types import NO_VERSION, EpisodeWait, Rollout, SamplingParams, Score, VersionSpan
 from tests.property.conftest import RecordSteps
 from tests.support.driver import Driver, Key, prompts

@@ -25,7 +25,7 @@ from aprilsched.kernel.core.state.records import GENERATING, RolloutRecord
 from aprilsched.kernel.core.state.state import SchedulerState
 from aprilsched.kernel.core.steps.batch import handed_over
 from aprilsched.kernel.core.steps.snapshot import full_snapshot
-from aprilsched.store import MemoryStore
+from aprilsched.kernel.store import MemoryStore
 from aprilsched.types import Batch, SamplingParams
 from tests.property.conftest import RecordSteps
 from tests.property.test_core_interleavings import LENGTHS, SAMPLED, Interleavings, steps_of

@@ -16,9 +16,9 @@ import pytest
 
 from aprilsched.errors import ConfigError, EngineRejected
 from aprilsched.kernel.engines.base import Engine, GenerationRequest, TakesAdapters
+from aprilsched.kernel.weights.disk import LoraPublisher
 from aprilsched.testing.contract import ENDLESS, WAIT_SECONDS, Stream, greedy, whole
 from aprilsched.types import VersionSpan
-from aprilsched.weights.disk import LoraPublisher
 
 __all__ = ["ADAPTER_CHECKS", "AdapterCheck", "Adapting", "adapted", "fake_adapters"]
 

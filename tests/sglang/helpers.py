@@ -12,8 +12,8 @@ import aiohttp
 
 from aprilsched import Batch, RolloutScheduler
 from aprilsched.kernel.engines.sglang import SGLangEngine
+from aprilsched.kernel.weights.publisher import WeightPublisher
 from aprilsched.testing.contract import until
-from aprilsched.weights.publisher import WeightPublisher
 
 __all__ = [
     "SOON",

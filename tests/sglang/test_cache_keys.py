@@ -20,7 +20,7 @@ from aprilsched import (
 from aprilsched.kernel.core.policies.straggler import StragglerRule
 from aprilsched.kernel.engines.base import GenerationRequest
 from aprilsched.kernel.engines.sglang import SGLangEngine
-from aprilsched.store.sqlite import SqliteStore
+from aprilsched.kernel.store.sqlite import SqliteStore
 from aprilsched.testing.contract import greedy, whole
 from tests.sglang.recorded import TOLERANCE, scores
 from tests.sglang.server import CpuServer

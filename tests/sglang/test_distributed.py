@@ -21,10 +21,10 @@ from aprilsched.errors import ControlTimeout, EngineRejected, InconsistentWeight
 from aprilsched.gateway import Gateway, GatewaySettings
 from aprilsched.kernel.engines.base import Engine, RefitFromGroup
 from aprilsched.kernel.engines.sglang import SGLangEngine
+from aprilsched.kernel.weights.distributed import DistributedPublisher
+from aprilsched.kernel.weights.process_group import TrainerGroup
 from aprilsched.testing.contract import PROMPT, Stream, greedy, whole
 from aprilsched.types import Rollout
-from aprilsched.weights.distributed import DistributedPublisher
-from aprilsched.weights.process_group import TrainerGroup
 from tests.sglang.conftest import ADMIN_KEY
 from tests.sglang.recorded import scores
 from tests.sglang.server import CpuServer

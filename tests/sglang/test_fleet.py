@@ -20,8 +20,8 @@ from aprilsched.errors import (
 from aprilsched.kernel.engines.base import RefitFromDisk
 from aprilsched.kernel.engines.sglang import SGLangEngine
 from aprilsched.kernel.engines.sglang.http_engine import SGLangFleet
+from aprilsched.kernel.weights.disk import DiskPublisher
 from aprilsched.testing.contract import ENDLESS, Stream, greedy, whole
-from aprilsched.weights.disk import DiskPublisher
 from tests.sglang.conftest import ADMIN_KEY
 from tests.sglang.server import CpuServer
 

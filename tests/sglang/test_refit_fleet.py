@@ -22,8 +22,8 @@ from aprilsched.config import Pool
 from aprilsched.kernel.core.messages.commands import Command, Continue, Pause
 from aprilsched.kernel.core.messages.events import Event
 from aprilsched.kernel.engines.sglang import SGLangEngine
+from aprilsched.kernel.weights.distributed import DistributedPublisher
 from aprilsched.types import Rollout
-from aprilsched.weights.distributed import DistributedPublisher
 from tests.sglang.conftest import ADMIN_KEY
 from tests.sglang.recorded import Recorder, check_greedy, long_tail
 from tests.sglang.server import CpuServer

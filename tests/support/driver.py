@@ -27,7 +27,7 @@ from aprilsched.kernel.core.scheduler import Scheduler
 from aprilsched.kernel.core.state.engine_control import Mode
 from aprilsched.kernel.core.state.state import SchedulerState
 from aprilsched.kernel.core.steps.snapshot import take_changes
-from aprilsched.store import Store
+from aprilsched.kernel.store import Store
 from aprilsched.telemetry.rollout_time import RolloutTime
 from aprilsched.telemetry.run_state import RunState
 from aprilsched.types import Batch, Int32Array, Prompt, RefusedPrompt, SamplingParams, VersionSpan

@@ -11,7 +11,7 @@ from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.messages import facts
 from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.kernel.core.state.records import GroupRecord
-from aprilsched.store import MemoryStore, SqliteStore, Store
+from aprilsched.kernel.store import MemoryStore, SqliteStore, Store
 from aprilsched.types import Score
 from tests.support.driver import Driver, Key, prompts
 

@@ -11,9 +11,9 @@ from aprilsched.kernel.core.messages.facts import Fact, RunOpened, ScheduleChang
 from aprilsched.kernel.core.policies.refill import Refill, Wave
 from aprilsched.kernel.core.policies.schedule import Pace, Schedule
 from aprilsched.kernel.core.state.engine_health import Durations
+from aprilsched.kernel.store import MemoryStore
+from aprilsched.kernel.store.codec import schedule_from, schedule_record
 from aprilsched.presets import PRESETS
-from aprilsched.store import MemoryStore
-from aprilsched.store.codec import schedule_from, schedule_record
 from tests.support.driver import Driver, prompts
 
 

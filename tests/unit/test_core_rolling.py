@@ -14,7 +14,7 @@ from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.policies.repack import Load, is_worth_freeing, surplus
 from aprilsched.kernel.core.state.engine_control import Mode
 from aprilsched.kernel.core.state.ledger import Reason
-from aprilsched.store import MemoryStore
+from aprilsched.kernel.store import MemoryStore
 from aprilsched.types import VersionSpan
 from tests.support.driver import Driver, Key, config, names, prompts
 

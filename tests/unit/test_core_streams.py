@@ -7,7 +7,7 @@ from aprilsched.kernel.core.messages import commands as do
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.messages import facts as of
 from aprilsched.kernel.core.state.ledger import Reason
-from aprilsched.store import MemoryStore
+from aprilsched.kernel.store import MemoryStore
 from tests.support.driver import Driver
 
 

@@ -10,7 +10,7 @@ from aprilsched.errors import InvariantViolation
 from aprilsched.kernel.core.messages import commands as do
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.state.weights import PHASES, Update, UpdateKind, UpdatePhase
-from aprilsched.store import MemoryStore
+from aprilsched.kernel.store import MemoryStore
 from aprilsched.types import VersionSpan
 from tests.support.driver import Driver, Key, config, names, prompts
 

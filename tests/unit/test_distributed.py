@@ -19,9 +19,9 @@ from torch import Tensor
 
 from aprilsched.errors import ConfigError, EngineError, EngineRejected
 from aprilsched.kernel.engines.base import Engine, TensorMeta
+from aprilsched.kernel.weights.distributed import DistributedPublisher
+from aprilsched.kernel.weights.process_group import address_towards, behind
 from aprilsched.simulation.engine import SimEngine
-from aprilsched.weights.distributed import DistributedPublisher
-from aprilsched.weights.process_group import address_towards, behind
 from tests.support.group_engine import GroupMember
 from tests.support.table import each_row
 

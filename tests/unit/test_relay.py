@@ -15,7 +15,7 @@ from torch import Tensor
 
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.engines.base import Engine
-from aprilsched.weights.relay import RelayPublisher
+from aprilsched.kernel.weights.relay import RelayPublisher
 from tests.support.group_engine import GroupMember
 
 

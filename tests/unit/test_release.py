@@ -15,8 +15,8 @@ from packaging.specifiers import SpecifierSet
 
 import aprilsched
 from aprilsched.analysis.report.report_data import ReportData
+from aprilsched.kernel.store.file import APPLICATION, SCRIPTS
 from aprilsched.runs.showing import Comparison
-from aprilsched.store.file import APPLICATION, SCRIPTS
 from aprilsched.telemetry import run_folder
 from aprilsched.telemetry.event_log.reading import FORMAT_VERSION
 from aprilsched.telemetry.figures import RunSummary

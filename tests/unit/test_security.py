@@ -28,11 +28,11 @@ from aprilsched.cli.serve_sim import ServeSimCommand
 from aprilsched.dialects import values
 from aprilsched.gateway import server
 from aprilsched.kernel.engines.sglang import SGLangEngine
+from aprilsched.kernel.weights.process_group import LOOPBACK, TrainerGroup, address_towards
 from aprilsched.runs.settings import RunSettings
 from aprilsched.runs.setup import prepare
 from aprilsched.serving import bodies, calls, listener
 from aprilsched.testing import SimServer
-from aprilsched.weights.process_group import LOOPBACK, TrainerGroup, address_towards
 from tests.unit.test_arrows import modules
 
 # --- nothing that comes from outside is executed -----------------------------------------------
@@ -68,14 +68,14 @@ REASONED = {
         "aprilsched.integrations.areal": "modules of AReaL, which are named in the module itself",
         "aprilsched.integrations": "modules of trainers, which are named in their adapters",
         "aprilsched.integrations.slime": "modules of slime or miles, whichever has loaded this one",
-        "aprilsched.weights.vllm_transfer": "modules of vLLM, which are named in the module itself",
+        "aprilsched.kernel.weights.vllm_transfer": "modules of vLLM, which are named in the module itself",
     },
     "imports pickle": {
         "aprilsched.kernel.shell.planning": "to a process that it starts itself, by own pipes",
         "aprilsched.kernel.shell.planning_child": "of the process that has started it, by a pipe",
         "aprilsched.process": "between two processes of one program, by their own pipe",
         "aprilsched.remote": "exceptions between processes of one program, by a pipe or by Ray",
-        "aprilsched.weights.vllm_transfer": "it only serializes handles of CUDA IPC, for vLLM",
+        "aprilsched.kernel.weights.vllm_transfer": "it only serializes handles of CUDA IPC, for vLLM",
     },
     "imports subprocess": {
         "aprilsched.kernel.shell.planning": "this library in Python's own executable alone",
@@ -89,7 +89,7 @@ REASONED = {
         "aprilsched.integrations.slime": "the trainer's own checkpoint, which has pickles too",
     },
     "MultiprocessingSerializer": {
-        "aprilsched.weights.tensor": "it only serializes, for SGLang",
+        "aprilsched.kernel.weights.tensor": "it only serializes, for SGLang",
     },
 }
 """Exceptions, each with the reason why input of others cannot reach it."""
@@ -132,7 +132,7 @@ def test_nothing_from_outside_is_unpickled_or_executed():
 
 
 def test_of_what_is_serialized_for_sglang_nothing_is_read_back():
-    source = modules()["aprilsched.weights.tensor"].read_text(encoding="utf-8")
+    source = modules()["aprilsched.kernel.weights.tensor"].read_text(encoding="utf-8")
     assert "deserialize" not in source
     assert ".serialize(" in source
 

@@ -17,8 +17,8 @@ from aprilsched.kernel.engines.sglang.http_engine import SGLangFleet
 from aprilsched.kernel.engines.sglang.probe import SPANS_SINCE
 from aprilsched.kernel.engines.sglang.wire import ModelInfo, OpenApi, ServerInfo, generate_body
 from aprilsched.kernel.engines.stream import version_number
+from aprilsched.kernel.weights.disk import DiskPublisher
 from aprilsched.types import SamplingParams
-from aprilsched.weights.disk import DiskPublisher
 from tests.support.table import each_row
 
 

@@ -43,15 +43,15 @@ from aprilsched.kernel.core.state.saved import (
     TokenPage,
 )
 from aprilsched.kernel.core.steps.snapshot import full_snapshot, take_changes, take_full
-from aprilsched.store.codec import (
+from aprilsched.kernel.store.codec import (
     check_storable,
     group_from,
     group_record,
     schedule_from,
     schedule_record,
 )
-from aprilsched.store.file import SCRIPTS, store_errors
-from aprilsched.store.sqlite import read_checkpoint, write_checkpoint
+from aprilsched.kernel.store.file import SCRIPTS, store_errors
+from aprilsched.kernel.store.sqlite import read_checkpoint, write_checkpoint
 from tests.support.driver import Driver, config
 from tests.support.table import each_row
 
@@ -541,7 +541,7 @@ def test_a_restarted_run_expects_of_each_prompt_what_the_prior_one_did(path: Pat
 def test_a_failed_migration_leaves_the_file_as_it_was(path: Path, monkeypatch: pytest.MonkeyPatch):
     filled(path, snapshots=2)
     broken = (*SCRIPTS, "CREATE TABLE new (a INTEGER); INSERT INTO nowhere VALUES (1)")
-    monkeypatch.setattr("aprilsched.store.file.SCRIPTS", broken)
+    monkeypatch.setattr("aprilsched.kernel.store.file.SCRIPTS", broken)
     with pytest.raises(StoreError, match="nowhere"):
         SqliteStore(path).open()
     monkeypatch.undo()
@@ -576,7 +576,7 @@ def test_a_checkpoint_is_one_file_and_reading_leaves_it_alone(path: Path, tmp_pa
 def test_the_file_does_not_grow_with_the_run(
     path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("aprilsched.store.sqlite._FREE_BYTES", 0 if seed % 2 else 1 << 24)
+    monkeypatch.setattr("aprilsched.kernel.store.sqlite._FREE_BYTES", 0 if seed % 2 else 1 << 24)
     store, expected = SqliteStore(path), Dicts()
     store.open()
     driver = Driver(config(batch_groups=4, group_size=4), journal=True)
@@ -635,7 +635,7 @@ def test_the_ledger_the_lengths_and_the_keys_are_kept_up_to_a_bound(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     for name, bound in (("KEPT_ENTRIES", 20), ("KEPT_LENGTHS", 10), ("MOST_KEYS", 2)):
-        monkeypatch.setattr(f"aprilsched.store.sqlite.{name}", bound)
+        monkeypatch.setattr(f"aprilsched.kernel.store.sqlite.{name}", bound)
     driver = filled(path, snapshots=40)
     assert driver.state.in_flight.ledger.total > 20
     saved = held_in(path)

@@ -19,8 +19,8 @@ from aprilsched.kernel.core.messages.facts import Fact, GroupLaunched
 from aprilsched.kernel.core.policies.refill import OpenGroups, PoolView, TailBatching
 from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.kernel.core.state.records import GroupRecord
+from aprilsched.kernel.store import MemoryStore
 from aprilsched.presets import rollpacker
-from aprilsched.store import MemoryStore
 from aprilsched.types import Group
 from tests.support.driver import Driver
 from tests.support.table import each_row

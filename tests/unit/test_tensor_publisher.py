@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from aprilsched.errors import ConfigError, EngineRejected
-from aprilsched.weights import tensor as module
-from aprilsched.weights.relay import RelayPublisher
-from aprilsched.weights.tensor import TensorPublisher
+from aprilsched.kernel.weights import tensor as module
+from aprilsched.kernel.weights.relay import RelayPublisher
+from aprilsched.kernel.weights.tensor import TensorPublisher
 from tests.unit.weights_engines import SocketEngine, TensorEngine, as_engines
 
 SHARED: list[weakref.ref[Any]] = []

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from aprilsched.errors import ConfigError, EngineRejected
 from aprilsched.kernel.engines.base import Capabilities, Engine
-from aprilsched.weights import vllm_transfer
-from aprilsched.weights.vllm_transfer import VLLMPublisher
+from aprilsched.kernel.weights import vllm_transfer
+from aprilsched.kernel.weights.vllm_transfer import VLLMPublisher
 
 
 @dataclass

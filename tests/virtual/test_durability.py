@@ -47,7 +47,7 @@ from aprilsched.kernel.core.messages.events import Event, Finished
 from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.kernel.core.state.saved import Saved, Snapshot
 from aprilsched.kernel.engines.base import Engine
-from aprilsched.store import Store
+from aprilsched.kernel.store import Store
 from tests.support import small
 from tests.support.small import config
 

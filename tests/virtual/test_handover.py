@@ -32,8 +32,8 @@ from aprilsched.kernel.core.messages.commands import Command, Offer
 from aprilsched.kernel.core.messages.events import Event, UpdateRequested
 from aprilsched.kernel.core.policies.staleness import StalenessRule
 from aprilsched.kernel.core.state.saved import Snapshot
+from aprilsched.kernel.store import Store
 from aprilsched.simulation.engine import run_virtual
-from aprilsched.store import Store
 from tests.support.table import each_row
 
 pytestmark = pytest.mark.virtual_time

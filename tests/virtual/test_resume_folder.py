@@ -23,12 +23,12 @@ from aprilsched.config import SchedulerConfig, Staleness
 from aprilsched.errors import ConfigError, RunFolderError
 from aprilsched.kernel.core.messages.facts import BatchDelivered, BatchRequested
 from aprilsched.kernel.core.policies.staleness import StalenessRule
+from aprilsched.kernel.store.sqlite import SqliteStore
 from aprilsched.runs.config_file import read_settings
 from aprilsched.runs.drive import Run
 from aprilsched.runs.settings import RunSettings, WorkloadSettings
 from aprilsched.runs.setup import prepare
 from aprilsched.simulation.engine import SimFleet
-from aprilsched.store.sqlite import SqliteStore
 from aprilsched.telemetry.event_log import EventLog
 from aprilsched.telemetry.event_log.reading import read_facts
 from aprilsched.telemetry.figures import RunSummary

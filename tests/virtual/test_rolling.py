@@ -29,9 +29,9 @@ from aprilsched import (
 from aprilsched.config import Pool, Prices
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.engines.base import Engine
+from aprilsched.kernel.weights.disk import VersionsOnDisk
 from aprilsched.simulation.engine.sim_engine import SimAdapterPublisher
 from aprilsched.simulation.engine.toy_model import ContextState, ToyModel, weights_key_of_version
-from aprilsched.weights.disk import VersionsOnDisk
 from tests.support import small
 
 pytestmark = pytest.mark.virtual_time

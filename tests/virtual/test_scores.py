@@ -31,9 +31,9 @@ from aprilsched.kernel.core.messages.facts import RolloutScored
 from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.kernel.core.state.records import State
 from aprilsched.kernel.shell.callbacks import Reward
+from aprilsched.kernel.store import Store
 from aprilsched.simulation.engine import run_virtual
 from aprilsched.simulation.results import remainder
-from aprilsched.store import Store
 from aprilsched.telemetry.event_log import EventLog
 from aprilsched.telemetry.event_log.reading import read_facts, replay
 from aprilsched.telemetry.figures import RunSummary

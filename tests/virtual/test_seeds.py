@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from aprilsched import Batch, Prompt, RolloutScheduler, SamplingParams, SimFleet
-from aprilsched.store import MemoryStore
+from aprilsched.kernel.store import MemoryStore
 from aprilsched.types import derived_seed
 from tests.support.small import config
 

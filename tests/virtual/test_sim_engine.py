@@ -13,8 +13,8 @@ import pytest
 
 from aprilsched.errors import ConfigError, EngineProtocolError, EngineRejected, EngineUnreachable
 from aprilsched.kernel.engines.base import Chunk, Engine, Fleet, GenerationRequest, RefitFromDisk
+from aprilsched.kernel.weights.publisher import WeightPublisher
 from aprilsched.simulation.engine import SimEngine, SimFleet, SimPublisher, run_virtual
-from aprilsched.weights.publisher import WeightPublisher
 from aprilsched.workload import LongTailWorkload
 from tests.support.loop import PatientLoop
 from tests.support.sim_batcher import Outcome, request

@@ -11,10 +11,10 @@ import pytest
 from aprilsched.errors import ConfigError, EngineProtocolError, EngineRejected, EngineUnreachable
 from aprilsched.kernel.engines.base import SleepingEngine, TakesAdapters
 from aprilsched.kernel.engines.sglang import SGLangEngine
+from aprilsched.kernel.weights.disk import LoraPublisher
+from aprilsched.kernel.weights.publisher import AdapterPublisher, RepublishingPublisher
 from aprilsched.simulation.engine import SimAdapterPublisher, SimEngine, run_virtual
 from aprilsched.testing.contract import Stream, whole
-from aprilsched.weights.disk import LoraPublisher
-from aprilsched.weights.publisher import AdapterPublisher, RepublishingPublisher
 from tests.sglang.adapter_contract import (
     ADAPTER_CHECKS,
     AdapterCheck,

@@ -43,10 +43,10 @@ from aprilsched.errors import (
 from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.kernel.engines.base import Engine
 from aprilsched.kernel.shell.tasks import Tasks
+from aprilsched.kernel.store import MemoryStore
 from aprilsched.planning import Planner
 from aprilsched.remote import Raised
 from aprilsched.simulation.engine import run_virtual
-from aprilsched.store import MemoryStore
 from tests.support import small
 from tests.support.table import each_row
 

@@ -34,8 +34,8 @@ if __name__ == "__main__":
     from aprilsched.kernel.engines.base import GenerationRequest
     from aprilsched.kernel.engines.vllm import VLLMEngine
     from aprilsched.kernel.engines.vllm.tokens_api import EventReader, generate_body
+    from aprilsched.kernel.weights import vllm_transfer
     from aprilsched.testing.contract import greedy, whole
-    from aprilsched.weights import vllm_transfer
 
     async def publish(url: str, models: list[str]) -> None:
         engine = VLLMEngine(url)

@@ -25,7 +25,7 @@ from aprilsched.kernel.engines.base import Engine, SleepingEngine
 from aprilsched.kernel.engines.self_check import check_tokens
 from aprilsched.kernel.shell.opening import shows_pause
 from aprilsched.kernel.shell.tasks import Part, Shell, TaskKey, watched
-from aprilsched.weights.publisher import to_the_end
+from aprilsched.kernel.weights.publisher import to_the_end
 
 Work: TypeAlias = Callable[[], Awaitable[ev.Event]]
 """Makes a control call, and returns the event that reports its end."""

@@ -10,8 +10,8 @@ from typing import Any, Self
 
 from aprilsched.companions import Companion, of_prompt
 from aprilsched.errors import ConfigError
+from aprilsched.kernel.store.codec import check_storable
 from aprilsched.sampling import check_sampling
-from aprilsched.store.codec import check_storable
 from aprilsched.types import Media, Prompt, RefusedPrompt
 
 _END = object()

@@ -19,8 +19,12 @@ from aprilsched.kernel.core.messages.facts import AdapterRetired, RefitBegun
 from aprilsched.kernel.engines.base import Engine
 from aprilsched.kernel.shell.callbacks import Overdue, called, raised
 from aprilsched.kernel.shell.tasks import Part, Shell, TaskKey, watched
-from aprilsched.weights.external import ExternalWeights, FollowedWeights, Handshake
-from aprilsched.weights.publisher import AdapterPublisher, ConcludingPublisher, WeightPublisher
+from aprilsched.kernel.weights.external import ExternalWeights, FollowedWeights, Handshake
+from aprilsched.kernel.weights.publisher import (
+    AdapterPublisher,
+    ConcludingPublisher,
+    WeightPublisher,
+)
 
 log = logging.getLogger("aprilsched")
 

@@ -27,12 +27,12 @@ from aprilsched.kernel.shell.refits import RefitReport
 from aprilsched.kernel.shell.session import Session
 from aprilsched.kernel.shell.updates import Updates
 from aprilsched.kernel.shell.work import Work
+from aprilsched.kernel.store.in_memory import Store
+from aprilsched.kernel.weights.publisher import WeightPublisher
 from aprilsched.planning import Planner
-from aprilsched.store.in_memory import Store
 from aprilsched.telemetry.alignment import alignment_of
 from aprilsched.telemetry.figures import AlignmentFigures
 from aprilsched.types import Batch, Prompt
-from aprilsched.weights.publisher import WeightPublisher
 
 log = logging.getLogger("aprilsched")
 
@@ -362,7 +362,7 @@ class RolloutScheduler(AsyncScheduler):
     ) -> RefitReport:
         """Bring the trainer's new weights into every engine: pause, refit, verify, continue.
 
-        With an :class:`~aprilsched.weights.publisher.AdapterPublisher` nothing is paused: the new
+        With an :class:`~aprilsched.kernel.weights.publisher.AdapterPublisher` nothing is paused: the new
         adapter serves new requests, and requests that were sent before end under the old adapter.
 
         With ``refit="rolling"`` the call ends when the publisher has prepared the version, and the

@@ -47,9 +47,9 @@ from aprilsched.kernel.shell.refits import Refits, moves_elsewhere
 from aprilsched.kernel.shell.step_times import StepTimes
 from aprilsched.kernel.shell.tasks import Shell, Tasks, Waits
 from aprilsched.kernel.shell.work import Work
+from aprilsched.kernel.store.in_memory import Store
 from aprilsched.planning import Planner
 from aprilsched.planning.forecasts import ForecastErrors
-from aprilsched.store.in_memory import Store
 
 log = logging.getLogger("aprilsched")
 

@@ -20,8 +20,8 @@ from aprilsched.kernel.shell.callbacks import called, called_now
 from aprilsched.kernel.shell.membership import wants_update
 from aprilsched.kernel.shell.refits import RefitReport
 from aprilsched.kernel.shell.session import Session
-from aprilsched.weights.external import ExternalWeights, Handshake
-from aprilsched.weights.publisher import (
+from aprilsched.kernel.weights.external import ExternalWeights, Handshake
+from aprilsched.kernel.weights.publisher import (
     AdapterPublisher,
     ConcludingPublisher,
     RepublishingPublisher,

@@ -36,8 +36,8 @@ from aprilsched.kernel.shell.callbacks import (
 from aprilsched.kernel.shell.episodes import Episode, FollowsRun, Turn
 from aprilsched.kernel.shell.prompts import PromptSource
 from aprilsched.kernel.shell.tasks import Tasks
+from aprilsched.kernel.weights.publisher import to_the_end
 from aprilsched.types import Prompt, RefusedPrompt, Score
-from aprilsched.weights.publisher import to_the_end
 
 log = logging.getLogger("aprilsched")
 

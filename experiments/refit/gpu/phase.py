@@ -101,7 +101,7 @@ class Phase:
 
     async def tensor(self) -> None:
         """CUDA IPC, the trainer on the engine's GPU; in a dry run, host memory shared by name."""
-        from aprilsched.weights import tensor
+        from aprilsched.kernel.weights import tensor
 
         if not self.cuda:
             stand_in()
@@ -117,7 +117,7 @@ class Phase:
 
     async def nccl(self) -> None:
         """Broadcasts, the trainer on a GPU of its own."""
-        from aprilsched.weights.distributed import DistributedPublisher
+        from aprilsched.kernel.weights.distributed import DistributedPublisher
 
         if self.cuda and torch.cuda.device_count() < 2:
             self.write("note", text="skipped: NCCL wants a GPU for each rank, and there is one")
@@ -162,7 +162,7 @@ class Phase:
 
     async def disk(self) -> None:
         """A directory of safetensors, written by the trainer and read by the engine."""
-        from aprilsched.weights.disk import DiskPublisher
+        from aprilsched.kernel.weights.disk import DiskPublisher
 
         weights = RandomWeights(self.config, self.on(0))
         place = self._place(weights.bytes)
@@ -188,7 +188,7 @@ class Phase:
         if not self.cuda:
             self.write("note", text="skipped: checkpoint-engine needs CUDA")
             return
-        from aprilsched.weights.checkpoint_engine import CheckpointEnginePublisher
+        from aprilsched.kernel.weights.checkpoint_engine import CheckpointEnginePublisher
 
         os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29871")
         os.environ["PS_MAX_BUCKET_SIZE_GB"] = "1"
@@ -203,11 +203,11 @@ class Phase:
         engine = await open_engine(self.given.url)
         try:
             if self.cuda:
-                from aprilsched.weights.tensor import TensorPublisher
+                from aprilsched.kernel.weights.tensor import TensorPublisher
 
                 publisher: Any = TensorPublisher(weights.named, bucket_bytes=512 * MIB)
             else:
-                from aprilsched.weights.disk import DiskPublisher
+                from aprilsched.kernel.weights.disk import DiskPublisher
 
                 publisher = DiskPublisher(self._place(weights.bytes), weights.save, keep=1)
             for number in range(3):

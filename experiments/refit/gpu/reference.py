@@ -16,7 +16,7 @@ import torch
 from torch import distributed
 
 from aprilsched.kernel.engines.base import RefitGroup, TensorMeta
-from aprilsched.weights.publisher import iter_buckets
+from aprilsched.kernel.weights.publisher import iter_buckets
 
 __all__ = ["ReferencePublisher"]
 

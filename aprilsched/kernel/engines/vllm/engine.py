@@ -232,7 +232,7 @@ class VLLMEngine(HttpEngine[ServerFacts]):
         )
 
     async def join_transfer(self, group: int, info: Mapping[str, Any]) -> None:
-        """Join a trainer's transfer; see :class:`~aprilsched.weights.vllm_transfer.VLLMPublisher`.
+        """Join a trainer's transfer; see :class:`~aprilsched.kernel.weights.vllm_transfer.VLLMPublisher`.
 
         The server must have been started with ``--weight-transfer-config``.
         """

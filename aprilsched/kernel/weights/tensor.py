@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.engines.base import Engine, RefitFromTensors
-from aprilsched.weights.publisher import (
+from aprilsched.kernel.weights.publisher import (
     Bucket,
     ReadingPublisher,
     Source,

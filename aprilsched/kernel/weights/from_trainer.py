@@ -9,8 +9,8 @@ from typing import Protocol, runtime_checkable
 
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.engines.base import Engine, Fleet
-from aprilsched.weights.external import ExternalWeights, Handshake
-from aprilsched.weights.publisher import AdapterPublisher, WeightPublisher
+from aprilsched.kernel.weights.external import ExternalWeights, Handshake
+from aprilsched.kernel.weights.publisher import AdapterPublisher, WeightPublisher
 
 log = logging.getLogger("aprilsched")
 

@@ -30,7 +30,7 @@ from aprilsched.errors import (
     EngineRejected,
 )
 from aprilsched.kernel.engines.base import Engine, RefitFromGroup, RefitGroup
-from aprilsched.weights.publisher import call_each, in_daemon
+from aprilsched.kernel.weights.publisher import call_each, in_daemon
 
 if TYPE_CHECKING:
     from torch import Tensor

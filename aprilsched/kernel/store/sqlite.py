@@ -46,7 +46,7 @@ from aprilsched.kernel.core.state.saved import (
     Snapshot,
     TokenPage,
 )
-from aprilsched.store.codec import (
+from aprilsched.kernel.store.codec import (
     checksum,
     decode,
     encode,
@@ -57,7 +57,7 @@ from aprilsched.store.codec import (
     schedule_from,
     schedule_record,
 )
-from aprilsched.store.file import (
+from aprilsched.kernel.store.file import (
     PAGE_BYTES,
     Marker,
     Progress,

@@ -28,8 +28,14 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from aprilsched.errors import ConfigError, ControlTimeout
 from aprilsched.kernel.engines.base import Engine, RefitByTransfer
-from aprilsched.weights.process_group import address_towards
-from aprilsched.weights.publisher import Takers, call_each, check_weights, in_daemon, in_thread
+from aprilsched.kernel.weights.process_group import address_towards
+from aprilsched.kernel.weights.publisher import (
+    Takers,
+    call_each,
+    check_weights,
+    in_daemon,
+    in_thread,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from aprilsched.errors import ConfigError, EngineError, EngineRejected
 from aprilsched.extras import extra
 from aprilsched.kernel.engines.base import Engine, RefitFromGroup, TensorMeta
-from aprilsched.weights.process_group import (
+from aprilsched.kernel.weights.process_group import (
     DEVICES,
     BrokenOff,
     GroupEngine,
@@ -43,7 +43,7 @@ from aprilsched.weights.process_group import (
     leave,
     together,
 )
-from aprilsched.weights.publisher import (
+from aprilsched.kernel.weights.publisher import (
     Bucket,
     ReadingPublisher,
     Source,

@@ -20,7 +20,7 @@ from typing import Protocol
 
 from aprilsched.errors import ConfigError, EngineRejected
 from aprilsched.kernel.engines.base import Engine, RefitFromDisk, TakesAdapters
-from aprilsched.weights.publisher import Takers, call_each, in_thread
+from aprilsched.kernel.weights.publisher import Takers, call_each, in_thread
 
 # A directory of versions that the trainer writes and the engines read.
 #

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Protocol
 
 from aprilsched.kernel.core.state.saved import Saved, Snapshot
-from aprilsched.store.file import migrate
-from aprilsched.store.sqlite import read_saved, save_snapshot
+from aprilsched.kernel.store.file import migrate
+from aprilsched.kernel.store.sqlite import read_saved, save_snapshot
 
 
 class Store(Protocol):

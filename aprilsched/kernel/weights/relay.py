@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 from aprilsched.errors import ConfigError
 from aprilsched.extras import extra
 from aprilsched.kernel.engines.base import Engine
-from aprilsched.weights.distributed import DistributedPublisher, Weights
-from aprilsched.weights.publisher import check_weights, in_thread
-from aprilsched.weights.tensor import TensorPublisher
+from aprilsched.kernel.weights.distributed import DistributedPublisher, Weights
+from aprilsched.kernel.weights.publisher import check_weights, in_thread
+from aprilsched.kernel.weights.tensor import TensorPublisher
 
 if TYPE_CHECKING:
     from torch import Tensor, device

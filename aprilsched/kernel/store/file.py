@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from aprilsched.errors import StoreError
 from aprilsched.files import open_private
-from aprilsched.store.codec import checksum
+from aprilsched.kernel.store.codec import checksum
 
 _ENDS = ("-wal", "-journal", "-last")
 """What the names of the files end in that belong to a store."""
