@@ -21,13 +21,13 @@ from aprilsched.kernel.shell import (
     TurnOutput,
 )
 from aprilsched.kernel.store import MemoryStore, SqliteStore
+from aprilsched.kernel.values.sampling import sampling_params
 from aprilsched.kernel.weights.disk import DiskPublisher, LoraPublisher
 from aprilsched.kernel.weights.distributed import DistributedPublisher
 from aprilsched.kernel.weights.external import ExternalWeights, Handshake
 from aprilsched.kernel.weights.relay import RelayPublisher
 from aprilsched.kernel.weights.tensor import TensorPublisher
 from aprilsched.kernel.weights.vllm_transfer import VLLMPublisher
-from aprilsched.sampling import sampling_params
 from aprilsched.simulation.engine import SimFleet, SimPublisher
 from aprilsched.types import (
     Answer,

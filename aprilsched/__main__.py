@@ -14,7 +14,7 @@ from importlib import import_module
 
 from aprilsched import __version__
 from aprilsched.errors import AprilschedError
-from aprilsched.extras import extra
+from aprilsched.kernel.values.extras import extra
 
 _REFUSED = 2
 _INTERRUPTED = 130  # as shells say it: 128 + SIGINT

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.companions import Companion, CompanionLog, CompanionRows, Rows
-from aprilsched.extras import extra
+from aprilsched.kernel.values.companions import Companion, CompanionLog, CompanionRows, Rows
+from aprilsched.kernel.values.extras import extra
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,7 +18,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.checks import (
+from aprilsched.errors import ConfigError
+from aprilsched.kernel.values.checks import (
     MAX_COUNT,
     OWN,
     SYNONYMS,
@@ -30,8 +31,7 @@ from aprilsched.checks import (
     suggesting,
     typed,
 )
-from aprilsched.companions import CompanionRows
-from aprilsched.errors import ConfigError
+from aprilsched.kernel.values.companions import CompanionRows
 
 if TYPE_CHECKING:
     from aprilsched.tensors import PackedTensors, PaddedTensors

@@ -42,7 +42,8 @@ import numpy as np
 from numpy.random import Generator, Philox
 from numpy.typing import NDArray
 
-from aprilsched.bounds import (
+from aprilsched.errors import ConfigError
+from aprilsched.kernel.values.bounds import (
     AT_LEAST_0,
     AT_LEAST_1,
     COUNT_32_BITS,
@@ -51,9 +52,8 @@ from aprilsched.bounds import (
     Bound,
     check_settings,
 )
-from aprilsched.checks import MAX_COUNT, checked, converted, typed
-from aprilsched.errors import ConfigError
-from aprilsched.files import read_text
+from aprilsched.kernel.values.checks import MAX_COUNT, checked, converted, typed
+from aprilsched.kernel.values.files import read_text
 from aprilsched.types import Prompt, SamplingParams
 
 LengthLaw: TypeAlias = Literal["lognormal", "log_t"]

@@ -29,7 +29,7 @@ from aprilsched.analysis.chart_model import (
 )
 from aprilsched.analysis.run import Run, bars, in_flight, window_end
 from aprilsched.analysis.usage import RunUsage
-from aprilsched.extras import extra
+from aprilsched.kernel.values.extras import extra
 from aprilsched.telemetry.engine_time import BUSY, PART_INDEX, PART_LABELS, PARTS, Part
 from aprilsched.telemetry.figures import BiasFigures
 

@@ -11,8 +11,8 @@ from typing import Any, Literal
 import msgspec
 
 from aprilsched.errors import ConfigError
-from aprilsched.files import read_regular, read_text
 from aprilsched.kernel.shell.listener import Listener
+from aprilsched.kernel.values.files import read_regular, read_text
 from aprilsched.telemetry.batch_figures import Bound
 from aprilsched.telemetry.event_log.reading import Versioned, refuse_newer, replay
 from aprilsched.telemetry.figures import SUMMARY_VERSION, RunSummary

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from aprilsched.analysis.rebuild import summary_of_run
 from aprilsched.errors import RunFolderError
-from aprilsched.files import read_text
 from aprilsched.kernel.core.messages.facts import (
     AttemptEnded,
     AttemptSent,
@@ -32,6 +31,7 @@ from aprilsched.kernel.core.messages.facts import (
     RunOpened,
     UpdateFinished,
 )
+from aprilsched.kernel.values.files import read_text
 from aprilsched.telemetry.event_log.reading import replay
 from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.run_folder import CONFIG, EVENTS

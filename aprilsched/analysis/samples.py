@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aprilsched.errors import RunFolderError
-from aprilsched.files import open_regular
+from aprilsched.kernel.values.files import open_regular
 from aprilsched.telemetry.event_log.reading import Versioned, refuse_newer
 from aprilsched.telemetry.run_folder import SAMPLES
 from aprilsched.telemetry.sampling.sample_log import (

@@ -16,10 +16,10 @@ import msgspec
 
 from aprilsched.analysis.run import readable
 from aprilsched.errors import RunFolderError
-from aprilsched.files import SHARED, written_whole
 from aprilsched.kernel.core.messages import facts as of
 from aprilsched.kernel.core.messages.facts import Fact
 from aprilsched.kernel.shell.listener import DispatchingListener
+from aprilsched.kernel.values.files import SHARED, written_whole
 from aprilsched.telemetry.event_log.reading import replay
 from aprilsched.telemetry.run_folder import EVENTS, TRACE
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aprilsched.analysis.run import readable
-from aprilsched.files import read_text
+from aprilsched.kernel.values.files import read_text
 from aprilsched.telemetry.engine_time import (
     BUSY,
     PART_INDEX,

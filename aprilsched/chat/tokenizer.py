@@ -20,8 +20,8 @@ import msgspec
 
 from aprilsched.chat.templates import ChatTemplate
 from aprilsched.errors import ConfigError
-from aprilsched.extras import extra
-from aprilsched.files import read_regular
+from aprilsched.kernel.values.extras import extra
+from aprilsched.kernel.values.files import read_regular
 from aprilsched.serving.refusals import Refused, Unavailable
 from aprilsched.types import Prompt
 

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from aprilsched.cli.arguments import POSITIONAL, parsed
 from aprilsched.errors import ConfigError
-from aprilsched.extras import extra
+from aprilsched.kernel.values.extras import extra
 from aprilsched.timing import (
     Bucket,
     Fit,

@@ -15,8 +15,8 @@ from aprilsched.analysis.rebuild import basis_of, summary_of_run
 from aprilsched.analysis.run import readable
 from aprilsched.cli.arguments import POSITIONAL, parsed
 from aprilsched.errors import RunFolderError
-from aprilsched.files import read_text
 from aprilsched.kernel.core.messages.facts import Fact
+from aprilsched.kernel.values.files import read_text
 from aprilsched.runs.showing import run_table
 from aprilsched.telemetry.batch_figures import BatchMeter
 from aprilsched.telemetry.event_log.reading import Follower, LogReader

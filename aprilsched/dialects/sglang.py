@@ -8,7 +8,6 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
-from aprilsched.companions import Rows
 from aprilsched.dialects.values import (
     PING,
     Asked,
@@ -20,6 +19,7 @@ from aprilsched.dialects.values import (
     prompts_of,
 )
 from aprilsched.errors import ConfigError
+from aprilsched.kernel.values.companions import Rows
 from aprilsched.serving.refusals import error_content, error_event
 from aprilsched.serving.streams import DONE, Event, frame_item
 from aprilsched.types import MEDIA, Media

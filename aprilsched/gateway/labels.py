@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from aprilsched.errors import ConfigError, StoreError
-from aprilsched.files import read_regular, written_whole
+from aprilsched.kernel.values.files import read_regular, written_whole
 
 log = logging.getLogger("aprilsched")
 

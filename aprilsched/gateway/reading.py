@@ -19,10 +19,10 @@ from typing import Any
 
 from aprilsched.chat.openai_bodies import Message
 from aprilsched.chat.tokenizer import Detokenizer
-from aprilsched.companions import KINDS, TOP
 from aprilsched.dialects.sglang import labelled, likely_triples
 from aprilsched.dialects.values import End, Likely, Part, check_stops
 from aprilsched.gateway.responses import Response, Responses
+from aprilsched.kernel.values.companions import KINDS, TOP
 from aprilsched.serving.refusals import Refusal
 from aprilsched.serving.streams import Event, merged
 from aprilsched.types import FinishReason

@@ -27,7 +27,7 @@ from aprilsched.gateway.reading import Failed, Reading, TextRules, parts_of
 from aprilsched.gateway.responses import NewResponse
 from aprilsched.gateway.service import SERVICE, Service
 from aprilsched.gateway.settings import MEDIA_FIELDS, TOP_FIELD
-from aprilsched.sampling import sampling_params
+from aprilsched.kernel.values.sampling import sampling_params
 from aprilsched.serving.bodies import BODIES, decode
 from aprilsched.serving.refusals import Refused, as_json
 from aprilsched.serving.streams import Item, send_stream

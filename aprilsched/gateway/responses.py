@@ -25,7 +25,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from aprilsched.companions import CompanionRows, Rows
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.core.messages import facts as of
 from aprilsched.kernel.core.messages.facts import Fact
@@ -33,6 +32,7 @@ from aprilsched.kernel.core.state.assembly import rollout_of
 from aprilsched.kernel.core.state.ledger import BUSY, REFUSED, Reason
 from aprilsched.kernel.core.state.records import GroupRecord, RolloutRecord
 from aprilsched.kernel.core.state.state import SchedulerState
+from aprilsched.kernel.values.companions import CompanionRows, Rows
 from aprilsched.types import Batch, FinishReason, Group, Prompt, Rollout, SamplingParams, Segment
 
 _LEFT = "the client has disconnected"

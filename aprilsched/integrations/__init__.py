@@ -11,10 +11,10 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.companions import Companion
 from aprilsched.config import SchedulerConfig
 from aprilsched.errors import ConfigError
-from aprilsched.extras import extra
+from aprilsched.kernel.values.companions import Companion
+from aprilsched.kernel.values.extras import extra
 from aprilsched.types import BoolArray, Media
 
 

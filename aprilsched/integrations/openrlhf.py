@@ -34,8 +34,8 @@ from aprilsched.integrations.pushed import NOT_TOKENIZED
 from aprilsched.kernel.engines.base import Fleet
 from aprilsched.kernel.shell import PromptQueue, RolloutScheduler, Turn
 from aprilsched.kernel.shell.listener import AnyListener
+from aprilsched.kernel.values.sampling import sampling_params
 from aprilsched.kernel.weights.disk import DiskPublisher
-from aprilsched.sampling import sampling_params
 from aprilsched.types import Batch, Group, Prompt, SamplingParams, Score
 
 if TYPE_CHECKING:

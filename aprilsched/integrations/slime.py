@@ -48,10 +48,8 @@ import numpy as np
 
 from aprilsched.blocking import RolloutScheduler
 from aprilsched.chat.tokenizer import wrapped_tokenizer
-from aprilsched.companions import MOST_KEPT, Companion, routed_experts
 from aprilsched.config import SchedulerConfig
 from aprilsched.errors import ConfigError, EngineError
-from aprilsched.files import written_whole
 from aprilsched.integrations import (
     check_fixed_groups,
     check_replay,
@@ -63,9 +61,11 @@ from aprilsched.kernel.engines.http import ServerAddress
 from aprilsched.kernel.engines.sglang.http_engine import SGLangFleet
 from aprilsched.kernel.shell.prompts import check_media
 from aprilsched.kernel.store import MemoryStore
+from aprilsched.kernel.values.companions import MOST_KEPT, Companion, routed_experts
+from aprilsched.kernel.values.files import written_whole
+from aprilsched.kernel.values.sampling import sampling_params
 from aprilsched.kernel.weights.external import ExternalWeights
 from aprilsched.runs.config_file import config_of
-from aprilsched.sampling import sampling_params
 from aprilsched.types import NO_VERSION, Batch, Group, Media, Prompt, Rollout, SamplingParams
 
 log = logging.getLogger("aprilsched")

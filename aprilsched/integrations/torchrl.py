@@ -30,7 +30,7 @@ import numpy as np
 
 from aprilsched.corrections import staleness
 from aprilsched.errors import ConfigError
-from aprilsched.extras import extra
+from aprilsched.kernel.values.extras import extra
 from aprilsched.tensors import RaggedTensor, pack
 from aprilsched.types import NO_VERSION, Batch, Rollout
 

@@ -39,8 +39,6 @@ from aprilsched.blocking import RolloutScheduler
 from aprilsched.chat.tokenizer import ModelTokenizer, wrapped_tokenizer
 from aprilsched.config import SchedulerConfig
 from aprilsched.errors import ConfigError
-from aprilsched.extras import extra
-from aprilsched.files import read_regular, written_whole
 from aprilsched.integrations import check_fixed_groups, with_bound
 from aprilsched.integrations.by_session import BySession
 from aprilsched.integrations.trl_tools import Conversation, Factories, ToolHarness, called
@@ -48,6 +46,8 @@ from aprilsched.kernel.engines.base import Fleet
 from aprilsched.kernel.shell import Accept
 from aprilsched.kernel.shell.listener import AnyListener
 from aprilsched.kernel.store import MemoryStore
+from aprilsched.kernel.values.extras import extra
+from aprilsched.kernel.values.files import read_regular, written_whole
 from aprilsched.kernel.weights.disk import DiskPublisher
 from aprilsched.kernel.weights.distributed import DistributedPublisher
 from aprilsched.kernel.weights.publisher import WeightPublisher, iter_buckets

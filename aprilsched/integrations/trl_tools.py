@@ -17,7 +17,7 @@ from typing import Any, TypeAlias, cast
 import msgspec
 
 from aprilsched.errors import ConfigError
-from aprilsched.extras import extra
+from aprilsched.kernel.values.extras import extra
 from aprilsched.sessions import Session
 from aprilsched.types import Prompt
 

@@ -43,8 +43,8 @@ from aprilsched.integrations.pushed import NOT_TOKENIZED, PushedGroups, as_pushe
 from aprilsched.kernel.engines.sglang.http_engine import SGLangListedFleet
 from aprilsched.kernel.shell import PromptQueue, RolloutScheduler, Turn
 from aprilsched.kernel.shell.listener import AnyListener
+from aprilsched.kernel.values.sampling import sampling_params
 from aprilsched.kernel.weights.external import ExternalWeights
-from aprilsched.sampling import sampling_params
 from aprilsched.types import Prompt, SamplingParams, Score
 
 if TYPE_CHECKING:

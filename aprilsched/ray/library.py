@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from aprilsched.extras import extra
+from aprilsched.kernel.values.extras import extra
 
 with extra("ray"):
     import ray as _ray

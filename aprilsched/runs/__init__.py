@@ -1,6 +1,6 @@
 """Makes a run from settings to its run folder, for the command line and the experiments."""
 
-from aprilsched.extras import extra
+from aprilsched.kernel.values.extras import extra
 
 with extra("cli"):
     import rich as rich

@@ -16,11 +16,11 @@ from typing import Any, TypeAlias, TypeVar, cast, get_type_hints
 
 import msgspec
 
-from aprilsched.checks import nearest
 from aprilsched.config import SamplingParams, SchedulerConfig, Staleness
 from aprilsched.errors import ConfigError
-from aprilsched.files import read_text
 from aprilsched.kernel.core.policies.kinds import REFILLS, STOPS
+from aprilsched.kernel.values.checks import nearest
+from aprilsched.kernel.values.files import read_text
 from aprilsched.presets import PRESETS
 from aprilsched.runs.settings import RunSettings
 

@@ -4,7 +4,7 @@ A row is a JSON object: one on each line, or in one array. Its prompt is under `
 ``prompt``, ``text`` or ``messages``, or under the key that the user names: token ids, text that
 went through the chat template, or messages, which the model's chat template renders with the
 row's ``tools`` and ``chat_template_kwargs``. ``key``, ``group_size`` and ``sampling`` (in the names
-that :func:`aprilsched.sampling.sampling_params` knows) are those of the prompt. Other columns, such
+that :func:`aprilsched.kernel.values.sampling.sampling_params` knows) are those of the prompt. Other columns, such
 as a label, become its metadata.
 """
 
@@ -22,9 +22,9 @@ import msgspec
 
 from aprilsched.chat.tokenizer import ModelTokenizer, load_tokenizer
 from aprilsched.errors import ConfigError
-from aprilsched.extras import extra
-from aprilsched.files import read_regular
-from aprilsched.sampling import sampling_params
+from aprilsched.kernel.values.extras import extra
+from aprilsched.kernel.values.files import read_regular
+from aprilsched.kernel.values.sampling import sampling_params
 from aprilsched.types import Prompt
 
 log = logging.getLogger("aprilsched")
@@ -240,7 +240,7 @@ def _key(key: Any) -> str | int | None:
 
 
 class _Texts:
-    """The tokenizer of a folder, as :mod:`aprilsched.sampling` needs one, and its chat template."""
+    """The tokenizer of a folder, as :mod:`aprilsched.kernel.values.sampling` needs one, and its chat template."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

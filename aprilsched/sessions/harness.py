@@ -18,8 +18,8 @@ from typing import Any, Self
 from aprilsched.chat.tokenizer import ModelTokenizer, load_tokenizer
 from aprilsched.dialects.values import check_stops
 from aprilsched.errors import ConfigError, EpisodeError, MemberLost
-from aprilsched.files import open_private, read_regular
 from aprilsched.kernel.shell.episodes import Turn, TurnOutput
+from aprilsched.kernel.values.files import open_private, read_regular
 from aprilsched.serving.listener import Listener
 from aprilsched.serving.refusals import Unavailable
 from aprilsched.sessions.address import Keys, make_session_app

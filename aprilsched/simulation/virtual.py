@@ -20,8 +20,6 @@ from typing import Annotated, Any, Protocol, cast, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.bounds import NOT_NEGATIVE, check_settings
-from aprilsched.checks import checked, typed
 from aprilsched.errors import AprilschedError, ConfigError, FleetLost, RunGivenUp
 from aprilsched.kernel.core.config import Caller, SchedulerConfig
 from aprilsched.kernel.core.messages import commands as do
@@ -33,6 +31,8 @@ from aprilsched.kernel.core.state.state import SchedulerState
 from aprilsched.kernel.engines.base import Chunk, GenerationRequest
 from aprilsched.kernel.shell.listener import AnyListener
 from aprilsched.kernel.shell.loop import EventLoop, ending, joining, progress
+from aprilsched.kernel.values.bounds import NOT_NEGATIVE, check_settings
+from aprilsched.kernel.values.checks import checked, typed
 from aprilsched.planning import Planner
 from aprilsched.planning.forecasts import ForecastErrors
 from aprilsched.simulation.engine.batcher import Batcher

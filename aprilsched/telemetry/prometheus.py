@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from aprilsched.errors import ConfigError
-from aprilsched.extras import extra
+from aprilsched.kernel.values.extras import extra
 from aprilsched.telemetry.figures import Figure, Kind
 from aprilsched.telemetry.metrics import Metrics
 from aprilsched.telemetry.table import FIGURES

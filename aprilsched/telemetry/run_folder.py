@@ -20,8 +20,8 @@ from typing import Any, Self
 import msgspec
 
 from aprilsched.errors import RunFolderError
-from aprilsched.extras import extra
-from aprilsched.files import PRIVATE_FOLDER, SHARED, written_whole
+from aprilsched.kernel.values.extras import extra
+from aprilsched.kernel.values.files import PRIVATE_FOLDER, SHARED, written_whole
 from aprilsched.telemetry.event_log.reading import read_tail
 from aprilsched.telemetry.figures import RunSummary
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from aprilsched.errors import ConfigError
-from aprilsched.extras import extra
 from aprilsched.kernel.core.messages.facts import BatchDelivered
+from aprilsched.kernel.values.extras import extra
 from aprilsched.telemetry.engine_time import PARTS, Part
 from aprilsched.telemetry.live_figures import FiguresListener, LiveFigures
 from aprilsched.telemetry.table import FIGURES, Moment, values_at

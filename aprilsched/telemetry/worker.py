@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any, Literal, Self, TypeVarTuple
 
 from aprilsched.errors import ConfigError
-from aprilsched.files import open_private
 from aprilsched.kernel.core.messages.facts import Fact, TokensReceived
 from aprilsched.kernel.shell.listener import Listener, TokenChunks
+from aprilsched.kernel.values.files import open_private
 
 log = logging.getLogger("aprilsched")
 

@@ -18,12 +18,12 @@ import numpy as np
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from aprilsched.checks import OWN
-from aprilsched.companions import MOST_KEPT, TOP, Companion, top_logprobs
 from aprilsched.dialects.sglang import GenerateBody, finish_reason, likely_triples, token_logprobs
 from aprilsched.errors import AprilschedError, ConfigError, EngineError, EngineRejected
 from aprilsched.kernel.engines.base import Chunk, GenerationRequest
-from aprilsched.sampling import SERVER, sampling_params
+from aprilsched.kernel.values.checks import OWN
+from aprilsched.kernel.values.companions import MOST_KEPT, TOP, Companion, top_logprobs
+from aprilsched.kernel.values.sampling import SERVER, sampling_params
 from aprilsched.serving.bodies import Bodies, body_of, decode
 from aprilsched.serving.calls import make_app
 from aprilsched.serving.refusals import Crashed, Refused, as_json, error_event

@@ -34,7 +34,6 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from aprilsched.companions import TOP, Rows, top_logprobs
 from aprilsched.errors import EngineError, EngineRejected
 from aprilsched.kernel.engines.base import (
     Chunk,
@@ -46,6 +45,7 @@ from aprilsched.kernel.engines.base import (
     SleepingEngine,
 )
 from aprilsched.kernel.engines.self_check import check as self_check
+from aprilsched.kernel.values.companions import TOP, Rows, top_logprobs
 from aprilsched.types import Float32Array, Int32Array, SamplingParams, VersionSpan
 
 PROMPT = np.arange(3, 35, dtype=np.int32)

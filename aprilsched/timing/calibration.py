@@ -14,9 +14,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from aprilsched.bounds import check_settings
 from aprilsched.errors import ConfigError
-from aprilsched.files import read_text
+from aprilsched.kernel.values.bounds import check_settings
+from aprilsched.kernel.values.files import read_text
 from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel, share_of_experts
 from aprilsched.timing.online import robust
 from aprilsched.timing.server_log import Floats, Windows

@@ -26,7 +26,7 @@ from typing import Annotated, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.bounds import AT_LEAST_0, AT_LEAST_1, NOT_NEGATIVE, POSITIVE
+from aprilsched.kernel.values.bounds import AT_LEAST_0, AT_LEAST_1, NOT_NEGATIVE, POSITIVE
 
 RESERVE_SHARE = 0.098
 """Share of the tokens still to come for which SGLang's admission leaves room: the lower bound of

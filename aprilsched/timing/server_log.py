@@ -14,9 +14,9 @@ from typing import TextIO, TypeAlias, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.bounds import MAX_WHOLE
 from aprilsched.errors import ConfigError
-from aprilsched.files import open_regular
+from aprilsched.kernel.values.bounds import MAX_WHOLE
+from aprilsched.kernel.values.files import open_regular
 
 Floats: TypeAlias = NDArray[np.float64]
 N = TypeVar("N", int, float)

@@ -37,7 +37,7 @@ from aprilsched import (
     SGLangFleet,
 )
 from aprilsched.blocking import RolloutScheduler
-from aprilsched.companions import routed_experts
+from aprilsched.kernel.values.companions import routed_experts
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "grpo"))
 from train import Trainer

@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from aprilsched.companions import routed_experts
 from aprilsched.config import Objective, SchedulerConfig
 from aprilsched.kernel.core.messages import facts
+from aprilsched.kernel.values.companions import routed_experts
 from aprilsched.planning import Planner
 from aprilsched.presets import PRESETS
 from aprilsched.simulation import NEVER, Costs, Simulation, rare_collections

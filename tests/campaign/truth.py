@@ -17,7 +17,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from aprilsched.companions import Companion
+from aprilsched.kernel.values.companions import Companion
 from aprilsched.simulation.engine.toy_model import (
     ContextState,
     ToyModel,

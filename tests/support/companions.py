@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from aprilsched import Rollout
-from aprilsched.companions import Companion
+from aprilsched.kernel.values.companions import Companion
 from aprilsched.simulation.engine.toy_model import toy_masks, toy_rows, weights_key_of_version
 from aprilsched.types import NO_VERSION
 

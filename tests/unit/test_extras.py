@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from aprilsched.errors import ConfigError, MissingExtra
-from aprilsched.extras import extra
+from aprilsched.kernel.values.extras import extra
 from aprilsched.simulation.engine import run_virtual
 from tests.support.table import each_row
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from aprilsched.__main__ import main
-from aprilsched.files import open_private, open_regular, read_text, written_whole
+from aprilsched.kernel.values.files import open_private, open_regular, read_text, written_whole
 from aprilsched.sessions.harness import (
     _secret_of,  # pyright: ignore[reportPrivateUsage]
 )

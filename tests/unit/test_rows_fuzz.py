@@ -13,12 +13,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from aprilsched import SamplingParams
-from aprilsched.companions import Companion, top_logprobs
 from aprilsched.errors import EngineProtocolError, EngineRejected
 from aprilsched.kernel.engines.base import Chunk, GenerationRequest
 from aprilsched.kernel.engines.sglang.wire import ChunkAssembler
 from aprilsched.kernel.engines.stream import ResponseReader
 from aprilsched.kernel.engines.vllm.tokens_api import EventReader
+from aprilsched.kernel.values.companions import Companion, top_logprobs
 from tests.support.table import each_row
 
 PROMPT, TOKENS, LAYERS, TOP_K = 4, 3, 3, 2

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from yarl import URL
 
-from aprilsched.checks import OWN
 from aprilsched.errors import ConfigError, EngineRejected
 from aprilsched.kernel.engines.http import HttpLimits, Transport
-from aprilsched.sampling import REFUSED, SERVER, SYNONYMS, sampling_params
+from aprilsched.kernel.values.checks import OWN
+from aprilsched.kernel.values.sampling import REFUSED, SERVER, SYNONYMS, sampling_params
 from aprilsched.types import Media, Prompt, SamplingParams
 from tests.support.table import each_row
 

@@ -12,10 +12,10 @@ import pytest
 from numpy.typing import NDArray
 
 from aprilsched import Media, SamplingParams
-from aprilsched.companions import Companion, routed_experts, top_logprobs
 from aprilsched.errors import EngineProtocolError
 from aprilsched.kernel.engines.base import GenerationRequest
 from aprilsched.kernel.engines.vllm.tokens_api import EventReader, generate_body
+from aprilsched.kernel.values.companions import Companion, routed_experts, top_logprobs
 from tests.support.table import each_row
 
 EXPERTS = routed_experts(layers=2, per_token=2, experts=8)

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aprilsched.companions import Companion
 from aprilsched.integrations import class_of
 from aprilsched.integrations import verl as adapter
+from aprilsched.kernel.values.companions import Companion
 from aprilsched.simulation.engine.toy_model import toy_rows
 from tests.verl.conftest import STEPS
 

@@ -21,9 +21,9 @@ import pytest
 from openai import AsyncOpenAI
 
 from aprilsched.chat.tokenizer import load_tokenizer
-from aprilsched.companions import top_logprobs
 from aprilsched.dialects.sglang import likely_triples
 from aprilsched.kernel.core.state.ledger import Reason
+from aprilsched.kernel.values.companions import top_logprobs
 from aprilsched.testing.contract import until
 from tests.support import gateway as gateways
 from tests.support.gateway import LONG

@@ -33,8 +33,8 @@ from aprilsched import (
     SqliteStore,
     Turn,
 )
-from aprilsched.companions import Companion
 from aprilsched.errors import ConfigError
+from aprilsched.kernel.values.companions import Companion
 from aprilsched.simulation.engine import SimConfig
 from aprilsched.simulation.engine.sequence import MEDIA_TOKENS
 from aprilsched.telemetry.event_log import EventLog

@@ -30,10 +30,10 @@ if __name__ == "__main__":
     from vllm.utils.serial_utils import numpy2base64
 
     from aprilsched import Media, SamplingParams, VLLMPublisher
-    from aprilsched.companions import Companion, routed_experts
     from aprilsched.kernel.engines.base import GenerationRequest
     from aprilsched.kernel.engines.vllm import VLLMEngine
     from aprilsched.kernel.engines.vllm.tokens_api import EventReader, generate_body
+    from aprilsched.kernel.values.companions import Companion, routed_experts
     from aprilsched.kernel.weights import vllm_transfer
     from aprilsched.testing.contract import greedy, whole
 

@@ -29,10 +29,10 @@ from aprilsched.analysis.report.words import amount, nats, percent, ran, seconds
 from aprilsched.analysis.run import History, readable
 from aprilsched.analysis.samples import read_samples
 from aprilsched.analysis.usage import RunUsage, UsageRecorder, busy_share
-from aprilsched.files import read_text
 from aprilsched.kernel.core.messages import facts as of
 from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.kernel.shell.listener import DispatchingListener
+from aprilsched.kernel.values.files import read_text
 from aprilsched.telemetry.engine_time import PART_INDEX, PART_LABELS, PARTS
 from aprilsched.telemetry.event_log.reading import replay
 from aprilsched.telemetry.figures import Figure, RunSummary, headlines_in

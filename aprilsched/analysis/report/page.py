@@ -21,8 +21,8 @@ from aprilsched.analysis.report import charts
 from aprilsched.analysis.report.gather import run_report
 from aprilsched.analysis.report.report_data import FaultLedger, Headline, ReportData, RunReport
 from aprilsched.analysis.report.words import amount, percent, seconds, signed_percent
-from aprilsched.extras import extra
 from aprilsched.kernel.core.state.ledger import Reason
+from aprilsched.kernel.values.extras import extra
 from aprilsched.telemetry.rollout_time import ROLLOUT_PART_LABELS
 from aprilsched.telemetry.run_folder import REPORT, write_whole
 

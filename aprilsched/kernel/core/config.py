@@ -16,9 +16,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, TypeAlias
 
-from aprilsched.bounds import AT_LEAST_0, AT_LEAST_1, Bound, check_settings
-from aprilsched.checks import suggesting
-from aprilsched.companions import Companion
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.core.policies.kinds import REFILLS, RefillRule, StopUnit
 from aprilsched.kernel.core.policies.placement import Placement
@@ -39,6 +36,9 @@ from aprilsched.kernel.core.policies.straggler import (
     StragglerRule,
     rules_that,
 )
+from aprilsched.kernel.values.bounds import AT_LEAST_0, AT_LEAST_1, Bound, check_settings
+from aprilsched.kernel.values.checks import suggesting
+from aprilsched.kernel.values.companions import Companion
 from aprilsched.types import MAX_GROUP_SIZE, SamplingParams
 
 KVAfterRefit: TypeAlias = Literal["auto", "recompute", "keep", "apart"]

@@ -13,8 +13,8 @@ from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 
-from aprilsched.companions import Companion, Rows
 from aprilsched.errors import EngineBusy
+from aprilsched.kernel.values.companions import Companion, Rows
 from aprilsched.types import (
     Answer,
     FinishReason,

@@ -40,7 +40,6 @@ from typing import Any, Generic, Literal, TypeAlias, TypeVar, cast
 import aiohttp
 import msgspec
 
-from aprilsched.companions import MOST_KEPT, TOP
 from aprilsched.errors import (
     ConfigError,
     ControlTimeout,
@@ -72,6 +71,7 @@ from aprilsched.kernel.engines.stream import (
     read_chunks,
     version_number,
 )
+from aprilsched.kernel.values.companions import MOST_KEPT, TOP
 
 _log = logging.getLogger(__name__)
 

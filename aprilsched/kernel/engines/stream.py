@@ -20,10 +20,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.companions import Companion, Rows, fitting
 from aprilsched.errors import EngineBusy, EngineError, EngineProtocolError, EngineRejected
 from aprilsched.kernel.engines.base import Chunk, GenerationRequest
 from aprilsched.kernel.engines.http import Allowance, EventSplitter, quote, refusal
+from aprilsched.kernel.values.companions import Companion, Rows, fitting
 from aprilsched.types import Media, VersionSpan
 
 P = ParamSpec("P")

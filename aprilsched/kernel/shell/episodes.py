@@ -18,7 +18,6 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from aprilsched.companions import Companion, CompanionRows
 from aprilsched.errors import EpisodeError, TurnRefused
 from aprilsched.kernel.core.messages.commands import ResolveTurn, context_mark
 from aprilsched.kernel.core.messages.events import (
@@ -29,7 +28,8 @@ from aprilsched.kernel.core.messages.events import (
 )
 from aprilsched.kernel.shell.prompts import check_media
 from aprilsched.kernel.shell.tasks import fail_future
-from aprilsched.sampling import check_sampling
+from aprilsched.kernel.values.companions import Companion, CompanionRows
+from aprilsched.kernel.values.sampling import check_sampling
 from aprilsched.types import (
     BranchRule,
     EpisodeWait,

@@ -15,7 +15,6 @@ from collections.abc import Hashable, Iterable, Sequence
 from contextlib import suppress
 from typing import ClassVar
 
-from aprilsched.companions import TOP
 from aprilsched.config import SchedulerConfig
 from aprilsched.errors import (
     ConfigError,
@@ -36,6 +35,7 @@ from aprilsched.kernel.engines.base import (
 )
 from aprilsched.kernel.engines.self_check import check, pause_during
 from aprilsched.kernel.shell.loop import joining
+from aprilsched.kernel.values.companions import TOP
 
 _FIRST_LABELS = ("default", "0")
 """Labels of the weights that a server was started with."""

@@ -8,10 +8,10 @@ from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from typing import Any, Self
 
-from aprilsched.companions import Companion, of_prompt
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.store.codec import check_storable
-from aprilsched.sampling import check_sampling
+from aprilsched.kernel.values.companions import Companion, of_prompt
+from aprilsched.kernel.values.sampling import check_sampling
 from aprilsched.types import Media, Prompt, RefusedPrompt
 
 _END = object()

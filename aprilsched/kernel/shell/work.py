@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Set
 from typing import Any, SupportsFloat, SupportsIndex, TypeVar, cast
 
-from aprilsched.companions import of_prompt
 from aprilsched.errors import MemberLost, RunEnded
 from aprilsched.kernel.core.config import RewardScope
 from aprilsched.kernel.core.messages import commands as do
@@ -36,6 +35,7 @@ from aprilsched.kernel.shell.callbacks import (
 from aprilsched.kernel.shell.episodes import Episode, FollowsRun, Turn
 from aprilsched.kernel.shell.prompts import PromptSource
 from aprilsched.kernel.shell.tasks import Tasks
+from aprilsched.kernel.values.companions import of_prompt
 from aprilsched.kernel.weights.publisher import to_the_end
 from aprilsched.types import Prompt, RefusedPrompt, Score
 

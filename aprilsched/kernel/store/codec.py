@@ -13,12 +13,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.companions import Rows
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.core.policies.kinds import REFILLS
 from aprilsched.kernel.core.policies.placement import Placement
 from aprilsched.kernel.core.policies.schedule import Forecast, Pace, Schedule
 from aprilsched.kernel.core.state.saved import SavedGroup, SavedMember
+from aprilsched.kernel.values.companions import Rows
 from aprilsched.types import Media, Prompt, SamplingParams
 
 T = TypeVar("T")

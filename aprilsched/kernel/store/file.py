@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from aprilsched.errors import StoreError
-from aprilsched.files import open_private
 from aprilsched.kernel.store.codec import checksum
+from aprilsched.kernel.values.files import open_private
 
 _ENDS = ("-wal", "-journal", "-last")
 """What the names of the files end in that belong to a store."""

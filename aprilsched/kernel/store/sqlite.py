@@ -30,7 +30,6 @@ import msgspec
 import numpy as np
 
 from aprilsched.errors import ConfigError, StoreError
-from aprilsched.files import unused_name
 from aprilsched.kernel.core.lengths.observed import MOST_KEYS, GroupLengths, Remembered
 from aprilsched.kernel.core.state.ledger import Entry
 from aprilsched.kernel.core.state.saved import (
@@ -67,6 +66,7 @@ from aprilsched.kernel.store.file import (
     store_errors,
     transaction,
 )
+from aprilsched.kernel.values.files import unused_name
 from aprilsched.types import Float32Array, Int32Array
 
 log = logging.getLogger("aprilsched")

@@ -31,8 +31,8 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from aprilsched.errors import ConfigError, EngineError, EngineRejected
-from aprilsched.extras import extra
 from aprilsched.kernel.engines.base import Engine, RefitFromGroup, TensorMeta
+from aprilsched.kernel.values.extras import extra
 from aprilsched.kernel.weights.process_group import (
     DEVICES,
     BrokenOff,

@@ -21,8 +21,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from aprilsched.errors import ConfigError
-from aprilsched.extras import extra
 from aprilsched.kernel.engines.base import Engine
+from aprilsched.kernel.values.extras import extra
 from aprilsched.kernel.weights.distributed import DistributedPublisher, Weights
 from aprilsched.kernel.weights.publisher import check_weights, in_thread
 from aprilsched.kernel.weights.tensor import TensorPublisher

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from aprilsched.errors import ConfigError, EngineUnreachable
-from aprilsched.extras import extra
+from aprilsched.kernel.values.extras import extra
 
 _T = TypeVar("_T")
 

@@ -18,8 +18,8 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from aprilsched.companions import TOP, Rows
 from aprilsched.kernel.engines.base import Chunk, GenerationRequest
+from aprilsched.kernel.values.companions import TOP, Rows
 from aprilsched.simulation.engine.settings import SimConfig
 from aprilsched.simulation.engine.toy_model import (
     ContextState,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from aprilsched.companions import KINDS
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.engines.base import Capabilities
+from aprilsched.kernel.values.companions import KINDS
 from aprilsched.simulation.engine.toy_model import KvTier, ToyModel
 from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
 from aprilsched.types import MEDIA

@@ -29,7 +29,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.companions import Companion, Rows
+from aprilsched.kernel.values.companions import Companion, Rows
 from aprilsched.types import Float32Array, Int32Array, SamplingParams
 
 UInt64Array: TypeAlias = NDArray[np.uint64]

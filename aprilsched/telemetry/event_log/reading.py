@@ -12,10 +12,10 @@ from typing import Any, Union
 import msgspec
 
 from aprilsched.errors import RunFolderError
-from aprilsched.files import open_regular
 from aprilsched.kernel.core.messages import facts
 from aprilsched.kernel.core.messages.facts import Fact, by_delivery
 from aprilsched.kernel.shell.listener import Listener
+from aprilsched.kernel.values.files import open_regular
 
 # The format of events.jsonl: each line is a fact of the run, with its time.
 #

@@ -23,7 +23,6 @@ import msgspec
 import numpy as np
 
 from aprilsched.errors import RunFolderError
-from aprilsched.files import cut_off
 from aprilsched.kernel.core.messages.facts import (
     BatchDelivered,
     EvaluationDelivered,
@@ -31,6 +30,7 @@ from aprilsched.kernel.core.messages.facts import (
     UpdateFinished,
 )
 from aprilsched.kernel.shell.listener import TokenChunks
+from aprilsched.kernel.values.files import cut_off
 from aprilsched.telemetry.event_log.reading import (
     FORMAT_VERSION,
     LogBegun,

@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import Any, TypeVar
 
 from aprilsched.errors import ConfigError
-from aprilsched.extras import extra
+from aprilsched.kernel.values.extras import extra
 from aprilsched.telemetry.sampling.sample_log import DeviceLine, GpuLine
 
 log = logging.getLogger("aprilsched")

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from aprilsched.files import cut_off, open_regular
+from aprilsched.kernel.values.files import cut_off, open_regular
 from aprilsched.telemetry.worker import FileWriter
 
 _PENDING_BYTES = 1 << 22

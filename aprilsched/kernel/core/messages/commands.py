@@ -11,10 +11,10 @@ from typing import Literal
 
 from msgspec import Struct
 
-from aprilsched.companions import Companion, CompanionRows
 from aprilsched.errors import RunEnded, RunGivenUp
 from aprilsched.kernel.core.lengths.observed import GroupLengths
 from aprilsched.kernel.core.policies.schedule import Pace, Schedule
+from aprilsched.kernel.values.companions import Companion, CompanionRows
 from aprilsched.types import (
     Batch,
     Float32Array,

@@ -8,8 +8,8 @@ from typing import Literal, TypeAlias
 
 from msgspec import Struct
 
-from aprilsched.companions import Rows
 from aprilsched.kernel.core.policies.schedule import Schedule
+from aprilsched.kernel.values.companions import Rows
 from aprilsched.types import (
     Answer,
     BranchRule,

@@ -20,9 +20,9 @@ from typing import Annotated, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.bounds import AT_LEAST_0, AT_LEAST_1, SHARE, SHARE_OR_0
-from aprilsched.checks import suggesting
 from aprilsched.kernel.core.lengths.laws import Levels, LogLaw, rest_of_groups
+from aprilsched.kernel.values.bounds import AT_LEAST_0, AT_LEAST_1, SHARE, SHARE_OR_0
+from aprilsched.kernel.values.checks import suggesting
 
 _UNBOUNDED = 2**31 - 1
 

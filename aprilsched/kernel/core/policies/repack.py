@@ -20,8 +20,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-from aprilsched.bounds import ABOVE_0, AT_LEAST_0
-from aprilsched.checks import suggesting
+from aprilsched.kernel.values.bounds import ABOVE_0, AT_LEAST_0
+from aprilsched.kernel.values.checks import suggesting
 
 LOOK_AGAIN = 0.05
 """By how many engines the surplus of a version must have grown before the costs are compared

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, TypeAlias
 
-from aprilsched.bounds import ABOVE_0, SHARE_OR_0, Bound
-from aprilsched.checks import suggesting
 from aprilsched.kernel.core.policies.placement import Placement
 from aprilsched.kernel.core.policies.refill import LengthBuckets, Refill, Wave
+from aprilsched.kernel.values.bounds import ABOVE_0, SHARE_OR_0, Bound
+from aprilsched.kernel.values.checks import suggesting
 
 RATIO = Bound(least=1, most=64, words="a ratio from 1 (wait for all) to 64")
 """The over-provision ratio rho = C / N (APRIL's over-sampling; 2 in its paper)."""

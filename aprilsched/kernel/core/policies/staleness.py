@@ -22,8 +22,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal, TypeAlias
 
-from aprilsched.bounds import AT_LEAST_0
-from aprilsched.checks import suggesting
+from aprilsched.kernel.values.bounds import AT_LEAST_0
+from aprilsched.kernel.values.checks import suggesting
 
 StalenessRule: TypeAlias = Literal["mask", "evict", "finish", "restart"]
 

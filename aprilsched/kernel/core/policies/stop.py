@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Protocol
 
-from aprilsched.bounds import AT_LEAST_1
-from aprilsched.checks import suggesting
+from aprilsched.kernel.values.bounds import AT_LEAST_1
+from aprilsched.kernel.values.checks import suggesting
 
 
 class GroupSize(Protocol):

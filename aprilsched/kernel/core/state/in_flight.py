@@ -12,7 +12,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from aprilsched.companions import Companion, CompanionLog, Rows, of_prompt
 from aprilsched.kernel.core.policies.placement import Place
 from aprilsched.kernel.core.state.journal import Journal
 from aprilsched.kernel.core.state.ledger import Counters, Entry, Ledger, Reason
@@ -25,6 +24,7 @@ from aprilsched.kernel.core.state.records import (
     RolloutRecord,
     State,
 )
+from aprilsched.kernel.values.companions import Companion, CompanionLog, Rows, of_prompt
 from aprilsched.types import (
     NO_VERSION,
     Answer,

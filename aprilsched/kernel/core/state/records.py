@@ -16,11 +16,11 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.companions import CompanionLog
 from aprilsched.errors import InvariantViolation
 from aprilsched.kernel.core.lengths.observed import GroupLengths, padded
 from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.kernel.core.state.token_log import Path, TokenLog
+from aprilsched.kernel.values.companions import CompanionLog
 from aprilsched.types import (
     FinishReason,
     Int32Array,

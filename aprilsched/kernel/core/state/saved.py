@@ -16,10 +16,10 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 
-from aprilsched.companions import Rows
 from aprilsched.kernel.core.lengths.observed import GroupLengths, Remembered
 from aprilsched.kernel.core.policies.schedule import Schedule
 from aprilsched.kernel.core.state.ledger import Counters, Entry
+from aprilsched.kernel.values.companions import Rows
 from aprilsched.types import Answer, FinishReason, Float32Array, Int32Array, Prompt, SamplingParams
 
 SavedRun: TypeAlias = tuple[int, int, str | None]

@@ -22,7 +22,7 @@ from typing import TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.companions import CompanionLog, CompanionRows, Rows
+from aprilsched.kernel.values.companions import CompanionLog, CompanionRows, Rows
 from aprilsched.types import (
     NO_VERSION,
     Answer,

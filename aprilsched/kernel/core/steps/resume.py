@@ -18,7 +18,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from aprilsched.companions import CompanionLog
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.core.messages import facts
 from aprilsched.kernel.core.policies.schedule import Schedule
@@ -61,6 +60,7 @@ from aprilsched.kernel.core.steps.turns import (
     leave_one,
     start_episode,
 )
+from aprilsched.kernel.values.companions import CompanionLog
 from aprilsched.types import Int32Array
 
 _STATES = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from aprilsched.companions import CompanionLog
 from aprilsched.kernel.core.policies.schedule import Schedule
 from aprilsched.kernel.core.state.journal import Journal, PageBuilder
 from aprilsched.kernel.core.state.ledger import Counters
@@ -33,6 +32,7 @@ from aprilsched.kernel.core.state.saved import (
 )
 from aprilsched.kernel.core.state.state import SchedulerState
 from aprilsched.kernel.core.steps.batch import masked_tokens
+from aprilsched.kernel.values.companions import CompanionLog
 
 
 def take_changes(state: SchedulerState) -> Snapshot:

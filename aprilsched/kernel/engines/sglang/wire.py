@@ -16,7 +16,6 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 import numpy as np
 
-from aprilsched.companions import TOP, Rows
 from aprilsched.errors import EngineBusy
 from aprilsched.kernel.engines.base import Chunk, GenerationRequest
 from aprilsched.kernel.engines.http import BUSY_STATUSES, quote
@@ -32,6 +31,7 @@ from aprilsched.kernel.engines.stream import (
     media_source,
     version_number,
 )
+from aprilsched.kernel.values.companions import TOP, Rows
 from aprilsched.types import Answer, FinishReason
 
 Triple: TypeAlias = tuple[Logprob, TokenId, str | None]

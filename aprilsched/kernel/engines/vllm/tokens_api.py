@@ -17,7 +17,6 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from aprilsched.companions import TOP, Rows
 from aprilsched.kernel.engines.base import Chunk, GenerationRequest
 from aprilsched.kernel.engines.http import quote
 from aprilsched.kernel.engines.stream import (
@@ -31,6 +30,7 @@ from aprilsched.kernel.engines.stream import (
     guarded,
     media_source,
 )
+from aprilsched.kernel.values.companions import TOP, Rows
 from aprilsched.types import derived_seed
 
 PREFIX = "generate-tokens-"

@@ -12,8 +12,8 @@ from difflib import get_close_matches
 from numbers import Real
 from typing import Any, Protocol
 
-from aprilsched.checks import OWN, SYNONYMS, Kind, checked, converted, mistyped, typed
 from aprilsched.errors import ConfigError
+from aprilsched.kernel.values.checks import OWN, SYNONYMS, Kind, checked, converted, mistyped, typed
 from aprilsched.types import SamplingParams
 
 SERVER: Mapping[str, Kind] = {
