@@ -20,7 +20,7 @@ from typing import Any
 
 import aprilsched
 from aprilsched import DiskPublisher, Prompt, Rollout, SchedulerConfig, SqliteStore
-from aprilsched.ray import (
+from aprilsched.fronts.ray import (
     RayFleet,
     RolloutScheduler,
     SGLangServers,

@@ -22,7 +22,7 @@ from torchrl.objectives.llm import GRPOLoss, MCAdvantage
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from aprilsched import DiskPublisher, Prompt, SamplingParams, SchedulerConfig, Score, SGLangFleet
-from aprilsched.blocking import RolloutScheduler
+from aprilsched.fronts.blocking import RolloutScheduler
 from aprilsched.integrations.torchrl import fill
 
 GROUPS, SIZE = 4, 4

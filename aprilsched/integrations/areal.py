@@ -38,10 +38,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 
-from aprilsched.blocking import RolloutScheduler
 from aprilsched.chat.tokenizer import load_tokenizer
 from aprilsched.config import SchedulerConfig
 from aprilsched.errors import ConfigError, MissingExtra, RefitError
+from aprilsched.fronts.blocking import RolloutScheduler
 from aprilsched.integrations import (
     check_fixed_groups,
     check_replay,

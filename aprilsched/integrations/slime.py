@@ -46,10 +46,10 @@ from typing import Any, NoReturn, TypeVar, cast
 
 import numpy as np
 
-from aprilsched.blocking import RolloutScheduler
 from aprilsched.chat.tokenizer import wrapped_tokenizer
 from aprilsched.config import SchedulerConfig
 from aprilsched.errors import ConfigError, EngineError
+from aprilsched.fronts.blocking import RolloutScheduler
 from aprilsched.integrations import (
     check_fixed_groups,
     check_replay,

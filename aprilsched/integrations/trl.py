@@ -35,10 +35,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 import msgspec
 import numpy as np
 
-from aprilsched.blocking import RolloutScheduler
 from aprilsched.chat.tokenizer import ModelTokenizer, wrapped_tokenizer
 from aprilsched.config import SchedulerConfig
 from aprilsched.errors import ConfigError
+from aprilsched.fronts.blocking import RolloutScheduler
 from aprilsched.integrations import check_fixed_groups, with_bound
 from aprilsched.integrations.by_session import BySession
 from aprilsched.integrations.trl_tools import Conversation, Factories, ToolHarness, called

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from aiohttp.typedefs import Middleware
 
-from aprilsched.loop_thread import LoopThread
+from aprilsched.fronts.loop_thread import LoopThread
 from aprilsched.serving.listener import Listener
 from aprilsched.simulation.engine.settings import SimConfig
 from aprilsched.simulation.engine.sim_engine import SimEngine

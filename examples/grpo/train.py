@@ -39,13 +39,13 @@ from aprilsched import (
     SchedulerConfig,
     SGLangFleet,
 )
-from aprilsched.blocking import RolloutScheduler
 from aprilsched.corrections import (
     age_mask,
     clipped_loss,
     importance_weights,
     interpolated_proximal,
 )
+from aprilsched.fronts.blocking import RolloutScheduler
 from aprilsched.kernel.store import SqliteStore
 from aprilsched.telemetry.live.live_model import RunFacts
 from aprilsched.telemetry.live.view import LiveView

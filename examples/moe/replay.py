@@ -36,7 +36,7 @@ from aprilsched import (
     SchedulerConfig,
     SGLangFleet,
 )
-from aprilsched.blocking import RolloutScheduler
+from aprilsched.fronts.blocking import RolloutScheduler
 from aprilsched.kernel.values.companions import routed_experts
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "grpo"))

@@ -39,7 +39,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from aprilsched import Batch, DiskPublisher, Prompt, Rollout, SchedulerConfig, SGLangFleet
 from aprilsched.analysis.rebuild import remainder_of
-from aprilsched.blocking import RolloutScheduler
+from aprilsched.fronts.blocking import RolloutScheduler
 from aprilsched.kernel.core.messages import facts
 from aprilsched.kernel.engines.sglang.http_engine import SGLangEngine
 from aprilsched.kernel.store import SqliteStore

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from aprilsched import Prompt, SamplingParams, SchedulerConfig, SGLangFleet
-from aprilsched.blocking import RolloutScheduler
+from aprilsched.fronts.blocking import RolloutScheduler
 from tests.sglang.server import HERE, free_port, server_environment, server_python
 from tests.support.ray_cluster import runs
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from aprilsched import DistributedPublisher, SGLangFleet, process
+from aprilsched import DistributedPublisher, SGLangFleet
+from aprilsched.fronts import process
 from tests.sglang.server import CpuServer
 from tests.support import in_a_process
 

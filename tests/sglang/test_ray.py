@@ -23,7 +23,7 @@ from tests.support.ray_cluster import listening_process, local_cluster, pid_of, 
 
 ray = pytest.importorskip("ray")
 
-from aprilsched import ray as actors  # noqa: E402
+from aprilsched.fronts import ray as actors  # noqa: E402
 
 ARGUMENTS = (
     "--device", "cpu",

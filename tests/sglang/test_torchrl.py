@@ -27,7 +27,7 @@ from aprilsched import (
     SchedulerConfig,
     SGLangFleet,
 )
-from aprilsched.blocking import RolloutScheduler
+from aprilsched.fronts.blocking import RolloutScheduler
 from aprilsched.integrations.torchrl import fill
 from aprilsched.kernel.engines.sglang import SGLangEngine
 from aprilsched.testing.contract import greedy, whole

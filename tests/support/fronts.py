@@ -18,9 +18,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from aprilsched import Batch, blocking, process
+from aprilsched import Batch
 from aprilsched.errors import PromptsExhausted
-from aprilsched.loop_thread import LoopThread
+from aprilsched.fronts import blocking, process
+from aprilsched.fronts.loop_thread import LoopThread
 from tests.support import in_a_process
 from tests.support.interrupting import raise_interrupt
 
@@ -185,20 +186,20 @@ def start_actor(
     name: str, parts: Parts, *arguments: Any, restore: Path | None = None, **named: Any
 ) -> None:
     """Start the actor to which the fronts `actor` and `ray` attach."""
-    from aprilsched.ray import start_scheduler
+    from aprilsched.fronts.ray import start_scheduler
 
     make = partial(in_a_process.made, parts, *arguments, **named)
     start_scheduler(name, make, restore=restore, num_cpus=0)
 
 
 def _actor(*arguments: Any, name: str = ACTOR, **named: Any) -> OnLoop:
-    from aprilsched.ray import ActorScheduler
+    from aprilsched.fronts.ray import ActorScheduler
 
     return OnLoop(ActorScheduler(name))
 
 
 def _ray(*arguments: Any, name: str = ACTOR, **named: Any) -> Any:
-    from aprilsched.ray import RolloutScheduler as Attached
+    from aprilsched.fronts.ray import RolloutScheduler as Attached
 
     return Attached(name)
 

@@ -1,4 +1,4 @@
-"""Schedulers that the tests of :mod:`aprilsched.ray` have in an actor.
+"""Schedulers that the tests of :mod:`aprilsched.fronts.ray` have in an actor.
 
 They are functions of a module, because the actor imports them.
 """

@@ -22,8 +22,8 @@ from aprilsched import (
     SchedulerConfig,
     SqliteStore,
 )
-from aprilsched import ray as actors
 from aprilsched.config import Pool
+from aprilsched.fronts import ray as actors
 from tests.sglang.trained import tensors
 
 __all__ = ["NAME", "Trainer", "make", "trained"]

@@ -46,9 +46,9 @@ EFFECTS = frozenset({
 """Modules of the standard library with effects: clocks, random numbers, threads, I/O."""
 
 BASE_INSTALL = (
-    "aprilsched", "aprilsched.blocking", "aprilsched.__main__", "aprilsched.kernel.shell",
+    "aprilsched", "aprilsched.fronts.blocking", "aprilsched.__main__", "aprilsched.kernel.shell",
     "aprilsched.corrections", "aprilsched.kernel.engines.sglang", "aprilsched.presets",
-    "aprilsched.process", "aprilsched.simulation", "aprilsched.testing",
+    "aprilsched.fronts.process", "aprilsched.simulation", "aprilsched.testing",
     "aprilsched.testing.contract",
 )  # fmt: skip
 """Modules that work without an extra."""

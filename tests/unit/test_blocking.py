@@ -27,9 +27,9 @@ from aprilsched import (
     SchedulerConfig,
     SimFleet,
     SimPublisher,
-    blocking,
 )
 from aprilsched.errors import SchedulerClosed
+from aprilsched.fronts import blocking
 from aprilsched.kernel.core.messages.events import VersionSeen
 from aprilsched.kernel.shell.rollouts import SchedulerOptions
 from aprilsched.simulation.engine import run_virtual
@@ -114,7 +114,7 @@ class InterruptAt:
     """Raises KeyboardInterrupt at the `line`-th line that a call of the scheduler executes in the
     trainer's thread, in the library or in what it waits with."""
 
-    FILES = ("aprilsched/blocking.py", "concurrent/futures/_base.py", "threading.py")
+    FILES = ("aprilsched/fronts/blocking.py", "concurrent/futures/_base.py", "threading.py")
 
     def __init__(self, line: int) -> None:
         self._left = line

@@ -44,7 +44,7 @@ def test_the_list_of_commands_needs_no_extra():
     ("module", "package", "name"),
     [
         ("aprilsched.analysis.plots", "matplotlib", "plots"),
-        ("aprilsched.ray", "ray", "ray"),
+        ("aprilsched.fronts.ray", "ray", "ray"),
         ("aprilsched.runs.settings", "tomli_w", "cli"),
         ("aprilsched.telemetry.live.view", "rich", "cli"),
     ],

@@ -517,7 +517,7 @@ def start(front: Front, actor: str, *parts: Any, **settings: Any) -> None:
 
 def stop(front: Front, *actors: str) -> None:
     for actor in actors if front.name in GROUPS["of an actor"] else ():
-        from aprilsched.ray import stop_scheduler
+        from aprilsched.fronts.ray import stop_scheduler
 
         stop_scheduler(actor)
 

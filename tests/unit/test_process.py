@@ -28,10 +28,9 @@ from aprilsched import (
     SGLangFleet,
     SGLangListedFleet,
     SimPublisher,
-    process,
-    remote,
 )
 from aprilsched.errors import AprilschedError, ConfigError, RefitError, SchedulerClosed
+from aprilsched.fronts import process, remote
 from aprilsched.kernel.engines.base import Engine
 from aprilsched.testing import ThreadedServer
 from tests.support import in_a_process

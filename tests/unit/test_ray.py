@@ -19,8 +19,8 @@ import pytest
 
 from aprilsched import Batch, Prompt, RolloutScheduler, SamplingParams, SchedulerConfig
 from aprilsched.errors import ConfigError, EngineUnreachable
+from aprilsched.fronts.ray import RayFleet
 from aprilsched.kernel.engines.sglang import SGLangEngine
-from aprilsched.ray import RayFleet
 from aprilsched.simulation.engine.settings import SimConfig
 from aprilsched.testing.contract import WAIT_SECONDS, until
 from aprilsched.testing.server import SimServer, ThreadedServer
@@ -224,7 +224,7 @@ async def test_an_actor_is_killed_and_restarted_in_mid_generation_and_nothing_is
 async def test_a_busy_actor_keeps_its_server_in_the_fleet(
     servers: list[Any], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("aprilsched.ray.fleet.ANSWER_S", 0.2)
+    monkeypatch.setattr("aprilsched.fronts.ray.fleet.ANSWER_S", 0.2)
     busy, free = start(Server), servers[0]
     async with opened(RayFleet([busy, free], poll_s=POLL_S)) as fleet:
         names = [engine.name for engine in fleet.engines]

@@ -15,7 +15,7 @@ from tests.support.ray_cluster import two_nodes, url_of
 
 ray = pytest.importorskip("ray")
 
-from aprilsched.ray import SGLangServers  # noqa: E402
+from aprilsched.fronts.ray import SGLangServers  # noqa: E402
 
 pytestmark = pytest.mark.long
 SERVE = (sys.executable, "-m", "aprilsched", "serve-sim")

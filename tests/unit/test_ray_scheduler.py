@@ -26,7 +26,7 @@ from tests.support.ray_cluster import local_cluster, pid_of
 
 ray = pytest.importorskip("ray")
 
-from aprilsched.ray import (  # noqa: E402
+from aprilsched.fronts.ray import (  # noqa: E402
     ActorScheduler,
     FromTrainer,
     start_scheduler,
@@ -428,7 +428,7 @@ async def test_an_actor_that_is_not_there():
 async def test_an_actor_that_cannot_be_placed(
     server: ThreadedServer, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("aprilsched.ray.actor.READY_S", 0.5)
+    monkeypatch.setattr("aprilsched.fronts.ray.actor.READY_S", 0.5)
     start_scheduler(NAME, partial(in_an_actor.served, server.url), num_cpus=1000)
     with pytest.raises(SchedulerClosed, match=r"does not answer.*look at `ray status`"):
         async with ActorScheduler(NAME, wait_s=2.0):

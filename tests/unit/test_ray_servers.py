@@ -24,7 +24,7 @@ from tests.support.ray_cluster import listening_process, local_cluster, pid_of, 
 
 ray = pytest.importorskip("ray")
 
-from aprilsched.ray import RayFleet, SGLangServers  # noqa: E402
+from aprilsched.fronts.ray import RayFleet, SGLangServers  # noqa: E402
 
 SERVE = (sys.executable, "-m", "aprilsched", "serve-sim")
 KEY = "a-key-of-the-tests"

@@ -73,14 +73,14 @@ REASONED = {
     "imports pickle": {
         "aprilsched.kernel.shell.planning": "to a process that it starts itself, by own pipes",
         "aprilsched.kernel.shell.planning_child": "of the process that has started it, by a pipe",
-        "aprilsched.process": "between two processes of one program, by their own pipe",
-        "aprilsched.remote": "exceptions between processes of one program, by a pipe or by Ray",
+        "aprilsched.fronts.process": "between two processes of one program, by their own pipe",
+        "aprilsched.fronts.remote": "exceptions between processes of one program, by a pipe or by Ray",
         "aprilsched.kernel.weights.vllm_transfer": "it only serializes handles of CUDA IPC, for vLLM",
     },
     "imports subprocess": {
         "aprilsched.kernel.shell.planning": "this library in Python's own executable alone",
-        "aprilsched.ray.launcher": "the command of a server, from `aprilsched.ray.servers`",
-        "aprilsched.ray.servers": "the command of a server, which the user's own program gives",
+        "aprilsched.fronts.ray.launcher": "the command of a server, from `aprilsched.fronts.ray.servers`",
+        "aprilsched.fronts.ray.servers": "the command of a server, which the user's own program gives",
     },
     "imports runpy": {
         "aprilsched.integrations.openrlhf": "OpenRLHF's own command, as `python -m` runs it",

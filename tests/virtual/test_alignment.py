@@ -18,9 +18,9 @@ from aprilsched import (
     SchedulerConfig,
     SimFleet,
     SimPublisher,
-    blocking,
 )
 from aprilsched.errors import ConfigError, SchedulerClosed
+from aprilsched.fronts import blocking
 from aprilsched.kernel.shell import logprob_comparison
 from aprilsched.simulation.engine import run_virtual
 from aprilsched.simulation.results import remainder

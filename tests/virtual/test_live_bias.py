@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from aprilsched import RolloutScheduler, SchedulerConfig, SimFleet, SimPublisher
-from aprilsched.blocking import RolloutScheduler as BlockingScheduler
 from aprilsched.config import Staleness
+from aprilsched.fronts.blocking import RolloutScheduler as BlockingScheduler
 from aprilsched.kernel.shell import BiasNow
 from aprilsched.simulation.engine import run_virtual
 from tests.support import small

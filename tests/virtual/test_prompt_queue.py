@@ -21,10 +21,10 @@ from aprilsched import (
     SchedulerConfig,
     SimFleet,
     SimPublisher,
-    blocking,
 )
 from aprilsched.config import Pool, Samples
 from aprilsched.errors import ConfigError, PromptsExhausted
+from aprilsched.fronts import blocking
 from aprilsched.planning import Planner
 from aprilsched.simulation.engine import run_virtual
 from tests.support.table import each_row

@@ -20,15 +20,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from aprilsched import (
-    Prompt,
-    RolloutScheduler,
-    SamplingParams,
-    SimFleet,
-    SimPublisher,
-    Turn,
-    blocking,
-)
+from aprilsched import Prompt, RolloutScheduler, SamplingParams, SimFleet, SimPublisher, Turn
 from aprilsched.config import Retries
 from aprilsched.errors import (
     CallbackError,
@@ -40,12 +32,13 @@ from aprilsched.errors import (
     RunGivenUp,
     SchedulerClosed,
 )
+from aprilsched.fronts import blocking
+from aprilsched.fronts.remote import Raised
 from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.kernel.engines.base import Engine
 from aprilsched.kernel.shell.tasks import Tasks
 from aprilsched.kernel.store import MemoryStore
 from aprilsched.planning import Planner
-from aprilsched.remote import Raised
 from aprilsched.simulation.engine import run_virtual
 from tests.support import small
 from tests.support.table import each_row

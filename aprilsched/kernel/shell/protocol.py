@@ -83,7 +83,7 @@ class AsyncScheduler(ABC):
         again, both leave the groups that were not taken: they come next.
 
         The coroutine must return to the event loop between the groups, so train in a thread or
-        another process, or use :meth:`aprilsched.blocking.RolloutScheduler.stream`.
+        another process, or use :meth:`aprilsched.fronts.blocking.RolloutScheduler.stream`.
 
         Raises:
             PromptsExhausted: when the prompts have ended and everything was delivered.

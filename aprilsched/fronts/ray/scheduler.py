@@ -40,11 +40,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from aprilsched.errors import AprilschedError, ConfigError, SchedulerClosed
-from aprilsched.kernel.shell import RefitReport
-from aprilsched.kernel.weights.publisher import AdapterPublisher, WeightPublisher
-from aprilsched.ray.actor import Possessions, TrainerId
-from aprilsched.ray.library import exceptions, last_line, named
-from aprilsched.remote import (
+from aprilsched.fronts.ray.actor import Possessions, TrainerId
+from aprilsched.fronts.ray.library import exceptions, last_line, named
+from aprilsched.fronts.remote import (
     NOTICES,
     PING,
     BlockingRemote,
@@ -55,6 +53,8 @@ from aprilsched.remote import (
     UpdateLost,
     unsendable,
 )
+from aprilsched.kernel.shell import RefitReport
+from aprilsched.kernel.weights.publisher import AdapterPublisher, WeightPublisher
 
 WAIT_S = 300.0
 """Default of `wait_s`."""
@@ -158,7 +158,7 @@ class ActorScheduler(RemoteScheduler):
         return self
 
     def send(self, request: Request) -> asyncio.Future[Reply]:
-        """Send a request; see :class:`~aprilsched.remote.Transport`."""
+        """Send a request; see :class:`~aprilsched.fronts.remote.Transport`."""
         reply = asyncio.ensure_future(self._reply(request, self._last_notice))
         if request.name in NOTICES:
             self._last_notice = reply
@@ -215,7 +215,7 @@ class ActorScheduler(RemoteScheduler):
         """Bring new weights into every engine.
 
         The publisher is sent to the actor and runs there, or here if it is a
-        :class:`~aprilsched.ray.FromTrainer`. If the actor dies in the update, that is repeated as a
+        :class:`~aprilsched.fronts.ray.FromTrainer`. If the actor dies in the update, that is repeated as a
         whole.
         """
         # Ray may repeat the call after the scheduler has the version.
@@ -268,7 +268,7 @@ class ActorScheduler(RemoteScheduler):
 
 class RolloutScheduler(BlockingRemote):
     """The scheduler of an actor for a trainer that is not asyncio code: the methods of
-    :class:`aprilsched.blocking.RolloutScheduler`, over an :class:`ActorScheduler`, which describes
+    :class:`aprilsched.fronts.blocking.RolloutScheduler`, over an :class:`ActorScheduler`, which describes
     the arguments.
 
     Leaving the ``with`` block leaves the scheduler as it is, for the next trainer.

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
 from aprilsched.errors import ConfigError
+from aprilsched.fronts.ray.library import exceptions, named
 from aprilsched.kernel.engines.fleet import ServerSettings
 from aprilsched.kernel.engines.sglang.http_engine import SGLangListedFleet
-from aprilsched.ray.library import exceptions, named
 
 ADDRESS_METHODS = ("get_url", "get_server_address")
 """Methods that return the address of an actor's server: slime's, and verl's."""

@@ -16,7 +16,7 @@ trainer's process only passes calls and batches on::
                 trainer.save_pretrained(folder)
                 rollouts.update_weights(DiskPublisher(folder))
 
-The transport of :mod:`aprilsched.remote` is a pipe here; larger messages are files in a temporary
+The transport of :mod:`aprilsched.fronts.remote` is a pipe here; larger messages are files in a temporary
 folder that only this user can read.
 
 Invariants:
@@ -52,10 +52,7 @@ from pathlib import Path
 from typing import Self
 
 from aprilsched.errors import ConfigError, SchedulerClosed, closed_meanwhile
-from aprilsched.kernel.shell import RolloutScheduler as AsyncRolloutScheduler
-from aprilsched.kernel.shell.prompts import PromptQueue
-from aprilsched.kernel.weights.from_trainer import FromTrainer
-from aprilsched.remote import (
+from aprilsched.fronts.remote import (
     SILENCE_S,
     BlockingRemote,
     Order,
@@ -70,6 +67,9 @@ from aprilsched.remote import (
     summary_of,
     unsendable,
 )
+from aprilsched.kernel.shell import RolloutScheduler as AsyncRolloutScheduler
+from aprilsched.kernel.shell.prompts import PromptQueue
+from aprilsched.kernel.weights.from_trainer import FromTrainer
 
 __all__ = ["FromTrainer", "RolloutScheduler"]
 
@@ -247,7 +247,7 @@ class _Child:
         self._reading = loop.create_task(self._read())
 
     def send(self, request: Request) -> asyncio.Future[Reply]:
-        """Send a request; see :class:`~aprilsched.remote.Transport`."""
+        """Send a request; see :class:`~aprilsched.fronts.remote.Transport`."""
         if self._failure is not None:
             raise self._failure
         try:

@@ -2,8 +2,8 @@
 
 The trainer's side is a :class:`RemoteScheduler`, which sends each :class:`Request` over a
 :class:`Transport` and waits for its :class:`Reply`. The scheduler's side is :class:`Served`, which
-carries requests out by the tables :data:`CALLS` and :data:`NOTICES`. :mod:`aprilsched.process` has
-a pipe as its transport, and :mod:`aprilsched.ray` a handle of an actor.
+carries requests out by the tables :data:`CALLS` and :data:`NOTICES`. :mod:`aprilsched.fronts.process` has
+a pipe as its transport, and :mod:`aprilsched.fronts.ray` a handle of an actor.
 
 Invariants:
 
@@ -35,7 +35,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 
-from aprilsched.blocking import BlockingScheduler
 from aprilsched.errors import (
     AprilschedError,
     ConfigError,
@@ -44,6 +43,7 @@ from aprilsched.errors import (
     RefitError,
     SchedulerClosed,
 )
+from aprilsched.fronts.blocking import BlockingScheduler
 from aprilsched.kernel.core.state.state import SchedulerState
 from aprilsched.kernel.shell import BiasNow, RefitReport
 from aprilsched.kernel.shell import RolloutScheduler as AsyncRolloutScheduler
@@ -572,7 +572,7 @@ class RemoteScheduler(AsyncScheduler):
         acknowledge: bool = True,
     ) -> RefitReport:
         """Bring new weights into every engine. The publisher is sent to the scheduler and runs
-        there, or here if it is a :class:`~aprilsched.process.FromTrainer`."""
+        there, or here if it is a :class:`~aprilsched.fronts.process.FromTrainer`."""
         number = self.version + 1 if version is None else version
         if not isinstance(publisher, FromTrainer):
             call = partial(

@@ -20,10 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from aprilsched.errors import ConfigError, EngineError, RefitError, SchedulerClosed, StoreError
-from aprilsched.kernel.shell import RefitReport
-from aprilsched.kernel.shell import RolloutScheduler as AsyncRolloutScheduler
-from aprilsched.ray.library import exceptions, named, ray
-from aprilsched.remote import (
+from aprilsched.fronts.ray.library import exceptions, named, ray
+from aprilsched.fronts.remote import (
     NOTICES,
     Order,
     Raised,
@@ -33,6 +31,8 @@ from aprilsched.remote import (
     absolute,
     unsendable,
 )
+from aprilsched.kernel.shell import RefitReport
+from aprilsched.kernel.shell import RolloutScheduler as AsyncRolloutScheduler
 
 log = logging.getLogger("aprilsched")
 

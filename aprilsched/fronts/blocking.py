@@ -31,6 +31,7 @@ from types import TracebackType
 from typing import Any, Generic, Self, TypeVar, Unpack
 
 from aprilsched.errors import ConfigError, PromptsExhausted, SchedulerClosed, closed_meanwhile
+from aprilsched.fronts.loop_thread import LoopThread
 from aprilsched.kernel.core.state.state import SchedulerState
 from aprilsched.kernel.engines.base import Fleet
 from aprilsched.kernel.shell import BiasNow, RefitReport
@@ -39,7 +40,6 @@ from aprilsched.kernel.shell.protocol import AsyncScheduler
 from aprilsched.kernel.shell.rollouts import SchedulerOptions
 from aprilsched.kernel.shell.session import forked
 from aprilsched.kernel.weights.publisher import WeightPublisher
-from aprilsched.loop_thread import LoopThread
 from aprilsched.telemetry.figures import AlignmentFigures
 from aprilsched.types import Batch, Prompt, Receipt
 
