@@ -24,7 +24,7 @@ from dataclasses import replace
 import pictures
 
 from aprilsched import LongTailWorkload, SchedulerConfig
-from aprilsched.presets import april, auto, sync
+from aprilsched.planning.presets import april, auto, sync
 from aprilsched.simulation import compare, simulate
 
 RATIOS = (1.25, 1.5, 2, 3)

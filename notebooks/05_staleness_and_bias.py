@@ -22,9 +22,10 @@ from pathlib import Path
 
 import pictures
 
-from aprilsched import LongTailWorkload, SchedulerConfig, presets
+from aprilsched import LongTailWorkload, SchedulerConfig
 from aprilsched.analysis.run import read_run, tokens_by_age
 from aprilsched.config import Staleness
+from aprilsched.planning import presets
 from aprilsched.simulation import simulate
 
 april = read_run(Path("data/april"))

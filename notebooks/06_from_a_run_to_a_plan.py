@@ -24,7 +24,7 @@ import pictures
 
 from aprilsched import SchedulerConfig
 from aprilsched.analysis.run import read_run
-from aprilsched.presets import april, sync
+from aprilsched.planning.presets import april, sync
 from aprilsched.runs.settings import WorkloadSettings
 from aprilsched.simulation import NEVER, Costs, SimConfig, compare, simulate
 

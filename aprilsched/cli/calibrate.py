@@ -19,7 +19,7 @@ from rich.table import Table
 from aprilsched.cli.arguments import POSITIONAL, parsed
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.values.extras import extra
-from aprilsched.timing import (
+from aprilsched.planning.step_times import (
     Bucket,
     Fit,
     Residuals,
@@ -30,7 +30,7 @@ from aprilsched.timing import (
     save_model,
     windows_of,
 )
-from aprilsched.timing.model import StepTimeModel
+from aprilsched.planning.step_times.model import StepTimeModel
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -29,8 +29,8 @@ from aprilsched.kernel.core.policies.refill import LengthBuckets, Pool, Refill, 
 from aprilsched.kernel.core.policies.schedule import Forecast, Pace, Schedule
 from aprilsched.kernel.core.policies.straggler import BEHAVIOURS
 from aprilsched.planning.setting import Outcome, Setting
+from aprilsched.planning.step_times.model import H200_QWEN3_4B, StepTimeModel, share_of_experts
 from aprilsched.planning.trial import Drawn, Trial
-from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel, share_of_experts
 
 _STAYS = 0.005
 """Additional share of the objective that the schedule in force may give up and stay."""

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from aprilsched.kernel.core.policies.schedule import Objective, Pace
 from aprilsched.kernel.core.policies.stop import Groups, Stop
-from aprilsched.timing.model import StepTimeModel
+from aprilsched.planning.step_times.model import StepTimeModel
 
 Amount = TypeVar("Amount", float, NDArray[np.float64])
 

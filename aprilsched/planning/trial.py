@@ -46,7 +46,7 @@ from aprilsched.kernel.core.policies.refill import OpenGroups, Pool, PoolView, R
 from aprilsched.kernel.core.policies.schedule import Schedule
 from aprilsched.kernel.core.policies.staleness import Staleness, StalenessRule
 from aprilsched.planning.setting import Outcome, Setting
-from aprilsched.timing.model import RESERVE_CLIP, RESERVE_SHARE, StepTimeModel
+from aprilsched.planning.step_times.model import RESERVE_CLIP, RESERVE_SHARE, StepTimeModel
 
 _QUANTILES = (0.16, -1.53, 0.89, -0.49, 1.53, -0.16, 0.49, -0.89)
 """Eight quantiles of the normal law, with mean 0 and a standard deviation of 0.95."""
@@ -661,7 +661,7 @@ class _Seen:
 
 class Decoding:
     """The seconds of decode steps on one engine, as the model of step times has them
-    (:meth:`~aprilsched.timing.model.StepTimeModel.decode_seconds`). A trial asks for few sizes of
+    (:meth:`~aprilsched.planning.step_times.model.StepTimeModel.decode_seconds`). A trial asks for few sizes of
     the batch, and hundreds of thousands of times."""
 
     def __init__(self, model: StepTimeModel) -> None:

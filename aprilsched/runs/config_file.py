@@ -21,7 +21,7 @@ from aprilsched.errors import ConfigError
 from aprilsched.kernel.core.policies.kinds import REFILLS, STOPS
 from aprilsched.kernel.values.checks import nearest
 from aprilsched.kernel.values.files import read_text
-from aprilsched.presets import PRESETS
+from aprilsched.planning.presets import PRESETS
 from aprilsched.runs.settings import RunSettings
 
 T = TypeVar("T")

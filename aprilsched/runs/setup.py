@@ -22,14 +22,14 @@ from aprilsched.kernel.shell.prompts import checked
 from aprilsched.kernel.weights.disk import DiskPublisher
 from aprilsched.kernel.weights.publisher import WeightPublisher
 from aprilsched.planning import Planner
+from aprilsched.planning.step_times.calibration import load_model
+from aprilsched.planning.step_times.model import H200_QWEN3_4B, StepTimeModel
 from aprilsched.runs.prompts_file import read_prompts
 from aprilsched.runs.settings import VOCABULARY, RunSettings, WorkloadSettings, key_from
 from aprilsched.simulation.engine import SimFleet, SimPublisher
 from aprilsched.telemetry.batch_figures import Bound
 from aprilsched.telemetry.live_figures import LiveFigures
 from aprilsched.telemetry.summary import Summary
-from aprilsched.timing.calibration import load_model
-from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
 from aprilsched.types import Prompt
 from aprilsched.workload import LongTailWorkload
 

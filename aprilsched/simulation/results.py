@@ -190,7 +190,7 @@ def simulate(
             :class:`~aprilsched.LongTailWorkload` draws it. A workload of that class gets the
             configuration's group size.
         config: how it is scheduled; by default :class:`~aprilsched.SchedulerConfig`'s defaults.
-            Recipes are in :mod:`aprilsched.presets`.
+            Recipes are in :mod:`aprilsched.planning.presets`.
         engines: number of engines.
         engine: settings of every engine, with its step-time model (one H200 with a dense model of
             4 billion parameters by default); or a list with those of each.

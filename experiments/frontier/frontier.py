@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from aprilsched.config import SchedulerConfig
-from aprilsched.timing.model import H200_QWEN3_4B
+from aprilsched.planning.step_times.model import H200_QWEN3_4B
 from aprilsched.workload import LongTailWorkload
 from experiments.frontier.measured import Figures, mean, run
 from experiments.frontier.results import rounded, write_section

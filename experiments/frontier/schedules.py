@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from aprilsched.config import LengthBuckets, Pool, SchedulerConfig
-from aprilsched.presets import PRESETS
+from aprilsched.planning.presets import PRESETS
 
 __all__ = ["Candidate", "keeping_kv", "recomputing"]
 

@@ -13,8 +13,8 @@ from itertools import pairwise
 import numpy as np
 from schedules import Row, cached_waves, pool, refilled_waves, wait_for_all, waves
 
-from aprilsched.timing import LogLine
-from aprilsched.timing.model import StepTimeModel
+from aprilsched.planning.step_times import LogLine
+from aprilsched.planning.step_times.model import StepTimeModel
 
 __all__ = ["SCHEDULES", "STRETCHES", "Schedule", "Stretch", "within"]
 

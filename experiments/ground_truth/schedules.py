@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from aprilsched.kernel.engines.base import GenerationRequest
+from aprilsched.planning.step_times.model import H200_QWEN3_4B_LINEAR, StepTimeModel
 from aprilsched.simulation.engine import Batcher, SimConfig
-from aprilsched.timing.model import H200_QWEN3_4B_LINEAR, StepTimeModel
 from aprilsched.types import SamplingParams
 from aprilsched.workload import LongTailWorkload
 

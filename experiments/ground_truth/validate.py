@@ -12,7 +12,7 @@ import numpy as np
 from measured import SCHEDULES, STRETCHES, Schedule, Stretch, within
 
 from aprilsched.analysis.style import GREY, PALETTE, finish, new_figure, save
-from aprilsched.timing import (
+from aprilsched.planning.step_times import (
     LogLine,
     Windows,
     fit,
@@ -21,7 +21,7 @@ from aprilsched.timing import (
     residuals_of,
     windows_of,
 )
-from aprilsched.timing.model import H200_QWEN3_4B, H200_QWEN3_4B_LINEAR, StepTimeModel
+from aprilsched.planning.step_times.model import H200_QWEN3_4B, H200_QWEN3_4B_LINEAR, StepTimeModel
 
 _LOG = Path(__file__).parent / "h200_qwen3-4b_bf16_triton_sglang0517_decode.csv"
 MODELS = {"linear": H200_QWEN3_4B_LINEAR, "refined": H200_QWEN3_4B}

@@ -18,11 +18,11 @@ from aprilsched.config import Objective, SchedulerConfig
 from aprilsched.kernel.core.messages import facts
 from aprilsched.kernel.values.companions import routed_experts
 from aprilsched.planning import Planner
-from aprilsched.presets import PRESETS
+from aprilsched.planning.presets import PRESETS
+from aprilsched.planning.step_times.model import H200_QWEN3_4B, StepTimeModel
 from aprilsched.simulation import NEVER, Costs, Simulation, rare_collections
 from aprilsched.simulation.engine import SimConfig
 from aprilsched.telemetry.summary import Summary
-from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
 from aprilsched.workload import LongTailWorkload
 
 MODEL = H200_QWEN3_4B

@@ -44,7 +44,7 @@ from aprilsched.kernel.core.messages import facts
 from aprilsched.kernel.engines.sglang.http_engine import SGLangEngine
 from aprilsched.kernel.store import SqliteStore
 from aprilsched.planning import Planner
-from aprilsched.presets import PRESETS
+from aprilsched.planning.presets import PRESETS
 from aprilsched.telemetry.engine_time import PARTS
 from aprilsched.telemetry.event_log import EventLog
 from aprilsched.telemetry.event_log.reading import replay

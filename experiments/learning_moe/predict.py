@@ -15,11 +15,11 @@ from typing import Any
 from aprilsched.config import SchedulerConfig
 from aprilsched.kernel.core.messages import facts
 from aprilsched.planning import Planner
-from aprilsched.presets import PRESETS
+from aprilsched.planning.presets import PRESETS
+from aprilsched.planning.step_times.model import StepTimeModel
 from aprilsched.simulation import NEVER, Costs, Simulation
 from aprilsched.simulation.engine import SimConfig
 from aprilsched.telemetry.summary import Summary
-from aprilsched.timing.model import StepTimeModel
 from aprilsched.workload import LongTailWorkload
 
 HERE = Path(__file__).resolve().parent

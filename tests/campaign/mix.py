@@ -23,9 +23,9 @@ from aprilsched.config import (
     Timeouts,
     Tokens,
 )
+from aprilsched.planning.step_times.model import H200_QWEN3_4B
 from aprilsched.simulation.engine import SimConfig
 from aprilsched.simulation.engine.toy_model import KvTier
-from aprilsched.timing.model import H200_QWEN3_4B
 from tests.campaign.truth import COMPANIONS, TruthModel
 
 __all__ = ["KINDS", "Mix"]

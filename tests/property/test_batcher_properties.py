@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aprilsched.kernel.engines.base import GenerationRequest
+from aprilsched.planning.step_times.model import H200_QWEN3_4B, StepTimeModel
 from aprilsched.simulation.engine.batcher import Batcher
 from aprilsched.simulation.engine.settings import SimConfig
 from aprilsched.simulation.engine.toy_model import ContextState, ToyModel, weights_key_of_version
-from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
 from tests.support.sim_batcher import Driver, explained, request
 
 VOCAB = 97

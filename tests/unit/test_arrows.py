@@ -47,7 +47,7 @@ EFFECTS = frozenset({
 
 BASE_INSTALL = (
     "aprilsched", "aprilsched.fronts.blocking", "aprilsched.__main__", "aprilsched.kernel.shell",
-    "aprilsched.corrections", "aprilsched.kernel.engines.sglang", "aprilsched.presets",
+    "aprilsched.corrections", "aprilsched.kernel.engines.sglang", "aprilsched.planning.presets",
     "aprilsched.fronts.process", "aprilsched.simulation", "aprilsched.testing",
     "aprilsched.testing.contract",
 )  # fmt: skip

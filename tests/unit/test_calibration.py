@@ -11,9 +11,16 @@ import pytest
 
 from aprilsched.__main__ import main
 from aprilsched.errors import ConfigError
-from aprilsched.timing import LogLine, fit, load_model, read_log, save_model, windows_of
-from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
-from aprilsched.timing.online import nonnegative
+from aprilsched.planning.step_times import (
+    LogLine,
+    fit,
+    load_model,
+    read_log,
+    save_model,
+    windows_of,
+)
+from aprilsched.planning.step_times.model import H200_QWEN3_4B, StepTimeModel
+from aprilsched.planning.step_times.online import nonnegative
 from tests.support.table import each_row
 
 LOG = """\
@@ -142,7 +149,7 @@ def test_what_is_no_log_is_refused(tmp_path: Path, text: str, message: str) -> N
 
 
 def test_too_many_lines_are_refused(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aprilsched.timing.server_log.MAX_LINES", 2)
+    monkeypatch.setattr("aprilsched.planning.step_times.server_log.MAX_LINES", 2)
     with pytest.raises(ConfigError, match="more than 2"):
         read_log(log)
 

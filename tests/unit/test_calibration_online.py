@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from aprilsched.errors import ConfigError
-from aprilsched.timing import Observation, OnlineFit
-from aprilsched.timing.model import H200_QWEN3_4B, H200_QWEN3_4B_LINEAR, StepTimeModel
-from aprilsched.timing.online import LEAST
+from aprilsched.planning.step_times import Observation, OnlineFit
+from aprilsched.planning.step_times.model import H200_QWEN3_4B, H200_QWEN3_4B_LINEAR, StepTimeModel
+from aprilsched.planning.step_times.online import LEAST
 from tests.support.table import each_row
 
 PRIOR = H200_QWEN3_4B_LINEAR

@@ -13,7 +13,7 @@ from aprilsched.kernel.core.policies.schedule import Pace, Schedule
 from aprilsched.kernel.core.state.engine_health import Durations
 from aprilsched.kernel.store import MemoryStore
 from aprilsched.kernel.store.codec import schedule_from, schedule_record
-from aprilsched.presets import PRESETS
+from aprilsched.planning.presets import PRESETS
 from tests.support.driver import Driver, prompts
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aprilsched.timing.model import H200_QWEN3_4B
+from aprilsched.planning.step_times.model import H200_QWEN3_4B
 from experiments.ground_truth.schedules import pool, waves
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"

@@ -12,7 +12,7 @@ from aprilsched.config import Dispatch, SchedulerConfig
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.policies.placement import Placement
-from aprilsched.presets import sync
+from aprilsched.planning.presets import sync
 from aprilsched.simulation import SimConfig, simulate
 from aprilsched.types import Prompt
 from aprilsched.workload import LongTailWorkload

@@ -31,15 +31,15 @@ from aprilsched.planning.planner import (
     in_words,
     trials,
 )
+from aprilsched.planning.presets import PRESETS
 from aprilsched.planning.setting import Outcome, Setting
+from aprilsched.planning.step_times.model import H200_QWEN3_4B, H200_QWEN3_4B_LINEAR
 from aprilsched.planning.trial import Times, Trial, drawn_again, try_out
-from aprilsched.presets import PRESETS
 from aprilsched.simulation import NEVER, Costs, Simulation
 from aprilsched.simulation.engine.settings import SimConfig
 from aprilsched.simulation.virtual import ModelledEngine
 from aprilsched.telemetry.figures import steady_state
 from aprilsched.telemetry.summary import Summary
-from aprilsched.timing.model import H200_QWEN3_4B, H200_QWEN3_4B_LINEAR
 from aprilsched.types import Group, Prompt, Score
 from aprilsched.workload import LongTailWorkload
 from tests.support.driver import Driver

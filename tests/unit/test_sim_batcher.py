@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from aprilsched.planning.step_times.model import H200_QWEN3_4B, StepTimeModel
 from aprilsched.simulation.engine.sequence import version_spans
 from aprilsched.simulation.engine.settings import SimConfig
 from aprilsched.simulation.engine.toy_model import weights_key_of_version
-from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
 from aprilsched.types import Int32Array, VersionSpan
 from tests.support.sim_batcher import Driver, explained, request
 from tests.support.table import each_row

@@ -11,7 +11,7 @@ import pytest
 from aprilsched.kernel.core.messages import facts as of
 from aprilsched.kernel.shell.step_times import StepTimes
 from aprilsched.planning import Planner
-from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
+from aprilsched.planning.step_times.model import H200_QWEN3_4B, StepTimeModel
 from tests.support.table import each_row
 
 INTERVAL = 64

@@ -20,7 +20,7 @@ from aprilsched.kernel.core.policies.refill import OpenGroups, PoolView, TailBat
 from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.kernel.core.state.records import GroupRecord
 from aprilsched.kernel.store import MemoryStore
-from aprilsched.presets import rollpacker
+from aprilsched.planning.presets import rollpacker
 from aprilsched.types import Group
 from tests.support.driver import Driver
 from tests.support.table import each_row

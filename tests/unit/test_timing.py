@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from aprilsched.kernel.engines.base import GenerationRequest
+from aprilsched.planning.step_times.model import H200_QWEN3_4B, H200_QWEN3_4B_LINEAR, StepTimeModel
 from aprilsched.simulation.engine import Batcher, SimConfig
-from aprilsched.timing.model import H200_QWEN3_4B, H200_QWEN3_4B_LINEAR, StepTimeModel
 from aprilsched.types import SamplingParams
 from tests.support.table import each_row
 

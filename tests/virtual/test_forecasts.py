@@ -16,12 +16,12 @@ from aprilsched.kernel.core.policies.refill import Refill, Wave
 from aprilsched.kernel.core.policies.schedule import Forecast, Schedule
 from aprilsched.planning import Planner, planner
 from aprilsched.planning.planner import Bias
+from aprilsched.planning.step_times.model import H200_QWEN3_4B as MODEL
+from aprilsched.planning.step_times.model import StepTimeModel
 from aprilsched.simulation import NEVER, Costs, Simulation
 from aprilsched.simulation.engine import SimConfig
 from aprilsched.telemetry.batch_figures import BatchMeter
 from aprilsched.telemetry.figures import Figures, Measured
-from aprilsched.timing.model import H200_QWEN3_4B as MODEL
-from aprilsched.timing.model import StepTimeModel
 from tests.support.table import each_row
 
 SLOW = MODEL.at_speed(1 / 1.08)

@@ -23,7 +23,6 @@ from aprilsched import (
     SimFleet,
     SimPublisher,
     SqliteStore,
-    presets,
 )
 from aprilsched.config import LengthBuckets, Staleness
 from aprilsched.errors import StoreError
@@ -33,6 +32,7 @@ from aprilsched.kernel.core.messages.events import Event, UpdateRequested
 from aprilsched.kernel.core.policies.staleness import StalenessRule
 from aprilsched.kernel.core.state.saved import Snapshot
 from aprilsched.kernel.store import Store
+from aprilsched.planning import presets
 from aprilsched.simulation.engine import run_virtual
 from tests.support.table import each_row
 

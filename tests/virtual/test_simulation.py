@@ -20,7 +20,7 @@ from aprilsched.kernel.core.messages import commands as do
 from aprilsched.kernel.core.messages.commands import Command
 from aprilsched.kernel.core.messages.events import Event, Opened
 from aprilsched.kernel.shell import RolloutScheduler
-from aprilsched.presets import april, auto, copris, sync
+from aprilsched.planning.presets import april, auto, copris, sync
 from aprilsched.simulation import Costs, Simulation, compare, simulate
 from aprilsched.simulation.engine import SimConfig, SimFleet, SimPublisher, run_virtual
 from aprilsched.workload import Empirical, LongTailWorkload

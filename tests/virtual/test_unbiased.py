@@ -39,7 +39,7 @@ from aprilsched.kernel.core.messages.commands import Send
 from aprilsched.kernel.core.messages.events import Event
 from aprilsched.kernel.core.messages.facts import BatchDelivered, Fact, GroupLaunched
 from aprilsched.kernel.core.state.records import group_lengths
-from aprilsched.presets import PRESETS
+from aprilsched.planning.presets import PRESETS
 from aprilsched.simulation import Simulation
 from aprilsched.simulation.engine import run_virtual
 from aprilsched.simulation.results import remainder

@@ -10,7 +10,7 @@ an update contexts are read for seconds among the decode steps. While more than 
 unread there is no window. (When their passes were not seen, steps of a mixture of experts were
 learnt with 69 ns for a context token, where 34 are true.) A window ends with a pause, or after
 `WINDOW` seconds. The errors that remain average out over many windows, and windows that are unlike
-the others count little (:mod:`~aprilsched.timing.online`).
+the others count little (:mod:`~aprilsched.planning.step_times.online`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from aprilsched.kernel.core.messages import facts as of
 from aprilsched.kernel.core.messages.facts import Fact
 from aprilsched.kernel.shell.listener import TokenChunks
 from aprilsched.planning import Planner
-from aprilsched.timing.online import Observation, OnlineFit
+from aprilsched.planning.step_times.online import Observation, OnlineFit
 
 WINDOW = 2.0
 """Length of a window in seconds. It has a few hundred decode steps, in which each request streams a

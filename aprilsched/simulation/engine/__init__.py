@@ -3,6 +3,7 @@
 ``toy_model`` and ``batcher`` are pure and synchronous; ``sim_engine`` runs them on an asyncio loop.
 """
 
+from aprilsched.planning.step_times.model import H200_QWEN3_4B, StepTimeModel
 from aprilsched.simulation.engine.batcher import Batcher
 from aprilsched.simulation.engine.clock import run_virtual
 from aprilsched.simulation.engine.settings import Counters, SimConfig
@@ -12,7 +13,6 @@ from aprilsched.simulation.engine.sim_engine import (
     SimFleet,
     SimPublisher,
 )
-from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
 
 __all__ = [
     "H200_QWEN3_4B",

@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Collection
 
 from aprilsched.kernel.engines.base import GenerationRequest
+from aprilsched.planning.step_times.model import RESERVE_CLIP, RESERVE_SHARE
 from aprilsched.simulation.engine.sequence import Sequence
 from aprilsched.simulation.engine.settings import SimConfig
-from aprilsched.timing.model import RESERVE_CLIP, RESERVE_SHARE
 
 _RESERVE_MOST = RESERVE_SHARE * RESERVE_CLIP
 

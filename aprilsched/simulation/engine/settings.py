@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.engines.base import Capabilities
 from aprilsched.kernel.values.companions import KINDS
+from aprilsched.planning.step_times.model import H200_QWEN3_4B, StepTimeModel
 from aprilsched.simulation.engine.toy_model import KvTier, ToyModel
-from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
 from aprilsched.types import MEDIA
 
 

@@ -39,11 +39,11 @@ from aprilsched.kernel.engines.base import (
 )
 from aprilsched.kernel.engines.stream import empty_chunk
 from aprilsched.kernel.weights.publisher import Takers
+from aprilsched.planning.step_times.model import H200_QWEN3_4B, StepTimeModel
 from aprilsched.simulation.engine.batcher import Batcher
 from aprilsched.simulation.engine.clock import Pacer
 from aprilsched.simulation.engine.settings import Counters, SimConfig
 from aprilsched.simulation.engine.toy_model import weights_key_of_version
-from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel
 
 TAGS = ("kv_cache", "weights", "cuda_graph")
 """The parts of the memory that can be released."""

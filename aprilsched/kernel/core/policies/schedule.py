@@ -128,7 +128,7 @@ class Forecast:
 
     def bound_seconds(self, prompt_lengths: Sequence[int], lengths: Sequence[int]) -> float | None:
         """T_bound of these responses, in seconds, as the efficiency counts it
-        (:meth:`~aprilsched.timing.model.StepTimeModel.bound_seconds`, divided by the number of
+        (:meth:`~aprilsched.planning.step_times.model.StepTimeModel.bound_seconds`, divided by the number of
         engines); None if it is not known."""
         if self.token_seconds is None or self.read_seconds is None:
             return None

@@ -5,7 +5,7 @@ a :class:`StepTimeModel` from them, with errors and residuals, and :class:`Onlin
 model window by window while an engine runs.
 """
 
-from aprilsched.timing.calibration import (
+from aprilsched.planning.step_times.calibration import (
     Bucket,
     Fit,
     Residuals,
@@ -16,11 +16,11 @@ from aprilsched.timing.calibration import (
     residuals_of,
     save_model,
 )
-from aprilsched.timing.model import (
+from aprilsched.planning.step_times.model import (
     StepTimeModel,
 )
-from aprilsched.timing.online import Observation, OnlineFit
-from aprilsched.timing.server_log import LogLine, Windows, read_log, windows_of
+from aprilsched.planning.step_times.online import Observation, OnlineFit
+from aprilsched.planning.step_times.server_log import LogLine, Windows, read_log, windows_of
 
 __all__ = [
     "Bucket",

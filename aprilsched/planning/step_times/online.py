@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aprilsched.errors import ConfigError
-from aprilsched.timing.model import StepTimeModel, share_of_experts
-from aprilsched.timing.server_log import Floats
+from aprilsched.planning.step_times.model import StepTimeModel, share_of_experts
+from aprilsched.planning.step_times.server_log import Floats
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

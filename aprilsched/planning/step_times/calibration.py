@@ -1,4 +1,4 @@
-"""Fits a :class:`~aprilsched.timing.model.StepTimeModel` to windows of steps, with errors.
+"""Fits a :class:`~aprilsched.planning.step_times.model.StepTimeModel` to windows of steps, with errors.
 
 Terms beyond the linear ones are chosen by cross-validation, the fewest first.
 """
@@ -17,9 +17,9 @@ import numpy as np
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.values.bounds import check_settings
 from aprilsched.kernel.values.files import read_text
-from aprilsched.timing.model import H200_QWEN3_4B, StepTimeModel, share_of_experts
-from aprilsched.timing.online import robust
-from aprilsched.timing.server_log import Floats, Windows
+from aprilsched.planning.step_times.model import H200_QWEN3_4B, StepTimeModel, share_of_experts
+from aprilsched.planning.step_times.online import robust
+from aprilsched.planning.step_times.server_log import Floats, Windows
 
 BLOCK = 10
 """Number of neighbouring windows, which share their sequences, that a bootstrap draws together."""
@@ -143,7 +143,7 @@ _WIDE = (64, 128, 192, 256, 320, 384)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """The part of a :class:`~aprilsched.timing.model.StepTimeModel` that is not a coefficient.
+    """The part of a :class:`~aprilsched.planning.step_times.model.StepTimeModel` that is not a coefficient.
 
     Attributes:
         fill: `fill` of the model.
