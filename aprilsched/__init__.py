@@ -29,6 +29,7 @@ from aprilsched.kernel.weights.relay import RelayPublisher
 from aprilsched.kernel.weights.tensor import TensorPublisher
 from aprilsched.kernel.weights.vllm_transfer import VLLMPublisher
 from aprilsched.simulation.engine import SimFleet, SimPublisher
+from aprilsched.simulation.workload import LongTailWorkload
 from aprilsched.types import (
     Answer,
     Batch,
@@ -40,7 +41,6 @@ from aprilsched.types import (
     Score,
     Segment,
 )
-from aprilsched.workload import LongTailWorkload
 
 __version__ = "0.1.0"
 

@@ -15,13 +15,13 @@ from aprilsched.kernel.shell.listener import Listener
 from aprilsched.kernel.values.files import read_regular, read_text
 from aprilsched.planning.step_times.calibration import load_model
 from aprilsched.planning.step_times.model import H200_QWEN3_4B, StepTimeModel
+from aprilsched.simulation.workload import LongTailWorkload
 from aprilsched.telemetry.batch_figures import Bound
 from aprilsched.telemetry.event_log.reading import Versioned, refuse_newer, replay
 from aprilsched.telemetry.figures import SUMMARY_VERSION, RunSummary
 from aprilsched.telemetry.run_folder import CONFIG, EVENTS, SUMMARY
 from aprilsched.telemetry.run_state import RunState
 from aprilsched.telemetry.summary import Remainder, Summary
-from aprilsched.workload import LongTailWorkload
 
 NOT_ENDED = "The run was killed or has not ended; the figures are those of its event log so far."
 

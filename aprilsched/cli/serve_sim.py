@@ -12,8 +12,8 @@ from aprilsched.cli.arguments import parsed
 from aprilsched.errors import ConfigError
 from aprilsched.runs.settings import SimSettings, WorkloadSettings, key_from
 from aprilsched.simulation.engine.settings import SimConfig
+from aprilsched.simulation.workload import LengthLaw
 from aprilsched.testing import DrawnLengths, SimServer
-from aprilsched.workload import LengthLaw
 
 
 @dataclass(frozen=True, kw_only=True)

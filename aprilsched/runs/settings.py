@@ -16,8 +16,8 @@ import numpy as np
 from aprilsched.analysis.lengths_of_run import known_lengths, law_of
 from aprilsched.config import SamplingParams, SchedulerConfig
 from aprilsched.errors import ConfigError
+from aprilsched.simulation.workload import Empirical, LengthLaw, LongTailWorkload
 from aprilsched.telemetry.trackers import tracker_names
-from aprilsched.workload import Empirical, LengthLaw, LongTailWorkload
 
 CAP = 6000
 COMMAS = "a list with commas"

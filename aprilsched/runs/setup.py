@@ -27,11 +27,11 @@ from aprilsched.planning.step_times.model import H200_QWEN3_4B, StepTimeModel
 from aprilsched.runs.prompts_file import read_prompts
 from aprilsched.runs.settings import VOCABULARY, RunSettings, WorkloadSettings, key_from
 from aprilsched.simulation.engine import SimFleet, SimPublisher
+from aprilsched.simulation.workload import LongTailWorkload
 from aprilsched.telemetry.batch_figures import Bound
 from aprilsched.telemetry.live_figures import LiveFigures
 from aprilsched.telemetry.summary import Summary
 from aprilsched.types import Prompt
-from aprilsched.workload import LongTailWorkload
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -30,11 +30,11 @@ from aprilsched.simulation.virtual import (
     checked_config,
     checked_count,
 )
+from aprilsched.simulation.workload import LongTailWorkload
 from aprilsched.telemetry.bias_collector import warning_now
 from aprilsched.telemetry.figures import RunSummary
 from aprilsched.telemetry.summary import Remainder, Summary
 from aprilsched.types import Group, Prompt
-from aprilsched.workload import LongTailWorkload
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

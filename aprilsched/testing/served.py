@@ -36,8 +36,8 @@ from aprilsched.serving.calls import BroadcastBody, DiskBody, JoinBody, PauseMod
 from aprilsched.serving.refusals import Refused, Unavailable
 from aprilsched.simulation.engine.settings import SimConfig
 from aprilsched.simulation.engine.sim_engine import SimEngine
+from aprilsched.simulation.workload import LongTailWorkload
 from aprilsched.types import Int32Array, SamplingParams, VersionSpan
-from aprilsched.workload import LongTailWorkload
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from aprilsched.config import SchedulerConfig
 from aprilsched.planning.step_times.model import H200_QWEN3_4B
-from aprilsched.workload import LongTailWorkload
+from aprilsched.simulation.workload import LongTailWorkload
 from experiments.frontier.measured import Figures, mean, run
 from experiments.frontier.results import rounded, write_section
 from experiments.frontier.schedules import Candidate, keeping_kv, recomputing

@@ -14,8 +14,8 @@ import numpy as np
 from aprilsched.kernel.engines.base import GenerationRequest
 from aprilsched.planning.step_times.model import H200_QWEN3_4B_LINEAR, StepTimeModel
 from aprilsched.simulation.engine import Batcher, SimConfig
+from aprilsched.simulation.workload import LongTailWorkload
 from aprilsched.types import SamplingParams
-from aprilsched.workload import LongTailWorkload
 
 __all__ = ["Row", "cached_waves", "pool", "refilled_waves", "wait_for_all", "waves"]
 

@@ -22,8 +22,8 @@ from aprilsched.planning.presets import PRESETS
 from aprilsched.planning.step_times.model import H200_QWEN3_4B, StepTimeModel
 from aprilsched.simulation import NEVER, Costs, Simulation, rare_collections
 from aprilsched.simulation.engine import SimConfig
+from aprilsched.simulation.workload import LongTailWorkload
 from aprilsched.telemetry.summary import Summary
-from aprilsched.workload import LongTailWorkload
 
 MODEL = H200_QWEN3_4B
 EXPERTS = StepTimeModel(

@@ -17,7 +17,7 @@ from aprilsched.kernel.core.lengths.observed import (
     resampled,
     shared_log_variance,
 )
-from aprilsched.workload import LongTailWorkload
+from aprilsched.simulation.workload import LongTailWorkload
 from tests.support.table import each_row
 
 

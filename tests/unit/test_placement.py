@@ -14,8 +14,8 @@ from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.policies.placement import Placement
 from aprilsched.planning.presets import sync
 from aprilsched.simulation import SimConfig, simulate
+from aprilsched.simulation.workload import LongTailWorkload
 from aprilsched.types import Prompt
-from aprilsched.workload import LongTailWorkload
 from tests.support.driver import Driver
 from tests.support.table import each_row
 

@@ -38,10 +38,10 @@ from aprilsched.planning.trial import Times, Trial, drawn_again, try_out
 from aprilsched.simulation import NEVER, Costs, Simulation
 from aprilsched.simulation.engine.settings import SimConfig
 from aprilsched.simulation.virtual import ModelledEngine
+from aprilsched.simulation.workload import LongTailWorkload
 from aprilsched.telemetry.figures import steady_state
 from aprilsched.telemetry.summary import Summary
 from aprilsched.types import Group, Prompt, Score
-from aprilsched.workload import LongTailWorkload
 from tests.support.driver import Driver
 
 at_length = partial(pytest.param, marks=pytest.mark.long)

@@ -9,8 +9,8 @@ from aprilsched.kernel.engines.base import GenerationRequest
 from aprilsched.simulation import Simulation
 from aprilsched.simulation.engine import SimConfig
 from aprilsched.simulation.engine.cache import PrefixCache
+from aprilsched.simulation.workload import LongTailWorkload
 from aprilsched.types import SamplingParams
-from aprilsched.workload import LongTailWorkload
 
 
 def request(name: str, context: int, group: int = 7) -> GenerationRequest:

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from aprilsched.errors import ConfigError
-from aprilsched.types import SamplingParams
-from aprilsched.workload import (
+from aprilsched.simulation.workload import (
     Empirical,
     Law,
     LengthLaw,
@@ -23,6 +22,7 @@ from aprilsched.workload import (
     Mixture,
     Pareto,
 )
+from aprilsched.types import SamplingParams
 from tests.support.table import each_row
 
 

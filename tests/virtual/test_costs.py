@@ -18,7 +18,7 @@ from aprilsched.kernel.core.messages.commands import Command
 from aprilsched.kernel.core.messages.events import Event
 from aprilsched.simulation import Costs, Simulation
 from aprilsched.simulation.engine.settings import SimConfig
-from aprilsched.workload import LongTailWorkload
+from aprilsched.simulation.workload import LongTailWorkload
 
 ROLLING: dict[str, Any] = {"pace": "asynchronous", "straggler": "run", "refit": "rolling"}
 POLICIES: dict[str, dict[str, Any]] = {

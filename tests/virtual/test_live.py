@@ -17,10 +17,10 @@ from aprilsched.kernel.core.state.in_flight import InFlight
 from aprilsched.kernel.shell import RolloutScheduler
 from aprilsched.kernel.shell.listener import Listener
 from aprilsched.simulation.engine import SimFleet, SimPublisher
+from aprilsched.simulation.workload import LongTailWorkload
 from aprilsched.telemetry.batch_figures import BatchMeter
 from aprilsched.telemetry.live.live_model import LiveModel, RunFacts, Snapshot
 from aprilsched.telemetry.live_figures import LiveFigures
-from aprilsched.workload import LongTailWorkload
 from tests.support.terminal import on_a_terminal
 
 pytestmark = pytest.mark.virtual_time

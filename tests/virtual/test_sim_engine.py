@@ -15,7 +15,7 @@ from aprilsched.errors import ConfigError, EngineProtocolError, EngineRejected, 
 from aprilsched.kernel.engines.base import Chunk, Engine, Fleet, GenerationRequest, RefitFromDisk
 from aprilsched.kernel.weights.publisher import WeightPublisher
 from aprilsched.simulation.engine import SimEngine, SimFleet, SimPublisher, run_virtual
-from aprilsched.workload import LongTailWorkload
+from aprilsched.simulation.workload import LongTailWorkload
 from tests.support.loop import PatientLoop
 from tests.support.sim_batcher import Outcome, request
 from tests.support.table import each_row

@@ -23,7 +23,7 @@ from aprilsched.kernel.shell import RolloutScheduler
 from aprilsched.planning.presets import april, auto, copris, sync
 from aprilsched.simulation import Costs, Simulation, compare, simulate
 from aprilsched.simulation.engine import SimConfig, SimFleet, SimPublisher, run_virtual
-from aprilsched.workload import Empirical, LongTailWorkload
+from aprilsched.simulation.workload import Empirical, LongTailWorkload
 from tests.support import small
 from tests.support.table import each_row
 
